@@ -1,0 +1,29 @@
+"""Core Context Aware attention for long-context language models."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "CCAConfig": "corecontext.config",
+    "Rotary": "corecontext.ops.rotary",
+    "cca_attention": "corecontext.ops.api",
+    "pool_core_tokens": "corecontext.ops.api",
+    "merge": "corecontext.ops.merge",
+    "CompactKVCache": "corecontext.cache",
+    "enable": "corecontext.integrations.transformers",
+    "enabled": "corecontext.integrations.transformers",
+    "from_pretrained": "corecontext.integrations.transformers",
+}
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use, so that importing the package loads nothing heavy."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'corecontext' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)

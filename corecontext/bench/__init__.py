@@ -1,0 +1,1 @@
+"""Measurements: each file asks one question."""

@@ -1,0 +1,84 @@
+"""What a model's attention is replaced with: one frozen, validated description."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Mapping
+
+POOLINGS = ("cca", "mean", "max")
+CORE_POSITIONS = ("middle", "token")
+CORE_HEADS = ("kv", "query")
+BACKENDS = ("auto", "reference", "packed")
+
+
+@dataclass(frozen=True)
+class CCAConfig:
+    """Core Context Aware attention, as docs/math.md defines it."""
+
+    group_size: int = 16
+    """Tokens per core token (g), at least 1. With 1 the attention is full attention."""
+    window_size: int = 1024
+    """Nearest tokens that every query sees uncompressed (s), at least 1."""
+    num_groups: int | None = None
+    """A constant number of groups (m): g = max(1, ceil((L - s) / m)) is then taken from each sequence's length."""
+    pooling: str = "cca"
+    """What makes a core token: "cca" (weights of the group's last query), "mean" or "max"."""
+    core_position: str = "middle"
+    """Rotary position of a core key: "middle" of its group (the paper), or "token": keys pooled as they are."""
+    core_heads: str = "kv"
+    """One core token per "kv" head (mean of the query heads' weights), or per "query" head (r times the memory)."""
+    core_bias: float = 0.0
+    """Added to every core token's score; log(group_size) is proportional attention."""
+    backend: str = "auto"
+    """Who computes: "auto", "packed" (plain torch, linear memory) or "reference" (dense, for checking)."""
+
+    def __post_init__(self) -> None:
+        for name in ("group_size", "window_size"):
+            _check_positive_int(name, getattr(self, name))
+        if self.num_groups is not None:
+            _check_positive_int("num_groups", self.num_groups)
+        for name, allowed in (("pooling", POOLINGS), ("core_position", CORE_POSITIONS),
+                              ("core_heads", CORE_HEADS), ("backend", BACKENDS)):
+            check_choice(name, getattr(self, name), allowed)
+        if isinstance(self.core_bias, bool) or not isinstance(self.core_bias, (int, float)):
+            raise TypeError(f"core_bias must be a number, got {self.core_bias!r}. Use 0.0 for none.")
+        if not abs(self.core_bias) < float("inf"):
+            raise ValueError(f"core_bias must be finite, got {self.core_bias}. Use 0.0 for none.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for a model's config.json."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CCAConfig:
+        """The inverse of `to_dict`; unknown keys are errors."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = get_close_matches(key, known, 1)
+                raise ValueError(f"unknown CCA setting {key!r}. " +
+                                 (f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."))
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> CCAConfig:
+        """A copy with some fields changed, validated again."""
+        return type(self).from_dict({**self.to_dict(), **changes})
+
+
+def _check_positive_int(name: str, value: Any) -> None:
+    """Raise unless value is an int of at least 1 (a bool is no size)."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
+    if value < 1:
+        why = " (a query sees itself)" if name == "window_size" else ""
+        raise ValueError(f"{name} must be at least 1{why}, got {value}.")
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise unless value is one of the allowed words."""
+    if value not in allowed:
+        near = get_close_matches(str(value), allowed, 1)
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}." +
+                         (f" Did you mean {near[0]!r}?" if near else ""))

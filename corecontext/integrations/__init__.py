@@ -1,0 +1,1 @@
+"""Plug-ins for other libraries; nothing here is imported by `import corecontext`."""

@@ -1,0 +1,175 @@
+"""The public operators: signatures, validation and the choice of a backend; no arithmetic."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from corecontext.config import BACKENDS, CCAConfig, check_choice
+from corecontext.ops import autograd, packed, reference
+from corecontext.ops.rotary import Rotary
+from corecontext.ops.segments import SegmentView, find_segments
+from corecontext.visibility import group_size_for, is_full_attention
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MODULES = {"packed": packed, "reference": reference}
+
+
+def choose_backend(backend: str, q: Tensor) -> str:
+    """The name of the backend that takes this call; an explicit request never falls back."""
+    check_choice("backend", backend, BACKENDS)
+    if backend == "auto":
+        return "packed" if packed.unsupported_reason(q) is None else "reference"
+    reason = _MODULES[backend].unsupported_reason(q)
+    if reason is not None:
+        raise NotImplementedError(f"backend {backend!r} cannot run this call: {reason}. Use backend='reference'.")
+    return backend
+
+
+def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, window_size: int = 1024,
+                  num_groups: int | None = None, pooling: str = "cca", core_position: str = "middle",
+                  core_heads: str = "kv", rotary: Rotary | None = None, scale: float | None = None,
+                  softcap: float | None = None, core_bias: float | Tensor | None = None,
+                  attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, backend: str = "auto",
+                  return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to core tokens of the far past and raw tokens of the near past in one causal softmax.
+
+    docs/math.md, eq. 1 to 5. Every earlier token is seen once: as itself, or through its group's core token.
+
+    Args:
+        q: Queries, [B, H, L, D]; float32, bfloat16, float16 or float64; rotary applied.
+        k, v: Keys (rotary applied) and values, [B, Hkv, L, D], Hkv dividing H.
+        group_size: Tokens per core token (g), >= 1. With 1 this is full attention.
+        window_size: Nearest tokens seen uncompressed (s), >= 1.
+        num_groups: Constant number of groups; replaces group_size by max(1, ceil((L - s) / num_groups)).
+        pooling: "cca", "mean" or "max".
+        core_position: "middle" turns core keys to their group's middle position and needs `rotary`; "token" pools
+            the keys as they are.
+        core_heads: One core token per "kv" head, or per "query" head.
+        rotary: How the keys were rotated.
+        scale: Factor of the scores; default 1 / sqrt(D).
+        softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2.
+        core_bias: Added to the scores of core tokens, a number or a tensor [H].
+        attention_mask: [B, L], 0 for padding at the ends of a row; padded positions return 0.
+        cu_seqlens: [n + 1], boundaries of the documents packed in a batch of one; each starts its own groups.
+        backend: "auto", "packed" or "reference".
+        return_lse: Also return the log-sum-exp of the scores, [B, H, L], -inf at padding.
+
+    Returns:
+        [B, H, L, D] in the dtype of q, accumulated in float32 (float64 for float64). Differentiable in q, k, v and
+        core_bias, the log-sum-exp too.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype or setting breaks a rule above.
+        NotImplementedError: the named backend cannot take the call.
+
+    Cost: 4 D H sum_t (j(t) + t + 1 - j(t) g) operations and memory linear in L (packed backend).
+    """
+    CCAConfig(group_size, window_size, num_groups, pooling, core_position, core_heads)  # validates
+    _check_tensors(q, k, v)
+    chosen = choose_backend(backend, q)
+    batch_size, num_heads, seq_len, head_dim = q.shape
+    rotary = _check_rotary(rotary, core_position, head_dim)
+    scale = head_dim ** -0.5 if scale is None else float(scale)
+    bias = _bias_tensor(core_bias, q)
+    ragged = attention_mask is not None or cu_seqlens is not None
+    if not ragged and seq_len == 0:
+        out = q.new_zeros(q.shape)
+        return (out, out.new_zeros(q.shape[:-1])) if return_lse else out
+    size = group_size_for(seq_len, window_size, num_groups) if num_groups else group_size
+    plain = not ragged and not return_lse and softcap is None and bias is None
+    if plain and chosen == "packed" and is_full_attention(seq_len, size, window_size):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != num_heads)
+    if chosen == "packed":
+        out, lse = autograd.cca_attention_op(
+            q, k, v, bias, None if rotary is None else rotary.inv_freq, attention_mask, cu_seqlens, group_size,
+            window_size, num_groups or 0, scale, softcap or 0.0, pooling, core_heads,
+            rotary is not None and rotary.interleaved)
+    else:
+        out = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = out.new_full(q.shape[:-1], -torch.inf)
+        for segment in find_segments(batch_size, seq_len, attention_mask, cu_seqlens):
+            one = SegmentView(segment, q, k, v, bias, group_size, window_size, num_groups or 0)
+            core_k, core_v = reference.pool(*one.groups(), scale=scale, pooling=pooling, core_heads=core_heads,
+                                            rotary=rotary, softcap=softcap)
+            part_out, part_lse = reference.attend(one.q, one.k, one.v, core_k, core_v, **one.sizes, scale=scale,
+                                                  softcap=softcap, core_bias=one.core_bias)
+            one.put(out, part_out)
+            one.put(lse, part_lse)
+        out = out.to(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def pool_core_tokens(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, pooling: str = "cca",
+                     core_position: str = "middle", core_heads: str = "kv", rotary: Rotary | None = None,
+                     scale: float | None = None, softcap: float | None = None,
+                     backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """Pool every complete group of g tokens into one core token (docs/math.md, eq. 1 to 3).
+
+    Args:
+        q: Queries, [B, H, L, D]; only each group's last one is read. Other arguments as in `cca_attention`.
+
+    Returns:
+        core_k, core_v: [B, Hkv, L // g, D] (H instead of Hkv for core_heads="query"), in the dtype of k; the weights
+        and sums are computed in float32 (float64 for float64). Differentiable in q, k and v.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as in `cca_attention`.
+    """
+    CCAConfig(group_size, 1, None, pooling, core_position, core_heads)  # validates
+    _check_tensors(q, k, v)
+    module = _MODULES[choose_backend(backend, q)]
+    rotary = _check_rotary(rotary, core_position, q.shape[3])
+    num_groups, head_dim = q.shape[2] // group_size, q.shape[3]
+    k, v = (x[:, :, :num_groups * group_size].flatten(0, 1).unflatten(1, (num_groups, group_size)) for x in (k, v))
+    q_last = q[:, :, group_size - 1::group_size].reshape(k.shape[0], -1, num_groups, head_dim)
+    cores = module.pool(q_last, k, v, scale=head_dim ** -0.5 if scale is None else float(scale), pooling=pooling,
+                        core_heads=core_heads, rotary=rotary, softcap=softcap)
+    return tuple(x.to(k.dtype).unflatten(0, (q.shape[0], -1)).flatten(1, 2) for x in cores)
+
+
+def _check_rotary(rotary: Rotary | None, core_position: str, head_dim: int) -> Rotary | None:
+    """The rotation that core keys need, or None."""
+    if core_position == "token":
+        return None
+    if rotary is None:
+        raise ValueError("rotary must be given for core_position='middle', got None. "
+                         "Pass rotary=Rotary.from_theta(theta, head_dim), or core_position='token'.")
+    if 2 * rotary.inv_freq.numel() > head_dim:
+        raise ValueError(f"rotary must turn at most head_dim {head_dim} dimensions, got {2 * rotary.inv_freq.numel()}.")
+    return rotary
+
+
+def _bias_tensor(core_bias: float | Tensor | None, q: Tensor) -> Tensor | None:
+    """The bias as [H] on q's device, or None where there is none."""
+    if core_bias is None or (not isinstance(core_bias, Tensor) and core_bias == 0):
+        return None
+    if not isinstance(core_bias, Tensor):
+        return torch.full((q.shape[1],), float(core_bias), device=q.device)
+    if core_bias.shape != (q.shape[1],):
+        raise ValueError(f"core_bias must be a number or have shape [H] = [{q.shape[1]}], got {list(core_bias.shape)}.")
+    return core_bias
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k and v are self-attention inputs of one batch."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}.")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be [B, heads, L, D], got {list(x.shape)}.")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}.")
+    if k.shape != v.shape:
+        raise ValueError(f"v must have the shape of k, {list(k.shape)}, got {list(v.shape)}.")
+    if k.dtype != q.dtype or v.dtype != q.dtype or k.device != q.device or v.device != q.device:
+        raise TypeError(f"q, k and v must share one dtype and device, got {q.dtype}, {k.dtype}, {v.dtype} on "
+                        f"{q.device}, {k.device}, {v.device}. Cast them first.")
+    if (q.shape[0], q.shape[2], q.shape[3]) != (k.shape[0], k.shape[2], k.shape[3]):
+        raise ValueError(f"k must match q in batch, length and head size: q is {list(q.shape)}, k {list(k.shape)}. "
+                         "For new tokens on earlier ones use CompactKVCache.")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"the KV heads must divide the query heads, got {k.shape[1]} and {q.shape[1]}.")
+    if q.shape[3] % 2 or not 2 <= q.shape[3] <= 512:
+        raise ValueError(f"head_dim must be even and at most 512, got {q.shape[3]}.")

@@ -1,0 +1,102 @@
+"""The packed backend as one registered torch operator: pooling and attention of a whole batch, and their backward.
+
+Registered, so that torch.compile and activation checkpointing treat it as one node; only q, k, v, out and the
+log-sum-exp are kept for the backward, which pools again.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from corecontext.ops import packed
+from corecontext.ops.rotary import Rotary
+from corecontext.ops.segments import SegmentView, find_segments
+
+
+@torch.library.custom_op("corecontext::cca_attention", mutates_args=())
+def cca_attention_op(q: Tensor, k: Tensor, v: Tensor, core_bias: Optional[Tensor], inv_freq: Optional[Tensor],
+                     attention_mask: Optional[Tensor], cu_seqlens: Optional[Tensor], group_size: int,
+                     window_size: int, num_groups: int, scale: float, softcap: float, pooling: str, core_heads: str,
+                     interleaved: bool) -> tuple[Tensor, Tensor]:
+    """out [B, H, L, D] and log-sum-exp [B, H, L]; 0 stands for no num_groups and for no softcap."""
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q), device=q.device)
+    options = {"scale": scale, "softcap": softcap or None, "pooling": pooling, "core_heads": core_heads,
+               "rotary": None if inv_freq is None else Rotary(inv_freq, interleaved)}
+    for segment in find_segments(q.shape[0], q.shape[2], attention_mask, cu_seqlens):
+        one = SegmentView(segment, q, k, v, core_bias, group_size, window_size, num_groups)
+        core_k, core_v = packed.pool(*one.groups(), **options)
+        part_out, part_lse = packed.attend(one.q, one.k, one.v, core_k, core_v, **one.sizes, scale=scale,
+                                           softcap=softcap or None, core_bias=one.core_bias)
+        one.put(out, part_out)
+        one.put(lse, part_lse)
+    return out, lse
+
+
+@cca_attention_op.register_fake
+def _(q, k, v, *args):
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape[:-1], dtype=_lse_dtype(q),
+                                                                             device=q.device)
+
+
+@torch.library.custom_op("corecontext::cca_attention_backward", mutates_args=())
+def cca_attention_backward_op(grad_out: Tensor, grad_lse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor,
+                              out: Tensor, lse: Tensor, core_bias: Optional[Tensor], inv_freq: Optional[Tensor],
+                              attention_mask: Optional[Tensor], cu_seqlens: Optional[Tensor], group_size: int,
+                              window_size: int, num_groups: int, scale: float, softcap: float, pooling: str,
+                              core_heads: str, interleaved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and core_bias ([H], zeros where there is none)."""
+    grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    grad_bias = torch.zeros(q.shape[1], dtype=_lse_dtype(q), device=q.device)
+    options = {"scale": scale, "softcap": softcap or None, "pooling": pooling, "core_heads": core_heads,
+               "rotary": None if inv_freq is None else Rotary(inv_freq, interleaved)}
+    for segment in find_segments(q.shape[0], q.shape[2], attention_mask, cu_seqlens):
+        one = SegmentView(segment, q, k, v, core_bias, group_size, window_size, num_groups)
+        core_k, core_v = packed.pool(*one.groups(), **options)
+        dq, dk, dv, dcore_k, dcore_v, dbias = packed.attend_backward(
+            one.take(grad_out), None if grad_lse is None else one.take(grad_lse), one.q, one.k, one.v, core_k, core_v,
+            one.take(out), one.take(lse), **one.sizes, scale=scale, softcap=softcap or None, core_bias=one.core_bias)
+        if core_k.shape[2]:
+            pooled = core_k.shape[2] * one.group_size
+            dq_last, dk_pool, dv_pool = packed.pool_backward(dcore_k, dcore_v, *one.groups(), **options)
+            if dq_last is not None:
+                dq[:, :, one.group_size - 1:pooled:one.group_size] += dq_last
+            dk[:, :pooled] += dk_pool.flatten(1, 2)
+            dv[:, :pooled] += dv_pool.flatten(1, 2)
+        for total, part in ((grad_q, dq), (grad_k, dk), (grad_v, dv)):
+            one.put(total, part)
+        if dbias is not None:
+            grad_bias += dbias.view(-1, q.shape[1]).sum(0)
+    return grad_q, grad_k, grad_v, grad_bias
+
+
+@cca_attention_backward_op.register_fake
+def _(grad_out, grad_lse, q, k, v, *args):
+    return (*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)),
+            torch.empty(q.shape[1], dtype=_lse_dtype(q), device=q.device))
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, core_bias, inv_freq, attention_mask, cu_seqlens, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, core_bias, inv_freq, attention_mask, cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_out, grad_lse):
+    q, k, v, out, lse, core_bias, *rest = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    grad_q, grad_k, grad_v, grad_bias = cca_attention_backward_op(grad_out, grad_lse, q, k, v, out, lse, core_bias,
+                                                                  *rest, *ctx.settings)
+    none = (None,) * (len(rest) + len(ctx.settings))
+    return grad_q, grad_k, grad_v, None if core_bias is None else grad_bias.to(core_bias.dtype), *none
+
+
+cca_attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

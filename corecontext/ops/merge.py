@@ -1,0 +1,32 @@
+"""Combine partial softmaxes over disjoint sets of keys by their log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """One softmax over the union of the keys behind several partial results (docs/math.md, eq. 8).
+
+    Args:
+        outs: Partial outputs, each [..., T, D], of one dtype.
+        lses: Their log-sum-exps, each [..., T], float32 or float64; -inf where a part has no key.
+
+    Returns:
+        out [..., T, D] in the dtype of the parts, computed in that of the log-sum-exps; lse [..., T]. Rows without
+        any key are 0 with lse -inf. Differentiable in all inputs.
+
+    Raises:
+        ValueError: no part, or as many outs as lses are not given.
+    """
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"merge must get one lse per out and at least one of each, got {len(outs)} and {len(lses)}.")
+    stacked = torch.stack(lses)  # [parts, ..., T]
+    lse = stacked.logsumexp(0)
+    # A row with no key anywhere has lse -inf; exp(-inf - -inf) would be NaN.
+    weights = (stacked - torch.where(lse.isneginf(), 0.0, lse)).exp()
+    out = outs[0].to(lse.dtype) * weights[0].unsqueeze(-1)
+    for part, weight in zip(outs[1:], weights[1:]):
+        out = out + part.to(lse.dtype) * weight.unsqueeze(-1)
+    return out.to(outs[0].dtype), lse

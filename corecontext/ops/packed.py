@@ -1,0 +1,213 @@
+"""Attention in plain torch with linear memory: fused kernels on the packed core part and on blocks of the local part.
+
+From position A = s + g - 1 on, g neighbouring queries see the same core tokens, and each next g see one more. Packed
+g at a time into extra heads, they see the core tokens under a plain causal mask (docs/math.md, eq. 6), which any
+attention kernel computes well. The local part goes block by block under one shared mask. Parts meet in `merge`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from corecontext.ops import partial, pooling
+from corecontext.ops.merge import merge
+from corecontext.visibility import first_core_query, local_start, num_visible_cores, visible_cores_of
+
+pool = pooling.forward
+pool_backward = pooling.backward
+
+_BLOCK_QUERIES = {"cpu": 128}  # local block; elsewhere launches cost more than masked work
+_BLOCK_QUERIES_DEFAULT = 512
+
+
+def unsupported_reason(q: Tensor) -> str | None:
+    """Why this backend cannot take the call, or None."""
+    if q.device.type in ("cpu", "cuda", "mps", "xpu"):
+        return None
+    return f"device {q.device.type!r} is not one of cpu, cuda, mps, xpu"
+
+
+class _Plan(NamedTuple):
+    """How queries q_start .. q_end-1 are cut: local blocks, and where whole packs begin."""
+
+    blocks: list[tuple[int, int]]
+    core_start: int  # first query that sees a core token
+    pack_start: int  # first query that begins a pack of g equal views
+    q_end: int
+
+
+def _plan(q_start: int, q_end: int, group_size: int, window_size: int, device: str) -> _Plan:
+    """Cut at A, then at the first whole pack, then every block of whole packs."""
+    first = first_core_query(group_size, window_size)
+    core_start = min(max(q_start, first), q_end)
+    pack_start = min(core_start + (first - core_start) % group_size, q_end)
+    size = _BLOCK_QUERIES.get(device, _BLOCK_QUERIES_DEFAULT)
+    size = group_size * max(1, size // group_size)
+    early = [(0, core_start)] if q_start == 0 else [(a, min(a + size, core_start))
+                                                   for a in range(q_start, core_start, size)]
+    head = [(core_start, pack_start)] if core_start < pack_start else []
+    blocks = [(a, min(a + size, q_end)) for a in range(pack_start, q_end, size)]
+    return _Plan(early + head + blocks, core_start, pack_start, q_end)
+
+
+@functools.lru_cache(maxsize=8)
+def _interior_bias(rows: int, group_size: int, window_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The mask shared by all blocks that begin a pack."""
+    first = first_core_query(group_size, window_size)
+    return _bias(first, first + rows, local_start(first, group_size, window_size), group_size, window_size, dtype,
+                 device)
+
+
+def _bias(start: int, end: int, low: int, group_size: int, window_size: int, dtype: torch.dtype,
+          device: torch.device) -> Tensor:
+    """Additive mask of queries start .. end-1 over raw keys low .. end-1."""
+    position = torch.arange(start, end, device=device)[:, None]
+    key = torch.arange(low, end, device=device)
+    seen = (key >= visible_cores_of(position, group_size, window_size) * group_size) & (key <= position)
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+
+
+class _Call:
+    """One sequence-level call: its tensors, its plan and the parts of its softmax."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, q_start: int, k_start: int,
+                 group_size: int, window_size: int, scale: float, softcap: float | None,
+                 core_bias: Tensor | None) -> None:
+        self.q, self.k, self.v, self.core_k, self.core_v = q, k[:, None], v[:, None], core_k, core_v
+        self.q_start, self.k_start, self.group_size, self.window_size = q_start, k_start, group_size, window_size
+        self.options = {"scale": scale, "softcap": softcap}
+        self.core_bias = core_bias
+        self.plan = _plan(q_start, q_start + q.shape[2], group_size, window_size, q.device.type)
+
+    def local_blocks(self):
+        """Each block of queries: its rows in q, its keys in k, and its mask."""
+        g, s = self.group_size, self.window_size
+        for start, end in self.plan.blocks:
+            if start == end:
+                continue
+            low = local_start(start, g, s)
+            rows = slice(start - self.q_start, end - self.q_start)
+            keys = slice(low - self.k_start, end - self.k_start)
+            if start == 0:
+                yield rows, keys, {"is_causal": True}
+            elif start >= self.plan.pack_start:
+                yield rows, keys, {"bias": _interior_bias(end - start, g, s, self.q.dtype, self.q.device)}
+            else:
+                yield rows, keys, {"bias": _bias(start, end, low, g, s, self.q.dtype, self.q.device)}
+
+    def core_parts(self):
+        """Each part of the core attention: its rows in q, its core tokens, and whether it is packed."""
+        g, s = self.group_size, self.window_size
+        core_start, pack_start, q_end = self.plan.core_start, self.plan.pack_start, self.plan.q_end
+        if core_start < pack_start:
+            yield slice(core_start - self.q_start, pack_start - self.q_start), slice(
+                0, num_visible_cores(core_start, g, s)), False
+        if pack_start < q_end:
+            rows = slice(pack_start - self.q_start, q_end - self.q_start)
+            seen = num_visible_cores(pack_start, g, s)  # the first pack's last core token lies on the diagonal
+            if seen > 1:
+                yield rows, slice(0, seen - 1), False
+            yield rows, slice(seen - 1, seen - 1 + -(-(q_end - pack_start) // g)), True
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[N, r, T, ...] to [N Hc, r / Hc g, P, ...], the last pack filled with zeros."""
+        n, r, t = x.shape[:3]
+        g, heads = self.group_size, self.core_k.shape[1]
+        packs = -(-t // g)
+        if packs * g != t:
+            x = torch.cat((x, x.new_zeros(n, r, packs * g - t, *x.shape[3:])), 2)
+        return x.unflatten(2, (packs, g)).transpose(2, 3).reshape(n * heads, r // heads * g, packs, *x.shape[3:])
+
+    def unpack(self, x: Tensor, t: int) -> Tensor:
+        """The inverse of `pack`, without the filling."""
+        n, r, g = self.q.shape[0], self.q.shape[1], self.group_size
+        x = x.reshape(n, r, g, *x.shape[2:]).transpose(2, 3)  # [N, r, P, g, ...]
+        return x.flatten(2, 3)[:, :, :t]
+
+    def by_core_head(self, x: Tensor) -> Tensor:
+        """[N, r, T, ...] to [N Hc, r / Hc, T, ...]: each core head's own queries."""
+        heads = self.core_k.shape[1]
+        return x.reshape(x.shape[0] * heads, x.shape[1] // heads, *x.shape[2:])
+
+    def core_kv(self, cores: slice) -> tuple[Tensor, Tensor]:
+        """Core keys and values [N Hc, 1, m, D]."""
+        return self.core_k[:, :, cores].flatten(0, 1)[:, None], self.core_v[:, :, cores].flatten(0, 1)[:, None]
+
+    def core_forward(self, rows: slice, cores: slice, packed: bool) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of one core part, in the layout of q[:, :, rows]; the bias is in the latter."""
+        q, (core_k, core_v) = self.q[:, :, rows], self.core_kv(cores)
+        arranged = self.pack(q) if packed else self.by_core_head(q)
+        out, lse = partial.forward(arranged, core_k, core_v, is_causal=packed, **self.options)
+        t = q.shape[2]
+        out, lse = (self.unpack(out, t), self.unpack(lse, t)) if packed else (out.view(q.shape), lse.reshape(q.shape[:-1]))
+        return out, lse if self.core_bias is None else lse + self.core_bias.to(lse.dtype)[:, :, None]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q_start: int = 0, k_start: int = 0,
+           group_size: int, window_size: int, scale: float, softcap: float | None = None,
+           core_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `reference.attend`, without autograd and with linear memory; out in the dtype of q."""
+    call = _Call(q, k, v, core_k, core_v, q_start, k_start, group_size, window_size, scale, softcap, core_bias)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
+                      device=q.device)
+    for rows, keys, mask in call.local_blocks():
+        out[:, :, rows], lse[:, :, rows] = partial.forward(call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys],
+                                                           **mask, **call.options)
+    parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+    for rows, cores, packed in call.core_parts():
+        parts.setdefault((rows.start, rows.stop), []).append(call.core_forward(rows, cores, packed))
+    for (start, stop), results in parts.items():
+        outs, lses = zip((out[:, :, start:stop], lse[:, :, start:stop]), *results)
+        out[:, :, start:stop], lse[:, :, start:stop] = merge(list(outs), list(lses))
+    return out, lse
+
+
+def attend_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, core_k: Tensor,
+                    core_v: Tensor, out: Tensor, lse: Tensor, *, group_size: int, window_size: int, scale: float,
+                    softcap: float | None = None, core_bias: Tensor | None = None,
+                    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v, core_k, core_v and core_bias of a whole sequence (docs/math.md, eq. 9).
+
+    Each part's backward is called with the merged out and lse. Sums over blocks are kept in float32.
+    """
+    call = _Call(q, k, v, core_k, core_v, 0, 0, group_size, window_size, scale, softcap, core_bias)
+    grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    grad_k, grad_v = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (call.k, call.v))
+    grad_core_k, grad_core_v = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (core_k, core_v))
+    for rows, keys, mask in call.local_blocks():
+        dq, dk, dv = partial.backward(
+            grad_out[:, :, rows], call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys], out[:, :, rows],
+            lse[:, :, rows], grad_lse=None if grad_lse is None else grad_lse[:, :, rows], **mask, **call.options)
+        grad_q[:, :, rows] += dq
+        grad_k[:, :, keys] += dk
+        grad_v[:, :, keys] += dv
+    # A bias on all core scores only shifts the core part's log-sum-exp, here and in core_forward.
+    core_lse = lse if core_bias is None else lse - core_bias.to(lse.dtype)[:, :, None]
+    for rows, cores, packed in call.core_parts():
+        arrange = call.pack if packed else call.by_core_head
+        dq, dk, dv = partial.backward(
+            arrange(grad_out[:, :, rows]), arrange(q[:, :, rows]), *call.core_kv(cores), arrange(out[:, :, rows]),
+            arrange(core_lse[:, :, rows]), is_causal=packed,
+            grad_lse=None if grad_lse is None else arrange(grad_lse[:, :, rows]), **call.options)
+        grad_q[:, :, rows] += call.unpack(dq, q[:, :, rows].shape[2]) if packed else dq.view(q[:, :, rows].shape)
+        grad_core_k[:, :, cores] += dk.view(grad_core_k[:, :, cores].shape)
+        grad_core_v[:, :, cores] += dv.view(grad_core_v[:, :, cores].shape)
+    grad_bias = None if core_bias is None else _bias_gradient(call, grad_out, grad_lse, out, lse)
+    return grad_q, grad_k[:, 0], grad_v[:, 0], grad_core_k, grad_core_v, grad_bias
+
+
+def _bias_gradient(call: _Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+    """Gradient of the core bias [N, r]: the sum of the core scores' gradients, from each part's own output."""
+    grad = torch.zeros(call.q.shape[:2], dtype=lse.dtype, device=lse.device)
+    for rows, cores, packed in call.core_parts():
+        part_out, part_lse = call.core_forward(rows, cores, packed)
+        change = ((part_out.to(lse.dtype) - out[:, :, rows].to(lse.dtype)) * grad_out[:, :, rows].to(lse.dtype)).sum(-1)
+        if grad_lse is not None:
+            change = change + grad_lse[:, :, rows]
+        grad += ((part_lse - lse[:, :, rows]).exp() * change).sum(-1)
+    return grad

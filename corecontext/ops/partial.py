@@ -1,0 +1,139 @@
+"""Softmax attention over one set of keys, with its log-sum-exp: the bricks that `packed` merges.
+
+torch's fused kernels are called below `scaled_dot_product_attention`, whose public form hides the log-sum-exp. The
+backward of a part is called with the MERGED output and log-sum-exp, which makes its probabilities the final ones
+(docs/math.md, eq. 9); so a part never needs to keep anything of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+_CHUNK_SCORES = 1 << 24  # scores held at once by the plain path: 64 MiB in float32
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, bias: Tensor | None = None, is_causal: bool = False,
+            softcap: float | None = None) -> tuple[Tensor, Tensor]:
+    """Attention of every query to every key, or causal, or with an additive bias.
+
+    Args:
+        q: [N, h, T, D]. k, v: [N, h or 1, S, D]. is_causal needs T == S.
+        bias: [T, S] of q's dtype, 0 where seen and -inf where not; each row sees at least one key.
+
+    Returns:
+        out [N, h, T, D] in q's dtype, log-sum-exp [N, h, T] in float32 (float64 for float64).
+    """
+    k, v = _expand(k, q), _expand(v, q)
+    kernel = _kernel(q, bias, softcap)
+    if kernel == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+    if kernel == "flash":
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+        return out, lse
+    return _plain_forward(q, k, v, scale, bias, is_causal, softcap)
+
+
+def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float,
+             bias: Tensor | None = None, is_causal: bool = False, softcap: float | None = None,
+             grad_lse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one part, given the output and log-sum-exp of the whole softmax.
+
+    Returns:
+        grad_q [N, h, T, D], grad_k and grad_v of the shapes of k and v.
+    """
+    shape = k.shape
+    k, v = _expand(k, q), _expand(v, q)
+    kernel = _kernel(q, bias, softcap) if grad_lse is None else "plain"
+    if kernel == "cpu":
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
+    elif kernel == "flash":
+        none = torch.empty(0, device=q.device)
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        grads = _aten._scaled_dot_product_flash_attention_backward(
+            grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), none, none, q.shape[2], k.shape[2],
+            0.0, is_causal, seed, none, scale=scale)
+    else:
+        grads = _plain_backward(grad_out, q, k, v, out, lse, scale, bias, is_causal, softcap, grad_lse)
+    grad_q, grad_k, grad_v = grads
+    if shape[1] != grad_k.shape[1]:
+        # Summed in float32: a group shares one key among g x r rows, too many for 8 bits of mantissa.
+        grad_k, grad_v = grad_k.sum(1, True, dtype=lse.dtype), grad_v.sum(1, True, dtype=lse.dtype)
+    return grad_q, grad_k, grad_v
+
+
+def _kernel(q: Tensor, bias: Tensor | None, softcap: float | None) -> str:
+    """Which implementation takes the call: "cpu", "flash" (CUDA, half precision, no bias) or "plain"."""
+    if softcap is not None:
+        return "plain"
+    if q.device.type == "cpu":
+        return "cpu"
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if q.device.type == "cuda" and bias is None and half and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
+        return "flash"
+    return "plain"
+
+
+def _expand(x: Tensor, q: Tensor) -> Tensor:
+    """One key head for several query heads, without a copy."""
+    return x if x.shape[1] == q.shape[1] else x.expand(-1, q.shape[1], -1, -1)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None, is_causal: bool, softcap: float | None,
+            rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Scores of some query rows, [N, h, rows, S], and the derivative of the softcap."""
+    scores = (q[:, :, rows] @ k.mT).to(dtype) * scale
+    slope = None
+    if softcap is not None:
+        capped = torch.tanh(scores / softcap)
+        scores, slope = softcap * capped, 1 - capped.square()
+    if bias is not None:
+        scores = scores + bias[rows].to(dtype)
+    if is_causal:
+        position = torch.arange(k.shape[2], device=q.device)
+        scores = scores.masked_fill(position > position[rows, None], -torch.inf)
+    return scores, slope
+
+
+def _row_chunks(q: Tensor, k: Tensor) -> list[slice]:
+    """Slices of query rows whose scores fit in the chunk."""
+    rows = max(1, _CHUNK_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    return [slice(i, min(i + rows, q.shape[2])) for i in range(0, q.shape[2], rows)]
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, is_causal: bool,
+                   softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Matrix products over chunks of query rows: any device, dtype and head size, softcap too."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+    for rows in _row_chunks(q, k):
+        scores, _ = _scores(q, k, scale, bias, is_causal, softcap, rows, dtype)
+        lse[:, :, rows] = scores.logsumexp(-1)
+        out[:, :, rows] = (scores - lse[:, :, rows, None]).exp().to(v.dtype) @ v
+    return out, lse
+
+
+def _plain_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
+                    bias: Tensor | None, is_causal: bool, softcap: float | None,
+                    grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The same chunks backward; the only path that takes a gradient of the log-sum-exp."""
+    dtype = lse.dtype
+    delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)  # [N, h, T]
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    grad_q = torch.empty_like(q)
+    grad_k, grad_v = torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype,
+                                                                                   device=v.device)
+    for rows in _row_chunks(q, k):
+        scores, slope = _scores(q, k, scale, bias, is_causal, softcap, rows, dtype)
+        weights = (scores - lse[:, :, rows, None]).exp()
+        grad_scores = weights * ((grad_out[:, :, rows] @ v.mT).to(dtype) - delta[:, :, rows, None])
+        if slope is not None:
+            grad_scores = grad_scores * slope
+        grad_scores = (grad_scores * scale).to(q.dtype)
+        grad_v += (weights.to(v.dtype).mT @ grad_out[:, :, rows]).to(dtype)
+        grad_k += (grad_scores.mT @ q[:, :, rows]).to(dtype)
+        grad_q[:, :, rows] = grad_scores @ k
+    return grad_q, grad_k, grad_v

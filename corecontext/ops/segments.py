@@ -1,0 +1,103 @@
+"""Which stretches of a batch are sequences of their own: padding and packed documents become plain slices."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from corecontext.visibility import group_size_for, is_full_attention
+
+
+class Segment(NamedTuple):
+    """Tokens start .. end-1 of rows first_row .. last_row-1 are sequences, each with its own positions and groups."""
+
+    first_row: int
+    last_row: int
+    start: int
+    end: int
+
+
+def find_segments(batch_size: int, seq_len: int, attention_mask: Tensor | None = None,
+                  cu_seqlens: Tensor | None = None) -> list[Segment]:
+    """The sequences of a batch.
+
+    Args:
+        attention_mask: [B, L], 1 (True) for tokens and 0 for padding on the left or the right of a row.
+        cu_seqlens: [n + 1], where each packed document of a single row starts, and L.
+
+    Raises:
+        ValueError: a mask with holes or of another shape; cu_seqlens that do not rise from 0 to L.
+    """
+    if attention_mask is None and cu_seqlens is None:
+        return [Segment(0, batch_size, 0, seq_len)]
+    if cu_seqlens is not None:
+        if attention_mask is not None:
+            raise ValueError("attention_mask must not be given together with cu_seqlens. Pack without padding.")
+        if batch_size != 1:
+            raise ValueError(f"cu_seqlens must come with a batch of one packed row, got {batch_size} rows.")
+        edges = cu_seqlens.tolist()
+        if len(edges) < 2 or edges[0] != 0 or edges[-1] != seq_len or any(a > b for a, b in zip(edges, edges[1:])):
+            raise ValueError(f"cu_seqlens must rise from 0 to the length {seq_len}, got {edges[:8]}.")
+        return [Segment(0, 1, a, b) for a, b in zip(edges, edges[1:]) if a < b]
+    return _row_segments(attention_mask, batch_size, seq_len)
+
+
+def _row_segments(mask: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
+    """One segment per row of a padding mask, or one for all rows where nothing is padded."""
+    if mask.dim() != 2 or tuple(mask.shape) != (batch_size, seq_len):
+        raise ValueError(f"attention_mask must be [B, L] = [{batch_size}, {seq_len}], got {list(mask.shape)}. "
+                         "Give 1 for tokens and 0 for padding; no L x L mask is needed, attention is causal.")
+    mask = mask.bool()
+    lengths = mask.sum(1)
+    starts = torch.where(lengths > 0, mask.int().argmax(1), 0)
+    ends = starts + lengths
+    column = torch.arange(seq_len, device=mask.device)
+    filled = (column >= starts[:, None]) & (column < ends[:, None])
+    if not torch.equal(filled, mask):
+        row = int((filled != mask).any(1).nonzero()[0])
+        raise ValueError(f"attention_mask must have its padding at the ends of each row, got a hole in row {row}. "
+                         "Pass packed documents with cu_seqlens.")
+    if bool(mask.all()):
+        return [Segment(0, batch_size, 0, seq_len)]
+    return [Segment(row, row + 1, start, end)
+            for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist())) if start < end]
+
+
+class SegmentView:
+    """One segment of the batch as sequences [N, r, T, D] and [N, T, D], N = rows x KV heads."""
+
+    def __init__(self, segment: Segment, q: Tensor, k: Tensor, v: Tensor, core_bias: Tensor | None, group_size: int,
+                 window_size: int, num_groups: int) -> None:
+        self.rows, self.span = slice(segment.first_row, segment.last_row), slice(segment.start, segment.end)
+        self.num_kv_heads = k.shape[1]
+        seq_len = segment.end - segment.start
+        self.group_size = group_size_for(seq_len, window_size, num_groups) if num_groups else group_size
+        self.sizes = {"group_size": self.group_size, "window_size": window_size}
+        # With groups of one token a bias still sets far tokens apart; without one they are plain causal attention.
+        self.full = is_full_attention(seq_len, self.group_size, window_size) and (
+            core_bias is None or seq_len < window_size + self.group_size)
+        if self.full:  # one causal call
+            self.sizes = {"group_size": 1, "window_size": seq_len}
+        self.q, self.k, self.v = self.take(q), self.take(k)[:, 0], self.take(v)[:, 0]
+        self.core_bias = None
+        if core_bias is not None:
+            rows = segment.last_row - segment.first_row
+            self.core_bias = core_bias.view(self.num_kv_heads, -1).repeat(rows, 1)  # [N, r]
+
+    def take(self, x: Tensor) -> Tensor:
+        """[B, H or Hkv, L, ...] to this segment's [N, r or 1, T, ...]."""
+        x = x[self.rows, :, self.span]
+        return x.reshape(x.shape[0] * self.num_kv_heads, -1, *x.shape[2:])
+
+    def put(self, total: Tensor, part: Tensor) -> None:
+        """Write this segment's part [N, ..., T, ...] into [B, H or Hkv, L, ...]."""
+        view = total[self.rows, :, self.span]
+        view.copy_(part.reshape(view.shape))
+
+    def groups(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Group-end queries [N, r, M, D], and keys and values by group [N, M, g, D]."""
+        g, num_groups = self.group_size, 0 if self.full else self.q.shape[2] // self.group_size
+        q_last = self.q[:, :, g - 1:num_groups * g:g]
+        return q_last, *(x[:, :num_groups * g].unflatten(1, (num_groups, g)) for x in (self.k, self.v))

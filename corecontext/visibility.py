@@ -1,0 +1,55 @@
+"""Which core tokens and which raw tokens a query sees: the integer rules, and their only owner.
+
+Positions count from 0 within one sequence. docs/math.md, eq. 4 to 7. No function here knows of tensors, so every
+backend, cache and test can rely on the same few lines; they are checked exhaustively for small sizes.
+"""
+
+from __future__ import annotations
+
+
+def num_complete_groups(seq_len: int, group_size: int) -> int:
+    """Groups whose last token has been seen, so that their core token exists: L // g."""
+    return seq_len // group_size
+
+
+def num_visible_cores(position: int, group_size: int, window_size: int) -> int:
+    """Core tokens 0 .. j-1 that the query at `position` sees: j(t) = max(0, (t + 1 - s) // g)."""
+    return max(0, (position + 1 - window_size) // group_size)
+
+
+def visible_cores_of(positions, group_size: int, window_size: int):
+    """`num_visible_cores` for a tensor of positions, any shape, integer dtype."""
+    return ((positions + 1 - window_size) // group_size).clamp(min=0)
+
+
+def local_start(position: int, group_size: int, window_size: int) -> int:
+    """First raw token that the query at `position` sees; it sees all from there to itself."""
+    return num_visible_cores(position, group_size, window_size) * group_size
+
+
+def first_core_query(group_size: int, window_size: int) -> int:
+    """The first position whose query sees a core token: s + g - 1. Shorter sequences have full attention."""
+    return window_size + group_size - 1
+
+
+def window_capacity(group_size: int, window_size: int) -> int:
+    """Raw tokens that a cache must keep so that any later query finds all it sees: s + g - 1, itself included."""
+    return window_size + group_size - 1
+
+
+def is_full_attention(seq_len: int, group_size: int, window_size: int) -> bool:
+    """True where CCA is exactly full causal attention: no query sees a core token, or groups are single tokens."""
+    return group_size == 1 or seq_len <= first_core_query(group_size, window_size)
+
+
+def group_size_for(seq_len: int, window_size: int, num_groups: int) -> int:
+    """Group size that keeps the number of groups constant: max(1, ceil((L - s) / m)), docs/math.md, eq. 7."""
+    return max(1, -(-(seq_len - window_size) // num_groups))
+
+
+def num_scores(seq_len: int, group_size: int, window_size: int) -> int:
+    """Query-key pairs of one head over a whole sequence: sum over t of j(t) + t + 1 - j(t) g, in closed form."""
+    packs = max(0, seq_len - first_core_query(group_size, window_size))  # queries that see a core token
+    whole, rest = divmod(packs, group_size)
+    cores = group_size * whole * (whole + 1) // 2 + rest * (whole + 1)  # sum of j(t)
+    return seq_len * (seq_len + 1) // 2 - (group_size - 1) * cores
