@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,6 +27,11 @@ def choose_backend(backend: str, q: Tensor) -> str:
     if reason is not None:
         raise NotImplementedError(f"backend {backend!r} cannot run this call: {reason}. Use backend='reference'.")
     return backend
+
+
+def backend_module(backend: str, q: Tensor) -> ModuleType:
+    """The module with `pool` and `attend` that takes this call."""
+    return _MODULES[choose_backend(backend, q)]
 
 
 def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, window_size: int = 1024,
@@ -119,7 +126,7 @@ def pool_core_tokens(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, p
     """
     CCAConfig(group_size, 1, None, pooling, core_position, core_heads)  # validates
     _check_tensors(q, k, v)
-    module = _MODULES[choose_backend(backend, q)]
+    module = backend_module(backend, q)
     rotary = _check_rotary(rotary, core_position, q.shape[3])
     num_groups, head_dim = q.shape[2] // group_size, q.shape[3]
     k, v = (x[:, :, :num_groups * group_size].flatten(0, 1).unflatten(1, (num_groups, group_size)) for x in (k, v))
@@ -146,7 +153,8 @@ def _bias_tensor(core_bias: float | Tensor | None, q: Tensor) -> Tensor | None:
     if core_bias is None or (not isinstance(core_bias, Tensor) and core_bias == 0):
         return None
     if not isinstance(core_bias, Tensor):
-        return torch.full((q.shape[1],), float(core_bias), device=q.device)
+        return torch.full((q.shape[1],), float(core_bias), dtype=torch.promote_types(q.dtype, torch.float32),
+                          device=q.device)
     if core_bias.shape != (q.shape[1],):
         raise ValueError(f"core_bias must be a number or have shape [H] = [{q.shape[1]}], got {list(core_bias.shape)}.")
     return core_bias

@@ -1,0 +1,507 @@
+"""The compact cache: core tokens of the far past and a ring of recent tokens, L // g + s + g - 1 entries a layer.
+
+One buffer per layer holds the ring first and the core tokens behind it, so that a decoding step attends to one
+contiguous slice; order does not matter to softmax and rotary is already in the keys. Entries are found by position,
+never stored: the token at position p lies in ring slot p mod C, the core token of group c in core slot c. Left padding
+(rows that close groups at different steps), cropping and fixed shapes all follow from that. Nothing here knows of
+Hugging Face.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterator, NamedTuple
+
+import torch
+from torch import Tensor
+
+from corecontext.config import CCAConfig
+from corecontext.ops.api import backend_module, cca_attention
+from corecontext.ops.decode import attend_buffer
+from corecontext.ops.rotary import Rotary
+from corecontext.ops.segments import find_segments
+from corecontext.visibility import group_size_for, local_start, num_complete_groups, visible_cores_of, window_capacity
+
+UNDO_LIMIT = 256  # longest append, in tokens, that can be cropped away beyond `rollback`
+
+
+class _Undo(NamedTuple):
+    """What the last append pushed out of the ring."""
+
+    start: int
+    k: Tensor
+    v: Tensor
+    intact_from: int
+
+
+class CompactLayer:
+    """Keys and values of one layer: a ring of the last s + g - 1 (+ rollback) tokens, then every core token.
+
+    Args:
+        config: What to compute; `num_groups` fixes the group size by the first append.
+        rotary: The keys' rotation, for core_position="middle".
+        max_length: Longest sequence, in tokens; allocates once, keeps its length in a tensor and never moves its
+            buffers, so that a decoding step can be compiled or captured. None grows geometrically.
+        rollback: Extra ring tokens, so that `crop` can take back this many tokens however they were appended.
+    """
+
+    def __init__(self, config: CCAConfig, rotary: Rotary | None = None, *, max_length: int | None = None,
+                 rollback: int = 0) -> None:
+        if rollback < 0:
+            raise ValueError(f"rollback must be at least 0, got {rollback}.")
+        if config.core_position == "middle" and rotary is None:
+            raise ValueError("rotary must be given for core_position='middle', got None. "
+                             "Pass rotary=Rotary.from_theta(theta, head_dim), or core_position='token'.")
+        self.config, self.max_length, self.rollback = config, max_length, rollback
+        self.rotary = rotary if config.core_position == "middle" else None
+        self.group_size = config.group_size
+        self.keys: Tensor | None = None  # [B, Hkv, C + M w, D]; w = 1, or r for core_heads="query"
+        self.values: Tensor | None = None
+        self.pad: Tensor | None = None  # [B], slots of left padding
+        self.pads: list[int] = []  # the same on the host
+        self.seen: int | Tensor = 0  # slots appended so far, padding included
+        self.is_empty = True
+        self._core_width = 1
+        self._intact_from = 0  # oldest slot whose token is surely still in the ring
+        self._undo: _Undo | None = None
+        self._ended = False  # the batch was padded on the right
+
+    # Sizes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def seq_len(self) -> int:
+        """Slots appended so far, padding included."""
+        return int(self.seen)
+
+    @property
+    def ring_size(self) -> int:
+        """Raw tokens kept: C = s + g - 1 + rollback."""
+        return window_capacity(self.group_size, self.config.window_size) + self.rollback
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use: the ring and the complete groups' core tokens, keys and values, measured on the buffers."""
+        if self.keys is None:
+            return 0
+        entries = self.ring_size + self._num_cores() * self._core_width
+        return sum(x[:, :, :entries].numel() * x.element_size() for x in (self.keys, self.values))
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of everything that this layer holds on to."""
+        held = [] if self.keys is None else [self.keys, self.values, *(self._undo[1:3] if self._undo else ())]
+        return sum(x.untyped_storage().nbytes() for x in held)
+
+    def _num_cores(self) -> int:
+        """Core tokens of the longest row."""
+        return num_complete_groups(max(0, self.seq_len - min(self.pads, default=0)), self.group_size)
+
+    # Appending -------------------------------------------------------------------------------------------------
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention_mask: Tensor | None = None,
+               scale: float | None = None, softcap: float | None = None) -> Tensor:
+        """Append n new tokens and attend from them to everything so far (docs/math.md, eq. 5).
+
+        Args:
+            q: [B, H, n, D], rotary applied. k, v: [B, Hkv, n, D].
+            attention_mask: [B, tokens so far + n], 0 for left padding; may be left out once the padding is known.
+            scale, softcap: As in `cca_attention`.
+
+        Returns:
+            [B, H, n, D], 0 at padding. Differentiable only for the first append, when nothing is cached yet.
+
+        Raises:
+            ValueError: the cache is full, the batch changes, the padding is not on the left, g would change, or
+                gradients would have to reach cached tokens.
+        """
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if not self.is_empty and q.shape[2] == 1 and attention_mask is None:
+            return self._decode(q, k, v, scale, softcap)
+        return self._append(q, k, v, attention_mask, scale, softcap)
+
+    @torch.compiler.disable
+    def _append(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scale: float,
+                softcap: float | None) -> Tensor:
+        """Any number of tokens at once: the first prefill, a chunk of it, a second turn, a draft to verify."""
+        start, new = self.seq_len, q.shape[2]
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if needs_grad and start:
+            raise ValueError("gradients must not be asked through a filled compact cache: its core tokens are kept "
+                             "without their graph. Train with use_cache=False, or wrap generation in torch.no_grad().")
+        with torch.no_grad():
+            ends = self._read_padding(attention_mask, q.shape[0], start, new, q.device)
+            if self.is_empty:
+                self._start(q, k, attention_mask)
+            self._reserve(start + new)
+            self._remember(k, v, start, new)
+            out = q.new_zeros(q.shape)
+            for rows, pad in self._row_groups():
+                first, last = max(0, pad - start), ends[rows.start]
+                if first < last:
+                    out[rows, :, first:last] = self._append_rows(rows, q, k, v, first, last, max(0, start - pad), scale,
+                                                                 softcap, needs_grad)
+            self._advance(new)
+            self._intact_from = max(self._intact_from, start + new - self.ring_size)
+        if needs_grad:
+            c = self.config
+            out = cca_attention(q, k, v, group_size=self.group_size, window_size=c.window_size, pooling=c.pooling,
+                                core_position=c.core_position, core_heads=c.core_heads, rotary=self.rotary,
+                                scale=scale, softcap=softcap, core_bias=c.core_bias, attention_mask=attention_mask,
+                                backend=c.backend)
+        return out
+
+    def _append_rows(self, rows: slice, q: Tensor, k: Tensor, v: Tensor, first: int, last: int, position: int,
+                     scale: float, softcap: float | None, store_only: bool) -> Tensor | float:
+        """Rows that share their padding: pool the groups that close, keep what later queries need, attend."""
+        g, s, ring, width = self.group_size, self.config.window_size, self.ring_size, self._core_width
+        heads, dim = k.shape[1], k.shape[3]
+        module = backend_module(self.config.backend, q)
+        count = last - first
+        q = q[rows, :, first:last].reshape(-1, q.shape[1] // heads, count, dim)
+        k, v = (x[rows, :, first:last].reshape(-1, count, dim) for x in (k, v))
+        low = local_start(position, g, s)
+        past = torch.arange(low, position, device=q.device) % ring
+        raw_k, raw_v = (x if low == position else torch.cat((cached[rows][:, :, past].flatten(0, 1), x), 1)
+                        for cached, x in ((self.keys, k), (self.values, v)))
+        old, total = num_complete_groups(position, g), num_complete_groups(position + count, g)
+        if total > old:
+            ends = slice(old * g + g - 1 - position, total * g - position, g)
+            grouped = (x[:, old * g - low:total * g - low].unflatten(1, (total - old, g)) for x in (raw_k, raw_v))
+            cores = module.pool(q[:, :, ends], *grouped, scale=scale, softcap=softcap, pooling=self.config.pooling,
+                                core_heads=self.config.core_heads, rotary=self.rotary)
+            for cached, core in zip((self.keys, self.values), cores):  # core [N, w, new groups, D]
+                core = core.transpose(1, 2).reshape(-1, heads, (total - old) * width, dim)
+                cached[rows, :, ring + old * width:ring + total * width] = core.to(cached.dtype)
+        kept = min(count, ring)
+        slots = torch.arange(position + count - kept, position + count, device=q.device) % ring
+        for cached, x in ((self.keys, k), (self.values, v)):
+            cached[rows, :, slots] = x[:, count - kept:].unflatten(0, (-1, heads))
+        if store_only:
+            return 0.0
+        core_k, core_v = (x[rows, :, ring:ring + total * width].unflatten(2, (total, width)).transpose(2, 3)
+                          .flatten(0, 1) for x in (self.keys, self.values))  # [N, w, total, D]
+        bias = None
+        if self.config.core_bias:
+            bias = q.new_full(q.shape[:2], self.config.core_bias, dtype=torch.promote_types(q.dtype, torch.float32))
+        out, _ = module.attend(q, raw_k, raw_v, core_k, core_v, q_start=position, k_start=low, group_size=g,
+                               window_size=s, scale=scale, softcap=softcap, core_bias=bias)
+        return out.view(-1, heads * q.shape[1], count, dim).to(q.dtype)
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
+        """One token per row, in tensor arithmetic only: this is what is compiled or captured."""
+        if self._ended:
+            raise ValueError("a batch padded on the right must not be continued. Pad it on the left.")
+        if q.shape[0] != len(self.pads):
+            raise ValueError(f"the batch must keep its {len(self.pads)} rows, got {q.shape[0]}.")
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            raise ValueError("gradients must not be asked through a filled compact cache: its core tokens are kept "
+                             "without their graph. Train with use_cache=False, or wrap generation in torch.no_grad().")
+        g, s, ring, width = self.group_size, self.config.window_size, self.ring_size, self._core_width
+        batch, heads, _, dim = k.shape
+        position = self.seen - self.pad  # [B]
+        if self.max_length is None:
+            self._reserve(self.seen + 1)
+        _write(self.keys, (position % ring)[:, None], k)
+        _write(self.values, (position % ring)[:, None], v)
+        fixed = self.max_length is not None
+        if fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads):
+            self._close_groups(q, position, scale, softcap)
+        cores = (self.keys.shape[2] - ring) // width
+        if not fixed:
+            self._undo = None
+            self._intact_from = max(self._intact_from, self.seen + 1 - ring)
+            cores = num_complete_groups(self.seen + 1 - min(self.pads), g)
+        self._advance(1)
+        slot = torch.arange(ring, device=q.device)
+        visible = visible_cores_of(position, g, s)[:, None]  # [B, 1]
+        held = position[:, None] - (position[:, None] - slot) % ring  # position of the token in each ring slot
+        see_core = (torch.arange(cores, device=q.device) < visible)[:, None, :, None]  # [B, 1, M, 1]
+        if width > 1:  # query head i sees the core tokens made for it
+            own = torch.eye(width, dtype=torch.bool, device=q.device)[:, None]  # [w, 1, w]
+            see_core = see_core & own
+        see = torch.cat(((held >= visible * g)[:, None].expand(-1, see_core.shape[1], -1), see_core.flatten(2)), -1)
+        keys, values = self.keys[:, :, :ring + cores * width], self.values[:, :, :ring + cores * width]
+        return attend_buffer(q, keys, values, see, ring, scale=scale, softcap=softcap, core_bias=self.config.core_bias)
+
+    def _close_groups(self, q: Tensor, position: Tensor, scale: float, softcap: float | None) -> None:
+        """Pool the group of every row whose newest token is a group's last; other rows keep what they have."""
+        g, ring, width = self.group_size, self.ring_size, self._core_width
+        batch, heads, _, dim = self.keys.shape
+        inside = torch.arange(g, device=q.device)
+        slots = ((position // g * g)[:, None] + inside) % ring  # [B, g]
+        grouped = (_read(x, slots).flatten(0, 1)[:, None] for x in (self.keys, self.values))  # [N, 1, g, D]
+        q_last = q.reshape(batch * heads, -1, 1, dim)
+        cores = backend_module(self.config.backend, q).pool(
+            q_last, *grouped, scale=scale, softcap=softcap, pooling=self.config.pooling,
+            core_heads=self.config.core_heads, rotary=self.rotary)
+        last_core = (self.keys.shape[2] - ring) // width - 1
+        if last_core < 0:
+            return
+        closes = ((position + 1) % g == 0)[:, None, None, None]
+        target = ring + (position // g).clamp(max=last_core)[:, None] * width + torch.arange(width, device=q.device)
+        for cached, core in zip((self.keys, self.values), cores):
+            core = core.reshape(batch, heads, width, dim).to(cached.dtype)
+            _write(cached, target, torch.where(closes, core, _read(cached, target)))
+
+    # Bookkeeping -----------------------------------------------------------------------------------------------
+
+    def _start(self, q: Tensor, k: Tensor, attention_mask: Tensor | None) -> None:
+        """Fix the group size and allocate."""
+        c = self.config
+        if c.num_groups is not None:
+            if len(set(self.pads)) > 1:
+                raise ValueError("num_groups must be used with rows of one length, got different padding. "
+                                 "Set group_size, or run the rows one by one.")
+            self.group_size = group_size_for(q.shape[2] - self.pads[0], c.window_size, c.num_groups)
+        self._core_width = q.shape[1] // k.shape[1] if c.core_heads == "query" else 1
+        cores = 0 if self.max_length is None else num_complete_groups(self.max_length, self.group_size)
+        shape = (k.shape[0], k.shape[1], self.ring_size + cores * self._core_width, k.shape[3])
+        if self.keys is None or self.keys.shape != shape or self.keys.dtype != k.dtype or self.keys.device != k.device:
+            # Zeros, not garbage: a masked NaN would still reach the output as 0 x NaN.
+            self.keys, self.values = (torch.zeros(shape, dtype=k.dtype, device=k.device) for _ in range(2))
+            if self.max_length is not None:
+                self.seen = torch.zeros((), dtype=torch.long, device=k.device)
+                for fixed in (self.keys, self.values, self.seen, self.pad):
+                    torch._dynamo.mark_static_address(fixed)
+        self.is_empty = False
+
+    def _read_padding(self, mask: Tensor | None, batch: int, start: int, new: int,
+                      device: torch.device) -> list[int]:
+        """Take over the padding; returns where each row's new tokens end."""
+        if self._ended:
+            raise ValueError("a batch padded on the right must not be continued. Pad it on the left.")
+        if self.is_empty:
+            self.pads = [0] * batch
+        elif batch != len(self.pads):
+            raise ValueError(f"the batch must keep its {len(self.pads)} rows, got {batch}.")
+        elif self.config.num_groups is not None and new > 1:
+            raise ValueError("num_groups must get the whole prompt in one call, got more tokens on a filled cache: "
+                             "g follows from the prompt's length. Set group_size instead.")
+        ends = [new] * batch
+        if mask is not None:
+            if mask.shape[-1] == new and start:  # a mask of the new tokens only
+                mask = torch.cat((torch.arange(start, device=mask.device) >= self.pad[:, None], mask.bool()), 1)
+            pads, stops = [start + new] * batch, [start + new] * batch
+            for segment in find_segments(batch, start + new, mask):
+                for row in range(segment.first_row, segment.last_row):
+                    pads[row], stops[row] = segment.start, segment.end
+            for row, (known, pad) in enumerate(zip(self.pads, pads)):
+                if start and known < start and known != pad:
+                    raise ValueError(f"attention_mask must keep the padding of the cached tokens: row {row} has "
+                                     f"{known} padded tokens, got {pad}.")
+            self.pads, ends = pads, [stop - start for stop in stops]
+            self._ended = any(stop < start + new for stop in stops)
+        pad = torch.tensor(self.pads, device=device)
+        if self.pad is None or self.pad.shape != pad.shape:
+            self.pad = pad
+        else:  # in place: a captured decoding step reads it where it lies
+            self.pad.copy_(pad)
+        return ends
+
+    def _row_groups(self) -> Iterator[tuple[slice, int]]:
+        """All rows at once where they share their padding and end, else one by one."""
+        if len(set(self.pads)) == 1 and not self._ended:
+            yield slice(0, len(self.pads)), self.pads[0]
+        else:
+            for row, pad in enumerate(self.pads):
+                yield slice(row, row + 1), pad
+
+    def _reserve(self, length: int) -> None:
+        """Make room for the core tokens of `length` slots: fixed, or a quarter more than now at least."""
+        if self.max_length is not None:
+            if length > self.max_length:
+                raise ValueError(f"the compact cache must hold at most max_length {self.max_length} tokens, got "
+                                 f"{length}. Make it with a larger max_length.")
+            return
+        needed = num_complete_groups(length - min(self.pads), self.group_size) * self._core_width
+        room = self.keys.shape[2] - self.ring_size
+        if needed > room:
+            room = max(needed, room + max(16, room // 4)) if room else needed
+            self.keys, self.values = (_grown(x, self.ring_size + room) for x in (self.keys, self.values))
+
+    def _remember(self, k: Tensor, v: Tensor, start: int, new: int) -> None:
+        """Keep what a short append pushes out of the ring, so that a rejected draft can be cropped away."""
+        self._undo = None
+        ring = self.ring_size
+        if start and start + new > ring and new <= UNDO_LIMIT and self.max_length is None:
+            slots = (start - self.pad[:, None] + torch.arange(min(new, ring), device=k.device)) % ring
+            lost = (torch.cat((_read(cached, slots), x[:, :, :max(0, new - ring)]), 2)
+                    for cached, x in ((self.keys, k), (self.values, v)))
+            self._undo = _Undo(start, *lost, self._intact_from)
+
+    def _advance(self, new: int) -> None:
+        """Count new slots, in place where the length is a tensor."""
+        if isinstance(self.seen, Tensor):
+            self.seen.add_(new)
+        else:
+            self.seen += new
+
+    def crop(self, num_tokens: int) -> None:
+        """Take back the last `num_tokens` tokens, exactly.
+
+        Possible while all raw tokens that the next query sees are still at hand: always in the last append of up to
+        UNDO_LIMIT tokens, and for `rollback` tokens beyond.
+
+        Raises:
+            ValueError: fewer tokens are cached, or what the next query needs has left the ring.
+        """
+        end = self.seq_len
+        if not 0 <= num_tokens <= end:
+            raise ValueError(f"crop must take back 0 to {end} tokens, got {num_tokens}.")
+        if num_tokens == 0:
+            return
+        left, intact_from = end - num_tokens, self._intact_from
+        undo = self._undo if self._undo is not None and left >= self._undo.start else None
+        if undo is not None:
+            intact_from = max(undo.intact_from, left - self.ring_size)
+        needed = min(local_start(max(0, left - pad), self.group_size, self.config.window_size) + pad
+                     for pad in self.pads)
+        if left and needed < intact_from:
+            raise ValueError(f"crop must leave the window whole, got {num_tokens} tokens to take back from a cache "
+                             f"made with rollback={self.rollback}. Give it a larger rollback.")
+        if undo is not None:
+            # The tokens taken back had overwritten those one ring's turn earlier.
+            kept, count = left - undo.start, min(num_tokens, self.ring_size)
+            slots = (left - self.pad[:, None] + torch.arange(count, device=self.pad.device)) % self.ring_size
+            for cached, lost in ((self.keys, undo.k), (self.values, undo.v)):
+                _write(cached, slots, lost[:, :, kept:kept + count])
+            self._undo = undo._replace(k=undo.k[:, :, :kept], v=undo.v[:, :, :kept]) if kept else None
+        self._intact_from = intact_from if left else 0
+        self._advance(-num_tokens)
+
+    def _each_tensor(self, change) -> None:
+        """Apply a change of the batch dimension to everything held."""
+        if self.keys is None:
+            return
+        self.keys, self.values, self.pad = change(self.keys), change(self.values), change(self.pad)
+        self.pads = self.pad.tolist()
+        if self._undo is not None:
+            self._undo = self._undo._replace(k=change(self._undo.k), v=change(self._undo.v))
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the given rows in the given order: beam search and dropping of finished rows."""
+        self._each_tensor(lambda x: x.index_select(0, rows.to(x.device)))
+
+    def repeat(self, times: int) -> None:
+        """Repeat each row, as `repeat_interleave`."""
+        self._each_tensor(lambda x: x.repeat_interleave(times, 0))
+
+    def reset(self) -> None:
+        """Forget everything; buffers of fixed size stay where they are."""
+        if self.max_length is None or self.keys is None:
+            self.keys = self.values = self.pad = None
+            self.seen = 0
+        else:
+            for fixed in (self.keys, self.values, self.seen, self.pad):
+                fixed.zero_()
+        self.is_empty, self.pads, self._intact_from, self._undo, self._ended = True, [], 0, None, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue elsewhere; tensors are those in use, not copies."""
+        used = self.ring_size + self._num_cores() * self._core_width
+        return {"config": self.config.to_dict(), "rollback": self.rollback, "group_size": self.group_size,
+                "core_width": self._core_width, "seen": self.seq_len, "intact_from": self._intact_from,
+                "ended": self._ended, "pad": self.pad,
+                "keys": None if self.keys is None else self.keys[:, :, :used],
+                "values": None if self.values is None else self.values[:, :, :used]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state made under the same configuration and rollback; copies its tensors."""
+        if state["config"] != self.config.to_dict() or state["rollback"] != self.rollback:
+            raise ValueError(f"the state must come from a cache with config {self.config.to_dict()} and rollback "
+                             f"{self.rollback}, got {state['config']} and {state['rollback']}.")
+        self.reset()
+        if state["keys"] is None:
+            return
+        self.group_size, self._core_width = state["group_size"], state["core_width"]
+        self.pads = state["pad"].tolist()
+        size = state["keys"].shape[2]
+        if self.max_length is not None:
+            self._reserve(state["seen"])  # raises where it does not fit
+            size = self.ring_size + num_complete_groups(self.max_length, self.group_size) * self._core_width
+        self.pad = state["pad"].clone()
+        self.keys, self.values = _grown(state["keys"], size), _grown(state["values"], size)
+        self.seen = state["seen"] if self.max_length is None else torch.tensor(state["seen"], device=self.pad.device)
+        self._intact_from, self._ended, self.is_empty = state["intact_from"], state["ended"], False
+
+
+def _read(cached: Tensor, slots: Tensor) -> Tensor:
+    """Entries of each row at its own slots: [B, Hkv, S, D] and [B, n] to [B, Hkv, n, D]."""
+    index = slots[:, None, :, None].expand(-1, cached.shape[1], -1, cached.shape[3])
+    return cached.gather(2, index)
+
+
+def _write(cached: Tensor, slots: Tensor, x: Tensor) -> None:
+    """The inverse of `_read`, in place."""
+    index = slots[:, None, :, None].expand(-1, cached.shape[1], -1, cached.shape[3])
+    cached.scatter_(2, index, x.to(cached.dtype))
+
+
+def _grown(cached: Tensor, size: int) -> Tensor:
+    """A larger buffer with the same beginning."""
+    grown = cached.new_zeros(cached.shape[0], cached.shape[1], size, cached.shape[3])
+    grown[:, :, :cached.shape[2]] = cached
+    return grown
+
+
+class CompactKVCache:
+    """The compact cache of a whole model: one `CompactLayer` per layer.
+
+    Args:
+        num_layers: Layers of the model.
+        config, rotary, max_length, rollback: As for `CompactLayer`.
+    """
+
+    def __init__(self, num_layers: int, config: CCAConfig, rotary: Rotary | None = None, *,
+                 max_length: int | None = None, rollback: int = 0) -> None:
+        self.layers = [CompactLayer(config, rotary, max_length=max_length, rollback=rollback)
+                       for _ in range(num_layers)]
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Append to one layer and attend; see `CompactLayer.attend`."""
+        return self.layers[layer_idx].attend(q, k, v, **options)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens appended so far, padding included."""
+        return self.layers[0].seq_len
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use over all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes held over all layers."""
+        return sum(layer.allocated_bytes for layer in self.layers)
+
+    def crop(self, num_tokens: int) -> None:
+        """Take back the last tokens of every layer."""
+        for layer in self.layers:
+            layer.crop(num_tokens)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the given rows in the given order."""
+        for layer in self.layers:
+            layer.select(rows)
+
+    def repeat(self, times: int) -> None:
+        """Repeat each row."""
+        for layer in self.layers:
+            layer.repeat(times)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for layer in self.layers:
+            layer.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every layer."""
+        return {"layers": [layer.state_dict() for layer in self.layers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state of as many layers."""
+        if len(state["layers"]) != len(self.layers):
+            raise ValueError(f"the state must have {len(self.layers)} layers, got {len(state['layers'])}.")
+        for layer, one in zip(self.layers, state["layers"]):
+            layer.load_state_dict(one)

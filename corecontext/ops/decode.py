@@ -1,0 +1,35 @@
+"""Attention of one new token per row to a buffer of raw and core tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend_buffer(q: Tensor, keys: Tensor, values: Tensor, see: Tensor, num_raw: int, *, scale: float,
+                  softcap: float | None = None, core_bias: float = 0.0) -> Tensor:
+    """One softmax over the entries that each row sees (docs/math.md, eq. 5 for a single query).
+
+    Args:
+        q: [B, H, 1, D].
+        keys, values: [B, Hkv, S, D]: num_raw raw tokens, then core tokens, in any order.
+        see: [B, 1 or r, S], True where the query (or query head i of each KV head) sees the entry.
+        core_bias: Added to the scores of core tokens.
+
+    Returns:
+        [B, H, 1, D].
+    """
+    batch, heads, _, dim = q.shape
+    grouped = q.reshape(batch, keys.shape[1], -1, dim)  # the r query heads of a KV head are rows of one product
+    mask = see[:, None]  # [B, 1, 1 or r, S]
+    if core_bias:
+        bias = torch.zeros(keys.shape[2], dtype=q.dtype, device=q.device)
+        bias[num_raw:] = core_bias
+        mask = torch.where(mask, bias, -torch.inf)
+    if softcap is None:
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).view(q.shape)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = softcap * torch.tanh((grouped @ keys.mT).to(wide) * scale / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1).to(q.dtype) @ values).view(q.shape)
