@@ -63,7 +63,7 @@ class CompactLayer:
         self._core_width = 1
         self._intact_from = 0  # oldest slot whose token is surely still in the ring
         self._undo: _Undo | None = None
-        self._ended = False  # the batch was padded on the right
+        self._ended: str | None = None  # why nothing may be appended any more
 
     # Sizes -----------------------------------------------------------------------------------------------------
 
@@ -188,8 +188,7 @@ class CompactLayer:
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
         """One token per row, in tensor arithmetic only: this is what is compiled or captured."""
-        if self._ended:
-            raise ValueError("a batch padded on the right must not be continued. Pad it on the left.")
+        self._check_open()
         if q.shape[0] != len(self.pads):
             raise ValueError(f"the batch must keep its {len(self.pads)} rows, got {q.shape[0]}.")
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -267,8 +266,7 @@ class CompactLayer:
     def _read_padding(self, mask: Tensor | None, batch: int, start: int, new: int,
                       device: torch.device) -> list[int]:
         """Take over the padding; returns where each row's new tokens end."""
-        if self._ended:
-            raise ValueError("a batch padded on the right must not be continued. Pad it on the left.")
+        self._check_open()
         if self.is_empty:
             self.pads = [0] * batch
         elif batch != len(self.pads):
@@ -289,13 +287,22 @@ class CompactLayer:
                     raise ValueError(f"attention_mask must keep the padding of the cached tokens: row {row} has "
                                      f"{known} padded tokens, got {pad}.")
             self.pads, ends = pads, [stop - start for stop in stops]
-            self._ended = any(stop < start + new for stop in stops)
+            if any(stop < start + new for stop in stops):
+                self.close("a batch padded on the right")
         pad = torch.tensor(self.pads, device=device)
         if self.pad is None or self.pad.shape != pad.shape:
             self.pad = pad
         else:  # in place: a captured decoding step reads it where it lies
             self.pad.copy_(pad)
         return ends
+
+    def close(self, what: str) -> None:
+        """Let nothing be appended any more, because `what` was cached."""
+        self._ended = what
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise ValueError(f"a cache must not be continued after {self._ended}. Pad on the left, one sequence a row.")
 
     def _row_groups(self) -> Iterator[tuple[slice, int]]:
         """All rows at once where they share their padding and end, else one by one."""
@@ -393,7 +400,7 @@ class CompactLayer:
         else:
             for fixed in (self.keys, self.values, self.seen, self.pad):
                 fixed.zero_()
-        self.is_empty, self.pads, self._intact_from, self._undo, self._ended = True, [], 0, None, False
+        self.is_empty, self.pads, self._intact_from, self._undo, self._ended = True, [], 0, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue elsewhere; tensors are those in use, not copies."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from corecontext.config import BACKENDS, CCAConfig, check_choice
 from corecontext.ops import autograd, packed, reference
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.segments import SegmentView, find_segments
+from corecontext.ops.segments import SegmentView, find_segments, has_restarts
 from corecontext.visibility import group_size_for, is_full_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -38,7 +38,8 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
                   num_groups: int | None = None, pooling: str = "cca", core_position: str = "middle",
                   core_heads: str = "kv", rotary: Rotary | None = None, scale: float | None = None,
                   softcap: float | None = None, core_bias: float | Tensor | None = None,
-                  attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, backend: str = "auto",
+                  attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+                  position_ids: Tensor | None = None, backend: str = "auto",
                   return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to core tokens of the far past and raw tokens of the near past in one causal softmax.
 
@@ -60,6 +61,7 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
         core_bias: Added to the scores of core tokens, a number or a tensor [H].
         attention_mask: [B, L], 0 for padding at the ends of a row; padded positions return 0.
         cu_seqlens: [n + 1], boundaries of the documents packed in a batch of one; each starts its own groups.
+        position_ids: [1 or B, L], another way to tell packed documents: one starts wherever they do not rise by one.
         backend: "auto", "packed" or "reference".
         return_lse: Also return the log-sum-exp of the scores, [B, H, L], -inf at padding.
 
@@ -80,7 +82,9 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
     rotary = _check_rotary(rotary, core_position, head_dim)
     scale = head_dim ** -0.5 if scale is None else float(scale)
     bias = _bias_tensor(core_bias, q)
-    ragged = attention_mask is not None or cu_seqlens is not None
+    if position_ids is not None and not torch.compiler.is_compiling() and not has_restarts(position_ids):
+        position_ids = None
+    ragged = attention_mask is not None or cu_seqlens is not None or position_ids is not None
     if not ragged and seq_len == 0:
         out = q.new_zeros(q.shape)
         return (out, out.new_zeros(q.shape[:-1])) if return_lse else out
@@ -90,13 +94,13 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != num_heads)
     if chosen == "packed":
         out, lse = autograd.cca_attention_op(
-            q, k, v, bias, None if rotary is None else rotary.inv_freq, attention_mask, cu_seqlens, group_size,
-            window_size, num_groups or 0, scale, softcap or 0.0, pooling, core_heads,
+            q, k, v, bias, None if rotary is None else rotary.inv_freq, attention_mask, cu_seqlens,
+            position_ids, group_size, window_size, num_groups or 0, scale, softcap or 0.0, pooling, core_heads,
             rotary is not None and rotary.interleaved)
     else:
         out = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:-1], -torch.inf)
-        for segment in find_segments(batch_size, seq_len, attention_mask, cu_seqlens):
+        for segment in find_segments(batch_size, seq_len, attention_mask, cu_seqlens, position_ids):
             one = SegmentView(segment, q, k, v, bias, group_size, window_size, num_groups or 0)
             core_k, core_v = reference.pool(*one.groups(), scale=scale, pooling=pooling, core_heads=core_heads,
                                             rotary=rotary, softcap=softcap)

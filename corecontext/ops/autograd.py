@@ -18,7 +18,8 @@ from corecontext.ops.segments import SegmentView, find_segments
 
 @torch.library.custom_op("corecontext::cca_attention", mutates_args=())
 def cca_attention_op(q: Tensor, k: Tensor, v: Tensor, core_bias: Optional[Tensor], inv_freq: Optional[Tensor],
-                     attention_mask: Optional[Tensor], cu_seqlens: Optional[Tensor], group_size: int,
+                     attention_mask: Optional[Tensor], cu_seqlens: Optional[Tensor],
+                     position_ids: Optional[Tensor], group_size: int,
                      window_size: int, num_groups: int, scale: float, softcap: float, pooling: str, core_heads: str,
                      interleaved: bool) -> tuple[Tensor, Tensor]:
     """out [B, H, L, D] and log-sum-exp [B, H, L]; 0 stands for no num_groups and for no softcap."""
@@ -26,7 +27,7 @@ def cca_attention_op(q: Tensor, k: Tensor, v: Tensor, core_bias: Optional[Tensor
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q), device=q.device)
     options = {"scale": scale, "softcap": softcap or None, "pooling": pooling, "core_heads": core_heads,
                "rotary": None if inv_freq is None else Rotary(inv_freq, interleaved)}
-    for segment in find_segments(q.shape[0], q.shape[2], attention_mask, cu_seqlens):
+    for segment in find_segments(q.shape[0], q.shape[2], attention_mask, cu_seqlens, position_ids):
         one = SegmentView(segment, q, k, v, core_bias, group_size, window_size, num_groups)
         core_k, core_v = packed.pool(*one.groups(), **options)
         part_out, part_lse = packed.attend(one.q, one.k, one.v, core_k, core_v, **one.sizes, scale=scale,
@@ -45,15 +46,15 @@ def _(q, k, v, *args):
 @torch.library.custom_op("corecontext::cca_attention_backward", mutates_args=())
 def cca_attention_backward_op(grad_out: Tensor, grad_lse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor,
                               out: Tensor, lse: Tensor, core_bias: Optional[Tensor], inv_freq: Optional[Tensor],
-                              attention_mask: Optional[Tensor], cu_seqlens: Optional[Tensor], group_size: int,
-                              window_size: int, num_groups: int, scale: float, softcap: float, pooling: str,
+                              attention_mask: Optional[Tensor], cu_seqlens: Optional[Tensor],
+                              position_ids: Optional[Tensor], group_size: int, window_size: int, num_groups: int, scale: float, softcap: float, pooling: str,
                               core_heads: str, interleaved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and core_bias ([H], zeros where there is none)."""
     grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     grad_bias = torch.zeros(q.shape[1], dtype=_lse_dtype(q), device=q.device)
     options = {"scale": scale, "softcap": softcap or None, "pooling": pooling, "core_heads": core_heads,
                "rotary": None if inv_freq is None else Rotary(inv_freq, interleaved)}
-    for segment in find_segments(q.shape[0], q.shape[2], attention_mask, cu_seqlens):
+    for segment in find_segments(q.shape[0], q.shape[2], attention_mask, cu_seqlens, position_ids):
         one = SegmentView(segment, q, k, v, core_bias, group_size, window_size, num_groups)
         core_k, core_v = packed.pool(*one.groups(), **options)
         dq, dk, dv, dcore_k, dcore_v, dbias = packed.attend_backward(
@@ -80,8 +81,8 @@ def _(grad_out, grad_lse, q, k, v, *args):
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, core_bias, inv_freq, attention_mask, cu_seqlens, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, core_bias, inv_freq, attention_mask, cu_seqlens)
+    q, k, v, core_bias, inv_freq, attention_mask, cu_seqlens, position_ids, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, core_bias, inv_freq, attention_mask, cu_seqlens, position_ids)
     ctx.set_materialize_grads(False)
 
 

@@ -19,22 +19,31 @@ class Segment(NamedTuple):
     end: int
 
 
+def has_restarts(position_ids: Tensor | None) -> bool:
+    """True where positions [1 or B, L] do not rise by one everywhere: documents packed in a row."""
+    return position_ids is not None and position_ids.shape[-1] > 1 and bool((position_ids.diff() != 1).any())
+
+
 def find_segments(batch_size: int, seq_len: int, attention_mask: Tensor | None = None,
-                  cu_seqlens: Tensor | None = None) -> list[Segment]:
+                  cu_seqlens: Tensor | None = None, position_ids: Tensor | None = None) -> list[Segment]:
     """The sequences of a batch.
 
     Args:
         attention_mask: [B, L], 1 (True) for tokens and 0 for padding on the left or the right of a row.
         cu_seqlens: [n + 1], where each packed document of a single row starts, and L.
+        position_ids: [1 or B, L]; wherever they do not rise by one, a document starts.
 
     Raises:
         ValueError: a mask with holes or of another shape; cu_seqlens that do not rise from 0 to L.
     """
+    if (attention_mask is not None) + (cu_seqlens is not None) + (position_ids is not None) > 1:
+        raise ValueError("attention_mask, cu_seqlens and position_ids must not be given together: padding or packed "
+                         "documents, not both.")
+    if position_ids is not None:
+        return _packed_segments(position_ids, batch_size, seq_len)
     if attention_mask is None and cu_seqlens is None:
         return [Segment(0, batch_size, 0, seq_len)]
     if cu_seqlens is not None:
-        if attention_mask is not None:
-            raise ValueError("attention_mask must not be given together with cu_seqlens. Pack without padding.")
         if batch_size != 1:
             raise ValueError(f"cu_seqlens must come with a batch of one packed row, got {batch_size} rows.")
         edges = cu_seqlens.tolist()
@@ -42,6 +51,20 @@ def find_segments(batch_size: int, seq_len: int, attention_mask: Tensor | None =
             raise ValueError(f"cu_seqlens must rise from 0 to the length {seq_len}, got {edges[:8]}.")
         return [Segment(0, 1, a, b) for a, b in zip(edges, edges[1:]) if a < b]
     return _row_segments(attention_mask, batch_size, seq_len)
+
+
+def _packed_segments(position_ids: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
+    """Documents of each row, or all rows at once where each is one document."""
+    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch_size) or position_ids.shape[1] != seq_len:
+        raise ValueError(f"position_ids must be [1 or B, L] with B = {batch_size}, L = {seq_len}, got "
+                         f"{list(position_ids.shape)}.")
+    if not has_restarts(position_ids):
+        return [Segment(0, batch_size, 0, seq_len)]
+    segments = []
+    for row, jumps in enumerate((position_ids.diff() != 1).expand(batch_size, -1)):
+        edges = [0, *(jumps.nonzero()[:, 0] + 1).tolist(), seq_len]
+        segments += [Segment(row, row + 1, a, b) for a, b in zip(edges, edges[1:])]
+    return segments
 
 
 def _row_segments(mask: Tensor, batch_size: int, seq_len: int) -> list[Segment]:

@@ -1,0 +1,125 @@
+"""The compact cache in the shape that transformers' `Cache` expects of a layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+
+from corecontext.cache import CompactLayer
+from corecontext.config import CCAConfig
+from corecontext.ops.rotary import Rotary
+
+
+class CCALayer(CacheLayerMixin):
+    """One layer's `CompactLayer` behind transformers' interface.
+
+    `update` keeps nothing and hands the new keys and values through; the attention function, which also has the
+    queries, appends them. Lengths are slots, padding included, as `generate` counts them.
+    """
+
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, config: CCAConfig, rotary: Rotary | None, max_length: int | None = None,
+                 rollback: int = 0) -> None:
+        super().__init__()
+        self.compact = CompactLayer(config, rotary, max_length=max_length, rollback=rollback)
+        self.is_compileable = max_length is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: buffers are made with the first append, whose padding and length they follow."""
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Hand the new tokens through to the attention function, which appends them."""
+        self.is_initialized = True
+        return key_states, value_states
+
+    def get_seq_length(self) -> int | Tensor:
+        """Slots appended so far; a tensor for a cache of fixed length, so that compiled code does not depend on it."""
+        return self.compact.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset that a mask of this layer would have."""
+        fixed = self.compact.max_length
+        return (fixed if fixed is not None else self.compact.seen + query_length), 0
+
+    def get_max_length(self) -> int:
+        """Longest sequence, or -1."""
+        return -1 if self.compact.max_length is None else self.compact.max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back |tokens_to_remove| tokens; a positive number is the length to keep, as transformers has it."""
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(0, tokens_to_remove - self.compact.seq_len)
+        self.compact.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow the beams."""
+        self.compact.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        self.compact.repeat(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows."""
+        self.compact.select(indices if indices.dtype != torch.bool else indices.nonzero()[:, 0])
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.compact.reset()
+
+    def offload(self) -> None:
+        """Refused: transformers offloads between `update` and the attention, which still needs the cache."""
+        raise NotImplementedError("an offloaded cache cannot hold core tokens. The compact cache is small: use the "
+                                  "default cache.")
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first append."""
+        return len(self.compact.pads) or -1
+
+
+def compact_layer(cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotary | None,
+                  rollback: int) -> CCALayer:
+    """This layer's compact cache inside `cache`, put in the place of transformers' own layer while that is empty.
+
+    Raises:
+        ValueError: the cache already holds tokens of another attention, or was filled with another g or s.
+        NotImplementedError: the cache is quantised or offloaded.
+    """
+    if getattr(cache, "offloading", False):
+        raise NotImplementedError("an offloaded cache cannot hold core tokens. The compact cache is small: use "
+                                  "cache_implementation='dynamic' or 'static'.")
+    while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[layer_idx]
+    if isinstance(layer, CCALayer):
+        if layer.compact.config != config and not layer.compact.is_empty:
+            raise ValueError(f"a filled cache must keep its settings {layer.compact.config}, got {config}. "
+                             "Start a new cache for other settings.")
+        if layer.compact.config == config:
+            return layer
+    elif type(layer) not in (DynamicLayer, StaticLayer):
+        raise NotImplementedError(f"past_key_values of layer type {type(layer).__name__} cannot hold core tokens. "
+                                  "Use DynamicCache or StaticCache.")
+    elif int(layer.get_seq_length()):
+        raise ValueError(f"past_key_values must be empty or made under CCA, got {int(layer.get_seq_length())} tokens "
+                         "cached by another attention. Start a new cache.")
+    length = layer.compact.max_length if isinstance(layer, CCALayer) else getattr(layer, "max_cache_len", None)
+    cache.layers[layer_idx] = CCALayer(config, rotary, length, rollback)
+    return cache.layers[layer_idx]
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes in use by a cache of transformers, compact or not, measured on its tensors."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, CCALayer):
+            total += layer.compact.nbytes
+        elif layer.keys is not None:
+            total += sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))
+    return total

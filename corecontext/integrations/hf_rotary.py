@@ -1,0 +1,55 @@
+"""Find out how a Hugging Face model rotates its keys, by asking the model itself."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from corecontext.ops.rotary import Rotary
+
+FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+
+
+def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) -> Rotary:
+    """The rotation of one attention layer's keys.
+
+    The frequencies are read off the model's own rotary module at position 1, and the layout is the one under which
+    turning agrees with the `apply_rotary_pos_emb` of the model's own file; nothing is assumed about the family.
+
+    Raises:
+        NotImplementedError: frequencies change with length, or no known layout reproduces the model's rotation.
+    """
+    types = getattr(model.config, "layer_types", None)
+    layer_type = types[layer_idx] if types else None
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    parameters = parameters.get(layer_type, parameters)
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type not in FIXED_ROPE_TYPES:
+        raise NotImplementedError(f"rotary embedding {rope_type!r} changes its frequencies with the length, so pooled "
+                                  f"keys have no fixed position. Fixed types: {', '.join(FIXED_ROPE_TYPES)}; or use "
+                                  "core_position='token'.")
+    module = getattr(model.base_model, "rotary_emb", None)
+    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if module is None or apply is None:
+        raise NotImplementedError(f"{type(model).__name__} has no rotary_emb module or apply_rotary_pos_emb function. "
+                                  "Use core_position='token'.")
+    device = next(iter(module.buffers())).device
+    x = torch.randn(1, 1, 3, attention.head_dim, device=device, generator=torch.Generator(device).manual_seed(0))
+    options = {"layer_type": layer_type} if "layer_type" in inspect.signature(module.forward).parameters else {}
+    positions = torch.tensor([[0, 1, 7]], device=device)
+    with torch.no_grad():
+        cos, sin = module(x, positions, **options)
+        _, rotated = apply(x, x, cos, sin)
+        for interleaved in (False, True):
+            angle = torch.atan2(sin[0, 1].double(), cos[0, 1].double())
+            rotary = Rotary(angle[:angle.numel() // 2].float(), interleaved)
+            # Both rotate position 0 to position 7; only the right layout agrees. A scaling of the keys (YaRN)
+            # stands on both sides: `rotated` at position 0 is the scaled key.
+            at_zero = apply(x[:, :, 2:], x[:, :, 2:], cos[:, :1], sin[:, :1])[1]
+            if torch.allclose(rotary.turn(at_zero, positions[0, 2:]), rotated[:, :, 2:], rtol=1e-4, atol=1e-4):
+                return rotary
+    raise NotImplementedError(f"the rotary layout of {type(model).__name__} is not known. Use core_position='token'.")

@@ -1,0 +1,267 @@
+"""CCA attention inside a Hugging Face model, through transformers' own attention interface: no class is patched.
+
+`enable` registers nothing on classes and writes no global: it sets this model's attention implementation to "cca" and
+adds forward pre-hooks to this model's attention modules, which hand the layer's compact cache and rotation to the
+attention function. `disable` takes both away again (docs/design.md says why each piece is needed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from corecontext.config import CCAConfig
+from corecontext.integrations.hf_cache import CCALayer, compact_layer
+from corecontext.integrations.hf_rotary import find_rotary
+from corecontext.ops.api import cca_attention
+from corecontext.ops.rotary import Rotary
+from corecontext.ops.segments import has_restarts
+
+NAME = "cca"
+TESTED = ("gemma", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
+
+
+_PREVIOUS = WeakIdKeyDictionary()  # a model's config: the attention implementation that its sliding layers keep
+
+
+class Handle:
+    """What `enable` did to one model, and the way to change or undo it."""
+
+    def __init__(self, model: PreTrainedModel, config: CCAConfig, rollback: int) -> None:
+        self.model, self.rollback = model, rollback
+        self.previous = model.config._attn_implementation
+        if self.previous in (None, NAME):  # loaded with attn_implementation="cca"
+            self.previous = "sdpa" if model._supports_sdpa else "eager"
+        self._had_setting = getattr(model.config, NAME, None)
+        full, other = _attention_modules(model)
+        rotary = find_rotary(model, full[0], full[0].layer_idx) if config.core_position == "middle" else None
+        self._hooks = [_LayerHook(self, rotary) for _ in full] + [_LayerHook(self, None, keep=True) for _ in other]
+        self._removable = [module.register_forward_pre_hook(hook, with_kwargs=True)
+                           for module, hook in zip(full + other, self._hooks)]
+        self._removable.append(model.base_model.register_forward_pre_hook(_ModelHook(self), with_kwargs=True))
+        self._needs_rotary = rotary is not None
+        self._set(config)
+        model.config._attn_implementation = NAME
+        model.__dict__["_corecontext"] = self
+
+    def _set(self, config: CCAConfig) -> None:
+        self.config = config
+        self.model.config.cca = config.to_dict()
+
+    def configure(self, **changes: Any) -> None:
+        """Change settings, such as group_size and window_size, for caches that start from now on (paper 4.3)."""
+        config = self.config.replace(**changes)
+        if config.core_position == "middle" and not self._needs_rotary:
+            raise ValueError("core_position must stay 'token' on a model enabled with it, got 'middle'. "
+                             "Disable and enable again.")
+        self._set(config)
+
+    def disable(self) -> None:
+        """Give the model its own attention back; it is then what it was before, bit for bit."""
+        if self.model.__dict__.get("_corecontext") is not self:
+            raise ValueError("disable must be called once on an enabled model, got a handle that is no longer in use.")
+        for removable in self._removable:
+            removable.remove()
+        self.model.config._attn_implementation = self.previous
+        if self._had_setting is None:
+            del self.model.config.cca
+        else:
+            self.model.config.cca = self._had_setting
+        del self.model.__dict__["_corecontext"]
+
+
+def enable(model: nn.Module, config: CCAConfig | None = None, *, rollback: int = 0) -> Handle:
+    """Replace the causal self-attention of one Hugging Face model by CCA attention.
+
+    Sliding-window layers of hybrid models stay as they are. Caches that the model fills from now on are compact.
+
+    Args:
+        model: A causal language model of a tested architecture, or a wrapper (PEFT) around one.
+        config: Settings; None takes those saved in the model's config.json, else the defaults.
+        rollback: Tokens that a cache can always take back. Needed only when this model is the assistant in assisted
+            decoding; the model that verifies drafts needs none.
+
+    Returns:
+        A handle with `disable()` and `configure()`.
+
+    Raises:
+        NotImplementedError: the architecture is not tested, or its rotary embedding changes with length.
+        ValueError: the model is already enabled, or has no full-attention layer.
+    """
+    inner = _inner_model(model)
+    if "_corecontext" in inner.__dict__:
+        raise ValueError("model must not be enabled twice. Use handle.configure(...) or handle.disable() first.")
+    if inner.config.model_type not in TESTED:
+        raise NotImplementedError(f"architecture {inner.config.model_type!r} is not tested with CCA attention. "
+                                  f"Tested: {', '.join(TESTED)}.")
+    if config is None:
+        saved = getattr(inner.config, NAME, None)
+        config = CCAConfig() if saved is None else CCAConfig.from_dict(saved)
+    return Handle(inner, config, rollback)
+
+
+@contextlib.contextmanager
+def enabled(model: nn.Module, config: CCAConfig | None = None, *, rollback: int = 0) -> Iterator[Handle]:
+    """`enable` for the length of a with block."""
+    handle = enable(model, config, rollback=rollback)
+    try:
+        yield handle
+    finally:
+        handle.disable()
+
+
+def from_pretrained(name_or_path: str, config: CCAConfig | None = None, **kwargs: Any) -> PreTrainedModel:
+    """Load a causal language model and enable CCA with `config`, or with the settings saved in its config.json.
+
+    Without either the model keeps its own attention. Other arguments go to AutoModelForCausalLM.from_pretrained.
+    """
+    model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+    if config is not None or getattr(model.config, NAME, None) is not None:
+        enable(model, config)
+    return model
+
+
+def handle_of(model: nn.Module) -> Handle | None:
+    """The handle of an enabled model, or None."""
+    return _inner_model(model).__dict__.get("_corecontext")
+
+
+def _inner_model(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model itself or inside a wrapper."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}.")
+
+
+def _attention_modules(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Attention modules with full causal attention, and the others (sliding window)."""
+    modules = [m for name, m in model.named_modules() if hasattr(m, "layer_idx") and name.endswith("self_attn")]
+    config = model.config
+    types = getattr(config, "layer_types", None)
+    sliding = getattr(config, "sliding_window", None) is not None
+    full = [m for m in modules if (types[m.layer_idx] == "full_attention" if types else not sliding)]
+    if not full:
+        raise ValueError(f"model must have full-attention layers, got {len(modules)} attention layers, all with a "
+                         "sliding window. Set config.sliding_window = None if the model was meant for full attention.")
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+        raise NotImplementedError("bidirectional attention cannot be replaced by CCA, which is causal.")
+    return full, [m for m in modules if m not in full]
+
+
+class _LayerHook:
+    """Hands to one attention module's attention function what transformers does not: cache, rotation, settings."""
+
+    def __init__(self, handle: Handle, rotary: Rotary | None, keep: bool = False) -> None:
+        self.handle, self.rotary, self.keep = handle, rotary, keep
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        handle = self.handle
+        if module.config._attn_implementation != NAME:
+            raise RuntimeError(f"the attention implementation must stay {NAME!r} while CCA is enabled, got "
+                               f"{module.config._attn_implementation!r} (continuous batching changes it, for example)."
+                               " Call handle.disable() first.")
+        layer, cache = None, kwargs.get("past_key_values")
+        rotary = self._rotary_on((args[0] if args else kwargs["hidden_states"]).device)
+        if cache is not None and not self.keep:
+            layer = compact_layer(cache, module.layer_idx, handle.config, rotary, handle.rollback)
+        kwargs[NAME] = _Call(handle, rotary, layer, self.keep)
+        return args, kwargs
+
+    def _rotary_on(self, device: torch.device) -> Rotary | None:
+        """The rotation on this device, moved once: a copy at every call could not be captured."""
+        if self.rotary is not None and self.handle.config.core_position == "middle":
+            if self.rotary.inv_freq.device != device:
+                self.rotary = Rotary(self.rotary.inv_freq.to(device), self.rotary.interleaved)
+            return self.rotary
+        return None
+
+
+class _Call:
+    """One attention call's share of the handle."""
+
+    def __init__(self, handle: Handle, rotary: Rotary | None, layer: CCALayer | None, keep: bool) -> None:
+        self.handle, self.rotary, self.layer, self.keep = handle, rotary, layer, keep
+
+
+class _ModelHook:
+    """Runs before the model's forward: refuses what cannot be had, and tells `_mask` whose model it serves."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("output_attentions") or module.config.output_attentions:
+            # transformers itself would silently return no attentions.
+            raise NotImplementedError("output_attentions cannot be returned: CCA attention never forms the weights. "
+                                      "Call handle.disable() to look at full attention.")
+        _PREVIOUS[module.config] = self.handle.previous
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+               scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None,
+               position_ids: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+    """The function registered with transformers as "cca": [B, H, n, D] in, [B, n, H, D] out."""
+    call: _Call | None = kwargs.pop(NAME, None)
+    if call is None:
+        raise RuntimeError("attn_implementation='cca' must be completed by corecontext.enable(model), which gives each "
+                           "layer its cache and settings. Or load with corecontext.from_pretrained(...).")
+    if call.keep:
+        function = AttentionInterface().get_interface(call.handle.previous, _eager_of(module))
+        return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, softcap=softcap,
+                        **kwargs)
+    if dropout:
+        raise NotImplementedError(f"attention dropout must be 0 under CCA, got {dropout}. "
+                                  "Set config.attention_dropout = 0.0.")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask must be [B, L] with 0 for padding, got {list(attention_mask.shape)}. "
+                         "CCA attention is causal and builds no L x L mask.")
+    config, compact = call.handle.config, None if call.layer is None else call.layer.compact
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is not None or attention_mask is not None or query.shape[2] == 1:
+        position_ids = None
+    if compact is not None:
+        packed = cu_seqlens is not None or (compact.is_empty and has_restarts(position_ids))
+        if not packed:
+            out = compact.attend(query, key, value, attention_mask=attention_mask, scale=scaling, softcap=softcap)
+            return out.transpose(1, 2), None
+        compact.close("documents packed in one row")
+    out = cca_attention(query, key, value, group_size=config.group_size, window_size=config.window_size,
+                        num_groups=config.num_groups, pooling=config.pooling, core_position=config.core_position,
+                        core_heads=config.core_heads, rotary=call.rotary, scale=scaling, softcap=softcap,
+                        core_bias=config.core_bias, attention_mask=attention_mask, cu_seqlens=cu_seqlens,
+                        position_ids=position_ids, backend=config.backend)
+    return out.transpose(1, 2), None
+
+
+def _eager_of(module: nn.Module) -> Any:
+    """The eager attention of the file that defines this module's class."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward")
+
+
+def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+          attention_mask: Tensor | None = None, config: Any = None, **kwargs: Any) -> Tensor | None:
+    """The mask function registered with transformers as "cca": the padding mask as it is, never L x L.
+
+    Masks of sliding layers (they come with `local_size`) are built by the implementation that the model had.
+    """
+    if "local_size" in kwargs:
+        return ALL_MASK_ATTENTION_FUNCTIONS[_PREVIOUS[config]](
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            attention_mask=attention_mask, config=config, **kwargs)
+    if q_length == 1 and (isinstance(q_offset, Tensor) or q_offset > 0):
+        return None  # the cache knows the padding; a growing mask would recompile every step
+    if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
+        return None
+    return attention_mask
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)
