@@ -345,8 +345,9 @@ class CompactLayer:
     def crop(self, num_tokens: int) -> None:
         """Take back the last `num_tokens` tokens, exactly.
 
-        Possible while all raw tokens that the next query sees are still at hand: always in the last append of up to
-        UNDO_LIMIT tokens, and for `rollback` tokens beyond.
+        Possible while all raw tokens that the next query sees are still at hand: always within the last append to a filled
+        cache, if that had at most UNDO_LIMIT tokens, and `rollback` tokens beyond, counted from the longest the sequence
+        ever was.
 
         Raises:
             ValueError: fewer tokens are cached, or what the next query needs has left the ring.
@@ -356,19 +357,18 @@ class CompactLayer:
             raise ValueError(f"crop must take back 0 to {end} tokens, got {num_tokens}.")
         if num_tokens == 0:
             return
-        left, intact_from = end - num_tokens, self._intact_from
-        undo = self._undo if self._undo is not None and left >= self._undo.start else None
-        if undo is not None:
-            intact_from = max(undo.intact_from, left - self.ring_size)
+        left, undo = end - num_tokens, self._undo
+        # Undoing the last append, as far as needed, brings back what it pushed out of the ring.
+        base = left if undo is None else max(left, undo.start)
+        intact_from = self._intact_from if undo is None else max(undo.intact_from, base - self.ring_size)
         needed = min(local_start(max(0, left - pad), self.group_size, self.config.window_size) + pad
                      for pad in self.pads)
         if left and needed < intact_from:
             raise ValueError(f"crop must leave the window whole, got {num_tokens} tokens to take back from a cache "
                              f"made with rollback={self.rollback}. Give it a larger rollback.")
         if undo is not None:
-            # The tokens taken back had overwritten those one ring's turn earlier.
-            kept, count = left - undo.start, min(num_tokens, self.ring_size)
-            slots = (left - self.pad[:, None] + torch.arange(count, device=self.pad.device)) % self.ring_size
+            kept, count = base - undo.start, min(end - base, self.ring_size)
+            slots = (base - self.pad[:, None] + torch.arange(count, device=self.pad.device)) % self.ring_size
             for cached, lost in ((self.keys, undo.k), (self.values, undo.v)):
                 _write(cached, slots, lost[:, :, kept:kept + count])
             self._undo = undo._replace(k=undo.k[:, :, :kept], v=undo.v[:, :, :kept]) if kept else None

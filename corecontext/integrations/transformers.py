@@ -8,12 +8,12 @@ attention function. `disable` takes both away again (docs/design.md says why eac
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from typing import Any, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -28,16 +28,13 @@ NAME = "cca"
 TESTED = ("gemma", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
 
 
-_PREVIOUS = WeakIdKeyDictionary()  # a model's config: the attention implementation that its sliding layers keep
-
-
 class Handle:
     """What `enable` did to one model, and the way to change or undo it."""
 
     def __init__(self, model: PreTrainedModel, config: CCAConfig, rollback: int) -> None:
         self.model, self.rollback = model, rollback
         self.previous = model.config._attn_implementation
-        if self.previous in (None, NAME):  # loaded with attn_implementation="cca"
+        if self.previous is None or self.previous.startswith(NAME):  # loaded with attn_implementation="cca"
             self.previous = "sdpa" if model._supports_sdpa else "eager"
         self._had_setting = getattr(model.config, NAME, None)
         full, other = _attention_modules(model)
@@ -45,10 +42,11 @@ class Handle:
         self._hooks = [_LayerHook(self, rotary) for _ in full] + [_LayerHook(self, None, keep=True) for _ in other]
         self._removable = [module.register_forward_pre_hook(hook, with_kwargs=True)
                            for module, hook in zip(full + other, self._hooks)]
-        self._removable.append(model.base_model.register_forward_pre_hook(_ModelHook(self), with_kwargs=True))
+        self._removable.append(model.base_model.register_forward_pre_hook(_refuse_unsupported, with_kwargs=True))
         self._needs_rotary = rotary is not None
         self._set(config)
-        model.config._attn_implementation = NAME
+        self.name = _registered(self.previous)
+        model.config._attn_implementation = self.name
         model.__dict__["_corecontext"] = self
 
     def _set(self, config: CCAConfig) -> None:
@@ -164,8 +162,8 @@ class _LayerHook:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         handle = self.handle
-        if module.config._attn_implementation != NAME:
-            raise RuntimeError(f"the attention implementation must stay {NAME!r} while CCA is enabled, got "
+        if module.config._attn_implementation != handle.name:
+            raise RuntimeError(f"the attention implementation must stay {handle.name!r} while CCA is enabled, got "
                                f"{module.config._attn_implementation!r} (continuous batching changes it, for example)."
                                " Call handle.disable() first.")
         layer, cache = None, kwargs.get("past_key_values")
@@ -191,18 +189,11 @@ class _Call:
         self.handle, self.rotary, self.layer, self.keep = handle, rotary, layer, keep
 
 
-class _ModelHook:
-    """Runs before the model's forward: refuses what cannot be had, and tells `_mask` whose model it serves."""
-
-    def __init__(self, handle: Handle) -> None:
-        self.handle = handle
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("output_attentions") or module.config.output_attentions:
-            # transformers itself would silently return no attentions.
-            raise NotImplementedError("output_attentions cannot be returned: CCA attention never forms the weights. "
-                                      "Call handle.disable() to look at full attention.")
-        _PREVIOUS[module.config] = self.handle.previous
+def _refuse_unsupported(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Runs before the model's forward and says what cannot be had, where transformers would return nothing."""
+    if kwargs.get("output_attentions") or module.config.output_attentions:
+        raise NotImplementedError("output_attentions cannot be returned: CCA attention never forms the weights. "
+                                  "Call handle.disable() to look at full attention.")
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -246,16 +237,16 @@ def _eager_of(module: nn.Module) -> Any:
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward")
 
 
-def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
-          attention_mask: Tensor | None = None, config: Any = None, **kwargs: Any) -> Tensor | None:
-    """The mask function registered with transformers as "cca": the padding mask as it is, never L x L.
+def _mask(previous: str, batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0,
+          kv_offset: int = 0, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """The mask function registered with transformers: the padding mask as it is, never L x L.
 
     Masks of sliding layers (they come with `local_size`) are built by the implementation that the model had.
     """
     if "local_size" in kwargs:
-        return ALL_MASK_ATTENTION_FUNCTIONS[_PREVIOUS[config]](
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            attention_mask=attention_mask, config=config, **kwargs)
+        return ALL_MASK_ATTENTION_FUNCTIONS[previous](batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+                                                      q_offset=q_offset, kv_offset=kv_offset,
+                                                      attention_mask=attention_mask, **kwargs)
     if q_length == 1 and (isinstance(q_offset, Tensor) or q_offset > 0):
         return None  # the cache knows the padding; a growing mask would recompile every step
     if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
@@ -263,5 +254,12 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor
     return attention_mask
 
 
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
+def _registered(previous: str) -> str:
+    """The name under which CCA is registered for models whose sliding layers keep the attention `previous`."""
+    name = NAME if previous == "sdpa" else f"{NAME}_{previous}"
+    AttentionInterface.register(name, _attention)
+    AttentionMaskInterface.register(name, functools.partial(_mask, previous))
+    return name
+
+
+_registered("sdpa")

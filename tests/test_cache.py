@@ -1,0 +1,259 @@
+"""The compact cache: any way of appending gives what one pass of the reference gives, and the bytes are the formula's."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+import corecontext
+from corecontext import CCAConfig, CompactKVCache, Rotary, cca_attention
+from corecontext.cache import UNDO_LIMIT, CompactLayer
+
+D = 16
+ROTARY = Rotary.from_theta(100.0, D)
+
+
+def qkv(batch, heads, kv_heads, length, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, h, length, D, generator=generator, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
+
+
+def reference(config, q, k, v, **options):
+    return cca_attention(q, k, v, group_size=config.group_size, window_size=config.window_size,
+                         num_groups=config.num_groups, pooling=config.pooling, core_position=config.core_position,
+                         core_heads=config.core_heads, core_bias=config.core_bias, rotary=ROTARY,
+                         backend="reference", **options)
+
+
+def fed(layer, tensors, sizes, mask=None, **options):
+    """Outputs of appending in pieces of the given sizes."""
+    outs, start = [], 0
+    for size in sizes:
+        end = start + size
+        part = None if mask is None or (size == 1 and start > 40) else mask[:, :end]
+        outs.append(layer.attend(*(x[:, :, start:end] for x in tensors), attention_mask=part, **options))
+        start = end
+    return torch.cat(outs, 2)
+
+
+def left_padding(batch, length):
+    mask = torch.ones(batch, length, dtype=torch.long)
+    for row, pad in zip(range(batch), (0, 3, length // 3)):
+        mask[row, :pad] = 0
+    return mask
+
+
+SIZES = {"once": lambda n: [n], "one by one": lambda n: [1] * n, "chunks": lambda n: [20, 7, 1, 1, 24, n - 53],
+         "small chunks": lambda n: [3] * (n // 3) + [1] * (n % 3)}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("g, s", [(4, 8), (3, 7), (16, 5), (1, 4), (5, 1), (7, 30)])
+def test_any_way_of_appending_equals_one_pass(g, s, sizes, padded):
+    config = CCAConfig(g, s)
+    tensors = qkv(3, 4, 2, 90)
+    mask = left_padding(3, 90) if padded else None
+    expected = reference(config, *tensors, attention_mask=mask)
+    for max_length in (None, 92):
+        layer = CompactLayer(config, ROTARY, max_length=max_length)
+        out = fed(layer, tensors, SIZES[sizes](90), mask)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", [
+    {"pooling": "mean"}, {"pooling": "max"}, {"core_position": "token"}, {"core_heads": "query"},
+    {"core_bias": 1.3}, {"core_heads": "query", "core_bias": -0.7, "pooling": "mean"}, {"backend": "reference"}], ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_every_setting_decodes_as_it_prefills(options, softcap):
+    config, tensors = CCAConfig(4, 9, **options), qkv(2, 4, 2, 70)
+    expected = reference(config, *tensors, softcap=softcap)
+    for max_length, sizes in itertools.product((None, 70), ([30] + [1] * 40, [1] * 70, [25, 25, 20])):
+        layer = CompactLayer(config, ROTARY, max_length=max_length)
+        torch.testing.assert_close(fed(layer, tensors, sizes, softcap=softcap), expected, rtol=0, atol=1e-11)
+
+
+def test_random_appends_and_crops_agree_with_the_reference():
+    chance = random.Random(0)
+    crops = 0
+    for trial in range(60):
+        config = CCAConfig(*chance.choice([(4, 8), (3, 7), (16, 5), (5, 1), (1, 3)]))
+        rollback, length = chance.choice([0, 6]), 80
+        tensors = qkv(2, 2, 1, length, seed=trial)
+        mask = left_padding(2, length) if trial % 2 else None
+        expected = reference(config, *tensors, attention_mask=mask)
+        layer, end, peak = CompactLayer(config, ROTARY, rollback=rollback), 0, 0
+        while end < length:
+            size = min(chance.choice([1, 1, 2, 5, 17, 40]), length - end)
+            part = None if mask is None else mask[:, :end + size]
+            out = layer.attend(*(x[:, :, end:end + size] for x in tensors), attention_mask=part)
+            torch.testing.assert_close(out, expected[:, :, end:end + size], rtol=0, atol=1e-11)
+            end += size
+            if end > size and chance.random() < 0.4:
+                # The last append can always be taken back; from the furthest point, `rollback` tokens more.
+                back = chance.randint(1, size + (rollback if end > peak and end >= size + rollback else 0))
+                layer.crop(back)
+                peak, end, crops = max(peak, end), end - back, crops + 1
+            peak = max(peak, end)
+    assert crops > 100
+
+
+def test_crop_refuses_what_has_left_the_window():
+    layer = CompactLayer(CCAConfig(4, 9), ROTARY)
+    tensors = qkv(1, 2, 1, 60)
+    fed(layer, tensors, [30] + [1] * 30)
+    with pytest.raises(ValueError, match="Give it a larger rollback"):
+        layer.crop(5)
+    with pytest.raises(ValueError, match="0 to 60 tokens, got 61"):
+        layer.crop(61)
+    assert layer.seq_len == 60  # a refused crop changes nothing
+    layer.crop(0)
+    layer.crop(60)  # back to the beginning is always possible
+    torch.testing.assert_close(fed(layer, tensors, [60]), reference(CCAConfig(4, 9), *tensors), rtol=0, atol=1e-11)
+    long = UNDO_LIMIT + 50
+    tensors = qkv(1, 2, 1, 50 + long)
+    layer.reset()
+    fed(layer, tensors, [50, long])
+    with pytest.raises(ValueError, match="Give it a larger rollback"):
+        layer.crop(long)
+
+
+@pytest.mark.parametrize("core_heads, width", [("kv", 1), ("query", 2)])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixed):
+    g, s, length = 4, 9, 70
+    config, tensors = CCAConfig(g, s, core_heads=core_heads), qkv(2, 4, 2, length, dtype=torch.float32)
+    token = 2 * 2 * 2 * D * 4  # rows, KV heads, keys and values, bytes of a vector
+    layer = CompactLayer(config, ROTARY, max_length=length if fixed else None)
+    for t in range(length):
+        fed(layer, [x[:, :, t:t + 1] for x in tensors], [1])
+        assert layer.nbytes == ((t + 1) // g * width + s + g - 1) * token
+        if fixed:
+            assert layer.allocated_bytes == (length // g * width + s + g - 1) * token
+    for n in (1, 5, 70):  # the same in prefill, and nothing else is held
+        layer = CompactLayer(config, ROTARY)
+        fed(layer, tensors, [n])
+        assert layer.nbytes == layer.allocated_bytes == (n // g * width + s + g - 1) * token
+
+
+def test_growth_is_geometric_not_per_token():
+    layer, tensors = CompactLayer(CCAConfig(2, 4), ROTARY), qkv(1, 1, 1, 1, dtype=torch.float32)
+    buffers = set()
+    for _ in range(2000):
+        layer.attend(*tensors)
+        buffers.add(layer.keys.data_ptr())
+        assert layer.allocated_bytes < 1.3 * layer.nbytes + 17 * 2 * D * 4
+    assert len(buffers) < 30
+
+
+def test_select_and_repeat_rows():
+    config, tensors = CCAConfig(4, 9), qkv(3, 4, 2, 70)
+    mask = left_padding(3, 70)
+    layer = CompactLayer(config, ROTARY)
+    fed(layer, tensors, [40], mask)
+    fed(layer, [x[:, :, 40:45] for x in tensors], [5])  # a draft, so that what it pushed out must follow too
+    rows = torch.tensor([2, 0, 0])
+    layer.select(rows)
+    layer.repeat(2)
+    layer.crop(3)
+    rows = rows.repeat_interleave(2)
+    out = fed(layer, [x[rows, :, 42:] for x in tensors], [1] * 28)
+    expected = reference(config, *(x[rows] for x in tensors), attention_mask=mask[rows])[:, :, 42:]
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_state_dict_round_trip(tmp_path, fixed):
+    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 70)
+    mask = left_padding(2, 70)
+    cache = CompactKVCache(2, config, ROTARY)
+    for i in range(2):
+        fed(cache.layers[i], tensors, [41], mask)
+    torch.save(cache.state_dict(), tmp_path / "cache.pt")
+    other = CompactKVCache(2, config, ROTARY, max_length=80 if fixed else None)
+    other.load_state_dict(torch.load(tmp_path / "cache.pt"))
+    assert other.seq_len == 41 and other.nbytes == cache.nbytes
+    expected = reference(config, *tensors, attention_mask=mask)[:, :, 41:]
+    for i in range(2):
+        for layer in (cache.layers[i], other.layers[i]):
+            out = fed(layer, [x[:, :, 41:] for x in tensors], [1] * 20 + [9])
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+    with pytest.raises(ValueError, match="the state must come from a cache with config"):
+        CompactLayer(config.replace(group_size=5), ROTARY).load_state_dict(cache.layers[0].state_dict())
+    with pytest.raises(ValueError, match="must have 3 layers, got 2"):
+        CompactKVCache(3, config, ROTARY).load_state_dict(cache.state_dict())
+
+
+def test_num_groups_fixes_the_group_size():
+    config, tensors = CCAConfig(num_groups=10, window_size=9), qkv(2, 4, 2, 70)
+    layer = CompactLayer(config, ROTARY)
+    out = fed(layer, tensors, [50])
+    torch.testing.assert_close(out, reference(config, *(x[:, :, :50] for x in tensors)), rtol=0, atol=1e-11)
+    assert layer.group_size == 5  # ceil((50 - 9) / 10)
+    fed(layer, [x[:, :, 50:51] for x in tensors], [1])
+    with pytest.raises(ValueError, match="whole prompt in one call"):
+        fed(layer, [x[:, :, 51:] for x in tensors], [19])
+    with pytest.raises(ValueError, match="rows of one length"):
+        fed(CompactLayer(config, ROTARY), tensors, [70], left_padding(2, 70))
+
+
+def test_first_append_is_differentiable_later_ones_refuse():
+    config, tensors = CCAConfig(4, 9), [x.requires_grad_() for x in qkv(2, 4, 2, 40)]
+    layer = CompactLayer(config, ROTARY)
+    weights = torch.randn(2, 4, 40, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    got = torch.autograd.grad((layer.attend(*tensors) * weights).sum(), tensors)
+    for a, b in zip(got, torch.autograd.grad((reference(config, *tensors) * weights).sum(), tensors)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+    for n in (1, 4):
+        with pytest.raises(ValueError, match="gradients must not be asked"):
+            layer.attend(*(x[:, :, :n] for x in tensors))
+    with torch.no_grad():
+        layer.attend(*(x[:, :, :4] for x in tensors))
+
+
+def test_nan_in_fresh_memory_never_shows():
+    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60)
+    torch.use_deterministic_algorithms(True)
+    filled, torch.utils.deterministic.fill_uninitialized_memory = torch.utils.deterministic.fill_uninitialized_memory, True
+    try:
+        for sizes in ([60], [1] * 60, [5, 1, 1, 53]):
+            assert fed(CompactLayer(config, ROTARY, max_length=99), tensors, sizes).isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def test_padding_may_reach_over_whole_chunks():
+    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[0, :33] = 0
+    out = fed(CompactLayer(config, ROTARY), tensors, [10, 10, 10, 10, 20], mask)
+    torch.testing.assert_close(out, reference(config, *tensors, attention_mask=mask), rtol=0, atol=1e-11)
+    assert (out[0, :, :33] == 0).all()
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: CompactLayer(CCAConfig()), "rotary must be given"),
+    (lambda: CompactLayer(CCAConfig(), ROTARY, rollback=-1), "rollback must be at least 0"),
+    (lambda: fed(CompactLayer(CCAConfig(4, 9), ROTARY, max_length=9), qkv(1, 1, 1, 10), [10]), "at most max_length 9"),
+])
+def test_bad_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_batch_and_its_padding_must_not_change():
+    layer = CompactLayer(CCAConfig(4, 9), ROTARY)
+    tensors = qkv(3, 2, 2, 40)
+    fed(layer, [x[:, :, :20] for x in tensors], [20], left_padding(3, 20))
+    for n in (1, 3):
+        with pytest.raises(ValueError, match="must keep its 3 rows, got 2"):
+            layer.attend(*(x[:2, :, :n] for x in tensors))
+    mask = torch.ones(3, 25, dtype=torch.long)
+    with pytest.raises(ValueError, match="keep the padding of the cached tokens: row 1 has 3"):
+        layer.attend(*(x[:, :, :5] for x in tensors), attention_mask=mask)
+
+
+def test_public_name():
+    assert corecontext.CompactKVCache is CompactKVCache

@@ -1,0 +1,452 @@
+"""The plug-in: every family against a dense oracle, every way of generating, and every refusal."""
+
+import copy
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from families import FAMILIES, HYBRID, oracle_logits, tiny_model, tokens
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, StaticCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+import corecontext
+from corecontext import CCAConfig
+from corecontext.integrations.hf_cache import CCALayer, cache_bytes
+from corecontext.integrations.transformers import handle_of
+
+CONFIG = CCAConfig(group_size=4, window_size=9)
+PROMPT = 37
+
+
+def stateless(model, ids):
+    """Greedy continuation without any cache: the truth for every way of generating."""
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def recompute(model, ids, count):
+    """Greedy tokens, each from one full forward without cache."""
+    for _ in range(count):
+        ids = torch.cat((ids, stateless(model, ids)[:, -1].argmax(-1, keepdim=True)), 1)
+    return ids
+
+
+@pytest.fixture
+def model():
+    model = tiny_model()
+    corecontext.enable(model, CONFIG)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_equals_dense_oracle(family):
+    model, ids = tiny_model(family), tokens(2, 61)
+    with torch.no_grad():
+        full = model(ids).logits
+    expected = oracle_logits(model, ids, 4, 9)
+    assert (full - expected).abs().max() > 0.5  # the comparison means something
+    with corecontext.enabled(model, CONFIG):
+        torch.testing.assert_close(stateless(model, ids), expected, rtol=1e-4, atol=3e-5)
+        logits, cache = [], None
+        with torch.no_grad():
+            for a, b in ((0, 20), (20, 21), (21, 28), (28, 29), (29, 61)):
+                step = model(ids[:, a:b], past_key_values=cache, use_cache=True)
+                logits, cache = [*logits, step.logits], step.past_key_values
+        torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-4, atol=3e-5)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, full)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen2-hybrid"])
+def test_sliding_layers_stay(family):
+    model = tiny_model(family)
+    with corecontext.enabled(model, CONFIG), torch.no_grad():
+        cache = model(tokens(1, 30), use_cache=True).past_key_values
+    kinds = [type(layer) for layer in cache.layers]
+    assert kinds[model.config.layer_types.index("full_attention")] is CCALayer
+    assert kinds[model.config.layer_types.index("sliding_attention")] is DynamicSlidingWindowLayer
+
+
+def test_only_the_given_model_changes_and_disable_restores():
+    model, other = tiny_model(), tiny_model()
+    before = copy.deepcopy(model.config.to_dict())
+    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
+    handle = corecontext.enable(model, CONFIG)
+    assert handle_of(model) is handle and handle_of(other) is None
+    assert other.config._attn_implementation == "sdpa" and not hasattr(other.config, "cca")
+    handle.disable()
+    assert model.config.to_dict() == before and model.config._attn_implementation == "sdpa"
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks and handle_of(model) is None
+    with pytest.raises(ValueError, match="no longer in use"):
+        handle.disable()
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"cache_implementation": "static"}, {"prefill_chunk_size": 10},
+    {"prefill_chunk_size": 10, "cache_implementation": "static"}, {"prompt_lookup_num_tokens": 5},
+    {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 1}], ids=str)
+def test_greedy_equals_recomputing(model, options):
+    ids = tokens(1, PROMPT)
+    ids[:, 20:30] = ids[:, 5:15]  # something for prompt lookup to find
+    out = model.generate(ids, max_new_tokens=30, do_sample=False, **options)
+    assert torch.equal(out, recompute(model, ids, 30))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen2-hybrid", "phi3", "glm4"])
+@pytest.mark.parametrize("static", [False, True])
+def test_greedy_of_other_families(family, static):
+    model, ids = tiny_model(family), tokens(1, PROMPT)
+    with corecontext.enabled(model, CONFIG):
+        out = model.generate(ids, max_new_tokens=12, do_sample=False,
+                             cache_implementation="static" if static else None)
+        assert torch.equal(out, recompute(model, ids, 12))
+
+
+def test_assisted_decoding(model):
+    ids, assistant = tokens(1, PROMPT), tiny_model(num_hidden_layers=1)
+    expected = recompute(model, ids, 25)
+    assert torch.equal(model.generate(ids, assistant_model=assistant, max_new_tokens=25, do_sample=False), expected)
+    corecontext.enable(assistant, CONFIG, rollback=32)
+    assert torch.equal(model.generate(ids, assistant_model=assistant, max_new_tokens=25, do_sample=False), expected)
+
+
+def test_beam_search_and_sampling(model):
+    ids = tokens(2, PROMPT)
+    for options in ({"num_beams": 4}, {"num_beams": 4, "num_return_sequences": 3},
+                    {"do_sample": True, "num_return_sequences": 2, "top_k": 20}):
+        torch.manual_seed(5)
+        cached = model.generate(ids, max_new_tokens=14, **options)
+        torch.manual_seed(5)
+        assert torch.equal(cached, model.generate(ids, max_new_tokens=14, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 9},
+                                     {"num_beams": 3}], ids=str)
+def test_left_padded_batch_equals_single_rows(model, options):
+    lengths = (37, 22, 5, 30)
+    rows = [tokens(1, n, seed=n) for n in lengths]
+    ids = torch.cat([torch.nn.functional.pad(row, (37 - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (37 - row.shape[1], 0)) for row in rows])
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, **options)
+    for i, row in enumerate(rows):
+        alone = model.generate(row, max_new_tokens=16, do_sample=False, num_beams=options.get("num_beams", 1))
+        assert torch.equal(out[i, 37:], alone[0, lengths[i]:])
+
+
+def test_padding_without_cache_left_and_right(model):
+    row, ids = tokens(1, 25), tokens(2, 40)
+    alone = stateless(model, row)
+    for place in (slice(15, 40), slice(0, 25)):
+        mask = torch.zeros(2, 40, dtype=torch.long)
+        mask[0, place], mask[1] = 1, 1
+        ids[0, place] = row
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        for use_cache in (False, True):
+            with torch.no_grad():
+                out = model(ids, attention_mask=mask, position_ids=positions, use_cache=use_cache).logits
+            torch.testing.assert_close(out[:1, place], alone, rtol=1e-4, atol=2e-5)
+
+
+def test_turns_on_one_cache_and_branches(model):
+    ids = tokens(1, 90)
+    first = model.generate(ids[:, :30], max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+    cache = first.past_key_values
+    for end in (50, 51, 90):
+        branch = copy.deepcopy(cache)
+        longer = torch.cat((first.sequences, ids[:, 30:end]), 1)
+        out = model.generate(longer, past_key_values=branch, max_new_tokens=8, do_sample=False)
+        assert torch.equal(out, recompute(model, longer, 8))
+    assert cache.get_seq_length() == 37  # branching left the prefilled cache alone
+
+
+def test_user_made_caches(model):
+    ids = tokens(1, PROMPT)
+    expected = recompute(model, ids, 10)
+    for cache in (DynamicCache(), DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=64)):
+        assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False), expected)
+        assert all(isinstance(layer, CCALayer) for layer in cache.layers)
+        cache.reset()
+        assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False), expected)
+
+
+def test_inputs_embeds(model):
+    ids = tokens(1, PROMPT)
+    embeds = model.get_input_embeddings()(ids)
+    out = model.generate(inputs_embeds=embeds, max_new_tokens=9, do_sample=False)
+    assert torch.equal(out, recompute(model, ids, 9)[:, PROMPT:])
+
+
+def test_cache_bytes_follow_the_formula_from_the_first_token(model):
+    config, cache = model.config, None
+    for length in range(1, 60):
+        with torch.no_grad():
+            cache = model(tokens(1, 1, seed=length), past_key_values=cache, use_cache=True).past_key_values
+        entries = length // 4 + 9 + 4 - 1
+        assert cache_bytes(cache) == entries * config.num_hidden_layers * config.num_key_value_heads * 2 * 16 * 4
+    with torch.no_grad():
+        prefilled = model(tokens(1, 59), use_cache=True).past_key_values
+    assert cache_bytes(prefilled) == cache_bytes(cache)
+    held = sum(layer.compact.allocated_bytes for layer in prefilled.layers)
+    assert held == cache_bytes(prefilled)  # nothing of full length survives a prefill
+
+
+def test_save_and_load_round_trip(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    ids = tokens(1, 50)
+    expected = stateless(model, ids)
+    loaded = corecontext.from_pretrained(str(tmp_path))
+    assert handle_of(loaded).config == CONFIG and torch.equal(stateless(loaded, ids), expected)
+    by_name = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="cca")
+    with pytest.raises(RuntimeError, match=r"corecontext\.enable\(model\)"):
+        by_name(ids)
+    corecontext.enable(by_name)
+    assert torch.equal(stateless(by_name, ids), expected)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)  # loads like any checkpoint, without CCA
+    assert handle_of(plain) is None and not torch.equal(stateless(plain, ids), expected)
+
+
+def test_configure_is_elastic(model):
+    ids, handle = tokens(1, 60), handle_of(model)
+    with torch.no_grad():
+        old = model(ids, use_cache=True).past_key_values
+    handle.configure(group_size=3, window_size=12)
+    torch.testing.assert_close(stateless(model, ids), oracle_logits_disabled(ids, 3, 12), rtol=1e-4, atol=3e-5)
+    with pytest.raises(ValueError, match="must keep its settings"):
+        model(ids[:, :1], past_key_values=old)
+
+
+def oracle_logits_disabled(ids, g, s):
+    return oracle_logits(tiny_model(), ids, g, s)
+
+
+def test_num_groups_follows_the_prompt():
+    model, ids = tiny_model(), tokens(1, 61)
+    with corecontext.enabled(model, CCAConfig(num_groups=13, window_size=9)):
+        expected = oracle_logits(tiny_model(), ids, 4, 9)  # ceil((61 - 9) / 13) = 4
+        torch.testing.assert_close(stateless(model, ids), expected, rtol=1e-4, atol=3e-5)
+        with torch.no_grad():
+            out = model(ids, use_cache=True)
+            torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=3e-5)
+            model(ids[:, :1], past_key_values=out.past_key_values)
+            with pytest.raises(ValueError, match="whole prompt in one call"):
+                model(ids[:, :2], past_key_values=out.past_key_values)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_and_checkpointing(model, reentrant):
+    ids = tokens(2, 50)
+
+    def gradients(**options):
+        model.zero_grad()
+        model(ids, labels=ids, **options).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients(use_cache=False)
+    handle_of(model).disable()
+    full = gradients(use_cache=False)
+    assert not torch.allclose(expected[0], full[0], rtol=1e-2)
+    for backend in ("reference", "packed"):
+        with corecontext.enabled(model, CONFIG.replace(backend=backend)):
+            for a, b in zip(gradients(use_cache=True), expected):  # use_cache is the default in training, too
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    with corecontext.enabled(model, CONFIG):
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for a, b in zip(gradients(), expected):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_packed_documents_do_not_see_each_other(model):
+    lengths = (20, 1, 33)
+    docs = [tokens(1, n, seed=n) for n in lengths]
+    ids = torch.cat(docs, 1)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    alone = torch.cat([stateless(model, doc) for doc in docs], 1)
+    edges = torch.tensor([0, 20, 21, 54], dtype=torch.int32)
+    with torch.no_grad():
+        by_positions = model(ids, position_ids=positions, use_cache=False).logits
+        by_edges = model(ids, position_ids=positions, use_cache=False, cu_seq_lens_q=edges, cu_seq_lens_k=edges,
+                         max_length_q=33, max_length_k=33).logits
+        cached = model(ids, position_ids=positions, use_cache=True)
+        for out in (by_positions, by_edges, cached.logits):
+            torch.testing.assert_close(out, alone, rtol=1e-4, atol=2e-5)
+        with pytest.raises(ValueError, match="documents packed in one row"):
+            model(ids[:, :1], past_key_values=cached.past_key_values)
+
+
+def test_deepcopied_model_is_independent(model):
+    ids = tokens(1, 40)
+    twin = copy.deepcopy(model)
+    expected = stateless(model, ids)
+    handle_of(model).disable()
+    assert torch.equal(stateless(twin, ids), expected)
+    assert torch.equal(twin.generate(ids, max_new_tokens=5, do_sample=False), recompute(twin, ids, 5))
+    handle_of(twin).disable()
+    assert torch.equal(stateless(twin, ids), stateless(model, ids))
+
+
+def test_low_precision_stays_close():
+    model, ids = tiny_model(), tokens(1, 60)
+    for dtype in (torch.bfloat16, torch.float16):
+        low = copy.deepcopy(model).to(dtype)
+        full_error = (stateless(low, ids).float() - stateless(model, ids)).abs().mean()
+        with corecontext.enabled(model, CONFIG), corecontext.enabled(low, CONFIG):
+            truth, out = stateless(model, ids), stateless(low, ids)
+            with torch.no_grad():
+                cached = low(ids, use_cache=True).logits
+        assert out.dtype == dtype
+        assert (out.float() - truth).abs().mean() < 1.5 * full_error + 1e-3
+        assert (cached.float() - truth).abs().mean() < 1.5 * full_error + 1e-3
+
+
+def test_compiled_forward_and_training_have_no_graph_break(model):
+    ids = tokens(2, 48)
+    expected = stateless(model, ids)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(stateless(compiled, ids), expected, rtol=1e-4, atol=1e-5)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    compiled(ids, labels=ids, use_cache=False).loss.backward()
+    for a, b in zip((p.grad for p in model.parameters()), grads):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_compiled_static_decoding_is_one_graph(model):
+    ids = tokens(2, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    cache = StaticCache(model.config, max_cache_len=80)
+    eager = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    step = torch.compile(model, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+        got, positions = [out.logits[:, -1].argmax(-1)], mask.sum(1)
+        for i in range(19):
+            out = step(got[-1][:, None], past_key_values=cache, position_ids=(positions + i)[:, None])
+            got.append(out.logits[:, -1].argmax(-1))
+    assert torch.equal(torch.stack(got, 1), eager[:, 40:])
+    assert counter.frame_count == 1
+
+
+def test_no_square_mask_is_built(model, monkeypatch):
+    seen = []
+    from corecontext.integrations import transformers as plugin
+    original = plugin.cca_attention
+    monkeypatch.setattr(plugin, "cca_attention", lambda *a, **k: seen.append(k["attention_mask"]) or original(*a, **k))
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        model(tokens(2, 30), attention_mask=mask, use_cache=False)
+        model(tokens(2, 30), use_cache=False)
+    assert [None if m is None else tuple(m.shape) for m in seen] == [(2, 30)] * 2 + [None] * 2
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+def test_refuses_untested_architecture():
+    other = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=50))
+    with pytest.raises(NotImplementedError, match="architecture 'gpt2' is not tested.*llama"):
+        corecontext.enable(other, CONFIG)
+    with pytest.raises(TypeError, match="must be a transformers PreTrainedModel"):
+        corecontext.enable(torch.nn.Linear(2, 2), CONFIG)
+
+
+def test_refuses_all_sliding_layers():
+    with pytest.raises(ValueError, match="all with a sliding window"):
+        corecontext.enable(tiny_model("mistral", sliding_window=8), CONFIG)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}], ids=["dynamic"])
+def test_refuses_rotary_that_changes_with_length(rope):
+    model = tiny_model(rope_parameters=rope)
+    with pytest.raises(NotImplementedError, match="changes its frequencies with the length"):
+        corecontext.enable(model, CONFIG)
+    assert model.config._attn_implementation == "sdpa" and not hasattr(model.config, "cca")
+    corecontext.enable(model, CONFIG.replace(core_position="token")).disable()
+
+
+def test_refuses_twice(model):
+    with pytest.raises(ValueError, match="must not be enabled twice"):
+        corecontext.enable(model, CONFIG)
+
+
+def test_refuses_foreign_caches(model):
+    plain, ids = tiny_model(), tokens(1, 20)
+    with torch.no_grad():
+        filled = plain(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="tokens cached by another attention"):
+        model(ids[:, :1], past_key_values=filled)
+    with pytest.raises(NotImplementedError, match="layer type DynamicSlidingWindowLayer"):
+        model(ids, past_key_values=DynamicCache(config=tiny_model("mistral", sliding_window=8).config))
+    offloaded = DynamicCache(config=model.config)
+    offloaded.offloading = True
+    with pytest.raises(NotImplementedError, match="offloaded cache"):
+        model(ids, past_key_values=offloaded)
+
+
+def test_refuses_masks_with_holes_and_square_masks(model):
+    ids, mask = tokens(1, 20), torch.ones(1, 20, dtype=torch.long)
+    mask[0, 7] = 0
+    for use_cache in (False, True):
+        with pytest.raises(ValueError, match="a hole in row 0"):
+            model(ids, attention_mask=mask, use_cache=use_cache)
+    with pytest.raises(ValueError, match=r"attention_mask must be \[B, L\]"):
+        model(ids, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool))
+
+
+def test_refuses_continuing_a_right_padded_batch(model):
+    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[0, 15:] = 0
+    with torch.no_grad():
+        cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="padded on the right"):
+            model(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("how", ["kwarg", "generate"])
+def test_refuses_output_attentions(model, how):
+    ids = tokens(1, 12)
+    with pytest.raises(NotImplementedError, match="output_attentions cannot be returned"):
+        if how == "kwarg":
+            model(ids, output_attentions=True)
+        else:
+            model.generate(ids, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
+
+
+def test_refuses_dropout():
+    model = tiny_model(attention_dropout=0.1).train()
+    corecontext.enable(model, CONFIG)
+    with pytest.raises(NotImplementedError, match="attention dropout must be 0"):
+        model(tokens(1, 12))
+
+
+def test_refuses_changed_implementation(model):
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="must stay 'cca' while CCA is enabled"):
+        model(tokens(1, 12))
+
+
+def test_refuses_gradients_through_a_filled_cache(model):
+    ids = tokens(1, 20)
+    cache = model(ids, use_cache=True).past_key_values
+    for n in (1, 3):
+        with pytest.raises(ValueError, match="gradients must not be asked through a filled compact cache"):
+            model(ids[:, :n], past_key_values=cache)
+
+
+def test_hybrid_list_is_what_the_families_say():
+    assert tiny_model("gemma2").config.layer_types == HYBRID
+
+
+def test_import_leaves_transformers_alone():
+    code = ("import corecontext, sys; assert 'transformers' not in sys.modules and 'triton' not in sys.modules;"
+            "from transformers import AttentionInterface; before = dict(AttentionInterface._global_mapping);"
+            "corecontext.enable; after = AttentionInterface._global_mapping;"
+            "assert {k: v for k, v in after.items() if k != 'cca'} == before")
+    with warnings.catch_warnings():
+        subprocess.run([sys.executable, "-c", code], check=True)
