@@ -23,18 +23,37 @@ def cca_attention_op(q: Tensor, k: Tensor, v: Tensor, core_bias: Optional[Tensor
                      window_size: int, num_groups: int, scale: float, softcap: float, pooling: str, core_heads: str,
                      interleaved: bool) -> tuple[Tensor, Tensor]:
     """out [B, H, L, D] and log-sum-exp [B, H, L]; 0 stands for no num_groups and for no softcap."""
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q), device=q.device)
     options = {"scale": scale, "softcap": softcap or None, "pooling": pooling, "core_heads": core_heads,
                "rotary": None if inv_freq is None else Rotary(inv_freq, interleaved)}
+    out, lse = _Batch(q), _Batch(q[..., 0], _lse_dtype(q), fill=-torch.inf)
     for segment in find_segments(q.shape[0], q.shape[2], attention_mask, cu_seqlens, position_ids):
         one = SegmentView(segment, q, k, v, core_bias, group_size, window_size, num_groups)
         core_k, core_v = packed.pool(*one.groups(), **options)
         part_out, part_lse = packed.attend(one.q, one.k, one.v, core_k, core_v, **one.sizes, scale=scale,
                                            softcap=softcap or None, core_bias=one.core_bias)
-        one.put(out, part_out)
-        one.put(lse, part_lse)
-    return out, lse
+        out.put(one, part_out)
+        lse.put(one, part_lse)
+    return out.result(), lse.result()
+
+
+class _Batch:
+    """A result [B, H or Hkv, L, ...] put together from segments, or the one segment that is the whole batch."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype | None = None, fill: float = 0.0) -> None:
+        self.like, self.dtype, self.fill, self.total = like, dtype or like.dtype, fill, None
+
+    def put(self, one: SegmentView, part: Tensor) -> None:
+        """Take over one segment's part [N, ..., T, ...]."""
+        if part.numel() == self.like.numel():
+            self.total = part.reshape(self.like.shape).to(self.dtype)
+            return
+        one.put(self.result(), part)
+
+    def result(self) -> Tensor:
+        """The whole, filled where no segment lies."""
+        if self.total is None:
+            self.total = torch.full(self.like.shape, self.fill, dtype=self.dtype, device=self.like.device)
+        return self.total
 
 
 @cca_attention_op.register_fake
@@ -50,7 +69,7 @@ def cca_attention_backward_op(grad_out: Tensor, grad_lse: Optional[Tensor], q: T
                               position_ids: Optional[Tensor], group_size: int, window_size: int, num_groups: int, scale: float, softcap: float, pooling: str,
                               core_heads: str, interleaved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and core_bias ([H], zeros where there is none)."""
-    grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    grads = [_Batch(x) for x in (q, k, v)]
     grad_bias = torch.zeros(q.shape[1], dtype=_lse_dtype(q), device=q.device)
     options = {"scale": scale, "softcap": softcap or None, "pooling": pooling, "core_heads": core_heads,
                "rotary": None if inv_freq is None else Rotary(inv_freq, interleaved)}
@@ -67,11 +86,11 @@ def cca_attention_backward_op(grad_out: Tensor, grad_lse: Optional[Tensor], q: T
                 dq[:, :, one.group_size - 1:pooled:one.group_size] += dq_last
             dk[:, :pooled] += dk_pool.flatten(1, 2)
             dv[:, :pooled] += dv_pool.flatten(1, 2)
-        for total, part in ((grad_q, dq), (grad_k, dk), (grad_v, dv)):
-            one.put(total, part)
+        for grad, part in zip(grads, (dq, dk, dv)):
+            grad.put(one, part)
         if dbias is not None:
             grad_bias += dbias.view(-1, q.shape[1]).sum(0)
-    return grad_q, grad_k, grad_v, grad_bias
+    return *(grad.result() for grad in grads), grad_bias
 
 
 @cca_attention_backward_op.register_fake

@@ -22,6 +22,7 @@ pool_backward = pooling.backward
 
 _BLOCK_QUERIES = {"cpu": 128}  # local block; elsewhere launches cost more than masked work
 _BLOCK_QUERIES_DEFAULT = 512
+_CHUNK_ELEMENTS = 1 << 19  # elements merged at once
 
 
 def unsupported_reason(q: Tensor) -> str | None:
@@ -123,7 +124,7 @@ class _Call:
         return x.unflatten(2, (packs, g)).transpose(2, 3).reshape(n * heads, r // heads * g, packs, *x.shape[3:])
 
     def unpack(self, x: Tensor, t: int) -> Tensor:
-        """The inverse of `pack`, without the filling."""
+        """The inverse of `pack`, without the filling; a copy."""
         n, r, g = self.q.shape[0], self.q.shape[1], self.group_size
         x = x.reshape(n, r, g, *x.shape[2:]).transpose(2, 3)  # [N, r, P, g, ...]
         return x.flatten(2, 3)[:, :, :t]
@@ -142,8 +143,7 @@ class _Call:
         q, (core_k, core_v) = self.q[:, :, rows], self.core_kv(cores)
         arranged = self.pack(q) if packed else self.by_core_head(q)
         out, lse = partial.forward(arranged, core_k, core_v, is_causal=packed, **self.options)
-        t = q.shape[2]
-        out, lse = (self.unpack(out, t), self.unpack(lse, t)) if packed else (out.view(q.shape), lse.reshape(q.shape[:-1]))
+        out, lse = (self.unpack(x, q.shape[2]) if packed else x.reshape(q.shape[:x.dim()]) for x in (out, lse))
         return out, lse if self.core_bias is None else lse + self.core_bias.to(lse.dtype)[:, :, None]
 
 
@@ -162,8 +162,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q
     for rows, cores, packed in call.core_parts():
         parts.setdefault((rows.start, rows.stop), []).append(call.core_forward(rows, cores, packed))
     for (start, stop), results in parts.items():
-        outs, lses = zip((out[:, :, start:stop], lse[:, :, start:stop]), *results)
-        out[:, :, start:stop], lse[:, :, start:stop] = merge(list(outs), list(lses))
+        # In chunks, so that the wide temporaries of the merge stay in cache.
+        step = max(1, _CHUNK_ELEMENTS // (q.shape[0] * q.shape[1] * q.shape[3]))
+        for low in range(start, stop, step):
+            rows, inner = slice(low, min(low + step, stop)), slice(low - start, min(low + step, stop) - start)
+            out[:, :, rows], lse[:, :, rows] = merge(
+                [out[:, :, rows], *(part[:, :, inner] for part, _ in results)],
+                [lse[:, :, rows], *(part[:, :, inner] for _, part in results)])
     return out, lse
 
 

@@ -111,7 +111,7 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor |
     for rows in _row_chunks(q, k):
         scores, _ = _scores(q, k, scale, bias, is_causal, softcap, rows, dtype)
         lse[:, :, rows] = scores.logsumexp(-1)
-        out[:, :, rows] = (scores - lse[:, :, rows, None]).exp().to(v.dtype) @ v
+        out[:, :, rows] = scores.softmax(-1).to(v.dtype) @ v
     return out, lse
 
 
