@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from corecontext.config import CCAConfig
-from corecontext.ops.api import backend_module, cca_attention
+from corecontext.ops.api import backend_module, cca_attention, outside_autocast
 from corecontext.ops.decode import attend_buffer
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import find_segments
@@ -114,9 +114,11 @@ class CompactLayer:
                 gradients would have to reach cached tokens.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if not self.is_empty and q.shape[2] == 1 and attention_mask is None:
-            return self._decode(q, k, v, scale, softcap)
-        return self._append(q, k, v, attention_mask, scale, softcap)
+        (q, k, v), context = outside_autocast(q, k, v)
+        with context:
+            if not self.is_empty and q.shape[2] == 1 and attention_mask is None:
+                return self._decode(q, k, v, scale, softcap)
+            return self._append(q, k, v, attention_mask, scale, softcap)
 
     @torch.compiler.disable
     def _append(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scale: float,

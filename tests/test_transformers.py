@@ -301,6 +301,23 @@ def test_low_precision_stays_close():
         assert (cached.float() - truth).abs().mean() < 1.5 * full_error + 1e-3
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_autocast_trains_and_generates(model, use_cache, monkeypatch):
+    ids = tokens(2, 60)
+    truth = stateless(model, ids)
+    from corecontext.ops import pooling
+    seen, original = [], pooling._weights
+    monkeypatch.setattr(pooling, "_weights", lambda *a: (seen.append(out := original(*a)), out)[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(ids, labels=ids, use_cache=use_cache)
+        out.loss.backward()
+        generated = model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert generated.shape == (2, 65)
+    assert {weights.dtype for weights, *_ in seen} == {torch.float32}  # autocast leaves the pooling alone
+    assert (out.logits.float() - truth).abs().mean() < 0.1
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_compiled_forward_and_training_have_no_graph_break(model):
     ids = tokens(2, 48)
     expected = stateless(model, ids)

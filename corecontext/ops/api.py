@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from types import ModuleType
 
 import torch
@@ -32,6 +34,19 @@ def choose_backend(backend: str, q: Tensor) -> str:
 def backend_module(backend: str, q: Tensor) -> ModuleType:
     """The module with `pool` and `attend` that takes this call."""
     return _MODULES[choose_backend(backend, q)]
+
+
+def outside_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], AbstractContextManager]:
+    """The inputs in the dtype that autocast would give attention, and a context in which it changes nothing more.
+
+    Inside, pooling weights and merges must stay in float32; autocast would turn their products to half precision.
+    """
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return (q, k, v), contextlib.nullcontext()
+    dtype = torch.get_autocast_dtype(device)
+    cast = tuple(x.to(dtype) if x.dtype != torch.float64 else x for x in (q, k, v))
+    return cast, torch.autocast(device, enabled=False)
 
 
 def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, window_size: int = 1024,
@@ -76,22 +91,37 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
     Cost: 4 D H sum_t (j(t) + t + 1 - j(t) g) operations and memory linear in L (packed backend).
     """
     CCAConfig(group_size, window_size, num_groups, pooling, core_position, core_heads)  # validates
+    _check_types(q, k, v)
+    (q, k, v), context = outside_autocast(q, k, v)
+    with context:
+        out, lse = _attend(q, k, v, group_size, window_size, num_groups, pooling, core_position, core_heads, rotary,
+                           scale, softcap, core_bias, attention_mask, cu_seqlens, position_ids, backend, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, num_groups: int | None, pooling: str,
+            core_position: str, core_heads: str, rotary: Rotary | None, scale: float | None, softcap: float | None,
+            core_bias: float | Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None,
+            position_ids: Tensor | None, backend: str, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """`cca_attention` on inputs of one dtype; the log-sum-exp may be None where it is not asked for."""
     _check_tensors(q, k, v)
     chosen = choose_backend(backend, q)
     batch_size, num_heads, seq_len, head_dim = q.shape
     rotary = _check_rotary(rotary, core_position, head_dim)
+    _check_softcap(softcap)
     scale = head_dim ** -0.5 if scale is None else float(scale)
     bias = _bias_tensor(core_bias, q)
     if position_ids is not None and not torch.compiler.is_compiling() and not has_restarts(position_ids):
         position_ids = None
     ragged = attention_mask is not None or cu_seqlens is not None or position_ids is not None
-    if not ragged and seq_len == 0:
-        out = q.new_zeros(q.shape)
-        return (out, out.new_zeros(q.shape[:-1])) if return_lse else out
+    if q.numel() == 0:
+        out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+        return out, lse
     size = group_size_for(seq_len, window_size, num_groups) if num_groups else group_size
     plain = not ragged and not return_lse and softcap is None and bias is None
     if plain and chosen == "packed" and is_full_attention(seq_len, size, window_size):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != num_heads)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale,
+                                              enable_gqa=k.shape[1] != num_heads), None
     if chosen == "packed":
         out, lse = autograd.cca_attention_op(
             q, k, v, bias, None if rotary is None else rotary.inv_freq, attention_mask, cu_seqlens,
@@ -109,7 +139,7 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
             one.put(out, part_out)
             one.put(lse, part_lse)
         out = out.to(q.dtype)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def pool_core_tokens(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, pooling: str = "cca",
@@ -132,9 +162,10 @@ def pool_core_tokens(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, p
     _check_tensors(q, k, v)
     module = backend_module(backend, q)
     rotary = _check_rotary(rotary, core_position, q.shape[3])
-    num_groups, head_dim = q.shape[2] // group_size, q.shape[3]
+    _check_softcap(softcap)
+    num_groups, head_dim, repeats = q.shape[2] // group_size, q.shape[3], q.shape[1] // k.shape[1]
     k, v = (x[:, :, :num_groups * group_size].flatten(0, 1).unflatten(1, (num_groups, group_size)) for x in (k, v))
-    q_last = q[:, :, group_size - 1::group_size].reshape(k.shape[0], -1, num_groups, head_dim)
+    q_last = q[:, :, group_size - 1::group_size].reshape(k.shape[0], repeats, num_groups, head_dim)
     cores = module.pool(q_last, k, v, scale=head_dim ** -0.5 if scale is None else float(scale), pooling=pooling,
                         core_heads=core_heads, rotary=rotary, softcap=softcap)
     return tuple(x.to(k.dtype).unflatten(0, (q.shape[0], -1)).flatten(1, 2) for x in cores)
@@ -152,6 +183,12 @@ def _check_rotary(rotary: Rotary | None, core_position: str, head_dim: int) -> R
     return rotary
 
 
+def _check_softcap(softcap: float | None) -> None:
+    """Raise unless scores can be capped by it."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be above 0, got {softcap}. Use None for none.")
+
+
 def _bias_tensor(core_bias: float | Tensor | None, q: Tensor) -> Tensor | None:
     """The bias as [H] on q's device, or None where there is none."""
     if core_bias is None or (not isinstance(core_bias, Tensor) and core_bias == 0):
@@ -164,11 +201,17 @@ def _bias_tensor(core_bias: float | Tensor | None, q: Tensor) -> Tensor | None:
     return core_bias
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q, k and v are self-attention inputs of one batch."""
+def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k and v are tensors at all."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}.")
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k and v are self-attention inputs of one batch."""
+    _check_types(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be [B, heads, L, D], got {list(x.shape)}.")
         if x.dtype not in DTYPES:

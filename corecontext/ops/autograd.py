@@ -109,8 +109,9 @@ def _backward(ctx, grad_out, grad_lse):
     q, k, v, out, lse, core_bias, *rest = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grad_q, grad_k, grad_v, grad_bias = cca_attention_backward_op(grad_out, grad_lse, q, k, v, out, lse, core_bias,
-                                                                  *rest, *ctx.settings)
+    with torch.autocast(q.device.type, enabled=False):  # a backward called inside autocast would lose float32 sums
+        grad_q, grad_k, grad_v, grad_bias = cca_attention_backward_op(grad_out, grad_lse, q, k, v, out, lse, core_bias,
+                                                                      *rest, *ctx.settings)
     none = (None,) * (len(rest) + len(ctx.settings))
     return grad_q, grad_k, grad_v, None if core_bias is None else grad_bias.to(core_bias.dtype), *none
 

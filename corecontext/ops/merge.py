@@ -23,12 +23,16 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     if not outs or len(outs) != len(lses):
         raise ValueError(f"merge must get one lse per out and at least one of each, got {len(outs)} and {len(lses)}.")
     stacked = torch.stack(lses)  # [parts, ..., T]
-    lse = stacked.logsumexp(0)
-    # Divided by their own sum: exp(lse_i - lse) would put the rounding of lse into every output of the row. A row with
-    # no key anywhere has -inf only, and exp(-inf - -inf) would be NaN.
     highest = stacked.detach().amax(0)
-    weights = (stacked - torch.where(highest.isneginf(), 0.0, highest)).exp()
-    weights = weights / weights.sum(0).clamp(min=1.0)
+    # A row with no key anywhere has -inf only; exp(-inf - -inf) would be NaN, forward and backward.
+    highest = torch.where(highest.isneginf(), 0.0, highest)
+    weights = (stacked - highest).exp()
+    total = weights.sum(0)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    lse = torch.where(empty, -torch.inf, total.log() + highest)
+    # Divided by their own sum: exp(lse_i - lse) would put the rounding of lse into every output of the row.
+    weights = weights / total
     out = outs[0].to(lse.dtype) * weights[0].unsqueeze(-1)
     for part, weight in zip(outs[1:], weights[1:]):
         out = out + part.to(lse.dtype) * weight.unsqueeze(-1)

@@ -50,11 +50,11 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
     elif kernel == "flash":
-        none = torch.empty(0, device=q.device)
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        # No cumulative lengths: an empty tensor would mean packed sequences. The seed serves dropout, which is 0.
+        seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         grads = _aten._scaled_dot_product_flash_attention_backward(
-            grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), none, none, q.shape[2], k.shape[2],
-            0.0, is_causal, seed, none, scale=scale)
+            grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None, q.shape[2], k.shape[2],
+            0.0, is_causal, seed, unused, scale=scale)
     else:
         grads = _plain_backward(grad_out, q, k, v, out, lse, scale, bias, is_causal, softcap, grad_lse)
     grad_q, grad_k, grad_v = grads

@@ -81,7 +81,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q
                                   q.device)
     scores = torch.cat((core_scores.masked_fill(~see_core, -torch.inf),
                         local_scores.masked_fill(~see_local, -torch.inf)), -1)
-    num_cores = core_k.shape[2]
     weights_core, weights_local = scores.softmax(-1).split([core_k.shape[2], k.shape[1]], -1)
     out = (_sum_seen(weights_core, see_core, core_v.expand(-1, heads, -1, -1))
            + _sum_seen(weights_local, see_local, v[:, None].expand(-1, heads, -1, -1)))

@@ -1,0 +1,123 @@
+"""Time and memory of a call.
+
+Time: warm up, then the samples of which a record keeps the median and the 20 and 80 % quantiles.
+
+Memory on a GPU is what PyTorch's allocator counted. On a CPU there is no such count, so it is the process's peak
+resident memory above what was resident before the call. The kernel's high-water mark is set back first (Linux,
+/proc/self/clear_refs), and `peak_bytes_in_subprocess` runs the call in a fresh process in which the C allocator gives
+every large block back at once: memory kept from earlier work can then neither hide an allocation nor count as one.
+Where the mark cannot be set back (macOS), the growth of the process's lifetime peak is reported, a lower bound.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}  # glibc: no hoarding
+
+
+def sample_seconds(call: Callable[[], Any], *, repeats: int = 5, warm_up: int = 1, device: str = "cpu",
+                   budget_s: float = float("inf")) -> list[float]:
+    """Seconds of each of `repeats` calls after `warm_up` calls; fewer, but one at least, once budget_s is spent."""
+    for _ in range(warm_up):
+        call()
+    samples: list[float] = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        samples.append(time.perf_counter() - start)
+        if sum(samples) > budget_s:
+            break
+    return samples
+
+
+def synchronize(device: str) -> None:
+    """Wait for a GPU's queued work; nothing on a CPU."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class PeakMemory:
+    """Peak memory, in bytes, above what was in use when it was started."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._cuda = torch.device(device).type == "cuda"
+        self._device = device
+        if self._cuda:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
+        else:
+            self._before = _resident_bytes() if reset_resident_peak() else _resident_peak_bytes()
+
+    def read(self) -> int:
+        """The peak since the start."""
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+            return torch.cuda.max_memory_allocated(self._device) - self._before
+        return max(0, _resident_peak_bytes() - self._before)
+
+
+def peak_bytes_in_subprocess(module: str, function: str, arguments: dict[str, Any]) -> int:
+    """Peak bytes that `module.function(**arguments)` reports from a fresh process (see `PeakMemory`)."""
+    code = f"import json, sys; from {module} import {function} as f; print(f(**json.loads(sys.argv[1])))"
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(arguments)], capture_output=True, text=True,
+                          env={**package_path(), **MALLOC})
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        if done.returncode < 0 or "memory" in last.lower():
+            raise MemoryError(last)
+        raise RuntimeError(f"measuring in a subprocess failed: {last}")
+    return int(done.stdout.split()[-1])
+
+
+def matmul_flops_per_s(dtype: torch.dtype, device: str = "cpu", size: int | None = None) -> float:
+    """The best matrix product rate of this machine, operations per second: what the floor is made of."""
+    size = size or (8192 if torch.device(device).type == "cuda" else 2048)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size ** 3 / min(sample_seconds(lambda: a @ b, repeats=10, warm_up=3, device=device))
+
+
+def reset_resident_peak() -> bool:
+    """Set the process's resident high-water mark back to now; False where the system has no way to."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return True
+    except OSError:
+        return False
+
+
+def _resident_bytes() -> int:
+    """Resident memory of this process now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _resident_peak_bytes() -> int:
+    """Resident high-water mark of this process."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts in bytes
+
+
+def package_path() -> dict[str, str]:
+    """An environment in which a subprocess imports this very package, from wherever it was loaded."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}  # not what happens to lie in the current folder

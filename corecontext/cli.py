@@ -1,0 +1,236 @@
+"""The command line: one table of commands. Heavy imports stay inside the commands, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Optional
+
+import typer
+
+from corecontext.text import UserError
+
+# typer reads these annotations at run time on Python 3.10 as well, hence Optional.
+Model = Annotated[str, typer.Option(help="Folder in the Hugging Face format, or an identifier on the hub.")]
+GroupSize = Annotated[Optional[int], typer.Option(help="Tokens per core token, g. Default: the checkpoint's, else 16.")]
+WindowSize = Annotated[Optional[int], typer.Option(help="Nearest tokens kept as they are, s. Default: the checkpoint's,"
+                                                        " else 1024.")]
+Method = Annotated[str, typer.Option(help="cca, or full for the model's own attention.")]
+Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
+Json = Annotated[Optional[str], typer.Option("--json", help="Append the measured values to this file, one JSON line "
+                                                           "each.")]
+Plot = Annotated[Optional[str], typer.Option("--plot", help="Draw a figure (.png, .svg or .pdf); needs the extra "
+                                                           "'plot'.")]
+
+
+def demo(max_tokens: Annotated[Optional[int], typer.Option(help="Cut the document to this many tokens.")] = None,
+         group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = 16,
+         window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 512,
+         questions: Annotated[int, typer.Option(help="Facts to plant and ask for.")] = 6,
+         dtype: Dtype = "auto", device: Device = "auto", plot: Plot = None, json: Json = None,
+         force: Force = False) -> None:
+    """Full attention and CCA side by side on a bundled model and document: time, memory, perplexity, retrieval."""
+    from corecontext.text import check_output
+
+    check_output(plot, force)
+    check_output(json, force=True)  # appended to
+    if plot is not None:
+        from corecontext.bench.figures import check_plot
+        check_plot(plot)
+    from corecontext.demo.report import print_report
+    from corecontext.demo.run import DemoSettings, run_demo
+    from corecontext.record import append_records
+
+    result = run_demo(DemoSettings(group_size, window_size, questions, max_tokens, dtype=dtype, device=device))
+    if json is not None:
+        append_records(json, result.records)
+    if plot is not None:
+        from corecontext.bench.figures import draw_demo
+        draw_demo(result.records, plot)
+    print_report(result)
+
+
+def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text to continue, or - for standard input.")],
+             max_new_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = 128,
+             temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; more samples.")] = 0.0,
+             seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0, method: Method = "cca",
+             group_size: GroupSize = None, window_size: WindowSize = None, dtype: Dtype = "auto",
+             device: Device = "auto",
+             output: Annotated[Optional[str], typer.Option(help="Write here instead of standard output.")] = None,
+             force: Force = False) -> None:
+    """Continue a text, printing it as it is made."""
+    from corecontext.text import check_output, read_text, write_text
+
+    if max_new_tokens < 1:
+        raise UserError(f"max-new-tokens must be at least 1, got {max_new_tokens}.")
+    if not 0 <= temperature < float("inf"):
+        raise UserError(f"temperature must be at least 0, got {temperature}.")
+    check_output(output, force)
+    prompt = read_text(prompt_file)
+    from corecontext.generation import generate as run
+    from corecontext.loading import encode, load
+    from corecontext.terminal import progress
+
+    loaded = load(model, method=method, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+    input_ids = encode(loaded, prompt, room_for=max_new_tokens)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    if output is None:
+        run(loaded, input_ids, on_text=lambda text: print(text, end="", flush=True), **options)
+        print()
+        return
+    pieces: list[str] = []
+    with progress(f"prompt of {input_ids.shape[1]} tokens, then {max_new_tokens} new ones", max_new_tokens) as advance:
+        def keep(text: str) -> None:
+            pieces.append(text)
+            advance(1)
+        run(loaded, input_ids, on_text=keep, **options)
+    write_text(output, "".join(pieces))
+
+
+def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard input.")], model: Model,
+               method: Method = "cca",
+               compare: Annotated[bool, typer.Option("--compare", help="Measure full attention and CCA.")] = False,
+               group_size: GroupSize = None, window_size: WindowSize = None,
+               chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass; bounds the memory.")] = 1024,
+               dtype: Dtype = "auto", device: Device = "auto", json: Json = None) -> None:
+    """Perplexity of a whole text in one causal pass, by position."""
+    from corecontext.text import check_output, read_text
+
+    if chunk_size < 1:
+        raise UserError(f"chunk-size must be at least 1, got {chunk_size}.")
+    check_output(json, force=True)  # appended to
+    text = read_text(file)
+    from corecontext.loading import METHODS, encode, load
+    from corecontext.perplexity import Perplexity, document_nll, print_table, to_records
+    from corecontext.terminal import progress
+
+    found = {}
+    for one in METHODS[::-1] if compare else (method,):
+        loaded = load(model, method=one, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+        input_ids = encode(loaded, text, at_least=2)
+        with progress(f"{one}, {input_ids.shape[1]} tokens", input_ids.shape[1]) as advance:
+            nll = document_nll(loaded.model, input_ids, chunk_size=chunk_size, on_chunk=advance)
+        found[one] = Perplexity(nll, len(text.encode()), loaded.sizes())
+    if json is not None:
+        from corecontext.record import append_records
+        append_records(json, to_records(found, model))
+    print_table(found)
+
+
+def info(model: Model, group_size: GroupSize = None, window_size: WindowSize = None,
+         length: Annotated[Optional[list[int]], typer.Option(help="Prompt length; may be repeated.")] = None) -> None:
+    """What CCA would cost and save for a model, by length; loads no weights."""
+    for value in length or ():
+        if value < 1:
+            raise UserError(f"length must be at least 1, got {value}.")
+    from corecontext.bench.info import print_info
+
+    print_info(model, group_size, window_size, length)
+
+
+def bench_operator(length: Annotated[list[int], typer.Option(help="Sequence length; may be repeated.")] = [32768],
+                   heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+                   kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = 2,
+                   head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+                   batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+                   dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+                   device: Device = "auto",
+                   group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = 16,
+                   window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 1024,
+                   forward_only: Annotated[bool, typer.Option("--forward-only", help="No backward pass.")] = False,
+                   memory_length: Annotated[Optional[list[int]], typer.Option(
+                       help="Length at which peak memory is measured; may be repeated. Default: L/4, L/2, L.")] = None,
+                   repeats: Annotated[int, typer.Option(help="Timed calls.")] = 5,
+                   json: Json = None, plot: Plot = None, force: Force = False) -> None:
+    """CCA against SDPA full causal attention on this machine: time, peak memory, and the floor."""
+    from corecontext.text import check_output
+
+    check_output(plot, force)
+    check_output(json, force=True)  # appended to
+    if plot is not None:
+        from corecontext.bench.figures import check_plot
+        check_plot(plot)
+    from corecontext.bench.operator import OperatorBench, print_table, run_operator_bench
+    from corecontext.loading import one_line, pick_device
+
+    device = pick_device(device)
+    with one_line():
+        bench = OperatorBench(tuple(length), heads, kv_heads, head_dim, batch, dtype, device, group_size, window_size,
+                              not forward_only, tuple(memory_length) if memory_length else None, repeats)
+    records = run_operator_bench(bench)
+    if json is not None:
+        from corecontext.record import append_records
+        append_records(json, records)
+    if plot is not None:
+        from corecontext.bench.figures import draw_operator
+        draw_operator(records, plot)
+    print_table(records)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "generate": generate, "perplexity": perplexity, "info": info}
+BENCHES: dict[str, Callable[..., None]] = {"operator": bench_operator}
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from corecontext import __version__
+        print(f"corecontext {__version__}")
+        raise typer.Exit()
+
+
+def _top(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
+                                               help="Print the version.")] = False) -> None:
+    """Core Context Aware attention for long-context language models."""
+
+
+def build() -> typer.Typer:
+    """The application made from the table above."""
+    options: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False}
+    app, bench = typer.Typer(**options), typer.Typer(help="Measure on this machine.", **options)
+    app.callback()(_top)
+    bench.callback()(lambda: None)
+    for name, command in COMMANDS.items():
+        app.command(name)(command)
+    for name, command in BENCHES.items():
+        bench.command(name)(command)
+    app.add_typer(bench, name="bench")
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns 0, or 2 after printing one line that says what to put right."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        command = typer.main.get_command(build())
+        code = command.main(args=arguments or ["--help"], prog_name="corecontext", standalone_mode=False)
+        if code == 130:  # typer makes an exit of Ctrl-C itself
+            raise KeyboardInterrupt
+        return code if isinstance(code, int) else 0
+    except UserError as error:
+        return _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # what the command line's parser refuses
+            return _fail(error.format_message())
+        from corecontext.loading import is_out_of_memory
+        if is_out_of_memory(error):
+            return _fail("out of memory. Shorten the text, use --dtype bfloat16, or a larger --group-size or smaller "
+                         "--window-size.")
+        raise
+
+
+def _fail(message: str) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`corecontext demo`: one small model, one document, full attention and CCA side by side at the same weights."""

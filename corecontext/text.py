@@ -1,0 +1,83 @@
+"""Reading what the user gives and writing what the user gets, with one clear line for everything that can be wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class UserError(Exception):
+    """Something the user can put right: the command line prints it as one line and exits with code 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(str(message).split()))
+
+
+def read_text(path: str) -> str:
+    """The text of a file, or of standard input for "-".
+
+    Raises:
+        UserError: the file is missing, not readable, empty, or not UTF-8 text.
+    """
+    name = "standard input" if path == "-" else f"file '{path}'"
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{name} does not exist. Give an existing file, or - for standard input.") from None
+    except IsADirectoryError:
+        raise UserError(f"{name} must be a file, got a folder.") from None
+    except OSError as error:
+        raise UserError(f"{name} cannot be read: {error.strerror}.") from None
+    if not data.strip():
+        raise UserError(f"{name} must hold text, got an empty one.")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} must be UTF-8 text, got byte 0x{data[error.start]:02x} at {error.start}. "
+                        "Convert it to UTF-8 first.") from None
+    if "\0" in text:
+        raise UserError(f"{name} must be UTF-8 text, got a binary file (a zero byte at {data.index(0)}).")
+    return text
+
+
+def check_output(path: str | None, force: bool = False) -> None:
+    """Raise before any work is done if `path` cannot be written, or exists and is not to be overwritten."""
+    if path is None:
+        return
+    target = Path(path)
+    if target.is_dir():
+        raise UserError(f"output '{path}' must be a file, got a folder.")
+    if target.exists() and not force:
+        raise UserError(f"output '{path}' already exists. Use --force to overwrite it.")
+    if not target.parent.is_dir():
+        raise UserError(f"output '{path}' must lie in an existing folder. Make '{target.parent}' first.")
+    if not os.access(target.parent, os.W_OK):
+        raise UserError(f"output '{path}' cannot be written: no permission for '{target.parent}'.")
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A temporary path beside `path` that takes its place when the block ends well, and is removed when it does not."""
+    target = Path(path)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}.", suffix=target.suffix)
+    os.close(handle)
+    try:
+        yield name
+        mask = os.umask(0)  # mkstemp files are private; give this one what open() would have given
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a whole file or nothing."""
+    with atomic_path(path) as name:
+        Path(name).write_text(text, encoding="utf-8")

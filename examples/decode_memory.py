@@ -1,0 +1,40 @@
+"""How the key-value cache grows with the prompt, full attention and CCA: python examples/decode_memory.py."""
+
+import argparse
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import corecontext
+from corecontext.integrations.hf_cache import cache_bytes
+
+
+def cached_bytes(model: torch.nn.Module, length: int) -> int:
+    """Bytes of the cache after a prompt of `length` random tokens and one more token."""
+    ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        out = model(ids, use_cache=True, logits_to_keep=1)
+        out = model(out.logits.argmax(-1), past_key_values=out.past_key_values, use_cache=True)
+    return cache_bytes(out.past_key_values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=str(Path(str(files("corecontext"))) / "assets" / "demo_model"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    options = parser.parse_args()
+
+    model = AutoModelForCausalLM.from_pretrained(options.model).eval()
+    config = corecontext.CCAConfig(group_size=16, window_size=512)
+    print(f"{'tokens':>8} {'full':>12} {'CCA':>12}   bytes")
+    for length in options.lengths:
+        full = cached_bytes(model, length)
+        with corecontext.enabled(model, config):
+            compact = cached_bytes(model, length)
+        print(f"{length + 1:8} {full:12} {compact:12}   {full / compact:.1f}x less")
+
+
+if __name__ == "__main__":
+    main()

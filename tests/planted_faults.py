@@ -1,0 +1,153 @@
+"""Plant a fault in a copy of the package and see that a test catches it: `python tests/planted_faults.py [word ...]`.
+
+Prints one row of docs/numerics.md for each fault; words choose the faults whose name contains one of them. A fault that
+no test notices, or whose text is no longer found, fails the run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LAWS, NUMERICS, API = "tests/test_ops_laws.py", "tests/test_ops_numerics.py", "tests/test_ops_api.py"
+ORACLE = "tests/test_ops_oracle.py"
+
+
+class Fault(NamedTuple):
+    """What is broken, where, and the test that must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+FAULTS = [
+    Fault("rule: one core token too late", "visibility.py", "(position + 1 - window_size) // group_size)",
+          "(position - window_size) // group_size)", "tests/test_visibility.py"),
+    Fault("1: full attention for one token too many", "ops/api.py", "is_full_attention(seq_len, size, window_size)",
+          "is_full_attention(seq_len - 1, size, window_size)",
+          f"{LAWS}::test_law_1_the_first_core_query_is_the_first_to_differ"),
+    Fault("1: groups of one token are turned", "ops/pooling.py", "direction * (group_size // 2 -",
+          "direction * ((group_size + 1) // 2 -", f"{LAWS}::test_law_1_groups_of_one_token_are_full_attention"),
+    Fault("2: a token not covered, reference", "ops/reference.py", "(key_position >= cores * group_size)",
+          "(key_position > cores * group_size)",
+          f"{LAWS}::test_law_2_the_effective_map_is_causal_positive_and_sums_to_one"),
+    Fault("2: a token covered twice, packed", "ops/packed.py", "window_size) * group_size) & (key <= position)",
+          "window_size) * group_size - 1) & (key <= position)",
+          f"{LAWS}::test_law_2_with_equal_scores_the_map_counts_every_token_once"),
+    Fault("3: the next token is seen, reference", "ops/reference.py", "(key_position <= position)",
+          "(key_position <= position + 1)", f"{LAWS}::test_law_3_nan_in_the_future_of_the_reference"),
+    Fault("3: the next token is seen, packed", "ops/packed.py", "& (key <= position)", "& (key <= position + 1)",
+          f"{LAWS}::test_law_3_the_past_is_bit_identical_under_any_finite_future"),
+    Fault("3: a group is seen before it is complete", "ops/packed.py",
+          "yield rows, slice(seen - 1, seen - 1 + -(-(q_end - pack_start) // g)), True",
+          "yield rows, slice(seen, seen + -(-(q_end - pack_start) // g)), True",
+          f"{LAWS}::test_laws_6_and_8_backends_agree_in_float64"),
+    Fault("5: padding ignored", "ops/segments.py", "if bool(mask.all()):", "if True:",
+          f"{LAWS}::test_law_5_a_padded_row_gives_what_it_gives_alone"),
+    Fault("5: document boundaries ignored, cu_seqlens", "ops/segments.py",
+          "return [Segment(0, 1, a, b) for a, b in zip(edges, edges[1:]) if a < b]",
+          "return [Segment(0, 1, 0, seq_len)]",
+          f"{LAWS}::test_law_5_packed_documents_do_not_see_each_other"),
+    Fault("5: document boundaries ignored, position_ids", "ops/segments.py",
+          "bool((position_ids.diff() != 1).any())", "bool((position_ids.diff() > 1).any())",
+          f"{LAWS}::test_law_5_packed_documents_do_not_see_each_other"),
+    Fault("6: gradient through the pooling weights dropped", "ops/pooling.py",
+          "grad_scores = probs * (grad_probs -", "grad_scores = 0 * probs * (grad_probs -",
+          f"{LAWS}::test_law_6_gradients_reach_through_the_pooling_weights"),
+    Fault("6: core bias forgotten in the backward", "ops/packed.py", "core_lse = lse if core_bias is None else",
+          "core_lse = lse if True else", f"{LAWS}::test_laws_6_and_8_backends_agree_in_float64"),
+    Fault("6: keys turned to the middle, gradients not turned back", "ops/pooling.py",
+          'part_k = _turn(torch.einsum("nrmg,nrmd->nmgd", weights, into_k), rotary, -1)',
+          'part_k = torch.einsum("nrmg,nrmd->nmgd", weights, into_k)',
+          f"{NUMERICS}::test_awkward_lengths"),
+    Fault("6: gradient of the log-sum-exp dropped", "ops/partial.py", "delta = delta - grad_lse", "delta = delta",
+          f"{NUMERICS}::test_float64_gradients_by_finite_differences"),
+    Fault("7: softmax scale 0.2 % off in the core part", "ops/packed.py",
+          "is_causal=packed, **self.options)",
+          "is_causal=packed, **{**self.options, 'scale': self.options['scale'] * 1.002})",
+          f"{NUMERICS}::test_awkward_lengths"),
+    Fault("7: gradients of a group's g r queries added up in bfloat16", "ops/partial.py",
+          "grad_k, grad_v = grad_k.sum(1, True, dtype=lse.dtype), grad_v.sum(1, True, dtype=lse.dtype)",
+          "grad_k, grad_v = (sum(x.unbind(1)).unsqueeze(1) for x in (grad_k, grad_v))",
+          f"{NUMERICS}::test_long_rows_in_half_precision_do_not_drift"),
+    Fault("7: pooling computed in the inputs' dtype", "ops/pooling.py",
+          "return x if x.dtype == torch.float64 else x.float()", "return x", f"{NUMERICS}::test_pooling_alone"),
+    Fault("7: merge multiplies by exp(lse_i - lse)", "ops/merge.py", "weights = weights / total",
+          "weights = (stacked - lse).exp()", f"{API}::test_merge_of_equal_outputs_is_that_output_however_large_the_scores"),
+    Fault("8: weights of one query head instead of the mean", "ops/pooling.py", "probs.mean(1, keepdim=True)",
+          "probs[:, :1]", f"{LAWS}::test_law_8_pooling_agrees"),
+    Fault("oracle: default softmax scale", "ops/api.py", "scale = head_dim ** -0.5 if", "scale = head_dim ** -0.51 if",
+          ORACLE),
+    Fault("oracle: middle one token early", "ops/reference.py", "group_size // 2 - torch",
+          "(group_size - 1) // 2 - torch",
+          ORACLE),
+    Fault("oracle: interleaved pairs turned the wrong way", "ops/rotary.py",
+          "(first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)",
+          "(first * cos + second * sin, second * cos - first * sin), -1).flatten(-2)", ORACLE),
+    Fault("merge: no shift by the maximum", "ops/merge.py", "torch.where(highest.isneginf(), 0.0, highest)",
+          "torch.zeros_like(highest)", f"{API}::test_merge_is_one_softmax_over_all_keys"),
+    Fault("merge: NaN where no part has a key", "ops/merge.py", "torch.where(highest.isneginf(), 0.0, highest)",
+          "highest", f"{API}::test_merge_is_one_softmax_over_all_keys"),
+    Fault("memory: padding left uninitialised", "ops/autograd.py",
+          "torch.full(self.like.shape, self.fill, dtype=self.dtype,", "torch.empty(self.like.shape, dtype=self.dtype,",
+          f"{API}::test_nothing_reads_fresh_memory"),
+    Fault("compile: wrong dtype of the log-sum-exp in the fake", "ops/autograd.py",
+          "torch.empty(q.shape[:-1], dtype=_lse_dtype(q),", "torch.empty(q.shape[:-1], dtype=torch.float64,",
+          f"{API}::test_registered_operators_describe_themselves_truly"),
+    Fault("arrows: a backend imports another", "ops/packed.py", "from corecontext.ops import partial, pooling",
+          "from corecontext.ops import partial, pooling, reference", "tests/test_layers_arrows.py"),
+]
+
+
+def run_tests(nodes: list[str], fault: Fault | None = None) -> tuple[bool, str]:
+    """Whether the tests pass on a copy of the package with the fault in it, and the first error they print."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("corecontext", "tests"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        if fault is not None:
+            path = copy / "corecontext" / fault.file
+            text = path.read_text(encoding="utf-8")
+            if fault.old not in text:
+                raise ValueError(f"{fault.name}: {fault.file} no longer holds {fault.old!r}. Update the fault.")
+            path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+        env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *nodes], cwd=copy,
+                              env=env, capture_output=True, text=True)
+    errors = [line[1:].strip() for line in done.stdout.splitlines() if re.match(r"E  +\S", line)]
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest could not run {nodes}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == 0, errors[0] if errors else ""
+
+
+def main(words: list[str]) -> int:
+    """Run the chosen faults, two at a time; 0 when all are caught."""
+    chosen = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
+    passed, message = run_tests(sorted({fault.test for fault in chosen}))
+    if not passed:
+        print(f"the tests fail without any fault: {message}")
+        return 1
+    caught = True
+    print("| law: planted fault | test | caught by |\n|---|---|---|")
+    with ThreadPoolExecutor(2) as pool:
+        for fault, (passed, message) in zip(chosen, pool.map(lambda fault: run_tests([fault.test], fault), chosen)):
+            caught &= not passed
+            shown = "**NOT CAUGHT**" if passed else f"`{message[:150].replace('|', '/').replace('`', '')}`"
+            print(f"| {fault.name} | `{fault.test.removeprefix('tests/')}` | {shown} |", flush=True)
+    return 0 if caught else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,304 @@
+"""The command line: what works, and every mistake as one line on standard error, exit code 2, nothing written."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_model import save_tiny_model
+
+from corecontext import cli, generation, perplexity
+from corecontext.cli import main
+from corecontext.record import read_records
+from corecontext.text import UserError, atomic_path, write_text
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 12  # 540 bytes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), max_length=1024)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty folder to work in, with one good text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.txt").write_text(TEXT)
+    return tmp_path
+
+
+def refuse(capfd, folder: Path, *argv: str) -> str:
+    """Run a command that must be refused; returns its one line."""
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    code = main(argv)
+    out, err = capfd.readouterr()
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    return err.removeprefix("error: ").rstrip("\n")
+
+
+# What works ----------------------------------------------------------------------------------------------------------
+
+
+def test_help_and_version(capfd):
+    assert main([]) == 0
+    shown = capfd.readouterr().out
+    assert all(name in shown for name in ("demo", "generate", "perplexity", "info", "bench"))
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out.startswith("corecontext 0.")
+    for command in [[name] for name in cli.COMMANDS] + [["bench", name] for name in cli.BENCHES]:
+        assert main([*command, "--help"]) == 0
+        assert "--help" in capfd.readouterr().out
+
+
+def test_help_loads_nothing_heavy():
+    code = ("import sys; from corecontext.cli import main; main(['--help']); "
+            "print(*{'torch', 'transformers', 'matplotlib'} & set(sys.modules), file=sys.stderr)")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.strip() == ""
+
+
+def test_generate_streams_and_writes_the_same(model, here, capfd, monkeypatch):
+    common = ["generate", "--model", model, "--window-size", "64", "--group-size", "8", "--max-new-tokens", "12"]
+    assert main([*common, "--prompt-file", "good.txt"]) == 0
+    shown, err = capfd.readouterr()
+    assert err == "" and len(shown) > 1
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+    assert main([*common, "--prompt-file", "-", "--output", "out.txt"]) == 0
+    assert (here / "out.txt").read_text() == shown.removesuffix("\n")
+    assert "File exists" not in refuse(capfd, here, *common, "--prompt-file", "good.txt", "--output", "out.txt")
+    assert main([*common, "--prompt-file", "good.txt", "--output", "out.txt", "--force"]) == 0
+    assert (here / "out.txt").stat().st_mode & 0o777 == 0o666 & ~_umask()
+    assert main([*common, "--prompt-file", "good.txt", "--method", "full"]) == 0
+    sampled = []
+    for seed in ("1", "1", "2"):
+        capfd.readouterr()
+        assert main([*common, "--prompt-file", "good.txt", "--temperature", "2.0", "--seed", seed]) == 0
+        sampled.append(capfd.readouterr().out)
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_perplexity_of_both_methods(model, here, capfd):
+    argv = ["perplexity", "good.txt", "--model", model, "--compare", "--window-size", "32", "--group-size", "8"]
+    assert main([*argv, "--json", "r.jsonl"]) == 0
+    shown = capfd.readouterr().out
+    found = {(r.params["method"], r.params.get("bucket")): r for r in read_records("r.jsonl")
+             if r.name == "quality.perplexity"}
+    assert set(found) == {(m, b) for m in ("full", "cca") for b in (None, "0-511", "512-539")}
+    assert all(f"{r.value:.4f}" in shown for r in found.values())
+    assert found["cca", None].params["group_size"] == 8 and "group_size" not in found["full", None].params
+    assert found["cca", None].value != found["full", None].value
+    assert main([*argv[:4], "--method", "full", "--chunk-size", "7", "--json", "s.jsonl"]) == 0
+    assert read_records("s.jsonl")[0].value == pytest.approx(found["full", None].value, rel=1e-5)
+
+
+def test_chunks_and_hidden_states_give_the_same_likelihoods(model):
+    from corecontext.loading import load
+    for method in ("full", "cca"):
+        loaded = load(model, method=method, group_size=8, window_size=32)
+        ids = torch.randint(256, (1, 200), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            logits = loaded.model(ids, use_cache=False).logits[0, :-1]
+            hidden = loaded.model.get_decoder()(ids).last_hidden_state
+        truth = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+        for chunk_size in (1, 64, 1000):
+            torch.testing.assert_close(perplexity.document_nll(loaded.model, ids, chunk_size=chunk_size), truth,
+                                       rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(perplexity.hidden_nll(loaded.model.lm_head, hidden, ids, chunk_size=chunk_size),
+                                       truth, rtol=1e-4, atol=1e-4)
+
+
+def test_positions_are_covered_once():
+    result = perplexity.Perplexity(torch.ones(2999), 3000)
+    buckets = [(start, end) for start, end, _ in result.by_position(first=512)]
+    assert buckets == [(0, 512), (512, 1024), (1024, 2048), (2048, 3000)]
+    assert result.value == pytest.approx(2.718281828) and result.bits_per_byte == pytest.approx(2999 / 3000 / 0.6931472)
+
+
+def test_settings_saved_with_the_model_are_used(model, here, capfd, tmp_path_factory):
+    import shutil
+
+    from corecontext.loading import load
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "cca": {"group_size": 4, "window_size": 40}}))
+    assert load(str(folder)).config.group_size == 4
+    assert load(str(folder), group_size=8).config == load(str(folder)).config.replace(group_size=8)
+    assert load(model).config.window_size == 1024
+
+
+def test_info_needs_no_weights(model, here, capfd):
+    (here / "m").mkdir()
+    (here / "m" / "config.json").write_text((Path(model) / "config.json").read_text())
+    assert main(["info", "--model", "m", "--length", "500", "--length", "1000", "--group-size", "10",
+                 "--window-size", "91"]) == 0
+    shown = capfd.readouterr().out
+    assert "500" in shown and f"{2 * 2 * 2 * 16 * 4 * (100 + 100) / 1024:.0f} KiB".replace("100", "100") in shown
+
+
+def test_bench_operator(here, capfd):
+    assert main(["bench", "operator", "--length", "256", "--heads", "2", "--kv-heads", "1", "--head-dim", "16",
+                 "--window-size", "32", "--forward-only", "--repeats", "3", "--memory-length", "128", "--json",
+                 "sub.jsonl", "--plot", "o.png"]) == 0
+    assert "forward" in capfd.readouterr().out
+    assert {r.name for r in read_records("sub.jsonl")} == {"operator.forward_ms", "operator.peak_bytes"}
+    assert (here / "o.png").stat().st_size > 2000
+
+
+# Mistakes ------------------------------------------------------------------------------------------------------------
+
+GENERATE = ["generate", "--prompt-file", "good.txt"]
+PERPLEXITY = ["perplexity", "good.txt"]
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["nope"], "No such command 'nope'."),
+    (["bench"], "Missing command."),
+    (["generate"], "Missing option '--model'."),
+    ([*PERPLEXITY, "--model", "MODEL", "--nope"], "No such option: --nope"),
+    ([*PERPLEXITY, "--model", "MODEL", "--group-size", "x"], "Invalid value for '--group-size': "),
+    ([*PERPLEXITY, "--model", "MODEL", "--group-size", "0"], "group_size must be at least 1, got 0."),
+    ([*GENERATE, "--model", "MODEL", "--window-size", "0"], "window_size must be at least 1 (a query sees itself"),
+    ([*PERPLEXITY, "--model", "MODEL", "--method", "x"], "method must be cca or full, got 'x'."),
+    ([*PERPLEXITY, "--model", "MODEL", "--chunk-size", "0"], "chunk-size must be at least 1, got 0."),
+    ([*PERPLEXITY, "--model", "MODEL", "--device", "x"], "device must be auto, cpu or cuda, got 'x'."),
+    ([*PERPLEXITY, "--model", "MODEL", "--dtype", "int8"], "dtype must be auto, float32, bfloat16 or float16, got"),
+    ([*GENERATE, "--model", "MODEL", "--max-new-tokens", "0"], "max-new-tokens must be at least 1, got 0."),
+    ([*GENERATE, "--model", "MODEL", "--temperature", "-1"], "temperature must be at least 0, got -1.0."),
+    ([*GENERATE, "--model", "./nothing"], "model './nothing' does not exist."),
+    ([*PERPLEXITY, "--model", "."], "model '.' must be a folder with config.json, got one without."),
+    ([*PERPLEXITY, "--model", "broken"], "model 'broken' cannot be loaded: "),
+    ([*PERPLEXITY, "--model", "weightless"], "model 'weightless' cannot be loaded: "),
+    ([*PERPLEXITY, "--model", "truncated"], "model 'truncated' cannot be loaded: "),
+    ([*PERPLEXITY, "--model", "gpt2"], "architecture 'gpt2' is not tested with CCA attention. Tested: "),
+    (["info", "--model", "gpt2"], "architecture 'gpt2' is not tested with CCA attention. Tested: "),
+    (["info", "--model", "./nothing"], "model './nothing' does not exist."),
+    (["info", "--model", "MODEL", "--group-size", "-3"], "group_size must be at least 1, got -3."),
+    (["info", "--model", "MODEL", "--length", "0"], "length must be at least 1, got 0."),
+    (["perplexity", "none.txt", "--model", "MODEL"], "file 'none.txt' does not exist."),
+    (["perplexity", ".", "--model", "MODEL"], "file '.' must be a file, got a folder."),
+    (["perplexity", "empty.txt", "--model", "MODEL"], "file 'empty.txt' must hold text, got an empty one."),
+    (["perplexity", "binary.txt", "--model", "MODEL"], "file 'binary.txt' must be UTF-8 text, got byte 0x"),
+    (["perplexity", "zeros.txt", "--model", "MODEL"], "file 'zeros.txt' must be UTF-8 text, got a binary file"),
+    (["perplexity", "long.txt", "--model", "MODEL"], "text must fit the model's 1024 tokens, got 2000. Shorten it"),
+    (["perplexity", "one.txt", "--model", "MODEL"], "text must have at least 2 tokens, got 1."),
+    (["generate", "--prompt-file", "long.txt", "--model", "MODEL"], "text must fit the model's 1024 tokens, got 2000"),
+    ([*GENERATE, "--model", "MODEL", "--max-new-tokens", "500"], "text must fit the model's 1024 tokens, got 540 and"),
+    ([*GENERATE, "--model", "MODEL", "--output", "good.txt"], "output 'good.txt' already exists. Use --force"),
+    ([*GENERATE, "--model", "MODEL", "--output", "no/out"], "output 'no/out' must lie in an existing folder."),
+    ([*GENERATE, "--model", "MODEL", "--output", "."], "output '.' must be a file, got a folder."),
+    (["demo", "--group-size", "0"], "group_size must be at least 1, got 0."),
+    (["demo", "--questions", "0"], "questions must be at least 1, got 0."),
+    (["demo", "--plot", "a.gif"], "plot must end in .png, .svg, .pdf, got 'a.gif'."),
+    (["demo", "--json", "no/a.jsonl"], "output 'no/a.jsonl' must lie in an existing folder."),
+    (["bench", "operator", "--kv-heads", "3"], "kv_heads must divide query_heads, got 3 and 8."),
+    (["bench", "operator", "--window-size", "0"], "window_size must be at least 1"),
+    (["bench", "operator", "--dtype", "int8"], "dtype must be float32, bfloat16 or float16, got 'int8'."),
+], ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "")
+def test_a_mistake_is_one_line(argv, message, model, here, capfd, monkeypatch):
+    import shutil
+    (here / "empty.txt").write_text(" \n")
+    (here / "binary.txt").write_bytes(bytes(range(256)))
+    (here / "zeros.txt").write_bytes(b"text\0text")
+    (here / "long.txt").write_text("x" * 2000)
+    (here / "one.txt").write_text("x")
+    for folder in ("broken", "weightless", "truncated", "gpt2"):
+        shutil.copytree(model, folder)
+    (here / "broken" / "config.json").write_text("{")
+    (here / "weightless" / "model.safetensors").unlink()
+    weights = here / "truncated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    (here / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    found = refuse(capfd, here, *[model if part == "MODEL" else part for part in argv])
+    assert found.startswith(message), found
+
+
+def test_a_name_that_the_hub_does_not_have(here):
+    """Without a network the answer is the same: one line."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-m", "corecontext", "info", "--model", "nobody/nothing"], text=True,
+                          capture_output=True, env={**env, "PYTHONPATH": str(Path(cli.__file__).parents[1])})
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: model 'nobody/nothing' was not found: ") and done.stderr.count("\n") == 1
+
+
+def test_no_gpu_is_said(model, here, capfd):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    found = refuse(capfd, here, *PERPLEXITY, "--model", model, "--device", "cuda")
+    assert found == ("device 'cuda' is not here: this machine or this PyTorch has no GPU. Use --device cpu.")
+
+
+def test_standard_input_can_be_empty(model, here, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    found = refuse(capfd, here, "perplexity", "-", "--model", model)
+    assert found == "standard input must hold text, got an empty one."
+
+
+def allocator_error() -> RuntimeError:
+    """What PyTorch raises when the CPU's memory runs out: asked for more than any machine has."""
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2 ** 55)
+    return error.value
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), allocator_error()],
+                         ids=["python", "gpu", "cpu allocator"])
+def test_out_of_memory_is_one_line(error, model, here, capfd, monkeypatch):
+    def fail(*args, **kwargs):
+        raise error
+    monkeypatch.setattr(perplexity, "document_nll", fail)
+    found = refuse(capfd, here, *PERPLEXITY, "--model", model, "--json", "r.jsonl")
+    assert found.startswith("out of memory. Shorten the text, use --dtype bfloat16, ")
+
+
+def test_a_bug_is_not_hidden(model, here, monkeypatch):
+    monkeypatch.setattr(perplexity, "document_nll", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main([*PERPLEXITY, "--model", model])
+
+
+def test_an_interrupt_ends_with_130_and_leaves_nothing(model, here, capfd, monkeypatch):
+    def interrupt(*args, on_text, **kwargs):
+        on_text("half a sente")
+        raise KeyboardInterrupt
+    monkeypatch.setattr(generation, "generate", interrupt)
+    assert main([*GENERATE, "--model", model, "--output", "out.txt"]) == 130
+    assert capfd.readouterr() == ("", "interrupted\n")
+    assert os.listdir(here) == ["good.txt"]
+
+
+def test_a_reader_that_leaves_is_no_error(model, here):
+    env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    done = subprocess.run(f"{sys.executable} -m corecontext --help | head -c 1", shell=True, capture_output=True,
+                          text=True, env=env)
+    assert done.stderr == ""
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with pytest.raises(KeyError):
+        with atomic_path(path) as name:
+            Path(name).write_text("half")
+            raise KeyError
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    write_text(path, "new")
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_user_error_is_always_one_line():
+    assert str(UserError("two\n  lines")) == "two lines"

@@ -1,0 +1,103 @@
+"""Cost formulas, against counting and against PyTorch's own counter."""
+
+import pytest
+import torch
+from tiny_model import save_tiny_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3MoeConfig
+
+from corecontext.bench import cost
+from corecontext.visibility import local_start, num_visible_cores
+
+
+@pytest.mark.parametrize("length, g, s", [(1, 4, 3), (40, 4, 3), (157, 16, 32), (300, 7, 50), (50, 1, 5)])
+def test_attention_operations_count_every_visible_pair(length, g, s):
+    pairs = sum(num_visible_cores(t, g, s) + t + 1 - local_start(t, g, s) for t in range(length))
+    assert cost.attention_flops(length, 6, 8, group_size=g, window_size=s, batch=2) == 4 * 8 * 6 * 2 * pairs
+    assert cost.attention_flops(length, 6, 8, group_size=g, window_size=s, backward=True) == 10 * 8 * 6 * pairs
+
+
+def test_one_group_token_is_full_attention():
+    assert cost.attention_flops(100, 2, 4) == 4 * 2 * 4 * 5050
+    assert cost.operator_flops(100, 2, 2, 4) == cost.attention_flops(100, 2, 4)
+    assert cost.cache_entries(100) == 100
+
+
+def test_pooling_operations_match_pytorchs_counter():
+    g, heads, kv_heads, dim, length = 4, 6, 2, 8, 22
+    groups = length // g
+    q, k = torch.randn(kv_heads, groups, heads // kv_heads, dim), torch.randn(kv_heads, groups, g, dim)
+    with FlopCounterMode(display=False) as counter:
+        weights = torch.matmul(q, k.mT).mean(2, keepdim=True)
+        torch.matmul(weights, k), torch.matmul(weights, k)
+    assert cost.pooling_flops(length, heads, kv_heads, dim, group_size=g) == counter.get_total_flops()
+
+
+def test_the_papers_figure():
+    """At 128K, g = 16, s = 1024: 1 / 12.9 of the operations of causal attention, and 7.0 % of its cache."""
+    full, ours = (cost.attention_flops(131072, 32, 128, group_size=g, window_size=1024) for g in (1, 16))
+    assert full / ours == pytest.approx(12.95, abs=0.01)
+    assert cost.cache_entries(131072, 16, 1024) / 131072 == pytest.approx(0.070, abs=0.0005)
+
+
+def test_cache_bytes():
+    assert cost.cache_entries(100, 8, 20) == 12 + 27
+    assert cost.cache_entries(100, 8, 20, cores_per_group=3) == 36 + 27
+    assert cost.cache_bytes(100, 3, 2, 16, 4, group_size=8, window_size=20) == 2 * 3 * 2 * 16 * 4 * 39
+
+
+def test_the_floor_is_the_slower_of_arithmetic_and_memory():
+    assert cost.floor_seconds(10, 2) == 5
+    assert cost.floor_seconds(10, 2, 100, 10) == 10
+    assert cost.operator_bytes(10, 4, 2, 8, 2) == 10 * 8 * 2 * 12
+    assert cost.operator_bytes(10, 4, 2, 8, 2, backward=True) == 2 * 10 * 8 * 2 * 12
+
+
+def test_model_operations_match_pytorchs_counter(tmp_path):
+    folder = save_tiny_model(tmp_path)
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    length = 50
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, length, dtype=torch.long), logits_to_keep=1, use_cache=False)
+    found = cost.ModelCost.of(config)
+    # Eager attention computes the whole square, we count the causal half; and the rotary angles are no matrix product.
+    square = 2 * 4 * 4 * 16 * length * length
+    causal = 2 * cost.attention_flops(length, 4, 16)
+    rotary = counter.get_total_flops() - (found.prefill_flops(length) - causal + square)
+    assert 0 <= rotary <= 2 * length * 16
+    assert found.weight_bytes() == 4 * (sum(p.numel() for p in model.parameters() if p.dim() > 1) - 256 * 64)
+    assert found.cache_bytes(4000, 16, 256) == 2 * 2 * 2 * 16 * 4 * (250 + 271)
+
+
+def test_tied_head_and_sliding_layers():
+    config = Gemma3TextConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+                              num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=16,
+                              layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    found = cost.ModelCost.of(config)
+    assert (found.num_layers, found.windows, found.head_weights) == (1, (16, 16), 64 * 32)
+    assert found.linear_weights == 3 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48)
+    entry = 2 * 2 * 8 * found.itemsize
+    assert found.cache_bytes(1000, 10, 50) == entry * (2 * 16 + 100 + 59)
+    attention = found.prefill_flops(1000) - 2 * (1000 * found.linear_weights + found.head_weights)
+    banded = sum(min(t + 1, 16) for t in range(1000))
+    assert attention == 4 * 4 * 8 * (1000 * 1001 // 2 + 2 * banded)
+
+
+def test_experts_count_as_often_as_they_are_used():
+    config = Qwen3MoeConfig(vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24,
+                            num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                            num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1)
+    expected = 32 * 32 * 2 + 2 * 32 * 16 + 2 * (3 * 32 * 24) + 32 * 8  # the last: the router
+    assert cost.ModelCost.of(config).linear_weights == expected
+
+
+def test_llama_2_7b():
+    """6.6 G weights a token, 0.5 MiB of cache a token in 16 bits."""
+    config = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+                         num_attention_heads=32, dtype="bfloat16")
+    found = cost.ModelCost.of(config)
+    assert found.linear_weights == 32 * (4 * 4096 ** 2 + 3 * 4096 * 11008)
+    assert found.cache_bytes(1) == 2 ** 19
+
+

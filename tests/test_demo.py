@@ -1,0 +1,142 @@
+"""The demo: both methods measured in processes of their own, the cache as the formula says, records as shown."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_model import save_tiny_model
+
+from corecontext.bench import figures
+from corecontext.cli import main
+from corecontext.demo import run
+from corecontext.demo.report import print_report
+from corecontext.demo.run import ASSETS, DemoSettings, formula_bytes, plan, run_demo
+from corecontext.demo.task import Task
+from corecontext.record import read_records
+from corecontext.text import UserError
+
+needs_assets = pytest.mark.skipif(not (ASSETS / "demo_model" / "config.json").is_file(),
+                                  reason="the bundled model is not here")
+DOCUMENT = "It was a bright cold day, and the clocks in the hall struck one after another without end. " * 40
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> DemoSettings:
+    folder = tmp_path_factory.mktemp("demo")
+    (folder / "document.txt").write_text(DOCUMENT)
+    return DemoSettings(group_size=8, window_size=64, num_questions=3, max_tokens=1500,
+                        model=save_tiny_model(folder / "model"), document=str(folder / "document.txt"))
+
+
+@pytest.fixture(scope="module")
+def result(settings):
+    return run_demo(settings)
+
+
+def test_every_value_is_recorded_for_both_methods(result):
+    names = ("first_token_s", "next_token_ms", "cache_bytes", "peak_bytes", "perplexity", "retrieval_accuracy")
+    assert [(r.name, r.params["method"]) for r in result.records] == [
+        (f"demo.{name}", method) for method in ("full", "cca") for name in names]
+    for name in names[:5]:
+        assert result.value(name, "full") > 0 and result.value(name, "cca") > 0
+    assert result.value("perplexity", "full") != result.value("perplexity", "cca")
+
+
+def test_cache_bytes_equal_the_formula(result):
+    for record in result.records:
+        if record.name == "demo.cache_bytes":
+            assert record.value == formula_bytes(record)
+    assert result.value("cache_bytes", "cca") == 2 * 2 * 2 * 16 * 4 * (1500 // 8 + 64 + 8 - 1)
+
+
+def test_what_is_shown_is_what_is_recorded(result, capsys):
+    print_report(result)
+    shown = capsys.readouterr().out
+    for label, name, form, unit in figures.DEMO_ROWS[:5]:
+        assert label in shown
+        for method in ("full", "cca"):
+            assert form.format(result.value(name, method) / unit) in shown
+    assert "The cache equals the formula: L // g + s + g - 1 = 187 + 64 + 8 - 1 entries a layer." in shown
+
+
+def test_a_figure_of_the_demo(result, tmp_path):
+    figures.draw_demo(result.records, str(tmp_path / "demo.svg"))
+    assert (tmp_path / "demo.svg").stat().st_size > 2000
+    assert "| cache | " in figures.demo_table(result.records)
+
+
+def test_the_task_is_the_document_with_facts(settings):
+    from transformers import AutoTokenizer
+    task = plan(settings)
+    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    assert len(task.token_ids) == len(task.document_mask) <= 1500
+    own = tokenizer.decode([t for t, keep in zip(task.token_ids, task.document_mask) if keep])
+    assert own and DOCUMENT.startswith(own)
+    text = tokenizer.decode(task.token_ids)
+    assert len(task.questions) == 3
+    for question in task.questions:
+        assert question.fact.sentence in text
+        assert tokenizer.decode(question.token_ids) == question.fact.prompt
+        assert 0 < question.depth < 1 and question.distance == pytest.approx((1 - question.depth) * 1500, abs=2)
+    assert Task.from_json(task.to_json()) == task
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"max_tokens": 150}, "max-tokens must be at least "),
+    ({"max_tokens": 9000}, "max-tokens must be at most 7936 for this model, got 9000."),
+    ({"document": "nothing.txt"}, "file 'nothing.txt' does not exist."),
+    ({"model": "./nothing"}, "model './nothing' does not exist."),
+])
+def test_a_mistake_is_found_before_a_model_runs(settings, change, message, monkeypatch):
+    import dataclasses
+    monkeypatch.setattr(run, "_run_in_process", None)
+    with pytest.raises(UserError) as error:
+        run_demo(dataclasses.replace(settings, **change))
+    assert str(error.value).startswith(message)
+
+
+def child(monkeypatch, code: str) -> None:
+    """Put a program in the place of the one that measures."""
+    monkeypatch.setattr(run, "CHILD", [sys.executable, "-c", code])
+
+
+def test_the_childs_errors_are_the_users(settings, monkeypatch):
+    task = plan(settings)
+    child(monkeypatch, """print('{"error": "out of memory. Use less."}')""")
+    with pytest.raises(UserError, match="^out of memory. Use less.$"):
+        run._run_in_process("cca", settings, task)
+    child(monkeypatch, "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(UserError, match="^out of memory: the system stopped the demo."):
+        run._run_in_process("cca", settings, task)
+    child(monkeypatch, "raise SystemError('a bug')")
+    with pytest.raises(RuntimeError, match="a bug"):
+        run._run_in_process("cca", settings, task)
+
+
+@needs_assets
+def test_the_demo_on_its_own_assets(tmp_path, capfd):
+    records, plot = tmp_path / "demo.jsonl", tmp_path / "demo.png"
+    assert main(["demo", "--max-tokens", "3000", "--json", str(records), "--plot", str(plot)]) == 0
+    shown = capfd.readouterr().out
+    assert "time to first token" in shown and "equals the formula" in shown
+    assert len(read_records(records)) == 12 and plot.stat().st_size > 2000
+    assert json.loads(records.read_text().splitlines()[0])["name"] == "demo.first_token_s"
+
+
+@needs_assets
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_whole_demo(tmp_path):
+    """On the whole document CCA's first token comes at least three times sooner; all within three minutes."""
+    import time
+    start = time.monotonic()
+    result = run_demo(DemoSettings())
+    assert time.monotonic() - start < 180
+    assert result.value("first_token_s", "full") >= 3 * result.value("first_token_s", "cca")
+    held = next(r for r in result.records if r.name == "demo.cache_bytes" and r.params["method"] == "cca")
+    assert held.value == formula_bytes(held)
+
+
+def test_the_bundled_paths_are_in_the_package():
+    assert Path(DemoSettings().model).parent == ASSETS and ASSETS.parent.name == "corecontext"

@@ -1,0 +1,302 @@
+"""The public operators: every message, the choice of a backend, compilation, fresh memory, and merging."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+
+import pytest
+import torch
+
+from corecontext.ops.api import cca_attention, choose_backend, pool_core_tokens
+from corecontext.ops.autograd import cca_attention_backward_op, cca_attention_op
+from corecontext.ops.merge import merge
+from corecontext.ops.packed import _interior_bias
+from corecontext.ops.rotary import Rotary
+from corecontext.testing import make_inputs, results_and_gradients
+
+ROTARY = Rotary.from_theta(10000.0, 16)
+X = torch.zeros(2, 4, 6, 16)
+KV = torch.zeros(2, 2, 6, 16)
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.int64)
+
+
+SHAPE_ERRORS = [
+    (([1], KV, KV), TypeError, "q must be a tensor, got list."),
+    ((X[0], KV, KV), ValueError, "q must be [B, heads, L, D], got [4, 6, 16]."),
+    ((X.int(), KV, KV), TypeError, "q must be float32, bfloat16, float16 or float64, got torch.int32."),
+    ((X, KV, KV[:, :, :5]), ValueError, "v must have the shape of k, [2, 2, 6, 16], got [2, 2, 5, 16]."),
+    ((X.half(), KV, KV), TypeError, "q, k and v must share one dtype and device, got torch.float16, torch.float32, "
+                                    "torch.float32 on cpu, cpu, cpu. Cast them first."),
+    ((X[:, :, -1:], KV, KV), ValueError, "k must match q in batch, length and head size: q is [2, 4, 1, 16], k "
+                                         "[2, 2, 6, 16]. For new tokens on earlier ones use CompactKVCache."),
+    ((X[:, :3], KV, KV), ValueError, "the KV heads must divide the query heads, got 2 and 3."),
+    ((X, KV[:, :0], KV[:, :0]), ValueError, "the KV heads must divide the query heads, got 0 and 4."),
+    ((X[..., :5], KV[..., :5], KV[..., :5]), ValueError, "head_dim must be even and at most 512, got 5."),
+]
+SETTING_ERRORS = [
+    ({"rotary": None}, ValueError, "rotary must be given for core_position='middle', got None. Pass "
+                                   "rotary=Rotary.from_theta(theta, head_dim), or core_position='token'."),
+    ({"rotary": Rotary(torch.ones(9))}, ValueError, "rotary must turn at most head_dim 16 dimensions, got 18."),
+    ({"group_size": 0}, ValueError, "group_size must be at least 1, got 0."),
+    ({"pooling": "sum"}, ValueError, "pooling must be one of 'cca', 'mean', 'max', got 'sum'."),
+    ({"core_position": "end"}, ValueError, "core_position must be one of 'middle', 'token', got 'end'."),
+    ({"core_heads": "k"}, ValueError, "core_heads must be one of 'kv', 'query', got 'k'. Did you mean 'kv'?"),
+    ({"softcap": 0.0}, ValueError, "softcap must be above 0, got 0.0. Use None for none."),
+    ({"backend": "tritn"}, ValueError, "backend must be one of 'auto', 'reference', 'packed', got 'tritn'."),
+]
+CALL_ERRORS = [
+    ({"window_size": 0}, ValueError, "window_size must be at least 1 (a query sees itself), got 0."),
+    ({"num_groups": 0}, ValueError, "num_groups must be at least 1, got 0."),
+    ({"core_bias": torch.zeros(2)}, ValueError, "core_bias must be a number or have shape [H] = [4], got [2]."),
+    ({"attention_mask": ones(2, 5)}, ValueError,
+     "attention_mask must be [B, L] = [2, 6], got [2, 5]. Give 1 for tokens and 0 for padding; no L x L mask is "
+     "needed, attention is causal."),
+    ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1]])}, ValueError,
+     "attention_mask must have its padding at the ends of each row, got a hole in row 1. Pass packed documents with "
+     "cu_seqlens."),
+    ({"cu_seqlens": torch.tensor([0, 6])}, ValueError,
+     "cu_seqlens must come with a batch of one packed row, got 2 rows."),
+    ({"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}, ValueError,
+     "position_ids must be [1 or B, L] with B = 2, L = 6, got [1, 5]."),
+    ({"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]]), "attention_mask": ones(2, 6)}, ValueError,
+     "attention_mask, cu_seqlens and position_ids must not be given together: padding or packed documents, not both."),
+]
+
+
+@pytest.mark.parametrize("tensors, error, message", SHAPE_ERRORS, ids=[case[2][:40] for case in SHAPE_ERRORS])
+@pytest.mark.parametrize("operator", [cca_attention, pool_core_tokens])
+def test_messages_about_tensors(operator, tensors, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        operator(*tensors, rotary=ROTARY)
+
+
+@pytest.mark.parametrize("settings, error, message", SETTING_ERRORS, ids=[case[2][:40] for case in SETTING_ERRORS])
+@pytest.mark.parametrize("operator", [cca_attention, pool_core_tokens])
+def test_messages_about_settings(operator, settings, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        operator(X, KV, KV, **{"rotary": ROTARY, **settings})
+
+
+@pytest.mark.parametrize("backend", ["reference", "packed"])
+@pytest.mark.parametrize("settings, error, message", CALL_ERRORS, ids=[case[2][:40] for case in CALL_ERRORS])
+def test_messages_about_a_call(backend, settings, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        cca_attention(X, KV, KV, rotary=ROTARY, backend=backend, **settings)
+
+
+@pytest.mark.parametrize("edges", [[0, 5], [1, 6], [0, 4, 3, 6], [6]])
+def test_message_about_document_edges(edges):
+    with pytest.raises(ValueError, match=re.escape(f"cu_seqlens must rise from 0 to the length 6, got {edges}.")):
+        cca_attention(X[:1], KV[:1], KV[:1], rotary=ROTARY, cu_seqlens=torch.tensor(edges))
+
+
+def test_unknown_keywords_are_errors():
+    with pytest.raises(TypeError, match="chunk_size"):
+        cca_attention(X, KV, KV, rotary=ROTARY, chunk_size=3)
+
+
+def test_choice_of_a_backend_never_falls_back_from_an_explicit_one():
+    assert choose_backend("auto", X) == choose_backend("packed", X) == "packed"
+    meta = X.to("meta")
+    assert choose_backend("auto", meta) == choose_backend("reference", meta) == choose_backend("reference", X)
+    message = ("backend 'packed' cannot run this call: device 'meta' is not one of cpu, cuda, mps, xpu. "
+               "Use backend='reference'.")
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
+        choose_backend("packed", meta)
+
+
+@pytest.mark.parametrize("backend", ["reference", "packed"])
+def test_sizes_that_hold_nothing(device, backend):
+    rotary = Rotary.from_theta(10000.0, 16, device)
+    for batch_size, length in ((1, 0), (0, 40), (0, 0)):
+        x = make_inputs(length, batch_size=batch_size, device=device, dtype=torch.bfloat16)
+        for mask in (None, torch.ones(batch_size, length, device=device)):
+            out, lse = cca_attention(x.q, x.k, x.v, rotary=rotary, group_size=4, window_size=5, backend=backend,
+                                     attention_mask=mask, return_lse=True)
+            assert out.shape == x.q.shape and lse.shape == x.q.shape[:-1] and lse.dtype == torch.float32
+    x = make_inputs(3, device=device)
+    core_k, core_v = pool_core_tokens(x.q, x.k, x.v, rotary=rotary, group_size=4, backend=backend)
+    assert core_k.shape == core_v.shape == (1, 2, 0, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "packed"])
+def test_dtypes_of_results(device, dtype, backend):
+    x = make_inputs(20, dtype=dtype, device=device)
+    settings = {"rotary": Rotary.from_theta(10000.0, 16, device), "group_size": 3, "backend": backend}
+    out, lse = cca_attention(x.q, x.k, x.v, window_size=5, return_lse=True, **settings)
+    assert out.dtype == dtype and lse.dtype == torch.promote_types(dtype, torch.float32)
+    assert {core.dtype for core in pool_core_tokens(x.q, x.k, x.v, **settings)} == {dtype}
+
+
+def test_core_bias_as_a_number_or_one_for_each_head(device):
+    x = make_inputs(40, device=device)
+    run = functools.partial(cca_attention, x.q, x.k, x.v, group_size=4, window_size=5,
+                            rotary=Rotary.from_theta(10000.0, 16, device))
+    assert torch.equal(run(core_bias=1.5), run(core_bias=torch.full((4,), 1.5, device=device)))
+    assert not torch.allclose(run(core_bias=1.5), run())
+    torch.testing.assert_close(run(core_bias=0.0), run(core_bias=torch.zeros(4, device=device)))
+
+
+def test_position_ids_that_only_rise_are_one_document(device):
+    x, rotary = make_inputs(40, batch_size=2, device=device), Rotary.from_theta(10000.0, 16, device)
+    run = functools.partial(cca_attention, x.q, x.k, x.v, group_size=4, window_size=5, rotary=rotary)
+    assert torch.equal(run(position_ids=torch.arange(7, 47, device=device)[None]), run())
+
+
+def compiled_case(device):
+    """A call and inputs for torch.compile: out and log-sum-exp of CCA between two elementwise operations."""
+    rotary = Rotary.from_theta(10000.0, 16, device)
+
+    def call(q, k, v, core_bias):
+        out, lse = cca_attention(q * 1.25, k, v, group_size=4, window_size=9, rotary=rotary, core_bias=core_bias,
+                                 return_lse=True)
+        return out.sin(), lse
+
+    return call, make_inputs(61, device=device), torch.linspace(-1, 1, 4, device=device)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiles_as_one_graph_forward_and_backward(device, compiler):
+    if compiler == "inductor" and device.type == "cpu" and not shutil.which("g++"):
+        pytest.skip("no C++ compiler")
+    call, inputs, bias = compiled_case(device)
+    eager = results_and_gradients(call, inputs, bias)
+    torch.compiler.reset()
+    compiled = results_and_gradients(torch.compile(call, fullgraph=True, backend=compiler), inputs, bias)
+    for name, value in eager.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-5,
+                                   msg=lambda text, name=name: f"{name}: {text}")
+
+
+def operator_arguments(device, **changes):
+    """Arguments of the registered forward operator."""
+    x = make_inputs(29, batch_size=2, device=device)
+    arguments = {"q": x.q, "k": x.k, "v": x.v, "core_bias": torch.ones(4, device=device),
+                 "inv_freq": ROTARY.inv_freq.to(device), "attention_mask": None, "cu_seqlens": None,
+                 "position_ids": None, "group_size": 3, "window_size": 5, "num_groups": 0, "scale": 0.25,
+                 "softcap": 0.0, "pooling": "cca", "core_heads": "kv", "interleaved": False, **changes}
+    return list(arguments.values()), x
+
+
+def test_registered_operators_describe_themselves_truly(device):
+    arguments, x = operator_arguments(device)
+    for tensor in arguments[:4]:
+        tensor.requires_grad_()
+    torch.library.opcheck(cca_attention_op, arguments)
+    arguments, x = operator_arguments(device)
+    out, lse = cca_attention_op(*arguments)
+    torch.library.opcheck(cca_attention_backward_op,
+                          [x.grad_out, x.grad_lse, *arguments[:3], out, lse, *arguments[3:]],
+                          test_utils=("test_schema", "test_faketensor"))
+
+
+def test_masks_made_in_inference_mode_serve_training(device):
+    x, rotary = make_inputs(61, device=device), Rotary.from_theta(10000.0, 16, device)
+    run = functools.partial(cca_attention, group_size=4, window_size=9, rotary=rotary, return_lse=True)
+    first = results_and_gradients(run, x)
+    _interior_bias.cache_clear()
+    with torch.inference_mode():
+        run(x.q, x.k, x.v)
+    assert _interior_bias.cache_info().currsize == 1
+    again = results_and_gradients(run, x)
+    assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+@pytest.fixture
+def fresh_memory_is_nan():
+    """Uninitialised memory holds NaN, so that a result which reads it shows it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and bool(torch.empty(3).isnan().all())
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("settings", [{}, {"core_heads": "query"}, {"pooling": "max"}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("length", [1, 4, 12, 13, 61])
+def test_nothing_reads_fresh_memory(device, fresh_memory_is_nan, settings, length):
+    x = make_inputs(length, batch_size=2, device=device)
+    mask = torch.ones(2, length, device=device)
+    mask[0, :length // 3] = 0
+    rotary, bias = Rotary.from_theta(10000.0, 16, device), torch.ones(4, device=device)
+    for extra in ({}, {"attention_mask": mask}):
+        found = results_and_gradients(functools.partial(cca_attention, return_lse=True, **extra), x, bias,
+                                      group_size=4, window_size=9, rotary=rotary, **settings)
+        assert not any(bool(value.isnan().any()) for value in found.values())
+
+
+def partial_softmaxes(parts: int, dtype: torch.dtype, shift: float = 0.0):
+    """Scores of 5 queries to 12 keys dealt to some parts, and each part's output and log-sum-exp."""
+    generator = torch.Generator().manual_seed(parts)
+    scores = torch.randn(5, 12, generator=generator, dtype=torch.float64) + shift
+    values = torch.randn(12, 8, generator=generator, dtype=torch.float64).to(dtype).double()
+    owner = torch.randint(parts, (5, 12), generator=generator)  # each row deals its keys on its own
+    scores[4] = -torch.inf  # a row without any key
+    owner[3] = 0  # a row whose keys are all in one part
+    outs, lses = [], []
+    for part in range(parts):
+        own = scores.masked_fill(owner != part, -torch.inf)
+        lses.append(own.logsumexp(-1))
+        outs.append((own.softmax(-1).nan_to_num(0.0) @ values).to(dtype))
+    return outs, lses, scores.softmax(-1).nan_to_num(0.0) @ values, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 6])
+@pytest.mark.parametrize("shift", [0.0, 2000.0, -2000.0])
+def test_merge_is_one_softmax_over_all_keys(parts, shift):
+    outs, lses, out, lse = partial_softmaxes(parts, torch.float64, shift)
+    merged, merged_lse = merge(outs, lses)
+    torch.testing.assert_close(merged, out, rtol=0, atol=1e-11)
+    torch.testing.assert_close(merged_lse, lse, rtol=0, atol=1e-11)
+    assert bool((merged[4] == 0).all()) and float(merged_lse[4]) == -torch.inf
+
+
+def test_merge_keeps_a_part_that_has_every_key_bit_for_bit():
+    outs, lses, _, _ = partial_softmaxes(3, torch.float32)
+    merged, _ = merge(outs, [x.float() for x in lses])
+    assert merged.dtype == torch.float32 and torch.equal(merged[3], outs[0][3])
+
+
+@pytest.mark.parametrize("level", [0.0, 30.0, 3000.0, -3000.0])
+def test_merge_of_equal_outputs_is_that_output_however_large_the_scores(level):
+    """Weights that do not sum to one exactly would scale the row: by the rounding of a large log-sum-exp."""
+    lses = [level + torch.randn(50, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    out, _ = merge([torch.ones(50, 4)] * 3, lses)
+    torch.testing.assert_close(out, torch.ones(50, 4), rtol=0, atol=3e-7)
+
+
+def test_merge_is_differentiable_where_a_part_has_no_key():
+    outs, lses, _, _ = partial_softmaxes(3, torch.float64)
+    leaves = [x.requires_grad_() for x in (*outs, *lses)]
+    out, lse = merge(leaves[:3], leaves[3:])
+    grads = torch.autograd.grad(out.square().sum() + lse[:4].square().sum(), leaves)
+    assert not any(bool(grad.isnan().any()) for grad in grads)
+    finite = [x.detach()[:3].clone().requires_grad_() for x in leaves]
+    assert torch.autograd.gradcheck(lambda *x: merge(list(x[:2]), list(x[2:])), (*finite[:2], *finite[3:5]))
+
+
+@pytest.mark.parametrize("num_outs, num_lses", [(0, 0), (2, 1)])
+def test_merge_message(num_outs, num_lses):
+    message = f"merge must get one lse per out and at least one of each, got {num_outs} and {num_lses}."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        merge([torch.zeros(2, 3)] * num_outs, [torch.zeros(2)] * num_lses)
+
+
+def test_the_log_sum_exp_merges_attention_over_more_keys(device):
+    """CCA of a sequence, merged with attention of the same queries to other keys, is one softmax over both."""
+    x, other = (make_inputs(37, dtype=torch.float64, device=device, num_kv_heads=4, seed=seed) for seed in (0, 1))
+    settings = {"group_size": 4, "window_size": 5, "rotary": Rotary.from_theta(10000.0, 16, device)}
+    out, lse = cca_attention(x.q, x.k, x.v, return_lse=True, **settings)
+    scores = x.q @ other.k.mT / 4
+    merged, merged_lse = merge([out, scores.softmax(-1) @ other.v], [lse, scores.logsumexp(-1)])
+    share = (lse - merged_lse).exp()[..., None]
+    expected = share * out + (scores - merged_lse[..., None]).exp() @ other.v
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(share[..., 0] + (scores - merged_lse[..., None]).exp().sum(-1),
+                               torch.ones_like(lse), rtol=0, atol=1e-13)

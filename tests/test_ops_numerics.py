@@ -1,0 +1,136 @@
+"""Errors against float64, row by row, of outputs, log-sum-exps and every gradient (docs/numerics.md)."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from corecontext.ops.api import cca_attention, pool_core_tokens
+from corecontext.ops.rotary import Rotary
+from corecontext.testing import (assert_accurate, assert_within_budget, make_inputs, results_and_gradients,
+                                 row_errors)
+
+HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+packed = functools.partial(cca_attention, backend="packed", return_lse=True)
+OPTIONS = [{}, {"core_heads": "query"}, {"pooling": "mean"}, {"pooling": "max"}, {"softcap": 3.0},
+           {"core_position": "token"}]
+
+
+def rotary_for(head_dim: int, device: torch.device) -> Rotary:
+    return Rotary.from_theta(10000.0, head_dim, device)
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
+@pytest.mark.parametrize("group_size, window_size", [(4, 9), (7, 3), (16, 33)])
+def test_awkward_lengths(device, dtype, group_size, window_size):
+    g, s = group_size, window_size
+    for seq_len in sorted({1, g - 1, g, s, s + g - 1, s + g, 157}):
+        inputs = make_inputs(seq_len, dtype=dtype, device=device, seed=seq_len, with_lse=False)
+        assert_accurate(packed, inputs, group_size=g, window_size=s, rotary=rotary_for(16, device))
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
+@pytest.mark.parametrize("option", range(len(OPTIONS)))
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_every_option_with_a_core_bias(device, dtype, option, with_lse):
+    inputs = make_inputs(83, dtype=dtype, device=device, seed=option, with_lse=with_lse)
+    assert_accurate(packed, inputs, torch.linspace(-1, 2, 4, device=device), group_size=5, window_size=12,
+                    rotary=rotary_for(16, device), **OPTIONS[option])
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 18, 64, 80, 128, 256])
+def test_head_sizes(device, dtype, head_dim):
+    inputs = make_inputs(45, dtype=dtype, device=device, seed=head_dim, head_dim=head_dim, num_heads=2, num_kv_heads=1,
+                         with_lse=False)
+    assert_accurate(packed, inputs, group_size=4, window_size=9, rotary=rotary_for(head_dim, device))
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (3, 3), (6, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("core_heads", ["kv", "query"])
+def test_head_layouts_in_a_batch_of_transposed_tensors(device, dtype, heads, core_heads):
+    inputs = make_inputs(41, dtype=dtype, device=device, batch_size=2, num_heads=heads[0], num_kv_heads=heads[1],
+                         transposed=True, seed=heads[0], with_lse=False)
+    assert heads[0] == 1 or not inputs.q.is_contiguous()
+    assert_accurate(packed, inputs, group_size=3, window_size=7, rotary=rotary_for(16, device), core_heads=core_heads)
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
+def test_the_reference_keeps_the_budget_too(device, dtype):
+    function = functools.partial(cca_attention, backend="reference", return_lse=True)
+    assert_accurate(function, make_inputs(61, dtype=dtype, device=device), torch.linspace(-1, 2, 4, device=device),
+                    group_size=5, window_size=12, rotary=rotary_for(16, device))
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
+def test_law_7_errors_are_those_of_full_attention_in_the_same_dtype(device, dtype):
+    x = make_inputs(601, dtype=dtype, device=device, head_dim=32, seed=1)
+    settings = {"group_size": 8, "window_size": 64, "rotary": rotary_for(32, device)}
+    wide = x.to(torch.float64)
+    out, _ = packed(x.q, x.k, x.v, **settings)
+    truth = cca_attention(wide.q, wide.k, wide.v, backend="reference", **settings)
+    full, full_truth = (F.scaled_dot_product_attention(y.q, y.k, y.v, is_causal=True, enable_gqa=True)
+                        for y in (x, wide))
+    # Relative errors, row by row: full attention over a long past averages more values, to smaller outputs.
+    relative = row_errors(full, full_truth) / full_truth.norm(dim=-1)
+    assert_within_budget(out, truth, relative * truth.norm(dim=-1), "out", dtype, 2, 32 ** 0.5 / 2, factor=1.5)
+    ours = (row_errors(out, truth) / truth.norm(dim=-1)).square().mean().sqrt()
+    assert ours <= 1.5 * relative.square().mean().sqrt()
+
+
+def test_long_rows_in_half_precision_do_not_drift(device):
+    """A group's gradient is a sum over thousands of queries: kept in bfloat16 it would stop growing."""
+    length, dtype = 1024, torch.bfloat16
+    x = make_inputs(length, num_heads=8, num_kv_heads=1, dtype=dtype, device=device, with_lse=False)
+    x = x._replace(grad_out=torch.ones_like(x.grad_out))
+    settings = {"group_size": 16, "window_size": 16, "rotary": rotary_for(16, device)}
+    got = results_and_gradients(packed, x, **settings)["grad_v"]
+    truth = results_and_gradients(packed, x.to(torch.float64), **settings)["grad_v"]
+    assert_within_budget(got, truth, torch.zeros(got.shape[:-1], device=device), "grad_v", dtype, 2)
+
+
+def test_large_scores_do_not_overflow(device):
+    for dtype in HALF_AND_SINGLE:
+        x = make_inputs(70, dtype=dtype, device=device, with_lse=False)
+        x = x._replace(q=x.q * 60, k=x.k * 30)
+        found = results_and_gradients(packed, x, group_size=4, window_size=9, rotary=rotary_for(16, device))
+        assert float(found["lse"].max()) > 1000  # exp of it is infinite in every dtype here
+        assert all(bool(value.isfinite().all()) for value in found.values())
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
+@pytest.mark.parametrize("core_heads", ["kv", "query"])
+def test_pooling_alone(device, dtype, core_heads):
+    x = make_inputs(39, dtype=dtype, device=device, seed=3)
+    settings = {"group_size": 6, "core_heads": core_heads, "rotary": rotary_for(16, device)}
+
+    def pooled(y, backend):
+        leaves = [t.detach().requires_grad_() for t in (y.q, y.k, y.v)]
+        core_k, core_v = pool_core_tokens(*leaves, backend=backend, **settings)
+        grads = torch.autograd.grad((core_k.square().sum(), core_v.square().sum()), leaves)
+        return [core_k.detach(), core_v.detach(), *grads]
+
+    truth, exact = pooled(x.to(torch.float64), "reference"), pooled(x, "packed")
+    # Computed in float32 whatever the inputs. In half precision that leaves one rounding at the end: half an epsilon.
+    exact_dtype = dtype == torch.float32
+    for name, value, right in zip(("core_k", "core_v", "grad_q", "grad_k", "grad_v"), exact, truth):
+        is_grad = name.startswith("grad")
+        assert_within_budget(value, right, torch.zeros_like(right[..., 0]), name, dtype,
+                             8 if is_grad else 2 if exact_dtype else 0.505, 4.0 if is_grad or exact_dtype else 0.0)
+
+
+def test_float64_gradients_by_finite_differences(device):
+    """Against no formula at all: every gradient of a small case, the log-sum-exp and the bias included."""
+    x = make_inputs(11, dtype=torch.float64, device=device, head_dim=4, num_heads=2, num_kv_heads=1)
+    bias = torch.tensor([0.3, -0.7], dtype=torch.float64, device=device)
+    rotary = Rotary(torch.tensor([1.0, 0.2], device=device))
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, bias)]
+    for settings in ({}, {"core_heads": "query", "softcap": 2.0}):
+        assert torch.autograd.gradcheck(
+            lambda q, k, v, b, settings=settings: packed(
+                q, k, v, core_bias=b, group_size=3, window_size=2, rotary=rotary, **settings),
+            leaves, fast_mode=True)

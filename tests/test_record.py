@@ -1,0 +1,117 @@
+"""Records: what is written is what is read, and nothing malformed gets in."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from corecontext.record import (
+    UNITS,
+    Record,
+    append_records,
+    command_line,
+    device_name,
+    latest,
+    make_record,
+    median_and_quantiles,
+    read_records,
+    source_version,
+)
+
+
+def test_a_record_survives_the_file(tmp_path):
+    path = tmp_path / "new" / "operator.jsonl"
+    first = make_record("operator.forward_ms", [3.0, 1.0, 2.0, 5.0, 4.0], {"method": "cca", "length": 16})
+    second = make_record("demo.cache_bytes", 7, {"method": "full"}, device="somewhere", command="do it")
+    append_records(path, [first])
+    append_records(path, [second])
+    assert read_records(path) == [first, second]
+    assert (first.value, first.q20, first.q80, first.unit) == (3.0, 1.8, 4.2, "ms")
+    line = json.loads(path.read_text().splitlines()[1])
+    assert list(line) == ["name", "value", "unit", "params", "device", "versions", "commit", "dirty", "command", "date"]
+    assert line["versions"]["corecontext"] and line["versions"]["torch"] and line["device"] == "somewhere"
+
+
+def test_all_records_or_none(tmp_path):
+    path = tmp_path / "r.jsonl"
+    good = make_record("demo.cache_bytes", 7, {})
+    bad = make_record("demo.cache_bytes", 7, {"what": object()})
+    with pytest.raises(TypeError):
+        append_records(path, [good, bad])
+    assert not path.exists()
+    append_records(path, [])
+    assert not path.exists()
+
+
+def test_parallel_writers_do_not_mix_lines(tmp_path):
+    path = tmp_path / "r.jsonl"
+    code = ("import sys; from corecontext.record import Record, append_records\n"
+            "for i in range(200): append_records(sys.argv[1], [Record('demo.cache_bytes', i, 'bytes', "
+            "params={'who': sys.argv[2] * 500})])")
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), who]) for who in "ab"]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert len(read_records(path)) == 400
+
+
+@pytest.mark.parametrize("values, message", [
+    ({"name": "operator.forwards_ms", "value": 1, "unit": "ms"},
+     "name must be one of corecontext.record.UNITS, got 'operator.forwards_ms'. "
+     "Did you mean 'operator.forward_ms'?"),
+    ({"name": "operator.forward_ms", "value": 1, "unit": "s"}, "unit must be 'ms' for operator.forward_ms, got 's'."),
+    ({"name": "operator.forward_ms", "value": float("nan"), "unit": "ms"}, "value must be finite, got nan."),
+])
+def test_bad_values_are_refused(values, message):
+    with pytest.raises(ValueError) as error:
+        Record(**values)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("value", [True, "3", None])
+def test_a_value_is_a_number(value):
+    with pytest.raises(TypeError, match="^value must be a number, got "):
+        Record("operator.forward_ms", value, "ms")
+
+
+def test_a_bad_line_is_named(tmp_path):
+    path = tmp_path / "r.jsonl"
+    append_records(path, [make_record("demo.cache_bytes", 7, {})])
+    with path.open("a") as file:
+        file.write('{"name": "demo.cache_bytes", "value": 1, "unit": "bytes", "colour": 3}\n')
+    with pytest.raises(ValueError, match="r.jsonl:2 must be a record, got .* unknown record key 'colour'"):
+        read_records(path)
+
+
+def test_names_carry_their_unit():
+    ends = {"_ms": "ms", "_s": "s", "_us": "us", "_bytes": "bytes"}
+    for name, unit in UNITS.items():
+        for end, expected in ends.items():
+            if name.endswith(end) and not name.endswith("per_s"):
+                assert unit == expected, name
+
+
+def test_quantiles_need_three_samples():
+    assert median_and_quantiles([2.0, 4.0]) == (3.0, None, None)
+    assert median_and_quantiles([1.0, 2.0, 3.0])[0] == 2.0
+    with pytest.raises(ValueError, match="samples must hold at least one value"):
+        median_and_quantiles([])
+
+
+def test_the_newest_wins():
+    records = [Record("demo.cache_bytes", value, "bytes", params={"method": method}, date=date)
+               for value, method, date in ((1, "cca", "2020"), (2, "full", "2022"), (3, "cca", "2021"))]
+    found = latest(records, "demo.cache_bytes", method="cca")
+    assert found is not None and found.value == 3
+    assert latest(records, "demo.cache_bytes", method="other") is None
+
+
+def test_provenance(monkeypatch):
+    assert "threads" in device_name("cpu")
+    commit, dirty = source_version()
+    assert (commit is None) == (dirty is None) and (commit is None or len(commit) == 40)
+    monkeypatch.setattr(sys, "argv", ["/some/where/bin/corecontext", "demo", "--json", "a b"])
+    assert command_line() == "corecontext demo --json 'a b'"
+    monkeypatch.setattr(sys, "argv", ["/some/where/corecontext/bench/figures.py", "--readme"])
+    assert command_line() == "python -m corecontext.bench.figures --readme"
+    monkeypatch.setattr(sys, "argv", ["/some/corecontext/site-packages/corecontext/__main__.py", "info"])
+    assert command_line() == "python -m corecontext info"
