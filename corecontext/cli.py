@@ -222,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(error.format_message())
         from corecontext.loading import is_out_of_memory
         if is_out_of_memory(error):
-            return _fail("out of memory. Shorten the text, use --dtype bfloat16, or a larger --group-size or smaller "
-                         "--window-size.")
+            return _fail("out of memory. Use a shorter text or length, --dtype bfloat16, a larger --group-size or a "
+                         "smaller --window-size.")
         raise
 
 

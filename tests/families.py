@@ -101,7 +101,8 @@ def _oracle(model, module, q, k, v, scale, softcap, g, s):
     core_k, core_v = [], []
     for c in range(length // g):
         span = slice(c * g, c * g + g)
-        scores = cap(torch.einsum("bhd,bhgd->bhg", q[:, :, c * g + g - 1], k[:, :, span].repeat_interleave(repeat, 1)) * scale)
+        grouped = k[:, :, span].repeat_interleave(repeat, 1)
+        scores = cap(torch.einsum("bhd,bhgd->bhg", q[:, :, c * g + g - 1], grouped) * scale)
         weights = scores.softmax(-1).unflatten(1, (-1, repeat)).mean(2)  # [B, Hkv, g]
         pooled = torch.einsum("bhg,bhgd->bhd", weights, unscaled[:, :, span])[:, :, None]
         middle = slice(c * g + g // 2, c * g + g // 2 + 1)

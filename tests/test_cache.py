@@ -1,4 +1,4 @@
-"""The compact cache: any way of appending gives what one pass of the reference gives, and the bytes are the formula's."""
+"""The compact cache: any way of appending gives what one pass of the reference gives; bytes are the formula's."""
 
 import itertools
 import random
@@ -64,7 +64,8 @@ def test_any_way_of_appending_equals_one_pass(g, s, sizes, padded):
 
 @pytest.mark.parametrize("options", [
     {"pooling": "mean"}, {"pooling": "max"}, {"core_position": "token"}, {"core_heads": "query"},
-    {"core_bias": 1.3}, {"core_heads": "query", "core_bias": -0.7, "pooling": "mean"}, {"backend": "reference"}], ids=str)
+    {"core_bias": 1.3}, {"core_heads": "query", "core_bias": -0.7, "pooling": "mean"}, {"backend": "reference"}],
+    ids=str)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_every_setting_decodes_as_it_prefills(options, softcap):
     config, tensors = CCAConfig(4, 9, **options), qkv(2, 4, 2, 70)
@@ -214,14 +215,12 @@ def test_first_append_is_differentiable_later_ones_refuse():
 
 def test_nan_in_fresh_memory_never_shows():
     config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60)
-    torch.use_deterministic_algorithms(True)
-    filled, torch.utils.deterministic.fill_uninitialized_memory = torch.utils.deterministic.fill_uninitialized_memory, True
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
     try:
         for sizes in ([60], [1] * 60, [5, 1, 1, 53]):
             assert fed(CompactLayer(config, ROTARY, max_length=99), tensors, sizes).isfinite().all()
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def test_padding_may_reach_over_whole_chunks():

@@ -262,7 +262,7 @@ def test_out_of_memory_is_one_line(error, model, here, capfd, monkeypatch):
         raise error
     monkeypatch.setattr(perplexity, "document_nll", fail)
     found = refuse(capfd, here, *PERPLEXITY, "--model", model, "--json", "r.jsonl")
-    assert found.startswith("out of memory. Shorten the text, use --dtype bfloat16, ")
+    assert found.startswith("out of memory. Use a shorter text or length, --dtype bfloat16, ")
 
 
 def test_a_bug_is_not_hidden(model, here, monkeypatch):

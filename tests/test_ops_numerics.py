@@ -77,7 +77,7 @@ def test_law_7_errors_are_those_of_full_attention_in_the_same_dtype(device, dtyp
                         for y in (x, wide))
     # Relative errors, row by row: full attention over a long past averages more values, to smaller outputs.
     relative = row_errors(full, full_truth) / full_truth.norm(dim=-1)
-    assert_within_budget(out, truth, relative * truth.norm(dim=-1), "out", dtype, 2, 32 ** 0.5 / 2, factor=1.5)
+    assert_within_budget(out, truth, relative * truth.norm(dim=-1), "out", dtype, 3, 32 ** 0.5 / 2, factor=1.5)
     ours = (row_errors(out, truth) / truth.norm(dim=-1)).square().mean().sqrt()
     assert ours <= 1.5 * relative.square().mean().sqrt()
 

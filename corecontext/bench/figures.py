@@ -59,8 +59,9 @@ def draw_demo(records: Sequence[Record], path: str) -> None:
 
 
 def draw_operator(records: Sequence[Record], path: str) -> None:
-    """Time against its floor, and peak memory by length."""
+    """Time against its floor, and peak memory by length; of the device measured last."""
     pyplot = _pyplot()
+    records = [r for r in records if r.device == records[-1].device]
     rows = operator_rows(records)
     figure, (time, memory) = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
     bars: list[tuple[str, float, str]] = []
@@ -77,11 +78,11 @@ def draw_operator(records: Sequence[Record], path: str) -> None:
     time.set_title("time", fontsize=9)
     for method, color in (("full", FULL), ("cca", CCA)):
         for backward, style in ((False, "-"), (True, "--")):
-            points = sorted((r.params["length"], r.value / 2 ** 20) for r in records
-                            if r.name == "operator.peak_bytes" and r.params["method"] == method
-                            and r.params.get("backward") is backward)
+            points = {r.params["length"]: r.value / 2 ** 20 for r in records  # the newest of each length
+                      if r.name == "operator.peak_bytes" and r.params["method"] == method
+                      and r.params.get("backward") is backward}
             if points:
-                memory.plot(*zip(*points), style, marker="o", color=color,
+                memory.plot(*zip(*sorted(points.items())), style, marker="o", color=color,
                             label=f"{method}, {'forward + backward' if backward else 'forward'}")
     memory.set(xlabel="length", ylabel="MiB", xlim=(0, None), ylim=(0, None))
     memory.set_title("peak memory above the inputs", fontsize=9)

@@ -18,10 +18,9 @@ from corecontext.ops.segments import SegmentView, find_segments
 
 @torch.library.custom_op("corecontext::cca_attention", mutates_args=())
 def cca_attention_op(q: Tensor, k: Tensor, v: Tensor, core_bias: Optional[Tensor], inv_freq: Optional[Tensor],
-                     attention_mask: Optional[Tensor], cu_seqlens: Optional[Tensor],
-                     position_ids: Optional[Tensor], group_size: int,
-                     window_size: int, num_groups: int, scale: float, softcap: float, pooling: str, core_heads: str,
-                     interleaved: bool) -> tuple[Tensor, Tensor]:
+                     attention_mask: Optional[Tensor], cu_seqlens: Optional[Tensor], position_ids: Optional[Tensor],
+                     group_size: int, window_size: int, num_groups: int, scale: float, softcap: float, pooling: str,
+                     core_heads: str, interleaved: bool) -> tuple[Tensor, Tensor]:
     """out [B, H, L, D] and log-sum-exp [B, H, L]; 0 stands for no num_groups and for no softcap."""
     options = {"scale": scale, "softcap": softcap or None, "pooling": pooling, "core_heads": core_heads,
                "rotary": None if inv_freq is None else Rotary(inv_freq, interleaved)}
@@ -63,11 +62,12 @@ def _(q, k, v, *args):
 
 
 @torch.library.custom_op("corecontext::cca_attention_backward", mutates_args=())
-def cca_attention_backward_op(grad_out: Tensor, grad_lse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor,
-                              out: Tensor, lse: Tensor, core_bias: Optional[Tensor], inv_freq: Optional[Tensor],
-                              attention_mask: Optional[Tensor], cu_seqlens: Optional[Tensor],
-                              position_ids: Optional[Tensor], group_size: int, window_size: int, num_groups: int, scale: float, softcap: float, pooling: str,
-                              core_heads: str, interleaved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cca_attention_backward_op(
+        grad_out: Tensor, grad_lse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        core_bias: Optional[Tensor], inv_freq: Optional[Tensor], attention_mask: Optional[Tensor],
+        cu_seqlens: Optional[Tensor], position_ids: Optional[Tensor], group_size: int, window_size: int,
+        num_groups: int, scale: float, softcap: float, pooling: str, core_heads: str,
+        interleaved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and core_bias ([H], zeros where there is none)."""
     grads = [_Batch(x) for x in (q, k, v)]
     grad_bias = torch.zeros(q.shape[1], dtype=_lse_dtype(q), device=q.device)

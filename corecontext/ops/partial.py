@@ -84,7 +84,7 @@ def _expand(x: Tensor, q: Tensor) -> Tensor:
 def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None, is_causal: bool, softcap: float | None,
             rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Scores of some query rows, [N, h, rows, S], and the derivative of the softcap."""
-    scores = (q[:, :, rows] @ k.mT).to(dtype) * scale
+    scores = _product(q[:, :, rows], k.mT, dtype) * scale
     slope = None
     if softcap is not None:
         capped = torch.tanh(scores / softcap)
@@ -95,6 +95,13 @@ def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None, is_causal: 
         position = torch.arange(k.shape[2], device=q.device)
         scores = scores.masked_fill(position > position[rows, None], -torch.inf)
     return scores, slope
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b in dtype; on CUDA half-precision inputs are not rounded back on the way, as fused kernels do not either."""
+    if a.device.type == "cuda" and a.dtype != dtype:
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(0, a.shape[:2])
+    return (a @ b).to(dtype)
 
 
 def _row_chunks(q: Tensor, k: Tensor) -> list[slice]:

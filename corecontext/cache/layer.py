@@ -3,8 +3,9 @@
 One buffer per layer holds the ring first and the core tokens behind it, so that a decoding step attends to one
 contiguous slice; order does not matter to softmax and rotary is already in the keys. Entries are found by position,
 never stored: the token at position p lies in ring slot p mod C, the core token of group c in core slot c. Left padding
-(rows that close groups at different steps), cropping and fixed shapes all follow from that. Nothing here knows of
-Hugging Face.
+(rows that close groups at different steps), cropping and fixed shapes all follow from that.
+
+The file is long because appending, decoding, cropping and saving share one invariant: what each slot holds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Iterator, NamedTuple
 import torch
 from torch import Tensor
 
+from corecontext.cache.slots import grown, read, write
 from corecontext.config import CCAConfig
 from corecontext.ops.api import backend_module, cca_attention, outside_autocast
 from corecontext.ops.decode import attend_buffer
@@ -201,8 +203,8 @@ class CompactLayer:
         position = self.seen - self.pad  # [B]
         if self.max_length is None:
             self._reserve(self.seen + 1)
-        _write(self.keys, (position % ring)[:, None], k)
-        _write(self.values, (position % ring)[:, None], v)
+        write(self.keys, (position % ring)[:, None], k)
+        write(self.values, (position % ring)[:, None], v)
         fixed = self.max_length is not None
         if fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads):
             self._close_groups(q, position, scale, softcap)
@@ -229,7 +231,7 @@ class CompactLayer:
         batch, heads, _, dim = self.keys.shape
         inside = torch.arange(g, device=q.device)
         slots = ((position // g * g)[:, None] + inside) % ring  # [B, g]
-        grouped = (_read(x, slots).flatten(0, 1)[:, None] for x in (self.keys, self.values))  # [N, 1, g, D]
+        grouped = (read(x, slots).flatten(0, 1)[:, None] for x in (self.keys, self.values))  # [N, 1, g, D]
         q_last = q.reshape(batch * heads, -1, 1, dim)
         cores = backend_module(self.config.backend, q).pool(
             q_last, *grouped, scale=scale, softcap=softcap, pooling=self.config.pooling,
@@ -241,7 +243,7 @@ class CompactLayer:
         target = ring + (position // g).clamp(max=last_core)[:, None] * width + torch.arange(width, device=q.device)
         for cached, core in zip((self.keys, self.values), cores):
             core = core.reshape(batch, heads, width, dim).to(cached.dtype)
-            _write(cached, target, torch.where(closes, core, _read(cached, target)))
+            write(cached, target, torch.where(closes, core, read(cached, target)))
 
     # Bookkeeping -----------------------------------------------------------------------------------------------
 
@@ -325,7 +327,7 @@ class CompactLayer:
         room = self.keys.shape[2] - self.ring_size
         if needed > room:
             room = max(needed, room + max(16, room // 4)) if room else needed
-            self.keys, self.values = (_grown(x, self.ring_size + room) for x in (self.keys, self.values))
+            self.keys, self.values = (grown(x, self.ring_size + room) for x in (self.keys, self.values))
 
     def _remember(self, k: Tensor, v: Tensor, start: int, new: int) -> None:
         """Keep what a short append pushes out of the ring, so that a rejected draft can be cropped away."""
@@ -333,7 +335,7 @@ class CompactLayer:
         ring = self.ring_size
         if start and start + new > ring and new <= UNDO_LIMIT and self.max_length is None:
             slots = (start - self.pad[:, None] + torch.arange(min(new, ring), device=k.device)) % ring
-            lost = (torch.cat((_read(cached, slots), x[:, :, :max(0, new - ring)]), 2)
+            lost = (torch.cat((read(cached, slots), x[:, :, :max(0, new - ring)]), 2)
                     for cached, x in ((self.keys, k), (self.values, v)))
             self._undo = _Undo(start, *lost, self._intact_from)
 
@@ -347,9 +349,9 @@ class CompactLayer:
     def crop(self, num_tokens: int) -> None:
         """Take back the last `num_tokens` tokens, exactly.
 
-        Possible while all raw tokens that the next query sees are still at hand: always within the last append to a filled
-        cache, if that had at most UNDO_LIMIT tokens, and `rollback` tokens beyond, counted from the longest the sequence
-        ever was.
+        Possible while all raw tokens that the next query sees are still at hand: always within the last append to a
+        filled cache, if that had at most UNDO_LIMIT tokens, and `rollback` tokens beyond, counted from the longest the
+        sequence ever was.
 
         Raises:
             ValueError: fewer tokens are cached, or what the next query needs has left the ring.
@@ -372,7 +374,7 @@ class CompactLayer:
             kept, count = base - undo.start, min(end - base, self.ring_size)
             slots = (base - self.pad[:, None] + torch.arange(count, device=self.pad.device)) % self.ring_size
             for cached, lost in ((self.keys, undo.k), (self.values, undo.v)):
-                _write(cached, slots, lost[:, :, kept:kept + count])
+                write(cached, slots, lost[:, :, kept:kept + count])
             self._undo = undo._replace(k=undo.k[:, :, :kept], v=undo.v[:, :, :kept]) if kept else None
         self._intact_from = intact_from if left else 0
         self._advance(-num_tokens)
@@ -428,89 +430,6 @@ class CompactLayer:
             self._reserve(state["seen"])  # raises where it does not fit
             size = self.ring_size + num_complete_groups(self.max_length, self.group_size) * self._core_width
         self.pad = state["pad"].clone()
-        self.keys, self.values = _grown(state["keys"], size), _grown(state["values"], size)
+        self.keys, self.values = grown(state["keys"], size), grown(state["values"], size)
         self.seen = state["seen"] if self.max_length is None else torch.tensor(state["seen"], device=self.pad.device)
         self._intact_from, self._ended, self.is_empty = state["intact_from"], state["ended"], False
-
-
-def _read(cached: Tensor, slots: Tensor) -> Tensor:
-    """Entries of each row at its own slots: [B, Hkv, S, D] and [B, n] to [B, Hkv, n, D]."""
-    index = slots[:, None, :, None].expand(-1, cached.shape[1], -1, cached.shape[3])
-    return cached.gather(2, index)
-
-
-def _write(cached: Tensor, slots: Tensor, x: Tensor) -> None:
-    """The inverse of `_read`, in place."""
-    index = slots[:, None, :, None].expand(-1, cached.shape[1], -1, cached.shape[3])
-    cached.scatter_(2, index, x.to(cached.dtype))
-
-
-def _grown(cached: Tensor, size: int) -> Tensor:
-    """A larger buffer with the same beginning."""
-    grown = cached.new_zeros(cached.shape[0], cached.shape[1], size, cached.shape[3])
-    grown[:, :, :cached.shape[2]] = cached
-    return grown
-
-
-class CompactKVCache:
-    """The compact cache of a whole model: one `CompactLayer` per layer.
-
-    Args:
-        num_layers: Layers of the model.
-        config, rotary, max_length, rollback: As for `CompactLayer`.
-    """
-
-    def __init__(self, num_layers: int, config: CCAConfig, rotary: Rotary | None = None, *,
-                 max_length: int | None = None, rollback: int = 0) -> None:
-        self.layers = [CompactLayer(config, rotary, max_length=max_length, rollback=rollback)
-                       for _ in range(num_layers)]
-
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Append to one layer and attend; see `CompactLayer.attend`."""
-        return self.layers[layer_idx].attend(q, k, v, **options)
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens appended so far, padding included."""
-        return self.layers[0].seq_len
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in use over all layers."""
-        return sum(layer.nbytes for layer in self.layers)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes held over all layers."""
-        return sum(layer.allocated_bytes for layer in self.layers)
-
-    def crop(self, num_tokens: int) -> None:
-        """Take back the last tokens of every layer."""
-        for layer in self.layers:
-            layer.crop(num_tokens)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep the given rows in the given order."""
-        for layer in self.layers:
-            layer.select(rows)
-
-    def repeat(self, times: int) -> None:
-        """Repeat each row."""
-        for layer in self.layers:
-            layer.repeat(times)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        for layer in self.layers:
-            layer.reset()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of every layer."""
-        return {"layers": [layer.state_dict() for layer in self.layers]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state of as many layers."""
-        if len(state["layers"]) != len(self.layers):
-            raise ValueError(f"the state must have {len(self.layers)} layers, got {len(state['layers'])}.")
-        for layer, one in zip(self.layers, state["layers"]):
-            layer.load_state_dict(one)
