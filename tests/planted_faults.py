@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LAWS, NUMERICS, API = "tests/test_ops_laws.py", "tests/test_ops_numerics.py", "tests/test_ops_api.py"
-ORACLE = "tests/test_ops_oracle.py"
+ORACLE, CACHE, PLUGIN = "tests/test_ops_oracle.py", "tests/test_cache.py", "tests/test_transformers.py"
 
 
 class Fault(NamedTuple):
@@ -53,6 +53,35 @@ FAULTS = [
           "yield rows, slice(seen - 1, seen - 1 + -(-(q_end - pack_start) // g)), True",
           "yield rows, slice(seen, seen + -(-(q_end - pack_start) // g)), True",
           f"{LAWS}::test_laws_6_and_8_backends_agree_in_float64"),
+    Fault("4: the ring is one token too short", "cache/layer.py",
+          "return window_capacity(self.group_size, self.config.window_size) + self.rollback",
+          "return window_capacity(self.group_size, self.config.window_size) + self.rollback - 1",
+          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("4: decoding sees one core token too few", "cache/layer.py",
+          "visible = visible_cores_of(position, g, s)[:, None]",
+          "visible = visible_cores_of(position - 1, g, s)[:, None]",
+          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("4: decoding never pools", "cache/layer.py", "if fixed or any(", "if fixed and any(",
+          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("4: every row closes its group with the first row", "cache/layer.py",
+          "closes = ((position + 1) % g == 0)", "closes = ((position[:1] + 1) % g == 0).expand(batch)",
+          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("4: a rejected draft stays in the ring", "cache/layer.py",
+          "write(cached, slots, lost[:, :, kept:kept + count])", "pass",
+          f"{CACHE}::test_random_appends_and_crops_agree_with_the_reference"),
+    Fault("4: beams keep the ring of another", "cache/layer.py",
+          "= change(self.keys), change(self.values), change(self.pad)",
+          "= self.keys, change(self.values), change(self.pad)",
+          f"{CACHE}::test_select_and_repeat_rows"),
+    Fault("plug-in: the rotary frequencies 20 % off", "integrations/hf_rotary.py", "angle = torch.atan2(",
+          "angle = 1.2 * torch.atan2(", f"{PLUGIN}::test_family_equals_dense_oracle"),
+    Fault("plug-in: padding lost on its way", "integrations/transformers.py",
+          "        return None\n    return attention_mask", "        return None\n    return None",
+          f"{PLUGIN}::test_left_padded_batch_equals_single_rows"),
+    Fault("plug-in: softcap lost on its way", "integrations/transformers.py",
+          "attention_mask=attention_mask, scale=scaling, softcap=softcap)",
+          "attention_mask=attention_mask, scale=scaling)",
+          f"{PLUGIN}::test_family_equals_dense_oracle"),
     Fault("5: padding ignored", "ops/segments.py", "if bool(mask.all()):", "if True:",
           f"{LAWS}::test_law_5_a_padded_row_gives_what_it_gives_alone"),
     Fault("5: document boundaries ignored, cu_seqlens", "ops/segments.py",

@@ -35,7 +35,7 @@ def this_file_importable(monkeypatch):
 @pytest.mark.parametrize("mib", [8, 64])
 def test_peak_memory_counts_what_was_allocated_and_freed(mib, this_file_importable):
     peak = measure.peak_bytes_in_subprocess("test_bench", "allocate", {"mib": mib})
-    assert mib * MIB <= peak + MIB // 4 and peak <= (mib + 4) * MIB
+    assert (mib - 1) * MIB <= peak <= (mib + 4) * MIB  # the kernel counts pages in batches
 
 
 def test_a_failing_subprocess_says_why(this_file_importable):
