@@ -140,6 +140,14 @@ def test_the_readme_table_takes_the_newest_ours_and_the_fastest_full():
     assert [(r["full"], r["cca"], r["backend"], r["floor"]) for r in found] == [(5.0, 2.0, "cudnn", 0.5)]
 
 
+def test_the_readme_shows_memory_by_length(records):
+    rows = figures.memory_rows(records)
+    assert len(rows) == 4 and all(sorted(peaks) == [256, 300] for peaks in rows.values())
+    (device, name, method), peaks = next(iter(rows.items()))
+    assert f"| {device} | {name} | {method} | 256: {peaks[256]:.0f}, 300: {peaks[300]:.0f} |" in \
+        figures.operator_table(records)
+
+
 def test_the_readme_is_rewritten_between_its_marks(records, tmp_path, monkeypatch):
     results, readme = tmp_path / "results", tmp_path / "README.md"
     append_records(results / "operator.jsonl", records)

@@ -63,10 +63,10 @@ def draw_operator(records: Sequence[Record], path: str) -> None:
     pyplot = _pyplot()
     records = [r for r in records if r.device == records[-1].device]
     rows = operator_rows(records)
-    figure, (time, memory) = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
+    figure, (time, memory) = pyplot.subplots(1, 2, figsize=(11, max(3.4, 0.6 * len(rows))), layout="constrained")
     bars: list[tuple[str, float, str]] = []
     for row in rows:
-        label = f"{row['pass']}\nL = {row['length']}"
+        label = f"{row['pass']}, L = {row['length']}"
         bars += [(f"{label}, full", row["full"], FULL), (f"{label}, CCA", row["cca"], CCA)]
         if row["floor"]:
             bars.append((f"{label}, floor of CCA", row["floor"], FLOOR))
@@ -113,7 +113,26 @@ def operator_table(records: Sequence[Record]) -> str:
                      f"| {row['group_size']}, {row['window_size']} | {row['length']} | {row['pass']} | "
                      f"{_ms(row['full'])} ({row['backend']}) | {_ms(row['cca'])} | {row['full'] / row['cca']:.1f}x | "
                      f"{floor} |")
+    memory = memory_rows(records)
+    if memory:
+        lines += ["", "Peak memory above the inputs grows linearly with the length:", "",
+                  "| device | pass | method | L: MiB |", "|---|---|---|---|"]
+        lines += [f"| {device} | {name} | {method} | " + ", ".join(f"{n}: {x:.0f}" for n, x in sorted(peaks.items())) +
+                  " |" for (device, name, method), peaks in memory.items()]
     return "\n".join(lines) + "\n"
+
+
+def memory_rows(records: Iterable[Record]) -> dict[tuple[str, str, str], dict[int, float]]:
+    """MiB by length for each device, pass and method; the newest of each. Other shapes than the first are left out."""
+    shape, rows = None, dict[tuple[str, str, str], dict[int, float]]()
+    for r in records:
+        if r.name == "operator.peak_bytes" and "backward" in r.params:
+            sizes = (r.device, *(r.params.get(size) for size in SIZES))
+            shape = shape or sizes
+            if sizes == shape:
+                name = "forward + backward" if r.params["backward"] else "forward"
+                rows.setdefault((r.device, name, r.params["method"]), {})[r.params["length"]] = r.value / 2 ** 20
+    return rows
 
 
 def operator_rows(records: Iterable[Record]) -> list[dict[str, Any]]:

@@ -196,7 +196,7 @@ def print_table(records: Sequence[Record]) -> None:
     table = Table(title=f"{records[0].device}\n{params['query_heads']} query and {params['kv_heads']} KV heads of "
                         f"{params['head_dim']}, {params['dtype']}, g = {params['group_size']}, s = "
                         f"{params['window_size']}", box=SIMPLE_HEAD)
-    for column in ("", "length", "full (SDPA)", "CCA", "", "floor, full", "CCA"):
+    for column in ("", "length", "full (SDPA)", "CCA", "full / CCA", "floor, full", "floor, CCA"):
         table.add_column(column, justify="left" if not column and not table.columns else "right")
     for row in table_rows(records):
         table.add_row(*row)
