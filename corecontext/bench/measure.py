@@ -5,8 +5,8 @@ Time: warm up, then the samples of which a record keeps the median and the 20 an
 Memory on a GPU is what PyTorch's allocator counted. On a CPU there is no such count, so it is the process's peak
 resident memory above what was resident before the call. The kernel's high-water mark is set back first (Linux,
 /proc/self/clear_refs), and `peak_bytes_in_subprocess` runs the call in a fresh process in which the C allocator gives
-every large block back at once: memory kept from earlier work can then neither hide an allocation nor count as one. This is
-right to about a MiB, since the kernel counts pages in batches.
+every large block back at once: memory kept from earlier work can then neither hide an allocation nor count as one.
+It is right to about a MiB, since the kernel counts pages in batches.
 Where the mark cannot be set back (macOS), the growth of the process's lifetime peak is reported, a lower bound.
 """
 
