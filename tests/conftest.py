@@ -10,3 +10,11 @@ import torch
 def device() -> torch.device:
     """The GPU where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def default_device(device):
+    """Make new tensors and models on the GPU where there is one, for tests that are written without devices."""
+    torch.set_default_device(device)
+    yield device
+    torch.set_default_device(None)

@@ -58,7 +58,8 @@ def tiny_model(family: str = "llama", **changes) -> PreTrainedModel:
 
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     """Random token ids."""
-    return torch.randint(2, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(2, 96, (rows, length), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return ids.to(torch.get_default_device())
 
 
 def oracle_logits(model: PreTrainedModel, input_ids: torch.Tensor, group_size: int, window_size: int) -> torch.Tensor:

@@ -10,13 +10,16 @@ import corecontext
 from corecontext import CCAConfig, CompactKVCache, Rotary, cca_attention
 from corecontext.cache import UNDO_LIMIT, CompactLayer
 
+pytestmark = pytest.mark.usefixtures("default_device")
 D = 16
 ROTARY = Rotary.from_theta(100.0, D)
 
 
 def qkv(batch, heads, kv_heads, length, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(batch, h, length, D, generator=generator, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    default = torch.get_default_device()
+    return [torch.randn(batch, h, length, D, generator=generator, dtype=dtype, device="cpu").to(default)
+            for h in (heads, kv_heads, kv_heads)]
 
 
 def reference(config, q, k, v, **options):
@@ -173,7 +176,7 @@ def test_state_dict_round_trip(tmp_path, fixed):
         fed(cache.layers[i], tensors, [41], mask)
     torch.save(cache.state_dict(), tmp_path / "cache.pt")
     other = CompactKVCache(2, config, ROTARY, max_length=80 if fixed else None)
-    other.load_state_dict(torch.load(tmp_path / "cache.pt"))
+    other.load_state_dict(torch.load(tmp_path / "cache.pt", map_location=torch.get_default_device()))
     assert other.seq_len == 41 and other.nbytes == cache.nbytes
     expected = reference(config, *tensors, attention_mask=mask)[:, :, 41:]
     for i in range(2):
@@ -202,7 +205,7 @@ def test_num_groups_fixes_the_group_size():
 def test_first_append_is_differentiable_later_ones_refuse():
     config, tensors = CCAConfig(4, 9), [x.requires_grad_() for x in qkv(2, 4, 2, 40)]
     layer = CompactLayer(config, ROTARY)
-    weights = torch.randn(2, 4, 40, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(2, 4, 40, D, dtype=torch.float64)
     got = torch.autograd.grad((layer.attend(*tensors) * weights).sum(), tensors)
     for a, b in zip(got, torch.autograd.grad((reference(config, *tensors) * weights).sum(), tensors)):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)

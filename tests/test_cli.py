@@ -107,7 +107,7 @@ def test_perplexity_of_both_methods(model, here, capfd):
 def test_chunks_and_hidden_states_give_the_same_likelihoods(model):
     from corecontext.loading import load
     for method in ("full", "cca"):
-        loaded = load(model, method=method, group_size=8, window_size=32)
+        loaded = load(model, method=method, group_size=8, window_size=32, device="cpu")
         ids = torch.randint(256, (1, 200), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             logits = loaded.model(ids, use_cache=False).logits[0, :-1]

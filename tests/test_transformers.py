@@ -16,6 +16,7 @@ from corecontext import CCAConfig
 from corecontext.integrations.hf_cache import CCALayer, cache_bytes
 from corecontext.integrations.transformers import handle_of
 
+pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig(group_size=4, window_size=9)
 PROMPT = 37
 
@@ -308,7 +309,7 @@ def test_autocast_trains_and_generates(model, use_cache, monkeypatch):
     from corecontext.ops import pooling
     seen, original = [], pooling._weights
     monkeypatch.setattr(pooling, "_weights", lambda *a: (seen.append(out := original(*a)), out)[1])
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(ids.device.type, torch.bfloat16):
         out = model(ids, labels=ids, use_cache=use_cache)
         out.loss.backward()
         generated = model.generate(ids, max_new_tokens=5, do_sample=False)
