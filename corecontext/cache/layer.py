@@ -188,7 +188,7 @@ class CompactLayer:
             bias = q.new_full(q.shape[:2], self.config.core_bias, dtype=torch.promote_types(q.dtype, torch.float32))
         out, _ = module.attend(q, raw_k, raw_v, core_k, core_v, q_start=position, k_start=low, group_size=g,
                                window_size=s, scale=scale, softcap=softcap, core_bias=bias)
-        return out.view(-1, heads * q.shape[1], count, dim).to(q.dtype)
+        return out.reshape(-1, heads * q.shape[1], count, dim).to(q.dtype)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
         """One token per row, in tensor arithmetic only: this is what is compiled or captured."""

@@ -89,7 +89,7 @@ def cca_attention_backward_op(
         for grad, part in zip(grads, (dq, dk, dv)):
             grad.put(one, part)
         if dbias is not None:
-            grad_bias += dbias.view(-1, q.shape[1]).sum(0)
+            grad_bias += dbias.reshape(-1, q.shape[1]).sum(0)
     return *(grad.result() for grad in grads), grad_bias
 
 

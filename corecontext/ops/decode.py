@@ -28,8 +28,8 @@ def attend_buffer(q: Tensor, keys: Tensor, values: Tensor, see: Tensor, num_raw:
         bias[num_raw:] = core_bias
         mask = torch.where(mask, bias, -torch.inf)
     if softcap is None:
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).view(q.shape)
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = softcap * torch.tanh((grouped @ keys.mT).to(wide) * scale / softcap)
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return (scores.softmax(-1).to(q.dtype) @ values).view(q.shape)
+    return (scores.softmax(-1).to(q.dtype) @ values).reshape(q.shape)

@@ -199,9 +199,9 @@ def attend_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
             arrange(grad_out[:, :, rows]), arrange(q[:, :, rows]), *call.core_kv(cores), arrange(out[:, :, rows]),
             arrange(core_lse[:, :, rows]), is_causal=packed,
             grad_lse=None if grad_lse is None else arrange(grad_lse[:, :, rows]), **call.options)
-        grad_q[:, :, rows] += call.unpack(dq, q[:, :, rows].shape[2]) if packed else dq.view(q[:, :, rows].shape)
-        grad_core_k[:, :, cores] += dk.view(grad_core_k[:, :, cores].shape)
-        grad_core_v[:, :, cores] += dv.view(grad_core_v[:, :, cores].shape)
+        grad_q[:, :, rows] += call.unpack(dq, q[:, :, rows].shape[2]) if packed else dq.reshape(q[:, :, rows].shape)
+        grad_core_k[:, :, cores] += dk.reshape(grad_core_k[:, :, cores].shape)
+        grad_core_v[:, :, cores] += dv.reshape(grad_core_v[:, :, cores].shape)
     grad_bias = None if core_bias is None else _bias_gradient(call, grad_out, grad_lse, out, lse)
     return grad_q, grad_k[:, 0], grad_v[:, 0], grad_core_k, grad_core_v, grad_bias
 

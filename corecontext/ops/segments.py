@@ -107,7 +107,7 @@ class SegmentView:
         self.core_bias = None
         if core_bias is not None:
             rows = segment.last_row - segment.first_row
-            self.core_bias = core_bias.view(self.num_kv_heads, -1).repeat(rows, 1)  # [N, r]
+            self.core_bias = core_bias.reshape(self.num_kv_heads, -1).repeat(rows, 1)  # [N, r]
 
     def take(self, x: Tensor) -> Tensor:
         """[B, H or Hkv, L, ...] to this segment's [N, r or 1, T, ...]."""
