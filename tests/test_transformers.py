@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import FAMILIES, HYBRID, oracle_logits, tiny_model, tokens
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, StaticCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import corecontext
 from corecontext import CCAConfig
@@ -401,6 +401,10 @@ def test_refuses_foreign_caches(model):
         model(ids[:, :1], past_key_values=filled)
     with pytest.raises(NotImplementedError, match="layer type DynamicSlidingWindowLayer"):
         model(ids, past_key_values=DynamicCache(config=tiny_model("mistral", sliding_window=8).config))
+    quantized = DynamicCache(config=model.config)
+    quantized.layers[0] = type("QuantoQuantizedLayer", (DynamicLayer,), {})()
+    with pytest.raises(NotImplementedError, match="layer type QuantoQuantizedLayer cannot hold core tokens"):
+        model(ids, past_key_values=quantized)
     offloaded = DynamicCache(config=model.config)
     offloaded.offloading = True
     with pytest.raises(NotImplementedError, match="offloaded cache"):

@@ -22,7 +22,8 @@ pool_backward = pooling.backward
 
 _BLOCK_QUERIES = {"cpu": 128}  # local block; elsewhere launches cost more than masked work
 _BLOCK_QUERIES_DEFAULT = 512
-_CHUNK_ELEMENTS = 1 << 19  # elements merged at once
+_MERGE_ELEMENTS = 1 << 19  # elements merged at once, so that their wide temporaries stay in cache
+_CORE_ELEMENTS = 1 << 22  # elements of q packed at once: the copies that packing makes are a few times this
 
 
 def unsupported_reason(q: Tensor) -> str | None:
@@ -100,6 +101,16 @@ class _Call:
             else:
                 yield rows, keys, {"bias": _bias(start, end, low, g, s, self.q.dtype, self.q.device)}
 
+    def heads(self):
+        """The same call for a few sequences and KV heads at a time, each with where they lie in N."""
+        size = max(1, _CORE_ELEMENTS // max(1, self.q[0].numel()))
+        for low in range(0, self.q.shape[0], size):
+            some = slice(low, low + size)
+            bias = None if self.core_bias is None else self.core_bias[some]
+            yield some, _Call(self.q[some], self.k[some, 0], self.v[some, 0], self.core_k[some], self.core_v[some],
+                              self.q_start, self.k_start, self.group_size, self.window_size, **self.options,
+                              core_bias=bias)
+
     def core_parts(self):
         """Each part of the core attention: its rows in q, its core tokens, and whether it is packed."""
         g, s = self.group_size, self.window_size
@@ -146,6 +157,35 @@ class _Call:
         out, lse = (self.unpack(x, q.shape[2]) if packed else x.reshape(q.shape[:x.dim()]) for x in (out, lse))
         return out, lse if self.core_bias is None else lse + self.core_bias.to(lse.dtype)[:, :, None]
 
+    def merge_core(self, out: Tensor, lse: Tensor) -> None:
+        """Merge the core parts into the local part's out [N, r, T, D] and log-sum-exp [N, r, T], in place."""
+        parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        for rows, cores, packed in self.core_parts():
+            parts.setdefault((rows.start, rows.stop), []).append(self.core_forward(rows, cores, packed))
+        step = max(1, _MERGE_ELEMENTS // (out.shape[0] * out.shape[1] * out.shape[3]))
+        for (start, stop), results in parts.items():
+            for low in range(start, stop, step):
+                rows, inner = slice(low, min(low + step, stop)), slice(low - start, min(low + step, stop) - start)
+                out[:, :, rows], lse[:, :, rows] = merge(
+                    [out[:, :, rows], *(part[:, :, inner] for part, _ in results)],
+                    [lse[:, :, rows], *(part[:, :, inner] for _, part in results)])
+
+    def core_backward(self, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, grad_q: Tensor,
+                      grad_core_k: Tensor, grad_core_v: Tensor) -> None:
+        """Add the core parts' gradients to grad_q [N, r, T, D] and grad_core_k, grad_core_v [N, Hc, M, D]."""
+        # A bias on all core scores only shifts the core part's log-sum-exp, here and in core_forward.
+        lse = lse if self.core_bias is None else lse - self.core_bias.to(lse.dtype)[:, :, None]
+        for rows, cores, packed in self.core_parts():
+            arrange = self.pack if packed else self.by_core_head
+            dq, dk, dv = partial.backward(
+                arrange(grad_out[:, :, rows]), arrange(self.q[:, :, rows]), *self.core_kv(cores),
+                arrange(out[:, :, rows]), arrange(lse[:, :, rows]), is_causal=packed,
+                grad_lse=None if grad_lse is None else arrange(grad_lse[:, :, rows]), **self.options)
+            part = grad_q[:, :, rows]
+            part += self.unpack(dq, part.shape[2]) if packed else dq.reshape(part.shape)
+            grad_core_k[:, :, cores] += dk.reshape(grad_core_k[:, :, cores].shape)
+            grad_core_v[:, :, cores] += dv.reshape(grad_core_v[:, :, cores].shape)
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q_start: int = 0, k_start: int = 0,
            group_size: int, window_size: int, scale: float, softcap: float | None = None,
@@ -158,17 +198,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q
     for rows, keys, mask in call.local_blocks():
         out[:, :, rows], lse[:, :, rows] = partial.forward(call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys],
                                                            **mask, **call.options)
-    parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-    for rows, cores, packed in call.core_parts():
-        parts.setdefault((rows.start, rows.stop), []).append(call.core_forward(rows, cores, packed))
-    for (start, stop), results in parts.items():
-        # In chunks, so that the wide temporaries of the merge stay in cache.
-        step = max(1, _CHUNK_ELEMENTS // (q.shape[0] * q.shape[1] * q.shape[3]))
-        for low in range(start, stop, step):
-            rows, inner = slice(low, min(low + step, stop)), slice(low - start, min(low + step, stop) - start)
-            out[:, :, rows], lse[:, :, rows] = merge(
-                [out[:, :, rows], *(part[:, :, inner] for part, _ in results)],
-                [lse[:, :, rows], *(part[:, :, inner] for _, part in results)])
+    for some, one in call.heads():
+        one.merge_core(out[some], lse[some])
     return out, lse
 
 
@@ -191,17 +222,9 @@ def attend_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         grad_q[:, :, rows] += dq
         grad_k[:, :, keys] += dk
         grad_v[:, :, keys] += dv
-    # A bias on all core scores only shifts the core part's log-sum-exp, here and in core_forward.
-    core_lse = lse if core_bias is None else lse - core_bias.to(lse.dtype)[:, :, None]
-    for rows, cores, packed in call.core_parts():
-        arrange = call.pack if packed else call.by_core_head
-        dq, dk, dv = partial.backward(
-            arrange(grad_out[:, :, rows]), arrange(q[:, :, rows]), *call.core_kv(cores), arrange(out[:, :, rows]),
-            arrange(core_lse[:, :, rows]), is_causal=packed,
-            grad_lse=None if grad_lse is None else arrange(grad_lse[:, :, rows]), **call.options)
-        grad_q[:, :, rows] += call.unpack(dq, q[:, :, rows].shape[2]) if packed else dq.reshape(q[:, :, rows].shape)
-        grad_core_k[:, :, cores] += dk.reshape(grad_core_k[:, :, cores].shape)
-        grad_core_v[:, :, cores] += dv.reshape(grad_core_v[:, :, cores].shape)
+    for some, one in call.heads():
+        one.core_backward(grad_out[some], None if grad_lse is None else grad_lse[some], out[some], lse[some],
+                          grad_q[some], grad_core_k[some], grad_core_v[some])
     grad_bias = None if core_bias is None else _bias_gradient(call, grad_out, grad_lse, out, lse)
     return grad_q, grad_k[:, 0], grad_v[:, 0], grad_core_k, grad_core_v, grad_bias
 
