@@ -10,7 +10,7 @@ from typing import Any, Mapping
 POOLINGS = ("cca", "mean", "max")
 CORE_POSITIONS = ("middle", "token")
 CORE_HEADS = ("kv", "query")
-BACKENDS = ("auto", "reference", "packed")
+BACKENDS = ("auto", "reference", "packed", "triton")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class CCAConfig:
     core_bias: float = 0.0
     """Added to every core token's score; log(group_size) is proportional attention."""
     backend: str = "auto"
-    """Who computes: "auto", "packed" (plain torch, linear memory) or "reference" (dense, for checking)."""
+    """Who computes: "auto", "packed" (plain torch, linear memory), "triton" (GPU kernels) or "reference" (dense)."""
 
     def __post_init__(self) -> None:
         for name in ("group_size", "window_size"):

@@ -47,7 +47,7 @@ SETTING_ERRORS = [
     ({"core_position": "end"}, ValueError, "core_position must be one of 'middle', 'token', got 'end'."),
     ({"core_heads": "k"}, ValueError, "core_heads must be one of 'kv', 'query', got 'k'. Did you mean 'kv'?"),
     ({"softcap": 0.0}, ValueError, "softcap must be above 0, got 0.0. Use None for none."),
-    ({"backend": "tritn"}, ValueError, "backend must be one of 'auto', 'reference', 'packed', got 'tritn'."),
+    ({"backend": "tritn"}, ValueError, "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'tritn'."),
 ]
 CALL_ERRORS = [
     ({"window_size": 0}, ValueError, "window_size must be at least 1 (a query sees itself), got 0."),
@@ -180,7 +180,8 @@ def operator_arguments(device, **changes):
     arguments = {"q": x.q, "k": x.k, "v": x.v, "core_bias": torch.ones(4, device=device),
                  "inv_freq": ROTARY.inv_freq.to(device), "attention_mask": None, "cu_seqlens": None,
                  "position_ids": None, "group_size": 3, "window_size": 5, "num_groups": 0, "scale": 0.25,
-                 "softcap": 0.0, "pooling": "cca", "core_heads": "kv", "interleaved": False, **changes}
+                 "softcap": 0.0, "pooling": "cca", "core_heads": "kv", "interleaved": False, "backend": "packed",
+                 **changes}
     return list(arguments.values()), x
 
 

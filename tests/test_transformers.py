@@ -304,6 +304,7 @@ def test_low_precision_stays_close():
 
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_autocast_trains_and_generates(model, use_cache, monkeypatch):
+    handle_of(model).configure(backend="packed")  # whose pooling can be watched
     ids = tokens(2, 60)
     truth = stateless(model, ids)
     from corecontext.ops import pooling

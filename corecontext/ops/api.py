@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from contextlib import AbstractContextManager
 from types import ModuleType
 
@@ -17,23 +18,34 @@ from corecontext.ops.segments import SegmentView, find_segments, has_restarts
 from corecontext.visibility import group_size_for, is_full_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_MODULES = {"packed": packed, "reference": reference}
+_AUTO_TRITON = (torch.bfloat16, torch.float16)  # in float32 the matrix products of cuBLAS, so `packed`, are faster
 
 
 def choose_backend(backend: str, q: Tensor) -> str:
     """The name of the backend that takes this call; an explicit request never falls back."""
     check_choice("backend", backend, BACKENDS)
     if backend == "auto":
+        if q.device.type == "cuda" and q.dtype in _AUTO_TRITON and _unsupported_reason("triton", q) is None:
+            return "triton"
         return "packed" if packed.unsupported_reason(q) is None else "reference"
-    reason = _MODULES[backend].unsupported_reason(q)
+    reason = _unsupported_reason(backend, q)
     if reason is not None:
-        raise NotImplementedError(f"backend {backend!r} cannot run this call: {reason}. Use backend='reference'.")
+        other = "packed" if backend == "triton" else "reference"
+        raise NotImplementedError(f"backend {backend!r} cannot run this call: {reason}. Use backend={other!r}.")
     return backend
+
+
+def _unsupported_reason(backend: str, q: Tensor) -> str | None:
+    """Why a backend cannot take the call, or None."""
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    return autograd.module_of(backend).unsupported_reason(q) if backend != "reference" else None
 
 
 def backend_module(backend: str, q: Tensor) -> ModuleType:
     """The module with `pool` and `attend` that takes this call."""
-    return _MODULES[choose_backend(backend, q)]
+    chosen = choose_backend(backend, q)
+    return reference if chosen == "reference" else autograd.module_of(chosen)
 
 
 def outside_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], AbstractContextManager]:
@@ -77,7 +89,7 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
         attention_mask: [B, L], 0 for padding at the ends of a row; padded positions return 0.
         cu_seqlens: [n + 1], boundaries of the documents packed in a batch of one; each starts its own groups.
         position_ids: [1 or B, L], another way to tell packed documents: one starts wherever they do not rise by one.
-        backend: "auto", "packed" or "reference".
+        backend: "auto", "packed", "triton" or "reference".
         return_lse: Also return the log-sum-exp of the scores, [B, H, L], -inf at padding.
 
     Returns:
@@ -119,14 +131,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, 
         return out, lse
     size = group_size_for(seq_len, window_size, num_groups) if num_groups else group_size
     plain = not ragged and not return_lse and softcap is None and bias is None
-    if plain and chosen == "packed" and is_full_attention(seq_len, size, window_size):
+    if plain and chosen != "reference" and is_full_attention(seq_len, size, window_size):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale,
                                               enable_gqa=k.shape[1] != num_heads), None
-    if chosen == "packed":
+    if chosen != "reference":
         out, lse = autograd.cca_attention_op(
             q, k, v, bias, None if rotary is None else rotary.inv_freq, attention_mask, cu_seqlens,
             position_ids, group_size, window_size, num_groups or 0, scale, softcap or 0.0, pooling, core_heads,
-            rotary is not None and rotary.interleaved)
+            rotary is not None and rotary.interleaved, chosen)
     else:
         out = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:-1], -torch.inf)

@@ -1,4 +1,4 @@
-"""The packed backend as one registered torch operator: pooling and attention of a whole batch, and their backward.
+"""A backend as one registered torch operator: pooling and attention of a whole batch, and their backward.
 
 Registered, so that torch.compile and activation checkpointing treat it as one node; only q, k, v, out and the
 log-sum-exp are kept for the backward, which pools again.
@@ -6,6 +6,8 @@ log-sum-exp are kept for the backward, which pools again.
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Optional
 
 import torch
@@ -16,19 +18,25 @@ from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import SegmentView, find_segments
 
 
+def module_of(backend: str) -> ModuleType:
+    """The backend's functions on one sequence: pool, pool_backward, attend, attend_backward."""
+    return packed if backend == "packed" else importlib.import_module("corecontext.ops.triton.backend")
+
+
 @torch.library.custom_op("corecontext::cca_attention", mutates_args=())
 def cca_attention_op(q: Tensor, k: Tensor, v: Tensor, core_bias: Optional[Tensor], inv_freq: Optional[Tensor],
                      attention_mask: Optional[Tensor], cu_seqlens: Optional[Tensor], position_ids: Optional[Tensor],
                      group_size: int, window_size: int, num_groups: int, scale: float, softcap: float, pooling: str,
-                     core_heads: str, interleaved: bool) -> tuple[Tensor, Tensor]:
+                     core_heads: str, interleaved: bool, backend: str) -> tuple[Tensor, Tensor]:
     """out [B, H, L, D] and log-sum-exp [B, H, L]; 0 stands for no num_groups and for no softcap."""
+    module = module_of(backend)
     options = {"scale": scale, "softcap": softcap or None, "pooling": pooling, "core_heads": core_heads,
                "rotary": None if inv_freq is None else Rotary(inv_freq, interleaved)}
     out, lse = _Batch(q), _Batch(q[..., 0], _lse_dtype(q), fill=-torch.inf)
     for segment in find_segments(q.shape[0], q.shape[2], attention_mask, cu_seqlens, position_ids):
         one = SegmentView(segment, q, k, v, core_bias, group_size, window_size, num_groups)
-        core_k, core_v = packed.pool(*one.groups(), **options)
-        part_out, part_lse = packed.attend(one.q, one.k, one.v, core_k, core_v, **one.sizes, scale=scale,
+        core_k, core_v = module.pool(*one.groups(), **options)
+        part_out, part_lse = module.attend(one.q, one.k, one.v, core_k, core_v, **one.sizes, scale=scale,
                                            softcap=softcap or None, core_bias=one.core_bias)
         out.put(one, part_out)
         lse.put(one, part_lse)
@@ -67,21 +75,22 @@ def cca_attention_backward_op(
         core_bias: Optional[Tensor], inv_freq: Optional[Tensor], attention_mask: Optional[Tensor],
         cu_seqlens: Optional[Tensor], position_ids: Optional[Tensor], group_size: int, window_size: int,
         num_groups: int, scale: float, softcap: float, pooling: str, core_heads: str,
-        interleaved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        interleaved: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and core_bias ([H], zeros where there is none)."""
     grads = [_Batch(x) for x in (q, k, v)]
     grad_bias = torch.zeros(q.shape[1], dtype=_lse_dtype(q), device=q.device)
+    module = module_of(backend)
     options = {"scale": scale, "softcap": softcap or None, "pooling": pooling, "core_heads": core_heads,
                "rotary": None if inv_freq is None else Rotary(inv_freq, interleaved)}
     for segment in find_segments(q.shape[0], q.shape[2], attention_mask, cu_seqlens, position_ids):
         one = SegmentView(segment, q, k, v, core_bias, group_size, window_size, num_groups)
-        core_k, core_v = packed.pool(*one.groups(), **options)
-        dq, dk, dv, dcore_k, dcore_v, dbias = packed.attend_backward(
+        core_k, core_v = module.pool(*one.groups(), **options)
+        dq, dk, dv, dcore_k, dcore_v, dbias = module.attend_backward(
             one.take(grad_out), None if grad_lse is None else one.take(grad_lse), one.q, one.k, one.v, core_k, core_v,
             one.take(out), one.take(lse), **one.sizes, scale=scale, softcap=softcap or None, core_bias=one.core_bias)
         if core_k.shape[2]:
             pooled = core_k.shape[2] * one.group_size
-            dq_last, dk_pool, dv_pool = packed.pool_backward(dcore_k, dcore_v, *one.groups(), **options)
+            dq_last, dk_pool, dv_pool = module.pool_backward(dcore_k, dcore_v, *one.groups(), **options)
             if dq_last is not None:
                 dq[:, :, one.group_size - 1:pooled:one.group_size] += dq_last
             dk[:, :pooled] += dk_pool.flatten(1, 2)

@@ -1,0 +1,156 @@
+"""The fused pooling kernels against the plain torch pooling and the specification in float64, gradients included.
+
+On a CPU the kernels run in Triton's interpreter, in float32; on a GPU compiled, in bfloat16 and float16 too.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from corecontext.ops import pooling as plain  # noqa: E402
+from corecontext.ops import reference  # noqa: E402
+from corecontext.ops.rotary import Rotary  # noqa: E402
+from corecontext.ops.triton import pool as fused  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
+
+# group_size, head_dim, heads, groups, pooling, core_heads, rotary, softcap
+CASES = [
+    (1, 16, 1, 3, "cca", "kv", "half", None),
+    (3, 20, 2, 5, "cca", "kv", "partial", None),
+    (3, 20, 3, 2, "cca", "query", "partial_interleaved", 5.0),
+    (4, 64, 2, 19, "cca", "query", "half", None),
+    (4, 64, 1, 9, "cca", "kv", None, 0.5),
+    (16, 80, 3, 3, "cca", "kv", "half", 2.0),
+    (16, 64, 1, 5, "cca", "query", "interleaved", None),
+    (16, 20, 2, 3, "cca", "query", None, None),
+    (3, 80, 2, 2, "mean", "kv", "half", None),
+    (16, 16, 3, 2, "mean", "query", "interleaved", None),
+    (4, 64, 2, 3, "max", "kv", None, None),
+    (4, 20, 2, 5, "max", "query", "partial", None),
+    (3, 16, 1, 3, "max", "kv", "partial_interleaved", None),
+    (150, 80, 1, 2, "cca", "kv", "half", None),
+    (150, 80, 3, 2, "cca", "kv", "partial_interleaved", 2.0),
+    (150, 80, 2, 2, "cca", "query", "partial", None),
+    (150, 80, 2, 1, "cca", "query", None, 2.0),
+    (150, 80, 2, 2, "mean", "kv", "interleaved", None),
+    (150, 80, 2, 2, "max", "kv", None, None),
+    (150, 80, 2, 1, "max", "query", "partial", None),
+]
+
+
+def rotary_of(kind: str | None, head_dim: int) -> Rotary | None:
+    if kind is None:
+        return None
+    size = head_dim // 2 if "partial" in kind else head_dim
+    return Rotary(Rotary.from_theta(100.0, size).inv_freq, interleaved="interleaved" in kind)
+
+
+def inputs(group_size: int, head_dim: int, heads: int, groups: int, dtype: torch.dtype, kv_heads: int = 2,
+           seed: int = 0) -> list[torch.Tensor]:
+    """q_last, k and v as views of the projections of a model, [1, T, H, D], with a token left over at the end."""
+    make = torch.Generator().manual_seed(seed)
+    length = groups * group_size + 1
+    q = torch.randn(1, length, kv_heads * heads, head_dim, generator=make).to(DEVICE, dtype).transpose(1, 2)
+    k, v = (torch.randn(1, length, kv_heads, head_dim, generator=make).to(DEVICE, dtype).transpose(1, 2)[0]
+            for _ in range(2))
+    q_last = q.reshape(kv_heads, heads, length, head_dim)[:, :, group_size - 1:groups * group_size:group_size]
+    return [q_last] + [x[:, :groups * group_size].unflatten(1, (groups, group_size)) for x in (k, v)]
+
+
+def truth(q_last, k, v, grads, **options):
+    """Outputs and gradients of the specification in float64."""
+    leaves = [x.double().detach().requires_grad_() for x in (q_last, k, v)]
+    outputs = reference.pool(*leaves, **options)
+    sums = [g.double() for g in grads]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, sums, allow_unused=True)]
+
+
+def run(module, names, q_last, k, v, grads, **options):
+    """Outputs and gradients of a module's forward and backward."""
+    forward, backward = (getattr(module, name) for name in names)
+    return [*forward(q_last, k, v, **options), *backward(*grads, q_last, k, v, **options)]
+
+
+def check(got, same, exact, dtype):
+    """Each row's error is at most twice that of plain torch, plus a few roundings of the largest element around."""
+    for name, a, b, c in zip(("core_k", "core_v", "grad_q", "grad_k", "grad_v"), got, same, exact):
+        if b is None:
+            assert a is None, name
+            continue
+        assert a.shape == b.shape and a.dtype == b.dtype, name
+        error, plain_error = ((x.double() - c).abs().amax(-1) for x in (a, b))
+        allowed = 2 * plain_error + 8 * torch.finfo(dtype).eps * c.abs().amax().clamp(min=1e-3)
+        assert bool((error <= allowed).all()), f"{name}: {error.max():.2e}, plain torch {plain_error.max():.2e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_plain_and_reference(case, dtype):
+    group_size, head_dim, heads, groups, pooling, core_heads, kind, softcap = case
+    q_last, k, v = inputs(group_size, head_dim, heads, groups, dtype)
+    options = dict(scale=head_dim ** -0.5, pooling=pooling, core_heads=core_heads, rotary=rotary_of(kind, head_dim),
+                   softcap=softcap)
+    shape = (k.shape[0], heads if core_heads == "query" else 1, groups, head_dim)
+    make = torch.Generator().manual_seed(1)
+    grads = [torch.randn(shape, generator=make).to(DEVICE) for _ in range(2)]
+    got = run(fused, ("pool", "pool_backward"), q_last, k, v, grads, **options)
+    same = run(plain, ("forward", "backward"), q_last, k, v, grads, **options)
+    check(got, same, truth(q_last, k, v, grads, **options), dtype)
+
+
+@pytest.mark.parametrize("group_size", [4, 150])
+def test_ties_of_max_share_the_gradient(group_size):
+    q_last, k, v = inputs(group_size, 80, 1, 2, torch.float32)
+    k, v = k.round(), v.round()  # many equal maxima
+    grads = [torch.randn(2, 1, 2, 80, generator=torch.Generator().manual_seed(1)).to(DEVICE) for _ in range(2)]
+    options = dict(scale=1.0, pooling="max")
+    got = run(fused, ("pool", "pool_backward"), q_last, k, v, grads, **options)
+    check(got, run(plain, ("forward", "backward"), q_last, k, v, grads, **options),
+          truth(q_last, k, v, grads, **options), torch.float32)
+    assert int((got[4][0, 0, :, 0] != 0).sum()) > 1 or int((got[4] != 0).sum()) > got[4][:, :, 0].numel()
+
+
+@pytest.mark.parametrize("pooling", ["cca", "max"])
+@pytest.mark.parametrize("group_size", [4, 150])
+def test_a_nan_stays_in_its_group(pooling, group_size):
+    q_last, k, v = inputs(group_size, 80, 1, 2, torch.float32)
+    k, v = k.clone(), v.clone()
+    k[0, 1, group_size // 2, 3] = v[1, 0, 0, 5] = torch.nan
+    grads = [torch.ones(2, 1, 2, 80, device=DEVICE)] * 2
+    options = dict(scale=0.1, pooling=pooling)
+    got = run(fused, ("pool", "pool_backward"), q_last, k, v, grads, **options)
+    same = run(plain, ("forward", "backward"), q_last, k, v, grads, **options)
+    for a, b in zip(got, same):
+        if b is not None:
+            assert torch.equal(a.isnan(), b.isnan())
+
+
+def test_scores_of_any_size():
+    q_last, k, v = inputs(16, 20, 2, 2, torch.float32)
+    options = dict(scale=300.0)
+    grads = [torch.ones(2, 1, 2, 20, device=DEVICE)] * 2
+    got = run(fused, ("pool", "pool_backward"), q_last, k, v, grads, **options)
+    same = run(plain, ("forward", "backward"), q_last, k, v, grads, **options)
+    check(got, same, truth(q_last, k, v, grads, **options), torch.float32)
+
+
+def test_no_groups_and_expanded_gradients():
+    q_last, k, v = inputs(4, 16, 2, 3, torch.float32)
+    assert fused.pool(q_last[:, :, :0], k[:, :0], v[:, :0], scale=1.0)[0].shape == (2, 1, 0, 16)
+    assert fused.pool_backward(*[k.new_empty(2, 1, 0, 16)] * 2, q_last[:, :, :0], k[:, :0], v[:, :0], scale=1.0,
+                               pooling="mean")[1].shape == (2, 0, 4, 16)
+    grads = [torch.ones((), device=DEVICE).expand(2, 1, 3, 16)] * 2
+    got = fused.pool_backward(*grads, q_last, k, v, scale=1.0)
+    for a, b in zip(got, plain.backward(*grads, q_last, k, v, scale=1.0)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_float64_is_refused():
+    q_last, k, v = (x.double() for x in inputs(4, 16, 1, 2, torch.float32))
+    with pytest.raises(NotImplementedError, match="float64 is not in"):
+        fused.pool(q_last, k, v, scale=1.0)
