@@ -108,7 +108,7 @@ def operator_table(records: Sequence[Record]) -> str:
     lines = ["| device | heads, KV heads, D | dtype | g, s | L | pass | full attention | CCA | | floor of CCA |",
              "|---|---|---|---|---:|---|---:|---:|---:|---:|"]
     for row in operator_rows(records):
-        floor = f"{row['floor']:.0f} ms" if row["floor"] else ""
+        floor = _ms(row['floor']) if row['floor'] else ""
         lines.append(f"| {row['device']} | {row['query_heads']}, {row['kv_heads']}, {row['head_dim']} | {row['dtype']} "
                      f"| {row['group_size']}, {row['window_size']} | {row['length']} | {row['pass']} | "
                      f"{_ms(row['full'])} ({row['backend']}) | {_ms(row['cca'])} | {row['full'] / row['cca']:.1f}x | "
