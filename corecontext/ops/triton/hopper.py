@@ -13,9 +13,10 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, tma, warpgroup_mma,
+from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, warpgroup_mma,
                                                               warpgroup_mma_wait)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from corecontext.ops.triton.tensor_memory import copy_in, copy_out, descriptor, wait_out
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -65,7 +66,7 @@ def _copy(q_desc, k_desc, v_desc, core_k_desc, core_v_desc, q_smem, k_smem, v_sm
         for half in gl.static_range(2):
             mbarrier.wait(q_free.index(half), (count & 1) ^ 1)
             mbarrier.expect(q_ready.index(half), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [n, r, row + 64 * half, 0], q_ready.index(half),
+            copy_in(q_desc, [n, r, row + 64 * half, 0], q_ready.index(half),
                                             q_smem.index(half))
         for i in range(tiles):
             stage = step % STAGES
@@ -74,18 +75,18 @@ def _copy(q_desc, k_desc, v_desc, core_k_desc, core_v_desc, q_smem, k_smem, v_sm
             mbarrier.wait(k_free.index(stage), phase)
             mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
             if is_core:
-                tma.async_copy_global_to_shared(core_k_desc, [n, r // heads_per_core, i * BLOCK_N, 0],
+                copy_in(core_k_desc, [n, r // heads_per_core, i * BLOCK_N, 0],
                                                 k_ready.index(stage), k_smem.index(stage))
             else:
-                tma.async_copy_global_to_shared(k_desc, [n, 0, local - k_start + (i - core_tiles) * BLOCK_N, 0],
+                copy_in(k_desc, [n, 0, local - k_start + (i - core_tiles) * BLOCK_N, 0],
                                                 k_ready.index(stage), k_smem.index(stage))
             mbarrier.wait(v_free.index(stage), phase)
             mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
             if is_core:
-                tma.async_copy_global_to_shared(core_v_desc, [n, r // heads_per_core, i * BLOCK_N, 0],
+                copy_in(core_v_desc, [n, r // heads_per_core, i * BLOCK_N, 0],
                                                 v_ready.index(stage), v_smem.index(stage))
             else:
-                tma.async_copy_global_to_shared(v_desc, [n, 0, local - k_start + (i - core_tiles) * BLOCK_N, 0],
+                copy_in(v_desc, [n, 0, local - k_start + (i - core_tiles) * BLOCK_N, 0],
                                                 v_ready.index(stage), v_smem.index(stage))
             step += 1
         count += 1
@@ -187,17 +188,17 @@ def _attend_rows(q_smem, out_smem, k_smem, v_smem, q_ready, q_free, k_ready, k_f
         step += 1
         count += 1
 
-        tma.store_wait(0)  # the copy of the item before
+        wait_out(0)  # the copy of the item before
         out_smem.reshape([64, BLOCK_D]).store((acc / gl.convert_layout(total, o_rows)[:, None]).to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [head // heads_per_n, head % heads_per_n, row, 0], out_smem)
+        copy_out(out_desc, [head // heads_per_n, head % heads_per_n, row, 0], out_smem)
         at = row + gl.arange(0, 64, rows)
         gl.store(lse_ptr + head.to(gl.int64) * num_queries + at, (highest + gl.log2(total)) * LN2,
                  mask=at < num_queries)
         if not OWN_OUT:
-            tma.store_wait(0)
+            wait_out(0)
             mbarrier.arrive(q_free)
-    tma.store_wait(0)
+    wait_out(0)
 
 
 @gluon.jit(do_not_specialize=["num_items", "num_tiles", "num_queries", "q_start", "k_start"])
@@ -246,13 +247,6 @@ def _attend_fwd_hopper(q_desc, k_desc, v_desc, core_k_desc, core_v_desc, out_des
     ], [4, 1], [240, 24])
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """x [N, heads, T, D] for copies of `rows` rows of one head; rows and columns outside read as zeros."""
-    block = [1, 1, rows, max(16, triton.next_power_of_2(x.shape[-1]))]
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout.get_default_for(block, dtype))
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q_start: int = 0, k_start: int = 0,
            group_size: int, window_size: int, scale: float, core_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `attend.attend`."""
@@ -270,8 +264,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q
     turn = r * max(1, CACHE_BYTES // max(1, bytes_per_key_head))
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     _attend_fwd_hopper[(min(sms, num_tiles * num_heads),)](
-        _descriptor(q, 64), _descriptor(k, block_n), _descriptor(v, block_n), _descriptor(core_k, block_n),
-        _descriptor(core_v, block_n), _descriptor(out, 64), lse, lse if core_bias is None else core_bias,
+        descriptor(q, 64), descriptor(k, block_n), descriptor(v, block_n), descriptor(core_k, block_n),
+        descriptor(core_v, block_n), descriptor(out, 64), lse, lse if core_bias is None else core_bias,
         num_tiles * num_heads, num_tiles, num_heads, min(turn, num_heads), r, r // core_k.shape[1], num_queries,
         q_start, k_start, scale * LOG2E.value, group_size, window_size, HAS_BIAS=core_bias is not None, BLOCK_D=block_d,
         BLOCK_N=block_n, STAGES=stages, num_warps=4)
