@@ -19,7 +19,7 @@ from corecontext.ops.segments import SegmentView, find_segments
 
 
 def module_of(backend: str) -> ModuleType:
-    """The backend's functions on one sequence: pool, pool_backward, attend, attend_backward."""
+    """The backend's functions on one sequence: pool, attend, gradients."""
     return packed if backend == "packed" else importlib.import_module("corecontext.ops.triton.backend")
 
 
@@ -84,17 +84,9 @@ def cca_attention_backward_op(
                "rotary": None if inv_freq is None else Rotary(inv_freq, interleaved)}
     for segment in find_segments(q.shape[0], q.shape[2], attention_mask, cu_seqlens, position_ids):
         one = SegmentView(segment, q, k, v, core_bias, group_size, window_size, num_groups)
-        core_k, core_v = module.pool(*one.groups(), **options)
-        dq, dk, dv, dcore_k, dcore_v, dbias = module.attend_backward(
-            one.take(grad_out), None if grad_lse is None else one.take(grad_lse), one.q, one.k, one.v, core_k, core_v,
-            one.take(out), one.take(lse), **one.sizes, scale=scale, softcap=softcap or None, core_bias=one.core_bias)
-        if core_k.shape[2]:
-            pooled = core_k.shape[2] * one.group_size
-            dq_last, dk_pool, dv_pool = module.pool_backward(dcore_k, dcore_v, *one.groups(), **options)
-            if dq_last is not None:
-                dq[:, :, one.group_size - 1:pooled:one.group_size] += dq_last
-            dk[:, :pooled] += dk_pool.flatten(1, 2)
-            dv[:, :pooled] += dv_pool.flatten(1, 2)
+        dq, dk, dv, dbias = module.gradients(
+            one.take(grad_out), None if grad_lse is None else one.take(grad_lse), one.q, one.k, one.v, one.take(out),
+            one.take(lse), one.groups(), **one.sizes, core_bias=one.core_bias, **options)
         for grad, part in zip(grads, (dq, dk, dv)):
             grad.put(one, part)
         if dbias is not None:

@@ -8,12 +8,13 @@ attention kernel computes well. The local part goes block by block under one sha
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import sys
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from corecontext.ops import partial, pooling
+from corecontext.ops import compose, partial, pooling
 from corecontext.ops.merge import merge
 from corecontext.visibility import first_core_query, local_start, num_visible_cores, visible_cores_of
 
@@ -239,3 +240,8 @@ def _bias_gradient(call: _Call, grad_out: Tensor, grad_lse: Tensor | None, out: 
             change = change + grad_lse[:, :, rows]
         grad += ((part_lse - lse[:, :, rows]).exp() * change).sum(-1)
     return grad
+
+
+def gradients(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `compose.gradients`."""
+    return compose.gradients(sys.modules[__name__], *args, **options)

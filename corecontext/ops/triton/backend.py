@@ -1,15 +1,29 @@
-"""The Triton backend's surface: the same functions as `packed`, on one sequence."""
+"""The Triton backend's surface: the same functions as `packed`, on one sequence.
+
+Kernels made for Hopper take the calls they can; those of `attend`, which run everywhere, take the others.
+"""
 
 from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from corecontext.ops.triton.attend import attend, attend_backward
+from corecontext.ops import compose
+from corecontext.ops.triton import attend as anywhere
+from corecontext.ops.triton.attend import attend_backward
 from corecontext.ops.triton.pool import pool, pool_backward
 
-__all__ = ["attend", "attend_backward", "pool", "pool_backward", "unsupported_reason"]
+try:  # Gluon is young: a Triton without it, or with another, has the other kernels
+    from corecontext.ops.triton import hopper, hopper_backward
+except (ImportError, AttributeError):
+    hopper = hopper_backward = None
+
+__all__ = ["attend", "attend_backward", "gradients", "pool", "pool_backward", "unsupported_reason"]
 
 MAX_HEAD_DIM = 256
 
@@ -23,3 +37,34 @@ def unsupported_reason(q: Tensor) -> str | None:
     if q.shape[-1] > MAX_HEAD_DIM:
         return f"head_dim {q.shape[-1]} is more than {MAX_HEAD_DIM}"
     return None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, scale: float,
+           softcap: float | None = None, **sizes: Any) -> tuple[Tensor, Tensor]:
+    """As `packed.attend`: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32."""
+    with _on(q):
+        if hopper is not None and q.numel() and hopper.unsupported_reason(q, scale, softcap) is None:
+            return hopper.attend(q, k, v, core_k, core_v, scale=scale, **sizes)
+        return anywhere.attend(q, k, v, core_k, core_v, scale=scale, softcap=softcap, **sizes)
+
+
+def gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, *tensors: Any, scale: float,
+              softcap: float | None = None, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `compose.gradients`."""
+    with _on(q):
+        if hopper_backward is not None and hopper_backward.unsupported_reason(q, scale, softcap) is None:
+            return hopper_backward.gradients(grad_out, grad_lse, q, *tensors, scale=scale, **options)
+        return compose.gradients(_THIS, grad_out, grad_lse, q, *tensors, scale=scale, softcap=softcap, **options)
+
+
+def _on(x: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device_of(x) if x.is_cuda else contextlib.nullcontext()
+
+
+class _THIS:
+    """The four functions that run everywhere."""
+
+    pool = staticmethod(pool)
+    pool_backward = staticmethod(pool_backward)
+    attend_backward = staticmethod(attend_backward)

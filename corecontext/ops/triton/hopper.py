@@ -8,6 +8,8 @@ Core tiles and local tiles form one sequence of key tiles; only tiles that some 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -16,11 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, warpgroup_mma,
                                                               warpgroup_mma_wait)
 
-from corecontext.ops.triton.tensor_memory import copy_in, copy_out, descriptor, wait_out
+from corecontext.ops.triton.tensor_memory import aligned, copy_in, copy_out, descriptor, wait_out
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-CACHE_BYTES = 24 << 20
+CACHE_BYTES = 16 << 20  # of core tokens in use at a time: what stays in the L2 cache beside everything else
 
 
 @gluon.jit
@@ -201,7 +203,8 @@ def _attend_rows(q_smem, out_smem, k_smem, v_smem, q_ready, q_free, k_ready, k_f
     wait_out(0)
 
 
-@gluon.jit(do_not_specialize=["num_items", "num_tiles", "num_queries", "q_start", "k_start"])
+@gluon.jit(do_not_specialize=["num_items", "num_tiles", "num_heads", "heads_per_turn", "num_queries", "q_start",
+                                "k_start"])
 def _attend_fwd_hopper(q_desc, k_desc, v_desc, core_k_desc, core_v_desc, out_desc, lse_ptr, bias_ptr, num_items,
                        num_tiles, num_heads, heads_per_turn, heads_per_n, heads_per_core, num_queries, q_start, k_start,
                        scale, group_size, window_size, HAS_BIAS: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -247,26 +250,48 @@ def _attend_fwd_hopper(q_desc, k_desc, v_desc, core_k_desc, core_v_desc, out_des
     ], [4, 1], [240, 24])
 
 
+def unsupported_reason(q: Tensor, scale: float, softcap: float | None) -> str | None:
+    """Why these kernels cannot take the call, or None."""
+    if q.device.type != "cuda" or _capability(q.device) != (9, 0):
+        return f"device {q.device} has not compute capability 9.0"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype} is not bfloat16 or float16"
+    if not 32 < q.shape[-1] <= 256 or q.shape[-1] % 8:
+        return f"head_dim {q.shape[-1]} is not a multiple of 8 from 40 to 256"
+    if softcap is not None or scale <= 0:
+        return "scores are capped or their scale is not above 0"
+    return None
+
+
+@functools.lru_cache(maxsize=None)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.lru_cache(maxsize=None)
+def num_programs(device: torch.device) -> int:
+    """Multiprocessors of the device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q_start: int = 0, k_start: int = 0,
            group_size: int, window_size: int, scale: float, core_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `attend.attend`."""
+    q, k, v = aligned(q), aligned(k[:, None]), aligned(v[:, None])
+    core_k, core_v = (aligned(core_k), aligned(core_v)) if core_k.shape[2] else (k, v)
     n, r, num_queries, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    block_d = max(16, triton.next_power_of_2(dim))
+    block_d = triton.next_power_of_2(dim)
     block_n = 128 if block_d <= 128 else 64
-    stages = 2
-    k, v = k[:, None], v[:, None]
-    if not core_k.shape[2]:
-        core_k, core_v = k, v
-    num_tiles, num_heads = triton.cdiv(num_queries, 128), n * r
-    bytes_per_key_head = 4 * core_k.shape[2] * dim
-    turn = r * max(1, CACHE_BYTES // max(1, bytes_per_key_head))
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    _attend_fwd_hopper[(min(sms, num_tiles * num_heads),)](
+    num_tiles = triton.cdiv(num_queries, 128)
+    num_items = num_tiles * n * r
+    heads_per_turn = r * max(1, CACHE_BYTES // (2 * core_k.shape[2] * dim * core_k.element_size()))
+    _attend_fwd_hopper[(min(num_programs(q.device), num_items),)](
         descriptor(q, 64), descriptor(k, block_n), descriptor(v, block_n), descriptor(core_k, block_n),
-        descriptor(core_v, block_n), descriptor(out, 64), lse, lse if core_bias is None else core_bias,
-        num_tiles * num_heads, num_tiles, num_heads, min(turn, num_heads), r, r // core_k.shape[1], num_queries,
-        q_start, k_start, scale * LOG2E.value, group_size, window_size, HAS_BIAS=core_bias is not None, BLOCK_D=block_d,
-        BLOCK_N=block_n, STAGES=stages, num_warps=4)
+        descriptor(core_v, block_n), descriptor(out, 64), lse,
+        lse if core_bias is None else core_bias.float().contiguous(), num_items, num_tiles, n * r,
+        min(heads_per_turn, n * r), r, r // core_k.shape[1], num_queries, q_start, k_start, scale * LOG2E.value,
+        group_size, window_size, HAS_BIAS=core_bias is not None, BLOCK_D=block_d, BLOCK_N=block_n, STAGES=2,
+        num_warps=4)
     return out, lse

@@ -17,11 +17,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, warpgroup_mma,
                                                               warpgroup_mma_wait)
 
-from corecontext.ops.triton.hopper import LOG2E, _cores_of
-from corecontext.ops.triton.tensor_memory import add_out, copy_in, descriptor, wait_out
+from corecontext.ops.rotary import Rotary
+from corecontext.ops.triton import hopper
+from corecontext.ops.triton.hopper import LOG2E
+from corecontext.ops.triton.pool import pool, pool_backward
+from corecontext.ops.triton.tensor_memory import add_out, aligned, copy_in, descriptor, wait_out
 
 BLOCK_M = 64  # queries of a tile
 BLOCK_N = 128  # keys of a program
+HEADS_PER_TURN = 4
+MIN_BYTES = 128 << 20
 
 
 @triton.jit(do_not_specialize=["num_queries"])
@@ -127,8 +132,8 @@ def _add_query_gradients(tiles_smem, scores_smem, sum_smem, barriers, sum_desc, 
 
 
 @gluon.jit
-def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, barriers, sum_desc, core_grad_ptr, grad_ptr,
-                   dbias_ptr, bias_ptr, n, first_head, offset, key, num_keys, is_core, num_heads, last_row, tiles,
+def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, barriers, sum_desc, core_grad_ptr, grad_k_ptr,
+                   grad_v_ptr, dbias_ptr, bias_ptr, n, first_head, offset, key, num_keys, is_core, num_heads, last_row, tiles,
                    num_queries, group_size, window_size, scale, value_offset, HALF: gl.constexpr,
                    HAS_BIAS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     """One consumer: 64 keys against all queries that see one of them, scores transposed, [keys, queries].
@@ -226,17 +231,21 @@ def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, barriers, sum_
             if key < num_keys:
                 gl.store(dbias_ptr + key // 64, gl.sum(dbias, 0))
     else:
-        gl.store(grad_ptr + at, dk.to(grad_ptr.dtype.element_ty), mask=mask)
-        gl.store(grad_ptr + value_offset + at, dv.to(grad_ptr.dtype.element_ty), mask=mask)
+        gl.store(grad_k_ptr + at, dk.to(dtype), mask=mask)
+        gl.store(grad_v_ptr + at, dv.to(dtype), mask=mask)
     wait_out(0)
 
 
-@gluon.jit(do_not_specialize=["num_queries", "num_cores", "core_programs", "num_n", "heads_per_n"])
+@gluon.jit(do_not_specialize=["num_queries", "num_cores", "core_programs", "num_n", "heads_per_n",
+                                "heads_per_turn"])
 def _attend_bwd_hopper(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, core_v_desc, sum_desc, bias_ptr,
-                       core_grad_ptr, grad_ptr, dbias_ptr, num_queries, num_cores, core_programs, num_n, heads_per_n,
-                       heads_per_core, scale, group_size, window_size, HAS_BIAS: gl.constexpr, HEAD_DIM: gl.constexpr,
-                       BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """Grid: (tiles of 128 core tokens x N r + tiles of 128 tokens x N,), those that most queries see first."""
+                       core_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, num_queries, num_cores, core_programs, num_n, heads_per_n,
+                       heads_per_core, heads_per_turn, scale, group_size, window_size,
+                       HAS_BIAS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """Grid: (tiles of 128 core tokens x N r + tiles of 128 tokens x N,).
+
+    Core tokens come first, heads_per_turn heads at a time and of those the tiles that most queries see first: so few
+    heads that what their programs add to stays in the L2 cache."""
     dtype: gl.constexpr = q_desc.dtype
     tiles_smem = gl.allocate_shared_memory(dtype, [2 * STAGES + 4, 1, 1, 64, BLOCK_D], q_desc.layout)
     stats_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, 128], stats_desc.layout)
@@ -257,12 +266,14 @@ def _attend_bwd_hopper(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_des
     pid = gl.program_id(0)
     is_core = pid < core_programs
     if is_core:
-        heads = num_n * heads_per_n
-        head = pid % heads
+        turn_programs = (num_cores + 127) // 128 * heads_per_turn
+        turn = pid // turn_programs
+        heads = gl.minimum(heads_per_turn, num_n * heads_per_n - turn * heads_per_turn)
+        head = turn * heads_per_turn + (pid - turn * turn_programs) % heads
         n = head // heads_per_n
         first_head = head % heads_per_n
         num_heads = gl.to_tensor(1)
-        key = pid // heads * 128
+        key = (pid - turn * turn_programs) // heads * 128
         num_keys = num_cores
         begin = (key + 1) * group_size + window_size - 1
         end = num_queries
@@ -279,17 +290,17 @@ def _attend_bwd_hopper(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_des
         last_key = gl.minimum(key + 128, num_keys) - 1
         end = gl.minimum((last_key // group_size + 1) * group_size + window_size - 1, num_queries)
         offset = n.to(gl.int64) * num_queries
-        value_offset = num_n.to(gl.int64) * num_queries * HEAD_DIM
+        value_offset = offset
     tiles = gl.maximum((end + 63) // 64 - begin // 64, 0)
     last_row = (end - 1) // 64 * 64
     bias_ptr += n * heads_per_n
     gl.warp_specialize([
         (_key_gradients, (tiles_smem, stats_smem, scores_smem, sum_smem.index(0), barriers, sum_desc, core_grad_ptr,
-                          grad_ptr, dbias_ptr, bias_ptr, n, first_head, offset, key, num_keys, is_core, num_heads,
+                          grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr, n, first_head, offset, key, num_keys, is_core, num_heads,
                           last_row, tiles, num_queries, group_size, window_size, scale, value_offset, 0, HAS_BIAS,
                           HEAD_DIM, BLOCK_D, STAGES)),
         (_key_gradients, (tiles_smem, stats_smem, scores_smem, sum_smem.index(1), barriers, sum_desc, core_grad_ptr,
-                          grad_ptr, dbias_ptr, bias_ptr, n, first_head, offset, key, num_keys, is_core, num_heads,
+                          grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr, n, first_head, offset, key, num_keys, is_core, num_heads,
                           last_row, tiles, num_queries, group_size, window_size, scale, value_offset, 1, HAS_BIAS,
                           HEAD_DIM, BLOCK_D, STAGES)),
         (_copy_queries, (q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, core_v_desc, tiles_smem,
@@ -298,34 +309,85 @@ def _attend_bwd_hopper(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_des
     ], [4, 1], [240, 24])
 
 
-def attend_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, core_k: Tensor,
-                    core_v: Tensor, out: Tensor, lse: Tensor, *, group_size: int, window_size: int, scale: float,
-                    core_bias: Tensor | None = None,
-                    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """As `attend.attend_backward`, but the queries' gradient is a float32 sum still to be scaled, and those of k and v
-    have their dtype."""
+def unsupported_reason(q: Tensor, scale: float, softcap: float | None) -> str | None:
+    """Why these kernels cannot take the call, or None."""
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are asked for"
+    if q.shape[-1] > 128:
+        return f"head_dim {q.shape[-1]} is more than 128"
+    return hopper.unsupported_reason(q, scale, softcap)
+
+
+def gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+              groups: tuple[Tensor, Tensor, Tensor], *, group_size: int, window_size: int, scale: float,
+              core_bias: Tensor | None, pooling: str, core_heads: str, rotary: Rotary | None,
+              ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `compose.gradients`, in the dtype of q, k and v; a few KV heads at a time, so that the float32 sums of their
+    queries' gradients take little memory."""
+    options = {"scale": scale, "pooling": pooling, "core_heads": core_heads, "rotary": rotary}
+    cores = pool(*groups, **options)
+    q, grad_out, out = aligned(q), aligned(grad_out), aligned(out)
+    key, value = aligned(k[:, None]), aligned(v[:, None])
     n, r, num_queries, dim = q.shape
-    num_cores, core_heads = core_k.shape[2], core_k.shape[1]
-    dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    grads = torch.empty(2, *k.shape, dtype=k.dtype, device=q.device)
+    num_cores = cores[0].shape[2]
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=q.device) for _ in range(2))
+    dbias = None if core_bias is None else torch.empty(n, r, dtype=torch.float32, device=q.device)
+    size = _rows_at_once(q, k)
+    sums = torch.empty(size, *q.shape[1:], dtype=torch.float32, device=q.device)
+    for low in range(0, n, size):
+        some = slice(low, low + size)
+        last, bias_part = _some_gradients(
+            grad_out[some], None if grad_lse is None else grad_lse[some], q[some], key[some], value[some],
+            *(x[some] for x in cores), out[some], lse[some], tuple(x[some] for x in groups), sums[:min(size, n - low)],
+            (dk[some], dv[some]), group_size, window_size, None if core_bias is None else core_bias[some], options)
+        rows = triton.cdiv(num_queries, BLOCK_M)
+        _finish_kernel[(rows, min(size, n - low) * r)](
+            sums, sums if last is None else last, dq[some], num_queries, num_cores, group_size, scale,
+            HAS_LAST=last is not None, HEAD_DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK=BLOCK_M)
+        if dbias is not None:
+            dbias[some] = bias_part
+    return dq, dk, dv, dbias
+
+
+def _rows_at_once(q: Tensor, k: Tensor) -> int:
+    """Sequences whose float32 sums take a twentieth of q, k, v, the output and their gradients, and no fewer than it
+    takes to fill the device."""
+    head_bytes = q.shape[2] * q.shape[3] * q.element_size()
+    limit = 4 * (q.shape[0] * q.shape[1] + k.shape[0]) * head_bytes // 20
+    return max(1, min(q.shape[0], max(limit, MIN_BYTES) // (2 * q.shape[1] * head_bytes)))
+
+
+def _some_gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, core_k: Tensor,
+                    core_v: Tensor, out: Tensor, lse: Tensor, groups: tuple[Tensor, Tensor, Tensor], sums: Tensor,
+                    grads: tuple[Tensor, Tensor], group_size: int, window_size: int, core_bias: Tensor | None,
+                    options: dict) -> tuple[Tensor | None, Tensor]:
+    """Fill sums with the queries' gradients still to be scaled and grads with those of k and v; returns what pooling
+    adds to the queries at group ends, and the gradient of the bias."""
+    n, r, num_queries, dim = q.shape
+    num_cores, core_heads, scale = core_k.shape[2], core_k.shape[1], options["scale"]
     core_grads = torch.empty(2, n, r, num_cores, dim, dtype=torch.float32, device=q.device)
     tiles = triton.cdiv(num_queries, BLOCK_M)
     stats = torch.empty(n, r, tiles, 2 * BLOCK_M, dtype=torch.float32, device=q.device)
     dbias = torch.empty(n, r, triton.cdiv(num_cores, 64) if core_bias is not None else 0, dtype=torch.float32,
                         device=q.device)
-    block_d = max(16, triton.next_power_of_2(dim))
-    _prepare_kernel[(tiles, n * r)](out, grad_out, lse, lse if grad_lse is None else grad_lse, stats, dq_sum,
+    block_d = triton.next_power_of_2(dim)
+    _prepare_kernel[(tiles, n * r)](out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(), stats, sums,
                                     *out.stride()[:3], *grad_out.stride()[:3], num_queries, r,
                                     HAS_GRAD_LSE=grad_lse is not None, HEAD_DIM=dim, BLOCK_D=block_d, BLOCK=BLOCK_M)
-    key, value = k[:, None], v[:, None]
-    core_key, core_value = (core_k, core_v) if num_cores else (key, value)
+    core_key, core_value = (aligned(core_k), aligned(core_v)) if num_cores else (k, v)
     core_programs = triton.cdiv(num_cores, BLOCK_N) * n * r
     _attend_bwd_hopper[(core_programs + triton.cdiv(num_queries, BLOCK_N) * n,)](
-        descriptor(q, 64), descriptor(grad_out, 64), descriptor(stats, 1), descriptor(key, 64), descriptor(value, 64),
-        descriptor(core_key, 64), descriptor(core_value, 64), descriptor(dq_sum, 64, block_d // 2),
-        lse if core_bias is None else core_bias, core_grads, grads, dbias, num_queries, num_cores, core_programs,
-        n, r, r // core_heads, scale * LOG2E.value, group_size, window_size, HAS_BIAS=core_bias is not None,
-        HEAD_DIM=dim, BLOCK_D=block_d, STAGES=2, num_warps=4)
-    if core_heads == 1 and r > 1:
-        core_grads = core_grads.sum(2, keepdim=True)
-    return dq_sum, *grads, *core_grads, None if core_bias is None else dbias.sum(-1)
+        descriptor(q, 64), descriptor(grad_out, 64), descriptor(stats, 1), descriptor(k, 64), descriptor(v, 64),
+        descriptor(core_key, 64), descriptor(core_value, 64), descriptor(sums, 64, block_d // 2),
+        lse if core_bias is None else core_bias.float().contiguous(), core_grads, *grads, dbias, num_queries, num_cores,
+        core_programs, n, r, r // core_heads, HEADS_PER_TURN, scale * LOG2E.value, group_size,
+        window_size, HAS_BIAS=core_bias is not None, HEAD_DIM=dim, BLOCK_D=block_d, STAGES=2, num_warps=4)
+    last = None
+    if num_cores:
+        if core_heads == 1 and r > 1:
+            core_grads = core_grads.sum(2, keepdim=True)
+        pooled = num_cores * group_size
+        into = tuple(x[:, :pooled].unflatten(1, (num_cores, group_size)) for x in grads)
+        last, _, _ = pool_backward(*core_grads, *groups, **options, into=into)
+    return last, dbias.sum(-1)

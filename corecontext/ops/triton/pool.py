@@ -57,10 +57,13 @@ def _load_rows(ptr, stride_m, stride_g, groups, rows, cols, num_groups, group_si
 
 
 @triton.jit
-def _store_rows(ptr, x, stride_m, stride_g, groups, rows, cols, num_groups, group_size, HEAD_DIM: tl.constexpr):
-    """Write what `_load_rows` reads."""
+def _store_rows(ptr, x, stride_m, stride_g, groups, rows, cols, num_groups, group_size, HEAD_DIM: tl.constexpr,
+                ADD: tl.constexpr):
+    """Write what `_load_rows` reads, or add to it."""
     mask = (groups < num_groups)[:, None, None] & (rows < group_size)[None, :, None] & (cols < HEAD_DIM)[None, None, :]
     at = (groups * stride_m)[:, None, None] + (rows * stride_g)[None, :, None] + cols[None, None, :]
+    if ADD:
+        x += tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=mask)
 
 
@@ -263,7 +266,7 @@ def _pool_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr, cos_
                      num_groups, group_size, scale, softcap,
                      HEADS: tl.constexpr, HEADS_OUT: tl.constexpr, POOLING: tl.constexpr, HEAD_DIM: tl.constexpr,
                      HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                     BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+                     ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
     """Gradients of pooling for whole groups.
 
     Grid: N * ceil(M / BLOCK_M). A program owns BLOCK_M groups of one n, all their tokens and heads: no two programs
@@ -333,8 +336,10 @@ def _pool_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr, cos_
             grad_k = _max_grad_key(share, top, turned, k, other, cos, sin, partner, sign, BLOCK_M, BLOCK_D, HALF)
             top = _top(v, rows, group_size)
             grad_v = _max_grad(into_v / _num_top(v, top, rows, group_size), v, top)
-    _store_rows(grad_k_ptr + n * dk_n, grad_k, dk_m, dk_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
-    _store_rows(grad_v_ptr + n * dv_n, grad_v, dv_m, dv_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
+    _store_rows(grad_k_ptr + n * dk_n, grad_k, dk_m, dk_g, groups, rows, cols, num_groups, group_size, HEAD_DIM,
+                ADD)
+    _store_rows(grad_v_ptr + n * dv_n, grad_v, dv_m, dv_g, groups, rows, cols, num_groups, group_size, HEAD_DIM,
+                ADD)
 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
@@ -435,7 +440,7 @@ def _pool_long_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr,
                           num_groups, group_size, scale, softcap,
                           HEADS: tl.constexpr, HEADS_OUT: tl.constexpr, POOLING: tl.constexpr, HEAD_DIM: tl.constexpr,
                           HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                          BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+                          ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
                           BLOCK_H: tl.constexpr):
     """Gradients of pooling for groups too large for registers.
 
@@ -556,8 +561,8 @@ def _pool_long_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr,
             grad_k = _max_grad_key(into_k / count_k, top_k, turned, k, other, cos, sin, partner, sign, BLOCK_M, BLOCK_D,
                                    HALF)
             grad_v = _max_grad(into_v / count_v, v, top_v)
-        _store_rows(grad_k_ptr, grad_k, dk_m, dk_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
-        _store_rows(grad_v_ptr, grad_v, dv_m, dv_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
+        _store_rows(grad_k_ptr, grad_k, dk_m, dk_g, groups, rows, cols, num_groups, group_size, HEAD_DIM, ADD)
+        _store_rows(grad_v_ptr, grad_v, dv_m, dv_g, groups, rows, cols, num_groups, group_size, HEAD_DIM, ADD)
 
 
 def _tables(rotary: Rotary | None, group_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -640,16 +645,18 @@ def pool(q_last: Tensor, k: Tensor, v: Tensor, *, scale: float, pooling: str = "
 
 def pool_backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: Tensor, v: Tensor, *, scale: float,
                   pooling: str = "cca", core_heads: str = "kv", rotary: Rotary | None = None,
-                  softcap: float | None = None) -> tuple[Tensor | None, Tensor, Tensor]:
+                  softcap: float | None = None,
+                  into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor | None, Tensor, Tensor]:
     """Gradients of q_last (None unless the weights are learned), k and v (docs/math.md, eq. 10).
 
     Args:
         grad_core_k, grad_core_v: Gradients of the core tokens, [N, 1 or r, M, D] in any of the three dtypes.
         q_last, k, v, scale, pooling, core_heads, rotary, softcap: As given to `pool`.
+        into: Tensors of the shape of k and v to add their gradients to, in place.
 
     Returns:
-        In the dtype and shape of q_last, k and v; summed in float32. K and V are read once, their gradients written
-        once.
+        In the dtype and shape of q_last, k and v, summed in float32; that of q_last in float32 where `into` is given. K
+        and V are read once, their gradients written once.
 
     Raises:
         NotImplementedError: a dtype is not one of the three.
@@ -659,8 +666,9 @@ def pool_backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: T
     grad_core_k, grad_core_v = _columns_adjacent(grad_core_k), _columns_adjacent(grad_core_v)
     batch, num_groups, group_size, head_dim = k.shape
     heads = q_last.shape[1]
-    grad_q = torch.empty_like(q_last) if pooling == "cca" else None
-    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    grad_q = torch.empty_like(q_last, dtype=q_last.dtype if into is None else torch.float32,
+                              memory_format=torch.contiguous_format) if pooling == "cca" else None
+    grad_k, grad_v = (torch.empty_like(k), torch.empty_like(v)) if into is None else into
     if k.numel() == 0:
         return grad_q, grad_k, grad_v
     whole, block_m, block_g, block_d, num_warps = _plan(group_size, head_dim, per_thread=16)
@@ -679,5 +687,5 @@ def pool_backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: T
             HEADS=heads, HEADS_OUT=heads if core_heads == "query" else 1, POOLING=pooling, HEAD_DIM=head_dim,
             HALF=0 if rotary is None else rotary.inv_freq.numel(),
             INTERLEAVED=rotary is not None and rotary.interleaved, HAS_SOFTCAP=softcap is not None,
-            BLOCK_M=block_m, BLOCK_G=block_g, BLOCK_D=block_d, num_warps=num_warps, **more)
+            ADD=into is not None, BLOCK_M=block_m, BLOCK_G=block_g, BLOCK_D=block_d, num_warps=num_warps, **more)
     return grad_q, grad_k, grad_v

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -26,8 +28,23 @@ add_out = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _atomic_
 wait_out = tma.store_wait
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x, copied unless the accelerator can read it: rows of neighbours, all else in steps of 16 bytes."""
+    step = 16 // x.element_size()
+    steps = all(size == 1 or (stride and stride % step == 0) for size, stride in zip(x.shape[:-1], x.stride()[:-1]))
+    if x.stride(-1) == 1 and steps and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """x [N, heads, T, D] for copies of `rows` rows of one head; rows and columns outside read as zeros."""
-    block = [1, 1, rows, columns or max(16, triton.next_power_of_2(x.shape[-1]))]
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    """x [N, heads, T, D], aligned, for copies of `rows` rows of one head; rows and columns outside read as zeros."""
+    block = (1, 1, rows, columns or max(16, triton.next_power_of_2(x.shape[-1])))
+    strides = [stride if size > 1 else block[3] for size, stride in zip(x.shape[:-1], x.stride()[:-1])]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, x.dtype))
+
+
+@functools.lru_cache(maxsize=None)
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How such a tile lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[dtype])
