@@ -1,4 +1,4 @@
-"""The Triton backend's surface: the same functions as `packed`, on one sequence."""
+"""The Triton backend's surface: the same functions as `packed`, on one sequence, and the decoding step of a cache."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import triton
 from torch import Tensor
 
 from corecontext.ops.triton.attend import attend, attend_backward
+from corecontext.ops.triton.decode import decode_step, turn_tables
 from corecontext.ops.triton.pool import pool, pool_backward
 
-__all__ = ["attend", "attend_backward", "pool", "pool_backward", "unsupported_reason"]
+__all__ = ["attend", "attend_backward", "decode_step", "pool", "pool_backward", "turn_tables", "unsupported_reason"]
 
 MAX_HEAD_DIM = 256
 
