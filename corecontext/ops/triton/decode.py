@@ -201,9 +201,10 @@ def _attend_share(q_ptr, keys_ptr, values_ptr, acc_ptr, lse_ptr, stride_qh, shar
     acc, total, highest = _attend_loop(q, keys_ptr, values_ptr, begin, tl.minimum(begin + size, length), slot,
                                        position - cores * group_size, ring_size, scale, softcap, bias, WIDTH, HAS_BIAS,
                                        HAS_SOFTCAP, HEAD_DIM, VECTOR, BLOCK_M, BLOCK_N, BLOCK_D, STAGES)
-    some = total > 0
+    some = highest != -float("inf")
+    total = tl.where(some, total, 1.0)
     tl.store(lse_ptr + heads, highest + tl.log2(total), mask=in_heads)
-    tl.store(acc_ptr + at, acc / tl.where(some, total, 1.0)[:, None], mask=mask & some[:, None])
+    tl.store(acc_ptr + at, acc / total[:, None], mask=mask & some[:, None])
 
 
 @triton.jit(do_not_specialize=["seen", "kv_heads", "capacity", "ring_size", "group_size", "window_size"])

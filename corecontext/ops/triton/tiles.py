@@ -80,10 +80,11 @@ class DecodeTiles(NamedTuple):
 def decode_tiles(device: torch.device, dtype: torch.dtype, heads: int, dim: int) -> DecodeTiles:
     """For `decode_step`: heads query heads share the entries. Tiles of 16 KiB of keys, several on the way at once."""
     block_d, block_m = _power_of_2(max(dim, 16)), _power_of_2(heads)
-    if dtype == torch.float32:
-        return DecodeTiles(block_m, max(1, min(32, 4096 // (block_m * block_d))), 4, 2, True)
+    interpreted = device.type != "cuda"
+    if dtype == torch.float32:  # true float32 has no tensor cores, and sums of vectors need no padded rows
+        return DecodeTiles(block_m, 8 if interpreted else max(1, min(32, 4096 // (block_m * block_d))), 4, 3, True)
     block_m = max(16, block_m)  # rows of the smallest matrix product
-    if device.type != "cuda":
+    if interpreted:
         return DecodeTiles(block_m, 16, 4, 1, False)
     return DecodeTiles(block_m, min(128, 8192 // block_d), 4, 3, False)
 
