@@ -279,7 +279,7 @@ class CompactLayer:
         self.is_empty = False
 
     def _choose_step(self) -> None:
-        """Find what decodes into the present buffers."""
+        """Find what decodes into the buffers as they are now: their dtype and device decide."""
         self._step = None
         if choose_backend(self.config.backend, self.keys) == "triton":
             module, half = backend_module("triton", self.keys), self.rotary and self.rotary.inv_freq.numel()

@@ -38,8 +38,8 @@ def _products(q, k, VECTOR: tl.constexpr):
 @triton.jit
 def _mixed(weights, v, VECTOR: tl.constexpr):
     """Weighted sums of the rows of v, [rows, columns] in float32."""
-    if VECTOR:
-        mixed = tl.sum(weights[:, :, None] * v.to(tl.float32)[None, :, :], 1)
+    if VECTOR:  # not weights * v: a sum of such products over 16 rows is compiled as a product in TF32
+        mixed = tl.sum(tl.fma(weights[:, :, None], v.to(tl.float32)[None, :, :], 0.0), 1)
     else:
         mixed = _dot(weights.to(v.dtype), v)
     return mixed
@@ -51,11 +51,11 @@ def _group_rows(ring_ptr, new_ptr, slot, rows, cols, ring_size, group_size, HEAD
     whose slot another thread may only just be writing."""
     slots = slot - (group_size - 1) + rows
     slots = tl.where(slots < 0, slots + ring_size, slots)
-    in_dims = (cols < HEAD_DIM)[None, :]
-    at = ring_ptr + slots.to(tl.int64)[:, None] * HEAD_DIM + cols[None, :]
-    old = tl.load(at, mask=(rows < group_size - 1)[:, None] & in_dims, other=0.0)
-    new = tl.load(new_ptr + cols, mask=cols < HEAD_DIM, other=0.0)
-    return tl.where((rows == group_size - 1)[:, None], new[None, :], old).to(tl.float32)[None, :, :]
+    in_dims = (cols < HEAD_DIM)[None, None, :]
+    at = ring_ptr + slots.to(tl.int64)[None, :, None] * HEAD_DIM + cols[None, None, :]
+    old = tl.load(at, mask=(rows < group_size - 1)[None, :, None] & in_dims, other=0.0)
+    new = tl.load(new_ptr + cols[None, None, :], mask=in_dims, other=0.0)
+    return tl.where((rows == group_size - 1)[None, :, None], new, old).to(tl.float32)
 
 
 @triton.jit
@@ -218,8 +218,8 @@ def _step_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, seen_ptr, pad_ptr, c
     """Grid: (B Hkv, 1 + shares). The first program of a KV head appends its new token; each other one reads an even
     share of the visible entries once, for all HEADS query heads. All write a part of the softmax: the normalised output
     [HEADS, D] in float32 and its log-sum-exp in units of log 2; -inf and no output where nothing is seen."""
-    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, head = n // kv_heads, n % kv_heads
+    row, part = tl.program_id(0), tl.program_id(1)
+    n, batch, head = row.to(tl.int64), (row // kv_heads).to(tl.int64), (row % kv_heads).to(tl.int64)
     if ON_DEVICE:
         seen = tl.load(seen_ptr)
     position = (seen - tl.load(pad_ptr + batch)).to(tl.int32)

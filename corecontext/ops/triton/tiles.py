@@ -82,7 +82,8 @@ def decode_tiles(device: torch.device, dtype: torch.dtype, heads: int, dim: int)
     block_d, block_m = _power_of_2(max(dim, 16)), _power_of_2(heads)
     interpreted = device.type != "cuda"
     if dtype == torch.float32:  # true float32 has no tensor cores, and sums of vectors need no padded rows
-        return DecodeTiles(block_m, 8 if interpreted else max(1, min(32, 4096 // (block_m * block_d))), 4, 3, True)
+        block_n = 8 if interpreted else max(1, min(32, 4096 // (block_m * block_d)))
+        return DecodeTiles(block_m, block_n, 4 if block_m * block_d <= 2048 else 8, 3, True)
     block_m = max(16, block_m)  # rows of the smallest matrix product
     if interpreted:
         return DecodeTiles(block_m, 16, 4, 1, False)
