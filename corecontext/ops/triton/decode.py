@@ -348,4 +348,5 @@ def decode_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, s
     on_device = isinstance(seen, Tensor)
     step = _step_op if torch.compiler.is_compiling() else _step  # an operator's dispatch costs more than the launches
     return step(q, k, v, keys, values, seen if on_device else None, 0 if on_device else seen, pad, cos, sin,
-                interleaved, group_size, window_size, ring_size, pooling, core_heads, scale, softcap or 0.0, core_bias)
+                interleaved, group_size, window_size, ring_size, pooling, core_heads, float(scale),
+                float(softcap or 0), float(core_bias))

@@ -91,9 +91,14 @@ def decode_tiles(device: torch.device, dtype: torch.dtype, heads: int, dim: int)
 
 
 def decode_splits(device: torch.device, rows: int, capacity: int, block_n: int) -> int:
-    """Programs that share the entries of each of `rows` KV heads: several for each multiprocessor, two tiles each."""
+    """Programs that share the entries of each of `rows` KV heads, from shapes only: a captured step keeps its launch.
+
+    As many as run at once, three on a multiprocessor; more, so that the last ones do not run alone, where each still
+    has 32 tiles; fewer where each would not have two.
+    """
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-    return max(1, min(4 * units // rows - 1, -(-capacity // (2 * block_n)), _MOST_SPLITS))
+    wanted = max(3 * units // rows - 1, min(8 * units // rows, capacity // (32 * block_n)))
+    return max(1, min(wanted, -(-capacity // (2 * block_n)), _MOST_SPLITS))
 
 
 def _power_of_2(n: int) -> int:
