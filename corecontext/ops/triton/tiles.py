@@ -87,7 +87,8 @@ def decode_tiles(device: torch.device, dtype: torch.dtype, heads: int, dim: int)
     block_m = max(16, block_m)  # rows of the smallest matrix product
     if interpreted:
         return DecodeTiles(block_m, 16, 4, 1, False)
-    return DecodeTiles(block_m, min(128, 8192 // block_d), 4, 3, False)
+    large = block_m * block_d > 8192 and _shared_memory(device) < 160 * 1024  # queries leave room for fewer tiles
+    return DecodeTiles(block_m, min(128, 8192 // block_d), 4, 2 if large else 3, False)
 
 
 def decode_splits(device: torch.device, rows: int, capacity: int, block_n: int) -> int:
