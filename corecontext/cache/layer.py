@@ -10,14 +10,14 @@ The file is long because appending, decoding, cropping and saving share one inva
 
 from __future__ import annotations
 
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
 
 from corecontext.cache.slots import grown, read, write
 from corecontext.config import CCAConfig
-from corecontext.ops.api import backend_module, cca_attention, outside_autocast
+from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
 from corecontext.ops.decode import attend_buffer
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import find_segments
@@ -63,6 +63,8 @@ class CompactLayer:
         self.seen: int | Tensor = 0  # slots appended so far, padding included
         self.is_empty = True
         self._core_width = 1
+        self._step: Callable[..., Tensor] | None = None  # all of `_decode` at once, where the backend has that
+        self._turn: tuple[Tensor, Tensor] | None = None  # its tables
         self._intact_from = 0  # oldest slot whose token is surely still in the ring
         self._undo: _Undo | None = None
         self._ended: str | None = None  # why nothing may be appended any more
@@ -199,19 +201,27 @@ class CompactLayer:
             raise ValueError("gradients must not be asked through a filled compact cache: its core tokens are kept "
                              "without their graph. Train with use_cache=False, or wrap generation in torch.no_grad().")
         g, s, ring, width = self.group_size, self.config.window_size, self.ring_size, self._core_width
-        batch, heads, _, dim = k.shape
-        position = self.seen - self.pad  # [B]
-        if self.max_length is None:
+        fixed = self.max_length is not None
+        if not fixed:
             self._reserve(self.seen + 1)
+            self._undo = None
+            self._intact_from = max(self._intact_from, self.seen + 1 - ring)
+        if self._step is not None:
+            out = self._step(q, k, v, self.keys, self.values, self.seen, self.pad, turn=self._turn,
+                             interleaved=self.rotary is not None and self.rotary.interleaved, group_size=g,
+                             window_size=s, ring_size=ring, pooling=self.config.pooling,
+                             core_heads=self.config.core_heads, scale=scale, softcap=softcap,
+                             core_bias=self.config.core_bias)
+            if not fixed:  # a tensor is counted on the device
+                self.seen += 1
+            return out
+        position = self.seen - self.pad  # [B]
         write(self.keys, (position % ring)[:, None], k)
         write(self.values, (position % ring)[:, None], v)
-        fixed = self.max_length is not None
         if fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads):
             self._close_groups(q, position, scale, softcap)
         cores = (self.keys.shape[2] - ring) // width
         if not fixed:
-            self._undo = None
-            self._intact_from = max(self._intact_from, self.seen + 1 - ring)
             cores = num_complete_groups(self.seen + 1 - min(self.pads), g)
         self._advance(1)
         slot = torch.arange(ring, device=q.device)
@@ -265,7 +275,19 @@ class CompactLayer:
                 self.seen = torch.zeros((), dtype=torch.long, device=k.device)
                 for fixed in (self.keys, self.values, self.seen, self.pad):
                     torch._dynamo.mark_static_address(fixed)
+        self._choose_step()
         self.is_empty = False
+
+    def _choose_step(self) -> None:
+        """Find what decodes into the buffers as they are now: their dtype and device decide."""
+        self._step = None
+        if choose_backend(self.config.backend, self.keys) == "triton":
+            module, half = backend_module("triton", self.keys), self.rotary and self.rotary.inv_freq.numel()
+            self._step = module.decode_step
+            table = self._turn and self._turn[0]
+            # Kept where it lies as long as it is right: a captured step reads it there.
+            if half and (table is None or table.shape != (self.group_size, half) or table.device != self.keys.device):
+                self._turn = module.turn_tables(self.rotary, self.group_size, self.keys.device)
 
     def _read_padding(self, mask: Tensor | None, batch: int, start: int, new: int,
                       device: torch.device) -> list[int]:
@@ -433,3 +455,4 @@ class CompactLayer:
         self.keys, self.values = grown(state["keys"], size), grown(state["values"], size)
         self.seen = state["seen"] if self.max_length is None else torch.tensor(state["seen"], device=self.pad.device)
         self._intact_from, self._ended, self.is_empty = state["intact_from"], state["ended"], False
+        self._choose_step()

@@ -1,4 +1,4 @@
-"""The Triton backend's surface: the same functions as `packed`, on one sequence.
+"""The Triton backend's surface: the same functions as `packed`, on one sequence, and the decoding step of a cache.
 
 Kernels made for Hopper take the calls they can; those of `attend`, which run everywhere, take the others.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 from corecontext.ops import compose
 from corecontext.ops.triton import attend as anywhere
 from corecontext.ops.triton.attend import attend_backward
+from corecontext.ops.triton.decode import decode_step, turn_tables
 from corecontext.ops.triton.pool import pool, pool_backward
 
 try:  # Gluon is young: a Triton without it, or with another, has the other kernels
@@ -23,7 +24,8 @@ try:  # Gluon is young: a Triton without it, or with another, has the other kern
 except (ImportError, AttributeError):
     hopper = hopper_backward = None
 
-__all__ = ["attend", "attend_backward", "gradients", "pool", "pool_backward", "unsupported_reason"]
+__all__ = ["attend", "attend_backward", "decode_step", "gradients", "pool", "pool_backward", "turn_tables",
+           "unsupported_reason"]
 
 MAX_HEAD_DIM = 256
 

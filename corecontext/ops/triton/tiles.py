@@ -1,4 +1,7 @@
-"""Tile sizes of the attention kernels: a table by head size, dtype and shared memory, never tuned while running."""
+"""Tile sizes of the attention kernels and shares of a decoding step: tables, never tuned while running.
+
+They go by head size, dtype, shared memory and multiprocessors.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+_MOST_SPLITS = 127  # with the new token, 128 parts that one program merges
 
 
 class Tiles(NamedTuple):
@@ -59,3 +65,43 @@ def _backward_tiles(q: Tensor) -> Tiles:
     if shared < 160 * 1024:
         return Tiles(64, 32, 4, 2)
     return Tiles(64, 32, 4, 3)
+
+
+class DecodeTiles(NamedTuple):
+    """Query heads and entries of a tile, how Triton compiles it, and whether its products are sums of vectors."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    vector: bool
+
+
+def decode_tiles(device: torch.device, dtype: torch.dtype, heads: int, dim: int) -> DecodeTiles:
+    """For `decode_step`: heads query heads share the entries. Tiles of 16 KiB of keys, several on the way at once."""
+    block_d, block_m = _power_of_2(max(dim, 16)), _power_of_2(heads)
+    interpreted = device.type != "cuda"
+    if dtype == torch.float32:  # true float32 has no tensor cores, and sums of vectors need no padded rows
+        block_n = 8 if interpreted else max(1, min(32, 4096 // (block_m * block_d)))
+        return DecodeTiles(block_m, block_n, 4 if block_m * block_d <= 2048 else 8, 3, True)
+    block_m = max(16, block_m)  # rows of the smallest matrix product
+    if interpreted:
+        return DecodeTiles(block_m, 16, 4, 1, False)
+    large = block_m * block_d > 8192 and _shared_memory(device) < 160 * 1024  # queries leave room for fewer tiles
+    return DecodeTiles(block_m, min(128, 8192 // block_d), 4, 2 if large else 3, False)
+
+
+def decode_splits(device: torch.device, rows: int, capacity: int, block_n: int) -> int:
+    """Programs that share the entries of each of `rows` KV heads, from shapes only: a captured step keeps its launch.
+
+    As many as run at once, three on a multiprocessor; more, so that the last ones do not run alone, where each still
+    has 32 tiles; fewer where each would not have two.
+    """
+    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    wanted = max(3 * units // rows - 1, min(8 * units // rows, capacity // (32 * block_n)))
+    return max(1, min(wanted, -(-capacity // (2 * block_n)), _MOST_SPLITS))
+
+
+def _power_of_2(n: int) -> int:
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,204 @@
+"""The decoding step in Triton against the reference: on the GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+pytest.importorskip("triton", reason="the triton backend needs triton")
+
+from corecontext import CCAConfig, Rotary, cca_attention  # noqa: E402
+from corecontext.cache import CompactLayer  # noqa: E402
+from corecontext.ops.triton.decode import decode_step  # noqa: E402
+from corecontext.ops.triton.tiles import decode_splits, decode_tiles  # noqa: E402
+from corecontext.visibility import num_visible_cores  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("default_device")
+GPU = torch.cuda.is_available()
+# The interpreter gets bfloat16 wrong. On the GPU every dtype runs.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])
+WORST = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest row's norm, in any row
+
+
+def rotary_of(dim, share=1.0, interleaved=False):
+    """Frequencies for the first part of the dimensions."""
+    return Rotary(Rotary.from_theta(100.0, dim).inv_freq[:int(dim * share) // 2], interleaved)
+
+
+def tensors(batch, heads, kv_heads, length, dim, dtype, seed=0):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    default = torch.get_default_device()
+    return [torch.randn(batch, h, length, dim, generator=generator, device="cpu").to(default, dtype)
+            for h in (heads, kv_heads, kv_heads)]
+
+
+def reference(config, rotary, qkv, mask=None, softcap=None):
+    c = config
+    return cca_attention(*(x.double() for x in qkv), group_size=c.group_size, window_size=c.window_size,
+                         pooling=c.pooling, core_position=c.core_position, core_heads=c.core_heads,
+                         core_bias=c.core_bias, rotary=rotary, attention_mask=mask, softcap=softcap,
+                         backend="reference")
+
+
+def decoded(layer, qkv, prefill, mask=None, before=None, **options):
+    """Outputs of a prefill and of single tokens after it; `before` is called with each step's slot."""
+    part = None if mask is None else mask[:, :prefill]
+    outs = [layer.attend(*(x[:, :, :prefill] for x in qkv), attention_mask=part, **options)]
+    assert layer._step is decode_step
+    for t in range(prefill, qkv[0].shape[2]):
+        if before:
+            before(t)
+        outs.append(layer.attend(*(x[:, :, t:t + 1] for x in qkv), **options))
+    return torch.cat(outs, 2)
+
+
+def assert_rows(got, expected, dtype):
+    """A single bound for a tensor would hide a wrong row."""
+    assert got.isfinite().all()
+    rows = (got.double() - expected).norm(dim=-1)
+    assert (rows <= WORST[dtype] * expected.norm(dim=-1).amax()).all(), f"off by {rows.max():.2e}"
+
+
+#        g   s   H  Hkv D   prefill length, settings
+CASES = [(4, 9, 4, 2, 16, 21, 50, {}), (5, 12, 2, 2, 16, 1, 34, {}), (16, 20, 4, 1, 16, 13, 55, {}),
+         (1, 5, 2, 1, 16, 7, 19, {"core_bias": 0.7}), (7, 3, 3, 1, 80, 20, 36, {}),
+         (4, 9, 4, 2, 16, 21, 43, {"core_heads": "query", "core_bias": -0.7}),
+         (5, 6, 3, 1, 16, 13, 31, {"core_heads": "query", "pooling": "mean"}),
+         (5, 8, 2, 1, 16, 13, 31, {"pooling": "max"}), (5, 8, 2, 1, 16, 13, 31, {"pooling": "mean"}),
+         (4, 9, 2, 1, 18, 13, 31, {"core_position": "token"}), (40, 3, 2, 1, 96, 35, 45, {})]
+if GPU:
+    CASES += [(16, 100, 32, 8, 128, 3000, 3050, {}), (16, 64, 8, 8, 128, 1000, 1040, {"core_bias": 2.0}),
+              (16, 33, 64, 1, 128, 500, 540, {"core_heads": "query"}), (300, 50, 4, 2, 256, 890, 905, {}),
+              (16, 64, 4, 2, 256, 800, 820, {"pooling": "max"})]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x)[6:])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_step_of_every_row(case, softcap, dtype):
+    g, s, heads, kv_heads, dim, prefill, length, settings = case
+    if softcap and not GPU and (dtype != torch.float32 or case not in (CASES[2], CASES[5], CASES[7])):
+        pytest.skip("the interpreter is slow")
+    config = CCAConfig(g, s, backend="triton", **settings)
+    rotary = rotary_of(dim, interleaved=g == 5) if g != 7 else rotary_of(dim, 0.5)
+    qkv = tensors(2, heads, kv_heads, length, dim, dtype)
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, :3 if prefill > 3 else 0] = 0
+    fixed = (softcap is None) == (length % 2 == 0)
+    layer = CompactLayer(config, rotary, max_length=length + 2 if fixed else None, rollback=3 if fixed else 0)
+    out = decoded(layer, qkv, prefill, mask, softcap=softcap)
+    expected = reference(config, rotary, qkv, mask, softcap)
+    assert_rows(out, expected, dtype)
+    assert layer.seq_len == length
+
+
+def test_entries_are_shared_by_several_programs():
+    device = torch.zeros(()).device
+    for dtype in (torch.float32, torch.float16):
+        assert decode_splits(device, 4, 60, decode_tiles(device, dtype, 2, 16).block_n) > (0 if GPU else 1)
+    assert decode_splits(device, 10 ** 6, 10 ** 6, 64) == 1
+
+
+@pytest.mark.parametrize("prefill", [3, 30])
+def test_nothing_unseen_is_read(prefill):
+    g, s, length = 4, 9, 46
+    layer, qkv = CompactLayer(CCAConfig(g, s, backend="triton"), rotary_of(16), max_length=99), tensors(
+        1, 4, 2, length, 16, torch.float32)
+
+    def poison(t):
+        """NaN in all that the step at t does not see, but for core tokens that a later one does."""
+        ring, low = layer.ring_size, num_visible_cores(t, g, s) * g
+        unseen = torch.ones(layer.keys.shape[2], dtype=torch.bool)
+        unseen[ring:ring + t // g] = False
+        unseen[[p % ring for p in range(low, t)]] = False
+        layer.keys[:, :, unseen] = float("nan")
+        layer.values[:, :, unseen] = float("nan")
+
+    out = decoded(layer, qkv, prefill, before=poison)
+    assert_rows(out, reference(layer.config, layer.rotary, qkv), torch.float32)
+
+
+def test_the_same_bits_from_run_to_run():
+    config, qkv = CCAConfig(4, 9, backend="triton"), tensors(2, 2, 1, 40, 16, torch.float16)
+    runs = []
+    for _ in range(2):
+        layer = CompactLayer(config, rotary_of(16), max_length=60)
+        runs.append((decoded(layer, qkv, 20), layer.keys, layer.values))
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_crop_state_and_rows_go_with_it():
+    config, qkv = CCAConfig(4, 9, backend="triton"), tensors(2, 2, 1, 44, 16, torch.float32)
+    expected = reference(config, rotary_of(16), qkv)
+    for fixed in (None, 60):
+        layer = CompactLayer(config, rotary_of(16), max_length=fixed, rollback=6)
+        decoded(layer, [x[:, :, :36] for x in qkv], 31)
+        layer.crop(5)
+        other = CompactLayer(config, rotary_of(16), max_length=fixed, rollback=6)
+        other.load_state_dict(layer.state_dict())
+        for one, rows in ((layer, [0, 1]), (other, [1, 1])):
+            one.select(torch.tensor(rows))
+            for t in range(31, 37):
+                out = one.attend(*(x[rows, :, t:t + 1] for x in qkv))
+                assert_rows(out, expected[rows, :, t:t + 1], torch.float32)
+
+
+def test_strided_inputs():
+    config, qkv = CCAConfig(4, 9, backend="triton"), tensors(2, 4, 2, 30, 16, torch.float32)
+    layer = CompactLayer(config, rotary_of(16))
+    expected = reference(config, rotary_of(16), qkv)
+    layer.attend(*(x[:, :, :24] for x in qkv))
+    for t in range(24, 30):
+        step = torch.cat([x[:, :, t:t + 1] for x in qkv], 1).transpose(1, 2).flatten(2)  # as one projection gives them
+        q, k, v = (x.unflatten(2, (-1, 16)).transpose(1, 2) for x in step.split((64, 32, 32), 2))
+        assert_rows(layer.attend(q, k, v), expected[:, :, t:t + 1], torch.float32)
+
+
+def test_what_has_no_slot_is_not_written():
+    g, s, ring = 4, 5, 8
+    memory = [torch.full((2, ring, 16), 7.0) for _ in range(2)]
+    keys, values = (x[:1].view(1, 1, ring, 16) for x in memory)
+    q, k, v = tensors(1, 2, 1, 1, 16, torch.float32)
+    options = {"turn": None, "interleaved": False, "group_size": g, "window_size": s, "ring_size": ring,
+               "pooling": "mean", "core_heads": "kv", "scale": 0.25}
+    seen, pad = torch.tensor(3), torch.tensor([0])
+    decode_step(q, k, v, keys, values, seen, pad, **options)  # closes group 0, which has no slot
+    assert seen == 4 and torch.equal(keys[0, 0, 3], k[0, 0, 0]) and torch.equal(values[0, 0, 3], v[0, 0, 0])
+    decode_step(q, k, v, keys, values, 4, torch.tensor([5]), **options)  # padding
+    for x in (*memory, keys[0], values[0]):
+        assert (x.flatten(0, 1)[[0, 1, 2, 4, 5, 6, 7]] == 7).all() and (memory[0][1] == 7).all()
+
+
+def test_compiles_as_one_graph():
+    config, qkv = CCAConfig(4, 9, backend="triton"), tensors(2, 4, 2, 34, 16, torch.float32)
+    layer = CompactLayer(config, rotary_of(16), max_length=60)
+    expected = reference(config, rotary_of(16), qkv)
+    layer.attend(*(x[:, :, :26] for x in qkv))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step = torch.compile(lambda q, k, v: 2 * layer.attend(q, k, v), fullgraph=True, backend=counter)
+    with torch.no_grad():
+        for t in range(26, 34):
+            assert_rows(step(*(x[:, :, t:t + 1] for x in qkv)) / 2, expected[:, :, t:t + 1], torch.float32)
+    assert counter.frame_count == 1 and layer.seq_len == 34
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="graphs need a GPU")
+def test_a_captured_step_replays():
+    g, s, prefill, length = 16, 64, 700, 740
+    config, qkv = CCAConfig(g, s), tensors(2, 8, 2, length, 128, torch.bfloat16)
+    layer = CompactLayer(config, rotary_of(128), max_length=length)
+    expected = reference(config, rotary_of(128), qkv)
+    layer.attend(*(x[:, :, :prefill] for x in qkv))
+    new = [x[:, :, prefill:prefill + 1].clone() for x in qkv]
+    layer.attend(*new)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer.attend(*new)
+    for t in range(prefill + 1, length):
+        for buffer, x in zip(new, qkv):
+            buffer.copy_(x[:, :, t:t + 1])
+        graph.replay()
+        assert_rows(out, expected[:, :, t:t + 1], torch.bfloat16)
