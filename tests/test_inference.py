@@ -17,12 +17,13 @@ from corecontext.inference.fuse import Fused
 from corecontext.inference.limits import bytes_per_token, choose_chunk_size, does_not_fit, position_limit
 from corecontext.integrations.transformers import handle_of
 
+pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig(5, 13)
 LENGTHS = (41, 22, 3, 30)
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.fixture
+def model(default_device):
     model = tiny_model()
     with corecontext.enabled(model, CONFIG):
         yield model
@@ -233,7 +234,7 @@ def test_sampled_frequencies_are_the_probabilities():
     from corecontext.inference.sampling import Sampler
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0]).expand(20000, 5)
     for sampling, kept in ((Sampling(1.3), 5), (Sampling(1.3, top_k=3), 3), (Sampling(1.3, top_p=0.75), 3)):
-        sampler = Sampler(20000, torch.device("cpu"), 1)
+        sampler = Sampler(20000, logits.device, 1)
         sampler.start(sampling, [0], 5)
         found = sampler.choose(logits, sampling.kind).flatten().bincount(minlength=5) / 20000
         expected = (logits[0] / 1.3).softmax(-1) * (torch.arange(5) < kept)

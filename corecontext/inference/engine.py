@@ -61,7 +61,6 @@ class Engine:
         """Seconds from the start of the last request to its first token."""
         self._idle: OrderedDict[tuple, Session] = OrderedDict()
         self._busy: list[Session] = []
-        self._pool: Any = None
 
     # Requests --------------------------------------------------------------------------------------------------
 
@@ -175,12 +174,10 @@ class Engine:
         session = self._idle.pop(key, None)
         if session is None:
             batch, room, config, streams = key
-            if self._pool is None and self.capture and self.model.device.type == "cuda":
-                self._pool = torch.cuda.graph_pool_handle()
             while self.keep and len(self._idle) >= self.keep:  # before the new one is allocated, not after
                 self._idle.popitem(last=False)
             session = Session(self.model, self.handle, config, batch, room, streams, capture=self.capture,
-                              forward=self.forward, pool=self._pool)
+                              forward=self.forward)
         session.reset()
         self._busy.append(session)
         return session

@@ -32,13 +32,12 @@ class Session:
         streams: Random streams, 1 or `batch`.
         capture: Whether to capture steps in CUDA graphs.
         forward: What runs a step: the model, or a compiled one.
-        pool: Memory pool that captured graphs share, or None.
     """
 
     def __init__(self, model: Any, handle: Handle | None, config: CCAConfig | None, batch: int, max_length: int,
-                 streams: int, *, capture: bool, forward: Any, pool: Any = None) -> None:
+                 streams: int, *, capture: bool, forward: Any) -> None:
         self.model, self.handle, self.config, self.forward = model, handle, config, forward
-        self.batch, self.max_length, self.pool = batch, max_length, pool
+        self.batch, self.max_length = batch, max_length
         self.fixed = handle is not None and not handle.hybrid
         device = model.device
         self.capture = capture and self.fixed and device.type == "cuda"
@@ -117,13 +116,21 @@ class Session:
                 self._step(kind)
             current.wait_stream(self._stream)
         else:
-            graph = torch.cuda.CUDAGraph()
-            for generator in self.sampler.generators:
-                graph.register_generator_state(generator)
-            with torch.cuda.graph(graph, pool=self.pool, stream=self._stream):
+            self._graphs[kind] = self._captured(kind)
+            self._graphs[kind].replay()
+
+    def _captured(self, kind: str) -> torch.cuda.CUDAGraph:
+        """A step as a graph; recording it runs nothing."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.sampler.generators:
+            graph.register_generator_state(generator)  # each replay then draws further numbers
+        try:
+            with torch.cuda.graph(graph, stream=self._stream):
                 self._step(kind)
-            self._graphs[kind] = graph
-            graph.replay()
+        except RuntimeError as error:
+            raise RuntimeError(f"a step of {type(self.model).__name__} cannot be captured: {error} "
+                               "Use Engine(model, capture=False).") from error
+        return graph
 
     @torch.no_grad()
     def _step(self, kind: str) -> None:
