@@ -14,7 +14,8 @@ from corecontext import CCAConfig
 from corecontext.inference import Engine, Load, Sampling, TablePolicy, prefill
 from corecontext.inference.engine import rounded_up
 from corecontext.inference.fuse import Fused
-from corecontext.inference.limits import bytes_per_token, choose_chunk_size, does_not_fit, position_limit
+from corecontext.inference.limits import (bytes_per_token, cache_bytes_per_token, choose_chunk_size, does_not_fit,
+                                          position_limit)
 from corecontext.integrations.transformers import handle_of
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -56,12 +57,13 @@ def generated(model, ids, mask=None, **options):
 # The same tokens -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("static", [None, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_engine_generate_and_full_forward_agree(family):
+def test_engine_generate_and_full_forward_agree(family, static):
     model = tiny_model(family)
     ids, mask, rows = ragged()
     with corecontext.enabled(model, CONFIG):
-        made = Engine(model, chunk_size=11).generate(ids, mask, max_new_tokens=12)
+        made = Engine(model, static=static, chunk_size=11).generate(ids, mask, max_new_tokens=12)
         assert made == generated(model, ids, mask, max_new_tokens=12, do_sample=False)
         for row, own in zip(rows, made):
             assert own == recompute(model, row, 12)
@@ -71,7 +73,7 @@ def test_engine_generate_and_full_forward_agree(family):
 @pytest.mark.parametrize("g, s", [(1, 9), (5, 13), (16, 10), (16, 33), (4, 8)])
 def test_any_chunk_size_and_setting(model, g, s, chunk_size):
     ids, mask, _ = ragged()
-    engine = Engine(model, chunk_size=chunk_size)
+    engine = Engine(model, static=True, chunk_size=chunk_size)
     made = engine.generate(ids, mask, max_new_tokens=20, group_size=g, window_size=s)
     handle, before = handle_of(model), handle_of(model).config
     handle.configure(group_size=g, window_size=s)
@@ -102,8 +104,8 @@ def test_prefill_of_full_attention_into_any_cache():
         for row, own in zip(rows, logits):
             with torch.no_grad():
                 torch.testing.assert_close(own, model(row).logits[0, -1], rtol=1e-4, atol=1e-4)
-    assert Engine(model).generate(ids, mask, max_new_tokens=9) == generated(model, ids, mask, max_new_tokens=9,
-                                                                          do_sample=False)
+    made = Engine(model, static=True).generate(ids, mask, max_new_tokens=9)
+    assert made == generated(model, ids, mask, max_new_tokens=9, do_sample=False)
 
 
 def test_the_head_runs_once_on_one_token(model):
@@ -118,13 +120,13 @@ def test_num_groups_becomes_the_group_size_of_the_prompt():
     model = tiny_model()
     with corecontext.enabled(model, CCAConfig(window_size=13, num_groups=4)):
         ids = tokens(2, 41)
-        stream = Engine(model, chunk_size=6).stream(ids, max_new_tokens=12)
+        stream = Engine(model, static=True, chunk_size=6).stream(ids, max_new_tokens=12)
         assert (stream.group_size, stream.window_size) == (7, 13)
         made = [list(row) for row in zip(*stream)]
         assert made == generated(model, ids, max_new_tokens=12, do_sample=False)
         assert prefill(model, ids).cache.layers[0].compact.group_size == 7
         with pytest.raises(ValueError, match="^num_groups must be used with rows of one length"):
-            Engine(model).stream(*ragged()[:2], max_new_tokens=1)
+            Engine(model, static=True).stream(*ragged()[:2], max_new_tokens=1)
 
 
 # Streams -------------------------------------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ def test_tokens_stream_in_order_and_no_step_is_wasted(model, monkeypatch):
     original = session.Session.step
     monkeypatch.setattr(session.Session, "step", lambda self, kind: steps.append(kind) or original(self, kind))
     ids, mask, _ = ragged()
-    engine = Engine(model)
+    engine = Engine(model, static=True)
     whole = engine.generate(ids, mask, max_new_tokens=9)
     steps.clear()
     stream = engine.stream(ids, mask, max_new_tokens=9)
@@ -149,7 +151,7 @@ def test_tokens_stream_in_order_and_no_step_is_wasted(model, monkeypatch):
 
 
 def test_a_stream_left_early_frees_its_session(model):
-    engine = Engine(model)
+    engine = Engine(model, static=True)
     with engine.stream(tokens(1, 30), max_new_tokens=50) as stream:
         next(stream), next(stream)
         assert engine.cache_bytes_used > 0 and engine.cache_bytes_kept == 0
@@ -159,7 +161,7 @@ def test_a_stream_left_early_frees_its_session(model):
 
 
 def test_two_streams_with_other_settings_at_once(model):
-    engine, ids = Engine(model), tokens(1, 40)
+    engine, ids = Engine(model, static=True), tokens(1, 40)
     options = [{"group_size": 5, "window_size": 13}, {"group_size": 3, "window_size": 20}, {}]
     alone = [engine.generate(ids, max_new_tokens=15, **one)[0] for one in options]
     assert alone[0] != alone[1]
@@ -170,7 +172,7 @@ def test_two_streams_with_other_settings_at_once(model):
 
 def test_eos_ends_rows_one_by_one(model):
     ids, mask, _ = ragged()
-    engine = Engine(model)
+    engine = Engine(model, static=True)
     free = engine.generate(ids, mask, max_new_tokens=25)
     eos = [free[0][4], free[1][9]]
     expected = [row[:min((i for i, t in enumerate(row) if t in eos), default=len(row)) + 1] for row in free]
@@ -197,7 +199,7 @@ class Letters:
 
 
 def test_stop_strings_end_with_the_token_that_completes_them(model):
-    ids, engine = tokens(2, 40), Engine(model)
+    ids, engine = tokens(2, 40), Engine(model, static=True)
     free = engine.generate(ids, max_new_tokens=30)
     for first, last in ((7, 11), (20, 20), (0, 2)):
         stop = Letters().decode(free[0][first:last + 1])
@@ -208,7 +210,7 @@ def test_stop_strings_end_with_the_token_that_completes_them(model):
 
 
 def test_sampling_is_reproducible_and_that_of_generate(model):
-    ids, engine = tokens(1, 40), Engine(model)
+    ids, engine = tokens(1, 40), Engine(model, static=True)
     for sampling, options in ((Sampling(1.5), {"temperature": 1.5, "top_k": 0}),
                               (Sampling(0.8, top_k=10), {"temperature": 0.8, "top_k": 10}),
                               (Sampling(2.0, top_p=0.7), {"temperature": 2.0, "top_k": 0, "top_p": 0.7}),
@@ -224,7 +226,7 @@ def test_sampling_is_reproducible_and_that_of_generate(model):
 
 def test_a_row_with_its_own_seed_does_not_depend_on_its_neighbours(model):
     ids, mask, rows = ragged()
-    engine, sampling = Engine(model), Sampling(1.2, top_k=30)
+    engine, sampling = Engine(model, static=True), Sampling(1.2, top_k=30)
     together = engine.generate(ids, mask, max_new_tokens=15, sampling=sampling, seed=[5, 6, 7, 8])
     for row, own, seed in zip(rows, together, (5, 6, 7, 8)):
         assert own == engine.generate(row, max_new_tokens=15, sampling=sampling, seed=seed)[0]
@@ -254,10 +256,11 @@ def test_settings_of_generate_are_taken_over():
 
 
 @pytest.mark.parametrize("at", [0, 1, 12])
-def test_a_shrunk_window_equals_a_model_that_shrinks(model, at):
+@pytest.mark.parametrize("static", [False, True])
+def test_a_shrunk_window_equals_a_model_that_shrinks(model, at, static):
     """Against generate()'s growing cache, shrunk at the same token."""
     ids, mask, _ = ragged()
-    stream = Engine(model, max_length=80).stream(ids, mask, max_new_tokens=25)
+    stream = Engine(model, static=static, max_length=80).stream(ids, mask, max_new_tokens=25)
     made = [next(stream) for _ in range(at)]
     ahead = 1 if ids.is_cuda and at > 1 else 0  # a GPU is one step ahead of what was read
     stream.configure(group_size=5, window_size=4)
@@ -285,7 +288,7 @@ def test_a_shrunk_window_equals_a_model_that_shrinks(model, at):
 
 
 def test_g_stays_and_s_only_shrinks(model):
-    engine = Engine(model)
+    engine = Engine(model, static=True)
     stream = engine.stream(tokens(1, 40), max_new_tokens=25)
     next(stream), next(stream)
     used = engine.cache_bytes_used
@@ -310,7 +313,7 @@ def test_policy_chooses_what_the_request_does_not(model):
         seen.append(load)
         return (4, 9) if load.queue_length > 3 else (2, 16)
 
-    engine = Engine(model, policy=policy, cache_bytes_budget=10**6)
+    engine = Engine(model, static=True, policy=policy, cache_bytes_budget=10**6)
     ids = tokens(1, 30)
     for queue, chosen, expected in ((0, {}, (2, 16)), (9, {}, (4, 9)), (9, {"window_size": 5}, (4, 5)),
                                     (9, {"group_size": 7, "window_size": 5}, (7, 5))):
@@ -351,10 +354,10 @@ def test_too_long_prompts_are_refused(model):
     with pytest.raises(ValueError, match="^input_ids must fit the model's 256 positions, got 257 tokens. Shorten"):
         prefill(model, tokens(1, 257))
     with pytest.raises(ValueError, match="^input_ids must fit the model's 256 positions, got 250 tokens and 7 new"):
-        Engine(model).stream(tokens(1, 250), max_new_tokens=7)
+        Engine(model, static=True).stream(tokens(1, 250), max_new_tokens=7)
     ids, mask = tokens(1, 300), torch.ones(1, 300)
     mask[:, :50] = 0
-    assert len(Engine(model).generate(ids, mask, max_new_tokens=6)[0]) == 6  # padding takes no positions
+    assert len(Engine(model, static=True).generate(ids, mask, max_new_tokens=6)[0]) == 6  # padding takes no positions
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -374,14 +377,14 @@ def test_too_long_prompts_are_refused(model):
 def test_wrong_requests_are_refused(model, arguments, message):
     options = {"input_ids": tokens(2, 8), "max_new_tokens": 2, **arguments}
     with pytest.raises(ValueError, match=f"^{message}"):
-        Engine(model, max_length=40).stream(**options)
+        Engine(model, static=True, max_length=40).stream(**options)
 
 
 def test_wrong_settings_are_refused(model):
     for options, message in (({"max_length": 0}, "max_length must be at least 1"), ({"keep": -1}, "keep must be"),
                              ({"fuse": "no"}, "fuse must be None or 'compile'")):
         with pytest.raises(ValueError, match=f"^{message}"):
-            Engine(model, **options)
+            Engine(model, static=True, **options)
     with pytest.raises(ValueError, match="^chunk_size must be at least 1, got 0"):
         prefill(model, tokens(1, 4), chunk_size=0)
     filled = prefill(model, tokens(1, 4)).cache
@@ -415,14 +418,16 @@ def test_chunk_size_follows_the_model_and_the_memory(model, monkeypatch):
 
 
 def test_running_out_of_memory_names_what_would_fit(model, monkeypatch):
-    assert "About chunk_size=409 would fit." in does_not_fit(1, 9000, 1024, 0, 2**30, 2**31, 0.0)
+    assert "About chunk_size=409 would fit." in does_not_fit(1, 9000, 1024, 0, 2**30, 2**31, 1.0)
     # 1 GiB free, half of it for a chunk: 2**29 / 2**17 = 4096 tokens of cache
     message = does_not_fit(4, 6000, 1024, 3072, 2**30, 2**29, 2.0**17)
     assert message.endswith("About 4096 tokens a row fit with 4 rows, or 2 rows of 6000. Or take a larger group_size "
                             "or a smaller chunk_size.")
     assert message.startswith("input_ids must fit the device's memory, got 4 x 6000 tokens in chunks of 1024: it ran "
                               "out after 3072 tokens a row with 1.00 GiB free before.")
-    assert "about 512, or fewer rows" in does_not_fit(1, 6000, 1024, 0, 2**30, 2**20, 0.0)
+    assert "about 512, or fewer rows" in does_not_fit(1, 6000, 1024, 0, 2**30, 2**20, 1.0)
+    assert cache_bytes_per_token(model.config, torch.bfloat16) == 2 * 2 * 2 * 16 * 2 / 5
+    assert cache_bytes_per_token(tiny_model().config, torch.float32) == 2 * 2 * 2 * 16 * 4
 
     calls, original = [], model.model.forward
 
@@ -432,7 +437,7 @@ def test_running_out_of_memory_names_what_would_fit(model, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return original(*args, **kwargs)
 
-    engine = Engine(model, chunk_size=8)
+    engine = Engine(model, static=True, chunk_size=8)
     expected = engine.generate(tokens(1, 40), max_new_tokens=4)
     monkeypatch.setattr(model.model, "forward", failing)
     with pytest.raises(MemoryError, match="^input_ids must fit the device's memory, got 1 x 40 tokens in chunks of 8: "
@@ -459,7 +464,7 @@ def live_tensors():
 def test_soak_of_mixed_requests(model):
     """Many requests through one engine: each answer is that of the request alone, and nothing is left behind."""
     draw = random.Random(0)
-    engine = Engine(model, keep=2)
+    engine = Engine(model, static=True, keep=2)
     before = live_tensors()
     for number in range(60):
         lengths = [draw.randint(1, 60) for _ in range(draw.randint(1, 3))]
@@ -471,7 +476,7 @@ def test_soak_of_mixed_requests(model):
         seeds = [draw.randint(0, 1000) for _ in lengths]
         made = engine.generate(ids, mask, seed=seeds, **options)
         for row, own, seed in zip(rows, made, seeds):
-            assert own == Engine(model, keep=0).generate(row, seed=seed, **options)[0]
+            assert own == Engine(model, static=False, keep=0).generate(row, seed=seed, **options)[0]
         assert engine.cache_bytes_used == 0 and len(engine._idle) <= 2
     assert engine.cache_bytes_kept > 0
     engine.clear()
@@ -480,7 +485,7 @@ def test_soak_of_mixed_requests(model):
 
 
 def test_sessions_are_reused_with_their_buffers(model):
-    engine, places = Engine(model), set()
+    engine, places = Engine(model, static=True), set()
     for seed in range(4):
         with engine.stream(tokens(2, 40 + seed, seed=seed), max_new_tokens=3) as stream:
             next(stream)
@@ -490,7 +495,7 @@ def test_sessions_are_reused_with_their_buffers(model):
 
 def test_fused_modules_change_no_token(model):
     """torch.compile with a backend that only traces: what is compiled is found, used, and put back."""
-    engine, ids = Engine(model, chunk_size=10), tokens(1, 40)
+    engine, ids = Engine(model, static=True, chunk_size=10), tokens(1, 40)
     expected = engine.generate(ids, max_new_tokens=6)
     engine.fused = Fused(model)
     count = len(engine.fused._compiled)
@@ -507,6 +512,6 @@ def test_fused_modules_change_no_token(model):
 @pytest.mark.parametrize("options", [{"fuse": "compile"}, {"compile": True}], ids=str)
 def test_compiled_modules_and_steps_change_no_token(model, options):
     ids, mask, _ = ragged()
-    expected = Engine(model).generate(ids, mask, max_new_tokens=12)
+    expected = Engine(model, static=True).generate(ids, mask, max_new_tokens=12)
     torch._dynamo.reset()
-    assert Engine(model, chunk_size=16, **options).generate(ids, mask, max_new_tokens=12) == expected
+    assert Engine(model, static=True, chunk_size=16, **options).generate(ids, mask, max_new_tokens=12) == expected

@@ -24,14 +24,16 @@ class Engine:
     """Generates with one model, request after request, on buffers that are made once.
 
     On a GPU the whole step - embedding, layers, output head, sampling - is captured in a CUDA graph, once per batch
-    size, length, g, s and kind of sampling, and replayed for every token of every later request. On a CPU the same
-    code runs as it is. Models with sliding-window layers, and models without CCA, decode uncaptured.
+    size, length, g, s and kind of sampling, and replayed for every token of every later request. On a CPU steps run as
+    they are, and the cache grows. So do models with sliding-window layers, and models without CCA.
 
     Args:
         model: A Hugging Face causal language model, usually with CCA enabled.
         max_length: Tokens a row, prompt and answer, that buffers are made for; None rounds each request's need up,
             by an eighth at most, so that similar requests share buffers.
         chunk_size: As for `prefill`.
+        static: Whether caches have fixed buffers, which are kept for later requests; None means where steps are
+            captured or compiled. Their steps are arithmetic on whole buffers, which costs more on a CPU than it saves.
         capture: False runs steps uncaptured on a GPU too.
         compile: Run steps through torch.compile.
         fuse: "compile" compiles the MLP and norm modules during prefill, which saves their intermediate tensors.
@@ -44,8 +46,8 @@ class Engine:
     """
 
     def __init__(self, model: Any, *, max_length: int | None = None, chunk_size: int | None = None,
-                 capture: bool = True, compile: bool = False, fuse: str | None = None, policy: Policy | None = None,
-                 cache_bytes_budget: int | None = None, keep: int = 2) -> None:
+                 static: bool | None = None, capture: bool = True, compile: bool = False, fuse: str | None = None,
+                 policy: Policy | None = None, cache_bytes_budget: int | None = None, keep: int = 2) -> None:
         for name, value, least in (("max_length", max_length, 1), ("keep", keep, 0)):
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
@@ -55,6 +57,7 @@ class Engine:
                              "Call corecontext.enable(model).")
         self.max_length, self.chunk_size, self.capture = max_length, chunk_size, capture
         self.fused = Fused(model, fuse)
+        self.static = (compile or model.device.type == "cuda") if static is None else static
         self.policy, self.cache_bytes_budget, self.keep = policy, cache_bytes_budget, keep
         self.forward = torch.compile(model, dynamic=False) if compile else model
         self.time_to_first_token: float | None = None
@@ -176,8 +179,8 @@ class Engine:
             batch, room, config, streams = key
             while self.keep and len(self._idle) >= self.keep:  # before the new one is allocated, not after
                 self._idle.popitem(last=False)
-            session = Session(self.model, self.handle, config, batch, room, streams, capture=self.capture,
-                              forward=self.forward)
+            session = Session(self.model, self.handle, config, batch, room, streams, static=self.static,
+                              capture=self.capture, forward=self.forward)
         session.reset()
         self._busy.append(session)
         return session
@@ -301,7 +304,7 @@ class Stream(Iterator[list["int | None"]]):
         host = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens[:, 0], non_blocking=True)
         copied = torch.cuda.Event()
-        copied.record()
+        copied.record(torch.cuda.current_stream(tokens.device))
         self._pending.append((host, copied))
 
     def _read(self) -> list[int | None]:

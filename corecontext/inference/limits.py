@@ -56,6 +56,18 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     return dtype.itemsize * (3 * hidden + max(attention, 3 * inner)) + 2 * 4 * hidden
 
 
+def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
+    """Bytes that a token adds to the cache over all layers, without the window: an estimate before it is measured."""
+    text = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    settings = getattr(config, "cca", None) or {}
+    if settings.get("core_heads") == "query":
+        kv_heads = heads
+    return 2 * text.num_hidden_layers * kv_heads * head_dim * dtype.itemsize / settings.get("group_size", 1)
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that PyTorch could still allocate on a GPU, its own unused reserve included; None elsewhere."""
     if device.type != "cuda":
@@ -83,16 +95,15 @@ def does_not_fit(batch: int, length: int, chunk: int, done: int, free: int, chun
         chunk, done: Tokens a row in one chunk, and prefilled when memory ran out.
         free: Bytes that were free when the prefill began.
         chunk_bytes: Activations of one chunk of all rows, bytes.
-        token_bytes: Bytes that the cache grew per token a row (all rows together); 0 where it did not grow.
+        token_bytes: Bytes that the cache takes per token a row (all rows together).
     """
     head = (f"input_ids must fit the device's memory, got {batch} x {length} tokens in chunks of {chunk}: it ran out "
             f"after {done} tokens a row with {free / 2**30:.2f} GiB free before. ")
     if chunk_bytes > free and chunk > 1:
         return head + f"About chunk_size={max(1, int(0.8 * chunk * free / chunk_bytes))} would fit."
-    room = max(0, free - min(chunk_bytes, free))
-    if not token_bytes:
+    fits = int(max(0, free - chunk_bytes) / token_bytes)
+    if fits >= length:  # by these numbers it should have fitted: activations were larger than they say
         return head + f"Give a smaller chunk_size, about {max(1, chunk // 2)}, or fewer rows."
-    fits = int(room / token_bytes)
     rows = int(batch * fits / length)
     return head + (f"About {fits} tokens a row fit with {batch} row{'s' * (batch > 1)}" +
                    (f", or {rows} row{'s' * (rows > 1)} of {length}" if 0 < rows < batch else "") +

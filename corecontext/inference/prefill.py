@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from corecontext.inference.limits import (bytes_per_token, check_length, choose_chunk_size, does_not_fit, free_bytes)
+from corecontext.inference.limits import (bytes_per_token, cache_bytes_per_token, check_length, choose_chunk_size,
+                                          does_not_fit, free_bytes)
 from corecontext.integrations.hf_cache import CCALayer, cache_bytes
 
 
@@ -137,13 +138,14 @@ class _Meter:
     def explain(self, model: Any, batch: int, length: int, chunk: int, done: int, cache: Any) -> str:
         """The message after memory ran out with `done` tokens a row in the cache."""
         needed = self.chunk_bytes or batch * min(chunk, length) * bytes_per_token(model.config, model.dtype)
-        return does_not_fit(batch, length, chunk, done, self.free or 0, needed, _growth(cache, done))
+        token_bytes = _growth(cache, done) or batch * cache_bytes_per_token(model.config, model.dtype)
+        return does_not_fit(batch, length, chunk, done, self.free or 0, needed, token_bytes)
 
 
 def _growth(cache: Any, tokens: int) -> float:
     """Bytes that one more token a row adds to the cache: measured, without the rings, which do not grow."""
     if cache is None or not tokens:
-        return 0.0
+        return 0.0  # nothing to measure yet
     compact = [layer.compact for layer in cache.layers if isinstance(layer, CCALayer) and not layer.compact.is_empty]
     rings = sum(2 * one.keys[:, :, :one.ring_size].numel() * one.keys.element_size() for one in compact)
     return (cache_bytes(cache) - rings) / tokens

@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 
 from corecontext.config import CCAConfig
 from corecontext.inference.sampling import Sampler
-from corecontext.integrations.hf_cache import CCALayer, cache_bytes
+from corecontext.integrations.hf_cache import CCALayer, layer_bytes
 from corecontext.integrations.transformers import Handle
 
 WARM_UP = 2  # steps that run uncaptured first: kernels are compiled and chosen, and workspaces allocated
@@ -21,8 +21,8 @@ WARM_UP = 2  # steps that run uncaptured first: kernels are compiled and chosen,
 class Session:
     """Cache and buffers for batches of one size, length, g and s; used for one request after another.
 
-    Where every layer is compact, the cache has fixed buffers and a step reads and writes tensors that never move. Other
-    models (sliding-window layers, or no CCA) decode with a growing cache, uncaptured.
+    Where every layer is compact and `static` is set, the cache has fixed buffers and a step reads and writes tensors
+    that never move. Otherwise (sliding-window layers, no CCA, a CPU) the cache grows and steps are not captured.
 
     Args:
         model: The model; its forward makes the step.
@@ -30,15 +30,17 @@ class Session:
         config: CCA's settings for this session; None without a handle.
         batch, max_length: Rows, and most tokens a row.
         streams: Random streams, 1 or `batch`.
-        capture: Whether to capture steps in CUDA graphs.
+        static: Whether to use fixed buffers where the model allows it.
+        capture: Whether to capture steps in CUDA graphs where buffers are fixed.
         forward: What runs a step: the model, or a compiled one.
     """
 
     def __init__(self, model: Any, handle: Handle | None, config: CCAConfig | None, batch: int, max_length: int,
-                 streams: int, *, capture: bool, forward: Any) -> None:
+                 streams: int, *, static: bool, capture: bool, forward: Any) -> None:
         self.model, self.handle, self.config, self.forward = model, handle, config, forward
         self.batch, self.max_length = batch, max_length
-        self.fixed = handle is not None and not handle.hybrid
+        self._compact = handle is not None and not handle.hybrid
+        self.fixed = static and self._compact
         device = model.device
         self.capture = capture and self.fixed and device.type == "cuda"
         self.cache = self._new_cache()
@@ -59,9 +61,8 @@ class Session:
     @property
     def allocated_bytes(self) -> int:
         """Bytes that the cache holds."""
-        if not self.fixed:
-            return cache_bytes(self.cache)
-        return sum(layer.compact.allocated_bytes for layer in self.cache.layers if isinstance(layer, CCALayer))
+        return sum(layer.compact.allocated_bytes if isinstance(layer, CCALayer) else layer_bytes(layer)
+                   for layer in self.cache.layers)
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
@@ -88,7 +89,7 @@ class Session:
         """Take over a prefilled prompt of so many slots; positions [B] are those of the next tokens."""
         self.positions.copy_(positions[:, None])
         self.length = length
-        if max(pads) and not self.fixed:
+        if max(pads) and not self._compact:
             slots = torch.arange(self.max_length, device=positions.device)
             self.mask = (slots >= torch.tensor(pads, device=positions.device)[:, None]).long()
 
@@ -104,10 +105,16 @@ class Session:
     def step(self, kind: str) -> None:
         """Feed `tokens`, put the next ones in their place. Nothing is read by the host."""
         self.length += 1
+        if not self.capture:
+            self._step(kind)
+            return
+        with torch.cuda.device(self.tokens.device):  # graphs and streams belong to it, not to the current device
+            self._replay(kind)
+
+    def _replay(self, kind: str) -> None:
+        """A captured step; the first ones run uncaptured, and the one after them is captured before it is replayed."""
         if kind in self._graphs:
             self._graphs[kind].replay()
-        elif not self.capture:
-            self._step(kind)
         elif self._warm.setdefault(kind, 0) < WARM_UP:
             self._warm[kind] += 1
             current = torch.cuda.current_stream()
