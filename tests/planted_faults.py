@@ -150,7 +150,7 @@ FAULTS = [
     Fault("inference: top-p without the token that crosses it", "inference/sampling.py",
           "before = probabilities.cumsum(-1) - probabilities", "before = probabilities.cumsum(-1)",
           f"{INFERENCE}::test_sampled_frequencies_are_the_probabilities"),
-    Fault("inference: broken sessions are kept", "inference/engine.py", "self._end(reusable=False)",
+    Fault("inference: broken sessions are kept", "inference/stream.py", "self._end(reusable=False)",
           "self._end(reusable=True)", f"{INFERENCE}::test_running_out_of_memory_names_what_would_fit"),
     Fault("inference: a smaller ring filled by old slots", "cache/layer.py", "write(smaller, kept % ring, read",
           "write(smaller, kept % old_ring % ring, read",
