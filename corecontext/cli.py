@@ -57,8 +57,10 @@ def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text t
              max_new_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = 128,
              temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; more samples.")] = 0.0,
              seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0, method: Method = "cca",
-             group_size: GroupSize = None, window_size: WindowSize = None, dtype: Dtype = "auto",
-             device: Device = "auto",
+             group_size: GroupSize = None, window_size: WindowSize = None,
+             chunk_size: Annotated[Optional[int], typer.Option(help="Tokens of the prompt read at once; bounds the "
+                                                                    "memory. Default: by the free memory.")] = None,
+             dtype: Dtype = "auto", device: Device = "auto",
              output: Annotated[Optional[str], typer.Option(help="Write here instead of standard output.")] = None,
              force: Force = False) -> None:
     """Continue a text, printing it as it is made."""
@@ -68,6 +70,8 @@ def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text t
         raise UserError(f"max-new-tokens must be at least 1, got {max_new_tokens}.")
     if not 0 <= temperature < float("inf"):
         raise UserError(f"temperature must be at least 0, got {temperature}.")
+    if chunk_size is not None and chunk_size < 1:
+        raise UserError(f"chunk-size must be at least 1, got {chunk_size}.")
     check_output(output, force)
     prompt = read_text(prompt_file)
     from corecontext.generation import generate as run
@@ -76,7 +80,8 @@ def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text t
 
     loaded = load(model, method=method, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
     input_ids = encode(loaded, prompt, room_for=max_new_tokens)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
+                               "chunk_size": chunk_size}
     if output is None:
         run(loaded, input_ids, on_text=lambda text: print(text, end="", flush=True), **options)
         print()

@@ -6,23 +6,37 @@ from collections.abc import Callable
 from typing import Any
 
 from corecontext.loading import Loaded
+from corecontext.text import UserError
+
+PLAIN = {"num_beams": 1, "min_length": 0, "min_new_tokens": 0, "min_p": 0.0, "top_h": 1.0, "typical_p": 1.0,
+         "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
+         "guidance_scale": 1.0, "bad_words_ids": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+         "exponential_decay_length_penalty": None, "suppress_tokens": None, "begin_suppress_tokens": None,
+         "sequence_bias": None, "watermarking_config": None, "stop_strings": None}
+"""Settings of a checkpoint's generation config that the engine does not have, where they change nothing."""
 
 
 def generate(loaded: Loaded, input_ids: Any, *, max_new_tokens: int, temperature: float = 0.0, seed: int = 0,
-             on_text: Callable[[str], Any]) -> int:
+             chunk_size: int | None = None, on_text: Callable[[str], Any]) -> int:
     """Generate up to max_new_tokens tokens.
+
+    Under CCA the engine of `corecontext.inference` does it; under full attention, and where the checkpoint asks for
+    something that the engine does not have (a repetition penalty, say), `model.generate`. Their tokens are the same.
 
     Args:
         loaded: The model; its attention decides what is cached.
         input_ids: The prompt, [1, L].
         temperature: 0 takes the likeliest token; more samples.
         seed: Of the sampling.
+        chunk_size: Tokens of the prompt read at once; None follows from the model and the free memory.
         on_text: Called with each piece of text as soon as its characters are complete.
 
     Returns:
         How many tokens were made.
+
+    Raises:
+        UserError: GPU memory ran out while the prompt was read; says what would fit.
     """
-    import torch
     from transformers import TextStreamer
 
     class Streamer(TextStreamer):
@@ -32,14 +46,46 @@ def generate(loaded: Loaded, input_ids: Any, *, max_new_tokens: int, temperature
             if text:
                 on_text(text)
 
-    sampling: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
-        sampling["temperature"] = temperature
-    if loaded.model.generation_config.pad_token_id is None:
-        sampling["pad_token_id"] = loaded.tokenizer.eos_token_id or 0  # one sequence: never used, only asked for
-    torch.manual_seed(seed)
     streamer = Streamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    settings = loaded.model.generation_config
+    plain = all(getattr(settings, name, None) in (None, value) for name, value in PLAIN.items())
+    if loaded.config is None or not plain:
+        return _with_transformers(loaded, input_ids, max_new_tokens, temperature, seed, chunk_size, streamer)
+    import torch
+
+    from corecontext.inference import Engine, Sampling
+
+    sampling = Sampling.from_generation_config(settings, do_sample=temperature > 0, temperature=temperature)
+    made = 0
+    streamer.put(input_ids)
+    try:
+        with Engine(loaded.model, chunk_size=chunk_size).stream(input_ids, max_new_tokens=max_new_tokens,
+                                                                sampling=sampling, seed=seed) as stream:
+            for step in stream:
+                streamer.put(torch.tensor(step))
+                made += 1
+    except MemoryError as error:
+        if not str(error):
+            raise
+        raise UserError(str(error)) from None
+    streamer.end()
+    return made
+
+
+def _with_transformers(loaded: Loaded, input_ids: Any, max_new_tokens: int, temperature: float, seed: int,
+                       chunk_size: int | None, streamer: Any) -> int:
+    """The same through `model.generate`."""
+    import torch
+
+    options: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        options["temperature"] = temperature
+    if chunk_size is not None:
+        options["prefill_chunk_size"] = chunk_size
+    if loaded.model.generation_config.pad_token_id is None:
+        options["pad_token_id"] = loaded.tokenizer.eos_token_id or 0  # one sequence: never used, only asked for
+    torch.manual_seed(seed)
     with torch.inference_mode():
         out = loaded.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), use_cache=True,
-                                    max_new_tokens=max_new_tokens, streamer=streamer, **sampling)
+                                    max_new_tokens=max_new_tokens, streamer=streamer, **options)
     return int(out.shape[1] - input_ids.shape[1])

@@ -26,8 +26,10 @@ class Loaded:
 
     @property
     def max_length(self) -> int | None:
-        """Most tokens that the model was built for, or None where it does not say."""
-        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        """Most tokens that the model was built for, its rotary scaling considered; None where it does not say."""
+        from corecontext.inference.limits import position_limit
+
+        return position_limit(self.model.config)
 
     def sizes(self) -> dict[str, Any]:
         """What a record's params say of the model and its attention."""

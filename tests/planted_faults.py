@@ -19,6 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 LAWS, NUMERICS, API = "tests/test_ops_laws.py", "tests/test_ops_numerics.py", "tests/test_ops_api.py"
 ORACLE, CACHE, PLUGIN = "tests/test_ops_oracle.py", "tests/test_cache.py", "tests/test_transformers.py"
+INFERENCE = "tests/test_inference.py"
 
 
 class Fault(NamedTuple):
@@ -135,6 +136,25 @@ FAULTS = [
     Fault("compile: wrong dtype of the log-sum-exp in the fake", "ops/autograd.py",
           "torch.empty(q.shape[:-1], dtype=_lse_dtype(q),", "torch.empty(q.shape[:-1], dtype=torch.float64,",
           f"{API}::test_registered_operators_describe_themselves_truly"),
+    Fault("inference: padding read one token at a time", "inference/prefill.py",
+          "max(2, chunk_size) if done < max(pads) else chunk_size", "chunk_size",
+          f"{INFERENCE}::test_any_chunk_size_and_setting"),
+    Fault("inference: positions count padding", "inference/prefill.py", "- shift[:, None]", "- 0 * shift[:, None]",
+          f"{INFERENCE}::test_any_chunk_size_and_setting"),
+    Fault("inference: a request leaves its settings behind", "inference/session.py",
+          "self.handle.configure(**before.to_dict())", "pass",
+          f"{INFERENCE}::test_two_streams_with_other_settings_at_once"),
+    Fault("inference: neighbours share a random stream", "inference/sampling.py",
+          "row.exponential_(generator=generator)", "row.exponential_(generator=self.generators[0])",
+          f"{INFERENCE}::test_a_row_with_its_own_seed_does_not_depend_on_its_neighbours"),
+    Fault("inference: top-p without the token that crosses it", "inference/sampling.py",
+          "before = probabilities.cumsum(-1) - probabilities", "before = probabilities.cumsum(-1)",
+          f"{INFERENCE}::test_sampled_frequencies_are_the_probabilities"),
+    Fault("inference: broken sessions are kept", "inference/stream.py", "self._end(reusable=False)",
+          "self._end(reusable=True)", f"{INFERENCE}::test_running_out_of_memory_names_what_would_fit"),
+    Fault("inference: a smaller ring filled by old slots", "cache/layer.py", "write(smaller, kept % ring, read",
+          "write(smaller, kept % old_ring % ring, read",
+          f"{CACHE}::test_a_shrunk_window_is_exact_from_then_on"),
     Fault("arrows: a backend imports another", "ops/packed.py", "from corecontext.ops import partial, pooling",
           "from corecontext.ops import partial, pooling, reference", "tests/test_layers_arrows.py"),
 ]

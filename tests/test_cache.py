@@ -259,3 +259,57 @@ def test_the_batch_and_its_padding_must_not_change():
 
 def test_public_name():
     assert corecontext.CompactKVCache is CompactKVCache
+
+
+@pytest.mark.parametrize("sizes", [[1] * 30, [13, 1, 1, 15]], ids=("one by one", "chunks"))
+@pytest.mark.parametrize("max_length", [None, 92])
+@pytest.mark.parametrize("g, s, smaller", [(4, 18, 7), (3, 7, 1), (16, 40, 39), (1, 9, 4), (5, 5, 5)])
+def test_a_shrunk_window_is_exact_from_then_on(g, s, smaller, max_length, sizes):
+    """Queries before see s, those after the smaller window: each row of the output is that of its own reference."""
+    tensors, mask = qkv(3, 4, 2, 90), left_padding(3, 90)
+    mask[1, :50] = 0  # 10 tokens when the window shrinks: fewer than the new ring holds
+    layer = CompactLayer(CCAConfig(g, s), ROTARY, max_length=max_length)
+    first = fed(layer, [x[:, :, :60] for x in tensors], [45, 15], mask)
+    before = layer.allocated_bytes
+    layer.shrink_window(smaller)
+    layer.shrink_window(smaller)
+    rest, start = [], 60
+    for size in sizes:
+        span = slice(start, start + size)
+        rest.append(layer.attend(*(x[:, :, span] for x in tensors)))
+        start += size
+    for config, got, span in ((CCAConfig(g, s), first, slice(0, 60)),
+                              (CCAConfig(g, smaller), torch.cat(rest, 2), slice(60, 90))):
+        expected = reference(config, *tensors, attention_mask=mask)[:, :, span]
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+    assert layer.config == CCAConfig(g, smaller) and layer.ring_size == smaller + g - 1
+    if max_length is not None:
+        entry = 3 * 2 * D * 8 * 2  # rows, KV heads, head size, float64, keys and values
+        assert before - layer.allocated_bytes == (s - smaller) * entry
+    with pytest.raises(ValueError, match=f"^window_size must be at most {smaller} once set, got {s + 1}. Start a new"):
+        layer.shrink_window(s + 1)
+    with pytest.raises(ValueError, match="^window_size must be at least 1"):
+        layer.shrink_window(0)
+
+
+def test_a_shrunk_window_can_be_cropped_and_saved():
+    config, tensors = CCAConfig(4, 18), qkv(1, 4, 2, 90)
+    layer = CompactLayer(config, ROTARY, rollback=6)
+    fed(layer, [x[:, :, :60] for x in tensors], [60])
+    layer.shrink_window(9)
+    layer.crop(5)
+    other = CompactLayer(CCAConfig(4, 9), ROTARY, rollback=6)
+    other.load_state_dict(layer.state_dict())
+    expected = reference(CCAConfig(4, 9), *tensors)[:, :, 55:]
+    for one in (layer, other):
+        torch.testing.assert_close(one.attend(*(x[:, :, 55:] for x in tensors)), expected, rtol=0, atol=1e-11)
+    with pytest.raises(ValueError, match="^crop must leave the window whole"):
+        layer.crop(80)
+    caches = CompactKVCache(2, config, ROTARY)
+    for i in range(2):
+        caches.attend(i, *tensors)
+    caches.shrink_window(3)
+    assert [layer.config.window_size for layer in caches.layers] == [3, 3]
+    empty = CompactLayer(config, ROTARY)
+    empty.shrink_window(3)
+    torch.testing.assert_close(empty.attend(*tensors), reference(CCAConfig(4, 3), *tensors), rtol=0, atol=1e-11)

@@ -84,6 +84,39 @@ def test_generate_streams_and_writes_the_same(model, here, capfd, monkeypatch):
     assert sampled[0] == sampled[1] != sampled[2]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_generate_makes_the_text_of_the_library_s_generate(model, monkeypatch, temperature):
+    from corecontext.loading import encode, load
+    loaded = load(model, group_size=8, window_size=64, device="cpu")
+    ids = encode(loaded, TEXT)
+    made = {}
+    for name, chunk_size, penalty in (("engine", None, None), ("chunks", 50, 1.0), ("generate", None, None),
+                                      ("generate in chunks", 50, None), ("penalty", 50, 1.5)):
+        pieces: list[str] = []
+        monkeypatch.setattr(loaded.model.generation_config, "repetition_penalty", penalty)
+        with monkeypatch.context() as patch:
+            if name.startswith("generate"):
+                patch.setattr(generation, "PLAIN", {"eos_token_id": "never"})
+                patch.setattr(loaded.model.generation_config, "eos_token_id", 10**6)
+            count = generation.generate(loaded, ids, max_new_tokens=40, temperature=temperature, seed=3,
+                                        chunk_size=chunk_size, on_text=pieces.append)
+        assert count == 40
+        made[name] = "".join(pieces)
+    assert len(made["engine"]) > 5 and made.pop("penalty") != made["engine"]
+    assert len(set(made.values())) == 1
+
+
+def test_generate_says_what_would_fit(model, here, capfd, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", full)
+    line = refuse(capfd, here, *GENERATE, "--model", model, "--chunk-size", "600")
+    assert line.startswith("input_ids must fit the device's memory, got 1 x 540 tokens in chunks of 600")
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -168,6 +201,7 @@ PERPLEXITY = ["perplexity", "good.txt"]
     (["nope"], "No such command 'nope'."),
     (["bench"], "Missing command."),
     (["generate"], "Missing option '--model'."),
+    ([*GENERATE, "--model", "MODEL", "--chunk-size", "0"], "chunk-size must be at least 1, got 0."),
     ([*PERPLEXITY, "--model", "MODEL", "--nope"], "No such option: --nope"),
     ([*PERPLEXITY, "--model", "MODEL", "--group-size", "x"], "Invalid value for '--group-size': "),
     ([*PERPLEXITY, "--model", "MODEL", "--group-size", "0"], "group_size must be at least 1, got 0."),

@@ -401,6 +401,40 @@ class CompactLayer:
         self._intact_from = intact_from if left else 0
         self._advance(-num_tokens)
 
+    def shrink_window(self, window_size: int) -> None:
+        """Let all later queries see only the nearest `window_size` tokens uncompressed, and free the rest of the ring.
+
+        Exact: a group is pooled as soon as it closes, so the core tokens of what leaves the window exist already.
+        Makes smaller buffers and copies what stays into them, so a step that was captured must be captured again.
+
+        Args:
+            window_size: The new s, in tokens, at most the present one.
+
+        Raises:
+            ValueError: larger than now (the tokens are gone), or less than 1.
+        """
+        config = self.config.replace(window_size=window_size)
+        if window_size > self.config.window_size:
+            raise ValueError(f"window_size must be at most {self.config.window_size} once set, got {window_size}. "
+                             "Start a new cache for a larger window.")
+        old_ring, self.config = self.ring_size, config
+        ring = self.ring_size
+        if self.keys is None or ring == old_ring:
+            return
+        self._intact_from, self._undo = max(self._intact_from, self.seq_len - ring), None
+        # Positions of the tokens that stay; below 0 in short rows, whose entries no query sees.
+        kept = (self.seen - self.pad)[:, None] + torch.arange(-ring, 0, device=self.pad.device)
+        shrunk = []
+        for cached in (self.keys, self.values):
+            smaller = cached.new_empty(*cached.shape[:2], cached.shape[2] - old_ring + ring, cached.shape[3])
+            write(smaller, kept % ring, read(cached, kept % old_ring))
+            smaller[:, :, ring:] = cached[:, :, old_ring:]
+            shrunk.append(smaller)
+        self.keys, self.values = shrunk
+        if self.max_length is not None:
+            for fixed in shrunk:
+                torch._dynamo.mark_static_address(fixed)
+
     def _each_tensor(self, change) -> None:
         """Apply a change of the batch dimension to everything held."""
         if self.keys is None:

@@ -48,6 +48,11 @@ class CompactKVCache:
         for layer in self.layers:
             layer.crop(num_tokens)
 
+    def shrink_window(self, window_size: int) -> None:
+        """Let all later queries see fewer raw tokens; see `CompactLayer.shrink_window`."""
+        for layer in self.layers:
+            layer.shrink_window(window_size)
+
     def select(self, rows: Tensor) -> None:
         """Keep the given rows in the given order."""
         for layer in self.layers:

@@ -116,10 +116,11 @@ def compact_layer(cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotar
 
 def cache_bytes(cache: Cache) -> int:
     """Bytes in use by a cache of transformers, compact or not, measured on its tensors."""
-    total = 0
-    for layer in cache.layers:
-        if isinstance(layer, CCALayer):
-            total += layer.compact.nbytes
-        elif layer.keys is not None:
-            total += sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))
-    return total
+    return sum(map(layer_bytes, cache.layers))
+
+
+def layer_bytes(layer: CacheLayerMixin) -> int:
+    """Bytes in use by one layer of such a cache."""
+    if isinstance(layer, CCALayer):
+        return layer.compact.nbytes
+    return 0 if layer.keys is None else sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))

@@ -39,6 +39,8 @@ class Handle:
         self._had_setting = getattr(model.config, NAME, None)
         full, other = _attention_modules(model)
         rotary = find_rotary(model, full[0], full[0].layer_idx) if config.core_position == "middle" else None
+        self.hybrid = bool(other)
+        """True where some layers (sliding window) keep their own attention and their own cache."""
         self._hooks = [_LayerHook(self, rotary) for _ in full] + [_LayerHook(self, None, keep=True) for _ in other]
         self._removable = [module.register_forward_pre_hook(hook, with_kwargs=True)
                            for module, hook in zip(full + other, self._hooks)]

@@ -1,0 +1,110 @@
+"""What fits: a model's positions, the prompt chunk that memory allows, and what to say when it ran out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+MAX_CHUNK = {"cuda": 16384, "cpu": 2048}
+"""Tokens (over all rows) beyond which a larger chunk only costs memory: matrix products are saturated long before."""
+MEMORY_SHARE = 0.5  # of the free memory, for one chunk's activations; the rest is for the cache
+
+
+def position_limit(config: Any) -> int | None:
+    """Most positions that a model was built for, tokens; None where its config does not say.
+
+    Some checkpoints state `max_position_embeddings` before their rotary scaling and some after it, so the larger of
+    the two readings counts: `factor` times the length it scales, or the plain number.
+
+    Args:
+        config: A Hugging Face config.
+    """
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    rope = rope.get("full_attention") or rope  # models with several kinds of layers nest them
+    factor = rope.get("factor") or 1.0
+    if limit is None:
+        return None
+    return max(limit, int(factor * (rope.get("original_max_position_embeddings") or limit)))
+
+
+def check_length(config: Any, prompt: int, new: int = 0) -> None:
+    """Raise ValueError where a prompt and so many new tokens, in tokens a row, exceed the model's positions."""
+    limit = position_limit(config)
+    if limit is not None and prompt + new > limit:
+        more = f" and {new} new ones" if new else ""
+        raise ValueError(f"input_ids must fit the model's {limit} positions, got {prompt} tokens{more}. Shorten the "
+                         "prompt, or load the model with a rope scaling (config.rope_parameters) that reaches further.")
+
+
+def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of activations that one token of a chunk needs at the fullest moment of a layer: an estimate.
+
+    The larger of attention (queries, keys, values, output) and MLP (gate, up and their product) next to the residual
+    stream, its normalised copy and a norm's float32 copies.
+    """
+    text = config.get_text_config(decoder=True)
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    experts = getattr(text, "num_experts_per_tok", None) or 1
+    inner = max(getattr(text, "intermediate_size", None) or 4 * hidden,
+                experts * (getattr(text, "moe_intermediate_size", None) or 0))
+    attention = 3 * heads * head_dim + 4 * kv_heads * head_dim  # before and after rotary
+    return dtype.itemsize * (3 * hidden + max(attention, 3 * inner)) + 2 * 4 * hidden
+
+
+def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
+    """Bytes that a token adds to the cache over all layers, without the window: an estimate before it is measured."""
+    text = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    settings = getattr(config, "cca", None) or {}
+    if settings.get("core_heads") == "query":
+        kv_heads = heads
+    return 2 * text.num_hidden_layers * kv_heads * head_dim * dtype.itemsize / settings.get("group_size", 1)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that PyTorch could still allocate on a GPU, its own unused reserve included; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserve
+
+
+def choose_chunk_size(config: Any, dtype: torch.dtype, device: torch.device, batch: int) -> int:
+    """Tokens a row in one chunk of a prefill, at least 1: what saturates the device, or less where memory is short."""
+    tokens = MAX_CHUNK["cuda" if device.type == "cuda" else "cpu"]
+    free = free_bytes(device)
+    if free is not None:
+        tokens = min(tokens, int(MEMORY_SHARE * free) // bytes_per_token(config, dtype))
+    size = max(1, tokens // batch)
+    return size if size < 256 else size // 256 * 256  # whole tiles
+
+
+def does_not_fit(batch: int, length: int, chunk: int, done: int, free: int, chunk_bytes: int,
+                 token_bytes: float) -> str:
+    """What to say after memory ran out in a prefill: what would have fitted, by what was measured until then.
+
+    Args:
+        batch, length: Of the prompt, rows and tokens a row.
+        chunk, done: Tokens a row in one chunk, and prefilled when memory ran out.
+        free: Bytes that were free when the prefill began.
+        chunk_bytes: Activations of one chunk of all rows, bytes.
+        token_bytes: Bytes that the cache takes per token a row (all rows together).
+    """
+    head = (f"input_ids must fit the device's memory, got {batch} x {length} tokens in chunks of {chunk}: it ran out "
+            f"after {done} tokens a row with {free / 2**30:.2f} GiB free before. ")
+    if chunk_bytes > free and chunk > 1:
+        return head + f"About chunk_size={max(1, int(0.8 * chunk * free / chunk_bytes))} would fit."
+    fits = int(max(0, free - chunk_bytes) / token_bytes)
+    if fits >= length:  # by these numbers it should have fitted: activations were larger than they say
+        return head + f"Give a smaller chunk_size, about {max(1, chunk // 2)}, or fewer rows."
+    rows = int(batch * fits / length)
+    return head + (f"About {fits} tokens a row fit with {batch} row{'s' * (batch > 1)}" +
+                   (f", or {rows} row{'s' * (rows > 1)} of {length}" if 0 < rows < batch else "") +
+                   ". Or take a larger group_size or a smaller chunk_size.")

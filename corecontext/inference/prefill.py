@@ -1,0 +1,151 @@
+"""A prompt through a causal language model in chunks, so that activations stay bounded however long it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from corecontext.inference.limits import (bytes_per_token, cache_bytes_per_token, check_length, choose_chunk_size,
+                                          does_not_fit, free_bytes)
+from corecontext.integrations.hf_cache import CCALayer, cache_bytes
+
+
+class Prefilled(NamedTuple):
+    """A prompt that has been read."""
+
+    logits: Tensor
+    """[B, vocabulary], the model's dtype: of the token after each row."""
+    cache: Any
+    """The filled cache (transformers `Cache`)."""
+    positions: Tensor
+    """[B], int64: the position of the next token of each row, its length without padding."""
+
+
+def read_left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
+    """Padded tokens at the beginning of each row.
+
+    Args:
+        input_ids: [B, L], B and L at least 1.
+        attention_mask: [B, L], 0 for padding; None means no padding.
+
+    Raises:
+        ValueError: shapes disagree, or a row is not padding followed by at least one token.
+    """
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ValueError(f"input_ids must be [B, L] with at least one token a row, got shape {list(input_ids.shape)}. "
+                         "Put a single prompt into a batch of one.")
+    if attention_mask is None:
+        return [0] * input_ids.shape[0]
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask must have the shape of input_ids {list(input_ids.shape)}, got "
+                         f"{list(attention_mask.shape)}. Give 1 for tokens and 0 for padding on the left.")
+    mask = attention_mask.bool()
+    falls = (mask[:, :-1] & ~mask[:, 1:]).any(1) | ~mask[:, -1]
+    pads, wrong = torch.stack(((~mask).sum(1), falls)).tolist()
+    if any(wrong):
+        raise ValueError(f"attention_mask must have padding only on the left, got otherwise in row {wrong.index(1)}. "
+                         "Use a tokenizer with padding_side='left'.")
+    return pads
+
+
+def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, *, cache: Any = None,
+            chunk_size: int | None = None, on_chunk: Callable[[int], Any] = lambda tokens: None) -> Prefilled:
+    """Read a prompt chunk by chunk; logits are made for the last token of each row only.
+
+    Chunks before the last run the model without its output head. Every token sees all before it, as in one pass.
+
+    Args:
+        model: A Hugging Face causal language model, CCA enabled or not.
+        input_ids: [B, L], int64, on the model's device.
+        attention_mask: [B, L], 0 for padding on the left; None means no padding.
+        cache: An empty transformers `Cache`; None makes a growing one.
+        chunk_size: Tokens a row in one forward pass, at least 1; None follows from the model's size and the free
+            memory. Under `CCAConfig.num_groups`, which needs the whole prompt at once, None means the whole prompt.
+        on_chunk: Called with the number of tokens a row done, after each chunk.
+
+    Raises:
+        ValueError: the prompt exceeds the model's positions, padding is not on the left, the cache is not empty, or
+            chunk_size is less than 1.
+        MemoryError: GPU memory ran out; says what length, batch or chunk would fit.
+    """
+    batch, length = input_ids.shape if input_ids.dim() == 2 else (0, 0)
+    pads = read_left_padding(input_ids, attention_mask)
+    check_length(model.config, length - min(pads))
+    if cache is not None and int(cache.get_seq_length()):
+        raise ValueError(f"cache must be empty, got {int(cache.get_seq_length())} tokens. Reset it or make a new one.")
+    if chunk_size is None:
+        whole = _settings(model).get("num_groups") is not None
+        chunk_size = length if whole else choose_chunk_size(model.config, model.dtype, input_ids.device, batch)
+    elif chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}. Leave it out to have it chosen.")
+    meter = _Meter(input_ids.device)
+    done, out, refused = 0, None, None
+    while done < length:
+        # The cache takes a single token for a real one, so padding is never read one token at a time.
+        size = max(2, chunk_size) if done < max(pads) else chunk_size
+        end = min(length, done + size)
+        try:
+            out = _read(model, input_ids, attention_mask if max(pads) else None, pads, cache, done, end)
+        except torch.OutOfMemoryError:
+            refused = meter.explain(model, batch, length, chunk_size, done, cache)
+        if refused is not None:  # raised outside of `except`, whose traceback would keep the chunk's tensors alive
+            raise MemoryError(refused)
+        cache, done = out.past_key_values, end
+        meter.chunk_done()
+        on_chunk(done)
+    positions = torch.tensor([length - pad for pad in pads], device=input_ids.device)
+    return Prefilled(out.logits[:, -1], cache, positions)
+
+
+@torch.no_grad()
+def _read(model: Any, input_ids: Tensor, attention_mask: Tensor | None, pads: list[int], cache: Any, start: int,
+          end: int) -> Any:
+    """One chunk: the whole model for the last, without its head before."""
+    shift = torch.tensor(sorted(set(pads)) if len(set(pads)) == 1 else pads, device=input_ids.device)
+    positions = (torch.arange(start, end, device=input_ids.device) - shift[:, None]).clamp(min=0)
+    options: dict[str, Any] = {"position_ids": positions, "past_key_values": cache, "use_cache": True,
+                               "attention_mask": None if attention_mask is None else attention_mask[:, :end]}
+    if end < input_ids.shape[1]:
+        return model.get_decoder()(input_ids[:, start:end], **options)
+    return model(input_ids[:, start:end], logits_to_keep=1, **options)
+
+
+def _settings(model: Any) -> dict[str, Any]:
+    """CCA's settings of an enabled model, as its config holds them."""
+    return getattr(model.config, "cca", None) or {}
+
+
+class _Meter:
+    """Bytes on a GPU during a prefill: what the activations of a chunk and the cache of a token take."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.free, self.chunk_bytes = device, free_bytes(device), 0
+        self._begin()
+
+    def _begin(self) -> None:
+        if self.free is not None:
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def chunk_done(self) -> None:
+        """Take down how far above what is left the chunk reached."""
+        if self.free is not None:
+            now = torch.cuda.memory_allocated(self.device)
+            self.chunk_bytes = max(self.chunk_bytes, torch.cuda.max_memory_allocated(self.device) - now)
+
+    def explain(self, model: Any, batch: int, length: int, chunk: int, done: int, cache: Any) -> str:
+        """The message after memory ran out with `done` tokens a row in the cache."""
+        needed = self.chunk_bytes or batch * min(chunk, length) * bytes_per_token(model.config, model.dtype)
+        token_bytes = _growth(cache, done) or batch * cache_bytes_per_token(model.config, model.dtype)
+        return does_not_fit(batch, length, chunk, done, self.free or 0, needed, token_bytes)
+
+
+def _growth(cache: Any, tokens: int) -> float:
+    """Bytes that one more token a row adds to the cache: measured, without the rings, which do not grow."""
+    if cache is None or not tokens:
+        return 0.0  # nothing to measure yet
+    compact = [layer.compact for layer in cache.layers if isinstance(layer, CCALayer) and not layer.compact.is_empty]
+    rings = sum(2 * one.keys[:, :, :one.ring_size].numel() * one.keys.element_size() for one in compact)
+    return (cache_bytes(cache) - rings) / tokens

@@ -1,0 +1,101 @@
+"""The next token from logits, on the device and without a look at it from the host, so that it can be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. The default takes the likeliest."""
+
+    temperature: float = 0.0
+    """0 takes the likeliest token; otherwise logits are divided by it."""
+    top_k: int | None = None
+    """Sample among so many likeliest tokens; None among all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that together reach this probability."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}. Use 0 for the likeliest token.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}. Use None for all tokens.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be more than 0 and at most 1, got {self.top_p}. Use 1.0 for all tokens.")
+
+    @property
+    def kind(self) -> str:
+        """What is computed, and captured by: "greedy", "plain", or "filtered" (a sort for top-k and top-p)."""
+        if self.temperature == 0:
+            return "greedy"
+        return "plain" if self.top_k is None and self.top_p == 1 else "filtered"
+
+    @classmethod
+    def from_generation_config(cls, config: Any, *, do_sample: bool | None = None,
+                               temperature: float | None = None) -> Sampling:
+        """What `model.generate` would do under this generation config, whose unset fields have its defaults."""
+        if not (config.do_sample if do_sample is None else do_sample):
+            return cls()
+        temperature = config.temperature if temperature is None else temperature
+        top_k = 50 if config.top_k is None else config.top_k
+        return cls(1.0 if temperature is None else temperature, top_k or None,
+                   1.0 if config.top_p is None else config.top_p)
+
+
+class Sampler:
+    """The sampling of one batch: its numbers as tensors that a captured step reads where they lie.
+
+    Args:
+        batch: Rows.
+        device: Where the logits are.
+        streams: 1 random stream for all rows together, or one for each row, so that a row's tokens do not depend on
+            its neighbours.
+    """
+
+    def __init__(self, batch: int, device: torch.device, streams: int) -> None:
+        self.batch = batch
+        self.generators = [torch.Generator(device) for _ in range(streams)]
+        self.temperature = torch.ones((), device=device)
+        self.top_k = torch.ones((), dtype=torch.long, device=device)
+        self.top_p = torch.ones((), device=device)
+
+    def start(self, sampling: Sampling, seeds: Sequence[int], vocabulary: int) -> None:
+        """Set the numbers and restart the random streams of a new request."""
+        self.temperature.fill_(sampling.temperature or 1.0)
+        self.top_k.fill_(min(sampling.top_k or vocabulary, vocabulary))
+        self.top_p.fill_(sampling.top_p)
+        for generator, seed in zip(self.generators, seeds):
+            generator.manual_seed(seed)
+
+    def choose(self, logits: Tensor, kind: str) -> Tensor:
+        """Token numbers [B, 1], int64, from logits [B, vocabulary]."""
+        logits = logits.float()
+        if kind == "greedy":
+            return logits.argmax(-1, keepdim=True)
+        logits = logits / self.temperature
+        if kind == "filtered":
+            logits = logits.masked_fill(~self._kept(logits), -torch.inf)
+        # The largest of p / e, e exponential, is distributed as p. torch.multinomial draws so, but asks the host.
+        noise = torch.empty_like(logits)
+        if len(self.generators) == 1:
+            noise.exponential_(generator=self.generators[0])
+        else:
+            for row, generator in zip(noise, self.generators):
+                row.exponential_(generator=generator)
+        return (logits.softmax(-1) / noise).argmax(-1, keepdim=True)
+
+    def _kept(self, logits: Tensor) -> Tensor:
+        """True for the top k, and among them for the likeliest that reach top_p together; [B, vocabulary]."""
+        ordered, order = logits.sort(-1, descending=True)
+        last = ordered.gather(-1, (self.top_k - 1).expand(len(logits), 1))
+        ordered = ordered.masked_fill(ordered < last, -torch.inf)
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities  # of the likelier ones: 0 for the first, which always stays
+        kept = (before < self.top_p) & (ordered >= last)
+        return torch.zeros_like(kept).scatter(-1, order, kept)

@@ -1,0 +1,517 @@
+"""Whole-model inference: the engine, generate() and one full forward agree token by token; limits, policy, soak."""
+
+import gc
+import random
+
+import pytest
+import torch
+from families import FAMILIES, tiny_model, tokens
+from torch.nn.functional import pad
+from transformers import DynamicCache
+
+import corecontext
+from corecontext import CCAConfig
+from corecontext.inference import Engine, Load, Sampling, TablePolicy, prefill
+from corecontext.inference.engine import rounded_up
+from corecontext.inference.fuse import Fused
+from corecontext.inference.limits import (bytes_per_token, cache_bytes_per_token, choose_chunk_size, does_not_fit,
+                                          position_limit)
+from corecontext.integrations.transformers import handle_of
+
+pytestmark = pytest.mark.usefixtures("default_device")
+CONFIG = CCAConfig(5, 13)
+LENGTHS = (41, 22, 3, 30)
+
+
+@pytest.fixture
+def model(default_device):
+    model = tiny_model()
+    with corecontext.enabled(model, CONFIG):
+        yield model
+
+
+def ragged(lengths=LENGTHS, seed=0):
+    """Rows of these lengths, padded on the left, and their mask."""
+    rows = [tokens(1, n, seed=100 * seed + n) for n in lengths]
+    ids = torch.cat([pad(row, (max(lengths) - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([pad(torch.ones_like(row), (max(lengths) - row.shape[1], 0)) for row in rows])
+    return ids, mask, rows
+
+
+def recompute(model, ids, count):
+    """Greedy tokens of one row by full forwards without any cache."""
+    made = []
+    with torch.no_grad():
+        for _ in range(count):
+            made.append(int(model(ids, use_cache=False).logits[0, -1].argmax()))
+            ids = torch.cat((ids, torch.tensor([[made[-1]]], device=ids.device)), 1)
+    return made
+
+
+def generated(model, ids, mask=None, **options):
+    """What model.generate makes."""
+    out = model.generate(ids, attention_mask=mask if mask is not None else torch.ones_like(ids), **options)
+    return out[:, ids.shape[1]:].tolist()
+
+
+# The same tokens -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("static", [None, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_generate_and_full_forward_agree(family, static):
+    model = tiny_model(family)
+    ids, mask, rows = ragged()
+    with corecontext.enabled(model, CONFIG):
+        made = Engine(model, static=static, chunk_size=11).generate(ids, mask, max_new_tokens=12)
+        assert made == generated(model, ids, mask, max_new_tokens=12, do_sample=False)
+        for row, own in zip(rows, made):
+            assert own == recompute(model, row, 12)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, 7, 40, 41])
+@pytest.mark.parametrize("g, s", [(1, 9), (5, 13), (16, 10), (16, 33), (4, 8)])
+def test_any_chunk_size_and_setting(model, g, s, chunk_size):
+    ids, mask, _ = ragged()
+    engine = Engine(model, static=True, chunk_size=chunk_size)
+    made = engine.generate(ids, mask, max_new_tokens=20, group_size=g, window_size=s)
+    handle, before = handle_of(model), handle_of(model).config
+    handle.configure(group_size=g, window_size=s)
+    try:
+        assert made == generated(model, ids, mask, max_new_tokens=20, do_sample=False)
+    finally:
+        handle.configure(**before.to_dict())
+    assert handle.config == CONFIG
+
+
+def test_prefill_gives_the_logits_of_one_pass(model):
+    ids, mask, rows = ragged()
+    for chunk_size in (1, 6, 41, 1000):
+        seen = []
+        logits, cache, positions = prefill(model, ids, mask, chunk_size=chunk_size, on_chunk=seen.append)
+        assert positions.tolist() == list(LENGTHS) and cache.get_seq_length() == 41
+        assert seen[-1] == 41 and seen == sorted(seen) and (chunk_size != 6 or seen == [6, 12, 18, 24, 30, 36, 41])
+        for row, own in zip(rows, logits):
+            with torch.no_grad():
+                torch.testing.assert_close(own, model(row, use_cache=False).logits[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_prefill_of_full_attention_into_any_cache():
+    model = tiny_model()
+    ids, mask, rows = ragged()
+    for cache in (None, DynamicCache()):
+        logits = prefill(model, ids, mask, cache=cache, chunk_size=9).logits
+        for row, own in zip(rows, logits):
+            with torch.no_grad():
+                torch.testing.assert_close(own, model(row).logits[0, -1], rtol=1e-4, atol=1e-4)
+    made = Engine(model, static=True).generate(ids, mask, max_new_tokens=9)
+    assert made == generated(model, ids, mask, max_new_tokens=9, do_sample=False)
+
+
+def test_the_head_runs_once_on_one_token(model):
+    shapes = []
+    hook = model.lm_head.register_forward_pre_hook(lambda module, args: shapes.append(list(args[0].shape)))
+    prefill(model, tokens(2, 40), chunk_size=7)
+    hook.remove()
+    assert shapes == [[2, 1, 48]]
+
+
+def test_num_groups_becomes_the_group_size_of_the_prompt():
+    model = tiny_model()
+    with corecontext.enabled(model, CCAConfig(window_size=13, num_groups=4)):
+        ids = tokens(2, 41)
+        stream = Engine(model, static=True, chunk_size=6).stream(ids, max_new_tokens=12)
+        assert (stream.group_size, stream.window_size) == (7, 13)
+        made = [list(row) for row in zip(*stream)]
+        assert made == generated(model, ids, max_new_tokens=12, do_sample=False)
+        assert prefill(model, ids).cache.layers[0].compact.group_size == 7
+        with pytest.raises(ValueError, match="^num_groups must be used with rows of one length"):
+            Engine(model, static=True).stream(*ragged()[:2], max_new_tokens=1)
+
+
+# Streams -------------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_stream_in_order_and_no_step_is_wasted(model, monkeypatch):
+    from corecontext.inference import session
+    steps = []
+    original = session.Session.step
+    monkeypatch.setattr(session.Session, "step", lambda self, kind: steps.append(kind) or original(self, kind))
+    ids, mask, _ = ragged()
+    engine = Engine(model, static=True)
+    whole = engine.generate(ids, mask, max_new_tokens=9)
+    steps.clear()
+    stream = engine.stream(ids, mask, max_new_tokens=9)
+    assert steps == [] and stream.made == 0  # nothing runs before it is asked for
+    for i, step in enumerate(stream):
+        assert step == [row[i] for row in whole]
+        if not ids.is_cuda:
+            assert len(steps) == i
+    assert len(steps) == 8 and list(stream) == []
+
+
+def test_a_stream_left_early_frees_its_session(model):
+    engine = Engine(model, static=True)
+    with engine.stream(tokens(1, 30), max_new_tokens=50) as stream:
+        next(stream), next(stream)
+        assert engine.cache_bytes_used > 0 and engine.cache_bytes_kept == 0
+    assert engine.cache_bytes_used == 0 and engine.cache_bytes_kept > 0 and list(stream) == []
+    engine.clear()
+    assert engine.cache_bytes_kept == 0
+
+
+def test_two_streams_with_other_settings_at_once(model):
+    engine, ids = Engine(model, static=True), tokens(1, 40)
+    options = [{"group_size": 5, "window_size": 13}, {"group_size": 3, "window_size": 20}, {}]
+    alone = [engine.generate(ids, max_new_tokens=15, **one)[0] for one in options]
+    assert alone[0] != alone[1]
+    streams = [engine.stream(ids, max_new_tokens=15, **one) for one in options]
+    assert [list(row) for row in zip(*([x[0] for x in steps] for steps in zip(*streams)))] == alone
+    assert handle_of(model).config == CONFIG
+
+
+def test_eos_ends_rows_one_by_one(model):
+    ids, mask, _ = ragged()
+    engine = Engine(model, static=True)
+    free = engine.generate(ids, mask, max_new_tokens=25)
+    eos = [free[0][4], free[1][9]]
+    expected = [row[:min((i for i, t in enumerate(row) if t in eos), default=len(row)) + 1] for row in free]
+    assert engine.generate(ids, mask, max_new_tokens=25, eos_token_id=eos) == expected
+    model.generation_config.eos_token_id = eos
+    try:
+        assert engine.generate(ids, mask, max_new_tokens=25) == expected
+        longest = max(map(len, expected))
+        assert generated(model, ids, mask, max_new_tokens=25, do_sample=False) == [
+            row + [0] * (longest - len(row)) for row in expected]
+        assert engine.generate(ids, mask, max_new_tokens=25, eos_token_id=[]) == free
+        steps = list(engine.stream(ids, mask, max_new_tokens=25))
+    finally:
+        model.generation_config.eos_token_id = None
+    assert [[step[i] for step in steps if step[i] is not None] for i in range(4)] == expected
+    assert all((steps[n][i] is None) == (n >= len(expected[i])) for n in range(len(steps)) for i in range(4))
+
+
+class Letters:
+    """A tokenizer whose token n is a letter or two."""
+
+    def decode(self, ids, **options):
+        return "".join(chr(97 + i % 26) * (1 + i % 2) for i in ids)
+
+
+def test_stop_strings_end_with_the_token_that_completes_them(model):
+    ids, engine = tokens(2, 40), Engine(model, static=True)
+    free = engine.generate(ids, max_new_tokens=30)
+    for first, last in ((7, 11), (20, 20), (0, 2)):
+        stop = Letters().decode(free[0][first:last + 1])
+        made = engine.generate(ids, max_new_tokens=30, stop_strings=["#", stop], tokenizer=Letters())
+        for row, own in zip(free, made):
+            ends = (n for n in range(1, 31) if stop in Letters().decode(row[:n]))
+            assert own == row[:next(ends, 30)]
+
+
+def test_sampling_is_reproducible_and_that_of_generate(model):
+    ids, engine = tokens(1, 40), Engine(model, static=True)
+    for sampling, options in ((Sampling(1.5), {"temperature": 1.5, "top_k": 0}),
+                              (Sampling(0.8, top_k=10), {"temperature": 0.8, "top_k": 10}),
+                              (Sampling(2.0, top_p=0.7), {"temperature": 2.0, "top_k": 0, "top_p": 0.7}),
+                              (Sampling(1.3, 40, 0.9), {"temperature": 1.3, "top_k": 40, "top_p": 0.9})):
+        made = [engine.generate(ids, max_new_tokens=20, sampling=sampling, seed=seed) for seed in (3, 3, 4)]
+        assert made[0] == made[1] != made[2]
+        if not ids.is_cuda:
+            torch.manual_seed(3)
+            assert made[0] == generated(model, ids, max_new_tokens=20, do_sample=True, **options)
+    assert engine.generate(ids, max_new_tokens=20, sampling=Sampling(1.5, top_k=1)) == engine.generate(
+        ids, max_new_tokens=20)
+
+
+def test_a_row_with_its_own_seed_does_not_depend_on_its_neighbours(model):
+    ids, mask, rows = ragged()
+    engine, sampling = Engine(model, static=True), Sampling(1.2, top_k=30)
+    together = engine.generate(ids, mask, max_new_tokens=15, sampling=sampling, seed=[5, 6, 7, 8])
+    for row, own, seed in zip(rows, together, (5, 6, 7, 8)):
+        assert own == engine.generate(row, max_new_tokens=15, sampling=sampling, seed=seed)[0]
+
+
+def test_sampled_frequencies_are_the_probabilities():
+    from corecontext.inference.sampling import Sampler
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0]).expand(20000, 5)
+    for sampling, kept in ((Sampling(1.3), 5), (Sampling(1.3, top_k=3), 3), (Sampling(1.3, top_p=0.75), 3)):
+        sampler = Sampler(20000, logits.device, 1)
+        sampler.start(sampling, [0], 5)
+        found = sampler.choose(logits, sampling.kind).flatten().bincount(minlength=5) / 20000
+        expected = (logits[0] / 1.3).softmax(-1) * (torch.arange(5) < kept)
+        torch.testing.assert_close(found, expected / expected.sum(), rtol=0, atol=0.015)
+
+
+def test_settings_of_generate_are_taken_over():
+    from transformers import GenerationConfig
+    take = Sampling.from_generation_config
+    assert take(GenerationConfig()) == Sampling()
+    assert take(GenerationConfig(do_sample=True)) == Sampling(1.0, 50)
+    assert take(GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=0)) == Sampling(0.6, None, 0.9)
+    assert take(GenerationConfig(), do_sample=True, temperature=2.0) == Sampling(2.0, 50)
+
+
+# Elastic g and s -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 1, 12])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_shrunk_window_equals_a_model_that_shrinks(model, at, static):
+    """Against generate()'s growing cache, shrunk at the same token."""
+    ids, mask, _ = ragged()
+    stream = Engine(model, static=static, max_length=80).stream(ids, mask, max_new_tokens=25)
+    made = [next(stream) for _ in range(at)]
+    ahead = 1 if ids.is_cuda and at > 1 else 0  # a GPU is one step ahead of what was read
+    stream.configure(group_size=5, window_size=4)
+    made += list(stream)
+    assert stream.window_size == 4
+
+    handle = handle_of(model)
+    try:
+        if at == 0:
+            handle.configure(window_size=4)
+        out = prefill(model, ids, mask)
+        token, positions, expected = out.logits.argmax(-1), out.positions, []
+        for n in range(25):
+            expected.append(token.tolist())
+            if n + 1 == at + ahead:
+                handle.configure(window_size=4)
+                for layer in out.cache.layers:
+                    layer.compact.shrink_window(4)
+            with torch.no_grad():
+                logits = model(token[:, None], past_key_values=out.cache, position_ids=(positions + n)[:, None]).logits
+            token = logits[:, -1].argmax(-1)
+    finally:
+        handle.configure(**CONFIG.to_dict())
+    assert made == expected
+
+
+def test_g_stays_and_s_only_shrinks(model):
+    engine = Engine(model, static=True)
+    stream = engine.stream(tokens(1, 40), max_new_tokens=25)
+    next(stream), next(stream)
+    used = engine.cache_bytes_used
+    with pytest.raises(ValueError, match="^group_size must stay 5 for the whole request, got 4. Start a new"):
+        stream.configure(group_size=4)
+    with pytest.raises(ValueError, match="^window_size must be at most 13 once set, got 14. Start a new"):
+        stream.configure(window_size=14)
+    stream.configure(window_size=3)
+    assert engine.cache_bytes_used < used
+    stream.close()
+    with pytest.raises(ValueError, match="^configure must be called on a running request"):
+        stream.configure(window_size=2)
+    plain = Engine(tiny_model()).stream(tokens(1, 9), max_new_tokens=2)
+    with pytest.raises(ValueError, match="^configure must be used with CCA enabled"):
+        plain.configure(window_size=2)
+
+
+def test_policy_chooses_what_the_request_does_not(model):
+    seen = []
+
+    def policy(load):
+        seen.append(load)
+        return (4, 9) if load.queue_length > 3 else (2, 16)
+
+    engine = Engine(model, static=True, policy=policy, cache_bytes_budget=10**6)
+    ids = tokens(1, 30)
+    for queue, chosen, expected in ((0, {}, (2, 16)), (9, {}, (4, 9)), (9, {"window_size": 5}, (4, 5)),
+                                    (9, {"group_size": 7, "window_size": 5}, (7, 5))):
+        stream = engine.stream(ids, max_new_tokens=3, queue_length=queue, **chosen)
+        assert (stream.group_size, stream.window_size) == expected
+        list(stream)
+    assert seen[0] == Load(0, 0, 10**6, None, 30) and seen[1].time_to_first_token > 0 and len(seen) == 3
+    with engine.stream(ids, max_new_tokens=3) as stream:
+        next(stream)
+        assert engine.load().cache_bytes_used == stream.session.allocated_bytes > 0
+
+
+def test_table_policy():
+    policy = TablePolicy(((0.5, 4, 64), (0.9, 8, 32), (1.0, 16, 16)), queue_limit=10, first_token_limit=2.0)
+    assert policy(Load()) == (4, 64) and policy(Load(queue_length=5)) == (4, 64)
+    assert policy(Load(queue_length=6)) == (8, 32) and policy(Load(queue_length=99)) == (16, 16)
+    assert policy(Load(cache_bytes_used=95, cache_bytes_budget=100)) == (16, 16)
+    assert policy(Load(cache_bytes_used=95)) == (4, 64) and policy(Load(time_to_first_token=1.7)) == (8, 32)
+    assert TablePolicy()(Load()) == (16, 1024)
+    for rows in ((), ((0.5, 1, 1), (0.5, 2, 2))):
+        with pytest.raises(ValueError, match="^rows must rise in pressure"):
+            TablePolicy(rows)
+    with pytest.raises(ValueError, match="^queue_limit must be more than 0"):
+        TablePolicy(queue_limit=0)
+
+
+# Limits --------------------------------------------------------------------------------------------------------------
+
+
+def test_position_limit_considers_scaling():
+    limits = {family: position_limit(tiny_model(family).config)
+              for family in ("llama", "llama-linear", "llama-llama3", "llama-yarn", "gemma3")}
+    assert limits == {"llama": 256, "llama-linear": 512, "llama-llama3": 256, "llama-yarn": 256, "gemma3": 256}
+    assert position_limit(tiny_model("llama-yarn", max_position_embeddings=64).config) == 256
+
+
+def test_too_long_prompts_are_refused(model):
+    with pytest.raises(ValueError, match="^input_ids must fit the model's 256 positions, got 257 tokens. Shorten"):
+        prefill(model, tokens(1, 257))
+    with pytest.raises(ValueError, match="^input_ids must fit the model's 256 positions, got 250 tokens and 7 new"):
+        Engine(model, static=True).stream(tokens(1, 250), max_new_tokens=7)
+    ids, mask = tokens(1, 300), torch.ones(1, 300)
+    mask[:, :50] = 0
+    assert len(Engine(model, static=True).generate(ids, mask, max_new_tokens=6)[0]) == 6  # padding takes no positions
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"input_ids": torch.ones(5)}, r"input_ids must be \[B, L\] with at least one token a row, got shape \[5\]"),
+    ({"input_ids": torch.ones(2, 0)}, r"input_ids must be \[B, L\]"),
+    ({"attention_mask": torch.ones(1, 8)}, r"attention_mask must have the shape of input_ids \[2, 8\], got \[1, 8\]"),
+    ({"attention_mask": torch.tensor([[1] * 8, [0, 1, 0] + [1] * 5])}, "attention_mask must have padding only on the "
+                                                                       "left, got otherwise in row 1"),
+    ({"attention_mask": torch.tensor([[1] * 7 + [0], [1] * 8])}, ".*on the left, got otherwise in row 0"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+    ({"max_new_tokens": 33}, "max_length must hold prompt and answer, got 40 for 8 and 33 tokens"),
+    ({"stop_strings": ["a"]}, "tokenizer must be given with stop_strings"),
+    ({"stop_strings": [""], "tokenizer": Letters()}, "stop_strings must not be empty"),
+    ({"seed": [1, 2, 3]}, "seed must be one number or one for each of 2 rows, got 3"),
+    ({"group_size": 0}, "group_size must be at least 1"), ({"window_size": -1}, "window_size must be at least 1")],
+    ids=str)
+def test_wrong_requests_are_refused(model, arguments, message):
+    options = {"input_ids": tokens(2, 8), "max_new_tokens": 2, **arguments}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Engine(model, static=True, max_length=40).stream(**options)
+
+
+def test_wrong_settings_are_refused(model):
+    for options, message in (({"max_length": 0}, "max_length must be at least 1"), ({"keep": -1}, "keep must be"),
+                             ({"fuse": "no"}, "fuse must be None or 'compile'")):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            Engine(model, static=True, **options)
+    with pytest.raises(ValueError, match="^chunk_size must be at least 1, got 0"):
+        prefill(model, tokens(1, 4), chunk_size=0)
+    filled = prefill(model, tokens(1, 4)).cache
+    with pytest.raises(ValueError, match="^cache must be empty, got 4 tokens"):
+        prefill(model, tokens(1, 4), cache=filled)
+    for options, message in (({"temperature": -1.0}, "temperature must be at least 0"),
+                             ({"top_k": 0}, "top_k must be at least 1"), ({"top_p": 0.0}, "top_p must be more than 0")):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            Sampling(**options)
+    plain = tiny_model()
+    with pytest.raises(ValueError, match="^policy must be used with CCA enabled"):
+        Engine(plain, policy=TablePolicy())
+    engine = Engine(plain)
+    with pytest.raises(ValueError, match="^group_size and window_size must be used with CCA enabled"):
+        engine.stream(tokens(1, 4), max_new_tokens=1, group_size=4)
+    with corecontext.enabled(plain), pytest.raises(ValueError, match="^model must stay as it was"):
+        engine.stream(tokens(1, 4), max_new_tokens=1)
+
+
+def test_chunk_size_follows_the_model_and_the_memory(model, monkeypatch):
+    from corecontext.inference import limits
+    config, cuda = model.config, torch.device("cuda")
+    assert choose_chunk_size(config, torch.float32, torch.device("cpu"), 1) == 2048
+    assert choose_chunk_size(config, torch.float32, torch.device("cpu"), 4000) == 1
+    each = bytes_per_token(config, torch.bfloat16)
+    assert 6 * 64 <= each < bytes_per_token(config, torch.float32)
+    for free, batch, expected in ((10**12, 1, 16384), (10**12, 10, 1536), (2000 * each, 1, 768), (200 * each, 1, 100),
+                                  (each, 4, 1)):
+        monkeypatch.setattr(limits, "free_bytes", lambda device: free)
+        assert choose_chunk_size(config, torch.bfloat16, cuda, batch) == expected
+
+
+def test_running_out_of_memory_names_what_would_fit(model, monkeypatch):
+    assert "About chunk_size=409 would fit." in does_not_fit(1, 9000, 1024, 0, 2**30, 2**31, 1.0)
+    # 1 GiB free, half of it for a chunk: 2**29 / 2**17 = 4096 tokens of cache
+    message = does_not_fit(4, 6000, 1024, 3072, 2**30, 2**29, 2.0**17)
+    assert message.endswith("About 4096 tokens a row fit with 4 rows, or 2 rows of 6000. Or take a larger group_size "
+                            "or a smaller chunk_size.")
+    assert message.startswith("input_ids must fit the device's memory, got 4 x 6000 tokens in chunks of 1024: it ran "
+                              "out after 3072 tokens a row with 1.00 GiB free before.")
+    assert "about 512, or fewer rows" in does_not_fit(1, 6000, 1024, 0, 2**30, 2**20, 1.0)
+    assert cache_bytes_per_token(model.config, torch.bfloat16) == 2 * 2 * 2 * 16 * 2 / 5
+    assert cache_bytes_per_token(tiny_model().config, torch.float32) == 2 * 2 * 2 * 16 * 4
+
+    calls, original = [], model.model.forward
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(*args, **kwargs)
+
+    engine = Engine(model, static=True, chunk_size=8)
+    expected = engine.generate(tokens(1, 40), max_new_tokens=4)
+    monkeypatch.setattr(model.model, "forward", failing)
+    with pytest.raises(MemoryError, match="^input_ids must fit the device's memory, got 1 x 40 tokens in chunks of 8: "
+                                          "it ran out after 16 tokens"):
+        engine.generate(tokens(1, 40), max_new_tokens=4)
+    assert engine.cache_bytes_used == engine.cache_bytes_kept == 0  # what was half filled is gone
+    assert engine.generate(tokens(1, 40), max_new_tokens=4) == expected
+
+
+def test_lengths_round_up_by_an_eighth_at_most():
+    for length in [*range(1, 3000), 10**6]:
+        assert length <= rounded_up(length) <= max(length + 63, length * 9 / 8)
+    assert len({rounded_up(n) for n in range(512, 4096)}) <= 25
+
+
+# Reuse ---------------------------------------------------------------------------------------------------------------
+
+
+def live_tensors():
+    gc.collect()
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+
+def test_soak_of_mixed_requests(model):
+    """Many requests through one engine: each answer is that of the request alone, and nothing is left behind."""
+    draw = random.Random(0)
+    engine = Engine(model, static=True, keep=2)
+    before = live_tensors()
+    for number in range(60):
+        lengths = [draw.randint(1, 60) for _ in range(draw.randint(1, 3))]
+        g, s, count = draw.choice((1, 2, 5, 16)), draw.randint(1, 30), draw.randint(1, 8)
+        ids, mask, rows = ragged(lengths, seed=number)
+        engine.chunk_size = draw.choice((None, 1, 7, 16))
+        sampling = draw.choice((Sampling(), Sampling(1.1), Sampling(0.9, top_k=20)))
+        options = {"max_new_tokens": count, "sampling": sampling, "group_size": g, "window_size": s}
+        seeds = [draw.randint(0, 1000) for _ in lengths]
+        made = engine.generate(ids, mask, seed=seeds, **options)
+        for row, own, seed in zip(rows, made, seeds):
+            assert own == Engine(model, static=False, keep=0).generate(row, seed=seed, **options)[0]
+        assert engine.cache_bytes_used == 0 and len(engine._idle) <= 2
+    assert engine.cache_bytes_kept > 0
+    engine.clear()
+    del ids, mask, rows, row
+    assert engine.cache_bytes_kept == 0 and live_tensors() == before
+
+
+def test_sessions_are_reused_with_their_buffers(model):
+    engine, places = Engine(model, static=True), set()
+    for seed in range(4):
+        with engine.stream(tokens(2, 40 + seed, seed=seed), max_new_tokens=3) as stream:
+            next(stream)
+            places.add(stream.session.cache.layers[0].compact.keys.data_ptr())
+    assert len(places) == 1
+
+
+def test_fused_modules_change_no_token(model):
+    """torch.compile with a backend that only traces: what is compiled is found, used, and put back."""
+    engine, ids = Engine(model, static=True, chunk_size=10), tokens(1, 40)
+    expected = engine.generate(ids, max_new_tokens=6)
+    engine.fused = Fused(model)
+    count = len(engine.fused._compiled)
+    assert count == 2 * 3 + 1  # an MLP and two norms a layer, and the last norm
+    used = []
+    engine.fused._compiled = [(module, lambda *a, module=module: used.append(module) or module._call_impl(*a))
+                              for module, _ in engine.fused._compiled]
+    assert engine.generate(ids, max_new_tokens=6) == expected
+    assert len(used) == 4 * count
+    assert all(module._compiled_call_impl is None for module in model.modules())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"fuse": "compile"}, {"compile": True}], ids=str)
+def test_compiled_modules_and_steps_change_no_token(model, options):
+    ids, mask, _ = ragged()
+    expected = Engine(model, static=True).generate(ids, mask, max_new_tokens=12)
+    torch._dynamo.reset()
+    assert Engine(model, static=True, chunk_size=16, **options).generate(ids, mask, max_new_tokens=12) == expected

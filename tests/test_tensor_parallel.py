@@ -1,0 +1,48 @@
+"""A model that transformers splits over processes computes the same under CCA: each has its heads and their cache."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_model import save_tiny_model
+
+PROGRAM = Path(__file__).with_name("tensor_parallel.py")
+
+
+def start(folder, output, **environment):
+    """One process on the CPU."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+                   "PYTHONPATH": str(PROGRAM.parent.parent), **environment}
+    return subprocess.Popen([sys.executable, str(PROGRAM), folder, str(output)], env=environment,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait(*processes):
+    """Wait for all; a failure shows its output."""
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs):
+        assert process.returncode == 0, output
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
+def test_two_processes_equal_one(tmp_path):
+    folder = save_tiny_model(tmp_path / "model")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    wait(start(folder, tmp_path / "one.pt"))
+    wait(*(start(folder, tmp_path / "two.pt", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                 MASTER_PORT=port) for rank in "01"))
+    one, two = (torch.load(tmp_path / name) for name in ("one.pt", "two.pt"))
+    assert (one["heads"], two["heads"]) == (2, 1)  # each process keeps its own KV heads only
+    for name in ("whole", "last"):
+        torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-5)
+    assert two["tokens"] == one["tokens"]
