@@ -194,6 +194,9 @@ def test_eos_ends_rows_one_by_one(model):
 class Letters:
     """A tokenizer whose token n is a letter or two."""
 
+    def __repr__(self):  # pytest names tests by it: the same in every process
+        return "Letters()"
+
     def decode(self, ids, **options):
         return "".join(chr(97 + i % 26) * (1 + i % 2) for i in ids)
 
