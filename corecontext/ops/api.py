@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -37,9 +38,14 @@ def choose_backend(backend: str, q: Tensor) -> str:
 
 def _unsupported_reason(backend: str, q: Tensor) -> str | None:
     """Why a backend cannot take the call, or None."""
-    if backend == "triton" and importlib.util.find_spec("triton") is None:
+    if backend == "triton" and not _has_triton():
         return "the package triton is not installed"
     return autograd.module_of(backend).unsupported_reason(q) if backend != "reference" else None
+
+
+@functools.lru_cache(maxsize=None)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def backend_module(backend: str, q: Tensor) -> ModuleType:
@@ -135,10 +141,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, 
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale,
                                               enable_gqa=k.shape[1] != num_heads), None
     if chosen != "reference":
-        out, lse = autograd.cca_attention_op(
-            q, k, v, bias, None if rotary is None else rotary.inv_freq, attention_mask, cu_seqlens,
-            position_ids, group_size, window_size, num_groups or 0, scale, softcap or 0.0, pooling, core_heads,
-            rotary is not None and rotary.interleaved, chosen)
+        settings = autograd.Settings(group_size, window_size, num_groups or 0, scale, softcap or 0.0, pooling,
+                                     core_heads, rotary is not None and rotary.interleaved, chosen)
+        out, lse = autograd.cca_attention(q, k, v, bias, None if rotary is None else rotary.inv_freq, attention_mask,
+                                          cu_seqlens, position_ids, settings)
     else:
         out = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:-1], -torch.inf)

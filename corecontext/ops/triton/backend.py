@@ -65,8 +65,7 @@ def _on(x: Tensor) -> AbstractContextManager:
 
 
 class _THIS:
-    """The four functions that run everywhere."""
+    """The two functions that run everywhere."""
 
-    pool = staticmethod(pool)
     pool_backward = staticmethod(pool_backward)
     attend_backward = staticmethod(attend_backward)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.triton import hopper
 from corecontext.ops.triton.hopper import LOG2E
-from corecontext.ops.triton.pool import pool, pool_backward
+from corecontext.ops.triton.pool import pool_backward
 from corecontext.ops.triton.tensor_memory import add_out, aligned, copy_in, descriptor, wait_out
 
 BLOCK_M = 64  # queries of a tile
@@ -75,16 +75,16 @@ def _finish_kernel(sum_ptr, last_ptr, grad_ptr, num_queries, num_groups, group_s
 
 
 # One array of shared memory holds all tiles of 64 rows: queries and gradients in rings of STAGES, then the program's
-# keys and values; one more holds all barriers. What a group of warps is handed costs it registers for good.
+# keys and values. What a group of warps is handed costs it registers for good.
 
 
 @gluon.jit
 def _copy_queries(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, core_v_desc, tiles_smem, stats_smem,
-                  barriers, n, first_head, num_heads, heads_per_core, key, is_core, last_row, tiles,
+                  ready, free, n, first_head, num_heads, heads_per_core, key, is_core, last_row, tiles,
                   STAGES: gl.constexpr):
     """The copying warp: the keys and values of the program, then the queries that see them, latest first: programs
     that run together then read the same queries."""
-    keys_ready = barriers.index(4 * STAGES)
+    keys_ready = ready.index(STAGES)
     mbarrier.expect(keys_ready, 4 * k_desc.block_type.nbytes)
     for half in gl.static_range(2):
         if is_core:
@@ -99,32 +99,30 @@ def _copy_queries(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, co
         for i in range(tiles):
             row = last_row - 64 * i
             stage = step % STAGES
-            phase = (step // STAGES & 1) ^ 1
-            mbarrier.wait(barriers.index(STAGES + stage), phase)
-            mbarrier.expect(barriers.index(stage), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-            copy_in(q_desc, [n, head, row, 0], barriers.index(stage), tiles_smem.index(stage))
-            copy_in(stats_desc, [n, head, row // 64, 0], barriers.index(stage), stats_smem.index(stage))
-            mbarrier.wait(barriers.index(3 * STAGES + stage), phase)
-            mbarrier.expect(barriers.index(2 * STAGES + stage), grad_desc.block_type.nbytes)
-            copy_in(grad_desc, [n, head, row, 0], barriers.index(2 * STAGES + stage), tiles_smem.index(STAGES + stage))
+            here = ready.index(stage)
+            mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(here, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+            copy_in(q_desc, [n, head, row, 0], here, tiles_smem.index(stage))
+            copy_in(stats_desc, [n, head, row // 64, 0], here, stats_smem.index(stage))
+            copy_in(grad_desc, [n, head, row, 0], here, tiles_smem.index(STAGES + stage))
             step += 1
 
 
 @gluon.jit
-def _add_query_gradients(tiles_smem, scores_smem, sum_smem, barriers, sum_desc, n, head, row, step, HALF: gl.constexpr,
-                         BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+def _add_query_gradients(tiles_smem, scores_smem, sum_smem, scores_ready, scores_free, sum_desc, n, head, row, step,
+                         HALF: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     """Half the columns of one query tile's gradient from the 128 keys, added to the sum in global memory."""
     PART: gl.constexpr = BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     ring = step % 2
-    mbarrier.wait(barriers.index(4 * STAGES + 1 + ring), step // 2 & 1)
+    mbarrier.wait(scores_ready.index(ring), step // 2 & 1)
     keys = tiles_smem.index(2 * STAGES).reshape([64, BLOCK_D]).slice(HALF * PART, PART, 1)
     dq = warpgroup_mma(scores_smem.index(2 * ring).permute([1, 0]), keys, gl.zeros([64, PART], gl.float32, layout),
                        use_acc=False, is_async=True)
     keys = tiles_smem.index(2 * STAGES + 1).reshape([64, BLOCK_D]).slice(HALF * PART, PART, 1)
     dq = warpgroup_mma(scores_smem.index(2 * ring + 1).permute([1, 0]), keys, dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
-    mbarrier.arrive(barriers.index(4 * STAGES + 3 + ring))
+    mbarrier.arrive(scores_free.index(ring))
     wait_out(0)  # what lay there has been read
     sum_smem.reshape([64, PART]).store(dq)
     fence_async_shared()
@@ -132,10 +130,11 @@ def _add_query_gradients(tiles_smem, scores_smem, sum_smem, barriers, sum_desc, 
 
 
 @gluon.jit
-def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, barriers, sum_desc, core_grad_ptr, grad_k_ptr,
-                   grad_v_ptr, dbias_ptr, bias_ptr, n, first_head, offset, key, num_keys, is_core, num_heads, last_row, tiles,
-                   num_queries, group_size, window_size, scale, value_offset, HALF: gl.constexpr,
-                   HAS_BIAS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, ready, free, scores_ready, scores_free, sum_desc,
+                   core_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr, n, first_head, offset, key, num_keys,
+                   is_core, num_heads, last_row, tiles, num_queries, group_size, window_size, scale, value_offset,
+                   HALF: gl.constexpr, HAS_BIAS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
+                   STAGES: gl.constexpr):
     """One consumer: 64 keys against all queries that see one of them, scores transposed, [keys, queries].
 
     The scores' gradients of both consumers meet in shared memory; the gradient of a query tile is made from them one
@@ -165,7 +164,7 @@ def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, barriers, sum_
         whole_low = key + 63
         whole_high = gl.minimum((key // group_size + 1) * group_size + window_size - 1, num_queries)
     bias = 0.0
-    mbarrier.wait(barriers.index(4 * STAGES), 0)
+    mbarrier.wait(ready.index(STAGES), 0)
     row = last_row
     head = first_head
     row_before = last_row + 64  # not `row`: Triton 3.6 takes two names of one value for one loop variable
@@ -177,9 +176,8 @@ def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, barriers, sum_
         grad = tiles_smem.index(STAGES + stage).reshape([64, BLOCK_D])
         if HAS_BIAS:
             bias = gl.where(is_core, gl.load(bias_ptr + head).to(gl.float32) * LOG2E, 0.0)
-        mbarrier.wait(barriers.index(stage), phase)
+        mbarrier.wait(ready.index(stage), phase)
         s = warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
-        mbarrier.wait(barriers.index(2 * STAGES + stage), phase)
         dp = warpgroup_mma(v, grad.permute([1, 0]), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, [s])
         stats = stats_smem.index(stage).reshape([128])
@@ -198,17 +196,16 @@ def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, barriers, sum_
         ds_half = ds.to(dtype)
         dv = warpgroup_mma(p_half, grad, dv, is_async=True)
         ring = step % 2
-        mbarrier.wait(barriers.index(4 * STAGES + 3 + ring), (step // 2 & 1) ^ 1)
+        mbarrier.wait(scores_free.index(ring), (step // 2 & 1) ^ 1)
         scores_smem.index(2 * ring + HALF).store(ds_half)
         fence_async_shared()
-        mbarrier.arrive(barriers.index(4 * STAGES + 1 + ring))
+        mbarrier.arrive(scores_ready.index(ring))
         dk = warpgroup_mma(gl.convert_layout(ds_half, p_layout), q, dk, is_async=True)
         if step > 0:
-            _add_query_gradients(tiles_smem, scores_smem, sum_smem, barriers, sum_desc, n, head_before, row_before,
-                                 step - 1, HALF, BLOCK_D, STAGES)
+            _add_query_gradients(tiles_smem, scores_smem, sum_smem, scores_ready, scores_free, sum_desc, n,
+                                 head_before, row_before, step - 1, HALF, BLOCK_D, STAGES)
         dv, dk = warpgroup_mma_wait(0, [dv, dk])
-        mbarrier.arrive(barriers.index(3 * STAGES + stage))
-        mbarrier.arrive(barriers.index(STAGES + stage))
+        mbarrier.arrive(free.index(stage))
         row_before = row
         head_before = head
         row -= 64
@@ -216,8 +213,8 @@ def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, barriers, sum_
             row = last_row
             head += 1
     if tiles > 0:
-        _add_query_gradients(tiles_smem, scores_smem, sum_smem, barriers, sum_desc, n, head_before, row_before,
-                             num_heads * tiles - 1, HALF, BLOCK_D, STAGES)
+        _add_query_gradients(tiles_smem, scores_smem, sum_smem, scores_ready, scores_free, sum_desc, n, head_before,
+                             row_before, num_heads * tiles - 1, HALF, BLOCK_D, STAGES)
 
     keys = key + gl.arange(0, 64, gl.SliceLayout(1, d_layout))
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, d_layout))
@@ -239,8 +236,8 @@ def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, barriers, sum_
 @gluon.jit(do_not_specialize=["num_queries", "num_cores", "core_programs", "num_n", "heads_per_n",
                                 "heads_per_turn"])
 def _attend_bwd_hopper(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, core_v_desc, sum_desc, bias_ptr,
-                       core_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, num_queries, num_cores, core_programs, num_n, heads_per_n,
-                       heads_per_core, heads_per_turn, scale, group_size, window_size,
+                       core_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, num_queries, num_cores, core_programs,
+                       num_n, heads_per_n, heads_per_core, heads_per_turn, scale, group_size, window_size,
                        HAS_BIAS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     """Grid: (tiles of 128 core tokens x N r + tiles of 128 tokens x N,).
 
@@ -251,16 +248,17 @@ def _attend_bwd_hopper(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_des
     stats_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, 128], stats_desc.layout)
     scores_smem = gl.allocate_shared_memory(dtype, [4, 64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], dtype))
     sum_smem = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, BLOCK_D // 2], sum_desc.layout)
-    barriers = gl.allocate_shared_memory(gl.int64, [4 * STAGES + 5, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scores_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    scores_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(i), 1)  # queries are there
-        mbarrier.init(barriers.index(STAGES + i), 2)  # both consumers are done with them
-        mbarrier.init(barriers.index(2 * STAGES + i), 1)  # gradients are there
-        mbarrier.init(barriers.index(3 * STAGES + i), 2)
-    mbarrier.init(barriers.index(4 * STAGES), 1)  # keys and values are there
+        mbarrier.init(ready.index(i), 1)
+        mbarrier.init(free.index(i), 2)
+    mbarrier.init(ready.index(STAGES), 1)  # the keys and values
     for i in gl.static_range(2):
-        mbarrier.init(barriers.index(4 * STAGES + 1 + i), 2)  # the scores' gradient is there
-        mbarrier.init(barriers.index(4 * STAGES + 3 + i), 2)  # both consumers are done with it
+        mbarrier.init(scores_ready.index(i), 2)
+        mbarrier.init(scores_free.index(i), 2)
     fence_async_shared()
 
     pid = gl.program_id(0)
@@ -295,17 +293,17 @@ def _attend_bwd_hopper(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_des
     last_row = (end - 1) // 64 * 64
     bias_ptr += n * heads_per_n
     gl.warp_specialize([
-        (_key_gradients, (tiles_smem, stats_smem, scores_smem, sum_smem.index(0), barriers, sum_desc, core_grad_ptr,
-                          grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr, n, first_head, offset, key, num_keys, is_core, num_heads,
-                          last_row, tiles, num_queries, group_size, window_size, scale, value_offset, 0, HAS_BIAS,
-                          HEAD_DIM, BLOCK_D, STAGES)),
-        (_key_gradients, (tiles_smem, stats_smem, scores_smem, sum_smem.index(1), barriers, sum_desc, core_grad_ptr,
-                          grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr, n, first_head, offset, key, num_keys, is_core, num_heads,
-                          last_row, tiles, num_queries, group_size, window_size, scale, value_offset, 1, HAS_BIAS,
-                          HEAD_DIM, BLOCK_D, STAGES)),
+        (_key_gradients, (tiles_smem, stats_smem, scores_smem, sum_smem.index(0), ready, free, scores_ready,
+                          scores_free, sum_desc, core_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr, n,
+                          first_head, offset, key, num_keys, is_core, num_heads, last_row, tiles, num_queries,
+                          group_size, window_size, scale, value_offset, 0, HAS_BIAS, HEAD_DIM, BLOCK_D, STAGES)),
+        (_key_gradients, (tiles_smem, stats_smem, scores_smem, sum_smem.index(1), ready, free, scores_ready,
+                          scores_free, sum_desc, core_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr, n,
+                          first_head, offset, key, num_keys, is_core, num_heads, last_row, tiles, num_queries,
+                          group_size, window_size, scale, value_offset, 1, HAS_BIAS, HEAD_DIM, BLOCK_D, STAGES)),
         (_copy_queries, (q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, core_v_desc, tiles_smem,
-                         stats_smem, barriers, n, first_head, num_heads, heads_per_core, key, is_core, last_row, tiles,
-                         STAGES)),
+                         stats_smem, ready, free, n, first_head, num_heads, heads_per_core, key, is_core, last_row,
+                         tiles, STAGES)),
     ], [4, 1], [240, 24])
 
 
@@ -319,13 +317,12 @@ def unsupported_reason(q: Tensor, scale: float, softcap: float | None) -> str | 
 
 
 def gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-              groups: tuple[Tensor, Tensor, Tensor], *, group_size: int, window_size: int, scale: float,
-              core_bias: Tensor | None, pooling: str, core_heads: str, rotary: Rotary | None,
-              ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+              groups: tuple[Tensor, Tensor, Tensor], cores: tuple[Tensor, Tensor], *, group_size: int,
+              window_size: int, scale: float, core_bias: Tensor | None, pooling: str, core_heads: str,
+              rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `compose.gradients`, in the dtype of q, k and v; a few KV heads at a time, so that the float32 sums of their
     queries' gradients take little memory."""
     options = {"scale": scale, "pooling": pooling, "core_heads": core_heads, "rotary": rotary}
-    cores = pool(*groups, **options)
     q, grad_out, out = aligned(q), aligned(grad_out), aligned(out)
     key, value = aligned(k[:, None]), aligned(v[:, None])
     n, r, num_queries, dim = q.shape
@@ -351,10 +348,10 @@ def gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
 
 
 def _rows_at_once(q: Tensor, k: Tensor) -> int:
-    """Sequences whose float32 sums take a twentieth of q, k, v, the output and their gradients, and no fewer than it
+    """Sequences whose float32 sums take a twenty-sixth of q, k, v, the output and their gradients, and no fewer than it
     takes to fill the device."""
     head_bytes = q.shape[2] * q.shape[3] * q.element_size()
-    limit = 4 * (q.shape[0] * q.shape[1] + k.shape[0]) * head_bytes // 20
+    limit = 4 * (q.shape[0] * q.shape[1] + k.shape[0]) * head_bytes // 26
     return max(1, min(q.shape[0], max(limit, MIN_BYTES) // (2 * q.shape[1] * head_bytes)))
 
 

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from corecontext.ops.rotary import Rotary
 
@@ -565,21 +566,33 @@ def _pool_long_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr,
         _store_rows(grad_v_ptr, grad_v, dv_m, dv_g, groups, rows, cols, num_groups, group_size, HEAD_DIM, ADD)
 
 
+_TABLES = WeakIdKeyDictionary()  # by the tensor of frequencies
+
+
 def _tables(rotary: Rotary | None, group_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the turn of each token of a group to its middle, [g, R / 2] in float32."""
+    """Cosines and sines of the turn of each token of a group to its middle, [g, R / 2] in float32.
+
+    Kept with the frequencies they are made of, until those change; not what a graph being captured makes."""
     if rotary is None:
         nothing = torch.empty(1, dtype=torch.float32, device=device)
         return nothing, nothing
+    source = rotary.inv_freq
+    known = _TABLES.setdefault(source, {})
+    key = (group_size, device, None if source.is_inference() else source._version)
+    if key in known:
+        return known[key]
     offsets = group_size // 2 - torch.arange(group_size, dtype=torch.float64, device=device)
-    angle = offsets[:, None] * rotary.inv_freq.to(device=device, dtype=torch.float64)[None, :]
-    return angle.cos().float(), angle.sin().float()
+    angle = offsets[:, None] * source.detach().to(device=device, dtype=torch.float64)[None, :]
+    tables = angle.cos().float(), angle.sin().float()
+    if key[2] is not None and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        known[key] = tables
+    return tables
 
 
 def _plan(group_size: int, head_dim: int, per_thread: int) -> tuple[bool, int, int, int, int]:
     """Whether groups are whole in a program, then groups, tokens and columns of its tile, and warps.
 
-    `per_thread` elements of K for a thread: as many as leave room for the other float32 values beside them. Large
-    groups get more warps first, then more elements for a thread.
+    `per_thread` elements of K for a thread. One warp for a group where that fits: its sums need no shared memory.
     """
     block_d = triton.next_power_of_2(head_dim)
     block_g = triton.next_power_of_2(group_size)
@@ -587,8 +600,8 @@ def _plan(group_size: int, head_dim: int, per_thread: int) -> tuple[bool, int, i
     if size > _WHOLE_GROUP:
         # Not below one token: a head_dim this large only makes the loop longer.
         return False, 1, max(1, 128 * per_thread // block_d), block_d, 4
-    block_m = max(1, 128 * per_thread // size)
-    num_warps = min(16, max(4, size * block_m // (32 * per_thread)))
+    block_m = max(1, 32 * per_thread // size)
+    num_warps = min(16, max(1, size * block_m // (32 * per_thread)))
     return True, block_m, block_g, block_d, num_warps
 
 
@@ -628,7 +641,7 @@ def pool(q_last: Tensor, k: Tensor, v: Tensor, *, scale: float, pooling: str = "
     core_v = v.new_empty(batch, heads_out, num_groups, head_dim)
     if core_k.numel() == 0:
         return core_k, core_v
-    whole, block_m, block_g, block_d, num_warps = _plan(group_size, head_dim, per_thread=32)
+    whole, block_m, block_g, block_d, num_warps = _plan(group_size, head_dim, per_thread=64)
     kernel = _pool_fwd_kernel if whole else _pool_long_fwd_kernel
     cos, sin = _tables(rotary, group_size, k.device)
     with torch.cuda.device_of(k):
@@ -671,7 +684,7 @@ def pool_backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: T
     grad_k, grad_v = (torch.empty_like(k), torch.empty_like(v)) if into is None else into
     if k.numel() == 0:
         return grad_q, grad_k, grad_v
-    whole, block_m, block_g, block_d, num_warps = _plan(group_size, head_dim, per_thread=16)
+    whole, block_m, block_g, block_d, num_warps = _plan(group_size, head_dim, per_thread=32 if heads == 1 else 64)
     kernel, more = _pool_bwd_kernel, {}
     if not whole:
         kernel, more = _pool_long_bwd_kernel, {"BLOCK_H": triton.next_power_of_2(heads)}
