@@ -108,13 +108,16 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
 
     Cost: 4 D H sum_t (j(t) + t + 1 - j(t) g) operations and memory linear in L (packed backend).
     """
-    CCAConfig(group_size, window_size, num_groups, pooling, core_position, core_heads)  # validates
+    _validate(group_size, window_size, num_groups, pooling, core_position, core_heads)
     _check_types(q, k, v)
     (q, k, v), context = outside_autocast(q, k, v)
     with context:
         out, lse = _attend(q, k, v, group_size, window_size, num_groups, pooling, core_position, core_heads, rotary,
                            scale, softcap, core_bias, attention_mask, cu_seqlens, position_ids, backend, return_lse)
     return (out, lse) if return_lse else out
+
+
+_validate = functools.lru_cache(maxsize=256, typed=True)(CCAConfig)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, num_groups: int | None, pooling: str,

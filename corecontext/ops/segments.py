@@ -111,7 +111,8 @@ class SegmentView:
 
     def take(self, x: Tensor) -> Tensor:
         """[B, H or Hkv, L, ...] to this segment's [N, r or 1, T, ...]."""
-        x = x[self.rows, :, self.span]
+        if self.rows != slice(0, x.shape[0]) or self.span != slice(0, x.shape[2]):
+            x = x[self.rows, :, self.span]
         return x.reshape(x.shape[0] * self.num_kv_heads, x.shape[1] // self.num_kv_heads, *x.shape[2:])
 
     def put(self, total: Tensor, part: Tensor) -> None:

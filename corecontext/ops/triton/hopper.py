@@ -18,7 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, warpgroup_mma,
                                                               warpgroup_mma_wait)
 
-from corecontext.ops.triton.tensor_memory import aligned, copy_in, copy_out, descriptor, wait_out
+from corecontext.ops.triton.launch import launch
+from corecontext.ops.triton.tensor_memory import DTYPES, aligned, copy_in, copy_out, descriptor, wait_out
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -203,14 +204,14 @@ def _attend_rows(q_smem, out_smem, k_smem, v_smem, q_ready, q_free, k_ready, k_f
     wait_out(0)
 
 
-@gluon.jit(do_not_specialize=["num_items", "num_tiles", "num_heads", "heads_per_turn", "num_queries", "q_start",
-                                "k_start"])
+@gluon.jit(do_not_specialize=["num_items", "num_tiles", "num_heads", "heads_per_turn", "heads_per_n", "heads_per_core",
+                                "num_queries", "q_start", "k_start", "group_size", "window_size"])
 def _attend_fwd_hopper(q_desc, k_desc, v_desc, core_k_desc, core_v_desc, out_desc, lse_ptr, bias_ptr, num_items,
                        num_tiles, num_heads, heads_per_turn, heads_per_n, heads_per_core, num_queries, q_start, k_start,
                        scale, group_size, window_size, HAS_BIAS: gl.constexpr, BLOCK_D: gl.constexpr,
-                       BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+                       BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr):
     """Grid: as many programs as the chip has multiprocessors; items of 128 queries of one head are dealt to them."""
-    dtype: gl.constexpr = q_desc.dtype
+    dtype: gl.constexpr = DTYPE
     q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, BLOCK_D], q_desc.layout)
     OWN_OUT: gl.constexpr = BLOCK_D <= 128  # else the output waits where the queries were
     out_smem = q_smem
@@ -287,11 +288,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q
     num_tiles = triton.cdiv(num_queries, 128)
     num_items = num_tiles * n * r
     heads_per_turn = r * max(1, CACHE_BYTES // (2 * core_k.shape[2] * dim * core_k.element_size()))
-    _attend_fwd_hopper[(min(num_programs(q.device), num_items),)](
+    launch(_attend_fwd_hopper, min(num_programs(q.device), num_items), (
         descriptor(q, 64), descriptor(k, block_n), descriptor(v, block_n), descriptor(core_k, block_n),
         descriptor(core_v, block_n), descriptor(out, 64), lse,
         lse if core_bias is None else core_bias.float().contiguous(), num_items, num_tiles, n * r,
         min(heads_per_turn, n * r), r, r // core_k.shape[1], num_queries, q_start, k_start, scale * LOG2E.value,
-        group_size, window_size, HAS_BIAS=core_bias is not None, BLOCK_D=block_d, BLOCK_N=block_n, STAGES=2,
-        num_warps=4)
+        group_size, window_size), HAS_BIAS=core_bias is not None, BLOCK_D=block_d, BLOCK_N=block_n, STAGES=2,
+        DTYPE=DTYPES[q.dtype], num_warps=4)
     return out, lse

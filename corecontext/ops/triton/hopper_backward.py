@@ -21,7 +21,8 @@ from corecontext.ops.rotary import Rotary
 from corecontext.ops.triton import hopper
 from corecontext.ops.triton.hopper import LOG2E
 from corecontext.ops.triton.pool import pool_backward
-from corecontext.ops.triton.tensor_memory import add_out, aligned, copy_in, descriptor, wait_out
+from corecontext.ops.triton.launch import launch
+from corecontext.ops.triton.tensor_memory import DTYPES, add_out, aligned, copy_in, descriptor, wait_out
 
 BLOCK_M = 64  # queries of a tile
 BLOCK_N = 128  # keys of a program
@@ -233,17 +234,18 @@ def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, ready, free, s
     wait_out(0)
 
 
-@gluon.jit(do_not_specialize=["num_queries", "num_cores", "core_programs", "num_n", "heads_per_n",
-                                "heads_per_turn"])
+@gluon.jit(do_not_specialize=["num_queries", "num_cores", "core_programs", "num_n", "heads_per_n", "heads_per_core",
+                                "heads_per_turn", "group_size", "window_size"])
 def _attend_bwd_hopper(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, core_v_desc, sum_desc, bias_ptr,
                        core_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, num_queries, num_cores, core_programs,
                        num_n, heads_per_n, heads_per_core, heads_per_turn, scale, group_size, window_size,
-                       HAS_BIAS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+                       HAS_BIAS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+                       DTYPE: gl.constexpr):
     """Grid: (tiles of 128 core tokens x N r + tiles of 128 tokens x N,).
 
     Core tokens come first, heads_per_turn heads at a time and of those the tiles that most queries see first: so few
     heads that what their programs add to stays in the L2 cache."""
-    dtype: gl.constexpr = q_desc.dtype
+    dtype: gl.constexpr = DTYPE
     tiles_smem = gl.allocate_shared_memory(dtype, [2 * STAGES + 4, 1, 1, 64, BLOCK_D], q_desc.layout)
     stats_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, 128], stats_desc.layout)
     scores_smem = gl.allocate_shared_memory(dtype, [4, 64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], dtype))
@@ -374,12 +376,13 @@ def _some_gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
                                     HAS_GRAD_LSE=grad_lse is not None, HEAD_DIM=dim, BLOCK_D=block_d, BLOCK=BLOCK_M)
     core_key, core_value = (aligned(core_k), aligned(core_v)) if num_cores else (k, v)
     core_programs = triton.cdiv(num_cores, BLOCK_N) * n * r
-    _attend_bwd_hopper[(core_programs + triton.cdiv(num_queries, BLOCK_N) * n,)](
+    launch(_attend_bwd_hopper, core_programs + triton.cdiv(num_queries, BLOCK_N) * n, (
         descriptor(q, 64), descriptor(grad_out, 64), descriptor(stats, 1), descriptor(k, 64), descriptor(v, 64),
         descriptor(core_key, 64), descriptor(core_value, 64), descriptor(sums, 64, block_d // 2),
         lse if core_bias is None else core_bias.float().contiguous(), core_grads, *grads, dbias, num_queries, num_cores,
         core_programs, n, r, r // core_heads, HEADS_PER_TURN, scale * LOG2E.value, group_size,
-        window_size, HAS_BIAS=core_bias is not None, HEAD_DIM=dim, BLOCK_D=block_d, STAGES=2, num_warps=4)
+        window_size), HAS_BIAS=core_bias is not None, HEAD_DIM=dim, BLOCK_D=block_d, STAGES=2, DTYPE=DTYPES[q.dtype],
+        num_warps=4)
     last = None
     if num_cores:
         if core_heads == 1 and r > 1:

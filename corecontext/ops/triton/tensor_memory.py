@@ -41,7 +41,10 @@ def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescri
     """x [N, heads, T, D], aligned, for copies of `rows` rows of one head; rows and columns outside read as zeros."""
     block = (1, 1, rows, columns or max(16, triton.next_power_of_2(x.shape[-1])))
     strides = [stride if size > 1 else block[3] for size, stride in zip(x.shape[:-1], x.stride()[:-1])]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, x.dtype))
+    made = object.__new__(TensorDescriptor)  # its checks take longer than all else here; `aligned` has made them
+    made.base, made.shape, made.strides, made.block_shape = x, list(x.shape), [*strides, 1], list(block)
+    made.layout, made.padding = _layout(block, x.dtype), "zero"
+    return made
 
 
 @functools.lru_cache(maxsize=None)
