@@ -235,6 +235,50 @@ def test_padding_may_reach_over_whole_chunks():
     assert (out[0, :, :33] == 0).all()
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("max_length", [None, 60])
+def test_padding_is_never_guessed(max_length, n):
+    """Without a mask nobody can tell a row's first token from more of its padding."""
+    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[0, :33] = 0
+    expected = reference(config, *tensors, attention_mask=mask)
+    layer = CompactLayer(config, ROTARY, max_length=max_length)
+    fed(layer, [x[:, :, :12] for x in tensors], [1] * 12, mask)
+    piece = [x[:, :, 12:12 + n] for x in tensors]
+    for call in (lambda: layer.attend(*piece), lambda: layer.attend(*piece, attention_mask=torch.ones(2, 12 + n))):
+        with pytest.raises(ValueError, match="^attention_mask must"):
+            call()
+    assert not layer.padding_known and layer.seq_len == 12  # a refused call changes nothing
+    out = [layer.attend(*(x[:, :, t:t + 1] for x in tensors), attention_mask=mask[:, :t + 1]) for t in range(12, 34)]
+    assert layer.padding_known
+    out += [layer.attend(*(x[:, :, t:t + 1] for x in tensors)) for t in range(34, 60)]
+    torch.testing.assert_close(torch.cat(out, 2), expected[:, :, 12:], rtol=0, atol=1e-11)
+
+
+def test_what_changes_the_rows_or_the_length_knows_the_padding():
+    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[0, :33] = 0
+    layer = CompactLayer(config, ROTARY)
+    fed(layer, tensors, [30], mask)
+    other = CompactLayer(config, ROTARY)
+    other.load_state_dict(layer.state_dict())
+    assert not layer.padding_known and not other.padding_known
+    other.repeat(2)
+    assert not other.padding_known
+    other.select(torch.tensor([3, 2]))  # only the row without padding
+    assert other.padding_known
+    layer.attend(*(x[:, :, 30:35] for x in tensors), attention_mask=mask[:, :35])
+    assert layer.padding_known
+    layer.crop(3)  # back into the padding
+    assert not layer.padding_known
+    out = layer.attend(*(x[:, :, 32:] for x in tensors), attention_mask=mask)
+    torch.testing.assert_close(out, reference(config, *tensors, attention_mask=mask)[:, :, 32:], rtol=0, atol=1e-11)
+    layer.reset()
+    torch.testing.assert_close(layer.attend(*tensors), reference(config, *tensors), rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("call, message", [
     (lambda: CompactLayer(CCAConfig()), "rotary must be given"),
     (lambda: CompactLayer(CCAConfig(), ROTARY, rollback=-1), "rollback must be at least 0"),

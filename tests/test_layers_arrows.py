@@ -17,7 +17,8 @@ LAYERS = [BASE, ("ops",), ("cache", "layers", "testing"),
           ("integrations", "baselines", "distributed", "data"), ("inference",), ("loading", "perplexity"),
           ("train", "eval", "bench", "generation"), ("demo",), ("cli",), ("__init__", "__main__")]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-BACKENDS = {"reference": set(), "packed": {"compose", "partial", "pooling", "merge"}, "partial": set(), "pooling": {"rotary"}}
+BACKENDS = {"reference": set(), "packed": {"compose", "partial", "pooling", "merge"}, "partial": set(),
+            "pooling": {"rotary"}}
 """Backend files, and the files of ops that each may import: none imports another backend."""
 
 

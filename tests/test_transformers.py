@@ -8,6 +8,8 @@ import warnings
 import pytest
 import torch
 from families import FAMILIES, HYBRID, oracle_logits, tiny_model, tokens
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -124,6 +126,8 @@ def test_beam_search_and_sampling(model):
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 9},
+                                     {"prefill_chunk_size": 1}, {"prefill_chunk_size": 12},
+                                     {"prefill_chunk_size": 1, "cache_implementation": "static"},
                                      {"num_beams": 3}], ids=str)
 def test_left_padded_batch_equals_single_rows(model, options):
     lengths = (37, 22, 5, 30)
@@ -134,6 +138,56 @@ def test_left_padded_batch_equals_single_rows(model, options):
     for i, row in enumerate(rows):
         alone = model.generate(row, max_new_tokens=16, do_sample=False, num_beams=options.get("num_beams", 1))
         assert torch.equal(out[i, 37:], alone[0, lengths[i]:])
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_one_token_chunks_inside_padding(family, static):
+    """Each chunk brings its mask, and a row of nothing but padding so far takes none of it for a token."""
+    model, row = tiny_model(family), tokens(1, 12)
+    ids, mask = tokens(2, 37), torch.ones(2, 37, dtype=torch.long)
+    ids[0, 25:], mask[0, :25] = row, 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with corecontext.enabled(model, CONFIG), torch.no_grad():
+        for sizes in ([1] * 37, [9, 1, 14, 1, 1, 11], [1, 23, 1, 12]):
+            cache = StaticCache(model.config, max_cache_len=40) if static else DynamicCache(config=model.config)
+            start, logits = 0, []
+            for size in sizes:
+                end = start + size
+                logits.append(model(ids[:, start:end], attention_mask=mask[:, :end],
+                                    position_ids=positions[:, start:end], past_key_values=cache).logits)
+                start = end
+            got = torch.cat(logits, 1)
+            torch.testing.assert_close(got[:1, 25:], stateless(model, row), rtol=1e-4, atol=3e-5)
+            torch.testing.assert_close(got[1:], stateless(model, ids[1:]), rtol=1e-4, atol=3e-5)
+
+
+class Syncs(TorchDispatchMode):
+    """Counts what the host reads from the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_decoding_step_of_a_padded_batch_reads_nothing_back(model):
+    """So it can be captured; a mask that grows with every step changes nothing about that."""
+    ids, mask = tokens(2, 37), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :25] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = StaticCache(model.config, max_cache_len=40)
+    with torch.no_grad():
+        model(ids, attention_mask=mask[:, :37], position_ids=positions[:, :37], past_key_values=cache)
+        with Syncs() as syncs:
+            for end in (38, 39):
+                model(ids[:, :1], attention_mask=mask[:, :end], position_ids=positions[:, end - 1:end],
+                      past_key_values=cache)
+            assert syncs.count == 0
+            assert cache.layers[0].compact.seq_len == 39 and syncs.count == 1  # what is counted
 
 
 def test_padding_without_cache_left_and_right(model):
@@ -340,7 +394,7 @@ def test_compiled_static_decoding_is_one_graph(model):
     cache = StaticCache(model.config, max_cache_len=80)
     eager = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     step = torch.compile(model, fullgraph=True, backend=counter)
     with torch.no_grad():
         out = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 from corecontext import CCAConfig, Rotary, cca_attention  # noqa: E402
 from corecontext.cache import CompactLayer  # noqa: E402
 from corecontext.ops.triton.decode import decode_step  # noqa: E402
-from corecontext.ops.triton.tiles import decode_splits, decode_tiles  # noqa: E402
+from corecontext.ops.triton.tiles import chip_of, decode_splits, decode_tiles  # noqa: E402
 from corecontext.visibility import num_visible_cores  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -94,10 +94,10 @@ def test_every_step_of_every_row(case, softcap, dtype):
 
 
 def test_entries_are_shared_by_several_programs():
-    device = torch.zeros(()).device
+    chip = chip_of(torch.zeros(()).device)
     for dtype in (torch.float32, torch.float16):
-        assert decode_splits(device, 4, 60, decode_tiles(device, dtype, 2, 16).block_n) > (0 if GPU else 1)
-    assert decode_splits(device, 10 ** 6, 10 ** 6, 64) == 1
+        assert decode_splits(chip, 4, 60, decode_tiles(chip, dtype, 2, 16).block_n) > (0 if GPU else 1)
+    assert decode_splits(chip, 10 ** 6, 10 ** 6, 64) == 1
 
 
 @pytest.mark.parametrize("prefill", [3, 30])

@@ -60,6 +60,7 @@ class CompactLayer:
         self.values: Tensor | None = None
         self.pad: Tensor | None = None  # [B], slots of left padding
         self.pads: list[int] = []  # the same on the host
+        self.padding_known = True  # False while a row is nothing but padding: more of it may follow
         self.seen: int | Tensor = 0  # slots appended so far, padding included
         self.is_empty = True
         self._core_width = 1
@@ -107,16 +108,20 @@ class CompactLayer:
 
         Args:
             q: [B, H, n, D], rotary applied. k, v: [B, Hkv, n, D].
-            attention_mask: [B, tokens so far + n], 0 for left padding; may be left out once the padding is known.
+            attention_mask: [B, tokens so far + n], 0 for left padding; may be left out once every row has a token
+                (`padding_known`).
             scale, softcap: As in `cca_attention`.
 
         Returns:
             [B, H, n, D], 0 at padding. Differentiable only for the first append, when nothing is cached yet.
 
         Raises:
-            ValueError: the cache is full, the batch changes, the padding is not on the left, g would change, or
-                gradients would have to reach cached tokens.
+            ValueError: the cache is full, the batch changes, the padding is not on the left or not given, g would
+                change, or gradients would have to reach cached tokens.
         """
+        if attention_mask is None and not self.padding_known:
+            raise ValueError("attention_mask must be given as long as a row has only padding, got None: the next token "
+                             "of that row may be padding, too.")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         (q, k, v), context = outside_autocast(q, k, v)
         with context:
@@ -146,6 +151,7 @@ class CompactLayer:
                     out[rows, :, first:last] = self._append_rows(rows, q, k, v, first, last, max(0, start - pad), scale,
                                                                  softcap, needs_grad)
             self._advance(new)
+            self._note_padding(start + new)
             self._intact_from = max(self._intact_from, start + new - self.ring_size)
         if needs_grad:
             c = self.config
@@ -309,7 +315,7 @@ class CompactLayer:
                 for row in range(segment.first_row, segment.last_row):
                     pads[row], stops[row] = segment.start, segment.end
             for row, (known, pad) in enumerate(zip(self.pads, pads)):
-                if start and known < start and known != pad:
+                if min(known, start) != min(pad, start):
                     raise ValueError(f"attention_mask must keep the padding of the cached tokens: row {row} has "
                                      f"{known} padded tokens, got {pad}.")
             self.pads, ends = pads, [stop - start for stop in stops]
@@ -321,6 +327,10 @@ class CompactLayer:
         else:  # in place: a captured decoding step reads it where it lies
             self.pad.copy_(pad)
         return ends
+
+    def _note_padding(self, length: int) -> None:
+        """Find whether every row has a token; on the host, so that a decoding step need not ask the device."""
+        self.padding_known = all(pad < length for pad in self.pads if pad)
 
     def close(self, what: str) -> None:
         """Let nothing be appended any more, because `what` was cached."""
@@ -400,6 +410,7 @@ class CompactLayer:
             self._undo = undo._replace(k=undo.k[:, :, :kept], v=undo.v[:, :, :kept]) if kept else None
         self._intact_from = intact_from if left else 0
         self._advance(-num_tokens)
+        self._note_padding(left)
 
     def shrink_window(self, window_size: int) -> None:
         """Let all later queries see only the nearest `window_size` tokens uncompressed, and free the rest of the ring.
@@ -441,6 +452,7 @@ class CompactLayer:
             return
         self.keys, self.values, self.pad = change(self.keys), change(self.values), change(self.pad)
         self.pads = self.pad.tolist()
+        self._note_padding(self.seq_len)
         if self._undo is not None:
             self._undo = self._undo._replace(k=change(self._undo.k), v=change(self._undo.v))
 
@@ -461,6 +473,7 @@ class CompactLayer:
             for fixed in (self.keys, self.values, self.seen, self.pad):
                 fixed.zero_()
         self.is_empty, self.pads, self._intact_from, self._undo, self._ended = True, [], 0, None, None
+        self.padding_known = True
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue elsewhere; tensors are those in use, not copies."""
@@ -489,4 +502,5 @@ class CompactLayer:
         self.keys, self.values = grown(state["keys"], size), grown(state["values"], size)
         self.seen = state["seen"] if self.max_length is None else torch.tensor(state["seen"], device=self.pad.device)
         self._intact_from, self._ended, self.is_empty = state["intact_from"], state["ended"], False
+        self._note_padding(state["seen"])
         self._choose_step()

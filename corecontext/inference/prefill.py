@@ -84,9 +84,7 @@ def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
     meter = _Meter(input_ids.device)
     done, out, refused = 0, None, None
     while done < length:
-        # The cache takes a single token for a real one, so padding is never read one token at a time.
-        size = max(2, chunk_size) if done < max(pads) else chunk_size
-        end = min(length, done + size)
+        end = min(length, done + chunk_size)
         try:
             out = _read(model, input_ids, attention_mask if max(pads) else None, pads, cache, done, end)
         except torch.OutOfMemoryError:

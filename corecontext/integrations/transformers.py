@@ -249,8 +249,8 @@ def _mask(previous: str, batch_size: int, q_length: int, kv_length: int, q_offse
         return ALL_MASK_ATTENTION_FUNCTIONS[previous](batch_size=batch_size, q_length=q_length, kv_length=kv_length,
                                                       q_offset=q_offset, kv_offset=kv_offset,
                                                       attention_mask=attention_mask, **kwargs)
-    if q_length == 1 and (isinstance(q_offset, Tensor) or q_offset > 0):
-        return None  # the cache knows the padding; a growing mask would recompile every step
+    if kv_length == 0:  # CCALayer.get_mask_sizes
+        return None
     if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
         return None
     return attention_mask

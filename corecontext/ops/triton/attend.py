@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corecontext.ops.triton.tiles import Tiles, dkv_tiles, dq_tiles, forward_tiles
+from corecontext.ops.triton.tiles import Tiles, chip_of, dkv_tiles, dq_tiles, forward_tiles
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -362,10 +362,10 @@ def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _sizes(tiles: Tiles, q: Tensor, softcap: float | None) -> dict[str, int | bool]:
+def _sizes(tiles: Tiles, dim: int, softcap: float | None) -> dict[str, int | bool]:
     """What every kernel is compiled for."""
-    return {"HAS_SOFTCAP": softcap is not None, "HEAD_DIM": q.shape[-1],
-            "BLOCK_D": max(16, triton.next_power_of_2(q.shape[-1])), "BLOCK_M": tiles.block_m,
+    return {"HAS_SOFTCAP": softcap is not None, "HEAD_DIM": dim,
+            "BLOCK_D": max(16, triton.next_power_of_2(dim)), "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
 
 
@@ -384,12 +384,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if not out.numel():
         return out, lse
-    tiles = forward_tiles(q)
+    tiles = forward_tiles(chip_of(q.device), q.dtype, dim)
     _attend_fwd_kernel[(triton.cdiv(num_queries, tiles.block_m) * n * r,)](
         q, k, v, core_k, core_v, _bias_of(core_bias, q), out, lse, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2],
         *core_k.stride()[:3], *core_v.stride()[:3], num_queries, k.shape[1], core_k.shape[2], q_start, k_start, n * r,
         r, r // core_k.shape[1], scale, softcap or 1.0, group_size, window_size, HAS_BIAS=core_bias is not None,
-        **_sizes(tiles, q, softcap))
+        **_sizes(tiles, dim, softcap))
     return out, lse
 
 
@@ -406,14 +406,15 @@ def attend_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
                                     for x in (q, k, v, core_k, core_v))
     delta = torch.empty_like(lse)
     dbias = torch.empty_like(lse) if core_bias is not None else delta
-    tiles, bias = dq_tiles(q), _bias_of(core_bias, q)
+    chip, bias = chip_of(q.device), _bias_of(core_bias, q)
+    tiles = dq_tiles(chip, q.dtype, dim)
     _attend_dq_kernel[(triton.cdiv(num_queries, tiles.block_m) * n * r,)](
         q, k, v, core_k, core_v, bias, out, lse, grad_out, lse if grad_lse is None else grad_lse.contiguous(), dq,
         delta, dbias, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *core_k.stride()[:3], *core_v.stride()[:3],
         *grad_out.stride()[:3], num_queries, num_keys, num_cores, n * r, r, r // core_heads, scale, softcap or 1.0,
         group_size, window_size, HAS_BIAS=core_bias is not None, HAS_GRAD_LSE=grad_lse is not None,
-        **_sizes(tiles, q, softcap))
-    tiles = dkv_tiles(q)
+        **_sizes(tiles, dim, softcap))
+    tiles = dkv_tiles(chip, q.dtype, dim)
     for key, value, dkey, dvalue, is_core in ((k[:, None], v[:, None], dk, dv, False),
                                               (core_k, core_v, dcore_k, dcore_v, True)):
         heads, count = key.shape[1], key.shape[2]
@@ -422,5 +423,5 @@ def attend_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
                 q, key, value, bias, lse, grad_out, delta, dkey, dvalue, *q.stride()[:3], *key.stride()[:3],
                 *value.stride()[:3], *grad_out.stride()[:3], num_queries, count, n * heads, r, r // heads, scale,
                 softcap or 1.0, group_size, window_size, CORE=is_core, HAS_BIAS=is_core and core_bias is not None,
-                **_sizes(tiles, q, softcap))
+                **_sizes(tiles, dim, softcap))
     return dq, dk, dv, dcore_k, dcore_v, None if core_bias is None else dbias.sum(-1)

@@ -22,7 +22,7 @@ from corecontext.ops.triton.attend import _cores_of, _dot, _last_contiguous
 from corecontext.ops.triton.attend import _scores as _attend_scores
 from corecontext.ops.triton.pool import _load_tables, _pairs, _pooled_key, _tables, _top
 from corecontext.ops.triton.pool import _scores as _pool_scores
-from corecontext.ops.triton.tiles import decode_splits, decode_tiles
+from corecontext.ops.triton.tiles import Chip, chip_of, decode_splits, decode_tiles
 
 
 @triton.jit
@@ -269,11 +269,11 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, rows: int, heads: int, head_dim: int, capacity: int,
+def _plan(chip: Chip, dtype: torch.dtype, rows: int, heads: int, head_dim: int, capacity: int,
           group_size: int) -> _Plan:
     """Looked up at every step, so that nothing is worked out twice; rows is B Hkv, heads those that share one."""
-    tiles = decode_tiles(device, dtype, heads, head_dim)
-    num_parts = 1 + decode_splits(device, rows, capacity, tiles.block_n)
+    tiles = decode_tiles(chip, dtype, heads, head_dim)
+    num_parts = 1 + decode_splits(chip, rows, capacity, tiles.block_n)
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_r, block_p = triton.next_power_of_2(heads), triton.next_power_of_2(num_parts)
     block_g = max(1, min(triton.next_power_of_2(group_size), 4096 // (block_r * block_d)))
@@ -297,7 +297,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: O
     batch, num_heads, _, head_dim = q.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     rows, heads = batch * kv_heads, num_heads // kv_heads
-    plan = _plan(q.device, q.dtype, rows, heads, head_dim, capacity, group_size)
+    plan = _plan(chip_of(q.device), q.dtype, rows, heads, head_dim, capacity, group_size)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     acc = torch.empty((rows, plan.num_parts, heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((rows, plan.num_parts, heads), dtype=torch.float32, device=q.device)

@@ -1,6 +1,6 @@
 """Tile sizes of the attention kernels and shares of a decoding step: tables, never tuned while running.
 
-They go by head size, dtype, shared memory and multiprocessors.
+They go by head size, dtype and `Chip`, so that they can be asked about chips that are not here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 
 _MOST_SPLITS = 127  # with the new token, 128 parts that one program merges
@@ -24,41 +23,50 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
+class Chip(NamedTuple):
+    """What the tables know of a device."""
+
+    shared_memory: int
+    """Bytes that one program may use; 0 for the interpreter."""
+    multiprocessors: int
+
+
 @functools.lru_cache(maxsize=None)
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use; 0 for the interpreter."""
+def chip_of(device: torch.device) -> Chip:
+    """The chip of a device."""
     if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        return Chip(0, 8)
+    found = torch.cuda.get_device_properties(device)
+    return Chip(max(found.shared_memory_per_block, found.shared_memory_per_block_optin), found.multi_processor_count)
 
 
-def forward_tiles(q: Tensor) -> Tiles:
+def forward_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
     """For `attend`."""
-    dim, shared = q.shape[-1], _shared_memory(q.device)
+    shared = chip.shared_memory
     if shared == 0:
         return Tiles(32, 32, 4, 1)
-    if q.dtype == torch.float32:
+    if dtype == torch.float32:
         return Tiles(64, 32, 4, 2) if dim <= 128 else Tiles(32, 16, 4, 2)
     if shared < 160 * 1024:  # Ampere and later chips made for graphics
         return Tiles(64, 64, 4, 2) if dim <= 128 else Tiles(64, 32, 4, 2)
     return Tiles(128, 64, 8, 2) if dim > 128 else Tiles(64, 64, 4, 3)
 
 
-def dq_tiles(q: Tensor) -> Tiles:
+def dq_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
     """For the gradient of queries; block_m queries are what a program owns."""
-    return _backward_tiles(q)
+    return _backward_tiles(chip, dtype, dim)
 
 
-def dkv_tiles(q: Tensor) -> Tiles:
+def dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
     """For the gradients of keys; block_m keys are what a program owns."""
-    return _backward_tiles(q)
+    return _backward_tiles(chip, dtype, dim)
 
 
-def _backward_tiles(q: Tensor) -> Tiles:
-    dim, shared = q.shape[-1], _shared_memory(q.device)
+def _backward_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
+    shared = chip.shared_memory
     if shared == 0:
         return Tiles(32, 32, 4, 1)
-    if q.dtype == torch.float32:
+    if dtype == torch.float32:
         return Tiles(32, 32, 4, 1) if dim <= 128 else Tiles(16, 16, 4, 1)
     if dim > 128:
         return Tiles(64, 32, 8, 1)
@@ -77,27 +85,27 @@ class DecodeTiles(NamedTuple):
     vector: bool
 
 
-def decode_tiles(device: torch.device, dtype: torch.dtype, heads: int, dim: int) -> DecodeTiles:
+def decode_tiles(chip: Chip, dtype: torch.dtype, heads: int, dim: int) -> DecodeTiles:
     """For `decode_step`: heads query heads share the entries. Tiles of 16 KiB of keys, several on the way at once."""
     block_d, block_m = _power_of_2(max(dim, 16)), _power_of_2(heads)
-    interpreted = device.type != "cuda"
+    interpreted = chip.shared_memory == 0
     if dtype == torch.float32:  # true float32 has no tensor cores, and sums of vectors need no padded rows
         block_n = 8 if interpreted else max(1, min(32, 4096 // (block_m * block_d)))
         return DecodeTiles(block_m, block_n, 4 if block_m * block_d <= 2048 else 8, 3, True)
     block_m = max(16, block_m)  # rows of the smallest matrix product
     if interpreted:
         return DecodeTiles(block_m, 16, 4, 1, False)
-    large = block_m * block_d > 8192 and _shared_memory(device) < 160 * 1024  # queries leave room for fewer tiles
+    large = block_m * block_d > 8192 and chip.shared_memory < 160 * 1024  # queries leave room for fewer tiles
     return DecodeTiles(block_m, min(128, 8192 // block_d), 4, 2 if large else 3, False)
 
 
-def decode_splits(device: torch.device, rows: int, capacity: int, block_n: int) -> int:
+def decode_splits(chip: Chip, rows: int, capacity: int, block_n: int) -> int:
     """Programs that share the entries of each of `rows` KV heads, from shapes only: a captured step keeps its launch.
 
     As many as run at once, three on a multiprocessor; more, so that the last ones do not run alone, where each still
     has 32 tiles; fewer where each would not have two.
     """
-    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    units = chip.multiprocessors
     wanted = max(3 * units // rows - 1, min(8 * units // rows, capacity // (32 * block_n)))
     return max(1, min(wanted, -(-capacity // (2 * block_n)), _MOST_SPLITS))
 

@@ -1,0 +1,246 @@
+"""Triton's `attend` and `gradients` as the operator calls them: kernels that run everywhere, and those for Hopper.
+
+On a GPU of compute capability 9.0 both take the same calls; elsewhere the surface has only the first kind. Without a
+GPU one small case runs in Triton's interpreter, so that the test itself is tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the triton backend needs triton")
+
+from corecontext import Rotary, cca_attention  # noqa: E402
+from corecontext.ops import compose  # noqa: E402
+from corecontext.ops.triton import attend as anywhere  # noqa: E402
+from corecontext.ops.triton import backend  # noqa: E402
+from corecontext.testing import (Inputs, assert_accurate, assert_within_budget, make_inputs, plain_cca,  # noqa: E402
+                                 row_errors)
+
+GPU = torch.cuda.is_available()
+HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and backend.hopper is not None
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.bfloat16, torch.float16] if GPU else [torch.float16]  # the interpreter gets bfloat16 wrong
+
+
+class _Anywhere:
+    """The functions that run everywhere, in the shape of the surface."""
+
+    pool, pool_backward = staticmethod(backend.pool), staticmethod(backend.pool_backward)
+    attend, attend_backward = staticmethod(anywhere.attend), staticmethod(anywhere.attend_backward)
+
+    @staticmethod
+    def gradients(*args: Any, **options: Any) -> tuple:
+        return compose.gradients(_Anywhere, *args, softcap=None, **options)
+
+
+SURFACES = {"anywhere": _Anywhere, "hopper": backend}
+ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+WAYS = pytest.mark.parametrize("way", ["anywhere", pytest.param("hopper", marks=ON_HOPPER)])
+DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+#        r  length D    g    s    options
+CASES = [(1, 600, 128, 16, 64, {}), (2, 601, 64, 7, 33, {}), (4, 700, 128, 16, 100, {"grad_lse": True}),
+         (4, 333, 80, 7, 50, {"grad_lse": True}), (2, 500, 96, 1, 64, {}), (2, 500, 96, 1, 61, {"bias": True}),
+         (2, 700, 128, 150, 170, {}), (1, 460, 64, 150, 10, {"bias": True, "grad_lse": True}),
+         (1, 400, 256, 16, 64, {}), (2, 300, 256, 7, 45, {"grad_lse": True}),
+         (4, 600, 128, 16, 64, {"core_heads": "query"}), (2, 430, 80, 7, 20, {"core_heads": "query", "bias": True}),
+         (4, 600, 128, 16, 50, {"bias": True}), (4, 130, 96, 16, 40, {"bias": True, "grad_lse": True}),
+         (2, 127, 128, 7, 1, {}), (1, 20, 64, 16, 9, {}), (1, 1, 128, 16, 9, {})]
+SMALL = [(2, 45, 40, 7, 10, {"bias": True, "grad_lse": True})]
+CASES = CASES if GPU else SMALL
+
+
+def by_sequence(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, H or Hkv, L, ...] to [N, r or 1, L, ...], as a view where there is one."""
+    return x.unflatten(1, (kv_heads, -1)).flatten(0, 1)
+
+
+def rearranged(x: Tensor) -> Tensor:
+    """The same numbers, with the sequence outermost in memory."""
+    return x.movedim(-2, 0).contiguous().movedim(0, -2)
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """The same numbers, one element away from where a storage begins."""
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+def odd_rows(x: Tensor) -> Tensor:
+    """The same numbers in rows that do not begin at multiples of 16 bytes."""
+    return x.new_empty(*x.shape[:-1], x.shape[-1] + 3)[..., :-3].copy_(x)
+
+
+def every_second(x: Tensor) -> Tensor:
+    """The same numbers, not side by side."""
+    return x.new_empty(*x.shape, 2)[..., 0].copy_(x)
+
+
+LAYOUTS = {"contiguous": lambda x: x.contiguous(), "rearranged": rearranged, "misaligned": misaligned,
+           "odd rows": odd_rows, "every second": every_second}
+
+
+def one(x: Tensor, like: Tensor) -> Tensor:
+    """Gradient of a sum: one number, seen everywhere."""
+    return like.new_ones(()).expand(like.shape)
+
+
+def one_row(x: Tensor, like: Tensor) -> Tensor:
+    """One row, seen everywhere."""
+    return x[:1, :1, :1].expand(like.shape)
+
+
+class _Direct(torch.autograd.Function):
+    """A surface's `pool`, `attend` and `gradients` on whole sequences, called with tensors laid out by `place`."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, core_bias, surface, place, sizes, options):
+        ctx.set_materialize_grads(False)
+        ctx.shapes, kv_heads, g = (q.shape, k.shape), k.shape[1], sizes["group_size"]
+        q = place(by_sequence(q, kv_heads))
+        k, v = (place(by_sequence(x, kv_heads)[:, 0]) for x in (k, v))
+        count = q.shape[2] // g
+        groups = (q[:, :, g - 1:count * g:g], *(x[:, :count * g].unflatten(1, (count, g)) for x in (k, v)))
+        bias = None if core_bias is None else core_bias.view(kv_heads, -1).repeat(q.shape[0] // kv_heads, 1)
+        out, lse = surface.attend(q, k, v, *surface.pool(*groups, **options), **sizes, scale=options["scale"],
+                                  core_bias=bias)
+        ctx.surface, ctx.place, ctx.kept = surface, place, (q, k, v, out, lse, groups)
+        ctx.sizes, ctx.options, ctx.bias = sizes, options, bias
+        return out.view(ctx.shapes[0]), lse.view(ctx.shapes[0][:-1])
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        kv_heads = ctx.shapes[1][1]
+        grad_out = by_sequence(grad_out, kv_heads)
+        if 0 not in grad_out.stride():  # an expanded gradient is handed over as it is
+            grad_out = ctx.place(grad_out)
+        grads = ctx.surface.gradients(grad_out, None if grad_lse is None else by_sequence(grad_lse, kv_heads),
+                                      *ctx.kept, **ctx.sizes, core_bias=ctx.bias, **ctx.options)
+        dq, dk, dv = (x.reshape(shape).to(grad_out.dtype)
+                      for x, shape in zip(grads, (ctx.shapes[0], ctx.shapes[1], ctx.shapes[1])))
+        dbias = None if grads[3] is None else grads[3].view(-1, ctx.shapes[0][1]).sum(0)
+        return dq, dk, dv, dbias, None, None, None, None
+
+
+def direct(surface: Any, place: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, *,
+           core_bias: Tensor | None = None, rotary: Rotary | None = None, core_heads: str = "kv",
+           **sizes: int) -> tuple[Tensor, Tensor]:
+    """out and log-sum-exp, differentiable, by `_Direct`."""
+    options = {"scale": q.shape[-1] ** -0.5, "pooling": "cca", "core_heads": core_heads, "rotary": rotary}
+    return _Direct.apply(q, k, v, core_bias, surface, place, sizes, options)
+
+
+def prepared(case: tuple, dtype: torch.dtype) -> tuple[Inputs, Tensor | None, dict[str, Any]]:
+    """Inputs, bias and settings of a case."""
+    r, length, dim, g, s, options = case
+    inputs = make_inputs(length, batch_size=2, num_heads=2 * r, num_kv_heads=2, head_dim=dim, dtype=dtype,
+                         device=DEVICE, seed=length, with_lse="grad_lse" in options)
+    bias = torch.linspace(-1, 1, 2 * r, device=DEVICE) if "bias" in options else None
+    return inputs, bias, {"group_size": g, "window_size": s, "core_heads": options.get("core_heads", "kv"),
+                          "rotary": Rotary.from_theta(1e4, dim, DEVICE)}
+
+
+@contextlib.contextmanager
+def deterministic():
+    """As torch.use_deterministic_algorithms(True); also fills fresh memory with NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@ON_HOPPER
+def test_hopper_takes_the_calls():
+    """Else the cases below would compare a kernel with itself."""
+    for _, length, dim, *_ in CASES:
+        q = torch.empty(1, 1, length, dim, dtype=torch.bfloat16, device=DEVICE)
+        assert backend.hopper.unsupported_reason(q, 1.0, None) is None
+        assert (backend.hopper_backward.unsupported_reason(q, 1.0, None) is None) == (dim <= 128)
+        with deterministic():
+            assert backend.hopper_backward.unsupported_reason(q, 1.0, None) is not None
+
+
+@WAYS
+@DTYPE
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_row_is_within_its_budget(case, dtype, way):
+    inputs, bias, settings = prepared(case, dtype)
+    assert_accurate(functools.partial(direct, SURFACES[way], LAYOUTS["contiguous"]), inputs, bias, **settings)
+
+
+@WAYS
+@DTYPE
+@pytest.mark.parametrize("layout", [*LAYOUTS, "expanded number", "expanded row"])
+def test_tensors_may_lie_anyhow(layout, dtype, way):
+    inputs, bias, settings = prepared((2, 300, 80, 7, 33, {"bias": True}) if GPU else SMALL[0], dtype)
+    spread = {"expanded number": one, "expanded row": one_row}.get(layout)
+    if spread is not None:
+        inputs = inputs._replace(grad_out=spread(inputs.grad_out, inputs.q))
+    place = LAYOUTS.get(layout, LAYOUTS["contiguous"])
+    assert_accurate(functools.partial(direct, SURFACES[way], place), inputs, bias, **settings)
+
+
+@WAYS
+@DTYPE
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_same_bits_from_run_to_run(case, dtype, way):
+    inputs, bias, settings = prepared(case, dtype)
+    leaves = [x.requires_grad_() for x in (*inputs[:3], *(() if bias is None else (bias,)))]
+
+    def run():
+        out, lse = direct(SURFACES[way], LAYOUTS["contiguous"], *leaves[:3], core_bias=bias, **settings)
+        into = inputs.grad_out if inputs.grad_lse is None else (inputs.grad_out, inputs.grad_lse)
+        with deterministic():
+            return [out, lse, *torch.autograd.grad((out, lse) if isinstance(into, tuple) else out, leaves, into)]
+
+    first = run()
+    for _ in range(2):
+        for a, b in zip(first, run()):
+            assert a.isfinite().all() and torch.equal(a, b)
+
+
+@WAYS
+@DTYPE
+@pytest.mark.parametrize("q_start, count", [(0, 1), (0, 130), (5, 64), (64, 200), (133, 128), (299, 1), (150, 150)]
+                         if GPU else [(23, 17)])
+@pytest.mark.parametrize("r, dim, g, s, core_heads", [(1, 128, 16, 64, "kv"), (2, 64, 7, 33, "query"),
+                                                      (4, 256, 16, 50, "kv"), (2, 80, 1, 20, "kv")]
+                         if GPU else [(2, 40, 7, 10, "query")])
+def test_chunks_of_queries(r, dim, g, s, core_heads, q_start, count, dtype, way):
+    """A chunk's rows hold the budget of the same rows of the whole; keys before the window are not handed over."""
+    inputs = make_inputs(300 if GPU else 45, batch_size=2, num_heads=2 * r, num_kv_heads=2, head_dim=dim, dtype=dtype,
+                         device=DEVICE)
+    q, k, v = inputs[:3]
+    bias = torch.linspace(-1, 1, 2 * r, device=DEVICE)
+    settings = {"group_size": g, "window_size": s, "core_heads": core_heads,
+                "rotary": Rotary.from_theta(1e4, dim, DEVICE)}
+    truth = cca_attention(*(x.double() for x in inputs[:3]), core_bias=bias.double(), backend="reference",
+                          return_lse=True, **settings)
+    plain = [plain_cca(q, k, v, core_bias=bias, fused=fused, **settings) for fused in (False, True)]
+    surface, end = SURFACES[way], q_start + count
+    rows, (keys, values) = by_sequence(q, 2), (by_sequence(x, 2)[:, 0] for x in (k, v))
+    groups = end // g
+    cores = surface.pool(rows[:, :, g - 1:groups * g:g],
+                         *(x[:, :groups * g].unflatten(1, (groups, g)) for x in (keys, values)),
+                         scale=dim ** -0.5, core_heads=core_heads, rotary=settings["rotary"])
+    k_start = max(0, (q_start + 1 - s) // g) * g
+    got = [surface.attend(rows[:, :, q_start:end], keys[:, k_start:end], values[:, k_start:end], *cores,
+                          q_start=q_start, k_start=k_start, group_size=g, window_size=s, scale=dim ** -0.5,
+                          core_bias=bias.view(2, r).repeat(2, 1)) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*got))
+    for name, index, roundings, size in (("out", 0, 2, dim ** 0.5 / 2), ("lse", 1, 3, 1.0)):
+        def here(x: Tensor) -> Tensor:
+            return (x[:, :, q_start:end] if x.dim() == 4 else x[:, :, q_start:end, None]).flatten(0, 1)
+
+        expected = here(truth[index])
+        actual = got[0][index].reshape(expected.shape)
+        error = torch.stack([row_errors(here(run[index]), expected) for run in plain]).amax(0)
+        assert_within_budget(actual, expected, error, name, dtype, roundings, size)
