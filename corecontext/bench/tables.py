@@ -174,10 +174,10 @@ def _memory_markdown(found: Sequence[Row]) -> list[str]:
     for (kv_heads, length), by_pass in places.items():
         cells = []
         for name in passes:
-            row = by_pass.get(name)
-            if row is None:
+            if name not in by_pass:
                 cells += [""] * 4
                 continue
+            row = by_pass[name]
             for peak in (row.best[1] if row.best else None, row.cca):
                 cells += ["not measured", ""] if peak is None else [_mib(peak), _times(of_minimum(row, peak))]
         lines.append(f"| {kv_heads} | {length} | " + " | ".join(cells) + " |")
