@@ -135,14 +135,14 @@ def gpu_table(records: Sequence[Record]) -> str:
         return ""
     p = next(r.params for r in records if r.params["method"] == "cca" and r.params["backend"] != "flex")
     lines = [f"`corecontext bench operator` on one {records[-1].device}: {p['dtype']}, batch {p['batch']}, "
-             f"{p['query_heads']} query heads, D = {p['head_dim']}, g = {p['group_size']}, s = {p['window_size']}; ms.", "",
-             "| KV heads | pass | L | CCA | full, cuDNN | full, flash | best full / CCA | TFLOP/s | share of the floor |",
+             f"{p['query_heads']} query heads, D = {p['head_dim']}, g = {p['group_size']}, s = {p['window_size']}; ms.",
+             "", "| KV heads | pass | L | CCA | full, cuDNN | full, flash | best full / CCA | TFLOP/s | of the floor |",
              "|---:|---|---:|---:|---:|---:|---:|---:|---:|"]
     for row in gpu.rows_of(records):
         full = [f"{row[name]:.3g}" if name in row else "" for name in ("sdpa cudnn", "sdpa flash")]
         gain = f"{row['gain']:.2f}x" if row["gain"] else ""
-        lines.append(f"| {row['kv_heads']} | {row['pass']} | {row['length']} | {row['cca']:.3g} | {full[0]} | {full[1]} "
-                     f"| {gain} | {row['tflops']:.0f} | {row['share']:.0%} |")
+        lines.append(f"| {row['kv_heads']} | {row['pass']} | {row['length']} | {row['cca']:.3g} | {full[0]} | "
+                     f"{full[1]} | {gain} | {row['tflops']:.0f} | {row['share']:.0%} |")
     steps = decode.rows_of(records)
     if steps:
         lines += ["", "A decoding step of one layer, in a CUDA graph:", "",
