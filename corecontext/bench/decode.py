@@ -49,7 +49,7 @@ def copy_bytes_per_s(device: str) -> float:
     """Bytes read and written per second by a device-to-device copy of 4 GiB, or of what fits."""
     size = min(1 << 32, torch.cuda.mem_get_info(device)[0] // 4)
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * size / min(_replay_seconds(lambda: target.copy_(source)))
+    return 2 * size / min(_event_seconds(lambda: target.copy_(source)))
 
 
 def _cca_layers(one: OperatorBench, length: int, count: int) -> Callable[[], None]:
@@ -89,7 +89,7 @@ def _normal(one: OperatorBench, heads: int, length: int) -> Tensor:
 
 
 def _replay_seconds(step: Callable[[], object]) -> list[float]:
-    """Seconds of a step captured in a CUDA graph, ROUNDS samples of REPLAYS each."""
+    """Seconds of a step captured in a CUDA graph."""
     with torch.no_grad():
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -100,13 +100,18 @@ def _replay_seconds(step: Callable[[], object]) -> list[float]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
-    graph.replay()
+    return _event_seconds(graph.replay)
+
+
+def _event_seconds(call: Callable[[], object]) -> list[float]:
+    """Seconds of a call, ROUNDS samples of REPLAYS each."""
+    call()
     samples = []
     for _ in range(ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(REPLAYS):
-            graph.replay()
+            call()
         end.record()
         end.synchronize()
         samples.append(begin.elapsed_time(end) * 1e-3 / REPLAYS)

@@ -5,6 +5,7 @@ And how does their peak memory grow with the length? Run it with `corecontext be
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -187,7 +188,13 @@ def attend_cca(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: in
 
 def rotary_of(q: Tensor) -> Rotary:
     """The rotation that the keys are taken to have; it turns core keys to their middle position."""
-    return Rotary.from_theta(THETA, q.shape[-1])
+    return _rotary(q.shape[-1], q.device)
+
+
+@functools.lru_cache(maxsize=None)
+def _rotary(head_dim: int, device: torch.device) -> Rotary:
+    """Made once, as in a model."""
+    return Rotary.from_theta(THETA, head_dim, device)
 
 
 def print_table(records: Sequence[Record]) -> None:
