@@ -138,7 +138,7 @@ def info(model: Model, group_size: GroupSize = None, window_size: WindowSize = N
 
 def bench_operator(length: Annotated[list[int], typer.Option(help="Sequence length; may be repeated.")] = [32768],
                    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
-                   kv_heads: Annotated[list[int], typer.Option(help="Key and value heads; may be repeated.")] = [2],
+                   kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = 2,
                    head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
                    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
                    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -149,10 +149,8 @@ def bench_operator(length: Annotated[list[int], typer.Option(help="Sequence leng
                    memory_length: Annotated[Optional[list[int]], typer.Option(
                        help="Length at which peak memory is measured; may be repeated. Default: L/4, L/2, L.")] = None,
                    repeats: Annotated[int, typer.Option(help="Timed calls.")] = 5,
-                   decode_batch: Annotated[Optional[list[int]], typer.Option(
-                       help="On a GPU: sequences of a decoding step; may be repeated. Default: no decoding.")] = None,
                    json: Json = None, plot: Plot = None, force: Force = False) -> None:
-    """CCA against full causal attention on this machine: time, peak memory, and the floor; on a GPU each kernel too."""
+    """CCA against SDPA full causal attention on this machine: time, peak memory, and the floor."""
     from corecontext.text import check_output
 
     check_output(plot, force)
@@ -165,25 +163,16 @@ def bench_operator(length: Annotated[list[int], typer.Option(help="Sequence leng
 
     device = pick_device(device)
     with one_line():
-        benches = [OperatorBench(tuple(length), heads, some, head_dim, batch, dtype, device, group_size, window_size,
-                                 not forward_only, tuple(memory_length) if memory_length else None, repeats)
-                   for some in kv_heads]
-    notes: list[str] = []
-    if device.startswith("cuda"):
-        from corecontext.bench.gpu import GpuBench, print_gpu_table, run_gpu_bench
-        records, notes = run_gpu_bench(GpuBench(benches[0], tuple(kv_heads), tuple(decode_batch or ())))
-    else:
-        records = [record for bench in benches for record in run_operator_bench(bench)]
+        bench = OperatorBench(tuple(length), heads, kv_heads, head_dim, batch, dtype, device, group_size, window_size,
+                              not forward_only, tuple(memory_length) if memory_length else None, repeats)
+    records = run_operator_bench(bench)
     if json is not None:
         from corecontext.record import append_records
         append_records(json, records)
     if plot is not None:
         from corecontext.bench.figures import draw_operator
         draw_operator(records, plot)
-    if device.startswith("cuda"):
-        print_gpu_table(records, notes)
-    else:
-        print_table(records)
+    print_table(records)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "generate": generate, "perplexity": perplexity, "info": info}

@@ -171,20 +171,17 @@ def versions() -> dict[str, str]:
 
 
 def source_version() -> tuple[str | None, bool | None]:
-    """The git commit of this code, and whether files other than results/ differ from it.
-
-    Where there is no repository, the commit is what CORECONTEXT_COMMIT says, or None."""
-    told = os.environ.get("CORECONTEXT_COMMIT"), None
+    """The git commit of this code, and whether files other than results/ differ from it; None when installed."""
     root = Path(__file__).resolve().parent.parent
     if not (root / "pyproject.toml").exists():  # installed: a repository around it would not be this one
-        return told
+        return None, None
     try:
         git = ["git", "-C", str(root)]
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         status = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"],
                                 capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return told
+        return None, None
     return commit.stdout.strip(), bool(status.stdout.strip())
 
 

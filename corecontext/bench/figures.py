@@ -12,12 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from corecontext.bench import decode, gpu
 from corecontext.record import Record, read_records
 from corecontext.text import UserError, atomic_path, write_text
 
 SUFFIXES = (".png", ".svg", ".pdf")
-SOURCES = {"gpu": "operator"}  # whose records a table or figure shows, where that is not its name
 FULL, CCA, FLOOR = "#9a9a9a", "#1f6fb4", "#d08a2e"
 DEMO_ROWS = (("time to first token", "first_token_s", "{:.2f} s", 1), ("time per further token", "next_token_ms",
              "{:.1f} ms", 1), ("cache", "cache_bytes", "{:.1f} MiB", 2 ** 20),
@@ -62,10 +60,8 @@ def draw_demo(records: Sequence[Record], path: str) -> None:
 
 def draw_operator(records: Sequence[Record], path: str) -> None:
     """Time against its floor, and peak memory by length; of the device measured last."""
-    records = [r for r in records if r.device == records[-1].device]
-    if gpu_records(records):
-        return draw_gpu(records, path)
     pyplot = _pyplot()
+    records = [r for r in records if r.device == records[-1].device]
     rows = operator_rows(records)
     figure, (time, memory) = pyplot.subplots(1, 2, figsize=(11, max(3.4, 0.6 * len(rows))), layout="constrained")
     bars: list[tuple[str, float, str]] = []
@@ -95,64 +91,6 @@ def draw_operator(records: Sequence[Record], path: str) -> None:
     _save(figure, path)
 
 
-def gpu_records(records: Sequence[Record]) -> list[Record]:
-    """Those of the GPU benchmark's devices, which names the kernels of full attention one by one."""
-    devices = {r.device for r in records if str(r.params.get("backend", "")).startswith("sdpa ")}
-    return [r for r in records if r.device in devices]
-
-
-def draw_gpu(records: Sequence[Record], path: str) -> None:
-    """Time by length of both passes, each kernel a line, and CCA's share of the floor; KV heads side by side."""
-    pyplot = _pyplot()
-    records = gpu_records(records)
-    rows = gpu.rows_of(records)
-    heads = sorted({row["kv_heads"] for row in rows}, reverse=True)
-    figure, panels = pyplot.subplots(len(heads), 3, figsize=(12, 3.3 * len(heads)), layout="constrained",
-                                     squeeze=False)
-    lines = (("floor", "floor of CCA", FLOOR, ":"), ("cca", "CCA", CCA, "-"), ("sdpa cudnn", "full, cuDNN", FULL, "-"),
-             ("sdpa flash", "full, flash", FULL, "--"), ("flash_attn_4", "full, FlashAttention-4", FULL, "-."),
-             ("flex", "CCA by FlexAttention", CCA, ":"))
-    for kv_heads, (forward, backward, share) in zip(heads, panels):
-        for axis, name in ((forward, "forward"), (backward, "backward")):
-            some = [row for row in rows if row["kv_heads"] == kv_heads and row["pass"] == name]
-            for key, label, color, style in lines:
-                points = [(row["length"], row[key]) for row in some if key in row]
-                if points:
-                    axis.plot(*zip(*points), style, color=color, label=label, marker="." if key == "cca" else None)
-            axis.set(xscale="log", yscale="log", xlabel="length", ylabel="ms", title=f"{name}, {kv_heads} KV heads")
-            share.plot([row["length"] for row in some], [row["share"] for row in some], marker=".", label=name)
-        forward.legend(fontsize=7)
-        share.set(xscale="log", ylim=(0, 1), xlabel="length", title=f"CCA's share of the floor, {kv_heads} KV heads")
-        share.legend(fontsize=7)
-    figure.suptitle(records[-1].device, fontsize=9)
-    _save(figure, path)
-
-
-def gpu_table(records: Sequence[Record]) -> str:
-    """README's tables of the operator on GPUs, in Markdown: both passes by length, then decoding."""
-    records = gpu_records(records)
-    if not records:
-        return ""
-    p = next(r.params for r in records if r.params["method"] == "cca" and r.params["backend"] != "flex")
-    lines = [f"`corecontext bench operator` on one {records[-1].device}: {p['dtype']}, batch {p['batch']}, "
-             f"{p['query_heads']} query heads, D = {p['head_dim']}, g = {p['group_size']}, s = {p['window_size']}; ms.",
-             "", "| KV heads | pass | L | CCA | full, cuDNN | full, flash | best full / CCA | TFLOP/s | of the floor |",
-             "|---:|---|---:|---:|---:|---:|---:|---:|---:|"]
-    for row in gpu.rows_of(records):
-        full = [f"{row[name]:.3g}" if name in row else "" for name in ("sdpa cudnn", "sdpa flash")]
-        gain = f"{row['gain']:.2f}x" if row["gain"] else ""
-        lines.append(f"| {row['kv_heads']} | {row['pass']} | {row['length']} | {row['cca']:.3g} | {full[0]} | "
-                     f"{full[1]} | {gain} | {row['tflops']:.0f} | {row['share']:.0%} |")
-    steps = decode.rows_of(records)
-    if steps:
-        lines += ["", "A decoding step of one layer, in a CUDA graph:", "",
-                  "| context | batch | KV heads | method | reads | time | of the copy rate |",
-                  "|---:|---:|---:|---|---:|---:|---:|"]
-        lines += [f"| {row['length']} | {row['batch']} | {row['kv_heads']} | {row['method']} | "
-                  f"{row['bytes'] / 2 ** 20:.0f} MiB | {row['us']:.1f} us | {row['share']:.0%} |" for row in steps]
-    return "\n".join(lines) + "\n"
-
-
 def demo_table(records: Sequence[Record]) -> str:
     """README's table of the demo, in Markdown."""
     params = newest(records, "demo.first_token_s", method="cca").params
@@ -167,8 +105,6 @@ def demo_table(records: Sequence[Record]) -> str:
 
 def operator_table(records: Sequence[Record]) -> str:
     """README's table of the operator against the fastest full attention recorded at the same sizes, in Markdown."""
-    on_gpus = {r.device for r in gpu_records(records)}
-    records = [r for r in records if r.device not in on_gpus]
     lines = ["| device | heads, KV heads, D | dtype | g, s | L | pass | full attention | CCA | | floor of CCA |",
              "|---|---|---|---|---:|---|---:|---:|---:|---:|"]
     for row in operator_rows(records):
@@ -241,8 +177,8 @@ def newest(records: Iterable[Record], name: str, **params: Any) -> Record:
 
 def update_readme(text: str, results: Path) -> str:
     """README with its tables made anew from the records; a table without records stays as it is."""
-    for name, draw in (("demo", demo_table), ("operator", operator_table), ("gpu", gpu_table)):
-        path = results / f"{SOURCES.get(name, name)}.jsonl"
+    for name, draw in (("demo", demo_table), ("operator", operator_table)):
+        path = results / f"{name}.jsonl"
         if path.exists():
             before, mark, rest = text.partition(f"<!-- table: {name} -->\n")
             if mark:
@@ -259,11 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Path(options.results)
     for name, draw in (("demo", draw_demo), ("operator", draw_operator)):
         if (results / f"{name}.jsonl").exists():
-            records = read_records(results / f"{name}.jsonl")
-            on_gpus = {id(r) for r in gpu_records(records)}
-            draw([r for r in records if id(r) not in on_gpus], str(results / f"{name}.svg"))
-            if on_gpus:
-                draw_gpu(records, str(results / f"{name}_gpu.svg"))
+            draw(read_records(results / f"{name}.jsonl"), str(results / f"{name}.svg"))
     if options.readme:
         text = Path(options.readme).read_text(encoding="utf-8")
         write_text(options.readme, update_readme(text, results))

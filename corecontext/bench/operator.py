@@ -5,7 +5,6 @@ And how does their peak memory grow with the length? Run it with `corecontext be
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,7 +123,7 @@ def make_call(method: str, *, length: int, query_heads: int, kv_heads: int, head
     """A function that runs the operator once on inputs made here: forward, or forward and backward."""
     q, k, v = make_inputs(length, query_heads, kv_heads, head_dim, batch, dtype, device)
     grad = torch.randn_like(q) if backward else None
-    attend = _attend_full if method == "full" else attend_cca
+    attend = _attend_full if method == "full" else _attend_cca
 
     def call() -> Tensor:
         if grad is None:
@@ -164,8 +163,8 @@ def check_correct(bench: OperatorBench) -> None:
     q, k, v = make_inputs(length, bench.query_heads, bench.kv_heads, bench.head_dim, 1, bench.dtype, bench.device)
     sizes = (bench.group_size, bench.window_size)
     q64, k64, v64 = q.double(), k.double(), v.double()
-    truth = attend_cca(q64, k64, v64, *sizes, backend="reference")
-    error = (attend_cca(q, k, v, *sizes) - truth).abs().amax(-1)
+    truth = _attend_cca(q64, k64, v64, *sizes, backend="reference")
+    error = (_attend_cca(q, k, v, *sizes) - truth).abs().amax(-1)
     usual = (_attend_full(q, k, v, *sizes) - _attend_full(q64, k64, v64, *sizes)).abs().amax(-1)
     bound = 2 * usual.clamp(min=usual.median()) + torch.finfo(q.dtype).eps * truth.abs().amax(-1)
     if not bool((error <= 4 * bound).all()):
@@ -179,22 +178,16 @@ def _attend_full(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: 
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def attend_cca(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, backend: str = "auto") -> Tensor:
+def _attend_cca(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, backend: str = "auto") -> Tensor:
     """CCA with the default settings."""
-    out = cca_attention(q, k, v, group_size=group_size, window_size=window_size, rotary=rotary_of(q), backend=backend)
+    out = cca_attention(q, k, v, group_size=group_size, window_size=window_size, rotary=_rotary(q), backend=backend)
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out
 
 
-def rotary_of(q: Tensor) -> Rotary:
+def _rotary(q: Tensor) -> Rotary:
     """The rotation that the keys are taken to have; it turns core keys to their middle position."""
-    return _rotary(q.shape[-1], q.device)
-
-
-@functools.lru_cache(maxsize=None)
-def _rotary(head_dim: int, device: torch.device) -> Rotary:
-    """Made once, as in a model."""
-    return Rotary.from_theta(THETA, head_dim, device)
+    return Rotary.from_theta(THETA, q.shape[-1])
 
 
 def print_table(records: Sequence[Record]) -> None:
