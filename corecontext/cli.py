@@ -136,21 +136,39 @@ def info(model: Model, group_size: GroupSize = None, window_size: WindowSize = N
     print_info(model, group_size, window_size, length)
 
 
-def bench_operator(length: Annotated[list[int], typer.Option(help="Sequence length; may be repeated.")] = [32768],
-                   heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
-                   kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = 2,
-                   head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+def bench_operator(length: Annotated[Optional[list[int]], typer.Option(
+                       help="Sequence length; may be repeated. Default: 32768; on a GPU 1024, 2048, ... 131072.")
+                   ] = None,
+                   heads: Annotated[Optional[int], typer.Option(help="Query heads. Default: 8; on a GPU 32.")] = None,
+                   kv_heads: Annotated[Optional[list[int]], typer.Option(
+                       help="Key and value heads; may be repeated. Default: 2; on a GPU 32 and 8.")] = None,
+                   head_dim: Annotated[Optional[int], typer.Option(
+                       help="Size of a head. Default: 64; on a GPU 128.")] = None,
                    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-                   dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+                   dtype: Annotated[Optional[str], typer.Option(
+                       help="float32, bfloat16 or float16. Default: float32; on a GPU bfloat16.")] = None,
                    device: Device = "auto",
                    group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = 16,
                    window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 1024,
                    forward_only: Annotated[bool, typer.Option("--forward-only", help="No backward pass.")] = False,
                    memory_length: Annotated[Optional[list[int]], typer.Option(
                        help="Length at which peak memory is measured; may be repeated. Default: L/4, L/2, L.")] = None,
-                   repeats: Annotated[int, typer.Option(help="Timed calls.")] = 5,
+                   repeats: Annotated[int, typer.Option(help="Timed calls; on a GPU, timed queues of calls.")] = 5,
+                   method: Annotated[Optional[list[str]], typer.Option(
+                       help="full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex or cca; may be repeated. Default: full "
+                            "and cca; on a GPU all but full.")] = None,
+                   baseline_limit_s: Annotated[float, typer.Option(
+                       help="Leave full attention out where a call would take longer than this.")] = 30.0,
+                   flex_length: Annotated[Optional[list[int]], typer.Option(
+                       help="Length at which FlexAttention is measured; may be repeated. Default: 8192 and 32768.")
+                   ] = None,
+                   decode_batch: Annotated[Optional[list[int]], typer.Option(
+                       help="Sequences decoded at once; may be repeated. Default: none; on a GPU 1, 8 and 64.")] = None,
+                   decode_length: Annotated[Optional[list[int]], typer.Option(
+                       help="Context length of decoding; may be repeated. Default: every length; on a GPU 8192, 32768 "
+                            "and 131072.")] = None,
                    json: Json = None, plot: Plot = None, force: Force = False) -> None:
-    """CCA against SDPA full causal attention on this machine: time, peak memory, and the floor."""
+    """CCA against full causal attention on this machine: time, peak memory, decoding, and the floor."""
     from corecontext.text import check_output
 
     check_output(plot, force)
@@ -158,17 +176,23 @@ def bench_operator(length: Annotated[list[int], typer.Option(help="Sequence leng
     if plot is not None:
         from corecontext.bench.figures import check_plot
         check_plot(plot)
-    from corecontext.bench.operator import OperatorBench, print_table, run_operator_bench
+    from corecontext.bench.operator import run_operator_bench
+    from corecontext.bench.settings import defaults
+    from corecontext.bench.tables import print_table
     from corecontext.loading import one_line, pick_device
 
-    device = pick_device(device)
+    given = {"lengths": length, "query_heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype,
+             "memory_lengths": memory_length, "methods": method, "flex_lengths": flex_length,
+             "decode_batches": decode_batch, "decode_lengths": decode_length,
+             "passes": ["forward"] if forward_only else None}
     with one_line():
-        bench = OperatorBench(tuple(length), heads, kv_heads, head_dim, batch, dtype, device, group_size, window_size,
-                              not forward_only, tuple(memory_length) if memory_length else None, repeats)
-    records = run_operator_bench(bench)
-    if json is not None:
-        from corecontext.record import append_records
-        append_records(json, records)
+        bench = defaults(pick_device(device), batch=batch, group_size=group_size, window_size=window_size,
+                         repeats=repeats, baseline_limit_s=baseline_limit_s,
+                         **{name: value for name, value in given.items() if value is not None and value != []})
+    from corecontext.record import append_records
+
+    # What is measured is kept at once: a long run that is cut short has not been for nothing.
+    records = run_operator_bench(bench, lambda new: append_records(json, new) if json is not None else None)
     if plot is not None:
         from corecontext.bench.figures import draw_operator
         draw_operator(records, plot)

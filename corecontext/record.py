@@ -21,7 +21,7 @@ from typing import Any
 
 UNITS = {
     "operator.forward_ms": "ms", "operator.backward_ms": "ms", "operator.forward_backward_ms": "ms",
-    "operator.decode_us": "us", "operator.peak_bytes": "bytes",
+    "operator.decode_us": "us", "operator.peak_bytes": "bytes", "operator.skipped": "count",
     "model.first_token_s": "s", "model.next_token_ms": "ms", "model.cache_bytes": "bytes", "model.peak_bytes": "bytes",
     "model.tokens_per_s": "tokens/s",
     "training.tokens_per_s": "tokens/s", "training.peak_bytes": "bytes", "training.scaling_efficiency": "fraction",
@@ -171,17 +171,22 @@ def versions() -> dict[str, str]:
 
 
 def source_version() -> tuple[str | None, bool | None]:
-    """The git commit of this code, and whether files other than results/ differ from it; None when installed."""
+    """The git commit of this code, and whether files other than results/ differ from it.
+
+    Where git does not know, because the code is installed or a copy without its history, the commit is what the
+    environment variable CORECONTEXT_COMMIT says, else None.
+    """
     root = Path(__file__).resolve().parent.parent
+    told = os.environ.get("CORECONTEXT_COMMIT") or None
     if not (root / "pyproject.toml").exists():  # installed: a repository around it would not be this one
-        return None, None
+        return told, None
     try:
         git = ["git", "-C", str(root)]
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         status = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"],
                                 capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return None, None
+        return told, None
     return commit.stdout.strip(), bool(status.stdout.strip())
 
 

@@ -53,6 +53,21 @@ def test_the_floor_is_the_slower_of_arithmetic_and_memory():
     assert cost.operator_bytes(10, 4, 2, 8, 2, backward=True) == 2 * 10 * 8 * 2 * 12
 
 
+def test_decoding_reads_what_the_last_query_sees():
+    for position, g, s in ((0, 4, 3), (6, 4, 3), (39, 4, 3), (500, 16, 32)):
+        entries = num_visible_cores(position, g, s) + position + 1 - local_start(position, g, s)
+        assert cost.decode_bytes(position, 3, 8, 2, group_size=g, window_size=s, batch=5) == 2 * 5 * 3 * 8 * 2 * entries
+    assert cost.decode_bytes(99, 3, 8, 2) == 2 * 3 * 8 * 2 * 100
+
+
+def test_operations_of_a_pass():
+    forward, backward, both = (cost.pass_flops(name, 200, 4, 2, 8, group_size=4, window_size=9)
+                               for name in ("forward", "backward", "forward_backward"))
+    assert forward == cost.operator_flops(200, 4, 2, 8, group_size=4, window_size=9)
+    assert backward == cost.operator_flops(200, 4, 2, 8, group_size=4, window_size=9, backward=True)
+    assert both == forward + backward
+
+
 def test_model_operations_match_pytorchs_counter(tmp_path):
     folder = save_tiny_model(tmp_path)
     config = AutoConfig.from_pretrained(folder)

@@ -115,3 +115,15 @@ def test_provenance(monkeypatch):
     assert command_line() == "python -m corecontext.bench.figures --readme"
     monkeypatch.setattr(sys, "argv", ["/some/corecontext/site-packages/corecontext/__main__.py", "info"])
     assert command_line() == "python -m corecontext info"
+
+
+def test_the_environment_tells_the_commit_where_git_does_not_know(monkeypatch, tmp_path):
+    commit, _ = source_version()
+    monkeypatch.setenv("CORECONTEXT_COMMIT", "abc123")
+    assert source_version()[0] == (commit or "abc123")
+    monkeypatch.setattr("corecontext.record.__file__", str(tmp_path / "corecontext" / "record.py"))
+    assert source_version() == ("abc123", None)
+    (tmp_path / "pyproject.toml").touch()  # a copy of the tree without its history
+    assert source_version() == ("abc123", None)
+    monkeypatch.delenv("CORECONTEXT_COMMIT")
+    assert source_version() == (None, None)

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corecontext.visibility import num_complete_groups, num_scores, window_capacity
+from corecontext.visibility import (
+    local_start,
+    num_complete_groups,
+    num_scores,
+    num_visible_cores,
+    window_capacity,
+)
 
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # q k^T, p v; q k^T again, dp, dv, dq, dk
 
@@ -45,11 +51,25 @@ def operator_flops(seq_len: int, query_heads: int, kv_heads: int, head_dim: int,
                           backward=backward))
 
 
+def pass_flops(pass_name: str, *sizes: int, **options: int) -> int:
+    """Operations of "forward", "backward" or "forward_backward"; the arguments of `operator_flops`."""
+    return sum(operator_flops(*sizes, **options, backward=back)
+               for back, name in ((False, "forward"), (True, "backward")) if name in pass_name)
+
+
 def operator_bytes(seq_len: int, query_heads: int, kv_heads: int, head_dim: int, itemsize: int, *, batch: int = 1,
                    backward: bool = False) -> int:
     """Bytes that must move at least: q, k, v read and out written once; back also dout, dq, dk and dv."""
     forward = batch * seq_len * head_dim * itemsize * (2 * query_heads + 2 * kv_heads)
     return 2 * forward if backward else forward
+
+
+def decode_bytes(position: int, kv_heads: int, head_dim: int, itemsize: int, *, group_size: int = 1,
+                 window_size: int = 1, batch: int = 1) -> int:
+    """Bytes of the keys and values that the query at `position` sees: what a decoding step of one layer reads."""
+    entries = (num_visible_cores(position, group_size, window_size) + position + 1 -
+               local_start(position, group_size, window_size))
+    return 2 * batch * kv_heads * head_dim * itemsize * entries
 
 
 def floor_seconds(flops: float, flops_per_s: float, num_bytes: float = 0, bytes_per_s: float = float("inf")) -> float:

@@ -1,6 +1,7 @@
 """Time and memory of a call.
 
-Time: warm up, then the samples of which a record keeps the median and the 20 and 80 % quantiles.
+Time: warm up, then the samples of which a record keeps the median and the 20 and 80 % quantiles. Calls that are to be
+compared take turns, and a GPU is timed by its own clock (docs/benchmarks.md).
 
 Memory on a GPU is what PyTorch's allocator counted. On a CPU there is no such count, so it is the process's peak
 resident memory above what was resident before the call. The kernel's high-water mark is set back first (Linux,
@@ -18,13 +19,14 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}  # glibc: no hoarding
+QUEUE_S, QUEUE_CALLS = 0.02, 200
 
 
 def sample_seconds(call: Callable[[], Any], *, repeats: int = 5, warm_up: int = 1, device: str = "cpu",
@@ -34,14 +36,75 @@ def sample_seconds(call: Callable[[], Any], *, repeats: int = 5, warm_up: int = 
         call()
     samples: list[float] = []
     for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        samples.append(time.perf_counter() - start)
+        samples.append(queue_seconds(call, 1, device))
         if sum(samples) > budget_s:
             break
     return samples
+
+
+def queue_seconds(call: Callable[[], Any], count: int, device: str = "cpu") -> float:
+    """Seconds per call of `count` calls one right after another; on a GPU between two events of its own clock.
+
+    A queue shows what a model's layers see: the next call is launched while the last one runs, so the launch costs
+    time only where it takes longer than the work.
+    """
+    synchronize(device)
+    if torch.device(device).type != "cuda":
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - start) / count
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    for _ in range(count):
+        call()
+    after.record()
+    synchronize(device)
+    return before.elapsed_time(after) / 1e3 / count
+
+
+def sample_in_turns(calls: Mapping[str, Callable[[], Any]], *, repeats: int, device: str = "cpu",
+                    budget_s: float = float("inf"), once: Collection[str] = ()) -> dict[str, list[float]]:
+    """Seconds of several calls by name, in turns, so that whatever drifts meanwhile meets all of them alike.
+
+    Args:
+        repeats: Samples of each; fewer, but one at least, once its calls took budget_s together.
+        once: Names that are called once only, without a warm-up: those so slow that it makes no difference.
+
+    On a GPU a sample is a queue of calls that lasts QUEUE_S, at most QUEUE_CALLS of them.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    counts, spent = dict[str, int](), dict[str, float]()
+    for name, call in calls.items():
+        if name in once:
+            samples[name].append(queue_seconds(call, 1, device))
+            continue
+        call()
+        counts[name], spent[name] = 1, 0.0
+        if torch.device(device).type == "cuda":
+            one = queue_seconds(call, 1, device)
+            counts[name] = max(1, min(QUEUE_CALLS, round(QUEUE_S / one)))
+            queue_seconds(call, counts[name], device)
+    for _ in range(repeats):
+        for name, count in counts.items():
+            if spent[name] <= budget_s:
+                samples[name].append(queue_seconds(calls[name], count, device))
+                spent[name] += count * samples[name][-1]
+    return samples
+
+
+def capture(call: Callable[[], Any]) -> Callable[[], None]:
+    """The call as a CUDA graph, without anything that the host does; its tensors stay where they are."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def synchronize(device: str) -> None:
@@ -89,6 +152,13 @@ def matmul_flops_per_s(dtype: torch.dtype, device: str = "cpu", size: int | None
     size = size or (8192 if torch.device(device).type == "cuda" else 2048)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size ** 3 / min(sample_seconds(lambda: a @ b, repeats=10, warm_up=3, device=device))
+
+
+def copy_bytes_per_s(device: str = "cpu", num_bytes: int | None = None) -> float:
+    """The best rate at which this machine copies memory, bytes read and written per second: what decoding is up to."""
+    num_bytes = num_bytes or (2 ** 31 if torch.device(device).type == "cuda" else 2 ** 28)
+    a, b = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * num_bytes / min(sample_seconds(lambda: b.copy_(a), repeats=10, warm_up=3, device=device))
 
 
 def reset_resident_peak() -> bool:

@@ -1,222 +1,236 @@
-"""How long do CCA's forward and forward + backward take here, against full causal SDPA and against the floor?
+"""How long do CCA's forward, backward and decoding step take here, against full attention and against the floor?
 
-And how does their peak memory grow with the length? Run it with `corecontext bench operator`.
+And how does their peak memory grow with the length? Run it with `corecontext bench operator`; docs/benchmarks.md says
+how each number is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from torch import Tensor
 
 from corecontext.bench import cost
-from corecontext.bench.measure import PeakMemory, matmul_flops_per_s, peak_bytes_in_subprocess, sample_seconds
-from corecontext.config import CCAConfig
-from corecontext.ops.api import cca_attention, choose_backend
-from corecontext.ops.rotary import Rotary
+from corecontext.bench.check import check_correct, short
+from corecontext.bench.decode import decode_methods, decode_seconds, layers_for
+from corecontext.bench.measure import (
+    PeakMemory,
+    capture,
+    copy_bytes_per_s,
+    matmul_flops_per_s,
+    peak_bytes_in_subprocess,
+    sample_in_turns,
+)
+from corecontext.bench.methods import FULL, default_methods, make_call, make_inputs
+from corecontext.bench.settings import OperatorBench
 from corecontext.record import Record, device_name, make_record
-from corecontext.terminal import console, progress
+from corecontext.terminal import progress
 
-THETA = 10_000.0
-METHODS = ("full", "cca")
-ENOUGH_S = 60.0  # no more repeats of a call once they took this long together
+ENOUGH_S = {"cpu": 60.0, "cuda": 4.0}  # no more samples of a call once they took this long together
+ONCE_S = 5.0  # calls that take longer are sampled once, unwarmed, on a GPU
+GRAPH_LENGTH = 16384  # a CUDA graph is timed too up to this length, where launching may take longer than computing
 
 
-@dataclass(frozen=True)
-class OperatorBench:
-    """What to measure."""
+@dataclass
+class _Run:
+    """One run: what is found, what is left out, and how fast the machine is."""
 
-    lengths: Sequence[int] = (32768,)
-    query_heads: int = 8
-    kv_heads: int = 2
-    head_dim: int = 64
-    batch: int = 1
-    dtype: str = "float32"
-    device: str = "cpu"
-    group_size: int = 16
-    window_size: int = 1024
-    backward: bool = True
-    memory_lengths: Sequence[int] | None = None
-    """Lengths at which peak memory is measured; default a quarter, half and all of the longest."""
-    repeats: int = 5
+    bench: OperatorBench
+    on_records: Callable[[list[Record]], None] | None = None
+    records: list[Record] = field(default_factory=list)
+    last: dict[tuple[str, str, int], tuple[int, float]] = field(default_factory=dict)
+    """Length and seconds of the longest call so far, by method, pass and KV heads."""
+
+    handed: int = 0
 
     def __post_init__(self) -> None:
-        CCAConfig(self.group_size, self.window_size)  # validates
-        for name, values in (("length", self.lengths), ("memory_length", self.memory_lengths or (1,)),
-                             ("query_heads", (self.query_heads,)), ("kv_heads", (self.kv_heads,)),
-                             ("batch", (self.batch,)), ("repeats", (self.repeats,))):
-            for value in values:
-                if value < 1:
-                    raise ValueError(f"{name} must be at least 1, got {value}.")
-        if self.query_heads % self.kv_heads:
-            raise ValueError(f"kv_heads must divide query_heads, got {self.kv_heads} and {self.query_heads}.")
-        if self.head_dim % 2 or not 2 <= self.head_dim <= 512:
-            raise ValueError(f"head_dim must be even and at most 512, got {self.head_dim}.")
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}.")
+        self.device = device_name(self.bench.device)
+        self.cuda = torch.device(self.bench.device).type == "cuda"
+        self.enough_s = ENOUGH_S["cuda" if self.cuda else "cpu"]
+        self.flops_per_s = matmul_flops_per_s(getattr(torch, self.bench.dtype), self.bench.device)
+        self.bytes_per_s = copy_bytes_per_s(self.bench.device) if self.bench.decode_batches else 0.0
 
-    def sizes(self, length: int) -> dict[str, Any]:
-        """The arguments of `make_call` that say how large the inputs are."""
-        return {"length": length, "query_heads": self.query_heads, "kv_heads": self.kv_heads,
-                "head_dim": self.head_dim, "batch": self.batch, "dtype": self.dtype, "device": self.device,
-                "group_size": self.group_size, "window_size": self.window_size}
+    def hand_over(self) -> None:
+        """Give out what was found since the last time."""
+        if self.on_records is not None:
+            self.on_records(self.records[self.handed:])
+        self.handed = len(self.records)
 
-    def params(self, length: int, method: str) -> dict[str, Any]:
-        """A record's params; g and s belong to CCA only."""
-        sizes = {k: v for k, v in self.sizes(length).items() if k != "device"}
-        if method == "full":
-            del sizes["group_size"], sizes["window_size"]
-        probe = torch.empty(1, 1, 1, self.head_dim, dtype=getattr(torch, self.dtype), device=self.device)
-        return {"method": method, "backend": "sdpa" if method == "full" else choose_backend("auto", probe), **sizes}
+    def record(self, name: str, value: float | list[float], params: dict[str, Any]) -> None:
+        self.records.append(make_record(name, value, params, device=self.device))
 
-    def flops(self, length: int, method: str, backward: bool) -> int:
-        """Operations of one call."""
-        g, s = (1, 1) if method == "full" else (self.group_size, self.window_size)
-        return sum(cost.operator_flops(length, self.query_heads, self.kv_heads, self.head_dim, group_size=g,
-                                       window_size=s, batch=self.batch, backward=back)
-                   for back in ((False, True) if backward else (False,)))
+    def skip(self, method: str, pass_name: str, kv_heads: int, length: int | None, reason: str, **more: Any) -> None:
+        params = self.bench.params(method, pass_name, kv_heads, length, **more)
+        self.record("operator.skipped", 1, {**params, "reason": reason})
+
+    def estimate_s(self, method: str, pass_name: str, kv_heads: int, length: int) -> float | None:
+        """What a call should take going by the longest so far: four times as long at twice the length."""
+        known = self.last.get((method, pass_name, kv_heads))
+        return None if known is None else known[1] * (length / known[0]) ** (2 if method in FULL else 1)
 
 
-def run_operator_bench(bench: OperatorBench) -> list[Record]:
-    """Check that CCA is right, then measure; returns the records, method "floor" being the shortest possible time."""
-    check_correct(bench)
-    passes = (False, True) if bench.backward else (False,)
+def run_operator_bench(bench: OperatorBench, on_records: Callable[[list[Record]], None] | None = None) -> list[Record]:
+    """Check that CCA is right, then measure; returns the records, method "floor" being the shortest possible time.
+
+    Args:
+        on_records: Given the new records after each length.
+    """
+    wanted = (*(method for method in bench.methods if method != "cca"), "cca") if bench.methods else default_methods(
+        bench.device, bench.dtype)
     longest = max(bench.lengths)
     memory_lengths = bench.memory_lengths or sorted({max(1, longest // 4), max(1, longest // 2), longest})
-    device, records = device_name(bench.device), []
-    steps = len(METHODS) * len(passes) * (sum(bench.lengths) + sum(memory_lengths) / 4)
+    decode_lengths = bench.decode_lengths or bench.lengths
+    missing = {kv_heads: check_correct(wanted, bench.sizes(kv_heads), bench.group_size, bench.window_size,
+                                       longest=longest, decoding=bool(bench.decode_batches))
+               for kv_heads in bench.kv_heads}
+    steps = len(bench.kv_heads) * (sum(bench.lengths) + sum(memory_lengths) / 4 +
+                                   len(bench.decode_batches) * sum(decode_lengths) / 16)
     with progress("corecontext bench operator", steps) as advance:
-        rate = matmul_flops_per_s(getattr(torch, bench.dtype), bench.device)
-        for length in bench.lengths:
-            for backward in passes:
-                name = "operator.forward_backward_ms" if backward else "operator.forward_ms"
-                for method in METHODS:
-                    call = make_call(method, backward=backward, **bench.sizes(length))
-                    seconds = sample_seconds(call, repeats=bench.repeats, device=bench.device, budget_s=ENOUGH_S)
-                    params = bench.params(length, method)
-                    records.append(make_record(name, [1e3 * x for x in seconds], params, device=device))
-                    floor_ms = 1e3 * cost.floor_seconds(bench.flops(length, method, backward), rate)
-                    records.append(make_record(name, floor_ms, {**params, "method": "floor", "of": method,
-                                                                "backend": "matmul"}, device=device))
-                    del call
-                    advance(length)
-        for length in memory_lengths:
-            for backward in passes:
-                for method in METHODS:
-                    arguments = {"method": method, "backward": backward, **bench.sizes(length)}
-                    peak = (peak_bytes_in_subprocess(__name__, "peak_bytes", arguments) if bench.device == "cpu"
-                            else peak_bytes(**arguments))
-                    params = {**bench.params(length, method), "backward": backward}
-                    records.append(make_record("operator.peak_bytes", peak, params, device=device))
-                    advance(length / 4)
-    return records
+        run = _Run(bench, on_records)
+        for kv_heads in bench.kv_heads:
+            methods = tuple(method for method in wanted if method not in missing[kv_heads])
+            for method, reason in missing[kv_heads].items():
+                run.skip(method, "all", kv_heads, None, reason)
+            for length in sorted(bench.lengths):
+                _measure_time(run, methods, kv_heads, length)
+                advance(length)
+                run.hand_over()
+            for length in memory_lengths:
+                _measure_memory(run, methods, kv_heads, length)
+                advance(length / 4)
+                run.hand_over()
+            for batch in bench.decode_batches:
+                for length in decode_lengths:
+                    _measure_decoding(run, decode_methods(methods), kv_heads, length, batch)
+                    advance(length / 16)
+                    run.hand_over()
+    return run.records
 
 
-def make_call(method: str, *, length: int, query_heads: int, kv_heads: int, head_dim: int, batch: int, dtype: str,
-              device: str, group_size: int, window_size: int, backward: bool) -> Callable[[], Tensor]:
-    """A function that runs the operator once on inputs made here: forward, or forward and backward."""
-    q, k, v = make_inputs(length, query_heads, kv_heads, head_dim, batch, dtype, device)
-    grad = torch.randn_like(q) if backward else None
-    attend = _attend_full if method == "full" else _attend_cca
+def _measure_time(run: _Run, methods: Sequence[str], kv_heads: int, length: int) -> None:
+    """Every pass of every method at one length, the methods taking turns."""
+    bench = run.bench
+    inputs = make_inputs(length, **bench.sizes(kv_heads))
+    grad = torch.randn_like(inputs[0]) if set(bench.passes) != {"forward"} else None
+    for pass_name in bench.passes:
+        calls, once = {}, set()
+        for method in methods:
+            estimate = run.estimate_s(method, pass_name, kv_heads, length)
+            if method == "flex" and length not in bench.flex_lengths:
+                run.skip(method, pass_name, kv_heads, length, "not among its lengths, each of which is compiled")
+            elif method in FULL and estimate is not None and estimate > bench.baseline_limit_s:
+                run.skip(method, pass_name, kv_heads, length, f"over the limit of {bench.baseline_limit_s:g} s a call",
+                         estimated_s=estimate)
+            else:
+                try:
+                    calls[method] = make_call(method, pass_name, inputs, grad, bench.group_size, bench.window_size)
+                    if run.cuda and estimate is not None and estimate > ONCE_S:
+                        once.add(method)
+                    elif run.cuda:
+                        calls[method]()  # what a kernel refuses shows here
+                except Exception as error:
+                    calls.pop(method, None)
+                    if method == "cca" and not isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    run.skip(method, pass_name, kv_heads, length, short(error))
+        try:
+            _sample(run, calls, pass_name, kv_heads, length, once, timer="queue" if run.cuda else "wall")
+        except torch.OutOfMemoryError:  # those that take their time are not tried before
+            for method in once:
+                calls.pop(method)
+                run.skip(method, pass_name, kv_heads, length, "out of memory")
+            _sample(run, calls, pass_name, kv_heads, length, set(), timer="queue")
+        if run.cuda and pass_name == "forward" and length <= GRAPH_LENGTH:
+            graphs = {}
+            for method, call in calls.items():
+                try:
+                    graphs[method] = capture(call)
+                except Exception as error:
+                    run.skip(method, pass_name, kv_heads, length, short(error), timer="graph")
+            _sample(run, graphs, pass_name, kv_heads, length, set(), timer="graph")
+            del graphs
+        for compressed in (False, True):
+            of = "cca" if compressed else "full"
+            floor_ms = 1e3 * cost.floor_seconds(bench.flops(length, kv_heads, compressed, pass_name), run.flops_per_s)
+            run.record(f"operator.{pass_name}_ms", floor_ms, {
+                **bench.params(of, pass_name, kv_heads, length), "method": "floor", "of": of, "backend": "matmul"})
+        del calls
+        free_memory(run.cuda)
 
-    def call() -> Tensor:
-        if grad is None:
-            with torch.no_grad():
-                return attend(q, k, v, group_size, window_size)
-        for x in (q, k, v):
-            x.grad = None
-            x.requires_grad_()
-        out = attend(q, k, v, group_size, window_size)
-        out.backward(grad)
-        return out
 
-    return call
+def _sample(run: _Run, calls: Mapping[str, Callable[[], object]], pass_name: str, kv_heads: int, length: int,
+            once: set[str], timer: str) -> None:
+    """Time the calls in turns and record them."""
+    found = sample_in_turns(calls, repeats=run.bench.repeats, device=run.bench.device, budget_s=run.enough_s, once=once)
+    for method, seconds in found.items():
+        if timer != "graph":
+            run.last[method, pass_name, kv_heads] = length, min(seconds)
+        run.record(f"operator.{pass_name}_ms", [1e3 * x for x in seconds],
+                   run.bench.params(method, pass_name, kv_heads, length, timer=timer))
 
 
-def make_inputs(length: int, query_heads: int, kv_heads: int, head_dim: int, batch: int, dtype: str,
-                device: str) -> list[Tensor]:
-    """q [B, H, L, D], k and v [B, Hkv, L, D], standard normal, seed 0."""
-    generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(batch, heads, length, head_dim, generator=generator, device=device,
-                        dtype=getattr(torch, dtype)) for heads in (query_heads, kv_heads, kv_heads)]
+def _measure_memory(run: _Run, methods: Sequence[str], kv_heads: int, length: int) -> None:
+    """Peak memory of the forward, and of forward and backward, at one length; full attention's where it is no wait."""
+    bench = run.bench
+    for pass_name in bench.passes:
+        for method in methods:
+            if method == "flex" or pass_name == "backward":  # compiled for each length; no more than with the forward
+                continue
+            limit = min(bench.baseline_limit_s, ONCE_S) if run.cuda else bench.baseline_limit_s
+            if method in FULL and (run.estimate_s(method, pass_name, kv_heads, length) or 0) > limit:
+                run.skip(method, f"memory of {pass_name}", kv_heads, length, f"over the limit of {limit:g} s a call")
+                continue
+            arguments = {"method": method, "pass_name": pass_name, "length": length, "group_size": bench.group_size,
+                         "window_size": bench.window_size, **bench.sizes(kv_heads)}
+            try:
+                peak = peak_bytes(**arguments) if run.cuda else peak_bytes_in_subprocess(__name__, "peak_bytes",
+                                                                                         arguments)
+            except Exception as error:
+                if method == "cca":
+                    raise
+                run.skip(method, f"memory of {pass_name}", kv_heads, length, short(error))
+                continue
+            run.record("operator.peak_bytes", peak, bench.params(method, pass_name, kv_heads, length,
+                                                                 backward=pass_name != "forward"))
+            free_memory(run.cuda)
 
 
-def peak_bytes(**arguments: Any) -> int:
+def _measure_decoding(run: _Run, methods: Sequence[str], kv_heads: int, length: int, batch: int) -> None:
+    """One step at one context length and batch."""
+    bench, sizes = run.bench, {**run.bench.sizes(kv_heads), "batch": batch}
+    timer = "graph" if run.cuda else "wall"
+    found = decode_seconds(length, methods, sizes, bench.group_size, bench.window_size, repeats=bench.repeats,
+                           budget_s=run.enough_s, on_skip=lambda method, reason: run.skip(
+                               method, "decode", kv_heads, length, reason, batch=batch))
+    for method, seconds in found.items():
+        layers, num_bytes = layers_for(length, method, sizes, bench.group_size, bench.window_size)
+        params = bench.params(method, "decode", kv_heads, length, batch=batch)
+        run.record("operator.decode_us", [1e6 * x for x in seconds],
+                   {**params, "timer": timer, "layers": layers, "bytes_read": num_bytes})
+        run.record("operator.decode_us", 1e6 * num_bytes / run.bytes_per_s,
+                   {**params, "method": "floor", "of": method, "backend": "copy", "bytes_read": num_bytes})
+    free_memory(run.cuda)
+
+
+def peak_bytes(*, method: str, pass_name: str, length: int, group_size: int, window_size: int, **sizes: Any) -> int:
     """Peak memory of one call above its inputs."""
-    short = {**arguments, "length": arguments["window_size"] + 3 * arguments["group_size"]}
-    make_call(**short)()  # loads code and starts threads, which are no cost of the call
-    call = make_call(**arguments)
-    peak = PeakMemory(arguments["device"])
+    def prepared(tokens: int) -> Callable[[], object]:
+        inputs = make_inputs(tokens, **sizes)
+        grad = torch.randn_like(inputs[0]) if pass_name != "forward" else None
+        return make_call(method, pass_name, inputs, grad, group_size, window_size)
+
+    prepared(window_size + 3 * group_size)()  # loads code and starts threads, which are no cost of the call
+    call = prepared(length)
+    peak = PeakMemory(sizes["device"])
     call()
     return peak.read()
 
 
-def check_correct(bench: OperatorBench) -> None:
-    """Raise unless CCA agrees with the float64 reference as closely as plain attention does, query by query."""
-    length = bench.window_size + 4 * bench.group_size + 3
-    q, k, v = make_inputs(length, bench.query_heads, bench.kv_heads, bench.head_dim, 1, bench.dtype, bench.device)
-    sizes = (bench.group_size, bench.window_size)
-    q64, k64, v64 = q.double(), k.double(), v.double()
-    truth = _attend_cca(q64, k64, v64, *sizes, backend="reference")
-    error = (_attend_cca(q, k, v, *sizes) - truth).abs().amax(-1)
-    usual = (_attend_full(q, k, v, *sizes) - _attend_full(q64, k64, v64, *sizes)).abs().amax(-1)
-    bound = 2 * usual.clamp(min=usual.median()) + torch.finfo(q.dtype).eps * truth.abs().amax(-1)
-    if not bool((error <= 4 * bound).all()):
-        row = int((error / bound).amax((0, 1)).argmax())
-        raise AssertionError(f"CCA is wrong on this machine, nothing was timed: query {row} is off by "
-                             f"{float(error[..., row].max()):.2e}, plain attention by {float(usual.max()):.2e}")
-
-
-def _attend_full(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int) -> Tensor:
-    """The baseline: whatever PyTorch's own attention picks, on grouped heads."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def _attend_cca(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, backend: str = "auto") -> Tensor:
-    """CCA with the default settings."""
-    out = cca_attention(q, k, v, group_size=group_size, window_size=window_size, rotary=_rotary(q), backend=backend)
-    assert isinstance(out, Tensor)  # a pair only with return_lse
-    return out
-
-
-def _rotary(q: Tensor) -> Rotary:
-    """The rotation that the keys are taken to have; it turns core keys to their middle position."""
-    return Rotary.from_theta(THETA, q.shape[-1])
-
-
-def print_table(records: Sequence[Record]) -> None:
-    """Time and memory by length, CCA beside full attention, with the share of the floor that was reached."""
-    params = next(r.params for r in records if r.params["method"] == "cca")
-    table = Table(title=f"{records[0].device}\n{params['query_heads']} query and {params['kv_heads']} KV heads of "
-                        f"{params['head_dim']}, {params['dtype']}, g = {params['group_size']}, s = "
-                        f"{params['window_size']}", box=SIMPLE_HEAD)
-    for column in ("", "length", "full (SDPA)", "CCA", "full / CCA", "floor, full", "floor, CCA"):
-        table.add_column(column, justify="left" if not column and not table.columns else "right")
-    for row in table_rows(records):
-        table.add_row(*row)
-    console().print(table)
-    console().print("floor: the operations at the matrix product rate measured here; no method can be faster.")
-
-
-def table_rows(records: Sequence[Record]) -> list[list[str]]:
-    """The cells of the table, also of README's."""
-    found: dict[tuple[str, int], dict[str, float]] = {}
-    for r in records:
-        method = r.params["method"] + (f" of {r.params['of']}" if "of" in r.params else "")
-        label = {"operator.forward_ms": "forward", "operator.forward_backward_ms": "forward + backward",
-                 "operator.peak_bytes": "memory, " + ("forward + backward" if r.params.get("backward")
-                                                      else "forward")}[r.name]
-        found.setdefault((label, r.params["length"]), {})[method] = r.value
-    rows = []
-    for (label, length), value in sorted(found.items()):
-        memory = label.startswith("memory")
-        shown = [f"{value[m] / 2 ** 20:.1f} MiB" if memory else f"{value[m]:.0f} ms" for m in METHODS]
-        floors = [f"{value['floor of ' + m]:.0f} ms" if not memory else "" for m in METHODS]
-        rows.append([label, str(length), *shown, f"{value['full'] / value['cca']:.2f}x", *floors])
-    return rows
+def free_memory(cuda: bool) -> None:
+    """Give cached memory back, so that one measurement leaves none to the next."""
+    if cuda:
+        gc.collect()
+        torch.cuda.empty_cache()
