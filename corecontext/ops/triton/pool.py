@@ -814,7 +814,9 @@ def pool_backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: T
     grad_k, grad_v = (torch.empty_like(k), torch.empty_like(v)) if into is None else into
     if k.numel() == 0:
         return grad_q, grad_k, grad_v
-    whole, block_m, block_g, block_d, num_warps = _plan(group_size, head_dim, per_thread=32 if heads == 1 else 64)
+    halves = pooling == "cca" and core_heads == "kv" and _halves(rotary, head_dim, softcap)
+    whole, block_m, block_g, block_d, num_warps = _plan(group_size, head_dim,
+                                                        per_thread=64 if halves or heads > 1 else 32)
     kernel, more = _pool_bwd_kernel, {}
     if not whole:
         kernel, more = _pool_long_bwd_kernel, {"BLOCK_H": triton.next_power_of_2(heads)}
@@ -822,7 +824,7 @@ def pool_backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: T
     into_q = q_last if grad_q is None else grad_q
     cos, sin = _tables(rotary, group_size, k.device)
     with torch.cuda.device_of(k):
-        if whole and pooling == "cca" and core_heads == "kv" and _halves(rotary, head_dim, softcap):
+        if whole and halves:
             _pool_half_bwd_kernel[(batch * triton.cdiv(num_groups, block_m),)](
                 grad_core_k, grad_core_v, q_last, k, v, cos, sin, grad_q, grad_k, grad_v, *grad_core_k.stride()[:3],
                 *grad_core_v.stride()[:3], *q_last.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_q.stride()[:3],
