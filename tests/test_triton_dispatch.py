@@ -108,9 +108,9 @@ class _Direct(torch.autograd.Function):
         count = q.shape[2] // g
         groups = (q[:, :, g - 1:count * g:g], *(x[:, :count * g].unflatten(1, (count, g)) for x in (k, v)))
         bias = None if core_bias is None else core_bias.view(kv_heads, -1).repeat(q.shape[0] // kv_heads, 1)
-        out, lse = surface.attend(q, k, v, *surface.pool(*groups, **options), **sizes, scale=options["scale"],
-                                  core_bias=bias)
-        ctx.surface, ctx.place, ctx.kept = surface, place, (q, k, v, out, lse, groups)
+        cores = surface.pool(*groups, **options)
+        out, lse = surface.attend(q, k, v, *cores, **sizes, scale=options["scale"], core_bias=bias)
+        ctx.surface, ctx.place, ctx.kept = surface, place, (q, k, v, out, lse, groups, cores)
         ctx.sizes, ctx.options, ctx.bias = sizes, options, bias
         return out.view(ctx.shapes[0]), lse.view(ctx.shapes[0][:-1])
 

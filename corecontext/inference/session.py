@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,7 +124,14 @@ class Session:
                 self._step(kind)
             current.wait_stream(self._stream)
         else:
-            self._graphs[kind] = self._captured(kind)
+            try:
+                self._graphs[kind] = self._captured(kind)
+            except RuntimeError as error:  # recording ran nothing: the step is still to be done
+                warnings.warn(f"a step of {type(self.model).__name__} cannot be captured in a CUDA graph, so its steps "
+                              f"run uncaptured, which is slower: {error}", stacklevel=2)
+                self.capture = False
+                self._step(kind)
+                return
             self._graphs[kind].replay()
 
     def _captured(self, kind: str) -> torch.cuda.CUDAGraph:
@@ -131,12 +139,8 @@ class Session:
         graph = torch.cuda.CUDAGraph()
         for generator in self.sampler.generators:
             graph.register_generator_state(generator)  # each replay then draws further numbers
-        try:
-            with torch.cuda.graph(graph, stream=self._stream):
-                self._step(kind)
-        except RuntimeError as error:
-            raise RuntimeError(f"a step of {type(self.model).__name__} cannot be captured: {error} "
-                               "Use Engine(model, capture=False).") from error
+        with torch.cuda.graph(graph, stream=self._stream):
+            self._step(kind)
         return graph
 
     @torch.no_grad()

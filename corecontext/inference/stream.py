@@ -121,7 +121,7 @@ class Stream(Iterator[list["int | None"]]):
         if not tokens.is_cuda:
             self._pending.append((tokens[:, 0].clone(), None))
             return
-        host = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=True)
+        host = torch.empty(len(tokens), dtype=tokens.dtype, device="cpu", pin_memory=True)
         host.copy_(tokens[:, 0], non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(tokens.device))

@@ -117,7 +117,12 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
     return (out, lse) if return_lse else out
 
 
-_validate = functools.lru_cache(maxsize=256, typed=True)(CCAConfig)
+_known_settings = functools.lru_cache(maxsize=256, typed=True)(CCAConfig)
+
+
+def _validate(*settings: object) -> None:
+    """Raise unless the settings make a configuration; torch.compile traces no cache."""
+    (CCAConfig if torch.compiler.is_compiling() else _known_settings)(*settings)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, num_groups: int | None, pooling: str,

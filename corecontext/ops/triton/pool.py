@@ -343,6 +343,124 @@ def _pool_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr, cos_
                 ADD)
 
 
+@triton.jit
+def _load_half_tables(cos_ptr, sin_ptr, rows, cols, group_size, HALF: tl.constexpr):
+    """Cosines and sines for one half of the columns, [1, rows, HALF]."""
+    at, mask = (rows * HALF)[:, None] + cols[None, :], (rows < group_size)[:, None] & (cols < HALF)[None, :]
+    return tl.load(cos_ptr + at, mask=mask, other=1.0)[None], tl.load(sin_ptr + at, mask=mask, other=0.0)[None]
+
+
+@triton.jit
+def _probs(z):
+    """Softmax over rows of [groups, rows]."""
+    probs = tl.exp(z - tl.max(z, 1)[:, None])
+    return probs / tl.sum(probs, 1)[:, None]
+
+
+@triton.jit
+def _half_scores(q_a, q_b, k_a, k_b, rows, group_size, scale):
+    """Scores of the tokens under their group's query, [groups, rows], -inf outside."""
+    z = (tl.sum(q_a[:, None, :] * k_a, 2) + tl.sum(q_b[:, None, :] * k_b, 2)) * scale
+    return tl.where((rows < group_size)[None, :], z, -float("inf"))
+
+
+@triton.jit(do_not_specialize=["num_groups", "group_size"])
+def _pool_half_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, sin_ptr,
+                          q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g, core_n, core_h, core_m,
+                          num_groups, group_size, scale, HEADS: tl.constexpr, HEADS_OUT: tl.constexpr,
+                          HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
+    """`_pool_fwd_kernel` for the usual case: learned weights, and a rotation that pairs column i with i + HALF and
+    turns them all. Keys are loaded as two halves, so the elements of a pair meet in one thread.
+
+    Grid: N * ceil(M / BLOCK_M)."""
+    tiles = tl.cdiv(num_groups, BLOCK_M)
+    n = (tl.program_id(0) // tiles).to(tl.int64)
+    groups = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.arange(0, BLOCK_G).to(tl.int64)
+    cols = tl.arange(0, HALF)
+    k_ptr += n * k_n
+    v_ptr += n * v_n
+    core_k_ptr += n * core_n
+    core_v_ptr += n * core_n
+    k_a = _load_rows(k_ptr, k_m, k_g, groups, rows, cols, num_groups, group_size, HALF)
+    k_b = _load_rows(k_ptr + HALF, k_m, k_g, groups, rows, cols, num_groups, group_size, HALF)
+    v_a = _load_rows(v_ptr, v_m, v_g, groups, rows, cols, num_groups, group_size, HALF)
+    v_b = _load_rows(v_ptr + HALF, v_m, v_g, groups, rows, cols, num_groups, group_size, HALF)
+    cos, sin = _load_half_tables(cos_ptr, sin_ptr, rows, cols, group_size, HALF)
+    weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
+    for h in range(HEADS):
+        q_at = q_ptr + n * q_n + h * q_h
+        q_a = _load_one(q_at, q_m, groups, cols, num_groups, HALF)
+        q_b = _load_one(q_at + HALF, q_m, groups, cols, num_groups, HALF)
+        probs = _probs(_half_scores(q_a, q_b, k_a, k_b, rows, group_size, scale))
+        if HEADS_OUT == 1:
+            weights += probs / HEADS
+        else:
+            weights = probs
+        if HEADS_OUT > 1 or h == HEADS - 1:
+            w = weights[:, :, None]
+            into_k, into_v = core_k_ptr + h % HEADS_OUT * core_h, core_v_ptr + h % HEADS_OUT * core_h
+            _store_one(into_k, tl.sum(w * (k_a * cos - k_b * sin), 1), core_m, groups, cols, num_groups, HALF)
+            _store_one(into_k + HALF, tl.sum(w * (k_b * cos + k_a * sin), 1), core_m, groups, cols, num_groups, HALF)
+            _store_one(into_v, tl.sum(w * v_a, 1), core_m, groups, cols, num_groups, HALF)
+            _store_one(into_v + HALF, tl.sum(w * v_b, 1), core_m, groups, cols, num_groups, HALF)
+
+
+@triton.jit(do_not_specialize=["num_groups", "group_size"])
+def _pool_half_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
+                          grad_q_ptr, grad_k_ptr, grad_v_ptr,
+                          dck_n, dck_h, dck_m, dcv_n, dcv_h, dcv_m, q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g,
+                          dq_n, dq_h, dq_m, dk_n, dk_m, dk_g, dv_n, dv_m, dv_g, num_groups, group_size, scale,
+                          HEADS: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+                          BLOCK_G: tl.constexpr):
+    """`_pool_bwd_kernel` for one core token per KV head in the usual case (see `_pool_half_fwd_kernel`).
+
+    Grid: N * ceil(M / BLOCK_M)."""
+    tiles = tl.cdiv(num_groups, BLOCK_M)
+    n = (tl.program_id(0) // tiles).to(tl.int64)
+    groups = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.arange(0, BLOCK_G).to(tl.int64)
+    cols = tl.arange(0, HALF)
+    k_ptr += n * k_n
+    v_ptr += n * v_n
+    k_a = _load_rows(k_ptr, k_m, k_g, groups, rows, cols, num_groups, group_size, HALF)
+    k_b = _load_rows(k_ptr + HALF, k_m, k_g, groups, rows, cols, num_groups, group_size, HALF)
+    cos, sin = _load_half_tables(cos_ptr, sin_ptr, rows, cols, group_size, HALF)
+    grad_core_k_ptr += n * dck_n
+    grad_core_v_ptr += n * dcv_n
+    into_a = _load_one(grad_core_k_ptr, dck_m, groups, cols, num_groups, HALF)[:, None, :]
+    into_b = _load_one(grad_core_k_ptr + HALF, dck_m, groups, cols, num_groups, HALF)[:, None, :]
+    value_a = _load_one(grad_core_v_ptr, dcv_m, groups, cols, num_groups, HALF)[:, None, :]
+    value_b = _load_one(grad_core_v_ptr + HALF, dcv_m, groups, cols, num_groups, HALF)[:, None, :]
+    v_a = _load_rows(v_ptr, v_m, v_g, groups, rows, cols, num_groups, group_size, HALF)
+    v_b = _load_rows(v_ptr + HALF, v_m, v_g, groups, rows, cols, num_groups, group_size, HALF)
+    back_a, back_b = into_a * cos + into_b * sin, into_b * cos - into_a * sin  # turned back to each token
+    # The weights are the mean over the heads.
+    grad_probs = tl.sum(back_a * k_a + back_b * k_b + value_a * v_a + value_b * v_b, 2) / HEADS
+    weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
+    grad_a = tl.zeros([BLOCK_M, BLOCK_G, HALF], tl.float32)
+    grad_b = tl.zeros([BLOCK_M, BLOCK_G, HALF], tl.float32)
+    for h in range(HEADS):
+        q_at, dq_at = q_ptr + n * q_n + h * q_h, grad_q_ptr + n * dq_n + h * dq_h
+        q_a = _load_one(q_at, q_m, groups, cols, num_groups, HALF)
+        q_b = _load_one(q_at + HALF, q_m, groups, cols, num_groups, HALF)
+        probs = _probs(_half_scores(q_a, q_b, k_a, k_b, rows, group_size, scale))
+        grad_z = (probs * (grad_probs - tl.sum(probs * grad_probs, 1)[:, None]) * scale)[:, :, None]
+        _store_one(dq_at, tl.sum(grad_z * k_a, 1), dq_m, groups, cols, num_groups, HALF)
+        _store_one(dq_at + HALF, tl.sum(grad_z * k_b, 1), dq_m, groups, cols, num_groups, HALF)
+        grad_a += grad_z * q_a[:, None, :]
+        grad_b += grad_z * q_b[:, None, :]
+        weights += probs / HEADS
+    w = weights[:, :, None]
+    grad_k_ptr += n * dk_n
+    grad_v_ptr += n * dv_n
+    _store_rows(grad_k_ptr, grad_a + w * back_a, dk_m, dk_g, groups, rows, cols, num_groups, group_size, HALF, ADD)
+    _store_rows(grad_k_ptr + HALF, grad_b + w * back_b, dk_m, dk_g, groups, rows, cols, num_groups, group_size, HALF,
+                ADD)
+    _store_rows(grad_v_ptr, w * value_a, dv_m, dv_g, groups, rows, cols, num_groups, group_size, HALF, ADD)
+    _store_rows(grad_v_ptr + HALF, w * value_b, dv_m, dv_g, groups, rows, cols, num_groups, group_size, HALF, ADD)
+
+
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
 def _pool_long_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, sin_ptr,
                           q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g, core_n, core_h, core_m,
@@ -605,6 +723,12 @@ def _plan(group_size: int, head_dim: int, per_thread: int) -> tuple[bool, int, i
     return True, block_m, block_g, block_d, num_warps
 
 
+def _halves(rotary: Rotary | None, head_dim: int, softcap: float | None) -> bool:
+    """Whether the kernels for two halves of the columns can take the call."""
+    return (rotary is not None and not rotary.interleaved and 2 * rotary.inv_freq.numel() == head_dim and
+            head_dim & (head_dim - 1) == 0 and head_dim >= 16 and softcap is None)
+
+
 def _columns_adjacent(x: Tensor) -> Tensor:
     """x, copied only if its last dimension is strided (as in an expanded gradient)."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -645,6 +769,12 @@ def pool(q_last: Tensor, k: Tensor, v: Tensor, *, scale: float, pooling: str = "
     kernel = _pool_fwd_kernel if whole else _pool_long_fwd_kernel
     cos, sin = _tables(rotary, group_size, k.device)
     with torch.cuda.device_of(k):
+        if whole and pooling == "cca" and _halves(rotary, head_dim, softcap):
+            _pool_half_fwd_kernel[(batch * triton.cdiv(num_groups, block_m),)](
+                q_last, k, v, core_k, core_v, cos, sin, *q_last.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+                *core_k.stride()[:3], num_groups, group_size, float(scale), HEADS=heads, HEADS_OUT=heads_out,
+                HALF=head_dim // 2, BLOCK_M=block_m, BLOCK_G=block_g, num_warps=num_warps)
+            return core_k, core_v
         kernel[(batch * triton.cdiv(num_groups, block_m),)](
             q_last, k, v, core_k, core_v, cos, sin,
             *q_last.stride()[:3], *k.stride()[:3], *v.stride()[:3], *core_k.stride()[:3],
@@ -684,7 +814,9 @@ def pool_backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: T
     grad_k, grad_v = (torch.empty_like(k), torch.empty_like(v)) if into is None else into
     if k.numel() == 0:
         return grad_q, grad_k, grad_v
-    whole, block_m, block_g, block_d, num_warps = _plan(group_size, head_dim, per_thread=32 if heads == 1 else 64)
+    halves = pooling == "cca" and core_heads == "kv" and _halves(rotary, head_dim, softcap)
+    whole, block_m, block_g, block_d, num_warps = _plan(group_size, head_dim,
+                                                        per_thread=64 if halves or heads > 1 else 32)
     kernel, more = _pool_bwd_kernel, {}
     if not whole:
         kernel, more = _pool_long_bwd_kernel, {"BLOCK_H": triton.next_power_of_2(heads)}
@@ -692,6 +824,13 @@ def pool_backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: T
     into_q = q_last if grad_q is None else grad_q
     cos, sin = _tables(rotary, group_size, k.device)
     with torch.cuda.device_of(k):
+        if whole and halves:
+            _pool_half_bwd_kernel[(batch * triton.cdiv(num_groups, block_m),)](
+                grad_core_k, grad_core_v, q_last, k, v, cos, sin, grad_q, grad_k, grad_v, *grad_core_k.stride()[:3],
+                *grad_core_v.stride()[:3], *q_last.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_q.stride()[:3],
+                *grad_k.stride()[:3], *grad_v.stride()[:3], num_groups, group_size, float(scale), HEADS=heads,
+                ADD=into is not None, HALF=head_dim // 2, BLOCK_M=block_m, BLOCK_G=block_g, num_warps=num_warps)
+            return grad_q, grad_k, grad_v
         kernel[(batch * triton.cdiv(num_groups, block_m),)](
             grad_core_k, grad_core_v, q_last, k, v, cos, sin, into_q, grad_k, grad_v,
             *grad_core_k.stride()[:3], *grad_core_v.stride()[:3], *q_last.stride()[:3], *k.stride()[:3],
