@@ -64,6 +64,10 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 sizes.update({"ADD": True} if whole else {"ADD": True, "BLOCK_H": HEADS})
             yield Kernel(((pool._pool_bwd_kernel if whole else pool._pool_long_bwd_kernel) if backward else
                           (pool._pool_fwd_kernel if whole else pool._pool_long_fwd_kernel)), sizes, tables)
+            if whole:
+                sizes = {"HEADS": HEADS, "HALF": dim // 2, "BLOCK_M": block_m, "BLOCK_G": block_g,
+                         "num_warps": num_warps, **({"ADD": True} if backward else {"HEADS_OUT": 1})}
+                yield Kernel(pool._pool_half_bwd_kernel if backward else pool._pool_half_fwd_kernel, sizes, tables)
     plan = decode._plan(chip, dtype, 8, HEADS, dim, 4096, 16)
     parts = {"acc_ptr": "fp32", "lse_ptr": "fp32", "seen_ptr": "i64", "pad_ptr": "i64"}
     yield Kernel(decode._step_kernel, {**settings, **plan.step, "ON_DEVICE": True, "WIDTH": 1, "HAS_BIAS": False},
@@ -81,12 +85,12 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], tensor_memory.DTYPES[of])
         return f"tensordesc<{NAMES[of]}[1,1,{rows},{columns}],{layout!r}>"
 
-    keys = 128 if dim <= 128 else 64
+    keys, kind = 128 if dim <= 128 else 64, {"DTYPE": tensor_memory.DTYPES[dtype]}
     queries = dict.fromkeys(("q_desc", "out_desc", "grad_desc"), tile(64, dim))
     types = {"lse_ptr": "fp32", "bias_ptr": "fp32", **queries}
     kinds = ("k_desc", "v_desc", "core_k_desc", "core_v_desc")
     for bias in (False, True):
-        yield Kernel(hopper._attend_fwd_hopper, {"HAS_BIAS": bias, "BLOCK_D": dim, "BLOCK_N": keys, "STAGES": 2},
+        yield Kernel(hopper._attend_fwd_hopper, {"HAS_BIAS": bias, "BLOCK_D": dim, "BLOCK_N": keys, "STAGES": 2, **kind},
                      {**types, **dict.fromkeys(kinds, tile(keys, dim))})
     if dim > 128:
         return
@@ -94,7 +98,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     sums = {"sum_ptr": "fp32", "stats_ptr": "fp32", "lse_ptr": "fp32", "grad_lse_ptr": "fp32"}
     sizes = {"HEAD_DIM": dim, "BLOCK_D": dim}
     for bias in (False, True):
-        yield Kernel(hopper_backward._attend_bwd_hopper, {"HAS_BIAS": bias, "STAGES": 2, **sizes},
+        yield Kernel(hopper_backward._attend_bwd_hopper, {"HAS_BIAS": bias, "STAGES": 2, **sizes, **kind},
                      {**types, **dict.fromkeys(kinds, tile(64, dim)), "stats_desc": tile(1, 128, one),
                       "sum_desc": tile(64, dim // 2, one), "core_grad_ptr": "fp32", "dbias_ptr": "fp32"})
     sizes["BLOCK"] = hopper_backward.BLOCK_M

@@ -169,8 +169,9 @@ def _append(q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, cos_ptr, sin_ptr, acc_p
     k = tl.load(k_ptr + dims, mask=in_dims, other=0.0)
     v = tl.load(v_ptr + dims, mask=in_dims, other=0.0)
     at = slot.to(tl.int64) * HEAD_DIM + dims
-    tl.store(ring_k_ptr + at, k, mask=in_dims & (position >= 0))
-    tl.store(ring_v_ptr + at, v, mask=in_dims & (position >= 0))
+    stored = tl.where(position >= 0, HEAD_DIM, 0)  # padding has no slot
+    tl.store(ring_k_ptr + at, k, mask=dims < stored)
+    tl.store(ring_v_ptr + at, v, mask=dims < stored)
     scores, _ = _attend_scores(tl.sum(q * k.to(tl.float32)[None, :], 1), scale, 0.0, softcap, HAS_SOFTCAP)
     tl.store(lse_ptr + heads, scores, mask=in_heads)
     tl.store(acc_ptr + heads[:, None] * HEAD_DIM + dims[None, :],
