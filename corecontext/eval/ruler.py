@@ -21,6 +21,7 @@ from corecontext.eval.files import find_file, read_json, read_lines
 from corecontext.eval.items import Generated, Item, Question, Settings, TooLong
 from corecontext.eval.metrics import match_all, match_any
 from corecontext.eval.subject import Subject
+from corecontext.terminal import console
 from corecontext.text import UserError
 
 FILES = ("ruler_words", "haystack_essays", "squad_xquad_en", "squad", "hotpotqa")
@@ -103,9 +104,17 @@ def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item
         if one not in SUBTASKS:
             raise UserError(f"subtask must be one of {', '.join(SUBTASKS)}, got {one!r}.")
     source, found = Source(folder), []
-    for length in settings.lengths or (4096,):
-        for task in settings.subtasks or SUBTASKS:
-            found += _samples(task, length, source, settings, subject)
+    for task in settings.subtasks or SUBTASKS:
+        for length in settings.lengths or (4096,):
+            try:
+                found += _samples(task, length, source, settings, subject)
+            except UserError as missing:
+                if settings.subtasks:
+                    raise
+                console().print(f"{task} left out: {missing}")
+                break
+    if not found:
+        raise UserError(f"data '{folder}' must hold the files of a task, got none.")
     return found
 
 
@@ -115,6 +124,10 @@ def _samples(task: str, length: int, source: Source, settings: Settings, subject
     count = 500 if settings.limit is None else settings.limit
     if task.startswith("qa"):  # questions are taken in turn, and there may be fewer
         count = min(count, len((source.squad if task == "qa_1" else source.hotpot)[1]))
+    elif task in NEEDLES and NEEDLES[task].haystack == "essay":
+        find_file(source.folder, FILES[1:2])  # missing files are said before anything runs
+    if task not in ("vt", "fwe", "qa_1", "qa_2"):
+        find_file(source.folder, FILES[:1], (".json",))
     fitted: list[int] = []
 
     def make(index: int) -> Question:
@@ -128,7 +141,8 @@ def _samples(task: str, length: int, source: Source, settings: Settings, subject
             if len(subject.encode(question.prompt)) + new <= length:
                 return question
             if units == 0:
-                raise TooLong(f"{task} needs at least {len(subject.encode(question.prompt)) + new} tokens, got {length}")
+                needed = len(subject.encode(question.prompt)) + new
+                raise TooLong(f"{task} needs at least {needed} tokens, got {length}")
             units = max(0, units - step)
     score = match_any if task.startswith("qa") else match_all
     return [Generated(f"{task}/{length}/{index}", {"length": length, "subtask": task, **_depth(task, index)},

@@ -52,7 +52,7 @@ def summarise(records: Iterable[Record]) -> list[Row]:
 def method_name(params: Mapping[str, Any]) -> str:
     """The method and the sizes it ran with."""
     letters = {"group_size": "g", "window_size": "s", "sinks": "sinks", "num_groups": "m"}
-    sizes = [f"{letters[key]}={params[key]}" for key in letters if params.get(key) is not None]
+    sizes = [f"{letters[key]}={params[key]}" for key in letters if params.get(key)]
     return " ".join([params["method"], *sizes])
 
 
