@@ -125,6 +125,92 @@ def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard
     print_table(found)
 
 
+DATA_HELP = "Folder with the task's files (docs/evaluation.md), or TASK=PATH; may be repeated."
+Tasks = Annotated[list[str], typer.Option(help="perplexity, multidoc_qa, ruler, mmlu or longbench; may be repeated.")]
+Data = Annotated[list[str], typer.Option(help=DATA_HELP)]
+Lengths = Annotated[Optional[list[int]], typer.Option(help="Tokens; may be repeated. Of a window (perplexity), of "
+                                                           "prompt and answer (ruler), of a prompt before its middle "
+                                                           "is cut (longbench).")]
+Documents = Annotated[Optional[list[int]], typer.Option(help="Passages (multidoc_qa); may be repeated. Default: 20.")]
+Subtasks = Annotated[Optional[list[str]], typer.Option(help="Part of the tasks to run, or TASK:PART; may be repeated. "
+                                                            "Default: all.")]
+Limit = Annotated[Optional[int], typer.Option(help="Most questions of each part.")]
+Positions = Annotated[int, typer.Option(help="Places of the right passage (multidoc_qa).")]
+Shots = Annotated[int, typer.Option(help="Examples before a question (mmlu).")]
+Seed = Annotated[int, typer.Option(help="Of everything drawn.")]
+NewTokens = Annotated[Optional[int], typer.Option(help="Replaces the task's own limits of an answer.")]
+Sinks = Annotated[Optional[int], typer.Option(help="First tokens that streaming_llm and lm_infinite keep.")]
+Patterns = Annotated[Optional[str], typer.Option(help="File with minference's patterns of this model.")]
+NumGroups = Annotated[Optional[int], typer.Option(help="Constant number of core tokens; replaces --group-size.")]
+ChunkSize = Annotated[Optional[int], typer.Option(help="Tokens of a prompt read at once; bounds the memory.")]
+Results = Annotated[Optional[str], typer.Option(help="Append each item to this file as soon as it is done; items it "
+                                                     "holds already are not run again.")]
+
+
+def evaluate(model: Model, task: Tasks, data: Data,
+             method: Annotated[str, typer.Option(help="cca, full, window, streaming_llm, lm_infinite, minference, mean "
+                                                      "or max.")] = "cca",
+             length: Lengths = None, documents: Documents = None, subtask: Subtasks = None, limit: Limit = None,
+             positions: Positions = 5, shots: Shots = 5, seed: Seed = 42, max_new_tokens: NewTokens = None,
+             group_size: GroupSize = None, window_size: WindowSize = None, sinks: Sinks = None,
+             patterns: Patterns = None, num_groups: NumGroups = None, chunk_size: ChunkSize = None,
+             dtype: Dtype = "auto", device: Device = "auto", results: Results = None, json: Json = None) -> None:
+    """Evaluate a model from files: perplexity, multi-document QA, RULER, MMLU, LongBench-E."""
+    _evaluate(model, [method], task, data, (length, documents, subtask, limit, positions, shots, seed, max_new_tokens),
+              {"group_size": group_size, "window_size": window_size, "sinks": sinks, "patterns": patterns},
+              {"num_groups": num_groups, "chunk_size": chunk_size, "dtype": dtype, "device": device}, results, json)
+
+
+def compare(model: Model, task: Tasks, data: Data,
+            method: Annotated[list[str], typer.Option(help="As for eval; may be repeated.")] = ["full", "cca"],
+            length: Lengths = None, documents: Documents = None, subtask: Subtasks = None, limit: Limit = None,
+            positions: Positions = 5, shots: Shots = 5, seed: Seed = 42, max_new_tokens: NewTokens = None,
+            group_size: GroupSize = None, window_size: WindowSize = None, sinks: Sinks = None,
+            patterns: Patterns = None, num_groups: NumGroups = None, chunk_size: ChunkSize = None,
+            dtype: Dtype = "auto", device: Device = "auto", results: Results = None, json: Json = None,
+            plot: Plot = None, force: Force = False) -> None:
+    """Several methods on several tasks and lengths: one table and one figure."""
+    from corecontext.text import check_output
+
+    check_output(plot, force)
+    if plot is not None:
+        from corecontext.bench.figures import check_plot
+        check_plot(plot)
+    rows = _evaluate(model, method, task, data,
+                     (length, documents, subtask, limit, positions, shots, seed, max_new_tokens),
+                     {"group_size": group_size, "window_size": window_size, "sinks": sinks, "patterns": patterns},
+                     {"num_groups": num_groups, "chunk_size": chunk_size, "dtype": dtype, "device": device},
+                     results, json)
+    if plot is not None:
+        from corecontext.eval.summary import draw
+        draw(rows, plot)
+
+
+def _evaluate(model: str, methods: list[str], tasks: list[str], data: list[str], settings: tuple[Any, ...],
+              sizes: dict[str, Any], options: dict[str, Any], results: str | None, json: str | None) -> list[Any]:
+    """What `eval` and `compare` share; returns the table's rows."""
+    from corecontext.text import check_output
+
+    chunk_size = options["chunk_size"]
+    if chunk_size is not None and chunk_size < 1:
+        raise UserError(f"chunk-size must be at least 1, got {chunk_size}.")
+    for path in (results, json):
+        check_output(path, force=True)  # appended to
+    from corecontext.eval.evaluate import evaluate as run
+    from corecontext.eval.items import Settings
+    from corecontext.eval.summary import print_table, summarise, to_records
+
+    length, documents, subtask, *others = settings
+    chosen = Settings(tuple(length or ()), tuple(documents or (20,)), tuple(subtask or ()), *others)
+    records = run(model, methods, tasks, data, chosen, sizes=sizes, results=results, **options)
+    rows = summarise(records)
+    if json is not None:
+        from corecontext.record import append_records
+        append_records(json, to_records(rows, records[0].device))
+    print_table(rows, parts=len(methods) == 1 or len(rows) <= 60)
+    return rows
+
+
 def info(model: Model, group_size: GroupSize = None, window_size: WindowSize = None,
          length: Annotated[Optional[list[int]], typer.Option(help="Prompt length; may be repeated.")] = None) -> None:
     """What CCA would cost and save for a model, by length; loads no weights."""
@@ -199,7 +285,8 @@ def bench_operator(length: Annotated[Optional[list[int]], typer.Option(
     print_table(records)
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "generate": generate, "perplexity": perplexity, "info": info}
+COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "generate": generate, "perplexity": perplexity, "info": info,
+                                             "eval": evaluate, "compare": compare}
 BENCHES: dict[str, Callable[..., None]] = {"operator": bench_operator}
 
 

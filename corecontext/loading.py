@@ -22,7 +22,9 @@ class Loaded:
     model: Any
     tokenizer: Any
     config: CCAConfig | None
-    """CCA's settings; None for full attention."""
+    """CCA's settings; None for full attention and for rivals that are no core tokens."""
+    rival: Any = None
+    """The settings of such a rival, from corecontext.baselines."""
 
     @property
     def max_length(self) -> int | None:
@@ -36,6 +38,8 @@ class Loaded:
         text = self.model.config.get_text_config(decoder=True)
         cca = {} if self.config is None else {"group_size": self.config.group_size,
                                               "window_size": self.config.window_size}
+        if self.rival is not None:
+            cca = {k: v for k, v in self.rival.to_dict().items() if v is not None}
         heads = text.num_attention_heads
         return {"query_heads": heads, "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
                 "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
@@ -43,13 +47,16 @@ class Loaded:
 
 
 def load(name: str, *, method: str = "cca", group_size: int | None = None, window_size: int | None = None,
-         dtype: str = "auto", device: str = "auto") -> Loaded:
-    """Load a causal language model and give it CCA or leave it full attention.
+         sinks: int | None = None, patterns: str | None = None, dtype: str = "auto", device: str = "auto") -> Loaded:
+    """Load a causal language model and give it CCA or a rival's attention, or leave it full attention.
 
     Args:
         name: A folder in the Hugging Face format, or an identifier on the hub.
-        method: "cca" or "full".
+        method: "cca", "full" or a name of corecontext.baselines.
         group_size, window_size: CCA's g and s; default what the checkpoint's config.json holds, else 16 and 1024.
+            Rivals take those that they have.
+        sinks: First tokens that StreamingLLM and LM-Infinite keep.
+        patterns: File with MInference's patterns of this model.
         dtype: A torch dtype by name; "auto" is float32 on a CPU and the checkpoint's own on a GPU.
         device: A torch device; "auto" is the first GPU, or the CPU.
 
@@ -58,15 +65,18 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    chosen = None
     if method not in METHODS:
-        raise UserError(f"method must be cca or full, got {method!r}.")
+        chosen = pick_rival(method, group_size, window_size, sinks, patterns)
+    elif sinks is not None or patterns is not None:
+        raise UserError(f"sinks and patterns must be given for rivals that have them, got method {method!r}.")
     if dtype not in DTYPES:
         raise UserError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {dtype!r}.")
     cca_config(None, group_size, window_size)  # bad sizes fail before anything is loaded
     device = pick_device(device)
     wanted = "float32" if dtype == "auto" and device == "cpu" else dtype
     hf_config = load_config(name)
-    if method == "cca":
+    if method != "full":
         check_architecture(hf_config)
     with one_line(f"model '{name}' cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -77,7 +87,35 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
     if method == "cca":
         config = cca_config(hf_config, group_size, window_size)
         enable_cca(model, config)
-    return Loaded(model, tokenizer, config)
+    elif chosen is not None:
+        from corecontext.baselines import enable
+
+        with one_line():
+            enable(model, chosen)
+        if isinstance(chosen, CCAConfig):
+            return Loaded(model, tokenizer, chosen)
+    return Loaded(model, tokenizer, config, chosen)
+
+
+def pick_rival(method: str, group_size: int | None, window_size: int | None, sinks: int | None,
+               patterns: str | None) -> Any:
+    """The settings of a rival by name.
+
+    Raises:
+        UserError: there is none of this name, or it has no such size.
+    """
+    from corecontext.baselines import NAMES, MInference, make_rival, read_patterns
+
+    if method not in NAMES:
+        raise UserError(f"method must be {', '.join((*METHODS, *NAMES[:-1]))} or {NAMES[-1]}, got {method!r}.")
+    if patterns is not None and method != "minference":
+        raise UserError(f"patterns must be given for minference, got method {method!r}.")
+    with one_line():
+        if patterns is not None:
+            return MInference(read_patterns(patterns))
+        sizes = {"group_size": group_size if method in ("mean", "max", "longlora") else None,
+                 "window_size": window_size if method not in ("minference", "longlora") else None, "sinks": sinks}
+        return make_rival(method, **sizes)
 
 
 def load_config(name: str) -> Any:

@@ -69,7 +69,7 @@ def print_table(found: Mapping[str, Perplexity]) -> None:
     table = Table(title=f"perplexity of {len(first.nll) + 1} tokens, {first.num_bytes} bytes", box=SIMPLE_HEAD)
     table.add_column("positions")
     for method in found:
-        table.add_column({"full": "full attention", "cca": "CCA"}[method], justify="right")
+        table.add_column({"full": "full attention", "cca": "CCA"}.get(method, method), justify="right")
     for i, (start, end, _) in enumerate(first.by_position()):
         table.add_row(f"{start} - {end - 1}", *(f"{one.by_position()[i][2]:.4f}" for one in found.values()))
     table.add_section()

@@ -26,7 +26,7 @@ UNITS = {
     "model.tokens_per_s": "tokens/s",
     "training.tokens_per_s": "tokens/s", "training.peak_bytes": "bytes", "training.scaling_efficiency": "fraction",
     "quality.perplexity": "perplexity", "quality.gain_kept": "fraction", "quality.accuracy": "fraction",
-    "quality.bits_per_byte": "bits/byte",
+    "quality.bits_per_byte": "bits/byte", "quality.score": "fraction",
     "demo.first_token_s": "s", "demo.next_token_ms": "ms", "demo.cache_bytes": "bytes", "demo.peak_bytes": "bytes",
     "demo.perplexity": "perplexity", "demo.retrieval_accuracy": "fraction",
 }

@@ -206,7 +206,7 @@ PERPLEXITY = ["perplexity", "good.txt"]
     ([*PERPLEXITY, "--model", "MODEL", "--group-size", "x"], "Invalid value for '--group-size': "),
     ([*PERPLEXITY, "--model", "MODEL", "--group-size", "0"], "group_size must be at least 1, got 0."),
     ([*GENERATE, "--model", "MODEL", "--window-size", "0"], "window_size must be at least 1 (a query sees itself"),
-    ([*PERPLEXITY, "--model", "MODEL", "--method", "x"], "method must be cca or full, got 'x'."),
+    ([*PERPLEXITY, "--model", "MODEL", "--method", "x"], "method must be cca, full, window, streaming_llm, lm_infinite, minference, longlora, mean or max, got 'x'."),
     ([*PERPLEXITY, "--model", "MODEL", "--chunk-size", "0"], "chunk-size must be at least 1, got 0."),
     ([*PERPLEXITY, "--model", "MODEL", "--device", "x"], "device must be auto, cpu or cuda, got 'x'."),
     ([*PERPLEXITY, "--model", "MODEL", "--dtype", "int8"], "dtype must be auto, float32, bfloat16 or float16, got"),

@@ -1,0 +1,1 @@
+"""Evaluations of a checkpoint from files on disk, resumable, item by item (docs/evaluation.md)."""

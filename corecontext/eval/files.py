@@ -1,0 +1,123 @@
+"""Reading the data files that the user gives, compressed or not."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from corecontext.text import UserError
+
+OPENERS = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+
+
+def find_file(folder: str | Path, names: Sequence[str], endings: Sequence[str] = (".jsonl", ".json")) -> Path:
+    """The first file of one of these names (without ending) in a folder, compressed or not.
+
+    Raises:
+        UserError: the folder or the file is missing.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"data '{folder}' must be a folder with the task's files, got none.")
+    for name in names:
+        for ending in endings:
+            for packed in OPENERS:
+                if (path := folder / f"{name}{ending}{packed}").is_file():
+                    return path
+    wanted = " or ".join(name + endings[0] for name in names)
+    raise UserError(f"data '{folder}' must hold {wanted} (or .xz, .gz), got a folder without it.")
+
+
+def open_text(path: str | Path) -> Any:
+    """A text file opened for reading, unpacked by its ending.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = Path(path)
+    try:
+        return OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"file '{path}' cannot be read: {error.strerror or error}.") from None
+
+
+def read_lines(path: str | Path, needs: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file.
+
+    Args:
+        needs: Keys that each must have.
+
+    Raises:
+        UserError: a line is no such object; says which.
+    """
+    number = 0
+    try:
+        with open_text(path) as lines:
+            for line in lines:
+                number += 1
+                if not line.strip():
+                    continue
+                value = json.loads(line)
+                if not isinstance(value, dict) or not all(key in value for key in needs):
+                    raise ValueError(f"must be an object with {', '.join(needs)}")
+                yield value
+    except (ValueError, OSError, EOFError, lzma.LZMAError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"file '{path}', line {number}: {error}") from None
+
+
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        UserError: it holds none.
+    """
+    try:
+        with open_text(path) as file:
+            return json.load(file)
+    except (ValueError, OSError, EOFError, lzma.LZMAError) as error:
+        raise UserError(f"file '{path}' must hold JSON: {error}") from None
+
+
+def read_documents(path: str | Path) -> Iterator[tuple[str, str, str]]:
+    """Name, domain and text of each document: objects with "text" in a JSON-lines file, or one plain text file."""
+    path = Path(path)
+    if ".jsonl" not in path.suffixes:
+        with open_text(path) as file:
+            yield path.name, "", file.read()
+        return
+    for number, one in enumerate(read_lines(path, ("text",))):
+        yield str(one.get("id", number)), str(one.get("domain", "")), one["text"]
+
+
+def file_hash(path: str | Path) -> str:
+    """First 16 digits of a file's SHA-256."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()[:16]
+
+
+def model_hash(name: str) -> str:
+    """Tells checkpoints of one name apart: config.json, and size, beginning and end of each file of weights.
+
+    A name on the hub has none: "".
+    """
+    folder, digest = Path(name).expanduser(), hashlib.sha256()
+    if not folder.is_dir():
+        return ""
+    for path in sorted((*folder.glob("config.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 16))
+            file.seek(max(0, path.stat().st_size - (1 << 20)))
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
