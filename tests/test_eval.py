@@ -311,7 +311,8 @@ def test_every_task_under_every_method(model, data, tmp_path, monkeypatch, capfd
     records = read_records("r.jsonl")
     assert {(r.params["method"], r.params["task"]) for r in records} == {(m, t) for m in METHODS for t in runner.TASKS}
     values = {r.params["method"]: r.value for r in records if r.params["task"] == "perplexity"}
-    assert len(set(values.values())) == len(METHODS) - 1 and values["full"] == values["minference"]  # too short
+    assert values["minference"] == pytest.approx(values["full"], rel=1e-6)  # the text is too short for it to skip
+    assert len({round(x, 3) for x in values.values()}) == len(METHODS) - 1
     before = len(records)
     summaries = len(read_records("s.jsonl"))
     assert main(argv) == 0  # all from the file

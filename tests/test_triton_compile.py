@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 # Whoever imports the tests has read TRITON_INTERPRET, so compilation has a process of its own.
 PROGRAM = Path(__file__).with_name("compile_kernels.py")
 PLAIN = {"_attend_fwd_kernel", "_attend_dq_kernel", "_attend_dkv_kernel", "_pool_fwd_kernel", "_pool_bwd_kernel",
+         "_pool_half_fwd_kernel", "_pool_half_bwd_kernel",
          "_pool_long_fwd_kernel", "_pool_long_bwd_kernel", "_step_kernel", "_merge_kernel"}
 HOPPER = {"_attend_fwd_hopper", "_attend_bwd_hopper", "_prepare_kernel", "_finish_kernel"}
 SPILLED = {"_attend_dkv_kernel": 1024}  # bytes a thread, where it is more than a few registers
