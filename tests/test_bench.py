@@ -3,8 +3,10 @@
 import dataclasses
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -78,6 +80,20 @@ def test_calls_take_turns_and_slow_ones_are_called_once():
     found = measure.sample_in_turns({"slow": lambda: time.sleep(0.02), "quick": int}, repeats=5, budget_s=0.03)
     assert {name: len(samples) for name, samples in found.items()} == {"slow": 2, "quick": 5}
     assert min(found["slow"]) >= 0.02
+
+
+def test_a_captured_call_keeps_what_it_reads(monkeypatch):
+    """A graph does not: its replay would read memory that something else uses by then."""
+    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    tensor = torch.zeros(1)
+    gone = weakref.ref(tensor)
+    replay = measure.capture(lambda tensor=tensor: tensor.add_(1))
+    del tensor
+    replay()
+    assert gone() is not None and torch.cuda.CUDAGraph().replay.called
+    del replay
+    assert gone() is None
 
 
 @pytest.fixture(scope="module")

@@ -318,7 +318,7 @@ def test_every_task_under_every_method(model, data, tmp_path, monkeypatch, capfd
     assert main(argv) == 0  # all from the file
     assert len(read_records("r.jsonl")) == before and len(read_records("s.jsonl")) == 2 * summaries
     one = [r for r in read_records("s.jsonl") if r.params["task"] == "perplexity" and "part" not in r.params]
-    assert one[0].params["data"] and one[0].params["weights"] == model_hash(model) and one[0].params["items"] == 1
+    assert one[0].params["data"] and one[0].params["weights"] == model_hash(model) and one[0].params["items"] == 399
 
 
 def test_eval_with_a_constant_number_of_groups(model, data, capfd):

@@ -93,8 +93,19 @@ def sample_in_turns(calls: Mapping[str, Callable[[], Any]], *, repeats: int, dev
     return samples
 
 
-def capture(call: Callable[[], Any]) -> Callable[[], None]:
-    """The call as a CUDA graph, without anything that the host does; its tensors stay where they are."""
+class Captured:
+    """A call as a CUDA graph, without anything that the host does. It keeps the call, for a graph does not keep the
+    tensors that it reads: freed, their memory would be used again, or be gone, when the graph is replayed."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, call: Callable[[], Any]) -> None:
+        self._graph, self._call = graph, call
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
+def capture(call: Callable[[], Any]) -> Captured:
+    """Capture a call after two that warm it up."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -104,7 +115,7 @@ def capture(call: Callable[[], Any]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+    return Captured(graph, call)
 
 
 def synchronize(device: str) -> None:
