@@ -15,9 +15,10 @@ from torch import Tensor
 
 from corecontext.ops import compose
 from corecontext.ops.triton import attend as anywhere
+from corecontext.ops.triton import pool as pooling
 from corecontext.ops.triton.attend import attend_backward
 from corecontext.ops.triton.decode import decode_step, turn_tables
-from corecontext.ops.triton.pool import pool, pool_backward
+from corecontext.ops.triton.pool import pool_backward
 
 try:  # Gluon is young: a Triton without it, or with another, has the other kernels
     from corecontext.ops.triton import hopper, hopper_backward
@@ -57,6 +58,28 @@ def gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, *tensors: An
         if hopper_backward is not None and hopper_backward.unsupported_reason(q, scale, softcap) is None:
             return hopper_backward.gradients(grad_out, grad_lse, q, *tensors, scale=scale, **options)
         return compose.gradients(_THIS, grad_out, grad_lse, q, *tensors, scale=scale, softcap=softcap, **options)
+
+
+def pool(q_last: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """As `packed.pool`, differentiable like it."""
+    if torch.is_grad_enabled() and (q_last.requires_grad or k.requires_grad or v.requires_grad):
+        return _Pool.apply(q_last, k, v, options)
+    return pooling.pool(q_last, k, v, **options)
+
+
+class _Pool(torch.autograd.Function):
+    """Pooling by itself; where attention follows, `autograd` goes back through both at once."""
+
+    @staticmethod
+    def forward(ctx, q_last, k, v, options):
+        ctx.save_for_backward(q_last, k, v)
+        ctx.options = options
+        return pooling.pool(q_last, k, v, **options)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_core_k, grad_core_v):
+        return *pool_backward(grad_core_k, grad_core_v, *ctx.saved_tensors, **ctx.options), None
 
 
 def _on(x: Tensor) -> AbstractContextManager:
