@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from typing import Any, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,8 @@ class Handle:
         """The attention modules that have core tokens, in order."""
         self.layers = _by_layer(config, full)
         """The settings of each of them."""
+        self.observer: Callable[..., Any] | None = None
+        """Called with the index among `full`, q, k, v, scale, softcap, rotary and learned of each uncached call."""
         self.hybrid = bool(other)
         """True where some layers (sliding window) keep their own attention and their own cache."""
         saved = CCAConfig.from_dict(self._had_setting).learned if self._had_setting else ()
@@ -198,7 +201,7 @@ class _LayerHook:
         config, learned = handle.layers[self.index], dict(getattr(module, NAME, {}))
         if cache is not None and not self.keep:
             layer = compact_layer(cache, module.layer_idx, config, rotary, handle.rollback, learned)
-        kwargs[NAME] = _Call(handle, config, rotary, layer, learned, self.keep)
+        kwargs[NAME] = _Call(handle, self.index, config, rotary, layer, learned, self.keep)
         return args, kwargs
 
     def _rotary_on(self, device: torch.device) -> Rotary | None:
@@ -213,9 +216,9 @@ class _LayerHook:
 class _Call:
     """One attention call's share of the handle."""
 
-    def __init__(self, handle: Handle, config: CCAConfig, rotary: Rotary | None, layer: CCALayer | None,
+    def __init__(self, handle: Handle, index: int, config: CCAConfig, rotary: Rotary | None, layer: CCALayer | None,
                  learned: Learned, keep: bool) -> None:
-        self.handle, self.config, self.rotary, self.layer = handle, config, rotary, layer
+        self.handle, self.index, self.config, self.rotary, self.layer = handle, index, config, rotary, layer
         self.learned, self.keep = learned, keep
 
 
@@ -254,6 +257,8 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
             out = compact.attend(query, key, value, attention_mask=attention_mask, scale=scaling, softcap=softcap)
             return out.transpose(1, 2), None
         compact.close("documents packed in one row")
+    elif call.handle.observer is not None:
+        call.handle.observer(call.index, query, key, value, scaling, softcap, call.rotary, call.learned)
     out = cca_attention(query, key, value, group_size=config.group_size, window_size=config.window_size,
                         num_groups=config.num_groups, pooling=config.pooling, core_position=config.core_position,
                         core_heads=config.core_heads, rotary=call.rotary, scale=scaling, softcap=softcap,

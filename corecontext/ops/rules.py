@@ -55,16 +55,9 @@ def by_sequence(learned: Learned, num_kv_heads: int, rows: int) -> dict[str, Ten
             x.unflatten(0, (num_kv_heads, -1)).repeat(rows, *(1,) * x.dim()) for name, x in wide.items()}
 
 
-def pool(q_last: Tensor, k: Tensor, v: Tensor, learned: Learned, *, scale: float, pooling: str = "cca",
-         core_heads: str = "kv", rotary: Rotary | None = None, softcap: float | None = None) -> tuple[Tensor, Tensor]:
-    """Core keys and values [N, 1 or r, M, D] in the dtype of k (docs/math.md, eq. 12); differentiable.
-
-    Args:
-        q_last, k, v: As in `reference.pool`.
-        learned: From `by_sequence`.
-    """
-    dtype, size = k.dtype, k.shape[2]
-    q_last, k, v = (x if x.dtype == torch.float64 else x.float() for x in (q_last, k, v))
+def weights_of(q_last: Tensor, k: Tensor, v: Tensor, learned: Learned, *, scale: float, pooling: str = "cca",
+               softcap: float | None = None) -> Tensor:
+    """Each query head's pooling weights [N, r, M, g] (docs/math.md, eq. 1 and 12); arguments as in `pool`."""
     if pooling == "mean_query":
         q_last = q_last.mean(1, keepdim=True).expand_as(q_last)
     scores = torch.einsum("nrmd,nmgd->nrmg", q_last, k) * scale
@@ -75,9 +68,22 @@ def pool(q_last: Tensor, k: Tensor, v: Tensor, learned: Learned, *, scale: float
     if "probe" in learned:
         scores = scores + torch.einsum("nrd,nmgd->nrmg", learned["probe"], v) * scale
     if "distance" in learned:
-        back = torch.arange(size, 0, -1, device=k.device, dtype=k.dtype).log2()
+        back = torch.arange(k.shape[2], 0, -1, device=k.device, dtype=k.dtype).log2()
         scores = scores + learned["distance"][:, :, None, None] * back
-    weights = scores.softmax(-1)
+    return scores.softmax(-1)
+
+
+def pool(q_last: Tensor, k: Tensor, v: Tensor, learned: Learned, *, scale: float, pooling: str = "cca",
+         core_heads: str = "kv", rotary: Rotary | None = None, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+    """Core keys and values [N, 1 or r, M, D] in the dtype of k (docs/math.md, eq. 12); differentiable.
+
+    Args:
+        q_last, k, v: As in `reference.pool`.
+        learned: From `by_sequence`.
+    """
+    dtype, size = k.dtype, k.shape[2]
+    q_last, k, v = (x if x.dtype == torch.float64 else x.float() for x in (q_last, k, v))
+    weights = weights_of(q_last, k, v, learned, scale=scale, pooling=pooling, softcap=softcap)
     if core_heads == "kv":
         weights = weights.mean(1, keepdim=True)
     if rotary is not None:
