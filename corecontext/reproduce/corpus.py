@@ -107,7 +107,8 @@ class Corpus:
         found = {}
         for split in ("train", "test"):
             try:
-                found[split] = list(read_lines(find_file(self.data, (f"multidoc_qa_{split}",)), ("question", "answers")))
+                path = find_file(self.data, (f"multidoc_qa_{split}",))
+                found[split] = list(read_lines(path, ("question", "answers", "gold_doc")))
             except UserError:
                 found[split] = []
         return found
@@ -141,7 +142,9 @@ class Corpus:
             tail += answer
         room = length - len(tail) - sum(map(len, sentences))
         if room < 0:  # long words in a short row: fewer facts
-            return self.fact_row(split, rng, length, only_list, max(1, most // 2)) if most > 1 else self._one(rng, length)
+            if most > 1:
+                return self.fact_row(split, rng, length, only_list, most // 2)
+            return Row(self.text_row(split, rng, length), [])
         body = self.text_row(split, rng, room) if room else np.zeros(0, np.int64)
         room = len(body)
         places = sorted((0 if only_list else self._boundary(body, rng.randrange(room + 1)), i)
@@ -159,10 +162,6 @@ class Corpus:
         ids = np.concatenate(parts)
         offset = len(ids) - len(tail)
         return Row(ids, [(offset + a, offset + b, offset + a - where[i]) for a, b, i in spans])
-
-    def _one(self, rng: random.Random, length: int) -> Row:
-        """A row too short for any question: text alone."""
-        return Row(self.text_row("train", rng, length), [])
 
     def _boundary(self, body: np.ndarray, place: int) -> int:
         """The next place where a sentence has ended, else this one."""

@@ -95,7 +95,8 @@ def cloze(model: LlamaForCausalLM, corpus: Corpus, size: Size, device: str) -> l
 @torch.inference_mode()
 def time_and_cache(model: LlamaForCausalLM, size: Size, device: str) -> tuple[list[float], int]:
     """Seconds of reading a text of the trained length into a cache, several times, and the cache's bytes."""
-    ids = torch.randint(model.config.vocab_size, (1, size.length), generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, size.length), generator=generator).to(device)
     seconds, out = [], None
     for _ in range(size.latency_repeats + 1):
         out = None

@@ -46,8 +46,8 @@ class Size:
 
 
 FULL = Size("mini", 8, 512, 8, 2, 1408, 4096, 256, 16, 65536,
-            ((512, 900), (1024, 500), (2048, 400), (4096, 700)), 300, 100, 1_000_000, 400, (2, 4, 8, 16, 32, 64),
-            (64, 128, 256, 512, 1024), (5, 10, 20, 26))
+            ((512, 900), (1024, 500), (2048, 400), (4096, 700)), 300, 100, 1_000_000, 300, (2, 4, 8, 16, 32, 64),
+            (64, 128, 256, 512, 1024), (5, 10, 20))
 SMOKE = Size("smoke", 2, 32, 4, 2, 64, 256, 32, 4, 512, ((128, 2), (256, 2)), 2, 1, 1024, 4, (2, 8), (16, 64), (2,),
              (0,), latency_repeats=1)
 SIZES = {one.name: one for one in (FULL, SMOKE)}
@@ -86,7 +86,8 @@ def methods(size: Size) -> dict[str, Method]:
         Method("partial", cca, "CCA, only W_Q, W_K, W_V trained", "qkv"),
         Method("log_g", cca.replace(core_bias=math.log(g)), "CCA + log g"),
         Method("mean_query", cca.replace(pooling="mean_query"), "CCA, mean query"),
-        Method("query_heads", cca.replace(group_size=g * r, core_heads="query"), f"CCA by query head, groups of {g * r}"),
+        Method("query_heads", cca.replace(group_size=g * r, core_heads="query"),
+               f"CCA by query head, groups of {g * r}"),
         Method("small_late", cca.replace(layer_group_sizes=(large,) * half + (small,) * (size.layers - half)),
                "CCA, small groups in later layers"),
         Method("small_early", cca.replace(layer_group_sizes=(small,) * half + (large,) * (size.layers - half)),
