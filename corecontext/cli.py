@@ -311,14 +311,14 @@ def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard in
     print(f"wrote {output}")
 
 
-def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, records, figures, report.html. The same "
-                                                    "command goes on where it was interrupted.")],
-              data: Annotated[Optional[str], typer.Option(help="Folder with lm_train, lm_val, lm_test, tokenizer.json and "
-                                                               "the tasks' files (docs/reproduction.md).")] = None,
+def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, records, figures, report.html. The "
+                                                    "same command goes on where it was interrupted.")],
+              data: Annotated[Optional[str], typer.Option(help="Folder with lm_train, lm_val, lm_test, tokenizer.json "
+                                                               "and the tasks' files (docs/reproduction.md).")] = None,
               model: Annotated[Optional[str], typer.Option(help="Evaluate this checkpoint instead of small models "
                                                                 "trained here.")] = None,
-              smoke: Annotated[bool, typer.Option("--smoke", help="Everything with tiny models, in seconds; the numbers "
-                                                                  "mean nothing.")] = False,
+              smoke: Annotated[bool, typer.Option("--smoke", help="Everything with tiny models, in seconds; the "
+                                                                  "numbers mean nothing.")] = False,
               minutes: Annotated[Optional[float], typer.Option(help="Stop after this time; what is under way is saved.")
                                  ] = None,
               stage: Annotated[Optional[list[str]], typer.Option(help="Run this stage and what it needs; may be "
