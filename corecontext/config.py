@@ -63,8 +63,8 @@ class CCAConfig:
                              "no weights to learn.")
         if self.layer_group_sizes is not None:
             object.__setattr__(self, "layer_group_sizes", tuple(self.layer_group_sizes))
-            for one in self.layer_group_sizes:
-                _check_positive_int("layer_group_sizes", one)
+            for size in self.layer_group_sizes:
+                _check_positive_int("layer_group_sizes", size)
             if self.num_groups is not None:
                 raise ValueError("num_groups must not be given with layer_group_sizes: both set g.")
         if not abs(self.core_bias) < float("inf"):
