@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,6 @@ def read_corpus(names: Sequence[str], tokenizer: Any, *, text_field: str = "text
     ends = tokenizer.eos_token_id
     made = [_tokenise(part, tokenizer, ends, workers) for part in parts]
     whole = made[0] if len(made) == 1 else datasets.concatenate_datasets(made)
-    if not len(whole):
-        raise UserError(f"data must hold text, got none in {', '.join(names)}.")
     return whole
 
 
@@ -148,7 +146,7 @@ def _field(row: dict[str, Any], name: str, where: str) -> Any:
     """The value under a name, whose dots go into objects."""
     value: Any = row
     for key in name.split("."):
-        if not isinstance(value, dict) or key not in value:
+        if not isinstance(value, Mapping) or key not in value:
             file, _, line = where.rpartition(":")
             raise UserError(f"file '{file}', line {line}: field '{name}' is missing, got {', '.join(row)}. "
                             "Use --text-field or --source-field.")
@@ -198,6 +196,8 @@ def _unwrapped(make: Any) -> Any:
         inner: BaseException | None = error
         while inner is not None and not isinstance(inner, UserError):
             inner = inner.__cause__ or inner.__context__
+        if inner is None and "corresponds to no data" in str(error):  # what datasets says of a generator of nothing
+            raise UserError("data must hold text, got none. Look at --data and --text-field.") from None
         if inner is None:
             raise
         raise UserError(str(inner)) from None

@@ -17,31 +17,36 @@ def losses(history: list[dict[str, Any]], key: str = "loss") -> list[tuple[int, 
     return [(entry["step"], entry[key]) for entry in history if key in entry]
 
 
-def write(folder: Path, config: TrainConfig, history: list[dict[str, Any]], metrics: dict[str, float]) -> None:
+def write(folder: Path, config: TrainConfig, history: list[dict[str, Any]], metrics: dict[str, float],
+          tokens: int) -> None:
     """README.md and the loss curve beside a final checkpoint."""
     curve, evaluated = losses(history), losses(history, "eval_loss")
     _draw(folder / FIGURE, curve, evaluated)
-    tokens = config.steps * config.accumulation * config.batch_size * config.context_length
     commit, dirty = source_version()
     attention = (f"Core Context Aware attention, g = {config.group_size}, s = {config.window_size}"
                  if config.method == "cca" else f"{config.method} attention")
+    model = Path(config.model).name if Path(config.model).exists() else config.model
+    settings = {**config.to_dict(), "model": model, "data": [Path(name).name for name in config.data],
+                "eval_data": [Path(name).name for name in config.eval_data]}
+    for private in ("output", "cache_dir", "workers"):
+        del settings[private]
     lines = ["---", "library_name: transformers", "tags: [corecontext, long-context]",
-             *([f"base_model: {config.model}"] if config.strategy != "scratch" else []), "---", "",
+             *([f"base_model: {model}"] if model == config.model and config.strategy != "scratch" else []), "---", "",
              f"# {Path(config.output).name}", "",
              f"A language model with {attention}, trained by strategy `{config.strategy}` "
-             f"{'with the shape of' if config.strategy == 'scratch' else 'from'} `{config.model}`.", "",
+             f"{'with the shape of' if config.strategy == 'scratch' else 'from'} `{model}`.", "",
              "```python", "from corecontext import from_pretrained", "",
              'model = from_pretrained("PATH/TO/THIS/FOLDER")  # with the attention it was trained with', "```", "",
              "Without corecontext it loads as the ordinary model it is, with full attention.", "",
-             "## Training", "", f"- {config.steps} steps, {tokens} tokens a process group, rows of "
+             "## Training", "", f"- {config.steps} steps, {tokens} tokens, rows of "
              f"{config.context_length} tokens with documents kept apart",
-             f"- data: {', '.join(f'`{Path(name).name}`' for name in config.data)}",
+             f"- data: {', '.join(f'`{name}`' for name in settings['data'])}",
              f"- loss: {curve[0][1]:.4f} at step {curve[0][0]}, {curve[-1][1]:.4f} at step {curve[-1][0]}",
              *([f"- evaluation: loss {metrics['eval_loss']:.4f}, perplexity {metrics['eval_perplexity']:.3f}"]
                if metrics else []),
              f"- code: commit {commit or 'unknown'}{' with changes' if dirty else ''}, "
              + ", ".join(f"{k} {v}" for k, v in versions().items()), "", f"![loss by step]({FIGURE})", "",
-             "## Settings", "", "```json", json.dumps(config.to_dict(), indent=1), "```", ""]
+             "## Settings", "", "```json", json.dumps(settings, indent=1), "```", ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -11,6 +11,8 @@ import re
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 STAGING, DOOMED = ".saving", ".deleting"
 _NAME = re.compile(r"checkpoint-(\d+)$")
 
@@ -29,6 +31,14 @@ def latest(folder: Path) -> Path | None:
 def step_of(checkpoint: Path) -> int:
     """The number of optimiser steps in a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
+
+
+def is_write_failure(error: BaseException) -> bool:
+    """True for what a full disk, a quota or a lost file system make the libraries raise that write checkpoints."""
+    if isinstance(error, (OSError, SafetensorError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("PytorchStreamWriter",
+                                                                                   "inline_container", "iostream"))
 
 
 def clear_staging(folder: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-IGNORED = -100
+from corecontext.data.packing import IGNORED
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, count: Tensor | float, chunk: int, *,

@@ -106,7 +106,8 @@ def replace_attention(model: Any, config: TrainConfig) -> None:
 
     chosen: Any = cca_settings(config)
     if config.method != "cca":
-        chosen = pick_rival(config.method, None, None if config.method == "longlora" else config.window_size, None, None)
+        window_size = None if config.method == "longlora" else config.window_size
+        chosen = pick_rival(config.method, None, window_size, None, None)
     with one_line():
         enable(model, chosen)
 

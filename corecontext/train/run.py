@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from corecontext.loading import one_line
 from corecontext.record import source_version, versions
 from corecontext.text import UserError, write_text
 from corecontext.train import card
-from corecontext.train.checkpoint import STAGING, checkpoints, clear_staging, latest, publish, step_of
+from corecontext.train.checkpoint import STAGING, clear_staging, is_write_failure, latest, publish, step_of
 from corecontext.train.config import TrainConfig
 from corecontext.train.model import export, make_model, make_tokenizer, read_config
 
@@ -51,6 +52,9 @@ def train(config: TrainConfig) -> Result:
     Raises:
         UserError: a setting, the data or the folder is not as it must be, or a loss was no number.
     """
+    for package in ("accelerate", "datasets", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"training needs the package {package}. Install corecontext[train].")
     if not config.output:
         raise UserError("output must be given, got none. Use --output FOLDER.")
     if config.long_tokens is not None and config.source_field is None:
@@ -61,16 +65,16 @@ def train(config: TrainConfig) -> Result:
     tokenizer = make_tokenizer(config, hf_config)
     arguments = _arguments(config)
     main = arguments.process_index == 0
-    with arguments.main_process_first(desc="run folder and data"):
-        if main:
-            _prepare(folder, config)
+    _check_folder(folder, config)
+    with arguments.main_process_first(desc="data"):
         rows, eval_rows = _rows(config, tokenizer)
-    resume = latest(folder)
-    if finished.exists():
-        raise UserError(f"output '{folder}' already holds the finished run in {MODEL}/. Give another --output.")
     trainer = _trainer(config, arguments, make_model(config, hf_config, bfloat16=arguments.bf16), rows, eval_rows)
+    with arguments.main_process_first(desc="run folder"):
+        if main:
+            _claim(folder, config)
+    resume = latest(folder)
     if resume is None or step_of(resume) < config.steps:
-        _run(trainer, resume)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         if trainer.save_error is not None:
             _save_after_all(trainer, folder)
     last = latest(folder)
@@ -80,22 +84,25 @@ def train(config: TrainConfig) -> Result:
         staged = folder / STAGING / MODEL
         clear_staging(folder)
         dtype = getattr(hf_config, "dtype", None)
-        _patiently(lambda: _export(config, last, staged, tokenizer, dtype, history, metrics), folder)
+        groups = arguments.world_size // config.context_parallel
+        tokens = config.steps * config.accumulation * config.batch_size * groups * config.context_length
+        _patiently(lambda: _export(config, last, staged, tokenizer, dtype, history, metrics, tokens), folder)
+        clear_staging(folder)
     return Result(finished, step_of(last), card.losses(history), metrics, step_of(resume) if resume else 0)
 
 
 def _export(config: TrainConfig, last: Path, staged: Path, tokenizer: Any, dtype: Any, history: list,
-            metrics: dict[str, float]) -> None:
+            metrics: dict[str, float], tokens: int) -> None:
     """The final checkpoint with its card, complete or not there."""
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     export(config, last, staged, tokenizer, dtype if isinstance(dtype, torch.dtype) else torch.float32)
-    card.write(staged, config, history, metrics)
+    card.write(staged, config, history, metrics, tokens)
     publish(staged, Path(config.output) / MODEL)
 
 
-def _prepare(folder: Path, config: TrainConfig) -> None:
-    """The run's folder, with its settings; refuses another run's."""
+def _check_folder(folder: Path, config: TrainConfig) -> None:
+    """Raise unless the folder is free, or holds part of this run."""
     path = folder / SETTINGS
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))["config"]
@@ -107,11 +114,17 @@ def _prepare(folder: Path, config: TrainConfig) -> None:
                             "settings to continue it.")
     elif folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"output '{folder}' must be a new or empty folder, or a run's, got one with other files.")
+    if (folder / MODEL).exists():
+        raise UserError(f"output '{folder}' already holds the finished run in {MODEL}/. Give another --output.")
+
+
+def _claim(folder: Path, config: TrainConfig) -> None:
+    """Write the settings into the run's folder, once all else is known to be right."""
     folder.mkdir(parents=True, exist_ok=True)
     clear_staging(folder)
     commit, dirty = source_version()
-    write_text(path, json.dumps({"config": config.to_dict(), "commit": commit, "dirty": dirty,
-                                 "versions": versions()}, indent=1) + "\n")
+    write_text(folder / SETTINGS, json.dumps({"config": config.to_dict(), "commit": commit, "dirty": dirty,
+                                              "versions": versions()}, indent=1) + "\n")
 
 
 def _rows(config: TrainConfig, tokenizer: Any) -> tuple[PackedRows, PackedRows | None]:
@@ -153,7 +166,7 @@ def _arguments(config: TrainConfig) -> Any:
             gradient_checkpointing_kwargs={"use_reentrant": False}, **(fsdp if config.fsdp else {}),
             eval_strategy="steps" if config.eval_every and config.eval_data else "no",
             eval_steps=config.eval_every or None, save_strategy="steps", save_steps=config.save_every,
-            logging_steps=config.log_every, logging_nan_inf_filter=False, logging_dir=None,
+            logging_steps=config.log_every, logging_nan_inf_filter=False,
             report_to=list(config.report_to), seed=config.seed, data_seed=config.seed, remove_unused_columns=False,
             prediction_loss_only=True, dataloader_pin_memory=gpu, ddp_find_unused_parameters=False)
 
@@ -167,11 +180,6 @@ def _trainer(config: TrainConfig, arguments: Any, model: Any, rows: PackedRows, 
     compute_loss_in_chunks(_inner_model(model), config.loss_chunk)
     return CCATrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=eval_rows, data_collator=collate,
                       context_parallel=config.context_parallel, keep=config.keep)
-
-
-def _run(trainer: Any, resume: Path | None) -> None:
-    """Train to the end."""
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
 
 
 def _save_after_all(trainer: Any, folder: Path) -> None:
@@ -189,7 +197,9 @@ def _patiently(write: Any, folder: Path) -> None:
     while True:
         try:
             return write()
-        except OSError as error:
+        except Exception as error:
+            if not is_write_failure(error):
+                raise
             if time.monotonic() > end:
                 raise UserError(f"output '{folder}' cannot be written: {error}. All checkpoints are kept: free space "
                                 "and run the same command again.") from None
@@ -222,6 +232,3 @@ def convert(source: str, target: str, config: CCAConfig | None) -> None:
         raise UserError(f"output '{target}' cannot be written: {error.strerror or error}.") from None
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-
-
-__all__ = ["Result", "checkpoints", "convert", "train"]

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer
 
 from corecontext.data.packing import IGNORED, PackedRows, RunOrder, collate
 from corecontext.terminal import progress
 from corecontext.text import UserError
-from corecontext.train.checkpoint import STAGING, keep_newest, latest, publish
+from corecontext.train.checkpoint import STAGING, is_write_failure, keep_newest, latest, publish
 
 _log = logging.getLogger(__name__)
 
@@ -122,9 +121,10 @@ class CCATrainer(Trainer):
         told = "; ".join(f"row {row}: {self.train_dataset.describe(row)}"
                          for row in rows[:4] if isinstance(self.train_dataset, PackedRows))
         last = latest(Path(self.args.output_dir))
-        raise UserError(f"the {what} of step {self.state.global_step + 1} must be finite, got {float(value)}, from rows "
-                        f"{', '.join(map(str, rows))} ({told}). Training stopped before the weights changed; the last "
-                        f"checkpoint is {last.name if last else 'none'}. Look at these texts, or lower --learning-rate.")
+        raise UserError(f"the {what} of step {self.state.global_step + 1} must be finite, got {float(value)}, from "
+                        f"rows {', '.join(map(str, rows))} ({told}). Training stopped before the weights changed; the "
+                        f"last checkpoint is {last.name if last else 'none'}. Look at these texts, or lower "
+                        "--learning-rate.")
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
@@ -143,13 +143,16 @@ class CCATrainer(Trainer):
         self._staging = staging
         try:
             super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError, SafetensorError) as caught:
+        except Exception as caught:
+            if not is_write_failure(caught):
+                raise
             error = caught
         finally:
             self._staging = None
         if self._everywhere(error is None) and self.args.should_save:
             try:
                 publish(staging / name, folder / name)
+                shutil.rmtree(staging)
                 keep_newest(folder, self.keep)
             except OSError as caught:
                 error = caught
