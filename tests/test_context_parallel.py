@@ -1,0 +1,87 @@
+"""One sequence on several processes: chunks, and the operator and a whole model on them equal one process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import tiny_model
+
+import corecontext
+from corecontext import CCAConfig
+from corecontext.distributed.layout import Layout
+
+PROGRAM = Path(__file__).with_name("context_parallel.py")
+
+
+def start(world: int, *cases: str) -> None:
+    """Run the program on `world` processes; a failure shows the output of the one that failed first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                   "PYTHONPATH": f"{PROGRAM.parent.parent}{os.pathsep}{PROGRAM.parent}"}
+    processes = [subprocess.Popen([sys.executable, str(PROGRAM), *cases], stdout=subprocess.PIPE, text=True,
+                                  stderr=subprocess.STDOUT, env={**environment, "RANK": str(rank), "LOCAL_RANK": "0"})
+                 for rank in range(world)]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    failed = [output for process, output in zip(processes, outputs) if process.returncode]
+    assert not failed, max(failed, key=lambda output: "AssertionError" in output)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
+def test_two_and_four_processes_equal_one():
+    start(4, "operator", "model")
+
+
+@pytest.mark.parametrize("processes, length", [(1, 5), (2, 157), (3, 4), (4, 1024)])
+def test_balanced_chunks_cover_the_sequence_once_and_share_the_work(processes, length):
+    layouts = [Layout.balanced(length, processes, rank) for rank in range(processes)]
+    seen = torch.cat([layout.positions() for layout in layouts], 1)[0]
+    assert sorted(seen.tolist()) == list(range(length))
+    counts = [layout.positions().numel() for layout in layouts]
+    assert max(counts) - min(counts) <= 2
+    if length == 1024:  # what a query sees of the far past grows with its position
+        work = [int(layout.positions().sum()) for layout in layouts]
+        assert max(work) - min(work) <= length
+
+
+def test_layouts_refuse_what_is_none():
+    with pytest.raises(ValueError, match="lengths must be at least 0, one for each owner"):
+        Layout((3, -1), (0, 1), 0)
+    with pytest.raises(ValueError, match="lengths must be at least 0, one for each owner"):
+        Layout((3, 1), (0,), 0)
+
+
+def test_shards_refuse_what_does_not_fit():
+    from corecontext.distributed.context_parallel import Shard, context_parallel_attention
+
+    wire = SimpleNamespace(rank=0, size=2)  # one end of two, that never sends
+    layout = Layout.balanced(40, 2, 0)
+    with pytest.raises(ValueError, match="layout must be of process 0 of 2, got rank 1"):
+        Shard(wire, Layout.balanced(40, 2, 1))
+    for documents in ((0, 30), (5, 40), (0, 20, 20, 40)):
+        with pytest.raises(ValueError, match="documents must rise from 0 to the length 40"):
+            Shard(wire, layout, documents)
+    x = torch.zeros(1, 2, 19, 8)
+    with pytest.raises(ValueError, match="must hold the 20 tokens that the layout gives process 0, got 19"):
+        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token")
+    x = torch.zeros(1, 2, 20, 8)
+    with pytest.raises(ValueError, match="rotary must be given for core_position='middle'"):
+        context_parallel_attention(x, x, x, Shard(wire, layout))
+    with pytest.raises(NotImplementedError, match="backend 'reference' cannot run context parallelism"):
+        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token", backend="reference")
+    hybrid = corecontext.enable(tiny_model("qwen2-hybrid"), CCAConfig(4, 9))
+    with pytest.raises(NotImplementedError, match="sliding-window layers cannot run on parts of a sequence"):
+        hybrid.shard = Shard(wire, layout)
