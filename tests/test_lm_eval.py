@@ -36,7 +36,8 @@ def folder(tmp_path_factory):
     write_lines(folder / "multidoc_qa_pool.jsonl", [
         {"doc_id": f"d{i}", "title": f"Title {i}", "text": f"Passage {i} says word{i}."} for i in range(6)])
     write_lines(folder / "multidoc_qa_test.jsonl", [
-        {"qid": f"q{i}", "question": f"what does {i} say", "answers": ["a", "b"], "gold_doc": f"d{i}"} for i in range(2)])
+        {"qid": f"q{i}", "question": f"what does {i} say", "answers": ["a", "b"], "gold_doc": f"d{i}"}
+        for i in range(2)])
     return folder
 
 
