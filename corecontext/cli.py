@@ -285,8 +285,35 @@ def bench_operator(length: Annotated[Optional[list[int]], typer.Option(
     print_table(records)
 
 
+def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard input.")], model: Model,
+            output: Annotated[str, typer.Option(help="The page, an .html file.")],
+            max_tokens: Annotated[int, typer.Option(help="Look at no more than the text's first tokens.")] = 512,
+            queries: Annotated[int, typer.Option(help="Queries to choose from, evenly spaced; the last one is the "
+                                                      "text's last token.")] = 16,
+            position: Annotated[Optional[list[int]], typer.Option(help="Position of a query, instead; may be "
+                                                                       "repeated.")] = None,
+            layer: Annotated[Optional[list[int]], typer.Option(help="Layer, from 0; may be repeated. Default: all.")
+                            ] = None,
+            group_size: GroupSize = None, window_size: WindowSize = None, dtype: Dtype = "auto",
+            device: Device = "auto", force: Force = False) -> None:
+    """A page that shows which tokens core tokens listen to and which core tokens a query looks at."""
+    from corecontext.text import check_output, read_text, write_text
+
+    if queries < 1 or max_tokens < 1:
+        raise UserError(f"queries and max-tokens must be at least 1, got {queries} and {max_tokens}.")
+    check_output(output, force)
+    text = read_text(file)
+    from corecontext.eval.page import inspect_text
+    from corecontext.loading import load
+
+    loaded = load(model, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+    write_text(output, inspect_text(loaded, model, text, max_tokens, queries, position or (), layer or ()))
+    print(f"wrote {output}")
+
+
 COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "generate": generate, "perplexity": perplexity, "info": info,
-                                             "eval": evaluate, "compare": compare}
+                                             "eval": evaluate, "compare": compare,
+                                             "inspect": inspect}
 BENCHES: dict[str, Callable[..., None]] = {"operator": bench_operator}
 
 
