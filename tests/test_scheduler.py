@@ -179,7 +179,7 @@ def test_a_long_prompt_delays_the_others_by_a_chunk_only(model):
     long, short = job(200, 2), job(7, 2, seed=3)
     scheduler.submit(long)
     scheduler.submit(short)
-    for turn in range(1, 11):
+    for _ in range(10):
         before = len(first.tokens)
         scheduler.step()
         assert len(first.tokens) == before + 1

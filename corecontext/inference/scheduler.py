@@ -182,7 +182,7 @@ class Scheduler:
     @property
     def num_active(self) -> int:
         """Requests that have left the queue."""
-        return len(self.reading) + sum(map(len, self.running.values()))
+        return len(self.reading) + sum(map(len, list(self.running.values())))
 
     @property
     def idle(self) -> bool:
@@ -198,14 +198,16 @@ class Scheduler:
     @property
     def cache_bytes_used(self) -> int:
         """Bytes of the rows that requests hold, and of the caches into which prompts are read."""
-        rows = sum(pool.used * pool.row_bytes for pool in self.pools)
-        return rows + 2 * sum(job.pool.row_bytes for job in self.reading)
+        return sum(pool.used * pool.row_bytes for pool in self.pools) + 2 * self._reading_bytes()
 
     @property
     def cache_bytes_allocated(self) -> int:
         """Bytes of all rows, used or not, of the caches into which prompts are read, and of beginnings."""
-        return (sum(pool.nbytes for pool in self.pools) + sum(job.pool.row_bytes for job in self.reading)
-                + self.prefixes.nbytes)
+        return sum(pool.nbytes for pool in self.pools) + self._reading_bytes() + self.prefixes.nbytes
+
+    def _reading_bytes(self) -> int:
+        """Bytes of the caches into which prompts are read; other threads ask while requests end."""
+        return sum(pool.row_bytes for pool in [job.pool for job in list(self.reading)] if pool is not None)
 
     def load(self, prompt_length: int = 0) -> Load:
         """How busy the scheduler is now."""
@@ -303,10 +305,10 @@ class Scheduler:
                 self._end(job, "error", MemoryError(f"{job.length} tokens do not fit the cache with the settings that "
                                                     f"the policy chose, {job.config}."))
                 continue
+            job.pool, job.started = pool, time.monotonic()
+            self.reading.append(job)  # first: whoever asks from another thread finds it in one place or the other
             with self._lock:
                 self.waiting.popleft()
-            job.pool, job.started = pool, time.monotonic()
-            self.reading.append(job)
 
     def _read(self) -> bool:
         """Read one chunk of one prompt."""
@@ -365,8 +367,8 @@ class Scheduler:
             return
         pool = job.pool
         job.row = pool.add([layer.compact for layer in job.cache.layers])
-        self.reading.remove(job)
         self.running.setdefault(pool, []).append(job)
+        self.reading.remove(job)
         job.cache = job.node = job.ids = None
 
     def _take(self, job: Job, token: int) -> str | None:

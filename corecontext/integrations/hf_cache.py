@@ -87,7 +87,7 @@ class CCALayer(CacheLayerMixin):
 
 
 class GivenLayer(CCALayer):
-    """A layer whose attention is given: anything with `attend`, such as the rows of a pool, one token each at a time."""
+    """A layer whose attention is given: anything with `attend`, such as the rows of a pool, one token each."""
 
     def __init__(self, attention) -> None:
         CacheLayerMixin.__init__(self)
