@@ -282,7 +282,7 @@ class CompactLayer:
         if last_core < 0:
             return
         closes = ((position + 1) % g == 0)[:, None, None, None]
-        target = ring + (position // g).clamp(max=last_core)[:, None] * width + torch.arange(width, device=q.device)
+        target = ring + (position // g).clamp(0, last_core)[:, None] * width + torch.arange(width, device=q.device)
         for cached, core in zip((self.keys, self.values), cores):
             core = core.reshape(batch, heads, width, dim).to(cached.dtype)
             write(cached, target, torch.where(closes, core, read(cached, target)))
@@ -309,6 +309,12 @@ class CompactLayer:
                     torch._dynamo.mark_static_address(fixed)
         self._choose_step()
         self.is_empty = False
+
+    def adopt(self, keys: Tensor, values: Tensor, like: CompactLayer) -> None:
+        """Decode into these buffers from now on, [B, Hkv, C + M w, D], laid out as those of another cache (a pool)."""
+        self.keys, self.values, self.is_empty = keys, values, False
+        self.group_size, self._core_width = like.group_size, like._core_width
+        self._choose_step()
 
     def _choose_step(self) -> None:
         """Find what decodes into the buffers as they are now: their dtype and device decide."""
