@@ -301,10 +301,123 @@ def convert(model: Annotated[str, typer.Argument(help="Folder of a checkpoint.")
     run(model, output, cca_config(hf_config, group_size, window_size) if method == "cca" else None)
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "generate": generate, "perplexity": perplexity, "info": info,
-                                             "eval": evaluate, "compare": compare, "train": train_command(),
-                                             "convert": convert}
-BENCHES: dict[str, Callable[..., None]] = {"operator": bench_operator}
+def bench_train(length: Annotated[Optional[list[int]], typer.Option(
+                    help="Tokens of a sequence, or of each process's part; may be repeated. Default: 1024 and 4096; on "
+                         "a GPU 8192, 32768, 131072, 262144, 524288.")] = None,
+                shape: Annotated[str, typer.Option(help="llama-1b or tiny.")] = "llama-1b",
+                method: Annotated[Optional[list[str]], typer.Option(
+                    help="cca, full, sdpa_flash or sdpa_cudnn; may be repeated. Default: all that suit.")] = None,
+                context_parallel: Annotated[bool, typer.Option(
+                    "--context-parallel", help="One sequence on all processes that torchrun started.")] = False,
+                group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = 16,
+                window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 1024,
+                repeats: Annotated[int, typer.Option(help="Steps that are timed, after one that warms up.")] = 3,
+                limit_s: Annotated[float, typer.Option(help="Leave a method out where a step would take longer.")] = 60,
+                device: Device = "auto", json: Json = None, plot: Plot = None, force: Force = False) -> None:
+    """Tokens per second and peak memory of a full fine-tuning step, with CCA and with full attention."""
+    from corecontext.text import check_output
+
+    check_output(plot, force)
+    check_output(json, force=True)  # appended to
+    if plot is not None:
+        from corecontext.bench.figures import check_plot
+        check_plot(plot)
+    from corecontext.bench.training import LENGTHS, TrainingBench, run_training_bench
+    from corecontext.bench.training_figure import draw_training, print_training
+    from corecontext.loading import one_line, pick_device
+    from corecontext.record import append_records
+
+    device = pick_device(device)
+    with one_line():
+        bench = TrainingBench(device, length or LENGTHS["cuda" if device.startswith("cuda") else "cpu"], shape,
+                              method or (), group_size, window_size, repeats, limit_s, context_parallel)
+    records = run_training_bench(bench, lambda new: append_records(json, new) if json is not None else None, json)
+    if not records:  # another process has them
+        return
+    if plot is not None:
+        draw_training(records, plot)
+    print_training(records)
+
+
+def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard input.")], model: Model,
+            output: Annotated[str, typer.Option(help="The page, an .html file.")],
+            max_tokens: Annotated[int, typer.Option(help="Look at no more than the text's first tokens.")] = 512,
+            queries: Annotated[int, typer.Option(help="Queries to choose from, evenly spaced; the last one is the "
+                                                      "text's last token.")] = 16,
+            position: Annotated[Optional[list[int]], typer.Option(help="Position of a query, instead; may be "
+                                                                       "repeated.")] = None,
+            layer: Annotated[Optional[list[int]], typer.Option(help="Layer, from 0; may be repeated. Default: all.")
+                            ] = None,
+            group_size: GroupSize = None, window_size: WindowSize = None, dtype: Dtype = "auto",
+            device: Device = "auto", force: Force = False) -> None:
+    """A page that shows which tokens core tokens listen to and which core tokens a query looks at."""
+    from corecontext.text import check_output, read_text, write_text
+
+    if queries < 1 or max_tokens < 1:
+        raise UserError(f"queries and max-tokens must be at least 1, got {queries} and {max_tokens}.")
+    check_output(output, force)
+    text = read_text(file)
+    from corecontext.eval.page import inspect_text
+    from corecontext.loading import load
+
+    loaded = load(model, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+    write_text(output, inspect_text(loaded, model, text, max_tokens, queries, position or (), layer or ()))
+    print(f"wrote {output}")
+
+
+def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Hugging Face format, or an identifier "
+                                                            "on the hub. Default: the bundled model.")] = None,
+          name: Annotated[Optional[str], typer.Option(help="What clients call the model. Default: the last part of "
+                                                           "--model.")] = None,
+          method: Annotated[str, typer.Option(help="cca, or full for full attention from a static cache.")] = "cca",
+          group_size: GroupSize = None, window_size: WindowSize = None,
+          policy: Annotated[str, typer.Option(help="g and s of requests that choose none: elastic (by the load), fixed "
+                                                   "(the model's), or module:function.")] = "elastic",
+          host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")
+                          ] = "127.0.0.1",
+          port: Annotated[int, typer.Option(help="0 takes a free one, which the first log line names.")] = 8000,
+          api_key_file: Annotated[Optional[str], typer.Option(help="File with the key that clients must send. Default: "
+                                                                   "the variable CORECONTEXT_API_KEY; none: no key.")
+                                  ] = None,
+          cache_mib: Annotated[Optional[int], typer.Option(help="Budget of all caches, MiB. Default: by the free "
+                                                                "memory.")] = None,
+          max_running: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
+          rows_per_pool: Annotated[Optional[int], typer.Option(help="Slots of cache allocated at once. Default: 8; on "
+                                                                    "a GPU 16.")] = None,
+          queue_limit: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 256,
+          chunk_size: Annotated[Optional[int], typer.Option(help="Tokens of a prompt read between two steps. Default: "
+                                                                 "256; on a GPU 1024.")] = None,
+          max_length: Annotated[Optional[int], typer.Option(help="Most tokens of prompt and answer. Default: the "
+                                                                 "model's.")] = None,
+          time_limit: Annotated[float, typer.Option(help="Seconds after which a request is ended.")] = 600.0,
+          dtype: Dtype = "auto", device: Device = "auto",
+          random_weights: Annotated[bool, typer.Option("--random-weights", help="Make weights up; --model needs only "
+                                                                                "config.json. For benchmarks.")] = False
+          ) -> None:
+    """Serve a model to many users by the OpenAI protocol; needs the extra 'serve'."""
+    from corecontext.serve.run import Serving, run
+    from corecontext.text import read_text
+
+    key = os.environ.get("CORECONTEXT_API_KEY") or None
+    if api_key_file is not None:
+        key = read_text(api_key_file).strip()
+    run(Serving(model, name, method, group_size, window_size, policy, host, port, key, cache_mib, max_running,
+                rows_per_pool, queue_limit, chunk_size, max_length, time_limit, dtype, device, random_weights))
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "generate": generate,
+    "serve": serve,
+    "train": train_command(),
+    "convert": convert,
+    "perplexity": perplexity,
+    "eval": evaluate,
+    "compare": compare,
+    "inspect": inspect,
+    "info": info,
+}
+BENCHES: dict[str, Callable[..., None]] = {"operator": bench_operator, "train": bench_train}
 
 
 def _version(wanted: bool) -> None:

@@ -114,3 +114,8 @@ def test_shards_refuse_what_does_not_fit():
     hybrid = corecontext.enable(tiny_model("qwen2-hybrid"), CCAConfig(4, 9))
     with pytest.raises(NotImplementedError, match="sliding-window layers cannot run on parts of a sequence"):
         hybrid.shard = Shard(wire, layout)
+    with pytest.raises(NotImplementedError, match="pooling 'mean_query' cannot run context parallelism"):
+        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token", pooling="mean_query")
+    learned = corecontext.enable(tiny_model("llama"), CCAConfig(4, 9, learned=("bias",)))
+    with pytest.raises(NotImplementedError, match="core tokens with learned parameters cannot be made on parts"):
+        learned.shard = Shard(wire, layout)

@@ -18,6 +18,7 @@ from torch import Tensor
 from corecontext.cache.slots import grown, read, write
 from corecontext.config import CCAConfig
 from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
+from corecontext.ops import rules
 from corecontext.ops.decode import attend_buffer
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import find_segments
@@ -44,10 +45,11 @@ class CompactLayer:
         max_length: Longest sequence, in tokens; allocates once, keeps its length in a tensor and never moves its
             buffers, so that a decoding step can be compiled or captured. None grows geometrically.
         rollback: Extra ring tokens, so that `crop` can take back this many tokens however they were appended.
+        learned: The layer's learned parameters, as in `cca_attention`; read at every call.
     """
 
     def __init__(self, config: CCAConfig, rotary: Rotary | None = None, *, max_length: int | None = None,
-                 rollback: int = 0) -> None:
+                 rollback: int = 0, learned: rules.Learned | None = None) -> None:
         if rollback < 0:
             raise ValueError(f"rollback must be at least 0, got {rollback}.")
         if config.core_position == "middle" and rotary is None:
@@ -55,6 +57,7 @@ class CompactLayer:
                              "Pass rotary=Rotary.from_theta(theta, head_dim), or core_position='token'.")
         self.config, self.max_length, self.rollback = config, max_length, rollback
         self.rotary = rotary if config.core_position == "middle" else None
+        self.learned = learned or {}
         self.group_size = config.group_size
         self.keys: Tensor | None = None  # [B, Hkv, C + M w, D]; w = 1, or r for core_heads="query"
         self.values: Tensor | None = None
@@ -134,13 +137,14 @@ class CompactLayer:
                 softcap: float | None) -> Tensor:
         """Any number of tokens at once: the first prefill, a chunk of it, a second turn, a draft to verify."""
         start, new = self.seq_len, q.shape[2]
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *self.learned.values()))
         if needs_grad and start:
             raise ValueError("gradients must not be asked through a filled compact cache: its core tokens are kept "
                              "without their graph. Train with use_cache=False, or wrap generation in torch.no_grad().")
         with torch.no_grad():
             ends = self._read_padding(attention_mask, q.shape[0], start, new, q.device)
             if self.is_empty:
+                rules.check(self.learned, q.shape[1], k.shape[1], k.shape[3])
                 self._start(q, k, attention_mask)
             self._reserve(start + new)
             self._remember(k, v, start, new)
@@ -162,8 +166,8 @@ class CompactLayer:
             c = self.config
             out = cca_attention(q, k, v, group_size=self.group_size, window_size=c.window_size, pooling=c.pooling,
                                 core_position=c.core_position, core_heads=c.core_heads, rotary=self.rotary,
-                                scale=scale, softcap=softcap, core_bias=c.core_bias, attention_mask=attention_mask,
-                                backend=c.backend)
+                                scale=scale, softcap=softcap, core_bias=c.core_bias, learned=self.learned,
+                                attention_mask=attention_mask, backend=c.backend)
         return q.new_zeros(q.shape) if out is None else out
 
     def _append_rows(self, rows: slice, q: Tensor, k: Tensor, v: Tensor, first: int, last: int, position: int,
@@ -184,8 +188,7 @@ class CompactLayer:
         if total > old:
             ends = slice(old * g + g - 1 - position, total * g - position, g)
             grouped = (x[:, old * g - low:total * g - low].unflatten(1, (total - old, g)) for x in (raw_k, raw_v))
-            cores = module.pool(q[:, :, ends], *grouped, scale=scale, softcap=softcap, pooling=self.config.pooling,
-                                core_heads=self.config.core_heads, rotary=self.rotary)
+            cores = self._pool(q[:, :, ends], *grouped, scale, softcap)
             for cached, core in zip((self.keys, self.values), cores):  # core [N, w, new groups, D]
                 core = core.transpose(1, 2).reshape(-1, heads, (total - old) * width, dim)
                 cached[rows, :, ring + old * width:ring + total * width] = core.to(cached.dtype)
@@ -197,11 +200,14 @@ class CompactLayer:
             return None
         core_k, core_v = (x[rows, :, ring:ring + total * width].unflatten(2, (total, width)).transpose(2, 3)
                           .flatten(0, 1) for x in (self.keys, self.values))  # [N, w, total, D]
-        bias = None
-        if self.config.core_bias:
-            bias = q.new_full(q.shape[:2], self.config.core_bias, dtype=torch.promote_types(q.dtype, torch.float32))
+        bias = self._core_bias(q.dtype)
+        if isinstance(bias, Tensor):
+            bias = bias.reshape(heads, -1).repeat(q.shape[0] // heads, 1)
+        elif bias:
+            bias = q.new_full(q.shape[:2], bias, dtype=torch.promote_types(q.dtype, torch.float32))
         out, _ = module.attend(q, raw_k, raw_v, core_k, core_v, q_start=position, k_start=low, group_size=g,
-                               window_size=s, scale=scale, softcap=softcap, core_bias=bias)
+                               window_size=s, scale=scale, softcap=softcap,
+                               core_bias=bias if isinstance(bias, Tensor) else None)
         return out.reshape(-1, heads * q.shape[1], count, dim).to(q.dtype)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -245,7 +251,23 @@ class CompactLayer:
             see_core = see_core & own
         see = torch.cat(((held >= visible * g)[:, None].expand(-1, see_core.shape[1], -1), see_core.flatten(2)), -1)
         keys, values = self.keys[:, :, :ring + cores * width], self.values[:, :, :ring + cores * width]
-        return attend_buffer(q, keys, values, see, ring, scale=scale, softcap=softcap, core_bias=self.config.core_bias)
+        return attend_buffer(q, keys, values, see, ring, scale=scale, softcap=softcap,
+                             core_bias=self._core_bias(q.dtype))
+
+    def _core_bias(self, dtype: torch.dtype) -> float | Tensor:
+        """What is added to core scores: a number, or [H] in float32 or wider."""
+        if "bias" not in self.learned:
+            return self.config.core_bias
+        return self.learned["bias"].to(torch.promote_types(dtype, torch.float32)) + self.config.core_bias
+
+    def _pool(self, q_last: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+        """Core tokens [N, w, M, D] of groups [N, M, g, D], by the backend or by a rule of its own."""
+        options = {"scale": scale, "softcap": softcap, "pooling": self.config.pooling,
+                   "core_heads": self.config.core_heads, "rotary": self.rotary}
+        if not rules.is_own_rule(self.config.pooling, self.learned):
+            return backend_module(self.config.backend, q_last).pool(q_last, k, v, **options)
+        heads = self.keys.shape[1]
+        return rules.pool(q_last, k, v, rules.by_sequence(self.learned, heads, k.shape[0] // heads), **options)
 
     def _close_groups(self, q: Tensor, position: Tensor, scale: float, softcap: float | None) -> None:
         """Pool the group of every row whose newest token is a group's last; other rows keep what they have."""
@@ -255,14 +277,12 @@ class CompactLayer:
         slots = ((position // g * g)[:, None] + inside) % ring  # [B, g]
         grouped = (read(x, slots).flatten(0, 1)[:, None] for x in (self.keys, self.values))  # [N, 1, g, D]
         q_last = q.reshape(batch * heads, -1, 1, dim)
-        cores = backend_module(self.config.backend, q).pool(
-            q_last, *grouped, scale=scale, softcap=softcap, pooling=self.config.pooling,
-            core_heads=self.config.core_heads, rotary=self.rotary)
+        cores = self._pool(q_last, *grouped, scale, softcap)
         last_core = (self.keys.shape[2] - ring) // width - 1
         if last_core < 0:
             return
         closes = ((position + 1) % g == 0)[:, None, None, None]
-        target = ring + (position // g).clamp(max=last_core)[:, None] * width + torch.arange(width, device=q.device)
+        target = ring + (position // g).clamp(0, last_core)[:, None] * width + torch.arange(width, device=q.device)
         for cached, core in zip((self.keys, self.values), cores):
             core = core.reshape(batch, heads, width, dim).to(cached.dtype)
             write(cached, target, torch.where(closes, core, read(cached, target)))
@@ -290,9 +310,17 @@ class CompactLayer:
         self._choose_step()
         self.is_empty = False
 
+    def adopt(self, keys: Tensor, values: Tensor, like: CompactLayer) -> None:
+        """Decode into these buffers from now on, [B, Hkv, C + M w, D], laid out as those of another cache (a pool)."""
+        self.keys, self.values, self.is_empty = keys, values, False
+        self.group_size, self._core_width = like.group_size, like._core_width
+        self._choose_step()
+
     def _choose_step(self) -> None:
         """Find what decodes into the buffers as they are now: their dtype and device decide."""
         self._step = None
+        if self.learned or rules.is_own_rule(self.config.pooling, None):
+            return  # a fused step has the paper's pooling and one bias for all heads
         if choose_backend(self.config.backend, self.keys) == "triton":
             module, half = backend_module("triton", self.keys), self.rotary and self.rotary.inv_freq.numel()
             self._step = module.decode_step

@@ -63,7 +63,7 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *,
 
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
-        NotImplementedError: backend="reference", which has no backward in parts.
+        NotImplementedError: backend="reference" or pooling="mean_query", which have no backward in parts.
     """
     CCAConfig(group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias)  # validates
     layout, same = shard.layout, {"pooling": pooling, "core_heads": core_heads, "softcap": softcap}
@@ -77,6 +77,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *,
     (q, k, v), context = outside_autocast(q, k, v)
     if choose_backend(backend, q) == "reference":
         raise NotImplementedError("backend 'reference' cannot run context parallelism. Use backend='packed'.")
+    if pooling == "mean_query":
+        raise NotImplementedError("pooling 'mean_query' cannot run context parallelism. Use pooling='cca'.")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     with context:
         def one(layout: Layout, tokens: Sequence[Tensor]) -> Tensor:
