@@ -1,5 +1,7 @@
-"""One process of test_context_parallel.py, with torchrun's variables set: python context_parallel.py TRAINING,
-TRAINING being the settings of a run as JSON, or empty."""
+"""The processes of test_context_parallel.py: python context_parallel.py COUNT PORT TRAINING.
+
+TRAINING is the settings of a run as JSON, or empty.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,11 @@ import itertools
 import json
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from families import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
@@ -154,10 +158,11 @@ def bench(world: int, rank: int) -> None:
         assert records[-1].value == 2 * (2 * one.forward_bytes + one.backward_bytes) < params["ring_bytes"]
 
 
-def main(settings: str) -> None:
-    torch.set_num_threads(1)
+def process(rank: int, world: int, port: str, settings: str) -> None:
+    """Everything that one process does."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": port}
     dist.init_process_group("gloo")
-    world, rank = dist.get_world_size(), dist.get_rank()
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
     operator(world, rank, pairs[rank // 2])
     model(world, rank, pairs[rank // 2])
@@ -167,6 +172,23 @@ def main(settings: str) -> None:
     dist.destroy_process_group()
 
 
+def main(world: int, port: str, settings: str) -> int:
+    """Start the processes as copies of this one, whose imports take longer than all the rest; the worst exit code."""
+    torch.set_num_threads(1)
+    if settings:
+        import corecontext.train.trainer  # noqa: F401
+    started = [mp.get_context("fork").Process(target=process, args=(rank, world, port, settings))
+               for rank in range(world)]
+    for one in started:
+        one.start()
+    while any(one.is_alive() for one in started) and not any(one.exitcode for one in started):
+        time.sleep(0.05)
+    for one in started:  # where one has failed the others would wait for it
+        if any(other.exitcode for other in started):
+            one.kill()
+        one.join()
+    return max(abs(one.exitcode or 0) for one in started)
+
+
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    main(sys.argv[1])
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))

@@ -75,7 +75,7 @@ def test_settings_are_checked_and_travel():
                             ({"learning_rate": float("nan")}, "learning_rate must be at least 0, got nan"),
                             ({"min_learning_rate": 1.0}, "min_learning_rate must be at most learning_rate"),
                             ({"long_share": 1.0}, "long_share must lie between 0 and 1"),
-                            ({"method": "full", "context_parallel": 2}, "context_parallel must be 1 for method 'full'"),
+                            ({"method": "full", "context_parallel": 2}, "context_parallel must be 1, got 2, but"),
                             ({"stepz": 3}, "unknown recipe key 'stepz'. Did you mean 'steps'")):
         with pytest.raises(ValueError, match=message):
             config.replace(**change)

@@ -1,7 +1,7 @@
-"""A training run that kills itself at a given place: python train_killed.py WHERE "TrainConfig(...)".
+"""A training run that is killed twice, in different places, each time to be continued: python train_killed.py CONFIG.
 
-WHERE is the name of a checkpoint's file, killed when half of it is written in the second save; or "deletion", killed
-when an old checkpoint is about to be deleted.
+First when half of the optimizer's file is written in the second save, then when an old checkpoint is being deleted.
+What a user would see after each, the names of the complete checkpoints, is printed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import os
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import torch
 
+import corecontext.train.trainer  # noqa: F401  what the processes below would each import
 from corecontext.train import TrainConfig, checkpoint
 from corecontext.train.run import train
 
@@ -51,4 +53,10 @@ def main(where: str, config: TrainConfig) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], eval(sys.argv[2]))
+    settings = eval(sys.argv[1])
+    for place in ("optimizer.pt", "deletion"):
+        if not (child := os.fork()):  # a process of its own, without the seconds that its imports would take
+            main(place, settings)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        print(*(path.name for path in checkpoint.checkpoints(Path(settings.output))))
