@@ -10,6 +10,7 @@ from typing import Any, Mapping
 POOLINGS = ("cca", "mean", "max")
 CORE_POSITIONS = ("middle", "token")
 CORE_HEADS = ("kv", "query")
+CACHE_DTYPES = ("auto", "int8", "fp8")
 BACKENDS = ("auto", "reference", "packed", "triton")
 
 
@@ -31,6 +32,9 @@ class CCAConfig:
     """One core token per "kv" head (mean of the query heads' weights), or per "query" head (r times the memory)."""
     core_bias: float = 0.0
     """Added to every core token's score; log(group_size) is proportional attention."""
+    cache_dtype: str = "auto"
+    """How caches hold keys and values: "auto" (as they come), or in 8 bits with a scale for each entry and head,
+    "int8" or "fp8" (e4m3). What goes through a cache then sees the rounded ones; training without one does not."""
     backend: str = "auto"
     """Who computes: "auto", "packed" (plain torch, linear memory), "triton" (GPU kernels) or "reference" (dense)."""
 
@@ -40,7 +44,7 @@ class CCAConfig:
         if self.num_groups is not None:
             _check_positive_int("num_groups", self.num_groups)
         for name, allowed in (("pooling", POOLINGS), ("core_position", CORE_POSITIONS),
-                              ("core_heads", CORE_HEADS), ("backend", BACKENDS)):
+                              ("core_heads", CORE_HEADS), ("cache_dtype", CACHE_DTYPES), ("backend", BACKENDS)):
             check_choice(name, getattr(self, name), allowed)
         if isinstance(self.core_bias, bool) or not isinstance(self.core_bias, (int, float)):
             raise TypeError(f"core_bias must be a number, got {self.core_bias!r}. Use 0.0 for none.")
