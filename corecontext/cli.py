@@ -16,6 +16,8 @@ Model = Annotated[str, typer.Option(help="Folder in the Hugging Face format, or 
 GroupSize = Annotated[Optional[int], typer.Option(help="Tokens per core token, g. Default: the checkpoint's, else 16.")]
 WindowSize = Annotated[Optional[int], typer.Option(help="Nearest tokens kept as they are, s. Default: the checkpoint's,"
                                                         " else 1024.")]
+CacheDtype = Annotated[Optional[str], typer.Option(help="auto, or int8 or fp8 for a cache of 8-bit keys and values. "
+                                                        "Default: the checkpoint's, else auto.")]
 Method = Annotated[str, typer.Option(help="cca, or full for the model's own attention.")]
 Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -60,7 +62,7 @@ def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text t
              group_size: GroupSize = None, window_size: WindowSize = None,
              chunk_size: Annotated[Optional[int], typer.Option(help="Tokens of the prompt read at once; bounds the "
                                                                     "memory. Default: by the free memory.")] = None,
-             dtype: Dtype = "auto", device: Device = "auto",
+             cache_dtype: CacheDtype = None, dtype: Dtype = "auto", device: Device = "auto",
              output: Annotated[Optional[str], typer.Option(help="Write here instead of standard output.")] = None,
              force: Force = False) -> None:
     """Continue a text, printing it as it is made."""
@@ -78,7 +80,8 @@ def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text t
     from corecontext.loading import encode, load
     from corecontext.terminal import progress
 
-    loaded = load(model, method=method, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+    loaded = load(model, method=method, group_size=group_size, window_size=window_size, cache_dtype=cache_dtype,
+                  dtype=dtype, device=device)
     input_ids = encode(loaded, prompt, room_for=max_new_tokens)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
                                "chunk_size": chunk_size}
@@ -100,7 +103,8 @@ def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard
                compare: Annotated[bool, typer.Option("--compare", help="Measure full attention and CCA.")] = False,
                group_size: GroupSize = None, window_size: WindowSize = None,
                chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass; bounds the memory.")] = 1024,
-               dtype: Dtype = "auto", device: Device = "auto", json: Json = None) -> None:
+               cache_dtype: CacheDtype = None, dtype: Dtype = "auto", device: Device = "auto",
+               json: Json = None) -> None:
     """Perplexity of a whole text in one causal pass, by position."""
     from corecontext.text import check_output, read_text
 
@@ -114,7 +118,8 @@ def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard
 
     found = {}
     for one in METHODS[::-1] if compare else (method,):
-        loaded = load(model, method=one, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+        loaded = load(model, method=one, group_size=group_size, window_size=window_size,
+                      cache_dtype=None if compare and one == "full" else cache_dtype, dtype=dtype, device=device)
         input_ids = encode(loaded, text, at_least=2)
         with progress(f"{one}, {input_ids.shape[1]} tokens", input_ids.shape[1]) as advance:
             nll = document_nll(loaded.model, input_ids, chunk_size=chunk_size, on_chunk=advance)
