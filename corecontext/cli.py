@@ -10,6 +10,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from corecontext.text import UserError
+from corecontext.train.command import train_command
 
 # typer reads these annotations at run time on Python 3.10 as well, hence Optional.
 Model = Annotated[str, typer.Option(help="Folder in the Hugging Face format, or an identifier on the hub.")]
@@ -356,10 +357,27 @@ def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Huggi
                 rows_per_pool, queue_limit, chunk_size, max_length, time_limit, dtype, device, random_weights))
 
 
+def convert(model: Annotated[str, typer.Argument(help="Folder of a checkpoint.")],
+            output: Annotated[str, typer.Argument(help="New folder.")],
+            method: Method = "cca", group_size: GroupSize = None, window_size: WindowSize = None) -> None:
+    """Copy a checkpoint so that it loads with CCA at g and s, or (--method full) as the ordinary model again."""
+    from corecontext.loading import METHODS, cca_config, check_architecture, load_config
+
+    if method not in METHODS:
+        raise UserError(f"method must be {' or '.join(METHODS)}, got {method!r}.")
+    hf_config = load_config(model)
+    check_architecture(hf_config)
+    from corecontext.train.run import convert as run
+
+    run(model, output, cca_config(hf_config, group_size, window_size) if method == "cca" else None)
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "generate": generate,
     "serve": serve,
+    "train": train_command(),
+    "convert": convert,
     "perplexity": perplexity,
     "eval": evaluate,
     "compare": compare,

@@ -1,9 +1,11 @@
-"""One process of test_context_parallel.py, with torchrun's variables set: python context_parallel.py CASE..."""
+"""One process of test_context_parallel.py, with torchrun's variables set: python context_parallel.py TRAINING,
+TRAINING being the settings of a run as JSON, or empty."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import json
 import os
 import sys
 
@@ -129,16 +131,25 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
             raise AssertionError("positions that nobody gave were accepted")
 
 
-def main(*cases: str) -> None:
+def train(settings: str) -> None:
+    """A whole run by Trainer, two rows a step, each on two processes."""
+    from corecontext.train import TrainConfig, run
+
+    run.train(TrainConfig.from_dict(json.loads(settings)))
+
+
+def main(settings: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
-    for case in cases:
-        {"operator": operator, "model": model}[case](world, rank, pairs[rank // 2])
+    operator(world, rank, pairs[rank // 2])
+    model(world, rank, pairs[rank // 2])
+    if settings:
+        train(settings)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import tiny_model
+from safetensors.torch import load_file
+from tiny_model import save_tiny_model
 
 import corecontext
 from corecontext import CCAConfig
@@ -20,7 +23,7 @@ from corecontext.distributed.layout import Layout
 PROGRAM = Path(__file__).with_name("context_parallel.py")
 
 
-def start(world: int, *cases: str) -> None:
+def start(world: int, settings: str) -> None:
     """Run the program on `world` processes; a failure shows the output of the one that failed first."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -28,7 +31,7 @@ def start(world: int, *cases: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world),
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
                    "PYTHONPATH": f"{PROGRAM.parent.parent}{os.pathsep}{PROGRAM.parent}"}
-    processes = [subprocess.Popen([sys.executable, str(PROGRAM), *cases], stdout=subprocess.PIPE, text=True,
+    processes = [subprocess.Popen([sys.executable, str(PROGRAM), settings], stdout=subprocess.PIPE, text=True,
                                   stderr=subprocess.STDOUT, env={**environment, "RANK": str(rank), "LOCAL_RANK": "0"})
                  for rank in range(world)]
     try:
@@ -41,8 +44,34 @@ def start(world: int, *cases: str) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
-def test_two_and_four_processes_equal_one():
-    start(4, "operator", "model")
+def test_two_and_four_processes_equal_one(tmp_path):
+    """The operator, a model sharded by FSDP2, and a run of Trainer on rows of several documents."""
+    try:
+        import accelerate  # noqa: F401
+        import datasets  # noqa: F401
+    except ImportError:
+        return start(4, "")
+    from corecontext.train import TrainConfig, run
+
+    text = Path(corecontext.__file__).with_name("config.py").read_text()
+    for i in range(4):
+        (tmp_path / f"text{i}.txt").write_text(text[i * 700:i * 700 + 300 * i + 100])
+    one = TrainConfig(model=save_tiny_model(tmp_path / "model"), output=str(tmp_path / "one"), context_length=120,
+                      data=tuple(str(path) for path in sorted(tmp_path.glob("*.txt"))), group_size=4, window_size=9,
+                      steps=3, learning_rate=1e-3, accumulation=2, cache_dir=str(tmp_path / "cache"),
+                      eval_data=(str(tmp_path / "text3.txt"),))
+    four = one.replace(output=str(tmp_path / "four"), accumulation=1, context_parallel=2)
+    start(4, json.dumps(four.to_dict()))
+    result = run.train(one)
+    states = [json.loads((tmp_path / name / "checkpoint-3/trainer_state.json").read_text()) for name in ("four", "one")]
+    losses, expected = ([entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in states)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    weights, wanted = (load_file(tmp_path / name / "model/model.safetensors") for name in ("four", "one"))
+    for name in wanted:
+        torch.testing.assert_close(weights[name], wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+    card = (tmp_path / "four/model/README.md").read_text()
+    assert f"evaluation: loss {result.metrics['eval_loss']:.4f}" in card  # each process has a part of each row
+    assert "3 steps, 720 tokens" in card
 
 
 @pytest.mark.parametrize("processes, length", [(1, 5), (2, 157), (3, 4), (4, 1024)])
