@@ -372,6 +372,60 @@ def convert(model: Annotated[str, typer.Argument(help="Folder of a checkpoint.")
     run(model, output, cca_config(hf_config, group_size, window_size) if method == "cca" else None)
 
 
+def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, records, figures, report.html. The same "
+                                                    "command goes on where it was interrupted.")],
+              data: Annotated[Optional[str], typer.Option(help="Folder with lm_train, lm_val, lm_test, tokenizer.json and "
+                                                               "the tasks' files (docs/reproduction.md).")] = None,
+              model: Annotated[Optional[str], typer.Option(help="Evaluate this checkpoint instead of small models "
+                                                                "trained here.")] = None,
+              smoke: Annotated[bool, typer.Option("--smoke", help="Everything with tiny models, in seconds; the numbers "
+                                                                  "mean nothing.")] = False,
+              minutes: Annotated[Optional[float], typer.Option(help="Stop after this time; what is under way is saved.")
+                                 ] = None,
+              stage: Annotated[Optional[list[str]], typer.Option(help="Run this stage and what it needs; may be "
+                                                                      "repeated. Default: all.")] = None,
+              finalist: Annotated[Optional[list[str]], typer.Option(help="A method to run with every seed; may be "
+                                                                         "repeated.")] = None,
+              split: Annotated[str, typer.Option(help="test, or val while choosing among methods.")] = "test",
+              limit: Limit = None, length: Lengths = None, documents: Documents = None, dtype: Dtype = "auto",
+              device: Device = "auto", json: Json = None) -> None:
+    """The paper's tables and figures: with small models trained here, or on a checkpoint."""
+    from pathlib import Path
+
+    from corecontext.text import check_output
+
+    check_output(json, force=True)  # appended to
+    if split not in ("test", "val"):
+        raise UserError(f"split must be test or val, got {split!r}.")
+    if minutes is not None and not minutes > 0:
+        raise UserError(f"minutes must be above 0, got {minutes}.")
+    from corecontext.loading import pick_device
+
+    device = pick_device(device)
+    if model is not None:
+        if data is None:
+            raise UserError("data must be given with a model, got none. Use --data FOLDER.")
+        from corecontext.eval.items import Settings
+        from corecontext.reproduce.checkpoint import reproduce_checkpoint
+
+        settings = Settings(tuple(length or ()), tuple(documents or (20,)), limit=limit)
+        report = reproduce_checkpoint(model, data, Path(out), settings=settings, dtype=dtype, device=device,
+                                      json_path=json)
+        print(f"wrote {report}")
+        return
+    if data is None and not smoke:
+        raise UserError("data must be given, got none. Use --data FOLDER, or --smoke to try the machinery.")
+    from corecontext.reproduce.plan import FULL, SMOKE
+    from corecontext.reproduce.report import write_report
+    from corecontext.reproduce.run import Miniature
+
+    run = Miniature(out, SMOKE if smoke else FULL, data, device, split=split, finalists=tuple(finalist or ()),
+                    minutes=minutes or float("inf"), json_path=json)
+    done = run.run(tuple(stage or ()))
+    report = write_report(Path(out), run.records(), run.size)
+    print(f"wrote {report}" + ("" if done else "; not all stages are done: run the same command again"))
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "generate": generate,
@@ -382,6 +436,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "compare": compare,
     "inspect": inspect,
+    "reproduce": reproduce,
     "info": info,
 }
 BENCHES: dict[str, Callable[..., None]] = {"operator": bench_operator}

@@ -113,8 +113,8 @@ class Scheduler:
 
     Raises:
         ValueError: a setting breaks a rule, or the model is not enabled.
-        NotImplementedError: the model has sliding-window layers, learned core tokens, group sizes by layer or a cache in 8
-            bits.
+        NotImplementedError: the model has sliding-window layers, learned core tokens, group sizes by layer or a cache
+            in 8 bits.
     """
 
     def __init__(self, model: Any, *, full: bool = False, cache_bytes: int = 2 ** 30, max_rows: int = 64,
