@@ -317,14 +317,61 @@ def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard in
     print(f"wrote {output}")
 
 
+def bench_serve(mode: Annotated[str, typer.Option(help="day: a day-shaped curve; rising: rate after rate until the "
+                                                       "median wait for the first token passes the limit.")] = "day",
+                variant: Annotated[list[str], typer.Option(help="elastic, fixed, cca:G:S or full; may be repeated.")
+                                   ] = ["elastic", "fixed"],
+                model: Annotated[Optional[str], typer.Option(help="As for serve.")] = None,
+                shape: Annotated[Optional[str], typer.Option(help="llama3.1-8b: a model of these sizes with random "
+                                                                  "weights.")] = None,
+                prompt_length: Annotated[int, typer.Option(help="Tokens of each prompt; all are distinct.")] = 1024,
+                shared_length: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 0,
+                new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
+                seconds: Annotated[float, typer.Option(help="Of the day, or of each rate.")] = 240.0,
+                base_rate: Annotated[float, typer.Option(help="Requests a second at night, or at first.")] = 0.2,
+                peak_rate: Annotated[float, typer.Option(help="Requests a second at the peak, or at last.")] = 2.0,
+                growth: Annotated[float, typer.Option(help="Of a rising load, from rate to rate.")] = 1.25,
+                first_token_limit: Annotated[float, typer.Option(help="Seconds at which a rising load ends.")] = 2.0,
+                seed: Seed = 0, group_size: GroupSize = None, window_size: WindowSize = None,
+                cache_mib: Annotated[Optional[int], typer.Option(help="As for serve.")] = None,
+                max_running: Annotated[int, typer.Option(help="As for serve.")] = 64,
+                rows_per_pool: Annotated[Optional[int], typer.Option(help="As for serve.")] = None,
+                chunk_size: Annotated[Optional[int], typer.Option(help="As for serve.")] = None,
+                dtype: Dtype = "auto", device: Device = "auto", json: Json = None, plot: Plot = None,
+                force: Force = False) -> None:
+    """Latency, throughput and chosen g and s of a server under load; needs the extra 'serve' and httpx."""
+    from corecontext.text import check_output
+
+    check_output(plot, force)
+    check_output(json, force=True)  # appended to
+    if plot is not None:
+        from corecontext.bench.figures import check_plot
+        check_plot(plot)
+    from corecontext.bench.serve import ServeBench, print_table, run_serve_bench
+    from corecontext.loading import one_line
+    from corecontext.record import append_records
+
+    with one_line():
+        bench = ServeBench(mode, tuple(variant), model, shape, prompt_length, shared_length, new_tokens, seconds,
+                           base_rate, peak_rate, growth, first_token_limit, seed, group_size, window_size, cache_mib,
+                           max_running, rows_per_pool, chunk_size, dtype, device)
+    records = run_serve_bench(bench, lambda new: append_records(json, new) if json is not None else None)
+    if plot is not None:
+        from corecontext.bench.serve_figure import draw_serve
+        draw_serve(records, plot)
+    print_table(records)
+
+
 def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Hugging Face format, or an identifier "
                                                             "on the hub. Default: the bundled model.")] = None,
           name: Annotated[Optional[str], typer.Option(help="What clients call the model. Default: the last part of "
                                                            "--model.")] = None,
           method: Annotated[str, typer.Option(help="cca, or full for full attention from a static cache.")] = "cca",
           group_size: GroupSize = None, window_size: WindowSize = None,
-          policy: Annotated[str, typer.Option(help="g and s of requests that choose none: elastic (by the load), fixed "
-                                                   "(the model's), or module:function.")] = "elastic",
+          policy: Annotated[str, typer.Option(help="g and s of requests that choose none: elastic (by the load), "
+                                                   "fixed (the model's), or module:function.")] = "elastic",
+          first_token_limit: Annotated[float, typer.Option(help="Seconds to the first token at which elastic compresses "
+                                                                "most.")] = 2.5,
           host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")
                           ] = "127.0.0.1",
           port: Annotated[int, typer.Option(help="0 takes a free one, which the first log line names.")] = 8000,
@@ -353,8 +400,9 @@ def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Huggi
     key = os.environ.get("CORECONTEXT_API_KEY") or None
     if api_key_file is not None:
         key = read_text(api_key_file).strip()
-    run(Serving(model, name, method, group_size, window_size, policy, host, port, key, cache_mib, max_running,
-                rows_per_pool, queue_limit, chunk_size, max_length, time_limit, dtype, device, random_weights))
+    run(Serving(model, name, method, group_size, window_size, policy, first_token_limit, host, port, key, cache_mib,
+                max_running, rows_per_pool, queue_limit, chunk_size, max_length, time_limit, dtype, device,
+                random_weights))
 
 
 def convert(model: Annotated[str, typer.Argument(help="Folder of a checkpoint.")],
@@ -439,7 +487,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "reproduce": reproduce,
     "info": info,
 }
-BENCHES: dict[str, Callable[..., None]] = {"operator": bench_operator}
+BENCHES: dict[str, Callable[..., None]] = {"operator": bench_operator, "serve": bench_serve}
 
 
 def _version(wanted: bool) -> None:

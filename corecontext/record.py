@@ -27,6 +27,9 @@ UNITS = {
     "training.tokens_per_s": "tokens/s", "training.peak_bytes": "bytes", "training.scaling_efficiency": "fraction",
     "quality.perplexity": "perplexity", "quality.gain_kept": "fraction", "quality.accuracy": "fraction",
     "quality.bits_per_byte": "bits/byte", "quality.score": "fraction",
+    "serve.first_token_s": "s", "serve.next_token_ms": "ms", "serve.requests_per_s": "requests/s",
+    "serve.tokens_per_s": "tokens/s", "serve.limit_rate": "requests/s", "serve.setting_share": "fraction",
+    "serve.failed": "count",
     "demo.first_token_s": "s", "demo.next_token_ms": "ms", "demo.cache_bytes": "bytes", "demo.peak_bytes": "bytes",
     "demo.perplexity": "perplexity", "demo.retrieval_accuracy": "fraction",
 }
