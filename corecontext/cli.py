@@ -291,6 +291,44 @@ def bench_operator(length: Annotated[Optional[list[int]], typer.Option(
     print_table(records)
 
 
+def bench_train(length: Annotated[Optional[list[int]], typer.Option(
+                    help="Tokens of a sequence, or of each process's part; may be repeated. Default: 1024 and 4096; on "
+                         "a GPU 8192, 32768, 131072, 262144, 524288.")] = None,
+                shape: Annotated[str, typer.Option(help="llama-1b or tiny.")] = "llama-1b",
+                method: Annotated[Optional[list[str]], typer.Option(
+                    help="cca, full, sdpa_flash or sdpa_cudnn; may be repeated. Default: all that suit.")] = None,
+                context_parallel: Annotated[bool, typer.Option(
+                    "--context-parallel", help="One sequence on all processes that torchrun started.")] = False,
+                group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = 16,
+                window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 1024,
+                repeats: Annotated[int, typer.Option(help="Steps that are timed, after one that warms up.")] = 3,
+                limit_s: Annotated[float, typer.Option(help="Leave a method out where a step would take longer.")] = 60,
+                device: Device = "auto", json: Json = None, plot: Plot = None, force: Force = False) -> None:
+    """Tokens per second and peak memory of a full fine-tuning step, with CCA and with full attention."""
+    from corecontext.text import check_output
+
+    check_output(plot, force)
+    check_output(json, force=True)  # appended to
+    if plot is not None:
+        from corecontext.bench.figures import check_plot
+        check_plot(plot)
+    from corecontext.bench.training import LENGTHS, TrainingBench, run_training_bench
+    from corecontext.bench.training_figure import draw_training, print_training
+    from corecontext.loading import one_line, pick_device
+    from corecontext.record import append_records
+
+    device = pick_device(device)
+    with one_line():
+        bench = TrainingBench(device, length or LENGTHS["cuda" if device.startswith("cuda") else "cpu"], shape,
+                              method or (), group_size, window_size, repeats, limit_s, context_parallel)
+    records = run_training_bench(bench, lambda new: append_records(json, new) if json is not None else None, json)
+    if not records:  # another process has them
+        return
+    if plot is not None:
+        draw_training(records, plot)
+    print_training(records)
+
+
 def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard input.")], model: Model,
             output: Annotated[str, typer.Option(help="The page, an .html file.")],
             max_tokens: Annotated[int, typer.Option(help="Look at no more than the text's first tokens.")] = 512,
@@ -487,7 +525,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "reproduce": reproduce,
     "info": info,
 }
-BENCHES: dict[str, Callable[..., None]] = {"operator": bench_operator, "serve": bench_serve}
+BENCHES: dict[str, Callable[..., None]] = {
+    "operator": bench_operator,
+    "train": bench_train,
+    "serve": bench_serve,
+}
 
 
 def _version(wanted: bool) -> None:

@@ -25,6 +25,7 @@ UNITS = {
     "model.first_token_s": "s", "model.next_token_ms": "ms", "model.cache_bytes": "bytes", "model.peak_bytes": "bytes",
     "model.tokens_per_s": "tokens/s",
     "training.tokens_per_s": "tokens/s", "training.peak_bytes": "bytes", "training.scaling_efficiency": "fraction",
+    "training.received_bytes": "bytes", "training.skipped": "count",
     "quality.perplexity": "perplexity", "quality.gain_kept": "fraction", "quality.accuracy": "fraction",
     "quality.bits_per_byte": "bits/byte", "quality.score": "fraction",
     "serve.first_token_s": "s", "serve.next_token_ms": "ms", "serve.requests_per_s": "requests/s",

@@ -138,6 +138,22 @@ def train(settings: str) -> None:
     run.train(TrainConfig.from_dict(json.loads(settings)))
 
 
+def bench(world: int, rank: int) -> None:
+    """The benchmark of a step on parts of a sequence: what it says came in is what the formulas say."""
+    from corecontext.bench.training import TrainingBench, run_training_bench
+
+    records = run_training_bench(TrainingBench("cpu", (64,), "tiny", (), 4, 9, 1, context_parallel=True))
+    assert [r.name for r in records] == ([] if rank else [f"training.{name}" for name in (
+        "tokens_per_s", "peak_bytes", "received_bytes")])
+    if rank == 0:
+        params = records[-1].params
+        assert (params["gpus"], params["length"], params["fsdp"]) == (world, 64 * world, True)
+        one = context_parallel_traffic(Layout.balanced(64 * world, world, 0), world, group_size=4, window_size=9,
+                                       batch_size=1, num_heads=4, num_kv_heads=2, head_dim=16, item_bytes=4)
+        # Two layers, forward twice because of checkpointing.
+        assert records[-1].value == 2 * (2 * one.forward_bytes + one.backward_bytes) < params["ring_bytes"]
+
+
 def main(settings: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -145,6 +161,7 @@ def main(settings: str) -> None:
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
     operator(world, rank, pairs[rank // 2])
     model(world, rank, pairs[rank // 2])
+    bench(world, rank)
     if settings:
         train(settings)
     dist.destroy_process_group()

@@ -138,6 +138,18 @@ class ModelCost:
         return (2 * (self.linear_weights * seq_len + self.head_weights) + sliding +
                 self.num_layers * attend(seq_len, group_size, window_size))
 
+    def step_flops(self, seq_len: int, group_size: int = 1, window_size: int = 1, *, checkpointing: bool = True) -> int:
+        """Operations of one training step on a sequence: forward, the layers' forward again where activations were
+        forgotten, and backward; the loss's head is computed once (docs/training.md)."""
+        sizes = (seq_len, self.query_heads, self.kv_heads, self.head_dim)
+        forward, backward = (operator_flops(*sizes, group_size=group_size, window_size=window_size, backward=back)
+                             for back in (False, True))
+        sliding = sum(2 * self.query_heads * self.head_dim * _banded_scores(seq_len, window) for window in self.windows)
+        times = 2 if checkpointing else 1
+        layers = self.num_layers * (times * forward + backward) + sliding * (times * FORWARD_PRODUCTS +
+                                                                             BACKWARD_PRODUCTS)
+        return layers + seq_len * (2 * self.linear_weights * (times + 2) + 6 * self.head_weights)
+
     def cache_bytes(self, seq_len: int, group_size: int = 1, window_size: int = 1, cores_per_group: int = 1) -> int:
         """Bytes cached after seq_len tokens, sliding layers included."""
         sizes = (self.kv_heads, self.head_dim, self.itemsize)

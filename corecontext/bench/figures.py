@@ -15,6 +15,7 @@ from typing import Any
 from corecontext.bench.drawing import CCA, FULL, SUFFIXES, check_plot, pyplot, save
 from corecontext.bench.operator_figure import draw_operator
 from corecontext.bench.tables import operator_markdown
+from corecontext.bench.training_figure import draw_training
 from corecontext.record import Record, read_records
 from corecontext.text import write_text
 
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--readme", nargs="?", const="README.md", help="also rewrite the tables of this file")
     options = parser.parse_args(argv)
     results = Path(options.results)
-    for name, draw in (("demo", draw_demo), ("operator", draw_operator)):
+    for name, draw in (("demo", draw_demo), ("operator", draw_operator), ("training", draw_training)):
         if (results / f"{name}.jsonl").exists():
             draw(read_records(results / f"{name}.jsonl"), str(results / f"{name}.svg"))
     if options.readme:

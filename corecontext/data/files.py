@@ -24,7 +24,7 @@ def _open_zst(path: str | Path, mode: str, encoding: str) -> Any:
     return zstandard.open(path, mode, encoding=encoding)
 
 
-OPENERS = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open, ".zst": _open_zst}
+OPENERS: dict[str, Any] = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open, ".zst": _open_zst}
 _BROKEN = (ValueError, OSError, EOFError, lzma.LZMAError, zlib.error)  # what unpacking and parsing raise
 
 

@@ -32,7 +32,7 @@ def train_command() -> Callable[..., None]:
         print(f"{result.model}: {result.steps} steps, " +
               ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items()))
 
-    texts = field_help()
+    texts = {name: " ".join(text.split()) for name, text in field_help().items()}
     recipe = typer.Argument(help="FILE.py:FUNCTION that returns a TrainConfig, or a run's train_config.json.")
     parameters = [inspect.Parameter("recipe", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None,
                                     annotation=Annotated[Optional[str], recipe])]
@@ -46,10 +46,10 @@ def train_command() -> Callable[..., None]:
 
 def _annotation(one: Field, text: str) -> Any:
     """An option for a field; None, not its default, stands for what was not given, which a recipe may give."""
-    default = one.default_factory() if one.default_factory is not MISSING else one.default
+    default: Any = one.default_factory() if one.default_factory is not MISSING else one.default
     if str(one.type).startswith("tuple"):
-        kind: Any = list[str]
-        default, text = " ".join(default), f"{text} May be repeated."
+        kind: Any = list[int] if "int" in str(one.type) else list[str]
+        default, text = " ".join(map(str, default)), f"{text} May be repeated."
     else:
         kind = {"int": int, "float": float, "bool": bool}.get(str(one.type).split(" ")[0], str)
     shown = "" if default in (None, "", {}, False) else f" Default: {default}."

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from corecontext.config import CORE_HEADS, CORE_POSITIONS, POOLINGS, check_choice
+from corecontext.config import CCAConfig, check_choice
 from corecontext.text import UserError
 
 STRATEGIES = ("scratch", "full", "partial", "lora")
@@ -33,7 +33,8 @@ class TrainConfig:
     eval_data: tuple[str, ...] = ()
     """Text that is only evaluated, in the same forms."""
     strategy: str = "full"
-    """What is trained: scratch (all, from random weights), full, partial (W^Q, W^K, W^V) or lora."""
+    """What is trained: scratch (all, from random weights), full, partial (W^Q, W^K, W^V, and what --learned names) or
+    lora."""
     method: str = "cca"
     """Attention: cca, full, window, streaming_llm, lm_infinite or longlora."""
     group_size: int = 16
@@ -41,13 +42,17 @@ class TrainConfig:
     window_size: int = 1024
     """Nearest tokens kept as they are, s."""
     pooling: str = "cca"
-    """What makes a core token: cca, mean or max."""
+    """What makes a core token: cca, mean, max or mean_query."""
     core_position: str = "middle"
     """Rotary position of a core key: middle of its group, or token."""
     core_heads: str = "kv"
     """One core token per kv head or per query head."""
     core_bias: float = 0.0
     """Added to every core token's score."""
+    learned: tuple[str, ...] = ()
+    """Parameters of core tokens that are learned: temperature, probe, distance, key_gain, bias."""
+    layer_group_sizes: tuple[int, ...] = ()
+    """g of each full-attention layer, in order, instead of one for all."""
     shape: dict[str, Any] = field(default_factory=dict)
     """Settings put over the model's config, as JSON; changes of size only from scratch."""
     rope_theta: float | None = None
@@ -117,9 +122,8 @@ class TrainConfig:
         check_choice("strategy", self.strategy, STRATEGIES)
         check_choice("method", self.method, METHODS)
         check_choice("precision", self.precision, PRECISIONS)
-        for name, allowed in (("pooling", POOLINGS), ("core_position", CORE_POSITIONS), ("core_heads", CORE_HEADS)):
-            check_choice(name, getattr(self, name), allowed)
-        for name in ("group_size", "window_size", "workers", "steps", "batch_size", "accumulation", "lora_rank",
+        cca = self.cca()
+        for name in ("workers", "steps", "batch_size", "accumulation", "lora_rank",
                      "loss_chunk", "context_parallel", "save_every", "keep", "log_every"):
             _check_number(name, getattr(self, name), 1, int)
         _check_number("context_length", self.context_length, 2, int)
@@ -134,9 +138,18 @@ class TrainConfig:
                              f"{self.min_learning_rate}.")
         if self.long_tokens is not None:
             _check_number("long_tokens", self.long_tokens, 1, int)
-        if self.context_parallel > 1 and self.method != "cca":
-            raise ValueError(f"context_parallel must be 1 for method {self.method!r}, got {self.context_parallel}. "
-                             "Only core tokens travel.")
+        if self.context_parallel > 1 and (self.method != "cca" or cca.learned or cca.pooling == "mean_query"):
+            raise ValueError(f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca' without "
+                             "learned parameters or pooling 'mean_query': only such core tokens travel.")
+        if self.learned and self.strategy == "lora":
+            raise ValueError("learned must be left out with strategy 'lora', whose checkpoints hold LoRA's matrices "
+                             "only. Use strategy 'partial'.")
+
+    def cca(self) -> CCAConfig:
+        """The settings of the attention, as they stand in the checkpoint."""
+        return CCAConfig(self.group_size, self.window_size, pooling=self.pooling, core_position=self.core_position,
+                         core_heads=self.core_heads, core_bias=self.core_bias, learned=self.learned,
+                         layer_group_sizes=self.layer_group_sizes or None)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for train_config.json."""
@@ -150,7 +163,8 @@ class TrainConfig:
             if key not in known:
                 near = get_close_matches(key, known, 1)
                 raise ValueError(f"unknown recipe key {key!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**fields)
 
     def replace(self, **changes: Any) -> TrainConfig:
         """A copy with some fields changed, validated again."""
@@ -159,9 +173,10 @@ class TrainConfig:
 
 def field_help() -> dict[str, str]:
     """The string under each field of TrainConfig."""
-    body = ast.parse(inspect.getsource(TrainConfig)).body[0].body  # type: ignore[attr-defined]
-    return {one.target.id: text.value.value for one, text in zip(body, body[1:])
-            if isinstance(one, ast.AnnAssign) and isinstance(text, ast.Expr)}
+    body: list[Any] = ast.parse(inspect.getsource(TrainConfig)).body[0].body  # type: ignore[attr-defined]
+    kinds = [type(one) for one in body]
+    return {body[i].target.id: body[i + 1].value.value for i in range(len(body) - 1)
+            if kinds[i:i + 2] == [ast.AnnAssign, ast.Expr]}
 
 
 def load_recipe(name: str) -> TrainConfig:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from corecontext.config import CCAConfig
 from corecontext.loading import check_architecture, load_config, one_line, pick_rival
 from corecontext.text import UserError
 from corecontext.train.config import TrainConfig
@@ -36,8 +35,8 @@ def read_config(config: TrainConfig) -> Any:
     extend_context(hf_config, config.rope_theta, config.context_length)
     if getattr(hf_config, "attention_dropout", 0.0):
         hf_config.attention_dropout = 0.0  # attention weights are never formed
-    if hasattr(hf_config, "cca"):
-        del hf_config.cca  # the run's own settings count
+    if hasattr(hf_config, "cca") and (config.method != "cca" or config.strategy == "scratch"):
+        del hf_config.cca  # else `enable` finds the learned parameters that it names
     return hf_config
 
 
@@ -104,18 +103,12 @@ def replace_attention(model: Any, config: TrainConfig) -> None:
         return
     from corecontext.baselines import enable
 
-    chosen: Any = cca_settings(config)
+    chosen: Any = config.cca()
     if config.method != "cca":
         window_size = None if config.method == "longlora" else config.window_size
         chosen = pick_rival(config.method, None, window_size, None, None)
     with one_line():
         enable(model, chosen)
-
-
-def cca_settings(config: TrainConfig) -> CCAConfig:
-    """The run's g, s and the rest as they stand in the checkpoint."""
-    return CCAConfig(config.group_size, config.window_size, None, config.pooling, config.core_position,
-                     config.core_heads, config.core_bias)
 
 
 def _train_only(model: Any, endings: tuple[str, ...]) -> None:
@@ -152,6 +145,8 @@ def export(config: TrainConfig, saved: Path, target: Path, tokenizer: Any, dtype
     """
     from transformers import AutoModelForCausalLM
 
+    from corecontext.integrations.transformers import enable
+
     if config.strategy == "lora":
         import peft
 
@@ -159,8 +154,8 @@ def export(config: TrainConfig, saved: Path, target: Path, tokenizer: Any, dtype
         model = peft.PeftModel.from_pretrained(model, str(saved)).merge_and_unload()
     else:
         model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
-    model.config.use_cache = True
     if config.method == "cca":
-        model.config.cca = cca_settings(config).to_dict()
+        enable(model, config.cca())  # reads learned parameters, which transformers leaves behind
+    model.config.use_cache = True
     model.to(dtype).save_pretrained(target)
     tokenizer.save_pretrained(target)

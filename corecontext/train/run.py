@@ -78,6 +78,7 @@ def train(config: TrainConfig) -> Result:
         if trainer.save_error is not None:
             _save_after_all(trainer, folder)
     last = latest(folder)
+    assert last is not None  # the last step is always saved
     history = json.loads((last / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     metrics = trainer.evaluate() if eval_rows is not None else {}
     if main:
@@ -129,7 +130,8 @@ def _claim(folder: Path, config: TrainConfig) -> None:
 
 def _rows(config: TrainConfig, tokenizer: Any) -> tuple[PackedRows, PackedRows | None]:
     """Training rows in their order, and rows that are only evaluated."""
-    options = {"text_field": config.text_field, "workers": config.workers, "cache_dir": config.cache_dir}
+    options: dict[str, Any] = {"text_field": config.text_field, "workers": config.workers,
+                               "cache_dir": config.cache_dir}
     documents = read_corpus(config.data, tokenizer, source_field=config.source_field, **options)
     if config.long_tokens is None:
         order = shuffled(len(documents), config.seed)
@@ -149,7 +151,8 @@ def _arguments(config: TrainConfig) -> Any:
 
     hf_logging.set_verbosity_error()
     gpu = torch.cuda.is_available()
-    fsdp = {"fsdp": "full_shard", "fsdp_config": {"version": 2, "activation_checkpointing": config.checkpointing}}
+    fsdp: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"version": 2,
+                                                                  "activation_checkpointing": config.checkpointing}}
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if config.fsdp and (world == 1 or not gpu):
         raise UserError(f"fsdp needs several processes with a GPU each, got {world} on "
