@@ -408,8 +408,8 @@ def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Huggi
           group_size: GroupSize = None, window_size: WindowSize = None,
           policy: Annotated[str, typer.Option(help="g and s of requests that choose none: elastic (by the load), "
                                                    "fixed (the model's), or module:function.")] = "elastic",
-          first_token_limit: Annotated[float, typer.Option(help="Seconds to the first token at which elastic compresses "
-                                                                "most.")] = 2.5,
+          first_token_limit: Annotated[float, typer.Option(help="Seconds to the first token at which elastic "
+                                                                "compresses most.")] = 2.5,
           host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")
                           ] = "127.0.0.1",
           port: Annotated[int, typer.Option(help="0 takes a free one, which the first log line names.")] = 8000,
@@ -458,14 +458,14 @@ def convert(model: Annotated[str, typer.Argument(help="Folder of a checkpoint.")
     run(model, output, cca_config(hf_config, group_size, window_size) if method == "cca" else None)
 
 
-def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, records, figures, report.html. The same "
-                                                    "command goes on where it was interrupted.")],
-              data: Annotated[Optional[str], typer.Option(help="Folder with lm_train, lm_val, lm_test, tokenizer.json and "
-                                                               "the tasks' files (docs/reproduction.md).")] = None,
+def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, records, figures, report.html. The "
+                                                    "same command goes on where it was interrupted.")],
+              data: Annotated[Optional[str], typer.Option(help="Folder with lm_train, lm_val, lm_test, tokenizer.json "
+                                                               "and the tasks' files (docs/reproduction.md).")] = None,
               model: Annotated[Optional[str], typer.Option(help="Evaluate this checkpoint instead of small models "
                                                                 "trained here.")] = None,
-              smoke: Annotated[bool, typer.Option("--smoke", help="Everything with tiny models, in seconds; the numbers "
-                                                                  "mean nothing.")] = False,
+              smoke: Annotated[bool, typer.Option("--smoke", help="Everything with tiny models, in seconds; the "
+                                                                  "numbers mean nothing.")] = False,
               minutes: Annotated[Optional[float], typer.Option(help="Stop after this time; what is under way is saved.")
                                  ] = None,
               stage: Annotated[Optional[list[str]], typer.Option(help="Run this stage and what it needs; may be "

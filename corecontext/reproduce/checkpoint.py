@@ -23,7 +23,7 @@ GRID = tuple((g, s) for g in (2, 8, 16) for s in (1024, 4096))
 """Sizes of Figure 3 at test time."""
 
 
-def reproduce_checkpoint(model: str, data: str, folder: Path, *, settings: Settings = Settings(),
+def reproduce_checkpoint(model: str, data: str, folder: Path, *, settings: Settings | None = None,
                          methods: Sequence[str] = METHODS, grid: Sequence[tuple[int, int]] = GRID,
                          dtype: str = "auto", device: str = "auto", json_path: str | None = None) -> Path:
     """Evaluate and write report.html; every item is kept in items.jsonl, so that the same call goes on.
@@ -43,6 +43,7 @@ def reproduce_checkpoint(model: str, data: str, folder: Path, *, settings: Setti
     if not tasks:
         raise UserError(f"data '{data}' must hold the files of a task (docs/evaluation.md), got none.")
     folder.mkdir(parents=True, exist_ok=True)
+    settings = settings or Settings()
     items, found = str(folder / "items.jsonl"), []
     options = {"dtype": dtype, "device": device, "results": items}
     for method in methods:
@@ -67,9 +68,9 @@ def _page(model: str, rows: Sequence[Row], grid: Sequence[Row], records: Sequenc
     """Tables by task; each number links to its record."""
     page = Page(records)
     record_of = {id(row): record for row, record in zip([*rows, *grid], records)}
-    page.section("what", "What this is", f"<p>The paper's evaluations on {html.escape(Path(model).name)}: no method was "
-                 "trained here, so rows other than the checkpoint's own attention are zero-shot. Scores compare methods "
-                 "under equal conditions, not with published ones.</p>")
+    page.section("what", "What this is", f"<p>The paper's evaluations on {html.escape(Path(model).name)}: no method "
+                 "was trained here, so rows other than the checkpoint's own attention are zero-shot. Scores compare "
+                 "methods under equal conditions, not with published ones.</p>")
     for task in dict.fromkeys(row.task for row in rows):
         here = [row for row in rows if row.task == task]
         names = list(dict.fromkeys(row.method for row in here))
@@ -85,8 +86,8 @@ def _page(model: str, rows: Sequence[Row], grid: Sequence[Row], records: Sequenc
     if grid:
         page.section("flexibility", "Other sizes at test time (Figure 3)", table(
             ["method", "length", "perplexity"],
-            [[html.escape(row.method), str(row.size), page.cell(record_of[id(row)], lambda _, one=row: shown_value(one))]
-             for row in grid if not row.part]))
+            [[html.escape(row.method), str(row.size),
+              page.cell(record_of[id(row)], lambda _, one=row: shown_value(one))] for row in grid if not row.part]))
     wanted = {where: task for task, where in (("multidoc_qa", "Table 3"), ("ruler", "Table 4"), ("mmlu", "Table 6"),
                                               ("longbench", "Table 1"), ("longbench", "Table 2"),
                                               ("longbench", "Table 5"), ("flexibility", "Figure 3"))}

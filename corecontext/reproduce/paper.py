@@ -18,8 +18,9 @@ class Counterpart(NamedTuple):
     """What differs, or why it cannot be had."""
 
 
-_NO_LONGBENCH = ("LongBench-E needs a 7B checkpoint and data that are not here: run `corecontext reproduce --model` "
-                 "with both. The same methods are compared on this page's own tasks, and the costs are counted exactly.")
+_NO_LONGBENCH = ("LongBench-E needs a 7B checkpoint and data that are not here: run `corecontext reproduce "
+                 "--model` with both. The same methods are compared on this page's own tasks, and costs are counted "
+                 "exactly.")
 _SMALL = "A small model trained by this project stands for the 7B one; only order and trend compare."
 
 
