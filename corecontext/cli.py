@@ -291,6 +291,65 @@ def bench_operator(length: Annotated[Optional[list[int]], typer.Option(
     print_table(records)
 
 
+def bench_model(shape: Annotated[str, typer.Option(help="llama2-7b, llama3.1-8b, qwen2.5-7b or tiny, with random "
+                                                       "weights; or a checkpoint's folder or identifier.")],
+                length: Annotated[Optional[list[int]], typer.Option(
+                    help="Context length; may be repeated. Default: 2048; on a GPU 4096, 8192, ... 131072; for --sweep "
+                         "16384, for --throughput 32768.")] = None,
+                method: Annotated[Optional[list[str]], typer.Option(
+                    help="full, sdpa_flash, sdpa_cudnn, streaming_llm or cca; may be repeated. Default: full, "
+                         "streaming_llm and cca; on a GPU all but full.")] = None,
+                what: Annotated[Optional[list[str]], typer.Option(
+                    help="ftl (first token, peak memory, cache) or itl (next tokens); may be repeated. Default: both.")
+                ] = None,
+                sweep: Annotated[bool, typer.Option("--sweep", help="CCA by group and window size.")] = False,
+                throughput: Annotated[bool, typer.Option(
+                    "--throughput", help="Tokens per second at the best batch that fits.")] = False,
+                group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = 16,
+                window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 1024,
+                cache_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8: CCA's cache.")] = "auto",
+                fuse: Annotated[list[str], typer.Option(
+                    help="none, or compile for CCA with its elementwise work fused; may be repeated.")] = ["none"],
+                chunk_size: ChunkSize = None,
+                dtype: Annotated[Optional[str], typer.Option(
+                    help="float32, bfloat16 or float16. Default: float32; on a GPU bfloat16.")] = None,
+                device: Device = "auto",
+                repeats: Annotated[int, typer.Option(help="Samples of each value.")] = 3,
+                steps: Annotated[Optional[int], typer.Option(help="Tokens of one sample of next tokens.")] = None,
+                max_batch: Annotated[Optional[int], typer.Option(help="Largest batch of --throughput.")] = None,
+                baseline_limit_s: Annotated[float, typer.Option(
+                    help="Leave full attention out where a prompt would take longer than this.")] = 60.0,
+                json: Json = None, plot: Plot = None, force: Force = False) -> None:
+    """Whole models, CCA against full attention and StreamingLLM: first token, next token, memory, throughput."""
+    from corecontext.text import check_output
+
+    if sweep and throughput:
+        raise UserError("sweep and throughput must be asked for one at a time, got both. Run the command twice.")
+    check_output(plot, force)
+    check_output(json, force=True)  # appended to
+    if plot is not None:
+        from corecontext.bench.figures import check_plot
+        check_plot(plot)
+    from corecontext.bench.model import run_model_bench
+    from corecontext.bench.model_settings import model_defaults
+    from corecontext.bench.model_tables import print_model
+    from corecontext.loading import one_line, pick_device
+    from corecontext.record import append_records
+
+    given = {"lengths": length, "methods": method, "what": what, "dtype": dtype, "steps": steps, "max_batch": max_batch}
+    with one_line():
+        bench = model_defaults(pick_device(device), shape, mode="sweep" if sweep else "throughput" if throughput else
+                               "lengths", group_size=group_size, window_size=window_size, cache_dtype=cache_dtype,
+                               fuses=fuse, chunk_size=chunk_size, repeats=repeats, baseline_limit_s=baseline_limit_s,
+                               **{name: value for name, value in given.items() if value})
+    # What is measured is kept at once: a long run that is cut short has not been for nothing.
+    records = run_model_bench(bench, lambda new: append_records(json, new) if json is not None else None)
+    if plot is not None:
+        from corecontext.bench.figures import draw_model, draw_sweep
+        (draw_sweep if sweep else draw_model)(records, plot)
+    print_model(records)
+
+
 def bench_train(length: Annotated[Optional[list[int]], typer.Option(
                     help="Tokens of a sequence, or of each process's part; may be repeated. Default: 1024 and 4096; on "
                          "a GPU 8192, 32768, 131072, 262144, 524288.")] = None,
@@ -527,6 +586,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 BENCHES: dict[str, Callable[..., None]] = {
     "operator": bench_operator,
+    "model": bench_model,
     "train": bench_train,
     "serve": bench_serve,
 }

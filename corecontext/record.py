@@ -23,7 +23,7 @@ UNITS = {
     "operator.forward_ms": "ms", "operator.backward_ms": "ms", "operator.forward_backward_ms": "ms",
     "operator.decode_us": "us", "operator.peak_bytes": "bytes", "operator.skipped": "count",
     "model.first_token_s": "s", "model.next_token_ms": "ms", "model.cache_bytes": "bytes", "model.peak_bytes": "bytes",
-    "model.tokens_per_s": "tokens/s",
+    "model.tokens_per_s": "tokens/s", "model.skipped": "count",
     "training.tokens_per_s": "tokens/s", "training.peak_bytes": "bytes", "training.scaling_efficiency": "fraction",
     "training.received_bytes": "bytes", "training.skipped": "count",
     "quality.perplexity": "perplexity", "quality.gain_kept": "fraction", "quality.accuracy": "fraction",

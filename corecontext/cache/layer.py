@@ -95,17 +95,17 @@ class CompactLayer:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry of all rows and heads, keys and values, measured on the buffers."""
-        return sum(x[:, :, :1].numel() * x.element_size() for x in self._buffers)
+        return sum(x[:, :, :1].numel() * x.element_size() for x in self.buffers)
 
     @property
     def nbytes(self) -> int:
         """Bytes in use: the ring and the complete groups' core tokens."""
-        return (self.ring_size + self._num_cores() * self._core_width) * self.entry_bytes if self._buffers else 0
+        return (self.ring_size + self._num_cores() * self._core_width) * self.entry_bytes if self.buffers else 0
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of everything that this layer holds on to."""
-        return sum(x.untyped_storage().nbytes() for x in (*self._buffers, *(self._undo.lost if self._undo else ())))
+        return sum(x.untyped_storage().nbytes() for x in (*self.buffers, *(self._undo.lost if self._undo else ())))
 
     def _num_cores(self) -> int:
         """Core tokens of the longest row."""
@@ -114,7 +114,7 @@ class CompactLayer:
     # What lies in the buffers ----------------------------------------------------------------------------------
 
     @property
-    def _buffers(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """Keys and values, and in 8 bits their scales; [] before the first append."""
         return [x for x in (self.keys, self.values, self.key_scales, self.value_scales) if x is not None]
 
@@ -221,23 +221,23 @@ class CompactLayer:
         past = torch.arange(low, position, device=q.device) % ring
         raw_k, raw_v = k, v
         if low < position:
-            before = self._loaded([cached[rows][:, :, past] for cached in self._buffers], k.dtype)
+            before = self._loaded([cached[rows][:, :, past] for cached in self.buffers], k.dtype)
             raw_k, raw_v = (torch.cat((old.flatten(0, 1), x), 1) for old, x in zip(before, (k, v)))
         old, total = num_complete_groups(position, g), num_complete_groups(position + count, g)
         if total > old:
             ends = slice(old * g + g - 1 - position, total * g - position, g)
             grouped = (x[:, old * g - low:total * g - low].unflatten(1, (total - old, g)) for x in (raw_k, raw_v))
             cores = self._pool(q[:, :, ends], *grouped, scale, softcap)
-            for cached, core in zip(self._buffers, self._stored(*cores)):  # core [N, w, new groups, D or 1]
+            for cached, core in zip(self.buffers, self._stored(*cores)):  # core [N, w, new groups, D or 1]
                 core = core.transpose(1, 2).reshape(-1, heads, (total - old) * width, core.shape[-1])
                 cached[rows, :, ring + old * width:ring + total * width] = core.to(cached.dtype)
         kept = min(count, ring)
         slots = torch.arange(position + count - kept, position + count, device=q.device) % ring
-        for cached, x in zip(self._buffers, stored):
+        for cached, x in zip(self.buffers, stored):
             cached[rows, :, slots] = x[rows, :, last - kept:last].to(cached.dtype)
         if store_only:
             return None
-        cores = self._loaded([x[rows, :, ring:ring + total * width] for x in self._buffers], k.dtype)
+        cores = self._loaded([x[rows, :, ring:ring + total * width] for x in self.buffers], k.dtype)
         core_k, core_v = (x.unflatten(2, (total, width)).transpose(2, 3).flatten(0, 1) for x in cores)  # [N, w, M, D]
         bias = self._core_bias(q.dtype)
         if isinstance(bias, Tensor):
@@ -276,7 +276,7 @@ class CompactLayer:
                 self.seen += 1
             return out
         position = self.seen - self.pad  # [B]
-        for cached, x in zip(self._buffers, self._stored(k, v)):
+        for cached, x in zip(self.buffers, self._stored(k, v)):
             write(cached, (position % ring)[:, None], x)
         if fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads):
             self._close_groups(q, position, scale, softcap)
@@ -292,7 +292,7 @@ class CompactLayer:
             own = torch.eye(width, dtype=torch.bool, device=q.device)[:, None]  # [w, 1, w]
             see_core = see_core & own
         see = torch.cat(((held >= visible * g)[:, None].expand(-1, see_core.shape[1], -1), see_core.flatten(2)), -1)
-        keys, values = self._loaded([x[:, :, :ring + cores * width] for x in self._buffers], q.dtype)
+        keys, values = self._loaded([x[:, :, :ring + cores * width] for x in self.buffers], q.dtype)
         return attend_buffer(q, keys, values, see, ring, scale=scale, softcap=softcap,
                              core_bias=self._core_bias(q.dtype))
 
@@ -317,7 +317,7 @@ class CompactLayer:
         batch, heads, _, dim = self.keys.shape
         inside = torch.arange(g, device=q.device)
         slots = ((position // g * g)[:, None] + inside) % ring  # [B, g]
-        tokens = self._loaded([read(x, slots) for x in self._buffers], q.dtype)
+        tokens = self._loaded([read(x, slots) for x in self.buffers], q.dtype)
         grouped = (x.flatten(0, 1)[:, None] for x in tokens)  # [N, 1, g, D]
         q_last = q.reshape(batch * heads, -1, 1, dim)
         cores = self._pool(q_last, *grouped, scale, softcap)
@@ -326,7 +326,7 @@ class CompactLayer:
             return
         closes = ((position + 1) % g == 0)[:, None, None, None]
         target = ring + (position // g).clamp(0, last_core)[:, None] * width + torch.arange(width, device=q.device)
-        for cached, core in zip(self._buffers, self._stored(*cores)):
+        for cached, core in zip(self.buffers, self._stored(*cores)):
             core = core.reshape(batch, heads, width, core.shape[-1]).to(cached.dtype)
             write(cached, target, torch.where(closes, core, read(cached, target)))
 
@@ -344,13 +344,13 @@ class CompactLayer:
         cores = 0 if self.max_length is None else num_complete_groups(self.max_length, self.group_size)
         shape = (k.shape[0], k.shape[1], self.ring_size + cores * self._core_width)
         like, self._dtype = self._stored(k[:, :, :1], k[:, :, :1]), k.dtype
-        if [(x.shape, x.dtype, x.device) for x in self._buffers] != [((*shape, x.shape[3]), x.dtype, x.device)
+        if [(x.shape, x.dtype, x.device) for x in self.buffers] != [((*shape, x.shape[3]), x.dtype, x.device)
                                                                      for x in like]:
             # Zeros, not garbage: a masked NaN would still reach the output as 0 x NaN.
             self._hold([x.new_zeros(*shape, x.shape[3]) for x in like])
             if self.max_length is not None:
                 self.seen = torch.zeros((), dtype=torch.long, device=k.device)
-                for fixed in (*self._buffers, self.seen, self.pad):
+                for fixed in (*self.buffers, self.seen, self.pad):
                     torch._dynamo.mark_static_address(fixed)
         self._choose_step()
         self.is_empty = False
@@ -439,7 +439,7 @@ class CompactLayer:
         room = self.keys.shape[2] - self.ring_size
         if needed > room:
             room = max(needed, room + max(16, room // 4)) if room else needed
-            self._hold([grown(x, self.ring_size + room) for x in self._buffers])
+            self._hold([grown(x, self.ring_size + room) for x in self.buffers])
 
     def _remember(self, stored: list[Tensor], start: int, new: int) -> None:
         """Keep what a short append pushes out of the ring, so that a rejected draft can be cropped away."""
@@ -448,7 +448,7 @@ class CompactLayer:
         if start and start + new > ring and new <= UNDO_LIMIT and self.max_length is None:
             slots = (start - self.pad[:, None] + torch.arange(min(new, ring), device=self.pad.device)) % ring
             lost = [torch.cat((read(cached, slots), x[:, :, :max(0, new - ring)]), 2)
-                    for cached, x in zip(self._buffers, stored)]
+                    for cached, x in zip(self.buffers, stored)]
             self._undo = _Undo(start, lost, self._intact_from)
 
     def _advance(self, new: int) -> None:
@@ -485,7 +485,7 @@ class CompactLayer:
         if undo is not None:
             kept, count = base - undo.start, min(end - base, self.ring_size)
             slots = (base - self.pad[:, None] + torch.arange(count, device=self.pad.device)) % self.ring_size
-            for cached, lost in zip(self._buffers, undo.lost):
+            for cached, lost in zip(self.buffers, undo.lost):
                 write(cached, slots, lost[:, :, kept:kept + count])
             self._undo = undo._replace(lost=[x[:, :, :kept] for x in undo.lost]) if kept else None
         self._intact_from = intact_from if left else 0
@@ -516,7 +516,7 @@ class CompactLayer:
         # Positions of the tokens that stay; below 0 in short rows, whose entries no query sees.
         kept = (self.seen - self.pad)[:, None] + torch.arange(-ring, 0, device=self.pad.device)
         shrunk = []
-        for cached in self._buffers:
+        for cached in self.buffers:
             smaller = cached.new_empty(*cached.shape[:2], cached.shape[2] - old_ring + ring, cached.shape[3])
             write(smaller, kept % ring, read(cached, kept % old_ring))
             smaller[:, :, ring:] = cached[:, :, old_ring:]
@@ -530,7 +530,7 @@ class CompactLayer:
         """Apply a change of the batch dimension to everything held."""
         if self.keys is None:
             return
-        self._hold([change(x) for x in self._buffers])
+        self._hold([change(x) for x in self.buffers])
         self.pad = change(self.pad)
         self.pads = self.pad.tolist()
         self._note_padding(self.seq_len)
@@ -552,7 +552,7 @@ class CompactLayer:
             self.pad = None
             self.seen = 0
         else:
-            for fixed in (*self._buffers, self.seen, self.pad):
+            for fixed in (*self.buffers, self.seen, self.pad):
                 fixed.zero_()
         self.is_empty, self.pads, self._intact_from, self._undo, self._ended = True, [], 0, None, None
         self.padding_known = True
@@ -560,7 +560,7 @@ class CompactLayer:
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue elsewhere; tensors are those in use, not copies."""
         used = self.ring_size + self._num_cores() * self._core_width
-        keys, values, *scales = [x[:, :, :used] for x in self._buffers] or [None, None]
+        keys, values, *scales = [x[:, :, :used] for x in self.buffers] or [None, None]
         return {"config": self.config.to_dict(), "rollback": self.rollback, "group_size": self.group_size,
                 "core_width": self._core_width, "seen": self.seq_len, "intact_from": self._intact_from,
                 "ended": self._ended, "pad": self.pad, "keys": keys, "values": values, "scales": scales,
