@@ -17,6 +17,8 @@ Model = Annotated[str, typer.Option(help="Folder in the Hugging Face format, or 
 GroupSize = Annotated[Optional[int], typer.Option(help="Tokens per core token, g. Default: the checkpoint's, else 16.")]
 WindowSize = Annotated[Optional[int], typer.Option(help="Nearest tokens kept as they are, s. Default: the checkpoint's,"
                                                         " else 1024.")]
+CacheDtype = Annotated[Optional[str], typer.Option(help="auto, or int8 or fp8 for a cache of 8-bit keys and values. "
+                                                        "Default: the checkpoint's, else auto.")]
 Method = Annotated[str, typer.Option(help="cca, or full for the model's own attention.")]
 Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -61,7 +63,7 @@ def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text t
              group_size: GroupSize = None, window_size: WindowSize = None,
              chunk_size: Annotated[Optional[int], typer.Option(help="Tokens of the prompt read at once; bounds the "
                                                                     "memory. Default: by the free memory.")] = None,
-             dtype: Dtype = "auto", device: Device = "auto",
+             cache_dtype: CacheDtype = None, dtype: Dtype = "auto", device: Device = "auto",
              output: Annotated[Optional[str], typer.Option(help="Write here instead of standard output.")] = None,
              force: Force = False) -> None:
     """Continue a text, printing it as it is made."""
@@ -79,7 +81,8 @@ def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text t
     from corecontext.loading import encode, load
     from corecontext.terminal import progress
 
-    loaded = load(model, method=method, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+    loaded = load(model, method=method, group_size=group_size, window_size=window_size, cache_dtype=cache_dtype,
+                  dtype=dtype, device=device)
     input_ids = encode(loaded, prompt, room_for=max_new_tokens)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
                                "chunk_size": chunk_size}
@@ -101,7 +104,8 @@ def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard
                compare: Annotated[bool, typer.Option("--compare", help="Measure full attention and CCA.")] = False,
                group_size: GroupSize = None, window_size: WindowSize = None,
                chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass; bounds the memory.")] = 1024,
-               dtype: Dtype = "auto", device: Device = "auto", json: Json = None) -> None:
+               cache_dtype: CacheDtype = None, dtype: Dtype = "auto", device: Device = "auto",
+               json: Json = None) -> None:
     """Perplexity of a whole text in one causal pass, by position."""
     from corecontext.text import check_output, read_text
 
@@ -115,7 +119,8 @@ def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard
 
     found = {}
     for one in METHODS[::-1] if compare else (method,):
-        loaded = load(model, method=one, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+        loaded = load(model, method=one, group_size=group_size, window_size=window_size,
+                      cache_dtype=None if compare and one == "full" else cache_dtype, dtype=dtype, device=device)
         input_ids = encode(loaded, text, at_least=2)
         with progress(f"{one}, {input_ids.shape[1]} tokens", input_ids.shape[1]) as advance:
             nll = document_nll(loaded.model, input_ids, chunk_size=chunk_size, on_chunk=advance)
@@ -286,19 +291,63 @@ def bench_operator(length: Annotated[Optional[list[int]], typer.Option(
     print_table(records)
 
 
-def convert(model: Annotated[str, typer.Argument(help="Folder of a checkpoint.")],
-            output: Annotated[str, typer.Argument(help="New folder.")],
-            method: Method = "cca", group_size: GroupSize = None, window_size: WindowSize = None) -> None:
-    """Copy a checkpoint so that it loads with CCA at g and s, or (--method full) as the ordinary model again."""
-    from corecontext.loading import METHODS, cca_config, check_architecture, load_config
+def bench_model(shape: Annotated[str, typer.Option(help="llama2-7b, llama3.1-8b, qwen2.5-7b or tiny, with random "
+                                                       "weights; or a checkpoint's folder or identifier.")],
+                length: Annotated[Optional[list[int]], typer.Option(
+                    help="Context length; may be repeated. Default: 2048; on a GPU 4096, 8192, ... 131072; for --sweep "
+                         "16384, for --throughput 32768.")] = None,
+                method: Annotated[Optional[list[str]], typer.Option(
+                    help="full, sdpa_flash, sdpa_cudnn, streaming_llm or cca; may be repeated. Default: full, "
+                         "streaming_llm and cca; on a GPU all but full.")] = None,
+                what: Annotated[Optional[list[str]], typer.Option(
+                    help="ftl (first token, peak memory, cache) or itl (next tokens); may be repeated. Default: both.")
+                ] = None,
+                sweep: Annotated[bool, typer.Option("--sweep", help="CCA by group and window size.")] = False,
+                throughput: Annotated[bool, typer.Option(
+                    "--throughput", help="Tokens per second at the best batch that fits.")] = False,
+                group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = 16,
+                window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 1024,
+                cache_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8: CCA's cache.")] = "auto",
+                fuse: Annotated[list[str], typer.Option(
+                    help="none, or compile for CCA with its elementwise work fused; may be repeated.")] = ["none"],
+                chunk_size: ChunkSize = None,
+                dtype: Annotated[Optional[str], typer.Option(
+                    help="float32, bfloat16 or float16. Default: float32; on a GPU bfloat16.")] = None,
+                device: Device = "auto",
+                repeats: Annotated[int, typer.Option(help="Samples of each value.")] = 3,
+                steps: Annotated[Optional[int], typer.Option(help="Tokens of one sample of next tokens.")] = None,
+                max_batch: Annotated[Optional[int], typer.Option(help="Largest batch of --throughput.")] = None,
+                baseline_limit_s: Annotated[float, typer.Option(
+                    help="Leave full attention out where a prompt would take longer than this.")] = 60.0,
+                json: Json = None, plot: Plot = None, force: Force = False) -> None:
+    """Whole models, CCA against full attention and StreamingLLM: first token, next token, memory, throughput."""
+    from corecontext.text import check_output
 
-    if method not in METHODS:
-        raise UserError(f"method must be {' or '.join(METHODS)}, got {method!r}.")
-    hf_config = load_config(model)
-    check_architecture(hf_config)
-    from corecontext.train.run import convert as run
+    if sweep and throughput:
+        raise UserError("sweep and throughput must be asked for one at a time, got both. Run the command twice.")
+    check_output(plot, force)
+    check_output(json, force=True)  # appended to
+    if plot is not None:
+        from corecontext.bench.figures import check_plot
+        check_plot(plot)
+    from corecontext.bench.model import run_model_bench
+    from corecontext.bench.model_settings import model_defaults
+    from corecontext.bench.model_tables import print_model
+    from corecontext.loading import one_line, pick_device
+    from corecontext.record import append_records
 
-    run(model, output, cca_config(hf_config, group_size, window_size) if method == "cca" else None)
+    given = {"lengths": length, "methods": method, "what": what, "dtype": dtype, "steps": steps, "max_batch": max_batch}
+    with one_line():
+        bench = model_defaults(pick_device(device), shape, mode="sweep" if sweep else "throughput" if throughput else
+                               "lengths", group_size=group_size, window_size=window_size, cache_dtype=cache_dtype,
+                               fuses=fuse, chunk_size=chunk_size, repeats=repeats, baseline_limit_s=baseline_limit_s,
+                               **{name: value for name, value in given.items() if value})
+    # What is measured is kept at once: a long run that is cut short has not been for nothing.
+    records = run_model_bench(bench, lambda new: append_records(json, new) if json is not None else None)
+    if plot is not None:
+        from corecontext.bench.figures import draw_model, draw_sweep
+        (draw_sweep if sweep else draw_model)(records, plot)
+    print_model(records)
 
 
 def bench_train(length: Annotated[Optional[list[int]], typer.Option(
@@ -365,14 +414,61 @@ def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard in
     print(f"wrote {output}")
 
 
+def bench_serve(mode: Annotated[str, typer.Option(help="day: a day-shaped curve; rising: rate after rate until the "
+                                                       "median wait for the first token passes the limit.")] = "day",
+                variant: Annotated[list[str], typer.Option(help="elastic, fixed, cca:G:S or full; may be repeated.")
+                                   ] = ["elastic", "fixed"],
+                model: Annotated[Optional[str], typer.Option(help="As for serve.")] = None,
+                shape: Annotated[Optional[str], typer.Option(help="llama3.1-8b: a model of these sizes with random "
+                                                                  "weights.")] = None,
+                prompt_length: Annotated[int, typer.Option(help="Tokens of each prompt; all are distinct.")] = 1024,
+                shared_length: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 0,
+                new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
+                seconds: Annotated[float, typer.Option(help="Of the day, or of each rate.")] = 240.0,
+                base_rate: Annotated[float, typer.Option(help="Requests a second at night, or at first.")] = 0.2,
+                peak_rate: Annotated[float, typer.Option(help="Requests a second at the peak, or at last.")] = 2.0,
+                growth: Annotated[float, typer.Option(help="Of a rising load, from rate to rate.")] = 1.25,
+                first_token_limit: Annotated[float, typer.Option(help="Seconds at which a rising load ends.")] = 2.0,
+                seed: Seed = 0, group_size: GroupSize = None, window_size: WindowSize = None,
+                cache_mib: Annotated[Optional[int], typer.Option(help="As for serve.")] = None,
+                max_running: Annotated[int, typer.Option(help="As for serve.")] = 64,
+                rows_per_pool: Annotated[Optional[int], typer.Option(help="As for serve.")] = None,
+                chunk_size: Annotated[Optional[int], typer.Option(help="As for serve.")] = None,
+                dtype: Dtype = "auto", device: Device = "auto", json: Json = None, plot: Plot = None,
+                force: Force = False) -> None:
+    """Latency, throughput and chosen g and s of a server under load; needs the extra 'serve' and httpx."""
+    from corecontext.text import check_output
+
+    check_output(plot, force)
+    check_output(json, force=True)  # appended to
+    if plot is not None:
+        from corecontext.bench.figures import check_plot
+        check_plot(plot)
+    from corecontext.bench.serve import ServeBench, print_table, run_serve_bench
+    from corecontext.loading import one_line
+    from corecontext.record import append_records
+
+    with one_line():
+        bench = ServeBench(mode, tuple(variant), model, shape, prompt_length, shared_length, new_tokens, seconds,
+                           base_rate, peak_rate, growth, first_token_limit, seed, group_size, window_size, cache_mib,
+                           max_running, rows_per_pool, chunk_size, dtype, device)
+    records = run_serve_bench(bench, lambda new: append_records(json, new) if json is not None else None)
+    if plot is not None:
+        from corecontext.bench.serve_figure import draw_serve
+        draw_serve(records, plot)
+    print_table(records)
+
+
 def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Hugging Face format, or an identifier "
                                                             "on the hub. Default: the bundled model.")] = None,
           name: Annotated[Optional[str], typer.Option(help="What clients call the model. Default: the last part of "
                                                            "--model.")] = None,
           method: Annotated[str, typer.Option(help="cca, or full for full attention from a static cache.")] = "cca",
           group_size: GroupSize = None, window_size: WindowSize = None,
-          policy: Annotated[str, typer.Option(help="g and s of requests that choose none: elastic (by the load), fixed "
-                                                   "(the model's), or module:function.")] = "elastic",
+          policy: Annotated[str, typer.Option(help="g and s of requests that choose none: elastic (by the load), "
+                                                   "fixed (the model's), or module:function.")] = "elastic",
+          first_token_limit: Annotated[float, typer.Option(help="Seconds to the first token at which elastic "
+                                                                "compresses most.")] = 2.5,
           host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")
                           ] = "127.0.0.1",
           port: Annotated[int, typer.Option(help="0 takes a free one, which the first log line names.")] = 8000,
@@ -401,8 +497,78 @@ def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Huggi
     key = os.environ.get("CORECONTEXT_API_KEY") or None
     if api_key_file is not None:
         key = read_text(api_key_file).strip()
-    run(Serving(model, name, method, group_size, window_size, policy, host, port, key, cache_mib, max_running,
-                rows_per_pool, queue_limit, chunk_size, max_length, time_limit, dtype, device, random_weights))
+    run(Serving(model, name, method, group_size, window_size, policy, first_token_limit, host, port, key, cache_mib,
+                max_running, rows_per_pool, queue_limit, chunk_size, max_length, time_limit, dtype, device,
+                random_weights))
+
+
+def convert(model: Annotated[str, typer.Argument(help="Folder of a checkpoint.")],
+            output: Annotated[str, typer.Argument(help="New folder.")],
+            method: Method = "cca", group_size: GroupSize = None, window_size: WindowSize = None) -> None:
+    """Copy a checkpoint so that it loads with CCA at g and s, or (--method full) as the ordinary model again."""
+    from corecontext.loading import METHODS, cca_config, check_architecture, load_config
+
+    if method not in METHODS:
+        raise UserError(f"method must be {' or '.join(METHODS)}, got {method!r}.")
+    hf_config = load_config(model)
+    check_architecture(hf_config)
+    from corecontext.train.run import convert as run
+
+    run(model, output, cca_config(hf_config, group_size, window_size) if method == "cca" else None)
+
+
+def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, records, figures, report.html. The "
+                                                    "same command goes on where it was interrupted.")],
+              data: Annotated[Optional[str], typer.Option(help="Folder with lm_train, lm_val, lm_test, tokenizer.json "
+                                                               "and the tasks' files (docs/reproduction.md).")] = None,
+              model: Annotated[Optional[str], typer.Option(help="Evaluate this checkpoint instead of small models "
+                                                                "trained here.")] = None,
+              smoke: Annotated[bool, typer.Option("--smoke", help="Everything with tiny models, in seconds; the "
+                                                                  "numbers mean nothing.")] = False,
+              minutes: Annotated[Optional[float], typer.Option(help="Stop after this time; what is under way is saved.")
+                                 ] = None,
+              stage: Annotated[Optional[list[str]], typer.Option(help="Run this stage and what it needs; may be "
+                                                                      "repeated. Default: all.")] = None,
+              finalist: Annotated[Optional[list[str]], typer.Option(help="A method to run with every seed; may be "
+                                                                         "repeated.")] = None,
+              split: Annotated[str, typer.Option(help="test, or val while choosing among methods.")] = "test",
+              limit: Limit = None, length: Lengths = None, documents: Documents = None, dtype: Dtype = "auto",
+              device: Device = "auto", json: Json = None) -> None:
+    """The paper's tables and figures: with small models trained here, or on a checkpoint."""
+    from pathlib import Path
+
+    from corecontext.text import check_output
+
+    check_output(json, force=True)  # appended to
+    if split not in ("test", "val"):
+        raise UserError(f"split must be test or val, got {split!r}.")
+    if minutes is not None and not minutes > 0:
+        raise UserError(f"minutes must be above 0, got {minutes}.")
+    from corecontext.loading import pick_device
+
+    device = pick_device(device)
+    if model is not None:
+        if data is None:
+            raise UserError("data must be given with a model, got none. Use --data FOLDER.")
+        from corecontext.eval.items import Settings
+        from corecontext.reproduce.checkpoint import reproduce_checkpoint
+
+        settings = Settings(tuple(length or ()), tuple(documents or (20,)), limit=limit)
+        report = reproduce_checkpoint(model, data, Path(out), settings=settings, dtype=dtype, device=device,
+                                      json_path=json)
+        print(f"wrote {report}")
+        return
+    if data is None and not smoke:
+        raise UserError("data must be given, got none. Use --data FOLDER, or --smoke to try the machinery.")
+    from corecontext.reproduce.plan import FULL, SMOKE
+    from corecontext.reproduce.report import write_report
+    from corecontext.reproduce.run import Miniature
+
+    run = Miniature(out, SMOKE if smoke else FULL, data, device, split=split, finalists=tuple(finalist or ()),
+                    minutes=minutes or float("inf"), json_path=json)
+    done = run.run(tuple(stage or ()))
+    report = write_report(Path(out), run.records(), run.size)
+    print(f"wrote {report}" + ("" if done else "; not all stages are done: run the same command again"))
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -415,9 +581,15 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "compare": compare,
     "inspect": inspect,
+    "reproduce": reproduce,
     "info": info,
 }
-BENCHES: dict[str, Callable[..., None]] = {"operator": bench_operator, "train": bench_train}
+BENCHES: dict[str, Callable[..., None]] = {
+    "operator": bench_operator,
+    "model": bench_model,
+    "train": bench_train,
+    "serve": bench_serve,
+}
 
 
 def _version(wanted: bool) -> None:

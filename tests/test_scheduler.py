@@ -335,3 +335,12 @@ def test_models_that_cannot_be_served_are_refused(model):
         Scheduler(hybrid)
     with pytest.raises(ValueError, match="^max_rows must be at least 1, got 0"):
         Scheduler(model, max_rows=0)
+
+
+@pytest.mark.parametrize("setting", [{"learned": ("bias",)}, {"layer_group_sizes": (2, 4)}, {"cache_dtype": "int8"}],
+                         ids=str)
+def test_settings_without_a_place_in_rows_are_refused(setting):
+    with corecontext.enabled(plain := tiny_model("llama"), corecontext.CCAConfig(4, 8, **setting)):
+        with pytest.raises(NotImplementedError, match=f"^{next(iter(setting))} must be .* in a model that is served"):
+            Scheduler(plain)
+        Scheduler(plain, full=True)

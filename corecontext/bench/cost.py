@@ -157,6 +157,20 @@ class ModelCost:
                             cores_per_group=cores_per_group) +
                 sum(cache_bytes(min(seq_len, window), 1, *sizes) for window in self.windows))
 
+    def step_bytes(self, seq_len: int, group_size: int = 1, window_size: int = 1, *, batch: int = 1,
+                   cache_itemsize: float | None = None) -> float:
+        """Bytes that a decoding step with seq_len tokens before it reads at least: weights once, and what it sees.
+
+        Args:
+            cache_itemsize: Bytes of a cached number, scales included, where it is not that of the weights.
+        """
+        itemsize = self.itemsize if cache_itemsize is None else cache_itemsize
+        sizes = (self.kv_heads, self.head_dim, 1)
+        seen = (self.num_layers * decode_bytes(seq_len, *sizes, group_size=group_size, window_size=window_size,
+                                               batch=batch) +
+                sum(decode_bytes(min(seq_len, window - 1), *sizes, batch=batch) for window in self.windows))
+        return self.weight_bytes() + itemsize * seen
+
     def weight_bytes(self) -> int:
         """Bytes of the weights that every decoding step reads."""
         return (self.linear_weights + self.head_weights) * self.itemsize

@@ -145,5 +145,4 @@ def _growth(cache: Any, tokens: int) -> float:
     if cache is None or not tokens:
         return 0.0  # nothing to measure yet
     compact = [layer.compact for layer in cache.layers if isinstance(layer, CCALayer) and not layer.compact.is_empty]
-    rings = sum(2 * one.keys[:, :, :one.ring_size].numel() * one.keys.element_size() for one in compact)
-    return (cache_bytes(cache) - rings) / tokens
+    return (cache_bytes(cache) - sum(one.ring_size * one.entry_bytes for one in compact)) / tokens

@@ -113,7 +113,8 @@ class Scheduler:
 
     Raises:
         ValueError: a setting breaks a rule, or the model is not enabled.
-        NotImplementedError: the model has sliding-window layers.
+        NotImplementedError: the model has sliding-window layers, learned core tokens, group sizes by layer or a cache
+            in 8 bits.
     """
 
     def __init__(self, model: Any, *, full: bool = False, cache_bytes: int = 2 ** 30, max_rows: int = 64,
@@ -125,6 +126,11 @@ class Scheduler:
         if handle.hybrid:
             raise NotImplementedError("models with sliding-window layers cannot be served yet: their caches have no "
                                       "rows that come and go.")
+        for name, plain in () if full else (("learned", ()), ("layer_group_sizes", None), ("cache_dtype", "auto")):
+            if getattr(handle.config, name) != plain:
+                raise NotImplementedError(f"{name} must be {plain!r} in a model that is served, got "
+                                          f"{getattr(handle.config, name)!r}: rows that come and go have no place for "
+                                          "it yet.")
         if chunk_size is None:
             chunk_size = 1024 if model.device.type == "cuda" else 256
         for name, value, least in (("cache_bytes", cache_bytes, 1), ("max_rows", max_rows, 1),

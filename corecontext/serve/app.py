@@ -141,6 +141,7 @@ class Service:
     def __init__(self, scheduler: Scheduler, tokenizer: Any, options: Options) -> None:
         self.scheduler, self.tokenizer, self.options = scheduler, tokenizer, options
         self.metrics = Metrics(scheduler)
+        self.fingerprint = "replica-" + uuid.uuid4().hex[:8]  # which of several servers gave an answer
         self.worker = Worker(scheduler, self._ended)
         self._tokenizing = ThreadPoolExecutor(1, "corecontext-tokenizer")  # long prompts take a while
         eos = scheduler.model.generation_config.eos_token_id
@@ -222,7 +223,8 @@ class Reply:
     def __init__(self, service: Service, answer: Answer, name: str, chat: bool) -> None:
         self.service, self.answer, self.chat = service, answer, chat
         self.head = {"id": name, "object": ("chat.completion" if chat else "text_completion"),
-                     "created": int(time.time()), "model": service.options.model_name}
+                     "created": int(time.time()), "model": service.options.model_name,
+                     "system_fingerprint": service.fingerprint}
 
     def _usage(self) -> dict[str, Any]:
         job = self.answer.job

@@ -149,6 +149,7 @@ class Answer(BaseModel):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[dict[str, Any]]
     usage: Usage
     corecontext: Settings

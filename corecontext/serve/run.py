@@ -14,7 +14,6 @@ from corecontext.text import UserError
 
 BUNDLED = Path(__file__).resolve().parents[1] / "assets" / "demo_model"
 CPU_SHARE, GPU_SHARE = 0.25, 0.8  # of the free memory, for caches
-FIRST_TOKEN_LIMIT_S = 2.0  # seconds to the first token at which the default policy compresses most
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,8 @@ class Serving:
     window_size: int | None = None
     policy: str = "elastic"
     """"elastic", "fixed", or module:function."""
+    first_token_limit: float = 2.5
+    """Seconds to the first token at which the elastic policy compresses most."""
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
@@ -51,8 +52,9 @@ class Serving:
             raise UserError(f"method must be cca or full, got {self.method!r}.")
         if not 0 <= self.port < 2 ** 16:
             raise UserError(f"port must be 0 to {2 ** 16 - 1}, got {self.port}.")
-        if not 0 < self.time_limit_s < float("inf"):
-            raise UserError(f"time-limit must be more than 0 seconds, got {self.time_limit_s}.")
+        for name, value in (("time-limit", self.time_limit_s), ("first-token-limit", self.first_token_limit)):
+            if not 0 < value < float("inf"):
+                raise UserError(f"{name} must be more than 0 seconds, got {value}.")
         for name in ("cache_mib", "max_running", "rows_per_pool", "chunk_size", "max_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -94,7 +96,7 @@ def make_app(serving: Serving) -> Any:
     config = loaded.config
     assert config is not None, "a server's model has CCA enabled, whose place its own caches take under method 'full'"
     if serving.policy == "elastic":
-        policy = table_around(config.group_size, config.window_size, first_token_limit=FIRST_TOKEN_LIMIT_S)
+        policy = table_around(config.group_size, config.window_size, first_token_limit=serving.first_token_limit)
     cuda = loaded.model.device.type == "cuda"
     with one_line():
         scheduler = Scheduler(loaded.model, full=serving.method == "full", policy=policy,
@@ -106,9 +108,10 @@ def make_app(serving: Serving) -> Any:
 
 
 def _random(serving: Serving) -> Loaded:
-    """A model of the config's sizes with random weights, made on the device; the bundled model's tokenizer."""
+    """A model of the config's sizes with random weights, made on the device, and a tokenizer of made-up words."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from corecontext.loading import enable_cca
 
@@ -122,7 +125,10 @@ def _random(serving: Serving) -> Loaded:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     config = cca_config(hf_config, serving.group_size, serving.window_size)
     enable_cca(model.eval(), config)
-    return Loaded(model, AutoTokenizer.from_pretrained(str(BUNDLED)), config)
+    count = hf_config.get_text_config(decoder=True).vocab_size
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return Loaded(model, PreTrainedTokenizerFast(tokenizer_object=words), config)
 
 
 def _cache_bytes(serving: Serving, device: Any) -> int:
