@@ -353,7 +353,8 @@ def bench_model(shape: Annotated[str, typer.Option(help="llama2-7b, llama3.1-8b,
 def bench_train(length: Annotated[Optional[list[int]], typer.Option(
                     help="Tokens of a sequence, or of each process's part; may be repeated. Default: 1024 and 4096; on "
                          "a GPU 8192, 32768, 131072, 262144, 524288.")] = None,
-                shape: Annotated[str, typer.Option(help="llama-1b or tiny.")] = "llama-1b",
+                shape: Annotated[str, typer.Option(help="llama-1b, llama2-7b, llama3.1-8b, qwen2.5-7b or tiny.")
+                                 ] = "llama-1b",
                 method: Annotated[Optional[list[str]], typer.Option(
                     help="cca, full, sdpa_flash or sdpa_cudnn; may be repeated. Default: all that suit.")] = None,
                 context_parallel: Annotated[bool, typer.Option(

@@ -153,7 +153,7 @@ def bench(world: int, rank: int) -> None:
         params = records[-1].params
         assert (params["gpus"], params["length"], params["fsdp"]) == (world, 64 * world, True)
         one = context_parallel_traffic(Layout.balanced(64 * world, world, 0), world, group_size=4, window_size=9,
-                                       batch_size=1, num_heads=4, num_kv_heads=2, head_dim=16, item_bytes=4)
+                                       batch_size=1, num_heads=4, num_kv_heads=2, head_dim=32, item_bytes=4)
         # Two layers, forward twice because of checkpointing.
         assert records[-1].value == 2 * (2 * one.forward_bytes + one.backward_bytes) < params["ring_bytes"]
 

@@ -13,6 +13,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                               "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}),
     "qwen2.5-7b": ("qwen2", {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
                              "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064}),
+    "llama-1b": ("llama", {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+                           "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}),
     "tiny": ("llama", {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
                        "num_key_value_heads": 2, "vocab_size": 512}),
 }

@@ -21,19 +21,13 @@ from torch.nn.attention import sdpa_kernel
 from corecontext.bench.cost import ModelCost
 from corecontext.bench.measure import PeakMemory, queue_seconds
 from corecontext.bench.methods import KERNELS
+from corecontext.bench.shapes import ROTARY, SHAPES
 from corecontext.config import CCAConfig
 from corecontext.loading import is_out_of_memory
 from corecontext.record import Record, device_name, latest, make_record, read_records
 from corecontext.terminal import progress
 from corecontext.text import UserError
 
-SHAPES = {
-    "llama-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 16,
-                 "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32_000},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256},
-}
-"""Settings of LlamaConfig; llama-1b has 1.14 billion weights."""
 LENGTHS = {"cuda": (8192, 32_768, 131_072, 262_144, 524_288), "cpu": (1024, 4096)}
 LOSS_CHUNK = 2048
 CHECK_LENGTH, CHECK_TOLERANCE = 512, {"float32": 1e-4, "bfloat16": 2e-2}
@@ -58,7 +52,7 @@ class TrainingBench:
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
-            raise UserError(f"shape must be {' or '.join(SHAPES)}, got {self.shape!r}.")
+            raise UserError(f"shape must be one of {', '.join(SHAPES)}, got {self.shape!r}.")
         known = ("cca", "full", *KERNELS)
         for method in self.methods:
             if method not in known:
@@ -120,20 +114,22 @@ class _Trial:
     """The model on this process, its optimiser, and steps of every length."""
 
     def __init__(self, bench: TrainingBench, rank: int, world: int) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         from corecontext.integrations.transformers import enable
         from corecontext.train.loss import compute_loss_in_chunks
 
         self.bench, self.rank, self.world = bench, rank, world
-        sizes: dict[str, Any] = SHAPES[bench.shape]
+        kind, sizes = SHAPES[bench.shape]
         longest = max(*bench.lengths, CHECK_LENGTH) * world
-        hf_config = LlamaConfig(**sizes, max_position_embeddings=longest, use_cache=False, tie_word_embeddings=False,
-                                bos_token_id=None, eos_token_id=None)
+        hf_config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=longest, rope_parameters=ROTARY,
+                                         use_cache=False, tie_word_embeddings=False, bos_token_id=None,
+                                         eos_token_id=None, pad_token_id=None)
         self.cost = ModelCost.of(hf_config)
         torch.manual_seed(0)
         with torch.device(bench.device):
-            self.model: Any = LlamaForCausalLM(hf_config).train()
+            self.model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32,
+                                                               attn_implementation="sdpa").train()
         compute_loss_in_chunks(self.model, LOSS_CHUNK)
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.config = CCAConfig(bench.group_size, bench.window_size)
@@ -171,7 +167,7 @@ class _Trial:
     def _loss(self, length: int, whole: bool = False) -> torch.Tensor:
         """This process's share of the mean loss on random tokens, which are the same everywhere; length of all."""
         bench = self.bench
-        ids = torch.randint(0, SHAPES[bench.shape]["vocab_size"], (1, length), device=bench.device,
+        ids = torch.randint(0, self.model.config.vocab_size, (1, length), device=bench.device,
                             generator=torch.Generator(bench.device).manual_seed(1))
         inputs = {"input_ids": ids, "shift_labels": torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]}
         if self.handle is not None:
