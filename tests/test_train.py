@@ -90,7 +90,7 @@ def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys):
 
 
 def test_killed_in_a_save_and_in_a_deletion_it_continues_bit_for_bit(setting, whole, tmp_path):
-    config = setting.replace(output=str(tmp_path / "run"), keep=1)
+    config = setting.replace(output=str(tmp_path / "run"), keep=1, eval_data=setting.data[:1])
     program = Path(__file__).with_name("train_killed.py")
     done = subprocess.run([sys.executable, str(program), repr(config)], capture_output=True, text=True, timeout=120,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
@@ -103,6 +103,10 @@ def test_killed_in_a_save_and_in_a_deletion_it_continues_bit_for_bit(setting, wh
     assert sorted(path.name for path in Path(config.output).iterdir()) == ["checkpoint-6", "model", "train_config.json"]
     with pytest.raises(UserError, match="already holds the finished run in model/"):
         train(config)
+    (tmp_path / "run/model").rename(tmp_path / "first")  # as if it had been killed before the last line of all
+    train(config)
+    assert_equal(weights(config), whole)
+    assert (tmp_path / "first/README.md").read_text() == (tmp_path / "run/model/README.md").read_text()
 
 
 def test_a_full_disk_loses_nothing(setting, whole, tmp_path, monkeypatch, caplog):
@@ -185,6 +189,7 @@ def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, tmp_path):
                             ({"long_tokens": 9}, "source_field must be given with long_tokens"),
                             ({"shape": {"heads": 3}}, "shape must name settings of llama, got 'heads'"),
                             ({"context_length": 9999}, "must hold at least one row of 9999 tokens, got 4500 tokens"),
+                            ({"report_to": ("nobody",)}, "report_to 'nobody' needs the package"),
                             ({"data": ()}, "data must name at least one file")):
         with pytest.raises(UserError, match=message):
             train(setting.replace(**{"output": str(tmp_path / "new"), **change}))

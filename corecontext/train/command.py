@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, Optional
@@ -29,6 +30,8 @@ def train_command() -> Callable[..., None]:
 
         result = run(config)
         losses = {"loss": result.losses[-1][1], **{k: v for k, v in result.metrics.items() if k.startswith("eval_")}}
+        if int(os.environ.get("RANK", "0")):  # torchrun's others
+            return
         print(f"{result.model}: {result.steps} steps, " +
               ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items()))
 

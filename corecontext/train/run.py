@@ -55,6 +55,10 @@ def train(config: TrainConfig) -> Result:
     for package in ("accelerate", "datasets", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"training needs the package {package}. Install corecontext[train].")
+    for package in config.report_to:
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"report_to {package!r} needs the package of that name. Install it, or leave --report-to "
+                            "out.")
     if not config.output:
         raise UserError("output must be given, got none. Use --output FOLDER.")
     if config.long_tokens is not None and config.source_field is None:
@@ -73,10 +77,9 @@ def train(config: TrainConfig) -> Result:
         if main:
             _claim(folder, config)
     resume = latest(folder)
-    if resume is None or step_of(resume) < config.steps:
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-        if trainer.save_error is not None:
-            _save_after_all(trainer, folder)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    if trainer.save_error is not None:
+        _save_after_all(trainer, folder)
     last = latest(folder)
     assert last is not None  # the last step is always saved
     history = json.loads((last / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
@@ -151,7 +154,7 @@ def _arguments(config: TrainConfig) -> Any:
 
     hf_logging.set_verbosity_error()
     gpu = torch.cuda.is_available()
-    fsdp: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"version": 2,
+    fsdp: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2,
                                                                   "activation_checkpointing": config.checkpointing}}
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if config.fsdp and (world == 1 or not gpu):
