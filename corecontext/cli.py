@@ -10,12 +10,15 @@ from typing import Annotated, Any, Optional
 import typer
 
 from corecontext.text import UserError
+from corecontext.train.command import train_command
 
 # typer reads these annotations at run time on Python 3.10 as well, hence Optional.
 Model = Annotated[str, typer.Option(help="Folder in the Hugging Face format, or an identifier on the hub.")]
 GroupSize = Annotated[Optional[int], typer.Option(help="Tokens per core token, g. Default: the checkpoint's, else 16.")]
 WindowSize = Annotated[Optional[int], typer.Option(help="Nearest tokens kept as they are, s. Default: the checkpoint's,"
                                                         " else 1024.")]
+CacheDtype = Annotated[Optional[str], typer.Option(help="auto, or int8 or fp8 for a cache of 8-bit keys and values. "
+                                                        "Default: the checkpoint's, else auto.")]
 Method = Annotated[str, typer.Option(help="cca, or full for the model's own attention.")]
 Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -60,7 +63,7 @@ def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text t
              group_size: GroupSize = None, window_size: WindowSize = None,
              chunk_size: Annotated[Optional[int], typer.Option(help="Tokens of the prompt read at once; bounds the "
                                                                     "memory. Default: by the free memory.")] = None,
-             dtype: Dtype = "auto", device: Device = "auto",
+             cache_dtype: CacheDtype = None, dtype: Dtype = "auto", device: Device = "auto",
              output: Annotated[Optional[str], typer.Option(help="Write here instead of standard output.")] = None,
              force: Force = False) -> None:
     """Continue a text, printing it as it is made."""
@@ -78,7 +81,8 @@ def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text t
     from corecontext.loading import encode, load
     from corecontext.terminal import progress
 
-    loaded = load(model, method=method, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+    loaded = load(model, method=method, group_size=group_size, window_size=window_size, cache_dtype=cache_dtype,
+                  dtype=dtype, device=device)
     input_ids = encode(loaded, prompt, room_for=max_new_tokens)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
                                "chunk_size": chunk_size}
@@ -100,7 +104,8 @@ def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard
                compare: Annotated[bool, typer.Option("--compare", help="Measure full attention and CCA.")] = False,
                group_size: GroupSize = None, window_size: WindowSize = None,
                chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass; bounds the memory.")] = 1024,
-               dtype: Dtype = "auto", device: Device = "auto", json: Json = None) -> None:
+               cache_dtype: CacheDtype = None, dtype: Dtype = "auto", device: Device = "auto",
+               json: Json = None) -> None:
     """Perplexity of a whole text in one causal pass, by position."""
     from corecontext.text import check_output, read_text
 
@@ -114,7 +119,8 @@ def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard
 
     found = {}
     for one in METHODS[::-1] if compare else (method,):
-        loaded = load(model, method=one, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+        loaded = load(model, method=one, group_size=group_size, window_size=window_size,
+                      cache_dtype=None if compare and one == "full" else cache_dtype, dtype=dtype, device=device)
         input_ids = encode(loaded, text, at_least=2)
         with progress(f"{one}, {input_ids.shape[1]} tokens", input_ids.shape[1]) as advance:
             nll = document_nll(loaded.model, input_ids, chunk_size=chunk_size, on_chunk=advance)
@@ -285,6 +291,104 @@ def bench_operator(length: Annotated[Optional[list[int]], typer.Option(
     print_table(records)
 
 
+def bench_model(shape: Annotated[str, typer.Option(help="llama2-7b, llama3.1-8b, qwen2.5-7b or tiny, with random "
+                                                       "weights; or a checkpoint's folder or identifier.")],
+                length: Annotated[Optional[list[int]], typer.Option(
+                    help="Context length; may be repeated. Default: 2048; on a GPU 4096, 8192, ... 131072; for --sweep "
+                         "16384, for --throughput 32768.")] = None,
+                method: Annotated[Optional[list[str]], typer.Option(
+                    help="full, sdpa_flash, sdpa_cudnn, streaming_llm or cca; may be repeated. Default: full, "
+                         "streaming_llm and cca; on a GPU all but full.")] = None,
+                what: Annotated[Optional[list[str]], typer.Option(
+                    help="ftl (first token, peak memory, cache) or itl (next tokens); may be repeated. Default: both.")
+                ] = None,
+                sweep: Annotated[bool, typer.Option("--sweep", help="CCA by group and window size.")] = False,
+                throughput: Annotated[bool, typer.Option(
+                    "--throughput", help="Tokens per second at the best batch that fits.")] = False,
+                group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = 16,
+                window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 1024,
+                cache_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8: CCA's cache.")] = "auto",
+                fuse: Annotated[list[str], typer.Option(
+                    help="none, or compile for CCA with its elementwise work fused; may be repeated.")] = ["none"],
+                chunk_size: ChunkSize = None,
+                dtype: Annotated[Optional[str], typer.Option(
+                    help="float32, bfloat16 or float16. Default: float32; on a GPU bfloat16.")] = None,
+                device: Device = "auto",
+                repeats: Annotated[int, typer.Option(help="Samples of each value.")] = 3,
+                steps: Annotated[Optional[int], typer.Option(help="Tokens of one sample of next tokens.")] = None,
+                max_batch: Annotated[Optional[int], typer.Option(help="Largest batch of --throughput.")] = None,
+                baseline_limit_s: Annotated[float, typer.Option(
+                    help="Leave full attention out where a prompt would take longer than this.")] = 60.0,
+                json: Json = None, plot: Plot = None, force: Force = False) -> None:
+    """Whole models, CCA against full attention and StreamingLLM: first token, next token, memory, throughput."""
+    from corecontext.text import check_output
+
+    if sweep and throughput:
+        raise UserError("sweep and throughput must be asked for one at a time, got both. Run the command twice.")
+    check_output(plot, force)
+    check_output(json, force=True)  # appended to
+    if plot is not None:
+        from corecontext.bench.figures import check_plot
+        check_plot(plot)
+    from corecontext.bench.model import run_model_bench
+    from corecontext.bench.model_settings import model_defaults
+    from corecontext.bench.model_tables import print_model
+    from corecontext.loading import one_line, pick_device
+    from corecontext.record import append_records
+
+    given = {"lengths": length, "methods": method, "what": what, "dtype": dtype, "steps": steps, "max_batch": max_batch}
+    with one_line():
+        bench = model_defaults(pick_device(device), shape, mode="sweep" if sweep else "throughput" if throughput else
+                               "lengths", group_size=group_size, window_size=window_size, cache_dtype=cache_dtype,
+                               fuses=fuse, chunk_size=chunk_size, repeats=repeats, baseline_limit_s=baseline_limit_s,
+                               **{name: value for name, value in given.items() if value})
+    # What is measured is kept at once: a long run that is cut short has not been for nothing.
+    records = run_model_bench(bench, lambda new: append_records(json, new) if json is not None else None)
+    if plot is not None:
+        from corecontext.bench.figures import draw_model, draw_sweep
+        (draw_sweep if sweep else draw_model)(records, plot)
+    print_model(records)
+
+
+def bench_train(length: Annotated[Optional[list[int]], typer.Option(
+                    help="Tokens of a sequence, or of each process's part; may be repeated. Default: 1024 and 4096; on "
+                         "a GPU 8192, 32768, 131072, 262144, 524288.")] = None,
+                shape: Annotated[str, typer.Option(help="llama-1b, llama2-7b, llama3.1-8b, qwen2.5-7b or tiny.")
+                                 ] = "llama-1b",
+                method: Annotated[Optional[list[str]], typer.Option(
+                    help="cca, full, sdpa_flash or sdpa_cudnn; may be repeated. Default: all that suit.")] = None,
+                context_parallel: Annotated[bool, typer.Option(
+                    "--context-parallel", help="One sequence on all processes that torchrun started.")] = False,
+                group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = 16,
+                window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 1024,
+                repeats: Annotated[int, typer.Option(help="Steps that are timed, after one that warms up.")] = 3,
+                limit_s: Annotated[float, typer.Option(help="Leave a method out where a step would take longer.")] = 60,
+                device: Device = "auto", json: Json = None, plot: Plot = None, force: Force = False) -> None:
+    """Tokens per second and peak memory of a full fine-tuning step, with CCA and with full attention."""
+    from corecontext.text import check_output
+
+    check_output(plot, force)
+    check_output(json, force=True)  # appended to
+    if plot is not None:
+        from corecontext.bench.figures import check_plot
+        check_plot(plot)
+    from corecontext.bench.training import LENGTHS, TrainingBench, run_training_bench
+    from corecontext.bench.training_figure import draw_training, print_training
+    from corecontext.loading import one_line, pick_device
+    from corecontext.record import append_records
+
+    device = pick_device(device)
+    with one_line():
+        bench = TrainingBench(device, length or LENGTHS["cuda" if device.startswith("cuda") else "cpu"], shape,
+                              method or (), group_size, window_size, repeats, limit_s, context_parallel)
+    records = run_training_bench(bench, lambda new: append_records(json, new) if json is not None else None, json)
+    if not records:  # another process has them
+        return
+    if plot is not None:
+        draw_training(records, plot)
+    print_training(records)
+
+
 def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard input.")], model: Model,
             output: Annotated[str, typer.Option(help="The page, an .html file.")],
             max_tokens: Annotated[int, typer.Option(help="Look at no more than the text's first tokens.")] = 512,
@@ -309,6 +413,109 @@ def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard in
     loaded = load(model, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
     write_text(output, inspect_text(loaded, model, text, max_tokens, queries, position or (), layer or ()))
     print(f"wrote {output}")
+
+
+def bench_serve(mode: Annotated[str, typer.Option(help="day: a day-shaped curve; rising: rate after rate until the "
+                                                       "median wait for the first token passes the limit.")] = "day",
+                variant: Annotated[list[str], typer.Option(help="elastic, fixed, cca:G:S or full; may be repeated.")
+                                   ] = ["elastic", "fixed"],
+                model: Annotated[Optional[str], typer.Option(help="As for serve.")] = None,
+                shape: Annotated[Optional[str], typer.Option(help="llama3.1-8b: a model of these sizes with random "
+                                                                  "weights.")] = None,
+                prompt_length: Annotated[int, typer.Option(help="Tokens of each prompt; all are distinct.")] = 1024,
+                shared_length: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 0,
+                new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
+                seconds: Annotated[float, typer.Option(help="Of the day, or of each rate.")] = 240.0,
+                base_rate: Annotated[float, typer.Option(help="Requests a second at night, or at first.")] = 0.2,
+                peak_rate: Annotated[float, typer.Option(help="Requests a second at the peak, or at last.")] = 2.0,
+                growth: Annotated[float, typer.Option(help="Of a rising load, from rate to rate.")] = 1.25,
+                first_token_limit: Annotated[float, typer.Option(help="Seconds at which a rising load ends.")] = 2.0,
+                seed: Seed = 0, group_size: GroupSize = None, window_size: WindowSize = None,
+                cache_mib: Annotated[Optional[int], typer.Option(help="As for serve.")] = None,
+                max_running: Annotated[int, typer.Option(help="As for serve.")] = 64,
+                rows_per_pool: Annotated[Optional[int], typer.Option(help="As for serve.")] = None,
+                chunk_size: Annotated[Optional[int], typer.Option(help="As for serve.")] = None,
+                dtype: Dtype = "auto", device: Device = "auto", json: Json = None, plot: Plot = None,
+                force: Force = False) -> None:
+    """Latency, throughput and chosen g and s of a server under load; needs the extra 'serve' and httpx."""
+    from corecontext.text import check_output
+
+    check_output(plot, force)
+    check_output(json, force=True)  # appended to
+    if plot is not None:
+        from corecontext.bench.figures import check_plot
+        check_plot(plot)
+    from corecontext.bench.serve import ServeBench, print_table, run_serve_bench
+    from corecontext.loading import one_line
+    from corecontext.record import append_records
+
+    with one_line():
+        bench = ServeBench(mode, tuple(variant), model, shape, prompt_length, shared_length, new_tokens, seconds,
+                           base_rate, peak_rate, growth, first_token_limit, seed, group_size, window_size, cache_mib,
+                           max_running, rows_per_pool, chunk_size, dtype, device)
+    records = run_serve_bench(bench, lambda new: append_records(json, new) if json is not None else None)
+    if plot is not None:
+        from corecontext.bench.serve_figure import draw_serve
+        draw_serve(records, plot)
+    print_table(records)
+
+
+def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Hugging Face format, or an identifier "
+                                                            "on the hub. Default: the bundled model.")] = None,
+          name: Annotated[Optional[str], typer.Option(help="What clients call the model. Default: the last part of "
+                                                           "--model.")] = None,
+          method: Annotated[str, typer.Option(help="cca, or full for full attention from a static cache.")] = "cca",
+          group_size: GroupSize = None, window_size: WindowSize = None,
+          policy: Annotated[str, typer.Option(help="g and s of requests that choose none: elastic (by the load), "
+                                                   "fixed (the model's), or module:function.")] = "elastic",
+          first_token_limit: Annotated[float, typer.Option(help="Seconds to the first token at which elastic "
+                                                                "compresses most.")] = 2.5,
+          host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")
+                          ] = "127.0.0.1",
+          port: Annotated[int, typer.Option(help="0 takes a free one, which the first log line names.")] = 8000,
+          api_key_file: Annotated[Optional[str], typer.Option(help="File with the key that clients must send. Default: "
+                                                                   "the variable CORECONTEXT_API_KEY; none: no key.")
+                                  ] = None,
+          cache_mib: Annotated[Optional[int], typer.Option(help="Budget of all caches, MiB. Default: by the free "
+                                                                "memory.")] = None,
+          max_running: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
+          rows_per_pool: Annotated[Optional[int], typer.Option(help="Slots of cache allocated at once. Default: 8; on "
+                                                                    "a GPU 16.")] = None,
+          queue_limit: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 256,
+          chunk_size: Annotated[Optional[int], typer.Option(help="Tokens of a prompt read between two steps. Default: "
+                                                                 "256; on a GPU 1024.")] = None,
+          max_length: Annotated[Optional[int], typer.Option(help="Most tokens of prompt and answer. Default: the "
+                                                                 "model's.")] = None,
+          time_limit: Annotated[float, typer.Option(help="Seconds after which a request is ended.")] = 600.0,
+          dtype: Dtype = "auto", device: Device = "auto",
+          random_weights: Annotated[bool, typer.Option("--random-weights", help="Make weights up; --model needs only "
+                                                                                "config.json. For benchmarks.")] = False
+          ) -> None:
+    """Serve a model to many users by the OpenAI protocol; needs the extra 'serve'."""
+    from corecontext.serve.run import Serving, run
+    from corecontext.text import read_text
+
+    key = os.environ.get("CORECONTEXT_API_KEY") or None
+    if api_key_file is not None:
+        key = read_text(api_key_file).strip()
+    run(Serving(model, name, method, group_size, window_size, policy, first_token_limit, host, port, key, cache_mib,
+                max_running, rows_per_pool, queue_limit, chunk_size, max_length, time_limit, dtype, device,
+                random_weights))
+
+
+def convert(model: Annotated[str, typer.Argument(help="Folder of a checkpoint.")],
+            output: Annotated[str, typer.Argument(help="New folder.")],
+            method: Method = "cca", group_size: GroupSize = None, window_size: WindowSize = None) -> None:
+    """Copy a checkpoint so that it loads with CCA at g and s, or (--method full) as the ordinary model again."""
+    from corecontext.loading import METHODS, cca_config, check_architecture, load_config
+
+    if method not in METHODS:
+        raise UserError(f"method must be {' or '.join(METHODS)}, got {method!r}.")
+    hf_config = load_config(model)
+    check_architecture(hf_config)
+    from corecontext.train.run import convert as run
+
+    run(model, output, cca_config(hf_config, group_size, window_size) if method == "cca" else None)
 
 
 def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, records, figures, report.html. The "
@@ -365,10 +572,25 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
     print(f"wrote {report}" + ("" if done else "; not all stages are done: run the same command again"))
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "generate": generate, "perplexity": perplexity, "info": info,
-                                             "eval": evaluate, "compare": compare,
-                                             "inspect": inspect, "reproduce": reproduce}
-BENCHES: dict[str, Callable[..., None]] = {"operator": bench_operator}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "generate": generate,
+    "serve": serve,
+    "train": train_command(),
+    "convert": convert,
+    "perplexity": perplexity,
+    "eval": evaluate,
+    "compare": compare,
+    "inspect": inspect,
+    "reproduce": reproduce,
+    "info": info,
+}
+BENCHES: dict[str, Callable[..., None]] = {
+    "operator": bench_operator,
+    "model": bench_model,
+    "train": bench_train,
+    "serve": bench_serve,
+}
 
 
 def _version(wanted: bool) -> None:

@@ -12,6 +12,7 @@ LEARNED_WEIGHTS = ("temperature", "probe", "distance", "key_gain")
 LEARNED = (*LEARNED_WEIGHTS, "bias")
 CORE_POSITIONS = ("middle", "token")
 CORE_HEADS = ("kv", "query")
+CACHE_DTYPES = ("auto", "int8", "fp8")
 BACKENDS = ("auto", "reference", "packed", "triton")
 
 
@@ -39,6 +40,9 @@ class CCAConfig:
     the values), "distance" and "key_gain" change how core tokens are made, "bias" is added to their scores."""
     layer_group_sizes: tuple[int, ...] | None = None
     """g of each full-attention layer, in order, instead of group_size for all."""
+    cache_dtype: str = "auto"
+    """How caches hold keys and values: "auto" (as they come), or in 8 bits with a scale for each entry and head,
+    "int8" or "fp8" (e4m3). What goes through a cache then sees the rounded ones; training without one does not."""
     backend: str = "auto"
     """Who computes: "auto", "packed" (plain torch, linear memory), "triton" (GPU kernels) or "reference" (dense)."""
 
@@ -48,7 +52,7 @@ class CCAConfig:
         if self.num_groups is not None:
             _check_positive_int("num_groups", self.num_groups)
         for name, allowed in (("pooling", POOLINGS), ("core_position", CORE_POSITIONS),
-                              ("core_heads", CORE_HEADS), ("backend", BACKENDS)):
+                              ("core_heads", CORE_HEADS), ("cache_dtype", CACHE_DTYPES), ("backend", BACKENDS)):
             check_choice(name, getattr(self, name), allowed)
         if isinstance(self.core_bias, bool) or not isinstance(self.core_bias, (int, float)):
             raise TypeError(f"core_bias must be a number, got {self.core_bias!r}. Use 0.0 for none.")

@@ -179,8 +179,8 @@ def run_tests(nodes: list[str], fault: Fault | None = None) -> tuple[bool, str]:
                 raise ValueError(f"{fault.name}: {fault.file} no longer holds {fault.old!r}. Update the fault.")
             path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
         env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *nodes], cwd=copy,
-                              env=env, capture_output=True, text=True)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *nodes]
+        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
     errors = [line[1:].strip() for line in done.stdout.splitlines() if re.match(r"E  +\S", line)]
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest could not run {nodes}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

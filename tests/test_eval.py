@@ -16,7 +16,7 @@ from tiny_model import save_tiny_model
 from corecontext.cli import main
 from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, runner
 from corecontext.eval.evaluate import data_paths, of_task
-from corecontext.eval.files import find_file, model_hash, read_lines
+from corecontext.data.files import find_file, model_hash, read_lines
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import data_hashes, run_task
 from corecontext.eval.subject import ModelSubject

@@ -511,10 +511,54 @@ def test_fused_modules_change_no_token(model):
     assert all(module._compiled_call_impl is None for module in model.modules())
 
 
+@pytest.fixture
+def tracing(monkeypatch):
+    """torch.compile that traces and runs what it traced, without the minutes of a real compiler; counts graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile(*args, backend=counter, **options))
+    yield counter
+    torch._dynamo.reset()
+
+
+def test_a_fused_step_is_one_graph_and_changes_no_token(model, tracing):
+    ids, mask, _ = ragged()
+    expected = Engine(model, static=True).generate(ids, mask, max_new_tokens=12)
+    engine = Engine(model, fuse="compile", chunk_size=16)
+    engine.fused._compiled = []  # the step alone
+    assert engine.static and engine.generate(ids, mask, max_new_tokens=12) == expected
+    assert tracing.frame_count == 1
+    assert engine.generate(ids, mask, max_new_tokens=12) == expected and tracing.frame_count == 1  # compiled once
+    other = {"max_new_tokens": 5, "group_size": 3, "window_size": 9}
+    assert engine.generate(ids, mask, **other) == Engine(model, static=True).generate(ids, mask, **other)
+    growing = Engine(model, fuse="compile", static=False)
+    assert growing.generate(ids, mask, max_new_tokens=12) == expected
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(model, monkeypatch):
+    from torch._dynamo.exc import Unsupported
+    calls = []
+
+    def broken(*args, **options):
+        calls.append(1)
+        raise Unsupported("no compiler here\nand more")
+
+    ids, expected = tokens(1, 40), Engine(model, static=True).generate(tokens(1, 40), max_new_tokens=6)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: broken)
+    engine = Engine(model, fuse="compile")
+    with pytest.warns(UserWarning, match="cannot be compiled, so it runs as it is, which is slower: no compiler here$"
+                      ) as seen:
+        assert engine.generate(ids, max_new_tokens=6) == expected
+    assert {str(one.message).split()[0] for one in seen} == {"LlamaForCausalLM", "LlamaMLP", "LlamaRMSNorm"}
+    assert len(calls) == 7 + 1  # each module and the step tried once
+    assert engine.generate(ids, max_new_tokens=6) == expected and len(calls) == 8
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"fuse": "compile"}, {"compile": True}], ids=str)
-def test_compiled_modules_and_steps_change_no_token(model, options):
+def test_compiled_modules_and_steps_change_no_token(model):
     ids, mask, _ = ragged()
     expected = Engine(model, static=True).generate(ids, mask, max_new_tokens=12)
     torch._dynamo.reset()
-    assert Engine(model, static=True, chunk_size=16, **options).generate(ids, mask, max_new_tokens=12) == expected
+    assert Engine(model, fuse="compile", chunk_size=16).generate(ids, mask, max_new_tokens=12) == expected

@@ -65,7 +65,9 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     settings = getattr(config, "cca", None) or {}
     if settings.get("core_heads") == "query":
         kv_heads = heads
-    return 2 * text.num_hidden_layers * kv_heads * head_dim * dtype.itemsize / settings.get("group_size", 1)
+    eight_bit = settings.get("cache_dtype", "auto") != "auto"
+    vector = head_dim + 4 if eight_bit else head_dim * dtype.itemsize  # codes and a scale
+    return 2 * text.num_hidden_layers * kv_heads * vector / settings.get("group_size", 1)
 
 
 def free_bytes(device: torch.device) -> int | None:

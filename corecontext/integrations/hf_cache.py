@@ -87,6 +87,27 @@ class CCALayer(CacheLayerMixin):
         return len(self.compact.pads) or -1
 
 
+class GivenLayer(CCALayer):
+    """A layer whose attention is given: anything with `attend`, such as the rows of a pool, one token each."""
+
+    def __init__(self, attention) -> None:
+        CacheLayerMixin.__init__(self)
+        self.compact = attention
+        self.is_compileable = False
+
+    def get_seq_length(self) -> int:
+        """0: rows have lengths of their own, and their positions come with the call."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """No mask is needed."""
+        return 0, 0
+
+    def get_max_length(self) -> int:
+        """No common one."""
+        return -1
+
+
 def compact_layer(cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotary | None, rollback: int,
                   learned: Learned | None = None) -> CCALayer:
     """This layer's compact cache inside `cache`, put in the place of transformers' own layer while that is empty.
@@ -101,6 +122,8 @@ def compact_layer(cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotar
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[layer_idx]
+    if isinstance(layer, GivenLayer):
+        return layer
     if isinstance(layer, CCALayer):
         if layer.compact.config != config and not layer.compact.is_empty:
             raise ValueError(f"a filled cache must keep its settings {layer.compact.config}, got {config}. "

@@ -3,8 +3,8 @@
     python -m corecontext.integrations.lm_eval run --model corecontext --tasks corecontext_mmlu
         --model_args pretrained=DIR,group_size=16,window_size=1024 --metadata '{"data": "FOLDER"}'
 
-The harness finds models by import alone, so the plain `lm_eval` command does not know this one. Its tasks are those
-of the harness and `corecontext_perplexity`, `corecontext_mmlu` and `corecontext_multidoc_qa` (eval/harness/). Full
+The harness finds models by import alone, so the plain `lm_eval` command does not know this one. Its tasks are those of
+the harness and `corecontext_perplexity`, `corecontext_mmlu` and `corecontext_multidoc_qa` (eval/harness/). Full
 attention is the harness's `--model hf`. Needs the extra 'lm-eval'.
 """
 

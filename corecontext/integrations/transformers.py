@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from corecontext.ops.api import cca_attention
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.rules import Learned
 from corecontext.ops.segments import has_restarts
+
+if TYPE_CHECKING:
+    from corecontext.distributed.context_parallel import Shard
 
 NAME = "cca"
 TESTED = ("gemma", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
@@ -56,8 +59,9 @@ class Handle:
         self._hooks += [_LayerHook(self, None, keep=True) for _ in other]
         self._removable = [module.register_forward_pre_hook(hook, with_kwargs=True)
                            for module, hook in zip(full + other, self._hooks)]
-        self._removable.append(model.base_model.register_forward_pre_hook(_refuse_unsupported, with_kwargs=True))
+        self._removable.append(model.base_model.register_forward_pre_hook(self._refuse_unsupported, with_kwargs=True))
         self._needs_rotary = rotary is not None
+        self._shard: Shard | None = None
         self._set(config)
         self.name = _registered(self.previous)
         model.config._attn_implementation = self.name
@@ -66,6 +70,23 @@ class Handle:
     def _set(self, config: CCAConfig) -> None:
         self.layers, self.config = _by_layer(config, self.full), config
         self.model.config.cca = config.to_dict()
+
+    @property
+    def shard(self) -> Shard | None:
+        """Where set, each process of its group runs the model on its part of one sequence (context parallelism): pass
+        `shard.layout.take` of the whole's input_ids and position_ids. It holds until it is set again, as a backward
+        with checkpointing runs the layers once more."""
+        return self._shard
+
+    @shard.setter
+    def shard(self, shard: Shard | None) -> None:
+        if shard is not None and self.hybrid:
+            raise NotImplementedError("a model with sliding-window layers cannot run on parts of a sequence: these "
+                                      "layers see the part only. Use handle.shard = None.")
+        if shard is not None and self.config.learned:
+            raise NotImplementedError("core tokens with learned parameters cannot be made on parts of a sequence, got "
+                                      f"learned {self.config.learned}. Use handle.shard = None.")
+        self._shard = shard
 
     def configure(self, **changes: Any) -> None:
         """Change settings, such as group_size and window_size, for caches that start from now on (paper 4.3)."""
@@ -77,6 +98,15 @@ class Handle:
             raise ValueError(f"learned must stay {self.config.learned} on an enabled model, got {config.learned}. "
                              "Disable and enable again.")
         self._set(config)
+
+    def _refuse_unsupported(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Runs before the model's forward and says what cannot be had, where transformers would return nothing."""
+        if kwargs.get("output_attentions") or module.config.output_attentions:
+            raise NotImplementedError("output_attentions cannot be returned: CCA attention never forms the weights. "
+                                      "Call handle.disable() to look at full attention.")
+        if self.shard is not None and kwargs.get("position_ids") is None:
+            raise ValueError("position_ids must be given for a part of a sequence, got None. Pass "
+                             "shard.layout.take(positions of the whole).")
 
     def disable(self) -> None:
         """Give the model its own attention back; it is then what it was before, bit for bit.
@@ -199,7 +229,7 @@ class _LayerHook:
         layer, cache = None, kwargs.get("past_key_values")
         rotary = self._rotary_on((args[0] if args else kwargs["hidden_states"]).device)
         config, learned = handle.layers[self.index], dict(getattr(module, NAME, {}))
-        if cache is not None and not self.keep:
+        if cache is not None and not self.keep and handle.shard is None:
             layer = compact_layer(cache, module.layer_idx, config, rotary, handle.rollback, learned)
         kwargs[NAME] = _Call(handle, self.index, config, rotary, layer, learned, self.keep)
         return args, kwargs
@@ -222,13 +252,6 @@ class _Call:
         self.learned, self.keep = learned, keep
 
 
-def _refuse_unsupported(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Runs before the model's forward and says what cannot be had, where transformers would return nothing."""
-    if kwargs.get("output_attentions") or module.config.output_attentions:
-        raise NotImplementedError("output_attentions cannot be returned: CCA attention never forms the weights. "
-                                  "Call handle.disable() to look at full attention.")
-
-
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None,
                position_ids: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
@@ -248,6 +271,17 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
         raise ValueError(f"attention_mask must be [B, L] with 0 for padding, got {list(attention_mask.shape)}. "
                          "CCA attention is causal and builds no L x L mask.")
     config, compact = call.config, None if call.layer is None else call.layer.compact
+    settings = {"group_size": config.group_size, "window_size": config.window_size, "num_groups": config.num_groups,
+                "pooling": config.pooling, "core_position": config.core_position, "core_heads": config.core_heads,
+                "rotary": call.rotary, "scale": scaling, "softcap": softcap, "core_bias": config.core_bias,
+                "backend": config.backend}
+    if call.handle.shard is not None:
+        if attention_mask is not None:
+            raise ValueError("attention_mask must be None for a part of a sequence, got one. Pack documents instead of "
+                             "padding them.")
+        from corecontext.distributed.context_parallel import context_parallel_attention  # not every torch has processes
+
+        return context_parallel_attention(query, key, value, call.handle.shard, **settings).transpose(1, 2), None
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is not None or attention_mask is not None or query.shape[2] == 1:
         position_ids = None
@@ -259,11 +293,8 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
         compact.close("documents packed in one row")
     elif call.handle.observer is not None:
         call.handle.observer(call.index, query, key, value, scaling, softcap, call.rotary, call.learned)
-    out = cca_attention(query, key, value, group_size=config.group_size, window_size=config.window_size,
-                        num_groups=config.num_groups, pooling=config.pooling, core_position=config.core_position,
-                        core_heads=config.core_heads, rotary=call.rotary, scale=scaling, softcap=softcap,
-                        core_bias=config.core_bias, learned=call.learned, attention_mask=attention_mask,
-                        cu_seqlens=cu_seqlens, position_ids=position_ids, backend=config.backend)
+    out = cca_attention(query, key, value, attention_mask=attention_mask, cu_seqlens=cu_seqlens,
+                        position_ids=position_ids, learned=call.learned, **settings)
     return out.transpose(1, 2), None
 
 
