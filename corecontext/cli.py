@@ -338,8 +338,8 @@ def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Huggi
           group_size: GroupSize = None, window_size: WindowSize = None,
           policy: Annotated[str, typer.Option(help="g and s of requests that choose none: elastic (by the load), "
                                                    "fixed (the model's), or module:function.")] = "elastic",
-          first_token_limit: Annotated[float, typer.Option(help="Seconds to the first token at which elastic compresses "
-                                                                "most.")] = 2.5,
+          first_token_limit: Annotated[float, typer.Option(help="Seconds to the first token at which elastic "
+                                                                "compresses most.")] = 2.5,
           host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")
                           ] = "127.0.0.1",
           port: Annotated[int, typer.Option(help="0 takes a free one, which the first log line names.")] = 8000,

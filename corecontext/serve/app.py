@@ -72,7 +72,8 @@ def create_app(scheduler: Scheduler, tokenizer: Any, options: Options) -> FastAP
                        max_bytes=2 ** 20 + 32 * scheduler.max_length)
     refusals: dict[int | str, dict[str, Any]] = {code: {"model": protocol.Error, "description": text}
                                                  for code, text in REFUSALS.items()}
-    streams = {200: {"model": protocol.Answer, "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    streams = {200: {"model": protocol.Answer, "content": {"text/event-stream": {"schema": {
+        "type": "object", "properties": {"data": {"type": "string", "description": "A chunk as JSON, or [DONE]."}}}}}}}
 
     @app.post("/v1/completions", responses={**refusals, **streams}, tags=["openai"])
     async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
@@ -129,6 +130,8 @@ def create_app(scheduler: Scheduler, tokenizer: Any, options: Options) -> FastAP
         for path in schema["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
+        for name in ("CompletionRequest", "ChatRequest"):
+            schema["components"]["schemas"][name]["properties"]["model"]["enum"] = [options.model_name]
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
