@@ -36,9 +36,9 @@ def main() -> int:
             while time.monotonic() < end:
                 found = subprocess.run(
                     [str(Path(sys.executable).parent / "schemathesis"), "run", server.url + "/openapi.json",
-                     "--header", f"Authorization: Bearer {KEY}", "--checks", CHECKS, "--max-examples", "60", "--seed", str(seed),
-                     "--request-timeout", "60", "--generation-database", "none", "--phases", "examples,coverage,fuzzing",
-                     "--no-color"], cwd=folder, text=True, capture_output=True)
+                     "--header", f"Authorization: Bearer {KEY}", "--checks", CHECKS, "--max-examples", "60",
+                     "--seed", str(seed), "--request-timeout", "60", "--generation-database", "none",
+                     "--phases", "examples,coverage,fuzzing", "--no-color"], cwd=folder, text=True, capture_output=True)
                 print(f"seed {seed}: exit {found.returncode}", flush=True)
                 if found.returncode:
                     bad += 1

@@ -3,7 +3,8 @@
     python tests/soak_serve.py --minutes 120
 
 Clients ask for completions and chats, streamed or not, with shared and own beginnings, many g and s, sampled and
-greedy; some leave in the middle, some send nonsense. Every greedy answer must be the one that the same question got first.
+greedy; some leave in the middle, some send nonsense. Every greedy answer must be the one that the same question got
+first.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def soak(server: Served, options: argparse.Namespace) -> int:
         'corecontext_refused_total{status="5')
     middle, last = resident[len(resident) // 2], resident[-1]
     print(f"left: {left}; prefixes {prefixes / 2 ** 20:.0f} MiB, allocated {held / 2 ** 20:.0f} MiB; errors "
-          f"{errors:.0f}; greedy questions {len(known)}; resident {resident[0]:.0f}, half way {middle:.0f}, end {last:.0f} MiB")
+          f"{errors:.0f}; greedy questions {len(known)}; resident {resident[0]:.0f}, half way {middle:.0f}, end "
+          f"{last:.0f} MiB")
     if any(left.values()) or held != prefixes:
         problems.append("something was left behind")
     if errors:

@@ -14,6 +14,7 @@ from typing import Any
 
 from corecontext.bench.drawing import CCA, FULL, SUFFIXES, check_plot, pyplot, save
 from corecontext.bench.operator_figure import draw_operator
+from corecontext.bench.serve_figure import draw_serve
 from corecontext.bench.tables import operator_markdown
 from corecontext.record import Record, read_records
 from corecontext.text import write_text
@@ -90,6 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, draw in (("demo", draw_demo), ("operator", draw_operator)):
         if (results / f"{name}.jsonl").exists():
             draw(read_records(results / f"{name}.jsonl"), str(results / f"{name}.svg"))
+    if (results / "serve.jsonl").exists():
+        records = read_records(results / "serve.jsonl")
+        for mode in {r.params["mode"] for r in records}:
+            draw_serve([r for r in records if r.params["mode"] == mode], str(results / f"serve-{mode}.svg"))
     if options.readme:
         text = Path(options.readme).read_text(encoding="utf-8")
         write_text(options.readme, update_readme(text, results))
