@@ -24,6 +24,7 @@ from served import KEY, ROOT, Served
 
 TEXT = (ROOT / "corecontext/assets/document.txt").read_text(encoding="utf-8")
 NAME = "corecontext-demo"
+ALLOCATED = 'corecontext_cache_bytes{what="allocated"}'
 WRONG = ({"prompt": 5}, {"prompt": ""}, {"max_tokens": 0}, {"model": "other"}, {"tools": []}, {"prompt": "x" * 70000})
 
 
@@ -127,16 +128,16 @@ def soak(server: Served, options: argparse.Namespace) -> int:
     while any(client.is_alive() for client in clients):
         time.sleep(min(30, max(1, end - time.monotonic())))
         resident.append(server.resident_mib())
-        print(f"{time.monotonic() - began:.0f} s: {dict(seen)}, {resident[-1]:.0f} MiB, running "
-              f"{server.gauge('corecontext_running'):.0f}, cache "
-              f"{server.gauge('corecontext_cache_bytes{what="allocated"}') / 2 ** 20:.0f} MiB", flush=True)
+        running, held = server.gauge("corecontext_running"), server.gauge(ALLOCATED)
+        print(f"{time.monotonic() - began:.0f} s: {dict(seen)}, {resident[-1]:.0f} MiB, running {running:.0f}, cache "
+              f"{held / 2 ** 20:.0f} MiB", flush=True)
     problems = [client.problem for client in clients if client.problem]
     deadline = time.monotonic() + 10
     while server.gauge("corecontext_running") and time.monotonic() < deadline:
         time.sleep(0.1)
     left = {name: server.gauge(name) for name in ("corecontext_running", "corecontext_queue_length",
                                                   'corecontext_cache_bytes{what="used"}')}
-    prefixes, held = (server.gauge(f'corecontext_cache_bytes{{what="{what}"}}') for what in ("prefixes", "allocated"))
+    prefixes, held = server.gauge('corecontext_cache_bytes{what="prefixes"}'), server.gauge(ALLOCATED)
     errors = server.gauge('corecontext_requests_total{outcome="error"}') + server.gauge(
         'corecontext_refused_total{status="5')
     middle, last = resident[len(resident) // 2], resident[-1]
