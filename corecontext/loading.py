@@ -36,10 +36,10 @@ class Loaded:
     def sizes(self) -> dict[str, Any]:
         """What a record's params say of the model and its attention."""
         text = self.model.config.get_text_config(decoder=True)
-        cca = {} if self.config is None else {"group_size": self.config.group_size,
-                                              "window_size": self.config.window_size}
-        if self.config is not None and self.config.cache_dtype != "auto":
-            cca["cache_dtype"] = self.config.cache_dtype
+        cca: dict[str, Any] = {}
+        if self.config is not None:
+            cca = {"group_size": self.config.group_size, "window_size": self.config.window_size}
+            cca |= {"cache_dtype": self.config.cache_dtype} if self.config.cache_dtype != "auto" else {}
         if self.rival is not None:
             cca = {k: v for k, v in self.rival.to_dict().items() if v is not None}
         heads = text.num_attention_heads

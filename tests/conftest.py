@@ -14,6 +14,10 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when triton is first imported by whatever test
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--soak N: how many requests tests/test_soak.py sends."""
+    parser.addoption("--soak", type=int, default=20, help="requests of the soak test")
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:

@@ -379,7 +379,7 @@ def test_mistakes_in_files(data, tmp_path):
     with pytest.raises(UserError, match="line 2: must be an object with a"):
         list(read_lines(tmp_path / "bad.jsonl", ("a",)))
     (tmp_path / "cut.jsonl.xz").write_bytes(b"no xz")
-    with pytest.raises(UserError, match="line 0"):
+    with pytest.raises(UserError, match="line 1"):
         list(read_lines(tmp_path / "cut.jsonl.xz"))
     with pytest.raises(UserError, match="data must be given for mmlu"):
         data_paths(["ruler=x"], ["ruler", "mmlu"])

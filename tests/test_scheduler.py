@@ -260,7 +260,7 @@ def test_the_policy_sees_the_load_and_chooses_for_requests_that_start_now(model)
 
     def policy(load):
         seen.append(load)
-        return (2, 16) if load.queue_length < 3 else (4, 9)
+        return (2, 16) if load.queue_length < 2 else (4, 9)
 
     scheduler = Scheduler(model, policy=policy)
     jobs = [job(30, 3, seed=n) for n in range(4)] + [job(30, 3, seed=9, window_size=5), job(30, 3, group_size=7,
@@ -344,3 +344,18 @@ def test_settings_without_a_place_in_rows_are_refused(setting):
         with pytest.raises(NotImplementedError, match=f"^{next(iter(setting))} must be .* in a model that is served"):
             Scheduler(plain)
         Scheduler(plain, full=True)
+
+
+def test_an_empty_pool_that_is_wanted_is_not_given_up_for_itself(model):
+    """With captured steps empty pools are kept; memory is short, so others go and this one stays."""
+    row = Scheduler(model).shape.row_bytes(CONFIG, 64)
+    scheduler = Scheduler(model, cache_bytes=3 * row + row // 2, rows_per_pool=2, capture=False)
+    scheduler.batch.fixed = True
+    for seed in range(3):
+        for options in ({}, {}, {"group_size": 4, "window_size": 14}):
+            one = job(30, 5, seed=seed, **options)
+            scheduler.submit(one)
+            finish(scheduler)
+            assert one.ended == "length" and one.tokens == alone(model, one)
+            assert scheduler.cache_bytes_allocated <= scheduler.cache_bytes
+    assert_empty(scheduler)

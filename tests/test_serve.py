@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,37 +30,14 @@ DOCUMENT = (ROOT / "corecontext/assets/document.txt").read_text(encoding="utf-8"
 needs_assets = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="the bundled model is not here")
 
 
-class Served:
-    """A server in a process of its own, on a free port."""
-
-    def __init__(self, log: Path, *options: str) -> None:
-        self.log = log
-        env = {**os.environ, "CORECONTEXT_API_KEY": KEY, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        with log.open("w") as out:
-            self.process = subprocess.Popen([sys.executable, "-m", "corecontext", "serve", "--port", "0", *options],
-                                            stderr=out, stdout=out, env=env)
-        deadline = time.monotonic() + 120
-        while not (found := [line for line in self.lines() if line["event"] == "listening"]):
-            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        self.url = f"http://127.0.0.1:{found[0]['port']}"
-        self.client = openai.OpenAI(base_url=self.url + "/v1", api_key=KEY, max_retries=0, timeout=60)
-
-    def lines(self) -> list[dict]:
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
-
-    def gauge(self, name: str) -> float:
-        page = httpx.get(self.url + "/metrics").text
-        return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(name))
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
+    from served import Served
     served = Served(tmp_path_factory.mktemp("serve") / "log", "--policy", "fixed", "--window-size", "256",
                     "--chunk-size", "128", "--cache-mib", "1500")
+    served.client = openai.OpenAI(base_url=served.url + "/v1", api_key=KEY, max_retries=0, timeout=60)
     yield served
-    served.process.kill()
-    served.process.wait()
+    served.kill()
 
 
 def prompts(count: int) -> list[str]:

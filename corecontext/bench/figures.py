@@ -16,6 +16,7 @@ from corecontext.bench.drawing import CCA, FULL, SUFFIXES, check_plot, pyplot, s
 from corecontext.bench.model_figure import draw_model, draw_sweep
 from corecontext.bench.model_tables import model_markdown
 from corecontext.bench.operator_figure import draw_operator
+from corecontext.bench.serve_figure import draw_serve
 from corecontext.bench.tables import operator_markdown
 from corecontext.bench.training_figure import draw_training
 from corecontext.record import Record, read_records
@@ -95,6 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                                ("training", "training", draw_training)):
         if (results / f"{name}.jsonl").exists():
             draw(read_records(results / f"{name}.jsonl"), str(results / f"{figure}.svg"))
+    if (results / "serve.jsonl").exists():
+        records = read_records(results / "serve.jsonl")
+        for mode in {r.params["mode"] for r in records}:
+            draw_serve([r for r in records if r.params["mode"] == mode], str(results / f"serve-{mode}.svg"))
     if options.readme:
         text = Path(options.readme).read_text(encoding="utf-8")
         write_text(options.readme, update_readme(text, results))

@@ -101,7 +101,7 @@ class _Run:
 
 
 def run_model_bench(bench: ModelBench, on_records: Callable[[list[Record]], None] | None = None) -> list[Record]:
-    """Check that CCA is right on this model, then measure; returns the records, method "floor" being the least possible.
+    """Check that CCA is right on this model, then measure; returns the records, "floor" being the least there can be.
 
     Args:
         on_records: Given each record as soon as it is made.

@@ -69,7 +69,8 @@ class StaticRun:
         self.cache: Any = StaticCache(model.config, max_cache_len=length + steps)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        for layer in self.cache.layers:
+        layers: Any = self.cache.layers
+        for layer in layers:
             one = torch.zeros(batch, heads, 1, dim, dtype=model.dtype, device=model.device)
             layer.lazy_initialization(one, one)
             layer.keys.normal_()
@@ -108,6 +109,7 @@ class CompactRun:
     @property
     def cache(self) -> Any:
         """Of the running request."""
+        assert self.stream.session is not None
         return self.stream.session.cache
 
     def close(self) -> None:

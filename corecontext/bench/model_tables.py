@@ -55,7 +55,8 @@ def cells(name: str, found: Sequence[Place]) -> list[list[str]]:
                 f" (batch {records[label].params['batch']})" if name == "model.tokens_per_s" and label in records else
                 "") for label in columns]
             gain = place.gain(name)
-            body.append([str(place.length), *(map(str, _sizes(place)) if several else ()), *row, *(["-" if gain is None else f"{gain:.2f}x"] if gains else []),
+            body.append([str(place.length), *(map(str, _sizes(place)) if several else ()), *row,
+                         *(["-" if gain is None else f"{gain:.2f}x"] if gains else []),
                          *(shown(name, place.floors.get((name, of))) for of in floors)])
     return [head, *body]
 

@@ -93,7 +93,7 @@ def draw_rising(records: Sequence[Record], path: str) -> None:
     if limits:
         axes[0].axhline(limits[-1], color="black", linewidth=0.8)
     for axis, label in zip(axes, ("first token, s (dotted: 99 %)", "next token, ms (dotted: 99 %)", "tokens a second")):
-        axis.set(xlabel="requests a second", ylabel=label, xscale="log")
+        axis.set(xlabel="requests a second", ylabel=label)
         axis.grid(alpha=0.3)
     axes[0].set_yscale("log")
     axes[0].legend(fontsize=7)

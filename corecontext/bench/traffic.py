@@ -49,7 +49,8 @@ def arrivals(rate: Callable[[float], float], most: float, length: float, seed: i
         rate: Requests a second at a time, at most `most`.
         length: Seconds.
     """
-    draw, found, now = random.Random(seed), [], 0.0
+    draw, now = random.Random(seed), 0.0
+    found: list[float] = []
     while True:
         now += draw.expovariate(most)
         if now >= length:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -46,12 +47,18 @@ class Step:
 
     def run(self) -> Tensor:
         """Feed `tokens`: logits [rows, vocabulary]."""
+        if self.graph is None:
+            self._hold()
+        if self.memory is None:
+            return self._run()
+        with torch.cuda.device(self.tokens.device):  # graphs and streams belong to it, not to the current device
+            return self._captured()
+
+    def _captured(self) -> Tensor:
+        """A captured step; the first ones run uncaptured, and the one after them is captured before it is replayed."""
         if self.graph is not None:
             self.graph.replay()
             return self.logits
-        self._hold()
-        if self.memory is None:
-            return self._run()
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         if self.warm < WARM_UP:  # kernels are compiled and chosen, and workspaces allocated
             self.warm += 1
@@ -62,8 +69,14 @@ class Step:
             logits.record_stream(current)
             return logits
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory, stream=stream):
-            self.logits = self._run()
+        try:
+            with torch.cuda.graph(graph, pool=self.memory, stream=stream):
+                self.logits = self._run()
+        except RuntimeError as error:  # recording ran nothing: the step is still to be done
+            warnings.warn(f"a step of {type(self.model).__name__} cannot be captured in a CUDA graph, so it runs "
+                          f"uncaptured, which is slower: {error}", stacklevel=2)
+            self.memory = None
+            return self._run()
         self.graph = graph
         graph.replay()
         return self.logits

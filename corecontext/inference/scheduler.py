@@ -216,10 +216,10 @@ class Scheduler:
         return sum(pool.row_bytes for pool in [job.pool for job in list(self.reading)] if pool is not None)
 
     def load(self, prompt_length: int = 0) -> Load:
-        """How busy the scheduler is now."""
+        """How busy the scheduler is now, besides the request that asks, which has not left the queue yet."""
         recent, now = self._first_token, time.monotonic()
         seconds = recent[1] if recent is not None and now - recent[0] < RECENT_S else None
-        return Load(len(self.waiting), self.cache_bytes_used, self.cache_bytes, seconds, prompt_length)
+        return Load(max(0, len(self.waiting) - 1), self.cache_bytes_used, self.cache_bytes, seconds, prompt_length)
 
     def _config_for(self, job: Job, load: Load | None) -> CCAConfig | None:
         """Settings of a request; without a load those that need the least memory are not known, so the model's."""
@@ -242,7 +242,7 @@ class Scheduler:
         fitting = sorted((pool for pool in self.pools if pool.config == config and pool.max_length >= length
                           and pool.used + self._promised(pool) < pool.rows), key=lambda pool: pool.max_length)
         if fitting and fitting[0].max_length <= 2 * room:
-            return fitting[0] if self._free(fitting[0].row_bytes) else None
+            return fitting[0] if self._free(fitting[0].row_bytes, keep=fitting[0]) else None
         row = self.shape.row_bytes(config, room)
         if self._free(2 * row, evict=not fitting):
             spare = self.cache_bytes - self.cache_bytes_allocated - row
@@ -250,16 +250,17 @@ class Scheduler:
                            fixed=self.batch.fixed)
             self.pools.append(pool)
             return pool
-        return fitting[0] if fitting and self._free(fitting[0].row_bytes) else None
+        return fitting[0] if fitting and self._free(fitting[0].row_bytes, keep=fitting[0]) else None
 
-    def _free(self, wanted: int, evict: bool = True) -> bool:
+    def _free(self, wanted: int, evict: bool = True, keep: RowPool | None = None) -> bool:
         """Whether so many bytes are free, after giving up what nobody uses now."""
         def missing() -> int:
             return wanted - (self.cache_bytes - self.cache_bytes_allocated)
 
         if missing() > 0 and evict:
             for pool in [pool for pool in self.pools if not pool.used and not self._promised(pool)]:
-                self._drop(pool)
+                if pool is not keep:
+                    self._drop(pool)
             self.prefixes.trim(max(0, self.prefixes.nbytes - max(0, missing())))
         return missing() <= 0
 

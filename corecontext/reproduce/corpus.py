@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from corecontext.data.retrieval import KINDS, make_facts
-from corecontext.eval.files import find_file, read_documents, read_lines
+from corecontext.data.files import find_file, read_documents, read_lines
 from corecontext.eval.multidoc_qa import passages, prompt_of
 from corecontext.terminal import progress
 from corecontext.text import UserError, atomic_path

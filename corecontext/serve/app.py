@@ -23,7 +23,7 @@ from corecontext.inference.sampling import Sampling
 from corecontext.inference.scheduler import Job, QueueFull, Scheduler
 from corecontext.serve import protocol
 from corecontext.serve.guard import Guard, Refusal, error_body
-from corecontext.serve.metrics import Metrics
+from corecontext.serve.metrics import Metrics, setting
 from corecontext.serve.text import TextStream, chat_prompt
 from corecontext.serve.worker import Answer, Draining, Failed, Worker, error_of
 
@@ -72,7 +72,9 @@ def create_app(scheduler: Scheduler, tokenizer: Any, options: Options) -> FastAP
                        max_bytes=2 ** 20 + 32 * scheduler.max_length)
     refusals: dict[int | str, dict[str, Any]] = {code: {"model": protocol.Error, "description": text}
                                                  for code, text in REFUSALS.items()}
-    streams = {200: {"model": protocol.Answer, "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    data = {"data": {"type": "string", "description": "A chunk as JSON, or [DONE]."}}
+    streams: dict[int | str, dict[str, Any]] = {200: {"model": protocol.Answer, "content": {
+        "text/event-stream": {"schema": {"type": "object", "properties": data}}}}}
 
     @app.post("/v1/completions", responses={**refusals, **streams}, tags=["openai"])
     async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
@@ -100,7 +102,7 @@ def create_app(scheduler: Scheduler, tokenizer: Any, options: Options) -> FastAP
         service.check_model(name)
         return service.model_card
 
-    unready = {503: {"model": protocol.Status, "description": "Not now."}}
+    unready: dict[int | str, dict[str, Any]] = {503: {"model": protocol.Status, "description": "Not now."}}
 
     @app.get("/health", response_model=protocol.Status, responses=unready, tags=["operation"])
     async def health() -> Any:
@@ -129,6 +131,8 @@ def create_app(scheduler: Scheduler, tokenizer: Any, options: Options) -> FastAP
         for path in schema["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
+        for name in ("CompletionRequest", "ChatRequest"):
+            schema["components"]["schemas"][name]["properties"]["model"]["enum"] = [options.model_name]
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -208,7 +212,7 @@ class Service:
         """Count and note a request that has ended; on the worker's thread."""
         now = time.monotonic()
         self.metrics.ended(job, now)
-        g, s = (None, None) if job.config is None else (job.config.group_size, job.config.window_size)
+        g, s = setting(job)
         log.log(logging.ERROR if job.ended == "error" else logging.INFO, "request", extra={"fields": {
             "outcome": job.ended, "prompt_tokens": len(job.prompt), "cached_tokens": job.cached_tokens,
             "completion_tokens": job.made, "group_size": g, "window_size": s,
@@ -233,8 +237,7 @@ class Reply:
                 "prompt_tokens_details": {"cached_tokens": job.cached_tokens}}
 
     def _settings(self) -> dict[str, Any]:
-        config = self.answer.job.config
-        return {"group_size": config and config.group_size, "window_size": config and config.window_size}
+        return dict(zip(("group_size", "window_size"), setting(self.answer.job)))
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""

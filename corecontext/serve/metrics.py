@@ -19,6 +19,11 @@ def label(value: int | None) -> str:
     return "none" if value is None else str(value)
 
 
+def setting(job: Job) -> tuple[int | None, int | None]:
+    """The g and s that a request got."""
+    return (None, None) if job.config is None else (job.config.group_size, job.config.window_size)
+
+
 class Metrics:
     """All metrics of one server."""
 
@@ -44,7 +49,7 @@ class Metrics:
         self.tokens.labels("prompt").inc(max(0, job.read - job.cached_tokens))
         self.tokens.labels("prompt_cached").inc(job.cached_tokens)
         self.tokens.labels("made").inc(job.made)
-        g, s = (None, None) if job.config is None else (job.config.group_size, job.config.window_size)
+        g, s = setting(job)
         self.settings.labels(label(g), label(s)).inc()
         if job.first_token_at is not None:
             self.first_token.observe(job.first_token_at - job.arrived)
@@ -62,9 +67,7 @@ class Metrics:
         yield held
         running = GaugeMetricFamily("corecontext_running", "Requests that run, by g and s.",
                                     labels=["group_size", "window_size"])
-        counts = Count((job.config and job.config.group_size, job.config and job.config.window_size)
-                       for job in scheduler.active())
-        for (g, s), count in counts.items():
+        for (g, s), count in Count(map(setting, scheduler.active())).items():
             running.add_metric([label(g), label(s)], count)
         yield running
 

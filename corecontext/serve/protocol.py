@@ -18,9 +18,16 @@ def _is_unicode(text: str) -> str:
     return text
 
 
+def _is_off(value: bool) -> bool:
+    if value:
+        raise ValueError("is not supported, leave it out or give false")
+    return value
+
+
 Text = Annotated[str, AfterValidator(_is_unicode)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
 Token = Annotated[int, Field(ge=0, le=2 ** 31)]
+Off = Optional[Annotated[bool, AfterValidator(_is_off), Field(json_schema_extra={"const": False})]]
 Zero = Optional[Annotated[float, Field(ge=0, le=0)]]
 
 
@@ -72,7 +79,7 @@ class CompletionRequest(Request):
         min_length=1, max_length=1)], Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(
             min_length=1, max_length=1)]] = Field(description="A text, or its token numbers; one prompt a request.")
     best_of: Optional[Annotated[int, Field(ge=1, le=1)]] = None
-    echo: Optional[Literal[False]] = None
+    echo: Off = None
     logprobs: None = None
     suffix: None = None
 
@@ -108,7 +115,7 @@ class ChatRequest(Request):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Optional[int] = Field(None, ge=1, le=2 ** 31, description="As max_tokens.")
-    logprobs: Optional[Literal[False]] = None
+    logprobs: Off = None
 
 
 class ErrorBody(BaseModel):

@@ -69,7 +69,7 @@ def app(arguments: dict[str, Any]) -> Any:
             if not self.asgi.state.worker.alive:
                 raise RuntimeError("the model's thread has ended")
 
-    return Replica.bind()
+    return Replica.bind()  # type: ignore[attr-defined]
 
 
 def _as_field(field: dataclasses.Field, value: Any) -> Any:

@@ -30,8 +30,10 @@ class Answer:
     """The pieces of one request's text, as they are made."""
 
     def __init__(self, job: Job, text: TextStream, on_end: Callable[[Job], None]) -> None:
-        self.job, self.text, self.finish_reason = job, text, None
-        self._loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue()
+        self.job, self.text = job, text
+        self.finish_reason: str | None = None
+        self._loop = asyncio.get_running_loop()
+        self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
         self._on_end = on_end
         job.on_token, job.on_end = self._on_token, self._ended
 
@@ -62,7 +64,7 @@ class Answer:
         """
         while (piece := await self._pieces.get()) is not None:
             yield piece
-        reason = self.job.ended
+        reason = self.job.ended or "error"
         if reason in ("stop", "length"):
             self.finish_reason = reason
         elif reason == "error":

@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 
 from corecontext.eval import mmlu, multidoc_qa
-from corecontext.eval.files import find_file, read_documents
+from corecontext.data.files import find_file, read_documents
 from corecontext.eval.items import Settings
 from corecontext.eval.metrics import contains_answer
 from corecontext.eval.windows import FILES
