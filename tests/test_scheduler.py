@@ -347,15 +347,21 @@ def test_settings_without_a_place_in_rows_are_refused(setting):
 
 
 def test_an_empty_pool_that_is_wanted_is_not_given_up_for_itself(model):
-    """With captured steps empty pools are kept; memory is short, so others go and this one stays."""
+    """With captured steps empty pools are kept until memory is short: then others go, and the wanted one stays."""
     row = Scheduler(model).shape.row_bytes(CONFIG, 64)
-    scheduler = Scheduler(model, cache_bytes=3 * row + row // 2, rows_per_pool=2, capture=False)
+    scheduler = Scheduler(model, cache_bytes=5 * row + row // 2, rows_per_pool=2, chunk_size=8, capture=False)
     scheduler.batch.fixed = True
-    for seed in range(3):
-        for options in ({}, {}, {"group_size": 4, "window_size": 14}):
-            one = job(30, 5, seed=seed, **options)
-            scheduler.submit(one)
-            finish(scheduler)
-            assert one.ended == "length" and one.tokens == alone(model, one)
-            assert scheduler.cache_bytes_allocated <= scheduler.cache_bytes
+    scheduler.prefixes.limit = 0
+    first = job(30, 5)
+    scheduler.submit(first)
+    finish(scheduler)
+    assert len(scheduler.pools) == 1 and not scheduler.pools[0].used
+    other, again = job(30, 5, seed=1, group_size=4, window_size=14), job(20, 9, seed=2)
+    scheduler.submit(other)
+    scheduler.submit(again)
+    while not scheduler.idle:
+        scheduler.step()
+        assert scheduler.cache_bytes_allocated <= scheduler.cache_bytes
+        assert all(one.pool in scheduler.pools for one in scheduler.active())
+    assert other.tokens == alone(model, other) and again.tokens == alone(model, again)
     assert_empty(scheduler)
