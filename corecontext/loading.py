@@ -86,9 +86,11 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
         check_architecture(hf_config)
     with one_line(f"model '{name}' cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(name)
+        quantized = getattr(hf_config, "quantization_config", None) is not None  # such weights are put in place at once
         model: Any = AutoModelForCausalLM.from_pretrained(name, config=hf_config, dtype=wanted,
-                                                          attn_implementation="sdpa")
-        model.to(device).eval()
+                                                          attn_implementation="sdpa",
+                                                          **({"device_map": device} if quantized else {}))
+        (model if quantized else model.to(device)).eval()
     config = None
     if method == "cca":
         config = cca_config(hf_config, group_size, window_size, cache_dtype)

@@ -88,6 +88,14 @@ def choose_chunk_size(config: Any, dtype: torch.dtype, device: torch.device, bat
     return size if size < 256 else size // 256 * 256  # whole tiles
 
 
+def whole_does_not_fit(config: Any, dtype: torch.dtype, length: int, free: int) -> str:
+    """What to say where a prompt that was read at once ran out of memory; `free` in bytes before."""
+    each = bytes_per_token(config, dtype) + cache_bytes_per_token(config, dtype)
+    return (f"input_ids must fit the device's memory, got {length} tokens and ran out with {free / 2**30:.2f} GiB free "
+            f"before. About {min(int(free / each), int(0.8 * length))} tokens fit at once. Shorten the prompt, give a "
+            "chunk_size, or use method cca.")
+
+
 def does_not_fit(batch: int, length: int, chunk: int, done: int, free: int, chunk_bytes: int,
                  token_bytes: float) -> str:
     """What to say after memory ran out in a prefill: what would have fitted, by what was measured until then.
