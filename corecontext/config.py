@@ -57,7 +57,7 @@ class CCAConfig:
         if isinstance(self.core_bias, bool) or not isinstance(self.core_bias, (int, float)):
             raise TypeError(f"core_bias must be a number, got {self.core_bias!r}. Use 0.0 for none.")
         for name, value in (("learned", self.learned), ("layer_group_sizes", self.layer_group_sizes)):
-            if value is not None and not isinstance(value, (tuple, list)):
+            if not isinstance(value, (tuple, list)) and (value is not None or name == "learned"):
                 raise TypeError(f"{name} must be a tuple, got {value!r}.")
         object.__setattr__(self, "learned", tuple(self.learned))
         for one in self.learned:

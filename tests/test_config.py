@@ -52,6 +52,7 @@ def test_frozen_and_replaced():
     ({"core_heads": "head"}, ValueError, "core_heads must be one of 'kv', 'query', got 'head'."),
     ({"backend": "pack"}, ValueError,
      "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'pack'. Did you mean 'packed'?"),
+    ({"learned": None}, TypeError, "learned must be a tuple, got None."),
     ({"core_bias": "log"}, TypeError, "core_bias must be a number, got 'log'. Use 0.0 for none."),
     ({"core_bias": True}, TypeError, "core_bias must be a number, got True. Use 0.0 for none."),
     ({"core_bias": float("nan")}, ValueError, "core_bias must be finite, got nan. Use 0.0 for none."),
