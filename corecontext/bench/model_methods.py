@@ -128,7 +128,7 @@ class FilledRun:
         _, session.cache, positions = prefill(model, ids, cache=session.cache)
         for layer in session.cache.layers:
             for x in layer.compact.buffers:
-                x.normal_() if x.is_floating_point() else x.random_(-127, 128)
+                x.normal_() if x.is_floating_point() else x.random_(0, 127)  # 127 is no number in fp8
             layer.compact.seen.fill_(length)
         session.begin(positions - 2 + length, [0] * batch, length)
         session.tokens.copy_(ids[:, -1:])
