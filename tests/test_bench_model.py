@@ -234,5 +234,6 @@ def test_what_suits_a_device():
 def test_shapes_are_those_of_the_models(shape, monkeypatch):
     one, of_model = shapes.make_model(shape, "bfloat16", "meta")
     parameters = sum(x.numel() for x in one.parameters())
-    assert parameters == {"llama2-7b": 6738415616, "llama3.1-8b": 8030261248, "qwen2.5-7b": 7615616512}[shape]
+    assert parameters == {"llama2-7b": 6738415616, "llama3.1-8b": 8030261248, "qwen2.5-7b": 7615616512,
+                          "llama-1b": 1137772544}[shape]
     assert of_model["weights"] == "random" and of_model["head_dim"] == 128
