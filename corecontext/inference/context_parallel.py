@@ -43,7 +43,7 @@ def context_parallel_prefill(model: Any, input_ids: Tensor, wire: Wire, *, max_l
         ValueError: CCA is not enabled or already sharded, the prompt is not one row without padding, it exceeds
             max_length or the model's positions, or processes were given different prompts.
         NotImplementedError: sliding-window layers, learned core tokens, pooling="mean_query", backend="reference" or a
-            cache in 8 bits, which several processes cannot fill.
+            cache in 8 bits, which several processes cannot have.
     """
     handle = handle_of(model)
     _check(handle, input_ids, wire, max_length, process)
@@ -51,12 +51,10 @@ def context_parallel_prefill(model: Any, input_ids: Tensor, wire: Wire, *, max_l
     check_length(model.config, length)
     if wire.size > 1:
         _check_same(input_ids, wire)
-    if wire.size == 1 or length < 2 * wire.size:
-        cache = _new_cache(model, max_length)
-        read = prefill(model, input_ids, cache=cache)
+    if length < 2 * wire.size or wire.size == 1:
+        read = prefill(model, input_ids, cache=_new_cache(model, max_length))
         return read if process in (None, wire.rank) else None
-    keeper = Keeper(handle.rollback, process)
-    layout = Layout.balanced(length, wire.size, wire.rank)
+    keeper, layout = Keeper(handle.rollback, process), Layout.balanced(length, wire.size, wire.rank)
     handle.shard = Shard(wire, layout, keeper=keeper)
     try:
         with torch.no_grad():
@@ -87,9 +85,18 @@ def _check(handle: Handle | None, input_ids: Tensor, wire: Wire, max_length: int
         raise ValueError(f"max_length must be at least the prompt's {input_ids.shape[1]} tokens, got {max_length}.")
     if process is not None and not 0 <= process < wire.size:
         raise ValueError(f"process must be one of 0 to {wire.size - 1} or None, got {process}.")
-    if handle.config.cache_dtype != "auto":
-        raise NotImplementedError(f"a cache in {handle.config.cache_dtype} cannot be filled by several processes, which "
-                                  "attend to tokens before they are rounded. Use cache_dtype='auto'.")
+    if wire.size == 1:
+        return
+    if handle.hybrid:
+        raise NotImplementedError("a model with sliding-window layers cannot be spread: these layers would see parts "
+                                  "of the prompt only. Use prefill on one process.")
+    config = handle.config
+    for name, value in (("learned", config.learned), ("pooling", config.pooling), ("backend", config.backend)):
+        if value and (name == "learned" or value in ("mean_query", "reference")):
+            raise NotImplementedError(f"{name} {value!r} cannot be spread over processes. Use prefill on one process.")
+    if config.cache_dtype != "auto":
+        raise NotImplementedError(f"a cache in {config.cache_dtype} cannot be filled by several processes: they "
+                                  "attend to tokens before these are rounded. Use cache_dtype='auto'.")
 
 
 def _check_same(input_ids: Tensor, wire: Wire) -> None:
