@@ -6,9 +6,11 @@ TRAINING is the settings of a run as JSON, or empty.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import os
+import re
 import sys
 import time
 
@@ -16,10 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from families import tiny_model
+from families import tiny_model, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import StaticCache
 
 import corecontext
 from corecontext import CCAConfig, Rotary, cca_attention
@@ -27,6 +30,8 @@ from corecontext.distributed.context_parallel import Shard, context_parallel_att
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.traffic import context_parallel_traffic, ring_traffic
 from corecontext.distributed.wire import Wire
+from corecontext.inference import Prefilled, prefill
+from corecontext.inference.context_parallel import context_parallel_prefill
 
 D = 8
 
@@ -135,6 +140,54 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
             raise AssertionError("positions that nobody gave were accepted")
 
 
+def continued(model: torch.nn.Module, ids: torch.Tensor, read: Prefilled) -> torch.Tensor:
+    """The prompt and eight tokens chosen greedily from a filled cache."""
+    ids = torch.cat((ids, read.logits.argmax(-1, keepdim=True)), 1)
+    return model.generate(ids, past_key_values=read.cache, max_new_tokens=7, do_sample=False)
+
+
+def prefilled(pair: dist.ProcessGroup) -> None:
+    """A prompt read by two processes leaves each the cache that one process makes, and the same next tokens."""
+    config, wire = CCAConfig(group_size=4, window_size=9), Wire(pair)
+    cases = [(config, 157, {}), (config, 160, {"max_length": 200}), (config, 6, {}), (config, 3, {}),
+             (config.replace(core_heads="query", core_bias=0.7), 90, {"process": 1}),
+             (config.replace(group_size=5, window_size=40), 67, {"process": 0}),  # the ring lies on both processes
+             (config.replace(pooling="mean", num_groups=7, window_size=8), 61, {}),
+             (config.replace(core_position="token", layer_group_sizes=(4, 8)), 75, {})]
+    for (settings, length, options), dtype in itertools.product(cases, (torch.float64, torch.float32)):
+        model, rtol = tiny_model().to(dtype), {torch.float64: 1e-9, torch.float32: 2e-4}[dtype]
+        handle = corecontext.enable(model, settings, rollback=3 if length == 67 else 0)
+        ids = tokens(1, length, length)
+        cache = StaticCache(model.config, max_cache_len=200) if "max_length" in options else None
+        want = prefill(model, ids, cache=cache)
+        got = context_parallel_prefill(model, ids, wire, **options)
+        assert handle.shard is None and (got is None) == (options.get("process", wire.rank) != wire.rank)
+        if got is None:
+            continue
+        same = functools.partial(torch.testing.assert_close, rtol=rtol, atol=rtol)
+        same(got.logits, want.logits)
+        assert got.positions.tolist() == [length] and type(got.cache) is type(want.cache)
+        for one, other in zip(got.cache.layers, want.cache.layers, strict=True):
+            state, expected = one.compact.state_dict(), other.compact.state_dict()
+            assert int(one.get_seq_length()) == length and one.is_compileable == other.is_compileable
+            for name, value in expected.items():
+                if isinstance(value, torch.Tensor):
+                    same(state[name], value, msg=lambda text, name=name: f"{name} of {length} tokens: {text}")
+                else:
+                    assert state[name] == value, name
+            assert [x.shape for x in one.compact.buffers] == [x.shape for x in other.compact.buffers]
+        assert continued(model, ids, got).tolist() == continued(model, ids, want).tolist()
+    others = tokens(1, 40, wire.rank)
+    for wrong, message in ((others, "the same on every process"), (others[:, :30 + wire.rank], "got lengths"),
+                           (others[:, :3 + wire.rank], r"got lengths \[3, 4")):
+        try:
+            context_parallel_prefill(model, wrong, wire)
+        except ValueError as error:
+            assert re.search(message, str(error)), error
+        else:
+            raise AssertionError("different prompts were accepted")
+
+
 def train(settings: str) -> None:
     """A whole run by Trainer, two rows a step, each on two processes."""
     from corecontext.train import TrainConfig, run
@@ -166,6 +219,7 @@ def process(rank: int, world: int, port: str, settings: str) -> None:
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
     operator(world, rank, pairs[rank // 2])
     model(world, rank, pairs[rank // 2])
+    prefilled(pairs[rank // 2])
     bench(world, rank)
     if settings:
         train(settings)

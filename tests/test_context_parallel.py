@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import tiny_model
+from families import tiny_model, tokens
 from safetensors.torch import load_file
 from tiny_model import save_tiny_model
 
@@ -38,7 +38,7 @@ def start(world: int, settings: str) -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
 def test_two_and_four_processes_equal_one(tmp_path):
-    """The operator, a model sharded by FSDP2, and a run of Trainer on rows of several documents."""
+    """The operator, a model sharded by FSDP2, a prefill, and a run of Trainer on rows of several documents."""
     try:
         import accelerate  # noqa: F401
         import datasets  # noqa: F401
@@ -112,3 +112,54 @@ def test_shards_refuse_what_does_not_fit():
     learned = corecontext.enable(tiny_model("llama"), CCAConfig(4, 9, learned=("bias",)))
     with pytest.raises(NotImplementedError, match="core tokens with learned parameters cannot be made on parts"):
         learned.shard = Shard(wire, layout)
+
+
+def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
+    from corecontext.distributed.context_parallel import Shard
+    from corecontext.distributed.prefill import Keeper
+    from corecontext.inference.context_parallel import context_parallel_prefill
+
+    wire = SimpleNamespace(rank=0, size=2)  # it never sends
+    model, ids = tiny_model(), tokens(1, 40)
+    with pytest.raises(ValueError, match="model must have CCA enabled"):
+        context_parallel_prefill(model, ids, wire)
+    handle = corecontext.enable(model, CCAConfig(4, 9))
+    for wrong in (tokens(2, 40), ids[0], ids[:, :0]):
+        with pytest.raises(ValueError, match=r"input_ids must be \[1, L\], one prompt without padding"):
+            context_parallel_prefill(model, wrong, wire)
+    with pytest.raises(ValueError, match="max_length must be at least the prompt's 40 tokens, got 39"):
+        context_parallel_prefill(model, ids, wire, max_length=39)
+    with pytest.raises(ValueError, match="process must be one of 0 to 1 or None, got 2"):
+        context_parallel_prefill(model, ids, wire, process=2)
+    with pytest.raises(ValueError, match="must fit the model's 256 positions, got 300"):
+        context_parallel_prefill(model, tokens(1, 300), wire)
+    handle.shard = Shard(wire, Layout.balanced(40, 2, 0))
+    with pytest.raises(ValueError, match="handle.shard must be None before a prefill"):
+        context_parallel_prefill(model, ids, wire)
+    handle.shard = None
+    for settings, message in (({"cache_dtype": "int8"}, "a cache in int8 cannot be filled by several processes"),
+                              ({"pooling": "mean_query", "cache_dtype": "auto"}, "'mean_query' cannot be spread"),
+                              ({"pooling": "cca", "backend": "reference"}, "'reference' cannot be spread")):
+        handle.configure(**settings)
+        with pytest.raises(NotImplementedError, match=message):
+            context_parallel_prefill(model, ids, wire)
+    for family, settings, message in (("qwen2-hybrid", {}, "sliding-window layers cannot be spread"),
+                                      ("llama", {"learned": ("bias",)}, "learned .* cannot be spread over processes")):
+        model = tiny_model(family)
+        corecontext.enable(model, CCAConfig(4, 9, **settings))
+        with pytest.raises(NotImplementedError, match=message):
+            context_parallel_prefill(model, ids, wire)
+    for layout, documents in ((Layout.balanced(40, 2, 0), (0, 20, 40)), (Layout((40, 0), (0, 1), 0), ())):
+        with pytest.raises(ValueError, match="keeper must be None where documents are packed, or one process holds"):
+            Shard(wire, layout, documents, Keeper())
+
+
+def test_a_prefill_on_one_process_is_a_prefill():
+    from corecontext.inference import prefill
+    from corecontext.inference.context_parallel import context_parallel_prefill
+
+    model = tiny_model()
+    corecontext.enable(model, CCAConfig(4, 9))
+    got = context_parallel_prefill(model, tokens(1, 40), SimpleNamespace(rank=0, size=1), max_length=50)
+    want = prefill(model, tokens(1, 40))
+    assert torch.equal(got.logits, want.logits) and got.cache.layers[0].compact.max_length == 50

@@ -6,6 +6,7 @@ Per layer a process receives the core tokens of all others, L / g, and the few r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from corecontext.config import CCAConfig
 from corecontext.distributed.halo import Halo
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.parts import Call, attend
+from corecontext.distributed.prefill import Keeper
 from corecontext.distributed.wire import Wire
 from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
 from corecontext.ops.rotary import Rotary
@@ -31,6 +33,8 @@ class Shard:
     layout: Layout
     documents: tuple[int, ...] = ()
     """Boundaries 0, ..., L of documents packed in the sequence, which do not see each other; () for one document."""
+    keeper: Keeper | None = None
+    """Where given, collects what compact caches need of the sequence."""
 
     def __post_init__(self) -> None:
         edges = self.documents
@@ -40,6 +44,8 @@ class Shard:
         rising = all(a < b for a, b in zip(edges, edges[1:]))
         if edges and not (rising and edges[0] == 0 and edges[-1] == self.layout.seq_len):
             raise ValueError(f"documents must rise from 0 to the length {self.layout.seq_len}, got {edges[:8]}.")
+        if self.keeper is not None and (edges or not self.layout.is_shared):
+            raise ValueError("keeper must be None where documents are packed, or one process holds the whole sequence.")
 
 
 @torch.compiler.disable  # the exchanges are Python
@@ -88,7 +94,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *,
                                      rotary=rotary, scale=scale, core_bias=core_bias, backend=backend, **same)
             options = {**same, "scale": scale, "rotary": rotary if core_position == "middle" else None}
             halo = Halo(shard.wire, layout, size, window_size, q.shape[0], q.shape[1], k.shape[1], q.shape[3])
-            return attend(*tokens, Call(halo, backend_module(backend, tokens[0]), float(core_bias), options))
+            keep = shard.keeper and functools.partial(shard.keeper.keep, halo, rotary, *tokens[1:])
+            return attend(*tokens, Call(halo, backend_module(backend, tokens[0]), float(core_bias), options, keep))
 
         if len(shard.documents) <= 2:
             return one(layout, (q, k, v))

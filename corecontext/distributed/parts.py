@@ -9,6 +9,7 @@ the near part's are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ class Call(NamedTuple):
     core_bias: float
     options: dict[str, Any]
     """scale, softcap, pooling, core_heads, rotary."""
+    keep: Callable[[Tensor], None] | None = None
+    """Called with the keys and values of all core tokens, [2, N, Hc, M, D]."""
 
     @property
     def layout(self) -> Layout:
@@ -98,6 +101,8 @@ class _Attend(torch.autograd.Function):
                 local, near_k, near_v, core_k, core_v, q_start=call.halo.size(chunk), k_start=0,
                 scale=call.options["scale"], softcap=call.options["softcap"], **call.sizes(local)))
         every = _in_order(call, gathering.wait())  # [2, N, Hc, M, D], M of the whole sequence
+        if call.keep is not None:
+            call.keep(every)
         for (chunk, (chunk_q, *_)), (out, lse) in zip(tokens.items(), results):
             if call.far(chunk):
                 _merge_far(call, _by_kv_head(chunk_q, kv_heads), every[:, :, :, :call.far(chunk)], out, lse)
