@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -294,3 +295,9 @@ def test_a_checkpoint_is_evaluated_from_files(tmp_path, capsys):
     assert main(arguments) == 0 and (tmp_path / "out" / "items.jsonl").stat().st_size == size
     assert main([*arguments[:4], str(tmp_path / "model"), *arguments[5:]]) == 2
     assert "must hold the files of a task" in capsys.readouterr().err
+
+
+def test_what_draws_is_asked_for_before_anything_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["reproduce", "--smoke", "--out", str(tmp_path / "out")]) == 2
+    assert "needs matplotlib, which is not installed" in capsys.readouterr().err and not (tmp_path / "out").exists()

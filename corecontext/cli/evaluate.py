@@ -130,8 +130,10 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
         raise UserError(f"split must be test or val, got {split!r}.")
     if minutes is not None and not minutes > 0:
         raise UserError(f"minutes must be above 0, got {minutes}.")
+    from corecontext.bench.drawing import check_plot
     from corecontext.loading import pick_device
 
+    check_plot("report.png")
     device = pick_device(device)
     if model is not None:
         if data is None:

@@ -9,27 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from corecontext.bench import drawing
 from corecontext.record import Record
 from corecontext.reproduce.plan import Size, methods
-from corecontext.text import UserError, atomic_path
+from corecontext.text import atomic_path
 from corecontext.visibility import num_complete_groups, window_capacity
 
 
 def draw_all(folder: Path, records: Sequence[Record], size: Size) -> dict[str, Path]:
-    """Draw what there are records for; returns files by name.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("matplotlib must be installed to draw figures. Install the extra: pip install "
-                        "'corecontext[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    found = {}
+    """Draw what there are records for; returns files by name."""
+    pyplot, found = drawing.pyplot(), {}
     for name, draw in (("methods", _methods), ("sizes", _sizes), ("flexibility", _flexibility), ("curves", _curves),
                        ("maps", _maps), ("cost", _cost)):
         figure = draw(pyplot, folder, records, size)
