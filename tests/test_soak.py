@@ -82,7 +82,8 @@ def test_soak(request):
                 print(f"{number} of {count} requests, {resident_bytes() / 2 ** 20:.0f} MiB", flush=True)
         assert engine.cache_bytes_kept > 0
         engine.clear()
-        assert engine.cache_bytes_kept == 0 and live_tensors() == tensors
+        # Fewer, where what tests before this one left is collected meanwhile.
+        assert engine.cache_bytes_kept == 0 and live_tensors() <= tensors
         assert resident_bytes() - resident < GROWTH
         if torch.cuda.is_available():
             torch.cuda.synchronize()
