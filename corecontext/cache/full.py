@@ -35,9 +35,18 @@ class FullLayer:
         self.seen: int | Tensor = 0
 
     @property
+    def buffers(self) -> list[Tensor]:
+        """Keys and values; [] before the first append."""
+        return [x for x in (self.keys, self.values) if x is not None]
+
+    def hold(self, buffers: list[Tensor]) -> None:
+        """Take these for the buffers."""
+        self.keys, self.values = buffers
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes of the buffers."""
-        return sum(x.untyped_storage().nbytes() for x in (self.keys, self.values) if x is not None)
+        return sum(x.untyped_storage().nbytes() for x in self.buffers)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention_mask: Tensor | None = None,
                scale: float | None = None, softcap: float | None = None) -> Tensor:

@@ -118,7 +118,7 @@ class CompactLayer:
         """Keys and values, and in 8 bits their scales; [] before the first append."""
         return [x for x in (self.keys, self.values, self.key_scales, self.value_scales) if x is not None]
 
-    def _hold(self, buffers: list[Tensor]) -> None:
+    def hold(self, buffers: list[Tensor]) -> None:
         """Take these for the buffers."""
         self.keys, self.values, self.key_scales, self.value_scales = [*buffers, *[None] * (4 - len(buffers))]
 
@@ -347,7 +347,7 @@ class CompactLayer:
         if [(x.shape, x.dtype, x.device) for x in self.buffers] != [((*shape, x.shape[3]), x.dtype, x.device)
                                                                      for x in like]:
             # Zeros, not garbage: a masked NaN would still reach the output as 0 x NaN.
-            self._hold([x.new_zeros(*shape, x.shape[3]) for x in like])
+            self.hold([x.new_zeros(*shape, x.shape[3]) for x in like])
             if self.max_length is not None:
                 self.seen = torch.zeros((), dtype=torch.long, device=k.device)
                 for fixed in (*self.buffers, self.seen, self.pad):
@@ -355,10 +355,12 @@ class CompactLayer:
         self._choose_step()
         self.is_empty = False
 
-    def adopt(self, keys: Tensor, values: Tensor, like: CompactLayer) -> None:
-        """Decode into these buffers from now on, [B, Hkv, C + M w, D], laid out as those of another cache (a pool)."""
-        self.keys, self.values, self.is_empty = keys, values, False
-        self.group_size, self._core_width = like.group_size, like._core_width
+    def adopt(self, buffers: list[Tensor], like: CompactLayer) -> None:
+        """Decode into these buffers from now on, [B, Hkv, C + M w, D or 1], laid out as those of another cache (a
+        pool)."""
+        self.hold(buffers)
+        self.group_size, self._core_width, self._dtype = like.group_size, like._core_width, like._dtype
+        self.is_empty = False
         self._choose_step()
 
     def _choose_step(self) -> None:
@@ -439,7 +441,7 @@ class CompactLayer:
         room = self.keys.shape[2] - self.ring_size
         if needed > room:
             room = max(needed, room + max(16, room // 4)) if room else needed
-            self._hold([grown(x, self.ring_size + room) for x in self.buffers])
+            self.hold([grown(x, self.ring_size + room) for x in self.buffers])
 
     def _remember(self, stored: list[Tensor], start: int, new: int) -> None:
         """Keep what a short append pushes out of the ring, so that a rejected draft can be cropped away."""
@@ -521,7 +523,7 @@ class CompactLayer:
             write(smaller, kept % ring, read(cached, kept % old_ring))
             smaller[:, :, ring:] = cached[:, :, old_ring:]
             shrunk.append(smaller)
-        self._hold(shrunk)
+        self.hold(shrunk)
         if self.max_length is not None:
             for fixed in shrunk:
                 torch._dynamo.mark_static_address(fixed)
@@ -530,7 +532,7 @@ class CompactLayer:
         """Apply a change of the batch dimension to everything held."""
         if self.keys is None:
             return
-        self._hold([change(x) for x in self.buffers])
+        self.hold([change(x) for x in self.buffers])
         self.pad = change(self.pad)
         self.pads = self.pad.tolist()
         self._note_padding(self.seq_len)
@@ -548,7 +550,7 @@ class CompactLayer:
     def reset(self) -> None:
         """Forget everything; buffers of fixed size stay where they are."""
         if self.max_length is None or self.keys is None:
-            self._hold([])
+            self.hold([])
             self.pad = None
             self.seen = 0
         else:
@@ -581,7 +583,7 @@ class CompactLayer:
             self._reserve(state["seen"])  # raises where it does not fit
             size = self.ring_size + num_complete_groups(self.max_length, self.group_size) * self._core_width
         self.pad = state["pad"].clone()
-        self._hold([grown(x, size) for x in (state["keys"], state["values"], *state.get("scales", ()))])
+        self.hold([grown(x, size) for x in (state["keys"], state["values"], *state.get("scales", ()))])
         self._dtype = state.get("dtype", state["keys"].dtype)
         self.seen = state["seen"] if self.max_length is None else torch.tensor(state["seen"], device=self.pad.device)
         self._intact_from, self._ended, self.is_empty = state["intact_from"], state["ended"], False

@@ -6,6 +6,7 @@ row of any length can join a batch at any time: it gets the padding (of either s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,10 +41,21 @@ class RowShape:
 
     def row_bytes(self, config: CCAConfig | None, max_length: int) -> int:
         """Bytes of a row of `max_length` tokens over all layers; `config` None is full attention."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize * self.entries(config, max_length)
+        if config is None or config.layer_group_sizes is None:
+            entries = self.layers * self.entries(config, max_length)
+        else:
+            entries = sum(self.entries(config.of_layer(i), max_length) for i in range(self.layers))
+        return entries * self.entry_bytes(config)
+
+    def entry_bytes(self, config: CCAConfig | None) -> int:
+        """Bytes of a key and a value of all heads; in 8 bits of their scales in float32, too."""
+        if config is None or config.cache_dtype == "auto":
+            return 2 * self.kv_heads * self.head_dim * self.itemsize
+        return 2 * self.kv_heads * (self.head_dim + torch.float32.itemsize)
 
     def entries(self, config: CCAConfig | None, max_length: int) -> int:
-        """Entries of a layer's row: the ring, and a core token (r of them per query head) for each group."""
+        """Entries of one layer's row, with this layer's settings: the ring, and a core token (r of them per query
+        head) for each group."""
         if config is None:
             return max_length
         width = self.query_heads // self.kv_heads if config.core_heads == "query" else 1
@@ -52,7 +64,7 @@ class RowShape:
 
 
 class RowPool:
-    """A fixed number of rows of one g and s; rows 0 .. used - 1 hold requests.
+    """A fixed number of rows of one g (or one for each layer) and s; rows 0 .. used - 1 hold requests.
 
     Args:
         config: CCA's settings; None for full attention.
@@ -69,12 +81,9 @@ class RowPool:
         self.used = self.seen = 0
         self._pads = [IDLE] * rows
         self._pad: Tensor | None = None  # [rows], shared by all layers
-        self._buffers: list[tuple[Tensor, Tensor]] = []
-
-    @property
-    def row_bytes(self) -> int:
+        self._buffers: list[list[Tensor]] = []  # of each layer, all rows
+        self.row_bytes = shape.row_bytes(config, max_length)
         """Bytes of a row over all layers."""
-        return self.shape.row_bytes(self.config, self.max_length)
 
     @property
     def nbytes(self) -> int:
@@ -87,9 +96,9 @@ class RowPool:
         if not self.layers:
             self._allocate(layers)
         row, self.used = self.used, self.used + 1
-        for one, (keys, values) in zip(layers, self._buffers):
-            entries = self.shape.entries(self.config, int(one.seen))
-            for buffer, read in ((keys, one.keys), (values, one.values)):
+        for one, buffers in zip(layers, self._buffers):
+            entries = self.shape.entries(one.config, int(one.seen))
+            for buffer, read in zip(buffers, one.buffers):
                 buffer[row, :, :entries] = read[0, :, :entries]
                 buffer[row, :, entries:] = 0  # of a request before; a masked NaN would still be one
         self._set_pad(row, self.seen - int(layers[0].seen))
@@ -100,17 +109,16 @@ class RowPool:
         self.used -= 1
         last = self.used
         if row != last:
-            for keys, values in self._buffers:
-                keys[row].copy_(keys[last])
-                values[row].copy_(values[last])
+            for buffer in itertools.chain(*self._buffers):
+                buffer[row].copy_(buffer[last])
             self._set_pad(row, self._pads[last])
         self._set_pad(last, IDLE)
         return last if row != last else None
 
     def hold(self, count: int) -> None:
         """Let the next step take the first `count` rows."""
-        for layer, (keys, values) in zip(self.layers, self._buffers):
-            layer.keys, layer.values = keys[:count], values[:count]
+        for layer, buffers in zip(self.layers, self._buffers):
+            layer.hold([buffer[:count] for buffer in buffers])
             layer.pad, layer.pads = self._pad[:count], self._pads[:count]
 
     def _set_pad(self, row: int, pad: int) -> None:
@@ -122,18 +130,18 @@ class RowPool:
         device = layers[0].keys.device
         self._pad = torch.full((self.rows,), IDLE, dtype=torch.long, device=device)
         for one in layers:
-            heads, dim, dtype = one.keys.shape[1], one.keys.shape[3], one.keys.dtype
-            size = (self.rows, heads, self.shape.entries(self.config, self.max_length), dim)
+            entries = self.shape.entries(one.config, self.max_length)
             # Zeros, not garbage: a masked NaN would still reach the output as 0 x NaN.
-            keys, values = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
-            self._buffers.append((keys, values))
+            buffers = [x.new_zeros(self.rows, x.shape[1], entries, x.shape[3]) for x in one.buffers]
+            self._buffers.append(buffers)
             layer: CompactLayer | FullLayer
             if isinstance(one, FullLayer):
                 layer = FullLayer(self.max_length, fixed=self.fixed)
-                layer.keys = keys
+                layer.hold(buffers)
             else:
-                layer = CompactLayer(one.config, one.rotary, max_length=self.max_length if self.fixed else None)
-                layer.adopt(keys, values, one)
+                layer = CompactLayer(one.config, one.rotary, max_length=self.max_length if self.fixed else None,
+                                     learned=one.learned)
+                layer.adopt(buffers, one)
             layer.seen = torch.zeros((), dtype=torch.long, device=device) if self.fixed else 0
             self.layers.append(layer)
 

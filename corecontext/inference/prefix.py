@@ -27,11 +27,10 @@ class Node:
         self.key, self.parent, self.used, self.children = key, parent, used, 0
         self.length = layers[0].seq_len
         before = 0 if parent is None else parent.length
-        self.rotaries = [layer.rotary for layer in layers]
-        self.rings = [tuple(x[:, :, :layer.ring_size].clone() for x in (layer.keys, layer.values)) for layer in layers]
-        self.cores = [tuple(self._cores(layer, x, before) for x in (layer.keys, layer.values)) for layer in layers]
-        self.core_width = layers[0]._core_width
-        self.nbytes = sum(x.nbytes for pair in (*self.rings, *self.cores) for x in pair)
+        self.given = [(layer.config, layer.rotary, layer.learned, layer._core_width, layer._dtype) for layer in layers]
+        self.rings = [[x[:, :, :layer.ring_size].clone() for x in layer.buffers] for layer in layers]
+        self.cores = [[self._cores(layer, x, before) for x in layer.buffers] for layer in layers]
+        self.nbytes = sum(x.nbytes for held in (*self.rings, *self.cores) for x in held)
 
     def _cores(self, layer: CompactLayer, buffer: Tensor, before: int) -> Tensor:
         """Core tokens of the groups that closed in this chunk."""
@@ -88,17 +87,18 @@ class PrefixStore:
 
     def load(self, node: Node, cache: Any) -> None:
         """Fill an empty cache of a model with a beginning."""
-        config, path = node.key[0], node.path
-        cache.layers = [CCALayer(config, rotary) for rotary in node.rotaries]
-        for index, layer in enumerate(cache.layers):
-            keys, values = (torch.cat([node.rings[index][i], *(one.cores[index][i] for one in path)], 2)
-                            for i in (0, 1))
+        path, cache.layers = node.path, []
+        for index, (config, rotary, learned, width, dtype) in enumerate(node.given):
+            layer = CCALayer(config, rotary, learned=learned)
+            keys, values, *scales = (torch.cat([ring, *(one.cores[index][i] for one in path)], 2)
+                                     for i, ring in enumerate(node.rings[index]))
             layer.is_initialized = True
             layer.compact.load_state_dict({
                 "config": config.to_dict(), "rollback": 0, "group_size": config.group_size, "ended": None,
-                "core_width": node.core_width, "seen": node.length, "keys": keys, "values": values,
-                "intact_from": max(0, node.length - layer.compact.ring_size),
+                "core_width": width, "seen": node.length, "keys": keys, "values": values, "scales": scales,
+                "dtype": dtype, "intact_from": max(0, node.length - layer.compact.ring_size),
                 "pad": torch.zeros(1, dtype=torch.long, device=keys.device)})
+            cache.layers.append(layer)
 
     def trim(self, limit: int) -> None:
         """Drop beginnings, the least recently used first and no chunk before those behind it, until they fit."""

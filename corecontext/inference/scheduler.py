@@ -53,7 +53,7 @@ class Job:
     eos: frozenset[int] = frozenset()
     """Tokens that end the answer."""
     group_size: int | None = None
-    """This request's g; None leaves it to the policy."""
+    """This request's g; None leaves it to the policy. Must be None where the model has a g for each layer."""
     window_size: int | None = None
     """This request's s; None leaves it to the policy."""
     deadline: float | None = None
@@ -107,14 +107,14 @@ class Scheduler:
         rows_per_pool: Rows that are allocated at once for requests of one (g, s) and similar length.
         queue_limit: Requests that may wait.
         chunk_size: Tokens of a prompt read in a turn; None is 256 on a CPU and 1024 on a GPU.
-        policy: Gives (g, s) of requests that choose none; None leaves the model's own.
+        policy: Gives (g, s) of requests that choose none; None leaves the model's own. Of a model with a g for each
+            layer only s is chosen.
         max_length: Most tokens of prompt and answer; None is what the model was built for.
         capture: As for `DecodeBatch`.
 
     Raises:
         ValueError: a setting breaks a rule, or the model is not enabled.
-        NotImplementedError: the model has sliding-window layers, learned core tokens, group sizes by layer or a cache
-            in 8 bits.
+        NotImplementedError: the model has sliding-window layers, or was enabled with rollback.
     """
 
     def __init__(self, model: Any, *, full: bool = False, cache_bytes: int = 2 ** 30, max_rows: int = 64,
@@ -126,11 +126,9 @@ class Scheduler:
         if handle.hybrid:
             raise NotImplementedError("models with sliding-window layers cannot be served yet: their caches have no "
                                       "rows that come and go.")
-        for name, plain in () if full else (("learned", ()), ("layer_group_sizes", None), ("cache_dtype", "auto")):
-            if getattr(handle.config, name) != plain:
-                raise NotImplementedError(f"{name} must be {plain!r} in a model that is served, got "
-                                          f"{getattr(handle.config, name)!r}: rows that come and go have no place for "
-                                          "it yet.")
+        if handle.rollback and not full:
+            raise NotImplementedError(f"rollback must be 0 in a model that is served, got {handle.rollback}: its rows "
+                                      "take nothing back. Enable it without.")
         if chunk_size is None:
             chunk_size = 1024 if model.device.type == "cuda" else 256
         for name, value, least in (("cache_bytes", cache_bytes, 1), ("max_rows", max_rows, 1),
@@ -228,10 +226,15 @@ class Scheduler:
                 raise ValueError("group_size and window_size must be left out, got a server of full attention.")
             return None
         own, g, s = self.handle.config, job.group_size, job.window_size
+        if own.layer_group_sizes is not None and g is not None:
+            raise ValueError(f"group_size must be left out, got {g} for a model with a g for each layer, "
+                             f"{own.layer_group_sizes}.")
         if load is not None and self.policy is not None and (g is None or s is None):
             policy_g, policy_s = self.policy(load)
             g, s = policy_g if g is None else g, policy_s if s is None else s
         s = own.window_size if s is None else s
+        if own.layer_group_sizes is not None:
+            return own.replace(window_size=s)
         if g is None:
             g = own.group_size if own.num_groups is None else group_size_for(len(job.prompt), s, own.num_groups)
         return own.replace(group_size=g, window_size=s, num_groups=None)

@@ -15,13 +15,15 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1
 
 
 def label(value: int | None) -> str:
-    """A g or s; "none" before a request started, and under full attention."""
+    """A g or s; "none" before a request started, under full attention, and a g where each layer has its own."""
     return "none" if value is None else str(value)
 
 
 def setting(job: Job) -> tuple[int | None, int | None]:
-    """The g and s that a request got."""
-    return (None, None) if job.config is None else (job.config.group_size, job.config.window_size)
+    """The g and s that a request got; no g where each layer has its own."""
+    if job.config is None:
+        return None, None
+    return None if job.config.layer_group_sizes else job.config.group_size, job.config.window_size
 
 
 class Metrics:

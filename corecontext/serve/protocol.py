@@ -134,7 +134,7 @@ class Error(BaseModel):
 
 
 class Settings(BaseModel):
-    """The g and s that a request got; null under full attention."""
+    """The g and s that a request got; null under full attention, g also where each layer has its own."""
 
     group_size: Optional[int]
     window_size: Optional[int]
