@@ -90,7 +90,8 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     types = {"lse_ptr": "fp32", "bias_ptr": "fp32", **queries}
     kinds = ("k_desc", "v_desc", "core_k_desc", "core_v_desc")
     for bias in (False, True):
-        yield Kernel(hopper._attend_fwd_hopper, {"HAS_BIAS": bias, "BLOCK_D": dim, "BLOCK_N": keys, "STAGES": 2, **kind},
+        sizes = {"BLOCK_D": dim, "BLOCK_N": keys, "STAGES": 2, **kind}
+        yield Kernel(hopper._attend_fwd_hopper, {"HAS_BIAS": bias, **sizes},
                      {**types, **dict.fromkeys(kinds, tile(keys, dim))})
     if dim > 128:
         return

@@ -228,7 +228,8 @@ def test_mmlu_prompt(data):
 def test_longbench_cuts_the_middle(data):
     items = longbench.items(data, Settings(lengths=(10,), subtasks=("qasper",)), Stub(True))
     prompt = items[0].make().prompt
-    assert len(Stub(True).encode(prompt)) == 10 and prompt.startswith("Read, qasper. text 0") and prompt.endswith("what?")
+    assert len(Stub(True).encode(prompt)) == 10
+    assert prompt.startswith("Read, qasper. text 0") and prompt.endswith("what?")
     row = {"all_classes": []}
     assert longbench.scorer("triviaqa", row)("\nblue\nx", ["blue"]) == 1.0
     assert longbench.scorer("qasper", row)("blue\nx", ["blue", "red"]) == pytest.approx(2 / 3)

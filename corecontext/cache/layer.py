@@ -144,12 +144,17 @@ class CompactLayer:
                 self._start(q, k, attention_mask)
             self._reserve(start + new)
             self._remember(k, v, start, new)
-            out = q.new_zeros(q.shape)
+            out = None
             for rows, pad in self._row_groups():
                 first, last = max(0, pad - start), ends[rows.start]
                 if first < last:
-                    out[rows, :, first:last] = self._append_rows(rows, q, k, v, first, last, max(0, start - pad), scale,
-                                                                 softcap, needs_grad)
+                    part = self._append_rows(rows, q, k, v, first, last, max(0, start - pad), scale, softcap,
+                                             needs_grad)
+                    if part is None or part.shape == q.shape:
+                        out = part
+                    else:
+                        out = q.new_zeros(q.shape) if out is None else out
+                        out[rows, :, first:last] = part
             self._advance(new)
             self._note_padding(start + new)
             self._intact_from = max(self._intact_from, start + new - self.ring_size)
@@ -159,11 +164,12 @@ class CompactLayer:
                                 core_position=c.core_position, core_heads=c.core_heads, rotary=self.rotary,
                                 scale=scale, softcap=softcap, core_bias=c.core_bias, attention_mask=attention_mask,
                                 backend=c.backend)
-        return out
+        return q.new_zeros(q.shape) if out is None else out
 
     def _append_rows(self, rows: slice, q: Tensor, k: Tensor, v: Tensor, first: int, last: int, position: int,
-                     scale: float, softcap: float | None, store_only: bool) -> Tensor | float:
-        """Rows that share their padding: pool the groups that close, keep what later queries need, attend."""
+                     scale: float, softcap: float | None, store_only: bool) -> Tensor | None:
+        """Rows that share their padding: pool the groups that close, keep what later queries need, attend unless they
+        are only to be stored."""
         g, s, ring, width = self.group_size, self.config.window_size, self.ring_size, self._core_width
         heads, dim = k.shape[1], k.shape[3]
         module = backend_module(self.config.backend, q)
@@ -188,7 +194,7 @@ class CompactLayer:
         for cached, x in ((self.keys, k), (self.values, v)):
             cached[rows, :, slots] = x[:, count - kept:].unflatten(0, (-1, heads))
         if store_only:
-            return 0.0
+            return None
         core_k, core_v = (x[rows, :, ring:ring + total * width].unflatten(2, (total, width)).transpose(2, 3)
                           .flatten(0, 1) for x in (self.keys, self.values))  # [N, w, total, D]
         bias = None
