@@ -280,7 +280,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q
     q, k, v = aligned(q), aligned(k[:, None]), aligned(v[:, None])
     core_k, core_v = (aligned(core_k), aligned(core_v)) if core_k.shape[2] else (k, v)
     n, r, num_queries, dim = q.shape
-    out = torch.empty_like(q)  # laid out as q: a model that turns it back to [B, T, H, D] then need not copy it
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     block_d = power_of_2(dim)
     block_n = 128 if block_d <= 128 else 64
