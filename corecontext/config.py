@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Mapping
 
-POOLINGS = ("cca", "mean", "max")
+POOLINGS = ("cca", "mean", "max", "mean_query")
+LEARNED_WEIGHTS = ("temperature", "probe", "distance", "key_gain")
+LEARNED = (*LEARNED_WEIGHTS, "bias")
 CORE_POSITIONS = ("middle", "token")
 CORE_HEADS = ("kv", "query")
+CACHE_DTYPES = ("auto", "int8", "fp8")
 BACKENDS = ("auto", "reference", "packed", "triton")
 
 
@@ -24,13 +27,22 @@ class CCAConfig:
     num_groups: int | None = None
     """A constant number of groups (m): g = max(1, ceil((L - s) / m)) is then taken from each sequence's length."""
     pooling: str = "cca"
-    """What makes a core token: "cca" (weights of the group's last query), "mean" or "max"."""
+    """What makes a core token: "cca" (weights of the group's last query), "mean", "max", or "mean_query" (weights of
+    the mean over its query heads, instead of the mean of their weights)."""
     core_position: str = "middle"
     """Rotary position of a core key: "middle" of its group (the paper), or "token": keys pooled as they are."""
     core_heads: str = "kv"
     """One core token per "kv" head (mean of the query heads' weights), or per "query" head (r times the memory)."""
     core_bias: float = 0.0
     """Added to every core token's score; log(group_size) is proportional attention."""
+    learned: tuple[str, ...] = ()
+    """Parameters that `enable` adds to each layer, zero at first, which is the paper's rule: "temperature", "probe" (of
+    the values), "distance" and "key_gain" change how core tokens are made, "bias" is added to their scores."""
+    layer_group_sizes: tuple[int, ...] | None = None
+    """g of each full-attention layer, in order, instead of group_size for all."""
+    cache_dtype: str = "auto"
+    """How caches hold keys and values: "auto" (as they come), or in 8 bits with a scale for each entry and head,
+    "int8" or "fp8" (e4m3). What goes through a cache then sees the rounded ones; training without one does not."""
     backend: str = "auto"
     """Who computes: "auto", "packed" (plain torch, linear memory), "triton" (GPU kernels) or "reference" (dense)."""
 
@@ -40,10 +52,25 @@ class CCAConfig:
         if self.num_groups is not None:
             _check_positive_int("num_groups", self.num_groups)
         for name, allowed in (("pooling", POOLINGS), ("core_position", CORE_POSITIONS),
-                              ("core_heads", CORE_HEADS), ("backend", BACKENDS)):
+                              ("core_heads", CORE_HEADS), ("cache_dtype", CACHE_DTYPES), ("backend", BACKENDS)):
             check_choice(name, getattr(self, name), allowed)
         if isinstance(self.core_bias, bool) or not isinstance(self.core_bias, (int, float)):
             raise TypeError(f"core_bias must be a number, got {self.core_bias!r}. Use 0.0 for none.")
+        for name, value in (("learned", self.learned), ("layer_group_sizes", self.layer_group_sizes)):
+            if not isinstance(value, (tuple, list)) and (value is not None or name == "learned"):
+                raise TypeError(f"{name} must be a tuple, got {value!r}.")
+        object.__setattr__(self, "learned", tuple(self.learned))
+        for one in self.learned:
+            check_choice("learned", one, LEARNED)
+        if self.learned and self.pooling not in ("cca", "mean_query"):
+            raise ValueError(f"learned must come with pooling 'cca' or 'mean_query', got {self.pooling!r}: others have "
+                             "no weights to learn.")
+        if self.layer_group_sizes is not None:
+            object.__setattr__(self, "layer_group_sizes", tuple(self.layer_group_sizes))
+            for size in self.layer_group_sizes:
+                _check_positive_int("layer_group_sizes", size)
+            if self.num_groups is not None:
+                raise ValueError("num_groups must not be given with layer_group_sizes: both set g.")
         if not abs(self.core_bias) < float("inf"):
             raise ValueError(f"core_bias must be finite, got {self.core_bias}. Use 0.0 for none.")
 
@@ -63,8 +90,23 @@ class CCAConfig:
         return cls(**values)
 
     def replace(self, **changes: Any) -> CCAConfig:
-        """A copy with some fields changed, validated again."""
+        """A copy with some fields changed, validated again; a new group_size is that of every layer."""
+        if changes.get("group_size", self.group_size) != self.group_size:
+            changes = {"layer_group_sizes": None, **changes}
         return type(self).from_dict({**self.to_dict(), **changes})
+
+    def of_layer(self, index: int) -> CCAConfig:
+        """The settings of one full-attention layer, counted from 0.
+
+        Raises:
+            ValueError: layer_group_sizes has none for it.
+        """
+        sizes = self.layer_group_sizes
+        if sizes is None:
+            return self
+        if index >= len(sizes):
+            raise ValueError(f"layer_group_sizes must have one g for each full-attention layer, got {len(sizes)}.")
+        return dataclasses.replace(self, group_size=sizes[index], layer_group_sizes=None)
 
 
 def _check_positive_int(name: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,8 @@ def _with_transformers(loaded: Loaded, input_ids: Any, max_new_tokens: int, temp
     """The same through `model.generate`."""
     import torch
 
+    from corecontext.inference.limits import free_bytes, whole_does_not_fit
+
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         options["temperature"] = temperature
@@ -85,7 +88,10 @@ def _with_transformers(loaded: Loaded, input_ids: Any, max_new_tokens: int, temp
     if loaded.model.generation_config.pad_token_id is None:
         options["pad_token_id"] = loaded.tokenizer.eos_token_id or 0  # one sequence: never used, only asked for
     torch.manual_seed(seed)
-    with torch.inference_mode():
+    free, out = free_bytes(loaded.model.device), None
+    with contextlib.suppress(torch.OutOfMemoryError), torch.inference_mode():
         out = loaded.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), use_cache=True,
                                     max_new_tokens=max_new_tokens, streamer=streamer, **options)
+    if out is None:
+        raise UserError(whole_does_not_fit(loaded.model.config, loaded.model.dtype, int(input_ids.shape[1]), free or 0))
     return int(out.shape[1] - input_ids.shape[1])

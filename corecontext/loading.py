@@ -36,8 +36,10 @@ class Loaded:
     def sizes(self) -> dict[str, Any]:
         """What a record's params say of the model and its attention."""
         text = self.model.config.get_text_config(decoder=True)
-        cca = {} if self.config is None else {"group_size": self.config.group_size,
-                                              "window_size": self.config.window_size}
+        cca: dict[str, Any] = {}
+        if self.config is not None:
+            cca = {"group_size": self.config.group_size, "window_size": self.config.window_size}
+            cca |= {"cache_dtype": self.config.cache_dtype} if self.config.cache_dtype != "auto" else {}
         if self.rival is not None:
             cca = {k: v for k, v in self.rival.to_dict().items() if v is not None}
         heads = text.num_attention_heads
@@ -47,7 +49,8 @@ class Loaded:
 
 
 def load(name: str, *, method: str = "cca", group_size: int | None = None, window_size: int | None = None,
-         sinks: int | None = None, patterns: str | None = None, dtype: str = "auto", device: str = "auto") -> Loaded:
+         sinks: int | None = None, patterns: str | None = None, cache_dtype: str | None = None, dtype: str = "auto",
+         device: str = "auto") -> Loaded:
     """Load a causal language model and give it CCA or a rival's attention, or leave it full attention.
 
     Args:
@@ -57,6 +60,7 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
             Rivals take those that they have.
         sinks: First tokens that StreamingLLM and LM-Infinite keep.
         patterns: File with MInference's patterns of this model.
+        cache_dtype: How CCA's cache holds keys and values; default what the checkpoint's config.json holds, or "auto".
         dtype: A torch dtype by name; "auto" is float32 on a CPU and the checkpoint's own on a GPU.
         device: A torch device; "auto" is the first GPU, or the CPU.
 
@@ -72,7 +76,9 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
         raise UserError(f"sinks and patterns must be given for rivals that have them, got method {method!r}.")
     if dtype not in DTYPES:
         raise UserError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {dtype!r}.")
-    cca_config(None, group_size, window_size)  # bad sizes fail before anything is loaded
+    if method != "cca" and cache_dtype is not None:
+        raise UserError(f"cache-dtype must be given for method cca, got method {method!r}.")
+    cca_config(None, group_size, window_size, cache_dtype)  # bad sizes fail before anything is loaded
     device = pick_device(device)
     wanted = "float32" if dtype == "auto" and device == "cpu" else dtype
     hf_config = load_config(name)
@@ -80,12 +86,14 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
         check_architecture(hf_config)
     with one_line(f"model '{name}' cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(name)
+        quantized = getattr(hf_config, "quantization_config", None) is not None  # such weights are put in place at once
         model: Any = AutoModelForCausalLM.from_pretrained(name, config=hf_config, dtype=wanted,
-                                                          attn_implementation="sdpa")
-        model.to(device).eval()
+                                                          attn_implementation="sdpa",
+                                                          **({"device_map": device} if quantized else {}))
+        (model if quantized else model.to(device)).eval()
     config = None
     if method == "cca":
-        config = cca_config(hf_config, group_size, window_size)
+        config = cca_config(hf_config, group_size, window_size, cache_dtype)
         enable_cca(model, config)
     elif chosen is not None:
         from corecontext.baselines import enable
@@ -156,10 +164,12 @@ def check_architecture(hf_config: Any) -> None:
                         f"Tested: {', '.join(TESTED)}.")
 
 
-def cca_config(hf_config: Any, group_size: int | None, window_size: int | None) -> CCAConfig:
+def cca_config(hf_config: Any, group_size: int | None, window_size: int | None,
+               cache_dtype: str | None = None) -> CCAConfig:
     """The checkpoint's saved CCA settings, or the defaults, with what the user gave put over them."""
     saved = getattr(hf_config, "cca", None)
-    given = {k: v for k, v in (("group_size", group_size), ("window_size", window_size)) if v is not None}
+    given = {k: v for k, v in (("group_size", group_size), ("window_size", window_size), ("cache_dtype", cache_dtype))
+             if v is not None}
     with one_line():
         return (CCAConfig.from_dict(saved) if saved else CCAConfig()).replace(**given)
 

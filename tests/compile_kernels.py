@@ -70,8 +70,10 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 yield Kernel(pool._pool_half_bwd_kernel if backward else pool._pool_half_fwd_kernel, sizes, tables)
     plan = decode._plan(chip, dtype, 8, HEADS, dim, 4096, 16)
     parts = {"acc_ptr": "fp32", "lse_ptr": "fp32", "seen_ptr": "i64", "pad_ptr": "i64"}
-    yield Kernel(decode._step_kernel, {**settings, **plan.step, "ON_DEVICE": True, "WIDTH": 1, "HAS_BIAS": False},
-                 {**parts, **tables})
+    codes = {"keys_ptr": "i8", "values_ptr": "i8", "ks_ptr": "fp32", "vs_ptr": "fp32"}
+    for kind in ("auto", "int8", "fp8"):
+        yield Kernel(decode._step_kernel, {**settings, **plan.step, "ON_DEVICE": True, "KIND": kind, "WIDTH": 1,
+                                           "HAS_BIAS": False}, {**parts, **tables, **(codes if kind != "auto" else {})})
     yield Kernel(decode._merge_kernel, {"ON_DEVICE": True, "HEADS": HEADS, "HEAD_DIM": dim, **plan.merge}, parts)
 
 

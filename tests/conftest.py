@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the import of torch; the processes share the cores
+
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when triton is first imported by whatever test
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--soak N: how many requests tests/test_soak.py sends."""
+    parser.addoption("--soak", type=int, default=20, help="requests of the soak test")
 
 
 @pytest.fixture(scope="session")

@@ -406,3 +406,44 @@ def test_the_readme_is_rewritten_between_its_marks(records, tmp_path, monkeypatc
 def test_a_missing_record_is_named():
     with pytest.raises(ValueError, match="records must hold demo.perplexity with .*'cca'.*, got none."):
         figures.newest([], "demo.perplexity", method="cca")
+
+
+def test_training_steps_are_measured_and_drawn(tmp_path, capsys):
+    from corecontext.bench import training
+    from corecontext.bench.training_figure import draw_training, steps
+    from corecontext.cli import main
+
+    json, plot = tmp_path / "training.jsonl", tmp_path / "training.svg"
+    command = ["bench", "train", "--shape", "tiny", "--device", "cpu", "--length", "96", "--length", "200",
+               "--window-size", "16", "--repeats", "1", "--json", str(json), "--plot", str(plot)]
+    assert main(command) == 0
+    assert "of allowed" in capsys.readouterr().out and plot.stat().st_size > 5000
+    records = read_records(json)
+    found = steps(records)
+    assert [(one.length, one.gpus, one.fsdp) for one in found] == [(96, 1, False), (200, 1, False)]
+    for one in found:
+        assert one.speedup > 0 and 1 < one.allowed < 3 and one.full.params["backend"] == "sdpa"
+    # Four processes whose work per token is twice as much, at half the tokens per second each: nothing is lost.
+    alone = next(r for r in records if r.params["method"] == "cca" and r.params["length"] == 200)
+    alone = dataclasses.replace(alone, params={**alone.params, "fsdp": True})
+    four = dataclasses.replace(alone, value=2 * alone.value, params={
+        **alone.params, "gpus": 4, "length": 800, "step_flops": 8 * alone.params["step_flops"]})
+    bench = training.TrainingBench("cpu", (200,), "tiny")
+    (efficiency,) = training._efficiency(bench, [four], [alone])
+    assert efficiency.name == "training.scaling_efficiency" and efficiency.value == pytest.approx(1.0)
+    assert training._efficiency(bench, [four], [four]) == [] and training._efficiency(bench, [alone], [alone]) == []
+    peak = dataclasses.replace(next(r for r in records if r.name == "training.peak_bytes"), params=four.params)
+    draw_training([*records, four, peak, efficiency], str(plot))
+    for wrong, message in ((["--context-parallel"], "must run in several processes"),
+                           (["--method", "flex"], "method must be"), (["--shape", "huge"], "shape must be"),
+                           (["--length", "0"], "length must be at least 1")):
+        assert main([*command[:6], *wrong]) == 2 and message in capsys.readouterr().err
+
+
+def test_a_training_step_that_is_wrong_is_not_timed(monkeypatch):
+    from corecontext.bench import training
+
+    real = training.CCAConfig
+    monkeypatch.setattr(training, "CCAConfig", lambda g, s: real(g, 3))
+    with pytest.raises(AssertionError, match="a step's loss is wrong, nothing was timed"):
+        training.run_training_bench(training.TrainingBench("cpu", (64,), "tiny"))

@@ -46,11 +46,13 @@ def test_frozen_and_replaced():
     ({"window_size": "8"}, TypeError, "window_size must be an integer, got '8' (str)."),
     ({"num_groups": 0}, ValueError, "num_groups must be at least 1, got 0."),
     ({"num_groups": 1.5}, TypeError, "num_groups must be an integer, got 1.5 (float)."),
-    ({"pooling": "maxx"}, ValueError, "pooling must be one of 'cca', 'mean', 'max', got 'maxx'. Did you mean 'max'?"),
+    ({"pooling": "maxx"}, ValueError,
+     "pooling must be one of 'cca', 'mean', 'max', 'mean_query', got 'maxx'. Did you mean 'max'?"),
     ({"core_position": 3}, ValueError, "core_position must be one of 'middle', 'token', got 3."),
     ({"core_heads": "head"}, ValueError, "core_heads must be one of 'kv', 'query', got 'head'."),
     ({"backend": "pack"}, ValueError,
      "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'pack'. Did you mean 'packed'?"),
+    ({"learned": None}, TypeError, "learned must be a tuple, got None."),
     ({"core_bias": "log"}, TypeError, "core_bias must be a number, got 'log'. Use 0.0 for none."),
     ({"core_bias": True}, TypeError, "core_bias must be a number, got True. Use 0.0 for none."),
     ({"core_bias": float("nan")}, ValueError, "core_bias must be finite, got nan. Use 0.0 for none."),
@@ -65,7 +67,8 @@ def test_messages(settings, error, message):
 
 @pytest.mark.parametrize("key, hint", [
     ("group_sise", "Did you mean 'group_size'?"),
-    ("zzz", "Known: group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias, backend."),
+    ("zzz", "Known: group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias, "
+             "learned, layer_group_sizes, cache_dtype, backend."),
 ])
 def test_unknown_keys_are_errors(key, hint):
     with pytest.raises(ValueError, match=f"^{re.escape(f'unknown CCA setting {key!r}. {hint}')}$"):

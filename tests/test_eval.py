@@ -16,7 +16,7 @@ from tiny_model import save_tiny_model
 from corecontext.cli import main
 from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, runner
 from corecontext.eval.evaluate import data_paths, of_task
-from corecontext.eval.files import find_file, model_hash, read_lines
+from corecontext.data.files import find_file, model_hash, read_lines
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import data_hashes, run_task
 from corecontext.eval.subject import ModelSubject
@@ -379,7 +379,7 @@ def test_mistakes_in_files(data, tmp_path):
     with pytest.raises(UserError, match="line 2: must be an object with a"):
         list(read_lines(tmp_path / "bad.jsonl", ("a",)))
     (tmp_path / "cut.jsonl.xz").write_bytes(b"no xz")
-    with pytest.raises(UserError, match="line 0"):
+    with pytest.raises(UserError, match="line 1"):
         list(read_lines(tmp_path / "cut.jsonl.xz"))
     with pytest.raises(UserError, match="data must be given for mmlu"):
         data_paths(["ruler=x"], ["ruler", "mmlu"])

@@ -1,7 +1,4 @@
-"""Whole-model inference: the engine, generate() and one full forward agree token by token; limits, policy, soak."""
-
-import gc
-import random
+"""Whole-model inference: the engine, generate() and one full forward agree token by token; limits, policy."""
 
 import pytest
 import torch
@@ -459,34 +456,6 @@ def test_lengths_round_up_by_an_eighth_at_most():
 # Reuse ---------------------------------------------------------------------------------------------------------------
 
 
-def live_tensors():
-    gc.collect()
-    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
-
-
-def test_soak_of_mixed_requests(model):
-    """Many requests through one engine: each answer is that of the request alone, and nothing is left behind."""
-    draw = random.Random(0)
-    engine = Engine(model, static=True, keep=2)
-    before = live_tensors()
-    for number in range(60):
-        lengths = [draw.randint(1, 60) for _ in range(draw.randint(1, 3))]
-        g, s, count = draw.choice((1, 2, 5, 16)), draw.randint(1, 30), draw.randint(1, 8)
-        ids, mask, rows = ragged(lengths, seed=number)
-        engine.chunk_size = draw.choice((None, 1, 7, 16))
-        sampling = draw.choice((Sampling(), Sampling(1.1), Sampling(0.9, top_k=20)))
-        options = {"max_new_tokens": count, "sampling": sampling, "group_size": g, "window_size": s}
-        seeds = [draw.randint(0, 1000) for _ in lengths]
-        made = engine.generate(ids, mask, seed=seeds, **options)
-        for row, own, seed in zip(rows, made, seeds):
-            assert own == Engine(model, static=False, keep=0).generate(row, seed=seed, **options)[0]
-        assert engine.cache_bytes_used == 0 and len(engine._idle) <= 2
-    assert engine.cache_bytes_kept > 0
-    engine.clear()
-    del ids, mask, rows, row
-    assert engine.cache_bytes_kept == 0 and live_tensors() == before
-
-
 def test_sessions_are_reused_with_their_buffers(model):
     engine, places = Engine(model, static=True), set()
     for seed in range(4):
@@ -511,10 +480,54 @@ def test_fused_modules_change_no_token(model):
     assert all(module._compiled_call_impl is None for module in model.modules())
 
 
+@pytest.fixture
+def tracing(monkeypatch):
+    """torch.compile that traces and runs what it traced, without the minutes of a real compiler; counts graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile(*args, backend=counter, **options))
+    yield counter
+    torch._dynamo.reset()
+
+
+def test_a_fused_step_is_one_graph_and_changes_no_token(model, tracing):
+    ids, mask, _ = ragged()
+    expected = Engine(model, static=True).generate(ids, mask, max_new_tokens=12)
+    engine = Engine(model, fuse="compile", chunk_size=16)
+    engine.fused._compiled = []  # the step alone
+    assert engine.static and engine.generate(ids, mask, max_new_tokens=12) == expected
+    assert tracing.frame_count == 1
+    assert engine.generate(ids, mask, max_new_tokens=12) == expected and tracing.frame_count == 1  # compiled once
+    other = {"max_new_tokens": 5, "group_size": 3, "window_size": 9}
+    assert engine.generate(ids, mask, **other) == Engine(model, static=True).generate(ids, mask, **other)
+    growing = Engine(model, fuse="compile", static=False)
+    assert growing.generate(ids, mask, max_new_tokens=12) == expected
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(model, monkeypatch):
+    from torch._dynamo.exc import Unsupported
+    calls = []
+
+    def broken(*args, **options):
+        calls.append(1)
+        raise Unsupported("no compiler here\nand more")
+
+    ids, expected = tokens(1, 40), Engine(model, static=True).generate(tokens(1, 40), max_new_tokens=6)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: broken)
+    engine = Engine(model, fuse="compile")
+    with pytest.warns(UserWarning, match="cannot be compiled, so it runs as it is, which is slower: no compiler here$"
+                      ) as seen:
+        assert engine.generate(ids, max_new_tokens=6) == expected
+    assert {str(one.message).split()[0] for one in seen} == {"LlamaForCausalLM", "LlamaMLP", "LlamaRMSNorm"}
+    assert len(calls) == 7 + 1  # each module and the step tried once
+    assert engine.generate(ids, max_new_tokens=6) == expected and len(calls) == 8
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"fuse": "compile"}, {"compile": True}], ids=str)
-def test_compiled_modules_and_steps_change_no_token(model, options):
+def test_compiled_modules_and_steps_change_no_token(model):
     ids, mask, _ = ragged()
     expected = Engine(model, static=True).generate(ids, mask, max_new_tokens=12)
     torch._dynamo.reset()
-    assert Engine(model, static=True, chunk_size=16, **options).generate(ids, mask, max_new_tokens=12) == expected
+    assert Engine(model, fuse="compile", chunk_size=16).generate(ids, mask, max_new_tokens=12) == expected

@@ -14,8 +14,9 @@ import corecontext
 ROOT = Path(corecontext.__file__).parent
 BASE = ("config", "visibility", "record", "text", "terminal", "progress")
 LAYERS = [BASE, ("ops",), ("cache", "layers", "testing"),
-          ("integrations", "distributed", "data"), ("baselines", "inference"), ("loading", "perplexity"),
-          ("train", "eval", "bench", "generation"), ("demo",), ("cli",), ("__init__", "__main__")]
+          ("distributed",), ("integrations", "data"), ("baselines", "inference"), ("loading", "perplexity"),
+          ("train",), ("eval", "bench", "serve", "generation"), ("demo", "reproduce"), ("cli",),
+          ("__init__", "__main__")]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 BACKENDS = {"reference": set(), "packed": {"compose", "partial", "pooling", "merge"}, "partial": set(),
             "pooling": {"rotary"}}

@@ -43,7 +43,7 @@ SETTING_ERRORS = [
                                    "rotary=Rotary.from_theta(theta, head_dim), or core_position='token'."),
     ({"rotary": Rotary(torch.ones(9))}, ValueError, "rotary must turn at most head_dim 16 dimensions, got 18."),
     ({"group_size": 0}, ValueError, "group_size must be at least 1, got 0."),
-    ({"pooling": "sum"}, ValueError, "pooling must be one of 'cca', 'mean', 'max', got 'sum'."),
+    ({"pooling": "sum"}, ValueError, "pooling must be one of 'cca', 'mean', 'max', 'mean_query', got 'sum'."),
     ({"core_position": "end"}, ValueError, "core_position must be one of 'middle', 'token', got 'end'."),
     ({"core_heads": "k"}, ValueError, "core_heads must be one of 'kv', 'query', got 'k'. Did you mean 'kv'?"),
     ({"softcap": 0.0}, ValueError, "softcap must be above 0, got 0.0. Use None for none."),

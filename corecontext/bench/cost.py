@@ -138,12 +138,38 @@ class ModelCost:
         return (2 * (self.linear_weights * seq_len + self.head_weights) + sliding +
                 self.num_layers * attend(seq_len, group_size, window_size))
 
+    def step_flops(self, seq_len: int, group_size: int = 1, window_size: int = 1, *, checkpointing: bool = True) -> int:
+        """Operations of one training step on a sequence: forward, the layers' forward again where activations were
+        forgotten, and backward; the loss's head is computed once (docs/training.md)."""
+        sizes = (seq_len, self.query_heads, self.kv_heads, self.head_dim)
+        forward, backward = (operator_flops(*sizes, group_size=group_size, window_size=window_size, backward=back)
+                             for back in (False, True))
+        sliding = sum(2 * self.query_heads * self.head_dim * _banded_scores(seq_len, window) for window in self.windows)
+        times = 2 if checkpointing else 1
+        layers = self.num_layers * (times * forward + backward) + sliding * (times * FORWARD_PRODUCTS +
+                                                                             BACKWARD_PRODUCTS)
+        return layers + seq_len * (2 * self.linear_weights * (times + 2) + 6 * self.head_weights)
+
     def cache_bytes(self, seq_len: int, group_size: int = 1, window_size: int = 1, cores_per_group: int = 1) -> int:
         """Bytes cached after seq_len tokens, sliding layers included."""
         sizes = (self.kv_heads, self.head_dim, self.itemsize)
         return (cache_bytes(seq_len, self.num_layers, *sizes, group_size=group_size, window_size=window_size,
                             cores_per_group=cores_per_group) +
                 sum(cache_bytes(min(seq_len, window), 1, *sizes) for window in self.windows))
+
+    def step_bytes(self, seq_len: int, group_size: int = 1, window_size: int = 1, *, batch: int = 1,
+                   cache_itemsize: float | None = None) -> float:
+        """Bytes that a decoding step with seq_len tokens before it reads at least: weights once, and what it sees.
+
+        Args:
+            cache_itemsize: Bytes of a cached number, scales included, where it is not that of the weights.
+        """
+        itemsize = self.itemsize if cache_itemsize is None else cache_itemsize
+        sizes = (self.kv_heads, self.head_dim, 1)
+        seen = (self.num_layers * decode_bytes(seq_len, *sizes, group_size=group_size, window_size=window_size,
+                                               batch=batch) +
+                sum(decode_bytes(min(seq_len, window - 1), *sizes, batch=batch) for window in self.windows))
+        return self.weight_bytes() + itemsize * seen
 
     def weight_bytes(self) -> int:
         """Bytes of the weights that every decoding step reads."""

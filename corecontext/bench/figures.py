@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.bench.drawing import CCA, FULL, SUFFIXES, check_plot, pyplot, save
+from corecontext.bench.model_figure import draw_model, draw_sweep
+from corecontext.bench.model_tables import model_markdown
 from corecontext.bench.operator_figure import draw_operator
+from corecontext.bench.serve_figure import draw_serve
 from corecontext.bench.tables import operator_markdown
+from corecontext.bench.training_figure import draw_training
 from corecontext.record import Record, read_records
 from corecontext.text import write_text
 
-__all__ = ["SUFFIXES", "check_plot", "demo_table", "draw_demo", "draw_operator", "main", "newest", "operator_markdown",
-           "update_readme"]
+__all__ = ["SUFFIXES", "check_plot", "demo_table", "draw_demo", "draw_model", "draw_operator", "draw_sweep", "main",
+           "model_markdown", "newest", "operator_markdown", "update_readme"]
 
 DEMO_ROWS = (("time to first token", "first_token_s", "{:.2f} s", 1), ("time per further token", "next_token_ms",
              "{:.1f} ms", 1), ("cache", "cache_bytes", "{:.1f} MiB", 2 ** 20),
@@ -71,7 +75,7 @@ def newest(records: Iterable[Record], name: str, **params: Any) -> Record:
 
 def update_readme(text: str, results: Path) -> str:
     """README with its tables made anew from the records; a table without records stays as it is."""
-    for name, draw in (("demo", demo_table), ("operator", operator_markdown)):
+    for name, draw in (("demo", demo_table), ("operator", operator_markdown), ("model", model_markdown)):
         path = results / f"{name}.jsonl"
         if path.exists():
             before, mark, rest = text.partition(f"<!-- table: {name} -->\n")
@@ -87,9 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--readme", nargs="?", const="README.md", help="also rewrite the tables of this file")
     options = parser.parse_args(argv)
     results = Path(options.results)
-    for name, draw in (("demo", draw_demo), ("operator", draw_operator)):
+    for name, figure, draw in (("demo", "demo", draw_demo), ("operator", "operator", draw_operator),
+                               ("model", "model", draw_model), ("model", "model_sweep", draw_sweep),
+                               ("training", "training", draw_training)):
         if (results / f"{name}.jsonl").exists():
-            draw(read_records(results / f"{name}.jsonl"), str(results / f"{name}.svg"))
+            draw(read_records(results / f"{name}.jsonl"), str(results / f"{figure}.svg"))
+    if (results / "serve.jsonl").exists():
+        records = read_records(results / "serve.jsonl")
+        for mode in {r.params["mode"] for r in records}:
+            draw_serve([r for r in records if r.params["mode"] == mode], str(results / f"serve-{mode}.svg"))
     if options.readme:
         text = Path(options.readme).read_text(encoding="utf-8")
         write_text(options.readme, update_readme(text, results))

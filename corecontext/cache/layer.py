@@ -5,6 +5,9 @@ contiguous slice; order does not matter to softmax and rotary is already in the 
 never stored: the token at position p lies in ring slot p mod C, the core token of group c in core slot c. Left padding
 (rows that close groups at different steps), cropping and fixed shapes all follow from that.
 
+In 8 bits (`CCAConfig.cache_dtype`) scales lie beside codes. A token is rounded when it comes, and attended to and
+pooled as it was rounded, in whatever chunks it came: so all ways of appending still agree.
+
 The file is long because appending, decoding, cropping and saving share one invariant: what each slot holds.
 """
 
@@ -15,9 +18,11 @@ from typing import Any, Callable, Iterator, NamedTuple
 import torch
 from torch import Tensor
 
+from corecontext.cache.eight_bit import decode, encode
 from corecontext.cache.slots import grown, read, write
 from corecontext.config import CCAConfig
 from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
+from corecontext.ops import rules
 from corecontext.ops.decode import attend_buffer
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import find_segments
@@ -30,8 +35,8 @@ class _Undo(NamedTuple):
     """What the last append pushed out of the ring."""
 
     start: int
-    k: Tensor
-    v: Tensor
+    lost: list[Tensor]
+    """As the buffers hold it."""
     intact_from: int
 
 
@@ -44,10 +49,11 @@ class CompactLayer:
         max_length: Longest sequence, in tokens; allocates once, keeps its length in a tensor and never moves its
             buffers, so that a decoding step can be compiled or captured. None grows geometrically.
         rollback: Extra ring tokens, so that `crop` can take back this many tokens however they were appended.
+        learned: The layer's learned parameters, as in `cca_attention`; read at every call.
     """
 
     def __init__(self, config: CCAConfig, rotary: Rotary | None = None, *, max_length: int | None = None,
-                 rollback: int = 0) -> None:
+                 rollback: int = 0, learned: rules.Learned | None = None) -> None:
         if rollback < 0:
             raise ValueError(f"rollback must be at least 0, got {rollback}.")
         if config.core_position == "middle" and rotary is None:
@@ -55,9 +61,13 @@ class CompactLayer:
                              "Pass rotary=Rotary.from_theta(theta, head_dim), or core_position='token'.")
         self.config, self.max_length, self.rollback = config, max_length, rollback
         self.rotary = rotary if config.core_position == "middle" else None
+        self.learned = learned or {}
         self.group_size = config.group_size
         self.keys: Tensor | None = None  # [B, Hkv, C + M w, D]; w = 1, or r for core_heads="query"
         self.values: Tensor | None = None
+        self.key_scales: Tensor | None = None  # [B, Hkv, C + M w, 1] beside codes in 8 bits
+        self.value_scales: Tensor | None = None
+        self._dtype: torch.dtype | None = None  # of the keys that came
         self.pad: Tensor | None = None  # [B], slots of left padding
         self.pads: list[int] = []  # the same on the host
         self.padding_known = True  # False while a row is nothing but padding: more of it may follow
@@ -83,22 +93,49 @@ class CompactLayer:
         return window_capacity(self.group_size, self.config.window_size) + self.rollback
 
     @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry of all rows and heads, keys and values, measured on the buffers."""
+        return sum(x[:, :, :1].numel() * x.element_size() for x in self.buffers)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes in use: the ring and the complete groups' core tokens, keys and values, measured on the buffers."""
-        if self.keys is None:
-            return 0
-        entries = self.ring_size + self._num_cores() * self._core_width
-        return sum(x[:, :, :entries].numel() * x.element_size() for x in (self.keys, self.values))
+        """Bytes in use: the ring and the complete groups' core tokens."""
+        return (self.ring_size + self._num_cores() * self._core_width) * self.entry_bytes if self.buffers else 0
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of everything that this layer holds on to."""
-        held = [] if self.keys is None else [self.keys, self.values, *(self._undo[1:3] if self._undo else ())]
-        return sum(x.untyped_storage().nbytes() for x in held)
+        return sum(x.untyped_storage().nbytes() for x in (*self.buffers, *(self._undo.lost if self._undo else ())))
 
     def _num_cores(self) -> int:
         """Core tokens of the longest row."""
         return num_complete_groups(max(0, self.seq_len - min(self.pads, default=0)), self.group_size)
+
+    # What lies in the buffers ----------------------------------------------------------------------------------
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Keys and values, and in 8 bits their scales; [] before the first append."""
+        return [x for x in (self.keys, self.values, self.key_scales, self.value_scales) if x is not None]
+
+    def _hold(self, buffers: list[Tensor]) -> None:
+        """Take these for the buffers."""
+        self.keys, self.values, self.key_scales, self.value_scales = [*buffers, *[None] * (4 - len(buffers))]
+
+    def _stored(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Keys and values as the buffers hold them."""
+        kind = self.config.cache_dtype
+        if kind == "auto":
+            return [k, v]
+        (k, k_scale), (v, v_scale) = encode(k, kind), encode(v, kind)
+        return [k, v, k_scale, v_scale]
+
+    def _loaded(self, parts: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """The inverse of `_stored`."""
+        kind = self.config.cache_dtype
+        if kind == "auto":
+            return parts
+        return [decode(codes, scale, kind, dtype) for codes, scale in zip(parts[:2], parts[2:])]
 
     # Appending -------------------------------------------------------------------------------------------------
 
@@ -113,7 +150,8 @@ class CompactLayer:
             scale, softcap: As in `cca_attention`.
 
         Returns:
-            [B, H, n, D], 0 at padding. Differentiable only for the first append, when nothing is cached yet.
+            [B, H, n, D], 0 at padding. Differentiable only for the first append, when nothing is cached yet; gradients
+            are those of tokens that were not rounded to 8 bits.
 
         Raises:
             ValueError: the cache is full, the batch changes, the padding is not on the left or not given, g would
@@ -134,22 +172,25 @@ class CompactLayer:
                 softcap: float | None) -> Tensor:
         """Any number of tokens at once: the first prefill, a chunk of it, a second turn, a draft to verify."""
         start, new = self.seq_len, q.shape[2]
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *self.learned.values()))
         if needs_grad and start:
             raise ValueError("gradients must not be asked through a filled compact cache: its core tokens are kept "
                              "without their graph. Train with use_cache=False, or wrap generation in torch.no_grad().")
         with torch.no_grad():
             ends = self._read_padding(attention_mask, q.shape[0], start, new, q.device)
             if self.is_empty:
+                rules.check(self.learned, q.shape[1], k.shape[1], k.shape[3])
                 self._start(q, k, attention_mask)
             self._reserve(start + new)
-            self._remember(k, v, start, new)
+            stored = self._stored(k, v)
+            self._remember(stored, start, new)
+            kept_k, kept_v = self._loaded(stored, k.dtype)
             out = None
             for rows, pad in self._row_groups():
                 first, last = max(0, pad - start), ends[rows.start]
                 if first < last:
-                    part = self._append_rows(rows, q, k, v, first, last, max(0, start - pad), scale, softcap,
-                                             needs_grad)
+                    part = self._append_rows(rows, q, kept_k, kept_v, stored, first, last, max(0, start - pad), scale,
+                                             softcap, needs_grad)
                     if part is None or part.shape == q.shape:
                         out = part
                     else:
@@ -162,12 +203,12 @@ class CompactLayer:
             c = self.config
             out = cca_attention(q, k, v, group_size=self.group_size, window_size=c.window_size, pooling=c.pooling,
                                 core_position=c.core_position, core_heads=c.core_heads, rotary=self.rotary,
-                                scale=scale, softcap=softcap, core_bias=c.core_bias, attention_mask=attention_mask,
-                                backend=c.backend)
+                                scale=scale, softcap=softcap, core_bias=c.core_bias, learned=self.learned,
+                                attention_mask=attention_mask, backend=c.backend)
         return q.new_zeros(q.shape) if out is None else out
 
-    def _append_rows(self, rows: slice, q: Tensor, k: Tensor, v: Tensor, first: int, last: int, position: int,
-                     scale: float, softcap: float | None, store_only: bool) -> Tensor | None:
+    def _append_rows(self, rows: slice, q: Tensor, k: Tensor, v: Tensor, stored: list[Tensor], first: int, last: int,
+                     position: int, scale: float, softcap: float | None, store_only: bool) -> Tensor | None:
         """Rows that share their padding: pool the groups that close, keep what later queries need, attend unless they
         are only to be stored."""
         g, s, ring, width = self.group_size, self.config.window_size, self.ring_size, self._core_width
@@ -178,30 +219,34 @@ class CompactLayer:
         k, v = (x[rows, :, first:last].reshape(-1, count, dim) for x in (k, v))
         low = local_start(position, g, s)
         past = torch.arange(low, position, device=q.device) % ring
-        raw_k, raw_v = (x if low == position else torch.cat((cached[rows][:, :, past].flatten(0, 1), x), 1)
-                        for cached, x in ((self.keys, k), (self.values, v)))
+        raw_k, raw_v = k, v
+        if low < position:
+            before = self._loaded([cached[rows][:, :, past] for cached in self.buffers], k.dtype)
+            raw_k, raw_v = (torch.cat((old.flatten(0, 1), x), 1) for old, x in zip(before, (k, v)))
         old, total = num_complete_groups(position, g), num_complete_groups(position + count, g)
         if total > old:
             ends = slice(old * g + g - 1 - position, total * g - position, g)
             grouped = (x[:, old * g - low:total * g - low].unflatten(1, (total - old, g)) for x in (raw_k, raw_v))
-            cores = module.pool(q[:, :, ends], *grouped, scale=scale, softcap=softcap, pooling=self.config.pooling,
-                                core_heads=self.config.core_heads, rotary=self.rotary)
-            for cached, core in zip((self.keys, self.values), cores):  # core [N, w, new groups, D]
-                core = core.transpose(1, 2).reshape(-1, heads, (total - old) * width, dim)
+            cores = self._pool(q[:, :, ends], *grouped, scale, softcap)
+            for cached, core in zip(self.buffers, self._stored(*cores)):  # core [N, w, new groups, D or 1]
+                core = core.transpose(1, 2).reshape(-1, heads, (total - old) * width, core.shape[-1])
                 cached[rows, :, ring + old * width:ring + total * width] = core.to(cached.dtype)
         kept = min(count, ring)
         slots = torch.arange(position + count - kept, position + count, device=q.device) % ring
-        for cached, x in ((self.keys, k), (self.values, v)):
-            cached[rows, :, slots] = x[:, count - kept:].unflatten(0, (-1, heads))
+        for cached, x in zip(self.buffers, stored):
+            cached[rows, :, slots] = x[rows, :, last - kept:last].to(cached.dtype)
         if store_only:
             return None
-        core_k, core_v = (x[rows, :, ring:ring + total * width].unflatten(2, (total, width)).transpose(2, 3)
-                          .flatten(0, 1) for x in (self.keys, self.values))  # [N, w, total, D]
-        bias = None
-        if self.config.core_bias:
-            bias = q.new_full(q.shape[:2], self.config.core_bias, dtype=torch.promote_types(q.dtype, torch.float32))
+        cores = self._loaded([x[rows, :, ring:ring + total * width] for x in self.buffers], k.dtype)
+        core_k, core_v = (x.unflatten(2, (total, width)).transpose(2, 3).flatten(0, 1) for x in cores)  # [N, w, M, D]
+        bias = self._core_bias(q.dtype)
+        if isinstance(bias, Tensor):
+            bias = bias.reshape(heads, -1).repeat(q.shape[0] // heads, 1)
+        elif bias:
+            bias = q.new_full(q.shape[:2], bias, dtype=torch.promote_types(q.dtype, torch.float32))
         out, _ = module.attend(q, raw_k, raw_v, core_k, core_v, q_start=position, k_start=low, group_size=g,
-                               window_size=s, scale=scale, softcap=softcap, core_bias=bias)
+                               window_size=s, scale=scale, softcap=softcap,
+                               core_bias=bias if isinstance(bias, Tensor) else None)
         return out.reshape(-1, heads * q.shape[1], count, dim).to(q.dtype)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -219,7 +264,10 @@ class CompactLayer:
             self._undo = None
             self._intact_from = max(self._intact_from, self.seen + 1 - ring)
         if self._step is not None:
-            out = self._step(q, k, v, self.keys, self.values, self.seen, self.pad, turn=self._turn,
+            scales = {} if self.key_scales is None else {"key_scales": self.key_scales,
+                                                         "value_scales": self.value_scales,
+                                                         "cache_dtype": self.config.cache_dtype}
+            out = self._step(q, k, v, self.keys, self.values, self.seen, self.pad, turn=self._turn, **scales,
                              interleaved=self.rotary is not None and self.rotary.interleaved, group_size=g,
                              window_size=s, ring_size=ring, pooling=self.config.pooling,
                              core_heads=self.config.core_heads, scale=scale, softcap=softcap,
@@ -228,8 +276,8 @@ class CompactLayer:
                 self.seen += 1
             return out
         position = self.seen - self.pad  # [B]
-        write(self.keys, (position % ring)[:, None], k)
-        write(self.values, (position % ring)[:, None], v)
+        for cached, x in zip(self.buffers, self._stored(k, v)):
+            write(cached, (position % ring)[:, None], x)
         if fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads):
             self._close_groups(q, position, scale, softcap)
         cores = (self.keys.shape[2] - ring) // width
@@ -244,8 +292,24 @@ class CompactLayer:
             own = torch.eye(width, dtype=torch.bool, device=q.device)[:, None]  # [w, 1, w]
             see_core = see_core & own
         see = torch.cat(((held >= visible * g)[:, None].expand(-1, see_core.shape[1], -1), see_core.flatten(2)), -1)
-        keys, values = self.keys[:, :, :ring + cores * width], self.values[:, :, :ring + cores * width]
-        return attend_buffer(q, keys, values, see, ring, scale=scale, softcap=softcap, core_bias=self.config.core_bias)
+        keys, values = self._loaded([x[:, :, :ring + cores * width] for x in self.buffers], q.dtype)
+        return attend_buffer(q, keys, values, see, ring, scale=scale, softcap=softcap,
+                             core_bias=self._core_bias(q.dtype))
+
+    def _core_bias(self, dtype: torch.dtype) -> float | Tensor:
+        """What is added to core scores: a number, or [H] in float32 or wider."""
+        if "bias" not in self.learned:
+            return self.config.core_bias
+        return self.learned["bias"].to(torch.promote_types(dtype, torch.float32)) + self.config.core_bias
+
+    def _pool(self, q_last: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+        """Core tokens [N, w, M, D] of groups [N, M, g, D], by the backend or by a rule of its own."""
+        options = {"scale": scale, "softcap": softcap, "pooling": self.config.pooling,
+                   "core_heads": self.config.core_heads, "rotary": self.rotary}
+        if not rules.is_own_rule(self.config.pooling, self.learned):
+            return backend_module(self.config.backend, q_last).pool(q_last, k, v, **options)
+        heads = self.keys.shape[1]
+        return rules.pool(q_last, k, v, rules.by_sequence(self.learned, heads, k.shape[0] // heads), **options)
 
     def _close_groups(self, q: Tensor, position: Tensor, scale: float, softcap: float | None) -> None:
         """Pool the group of every row whose newest token is a group's last; other rows keep what they have."""
@@ -253,18 +317,17 @@ class CompactLayer:
         batch, heads, _, dim = self.keys.shape
         inside = torch.arange(g, device=q.device)
         slots = ((position // g * g)[:, None] + inside) % ring  # [B, g]
-        grouped = (read(x, slots).flatten(0, 1)[:, None] for x in (self.keys, self.values))  # [N, 1, g, D]
+        tokens = self._loaded([read(x, slots) for x in self.buffers], q.dtype)
+        grouped = (x.flatten(0, 1)[:, None] for x in tokens)  # [N, 1, g, D]
         q_last = q.reshape(batch * heads, -1, 1, dim)
-        cores = backend_module(self.config.backend, q).pool(
-            q_last, *grouped, scale=scale, softcap=softcap, pooling=self.config.pooling,
-            core_heads=self.config.core_heads, rotary=self.rotary)
+        cores = self._pool(q_last, *grouped, scale, softcap)
         last_core = (self.keys.shape[2] - ring) // width - 1
         if last_core < 0:
             return
         closes = ((position + 1) % g == 0)[:, None, None, None]
-        target = ring + (position // g).clamp(max=last_core)[:, None] * width + torch.arange(width, device=q.device)
-        for cached, core in zip((self.keys, self.values), cores):
-            core = core.reshape(batch, heads, width, dim).to(cached.dtype)
+        target = ring + (position // g).clamp(0, last_core)[:, None] * width + torch.arange(width, device=q.device)
+        for cached, core in zip(self.buffers, self._stored(*cores)):
+            core = core.reshape(batch, heads, width, core.shape[-1]).to(cached.dtype)
             write(cached, target, torch.where(closes, core, read(cached, target)))
 
     # Bookkeeping -----------------------------------------------------------------------------------------------
@@ -279,21 +342,32 @@ class CompactLayer:
             self.group_size = group_size_for(q.shape[2] - self.pads[0], c.window_size, c.num_groups)
         self._core_width = q.shape[1] // k.shape[1] if c.core_heads == "query" else 1
         cores = 0 if self.max_length is None else num_complete_groups(self.max_length, self.group_size)
-        shape = (k.shape[0], k.shape[1], self.ring_size + cores * self._core_width, k.shape[3])
-        if self.keys is None or self.keys.shape != shape or self.keys.dtype != k.dtype or self.keys.device != k.device:
+        shape = (k.shape[0], k.shape[1], self.ring_size + cores * self._core_width)
+        like, self._dtype = self._stored(k[:, :, :1], k[:, :, :1]), k.dtype
+        if [(x.shape, x.dtype, x.device) for x in self.buffers] != [((*shape, x.shape[3]), x.dtype, x.device)
+                                                                     for x in like]:
             # Zeros, not garbage: a masked NaN would still reach the output as 0 x NaN.
-            self.keys, self.values = (torch.zeros(shape, dtype=k.dtype, device=k.device) for _ in range(2))
+            self._hold([x.new_zeros(*shape, x.shape[3]) for x in like])
             if self.max_length is not None:
                 self.seen = torch.zeros((), dtype=torch.long, device=k.device)
-                for fixed in (self.keys, self.values, self.seen, self.pad):
+                for fixed in (*self.buffers, self.seen, self.pad):
                     torch._dynamo.mark_static_address(fixed)
         self._choose_step()
         self.is_empty = False
 
+    def adopt(self, keys: Tensor, values: Tensor, like: CompactLayer) -> None:
+        """Decode into these buffers from now on, [B, Hkv, C + M w, D], laid out as those of another cache (a pool)."""
+        self.keys, self.values, self.is_empty = keys, values, False
+        self.group_size, self._core_width = like.group_size, like._core_width
+        self._choose_step()
+
     def _choose_step(self) -> None:
         """Find what decodes into the buffers as they are now: their dtype and device decide."""
         self._step = None
-        if choose_backend(self.config.backend, self.keys) == "triton":
+        if self.learned or rules.is_own_rule(self.config.pooling, None):
+            return  # a fused step has the paper's pooling and one bias for all heads
+        if choose_backend(self.config.backend, self.keys.new_empty(1, 1, 1, self.keys.shape[3], dtype=self._dtype)
+                          ) == "triton":
             module, half = backend_module("triton", self.keys), self.rotary and self.rotary.inv_freq.numel()
             self._step = module.decode_step
             table = self._turn and self._turn[0]
@@ -365,17 +439,17 @@ class CompactLayer:
         room = self.keys.shape[2] - self.ring_size
         if needed > room:
             room = max(needed, room + max(16, room // 4)) if room else needed
-            self.keys, self.values = (grown(x, self.ring_size + room) for x in (self.keys, self.values))
+            self._hold([grown(x, self.ring_size + room) for x in self.buffers])
 
-    def _remember(self, k: Tensor, v: Tensor, start: int, new: int) -> None:
+    def _remember(self, stored: list[Tensor], start: int, new: int) -> None:
         """Keep what a short append pushes out of the ring, so that a rejected draft can be cropped away."""
         self._undo = None
         ring = self.ring_size
         if start and start + new > ring and new <= UNDO_LIMIT and self.max_length is None:
-            slots = (start - self.pad[:, None] + torch.arange(min(new, ring), device=k.device)) % ring
-            lost = (torch.cat((read(cached, slots), x[:, :, :max(0, new - ring)]), 2)
-                    for cached, x in ((self.keys, k), (self.values, v)))
-            self._undo = _Undo(start, *lost, self._intact_from)
+            slots = (start - self.pad[:, None] + torch.arange(min(new, ring), device=self.pad.device)) % ring
+            lost = [torch.cat((read(cached, slots), x[:, :, :max(0, new - ring)]), 2)
+                    for cached, x in zip(self.buffers, stored)]
+            self._undo = _Undo(start, lost, self._intact_from)
 
     def _advance(self, new: int) -> None:
         """Count new slots, in place where the length is a tensor."""
@@ -411,9 +485,9 @@ class CompactLayer:
         if undo is not None:
             kept, count = base - undo.start, min(end - base, self.ring_size)
             slots = (base - self.pad[:, None] + torch.arange(count, device=self.pad.device)) % self.ring_size
-            for cached, lost in ((self.keys, undo.k), (self.values, undo.v)):
+            for cached, lost in zip(self.buffers, undo.lost):
                 write(cached, slots, lost[:, :, kept:kept + count])
-            self._undo = undo._replace(k=undo.k[:, :, :kept], v=undo.v[:, :, :kept]) if kept else None
+            self._undo = undo._replace(lost=[x[:, :, :kept] for x in undo.lost]) if kept else None
         self._intact_from = intact_from if left else 0
         self._advance(-num_tokens)
         self._note_padding(left)
@@ -442,12 +516,12 @@ class CompactLayer:
         # Positions of the tokens that stay; below 0 in short rows, whose entries no query sees.
         kept = (self.seen - self.pad)[:, None] + torch.arange(-ring, 0, device=self.pad.device)
         shrunk = []
-        for cached in (self.keys, self.values):
+        for cached in self.buffers:
             smaller = cached.new_empty(*cached.shape[:2], cached.shape[2] - old_ring + ring, cached.shape[3])
             write(smaller, kept % ring, read(cached, kept % old_ring))
             smaller[:, :, ring:] = cached[:, :, old_ring:]
             shrunk.append(smaller)
-        self.keys, self.values = shrunk
+        self._hold(shrunk)
         if self.max_length is not None:
             for fixed in shrunk:
                 torch._dynamo.mark_static_address(fixed)
@@ -456,11 +530,12 @@ class CompactLayer:
         """Apply a change of the batch dimension to everything held."""
         if self.keys is None:
             return
-        self.keys, self.values, self.pad = change(self.keys), change(self.values), change(self.pad)
+        self._hold([change(x) for x in self.buffers])
+        self.pad = change(self.pad)
         self.pads = self.pad.tolist()
         self._note_padding(self.seq_len)
         if self._undo is not None:
-            self._undo = self._undo._replace(k=change(self._undo.k), v=change(self._undo.v))
+            self._undo = self._undo._replace(lost=[change(x) for x in self._undo.lost])
 
     def select(self, rows: Tensor) -> None:
         """Keep the given rows in the given order: beam search and dropping of finished rows."""
@@ -473,10 +548,11 @@ class CompactLayer:
     def reset(self) -> None:
         """Forget everything; buffers of fixed size stay where they are."""
         if self.max_length is None or self.keys is None:
-            self.keys = self.values = self.pad = None
+            self._hold([])
+            self.pad = None
             self.seen = 0
         else:
-            for fixed in (self.keys, self.values, self.seen, self.pad):
+            for fixed in (*self.buffers, self.seen, self.pad):
                 fixed.zero_()
         self.is_empty, self.pads, self._intact_from, self._undo, self._ended = True, [], 0, None, None
         self.padding_known = True
@@ -484,11 +560,11 @@ class CompactLayer:
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue elsewhere; tensors are those in use, not copies."""
         used = self.ring_size + self._num_cores() * self._core_width
+        keys, values, *scales = [x[:, :, :used] for x in self.buffers] or [None, None]
         return {"config": self.config.to_dict(), "rollback": self.rollback, "group_size": self.group_size,
                 "core_width": self._core_width, "seen": self.seq_len, "intact_from": self._intact_from,
-                "ended": self._ended, "pad": self.pad,
-                "keys": None if self.keys is None else self.keys[:, :, :used],
-                "values": None if self.values is None else self.values[:, :, :used]}
+                "ended": self._ended, "pad": self.pad, "keys": keys, "values": values, "scales": scales,
+                "dtype": self._dtype}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state made under the same configuration and rollback; copies its tensors."""
@@ -505,7 +581,8 @@ class CompactLayer:
             self._reserve(state["seen"])  # raises where it does not fit
             size = self.ring_size + num_complete_groups(self.max_length, self.group_size) * self._core_width
         self.pad = state["pad"].clone()
-        self.keys, self.values = grown(state["keys"], size), grown(state["values"], size)
+        self._hold([grown(x, size) for x in (state["keys"], state["values"], *state.get("scales", ()))])
+        self._dtype = state.get("dtype", state["keys"].dtype)
         self.seen = state["seen"] if self.max_length is None else torch.tensor(state["seen"], device=self.pad.device)
         self._intact_from, self._ended, self.is_empty = state["intact_from"], state["ended"], False
         self._note_padding(state["seen"])

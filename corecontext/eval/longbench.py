@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from corecontext.eval.files import find_file, read_json, read_lines
+from corecontext.data.files import find_file, read_json, read_lines
 from corecontext.eval.items import Generated, Item, Question, Settings
 from corecontext.eval.metrics import (Metric, classification, edit_similarity, number_match, rouge_l, token_f1)
 from corecontext.eval.subject import Subject

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from corecontext.eval.files import find_file, read_lines
+from corecontext.data.files import find_file, read_lines
 from corecontext.eval.items import Chosen, Item, Settings
 from corecontext.eval.subject import Subject
 from corecontext.text import UserError

@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from corecontext.eval.files import find_file, read_lines
+from corecontext.data.files import find_file, read_lines
 from corecontext.eval.items import Generated, Item, Question, Settings
 from corecontext.eval.metrics import contains_answer
 from corecontext.eval.subject import Subject

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from corecontext.data.retrieval import nearest_boundary
-from corecontext.eval.files import find_file, read_json, read_lines
+from corecontext.data.files import find_file, read_json, read_lines
 from corecontext.eval.items import Generated, Item, Question, Settings, TooLong
 from corecontext.eval.metrics import match_all, match_any
 from corecontext.eval.subject import Subject

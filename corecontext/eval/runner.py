@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, windows
-from corecontext.eval.files import OPENERS, file_hash, model_hash
+from corecontext.data.files import OPENERS, file_hash, model_hash
 from corecontext.eval.items import Item, Settings, TooLong
 from corecontext.eval.subject import Subject
 from corecontext.loading import Loaded

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from corecontext.eval.files import find_file, read_documents
+from corecontext.data.files import find_file, read_documents
 from corecontext.eval.items import Item, Settings, Window
 from corecontext.eval.subject import Subject
 from corecontext.text import UserError

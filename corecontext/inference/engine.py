@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from corecontext.inference.fuse import Fused
@@ -35,8 +34,9 @@ class Engine:
         static: Whether caches have fixed buffers, which are kept for later requests; None means where steps are
             captured or compiled. Their steps are arithmetic on whole buffers, which costs more on a CPU than it saves.
         capture: False runs steps uncaptured on a GPU too.
-        compile: Run steps through torch.compile.
-        fuse: "compile" compiles the MLP and norm modules during prefill, which saves their intermediate tensors.
+        fuse: "compile" fuses elementwise work: of MLP and norm modules during prefill, which saves their intermediate
+            tensors, and of the whole step in decoding, where buffers are fixed. Compiling takes from seconds to minutes
+            at the first request of each kind.
         policy: Gives (group_size, window_size) of requests that choose none; None leaves those of the model's handle.
         cache_bytes_budget: Reported to the policy, bytes.
         keep: Idle sessions (caches with their graphs) kept for later requests.
@@ -46,7 +46,7 @@ class Engine:
     """
 
     def __init__(self, model: Any, *, max_length: int | None = None, chunk_size: int | None = None,
-                 static: bool | None = None, capture: bool = True, compile: bool = False, fuse: str | None = None,
+                 static: bool | None = None, capture: bool = True, fuse: str | None = None,
                  policy: Policy | None = None, cache_bytes_budget: int | None = None, keep: int = 2) -> None:
         for name, value, least in (("max_length", max_length, 1), ("keep", keep, 0)):
             if value is not None and value < least:
@@ -57,9 +57,8 @@ class Engine:
                              "Call corecontext.enable(model).")
         self.max_length, self.chunk_size, self.capture = max_length, chunk_size, capture
         self.fused = Fused(model, fuse)
-        self.static = (compile or model.device.type == "cuda") if static is None else static
+        self.static = (fuse is not None or model.device.type == "cuda") if static is None else static
         self.policy, self.cache_bytes_budget, self.keep = policy, cache_bytes_budget, keep
-        self.forward = torch.compile(model, dynamic=False) if compile else model
         self.time_to_first_token: float | None = None
         """Seconds from the start of the last request to its first token."""
         self._idle: OrderedDict[tuple, Session] = OrderedDict()
@@ -180,7 +179,7 @@ class Engine:
             while self.keep and len(self._idle) >= self.keep:  # before the new one is allocated, not after
                 self._idle.popitem(last=False)
             session = Session(self.model, self.handle, config, batch, room, streams, static=self.static,
-                              capture=self.capture, forward=self.forward)
+                              capture=self.capture, forward=self.fused.step)
         session.reset()
         self._busy.append(session)
         return session

@@ -1,20 +1,31 @@
-"""Compile a model's MLP and norm modules: their intermediate tensors, several times the hidden state, are not made."""
+"""Fuse a model's elementwise work (norms, rotary, SwiGLU, residuals) by torch.compile.
+
+While a prompt is read the MLP and norm modules are compiled, for any number of tokens: their intermediate tensors,
+several times the hidden state, are not made. A decoding step is compiled as one graph, so that its many small kernels
+become few; a CUDA graph then captures what was compiled.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 FUSE = (None, "compile")
+MOST_STEPS = 64  # kinds of steps (batch, length, g, s) that stay compiled at once; later ones run as they are
+_REFUSED = (TorchDynamoException, FailOnRecompileLimitHit)
 
 
 class Fused:
-    """Within a with block these modules of a model run through torch.compile, for any number of tokens.
+    """One model's compiled parts: modules within a with block, and `step` for decoding.
 
     MLP and norm modules work on each token by itself; they are found by their class's name, as transformers names them.
-    Modules that are compiled already keep what they have.
+    Modules that are compiled already keep what they have. Where the compiler fails (none for this machine, a model that
+    it cannot trace), a warning says so and the model runs as it is.
 
     Args:
         model: Any module.
@@ -27,9 +38,13 @@ class Fused:
     def __init__(self, model: nn.Module, fuse: str | None = "compile") -> None:
         if fuse not in FUSE:
             raise ValueError(f"fuse must be None or 'compile', got {fuse!r}.")
+        self.model = model
+        self._step: Callable[..., Any] | None = None
         self._compiled: list[tuple[nn.Module, Any]] = []
         if fuse is not None:
-            self._compiled = [(module, torch.compile(module._call_impl, dynamic=True)) for module in model.modules()
+            # As one graph or not at all: then nothing has run, and the cache is untouched, when it fails.
+            self._step = torch.compile(model, dynamic=False, fullgraph=True)
+            self._compiled = [(module, _or_plain(module)) for module in model.modules()
                               if type(module).__name__.endswith(("MLP", "RMSNorm"))
                               and module._compiled_call_impl is None]
 
@@ -40,3 +55,37 @@ class Fused:
     def __exit__(self, *exc: Any) -> None:
         for module, _ in self._compiled:
             module._compiled_call_impl = None
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on one token a row and a cache of fixed buffers."""
+        if self._step is not None:
+            try:
+                with torch._dynamo.config.patch(recompile_limit=MOST_STEPS):
+                    return self._step(*args, **kwargs)
+            except _REFUSED as error:
+                _warn(self.model, error)
+                self._step = None
+        return self.model(*args, **kwargs)
+
+
+def _or_plain(module: nn.Module) -> Callable[..., Any]:
+    """The compiled module, which has no state to spoil, until the compiler fails."""
+    compiled: Callable[..., Any] | None = torch.compile(module._call_impl, dynamic=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled
+        if compiled is not None:
+            try:
+                return compiled(*args, **kwargs)
+            except _REFUSED as error:
+                _warn(module, error)
+                compiled = None
+        return module._call_impl(*args, **kwargs)
+
+    return call
+
+
+def _warn(module: nn.Module, error: BaseException) -> None:
+    why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    warnings.warn(f"{type(module).__name__} cannot be compiled, so it runs as it is, which is slower: {why}",
+                  stacklevel=3)

@@ -65,7 +65,9 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     settings = getattr(config, "cca", None) or {}
     if settings.get("core_heads") == "query":
         kv_heads = heads
-    return 2 * text.num_hidden_layers * kv_heads * head_dim * dtype.itemsize / settings.get("group_size", 1)
+    eight_bit = settings.get("cache_dtype", "auto") != "auto"
+    vector = head_dim + 4 if eight_bit else head_dim * dtype.itemsize  # codes and a scale
+    return 2 * text.num_hidden_layers * kv_heads * vector / settings.get("group_size", 1)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -84,6 +86,14 @@ def choose_chunk_size(config: Any, dtype: torch.dtype, device: torch.device, bat
         tokens = min(tokens, int(MEMORY_SHARE * free) // bytes_per_token(config, dtype))
     size = max(1, tokens // batch)
     return size if size < 256 else size // 256 * 256  # whole tiles
+
+
+def whole_does_not_fit(config: Any, dtype: torch.dtype, length: int, free: int) -> str:
+    """What to say where a prompt that was read at once ran out of memory; `free` in bytes before."""
+    each = bytes_per_token(config, dtype) + cache_bytes_per_token(config, dtype)
+    return (f"input_ids must fit the device's memory, got {length} tokens and ran out with {free / 2**30:.2f} GiB free "
+            f"before. About {min(int(free / each), int(0.8 * length))} tokens fit at once. Shorten the prompt, give a "
+            "chunk_size, or use method cca.")
 
 
 def does_not_fit(batch: int, length: int, chunk: int, done: int, free: int, chunk_bytes: int,

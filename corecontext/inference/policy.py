@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,3 +65,34 @@ class TablePolicy:
         pressure = self.pressure(load)
         row = next((row for row in self.rows if pressure <= row[0]), self.rows[-1])
         return row[1], row[2]
+
+
+def table_around(group_size: int, window_size: int, **limits: float) -> TablePolicy:
+    """The default table of a server: a model's own g and s until it is half full, then twice and four times the g at
+    half and a quarter of the s.
+
+    Args:
+        group_size, window_size: The model's own.
+        limits: `queue_limit` and `first_token_limit` of `TablePolicy`.
+    """
+    rows = tuple((pressure, group_size * by, max(1, window_size // by))
+                 for pressure, by in ((0.5, 1), (0.8, 2), (1.0, 4)))
+    return TablePolicy(rows, **limits)  # type: ignore[arg-type]
+
+
+def load_policy(name: str) -> Policy:
+    """A policy written elsewhere, by "module:function".
+
+    Raises:
+        ValueError: there is no such module or function.
+    """
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"policy must be 'elastic', 'fixed' or module:function, got {name!r}.")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"policy {name!r} cannot be loaded: {error}. Is its folder on PYTHONPATH?") from None
+    if not callable(found):
+        raise ValueError(f"policy must be a function of a Load, got {name!r}, which cannot be called.")
+    return found

@@ -86,7 +86,7 @@ def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
     while done < length:
         end = min(length, done + chunk_size)
         try:
-            out = _read(model, input_ids, attention_mask if max(pads) else None, pads, cache, done, end)
+            out = read_chunk(model, input_ids, attention_mask if max(pads) else None, pads, cache, done, end)
         except torch.OutOfMemoryError:
             refused = meter.explain(model, batch, length, chunk_size, done, cache)
         if refused is not None:  # raised outside of `except`, whose traceback would keep the chunk's tensors alive
@@ -99,7 +99,7 @@ def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
 
 
 @torch.no_grad()
-def _read(model: Any, input_ids: Tensor, attention_mask: Tensor | None, pads: list[int], cache: Any, start: int,
+def read_chunk(model: Any, input_ids: Tensor, attention_mask: Tensor | None, pads: list[int], cache: Any, start: int,
           end: int) -> Any:
     """One chunk: the whole model for the last, without its head before."""
     shift = torch.tensor(sorted(set(pads)) if len(set(pads)) == 1 else pads, device=input_ids.device)
@@ -145,5 +145,4 @@ def _growth(cache: Any, tokens: int) -> float:
     if cache is None or not tokens:
         return 0.0  # nothing to measure yet
     compact = [layer.compact for layer in cache.layers if isinstance(layer, CCALayer) and not layer.compact.is_empty]
-    rings = sum(2 * one.keys[:, :, :one.ring_size].numel() * one.keys.element_size() for one in compact)
-    return (cache_bytes(cache) - rings) / tokens
+    return (cache_bytes(cache) - sum(one.ring_size * one.entry_bytes for one in compact)) / tokens

@@ -78,24 +78,57 @@ class Sampler:
         logits = logits.float()
         if kind == "greedy":
             return logits.argmax(-1, keepdim=True)
-        logits = logits / self.temperature
-        if kind == "filtered":
-            logits = logits.masked_fill(~self._kept(logits), -torch.inf)
-        # The largest of p / e, e exponential, is distributed as p. torch.multinomial draws so, but asks the host.
-        noise = torch.empty_like(logits)
-        if len(self.generators) == 1:
-            noise.exponential_(generator=self.generators[0])
-        else:
-            for row, generator in zip(noise, self.generators):
-                row.exponential_(generator=generator)
-        return (logits.softmax(-1) / noise).argmax(-1, keepdim=True)
+        return draw(logits / self.temperature, self.generators,
+                    (self.top_k, self.top_p) if kind == "filtered" else None)
 
-    def _kept(self, logits: Tensor) -> Tensor:
-        """True for the top k, and among them for the likeliest that reach top_p together; [B, vocabulary]."""
-        ordered, order = logits.sort(-1, descending=True)
-        last = ordered.gather(-1, (self.top_k - 1).expand(len(logits), 1))
-        ordered = ordered.masked_fill(ordered < last, -torch.inf)
-        probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # of the likelier ones: 0 for the first, which always stays
-        kept = (before < self.top_p) & (ordered >= last)
-        return torch.zeros_like(kept).scatter(-1, order, kept)
+
+def draw(logits: Tensor, generators: Sequence[torch.Generator], limits: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Token numbers [B, 1] drawn by the probabilities of logits [B, vocabulary], float32.
+
+    Args:
+        generators: One for all rows, or one for each.
+        limits: top_k and top_p, each for all rows or [B, 1]; None for neither.
+    """
+    if limits is not None:
+        logits = logits.masked_fill(~_kept(logits, *limits), -torch.inf)
+    # The largest of p / e, e exponential, is distributed as p. torch.multinomial draws so, but asks the host.
+    noise = torch.empty_like(logits)
+    if len(generators) == 1:
+        noise.exponential_(generator=generators[0])
+    else:
+        for row, generator in zip(noise, generators):
+            row.exponential_(generator=generator)
+    return (logits.softmax(-1) / noise).argmax(-1, keepdim=True)
+
+
+def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """True for the top k, and among them for the likeliest that reach top_p together; [B, vocabulary]."""
+    ordered, order = logits.sort(-1, descending=True)
+    last = ordered.gather(-1, (top_k - 1).expand(len(logits), 1))
+    ordered = ordered.masked_fill(ordered < last, -torch.inf)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities  # of the likelier ones: 0 for the first, which always stays
+    kept = (before < top_p) & (ordered >= last)
+    return torch.zeros_like(kept).scatter(-1, order, kept)
+
+
+def choose_rows(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]) -> Tensor:
+    """Token numbers [B] from logits [B, vocabulary], each row by its own sampling and random stream."""
+    logits = logits.float()
+    tokens = logits.argmax(-1)
+    rows = [row for row, sampling in enumerate(samplings) if sampling.kind != "greedy"]
+    if not rows:
+        return tokens
+    vocabulary, own = logits.shape[-1], [samplings[row] for row in rows]
+
+    def column(values: list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
+
+    limits = None
+    if any(sampling.kind == "filtered" for sampling in own):
+        limits = (column([min(s.top_k or vocabulary, vocabulary) for s in own], torch.long),
+                  column([s.top_p for s in own], torch.float32))
+    index = torch.tensor(rows, device=logits.device)
+    temperatures = column([s.temperature for s in own], torch.float32)
+    tokens[index] = draw(logits[index] / temperatures, [generators[row] for row in rows], limits)[:, 0]
+    return tokens

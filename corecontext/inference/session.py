@@ -33,15 +33,16 @@ class Session:
         streams: Random streams, 1 or `batch`.
         static: Whether to use fixed buffers where the model allows it.
         capture: Whether to capture steps in CUDA graphs where buffers are fixed.
-        forward: What runs a step: the model, or a compiled one.
+        forward: What runs a step where buffers are fixed: the model, or a compiled one.
     """
 
     def __init__(self, model: Any, handle: Handle | None, config: CCAConfig | None, batch: int, max_length: int,
                  streams: int, *, static: bool, capture: bool, forward: Any) -> None:
-        self.model, self.handle, self.config, self.forward = model, handle, config, forward
+        self.model, self.handle, self.config = model, handle, config
         self.batch, self.max_length = batch, max_length
         self._compact = handle is not None and not handle.hybrid
         self.fixed = static and self._compact
+        self.forward = forward if self.fixed else model
         device = model.device
         self.capture = capture and self.fixed and device.type == "cuda"
         self.cache = self._new_cache()

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Stati
 from corecontext.cache import CompactLayer
 from corecontext.config import CCAConfig
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.rules import Learned
 
 
 class CCALayer(CacheLayerMixin):
@@ -23,9 +24,9 @@ class CCALayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, config: CCAConfig, rotary: Rotary | None, max_length: int | None = None,
-                 rollback: int = 0) -> None:
+                 rollback: int = 0, learned: Learned | None = None) -> None:
         super().__init__()
-        self.compact = CompactLayer(config, rotary, max_length=max_length, rollback=rollback)
+        self.compact = CompactLayer(config, rotary, max_length=max_length, rollback=rollback, learned=learned)
         self.is_compileable = max_length is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -86,8 +87,29 @@ class CCALayer(CacheLayerMixin):
         return len(self.compact.pads) or -1
 
 
-def compact_layer(cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotary | None,
-                  rollback: int) -> CCALayer:
+class GivenLayer(CCALayer):
+    """A layer whose attention is given: anything with `attend`, such as the rows of a pool, one token each."""
+
+    def __init__(self, attention) -> None:
+        CacheLayerMixin.__init__(self)
+        self.compact = attention
+        self.is_compileable = False
+
+    def get_seq_length(self) -> int:
+        """0: rows have lengths of their own, and their positions come with the call."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """No mask is needed."""
+        return 0, 0
+
+    def get_max_length(self) -> int:
+        """No common one."""
+        return -1
+
+
+def compact_layer(cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotary | None, rollback: int,
+                  learned: Learned | None = None) -> CCALayer:
     """This layer's compact cache inside `cache`, put in the place of transformers' own layer while that is empty.
 
     Raises:
@@ -100,6 +122,8 @@ def compact_layer(cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotar
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[layer_idx]
+    if isinstance(layer, GivenLayer):
+        return layer
     if isinstance(layer, CCALayer):
         if layer.compact.config != config and not layer.compact.is_empty:
             raise ValueError(f"a filled cache must keep its settings {layer.compact.config}, got {config}. "
@@ -113,7 +137,7 @@ def compact_layer(cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotar
         raise ValueError(f"past_key_values must be empty or made under CCA, got {int(layer.get_seq_length())} tokens "
                          "cached by another attention. Start a new cache.")
     length = layer.compact.max_length if isinstance(layer, CCALayer) else getattr(layer, "max_cache_len", None)
-    cache.layers[layer_idx] = CCALayer(config, rotary, length, rollback)
+    cache.layers[layer_idx] = CCALayer(config, rotary, length, rollback, learned)
     return cache.layers[layer_idx]
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from typing import Any, Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from corecontext.config import CCAConfig
 from corecontext.integrations.hf_cache import CCALayer, compact_layer
+from corecontext.integrations.hf_learned import add_learned, remove_learned
 from corecontext.integrations.hf_rotary import find_rotary
 from corecontext.ops.api import cca_attention
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.rules import Learned
 from corecontext.ops.segments import has_restarts
+
+if TYPE_CHECKING:
+    from corecontext.distributed.context_parallel import Shard
 
 NAME = "cca"
 TESTED = ("gemma", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
@@ -39,21 +45,48 @@ class Handle:
         self._had_setting = getattr(model.config, NAME, None)
         full, other = _attention_modules(model)
         rotary = find_rotary(model, full[0], full[0].layer_idx) if config.core_position == "middle" else None
+        self.full = full
+        """The attention modules that have core tokens, in order."""
+        self.layers = _by_layer(config, full)
+        """The settings of each of them."""
+        self.observer: Callable[..., Any] | None = None
+        """Called with the index among `full`, q, k, v, scale, softcap, rotary and learned of each uncached call."""
         self.hybrid = bool(other)
         """True where some layers (sliding window) keep their own attention and their own cache."""
-        self._hooks = [_LayerHook(self, rotary) for _ in full] + [_LayerHook(self, None, keep=True) for _ in other]
+        saved = CCAConfig.from_dict(self._had_setting).learned if self._had_setting else ()
+        add_learned(model, full, config.learned, trained=bool(config.learned) and saved == config.learned)
+        self._hooks = [_LayerHook(self, rotary, i) for i in range(len(full))]
+        self._hooks += [_LayerHook(self, None, keep=True) for _ in other]
         self._removable = [module.register_forward_pre_hook(hook, with_kwargs=True)
                            for module, hook in zip(full + other, self._hooks)]
-        self._removable.append(model.base_model.register_forward_pre_hook(_refuse_unsupported, with_kwargs=True))
+        self._removable.append(model.base_model.register_forward_pre_hook(self._refuse_unsupported, with_kwargs=True))
         self._needs_rotary = rotary is not None
+        self._shard: Shard | None = None
         self._set(config)
         self.name = _registered(self.previous)
         model.config._attn_implementation = self.name
         model.__dict__["_corecontext"] = self
 
     def _set(self, config: CCAConfig) -> None:
-        self.config = config
+        self.layers, self.config = _by_layer(config, self.full), config
         self.model.config.cca = config.to_dict()
+
+    @property
+    def shard(self) -> Shard | None:
+        """Where set, each process of its group runs the model on its part of one sequence (context parallelism): pass
+        `shard.layout.take` of the whole's input_ids and position_ids. It holds until it is set again, as a backward
+        with checkpointing runs the layers once more."""
+        return self._shard
+
+    @shard.setter
+    def shard(self, shard: Shard | None) -> None:
+        if shard is not None and self.hybrid:
+            raise NotImplementedError("a model with sliding-window layers cannot run on parts of a sequence: these "
+                                      "layers see the part only. Use handle.shard = None.")
+        if shard is not None and self.config.learned:
+            raise NotImplementedError("core tokens with learned parameters cannot be made on parts of a sequence, got "
+                                      f"learned {self.config.learned}. Use handle.shard = None.")
+        self._shard = shard
 
     def configure(self, **changes: Any) -> None:
         """Change settings, such as group_size and window_size, for caches that start from now on (paper 4.3)."""
@@ -61,14 +94,30 @@ class Handle:
         if config.core_position == "middle" and not self._needs_rotary:
             raise ValueError("core_position must stay 'token' on a model enabled with it, got 'middle'. "
                              "Disable and enable again.")
+        if config.learned != self.config.learned:
+            raise ValueError(f"learned must stay {self.config.learned} on an enabled model, got {config.learned}. "
+                             "Disable and enable again.")
         self._set(config)
 
+    def _refuse_unsupported(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Runs before the model's forward and says what cannot be had, where transformers would return nothing."""
+        if kwargs.get("output_attentions") or module.config.output_attentions:
+            raise NotImplementedError("output_attentions cannot be returned: CCA attention never forms the weights. "
+                                      "Call handle.disable() to look at full attention.")
+        if self.shard is not None and kwargs.get("position_ids") is None:
+            raise ValueError("position_ids must be given for a part of a sequence, got None. Pass "
+                             "shard.layout.take(positions of the whole).")
+
     def disable(self) -> None:
-        """Give the model its own attention back; it is then what it was before, bit for bit."""
+        """Give the model its own attention back; it is then what it was before, bit for bit.
+
+        Learned parameters leave the model: save it before, if they are to be kept.
+        """
         if self.model.__dict__.get("_corecontext") is not self:
             raise ValueError("disable must be called once on an enabled model, got a handle that is no longer in use.")
         for removable in self._removable:
             removable.remove()
+        remove_learned(self.full)
         self.model.config._attn_implementation = self.previous
         if self._had_setting is None:
             del self.model.config.cca
@@ -156,11 +205,20 @@ def _attention_modules(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn
     return full, [m for m in modules if m not in full]
 
 
+def _by_layer(config: CCAConfig, full: list[nn.Module]) -> list[CCAConfig]:
+    """The settings of each full-attention layer."""
+    sizes = config.layer_group_sizes
+    if sizes is not None and len(sizes) != len(full):
+        raise ValueError(f"layer_group_sizes must have one g for each of the {len(full)} full-attention layers, got "
+                         f"{len(sizes)}.")
+    return [config.of_layer(i) for i in range(len(full))]
+
+
 class _LayerHook:
     """Hands to one attention module's attention function what transformers does not: cache, rotation, settings."""
 
-    def __init__(self, handle: Handle, rotary: Rotary | None, keep: bool = False) -> None:
-        self.handle, self.rotary, self.keep = handle, rotary, keep
+    def __init__(self, handle: Handle, rotary: Rotary | None, index: int = 0, keep: bool = False) -> None:
+        self.handle, self.rotary, self.index, self.keep = handle, rotary, index, keep
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         handle = self.handle
@@ -170,9 +228,10 @@ class _LayerHook:
                                " Call handle.disable() first.")
         layer, cache = None, kwargs.get("past_key_values")
         rotary = self._rotary_on((args[0] if args else kwargs["hidden_states"]).device)
-        if cache is not None and not self.keep:
-            layer = compact_layer(cache, module.layer_idx, handle.config, rotary, handle.rollback)
-        kwargs[NAME] = _Call(handle, rotary, layer, self.keep)
+        config, learned = handle.layers[self.index], dict(getattr(module, NAME, {}))
+        if cache is not None and not self.keep and handle.shard is None:
+            layer = compact_layer(cache, module.layer_idx, config, rotary, handle.rollback, learned)
+        kwargs[NAME] = _Call(handle, self.index, config, rotary, layer, learned, self.keep)
         return args, kwargs
 
     def _rotary_on(self, device: torch.device) -> Rotary | None:
@@ -187,15 +246,10 @@ class _LayerHook:
 class _Call:
     """One attention call's share of the handle."""
 
-    def __init__(self, handle: Handle, rotary: Rotary | None, layer: CCALayer | None, keep: bool) -> None:
-        self.handle, self.rotary, self.layer, self.keep = handle, rotary, layer, keep
-
-
-def _refuse_unsupported(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Runs before the model's forward and says what cannot be had, where transformers would return nothing."""
-    if kwargs.get("output_attentions") or module.config.output_attentions:
-        raise NotImplementedError("output_attentions cannot be returned: CCA attention never forms the weights. "
-                                  "Call handle.disable() to look at full attention.")
+    def __init__(self, handle: Handle, index: int, config: CCAConfig, rotary: Rotary | None, layer: CCALayer | None,
+                 learned: Learned, keep: bool) -> None:
+        self.handle, self.index, self.config, self.rotary, self.layer = handle, index, config, rotary, layer
+        self.learned, self.keep = learned, keep
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -216,7 +270,18 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must be [B, L] with 0 for padding, got {list(attention_mask.shape)}. "
                          "CCA attention is causal and builds no L x L mask.")
-    config, compact = call.handle.config, None if call.layer is None else call.layer.compact
+    config, compact = call.config, None if call.layer is None else call.layer.compact
+    settings = {"group_size": config.group_size, "window_size": config.window_size, "num_groups": config.num_groups,
+                "pooling": config.pooling, "core_position": config.core_position, "core_heads": config.core_heads,
+                "rotary": call.rotary, "scale": scaling, "softcap": softcap, "core_bias": config.core_bias,
+                "backend": config.backend}
+    if call.handle.shard is not None:
+        if attention_mask is not None:
+            raise ValueError("attention_mask must be None for a part of a sequence, got one. Pack documents instead of "
+                             "padding them.")
+        from corecontext.distributed.context_parallel import context_parallel_attention  # not every torch has processes
+
+        return context_parallel_attention(query, key, value, call.handle.shard, **settings).transpose(1, 2), None
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is not None or attention_mask is not None or query.shape[2] == 1:
         position_ids = None
@@ -226,11 +291,10 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
             out = compact.attend(query, key, value, attention_mask=attention_mask, scale=scaling, softcap=softcap)
             return out.transpose(1, 2), None
         compact.close("documents packed in one row")
-    out = cca_attention(query, key, value, group_size=config.group_size, window_size=config.window_size,
-                        num_groups=config.num_groups, pooling=config.pooling, core_position=config.core_position,
-                        core_heads=config.core_heads, rotary=call.rotary, scale=scaling, softcap=softcap,
-                        core_bias=config.core_bias, attention_mask=attention_mask, cu_seqlens=cu_seqlens,
-                        position_ids=position_ids, backend=config.backend)
+    elif call.handle.observer is not None:
+        call.handle.observer(call.index, query, key, value, scaling, softcap, call.rotary, call.learned)
+    out = cca_attention(query, key, value, attention_mask=attention_mask, cu_seqlens=cu_seqlens,
+                        position_ids=position_ids, learned=call.learned, **settings)
     return out.transpose(1, 2), None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from corecontext.config import BACKENDS, CCAConfig, check_choice
-from corecontext.ops import autograd, packed, reference
+from corecontext.ops import autograd, packed, reference, rules
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import SegmentView, find_segments, has_restarts
 from corecontext.visibility import group_size_for, is_full_attention
@@ -71,8 +72,8 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
                   num_groups: int | None = None, pooling: str = "cca", core_position: str = "middle",
                   core_heads: str = "kv", rotary: Rotary | None = None, scale: float | None = None,
                   softcap: float | None = None, core_bias: float | Tensor | None = None,
-                  attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-                  position_ids: Tensor | None = None, backend: str = "auto",
+                  learned: Mapping[str, Tensor] | None = None, attention_mask: Tensor | None = None,
+                  cu_seqlens: Tensor | None = None, position_ids: Tensor | None = None, backend: str = "auto",
                   return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to core tokens of the far past and raw tokens of the near past in one causal softmax.
 
@@ -84,7 +85,7 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
         group_size: Tokens per core token (g), >= 1. With 1 this is full attention.
         window_size: Nearest tokens seen uncompressed (s), >= 1.
         num_groups: Constant number of groups; replaces group_size by max(1, ceil((L - s) / num_groups)).
-        pooling: "cca", "mean" or "max".
+        pooling: "cca", "mean", "max" or "mean_query".
         core_position: "middle" turns core keys to their group's middle position and needs `rotary`; "token" pools
             the keys as they are.
         core_heads: One core token per "kv" head, or per "query" head.
@@ -92,6 +93,8 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
         scale: Factor of the scores; default 1 / sqrt(D).
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2.
         core_bias: Added to the scores of core tokens, a number or a tensor [H].
+        learned: Parameters of `CCAConfig.learned`: "temperature", "distance", "bias" [H], "probe" [H, D], "key_gain"
+            [Hkv]; docs/math.md, eq. 12.
         attention_mask: [B, L], 0 for padding at the ends of a row; padded positions return 0.
         cu_seqlens: [n + 1], boundaries of the documents packed in a batch of one; each starts its own groups.
         position_ids: [1 or B, L], another way to tell packed documents: one starts wherever they do not rise by one.
@@ -99,8 +102,8 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
         return_lse: Also return the log-sum-exp of the scores, [B, H, L], -inf at padding.
 
     Returns:
-        [B, H, L, D] in the dtype of q, accumulated in float32 (float64 for float64). Differentiable in q, k, v and
-        core_bias, the log-sum-exp too.
+        [B, H, L, D] in the dtype of q, accumulated in float32 (float64 for float64). Differentiable in q, k, v,
+        core_bias and learned, the log-sum-exp too.
 
     Raises:
         ValueError, TypeError: a shape, dtype or setting breaks a rule above.
@@ -113,7 +116,8 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
     (q, k, v), context = outside_autocast(q, k, v)
     with context:
         out, lse = _attend(q, k, v, group_size, window_size, num_groups, pooling, core_position, core_heads, rotary,
-                           scale, softcap, core_bias, attention_mask, cu_seqlens, position_ids, backend, return_lse)
+                           scale, softcap, core_bias, learned or {}, attention_mask, cu_seqlens, position_ids, backend,
+                           return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -127,8 +131,9 @@ def _validate(*settings: object) -> None:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, num_groups: int | None, pooling: str,
             core_position: str, core_heads: str, rotary: Rotary | None, scale: float | None, softcap: float | None,
-            core_bias: float | Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None,
-            position_ids: Tensor | None, backend: str, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+            core_bias: float | Tensor | None, learned: Mapping[str, Tensor], attention_mask: Tensor | None,
+            cu_seqlens: Tensor | None, position_ids: Tensor | None, backend: str,
+            return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """`cca_attention` on inputs of one dtype; the log-sum-exp may be None where it is not asked for."""
     _check_tensors(q, k, v)
     chosen = choose_backend(backend, q)
@@ -137,6 +142,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, 
     _check_softcap(softcap)
     scale = head_dim ** -0.5 if scale is None else float(scale)
     bias = _bias_tensor(core_bias, q)
+    if learned:
+        rules.check(learned, num_heads, k.shape[1], head_dim)
+        if "bias" in learned:
+            bias = learned["bias"] if bias is None else bias + learned["bias"]
+        elif bias is None and "key_gain" in learned:  # groups of one token are then no plain attention either
+            bias = torch.zeros(num_heads, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     if position_ids is not None and not torch.compiler.is_compiling() and not has_restarts(position_ids):
         position_ids = None
     ragged = attention_mask is not None or cu_seqlens is not None or position_ids is not None
@@ -148,6 +159,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, 
     if plain and chosen != "reference" and is_full_attention(seq_len, size, window_size):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale,
                                               enable_gqa=k.shape[1] != num_heads), None
+    if rules.is_own_rule(pooling, learned):
+        options = {"scale": scale, "softcap": softcap, "pooling": pooling, "core_heads": core_heads, "rotary": rotary}
+        run = torch.compiler.disable(rules.attention) if torch.compiler.is_compiling() else rules.attention
+        return run(backend_module(chosen, q), q, k, v, bias, learned, attention_mask, cu_seqlens, position_ids,
+                   (group_size, window_size, num_groups or 0), options)
     if chosen != "reference":
         settings = autograd.Settings(group_size, window_size, num_groups or 0, scale, softcap or 0.0, pooling,
                                      core_heads, rotary is not None and rotary.interleaved, chosen)
@@ -192,8 +208,10 @@ def pool_core_tokens(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, p
     num_groups, head_dim, repeats = q.shape[2] // group_size, q.shape[3], q.shape[1] // k.shape[1]
     k, v = (x[:, :, :num_groups * group_size].flatten(0, 1).unflatten(1, (num_groups, group_size)) for x in (k, v))
     q_last = q[:, :, group_size - 1::group_size].reshape(k.shape[0], repeats, num_groups, head_dim)
-    cores = module.pool(q_last, k, v, scale=head_dim ** -0.5 if scale is None else float(scale), pooling=pooling,
-                        core_heads=core_heads, rotary=rotary, softcap=softcap)
+    options = {"scale": head_dim ** -0.5 if scale is None else float(scale), "pooling": pooling,
+               "core_heads": core_heads, "rotary": rotary, "softcap": softcap}
+    own = rules.is_own_rule(pooling, None)
+    cores = rules.pool(q_last, k, v, {}, **options) if own else module.pool(q_last, k, v, **options)
     return tuple(x.to(k.dtype).unflatten(0, (q.shape[0], -1)).flatten(1, 2) for x in cores)
 
 

@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def attend_buffer(q: Tensor, keys: Tensor, values: Tensor, see: Tensor, num_raw: int, *, scale: float,
-                  softcap: float | None = None, core_bias: float = 0.0) -> Tensor:
+                  softcap: float | None = None, core_bias: float | Tensor = 0.0) -> Tensor:
     """One softmax over the entries that each row sees (docs/math.md, eq. 5 for a single query).
 
     Args:
         q: [B, H, 1, D].
         keys, values: [B, Hkv, S, D]: num_raw raw tokens, then core tokens, in any order.
         see: [B, 1 or r, S], True where the query (or query head i of each KV head) sees the entry.
-        core_bias: Added to the scores of core tokens.
+        core_bias: Added to the scores of core tokens, a number or a tensor [H].
 
     Returns:
         [B, H, 1, D].
@@ -23,9 +23,11 @@ def attend_buffer(q: Tensor, keys: Tensor, values: Tensor, see: Tensor, num_raw:
     batch, heads, _, dim = q.shape
     grouped = q.reshape(batch, keys.shape[1], -1, dim)  # the r query heads of a KV head are rows of one product
     mask = see[:, None]  # [B, 1, 1 or r, S]
-    if core_bias:
-        bias = torch.zeros(keys.shape[2], dtype=q.dtype, device=q.device)
-        bias[num_raw:] = core_bias
+    if isinstance(core_bias, Tensor) or core_bias:
+        is_core = torch.arange(keys.shape[2], device=q.device) >= num_raw
+        if isinstance(core_bias, Tensor):
+            core_bias = core_bias.to(q.dtype).reshape(keys.shape[1], -1, 1)  # [Hkv, r, 1]
+        bias = is_core.to(q.dtype) * core_bias
         mask = torch.where(mask, bias, -torch.inf)
     if softcap is None:
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)

@@ -5,6 +5,10 @@ A step is bound by reading the cache once, so the entries of each KV head are sh
 Storing and pooling need no launch of their own, because no other program of the step reads what they write: the new
 token comes from the arguments, its ring slot held a token that no query sees any more, and the core token of the group
 that it closes is not visible yet, for (t + 1 - s) // g < (t + 1) / g.
+
+Where the cache is in 8 bits, codes become numbers tile by tile; the new token is rounded first, then attended to and
+pooled as it was rounded, as everywhere (cache/eight_bit.py). The bits of fp8 (e4m3), moved to where float16 has them,
+are its numbers over 256, on chips without fp8 too.
 """
 
 from __future__ import annotations
@@ -46,23 +50,86 @@ def _mixed(weights, v, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _group_rows(ring_ptr, new_ptr, slot, rows, cols, ring_size, group_size, HEAD_DIM: tl.constexpr):
+def _numbers(codes, KIND: tl.constexpr):
+    """What codes of the cache stand for before they are scaled; those of fp8 are 256 times too small."""
+    if KIND == "fp8":
+        wide = codes.to(tl.int16)
+        codes = ((wide & -32768) | ((wide & 127) << 7)).to(tl.float16, bitcast=True)
+    return codes
+
+
+@triton.jit
+def _load_scales(scale_ptr, entries, mask, KIND: tl.constexpr):
+    """The scales of some entries, for what `_numbers` gives."""
+    scales = tl.load(scale_ptr + entries, mask=mask, other=0.0)
+    if KIND == "fp8":
+        scales = scales * 256.0
+    return scales
+
+
+@triton.jit
+def _scale_of(highest, KIND: tl.constexpr):
+    """The scale of vectors by their largest magnitudes."""
+    if KIND == "fp8":
+        scale = tl.div_rn(highest, 448.0)
+    else:
+        scale = tl.div_rn(highest, 127.0)
+    return scale
+
+
+@triton.jit
+def _rounded(x, scale, KIND: tl.constexpr):
+    """Numbers in float32 over their scale, rounded to those that have codes; ties to even. Adding and taking away a
+    large number rounds to its spacing."""
+    x = tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale))
+    if KIND == "fp8":
+        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        bits = x.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
+    else:
+        x = tl.minimum(tl.maximum((x + 12582912.0) - 12582912.0, -127.0), 127.0)
+    return x
+
+
+@triton.jit
+def _codes(x, KIND: tl.constexpr):
+    """The codes of numbers from `_rounded`."""
+    if KIND == "fp8":
+        bits = (x * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True)
+        x = ((bits & -32768) >> 8) | ((bits >> 7) & 127)
+    return x.to(tl.int8)
+
+
+@triton.jit
+def _largest(x, KIND: tl.constexpr):
+    """The scale of each row of x [rows, columns], [rows, 1]."""
+    return _scale_of(tl.max(tl.abs(x), 1), KIND)[:, None]
+
+
+@triton.jit
+def _group_rows(ring_ptr, ring_scale_ptr, new_ptr, new_scale, slot, rows, cols, ring_size, group_size,
+                HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
     """Tokens of the group that ends in `slot`, [1, rows, columns] in float32, 0 outside; the last one is the new one,
     whose slot another thread may only just be writing."""
     slots = slot - (group_size - 1) + rows
     slots = tl.where(slots < 0, slots + ring_size, slots)
     in_dims = (cols < HEAD_DIM)[None, None, :]
     at = ring_ptr + slots.to(tl.int64)[None, :, None] * HEAD_DIM + cols[None, None, :]
-    old = tl.load(at, mask=(rows < group_size - 1)[None, :, None] & in_dims, other=0.0)
+    inside = rows < group_size - 1
+    old = tl.load(at, mask=inside[None, :, None] & in_dims, other=0.0)
     new = tl.load(new_ptr + cols[None, None, :], mask=in_dims, other=0.0)
+    if KIND != "auto":
+        old = _numbers(old, KIND).to(tl.float32) * _load_scales(ring_scale_ptr, slots, inside, KIND)[None, :, None]
+        new = _rounded(new.to(tl.float32), new_scale, KIND) * new_scale
     return tl.where((rows == group_size - 1)[None, :, None], new, old).to(tl.float32)
 
 
 @triton.jit
-def _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, core_k_ptr, core_v_ptr, cos_ptr, sin_ptr, slot, ring_size,
-                group_size, scale, softcap, HEADS: tl.constexpr, WIDTH: tl.constexpr, POOLING: tl.constexpr,
+def _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, new_ks, new_vs, core, cos_ptr, sin_ptr, slot,
+                ring_size, group_size, scale, softcap, HEADS: tl.constexpr, WIDTH: tl.constexpr, POOLING: tl.constexpr,
                 HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+                KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write the WIDTH core tokens of the group that the new token closes (docs/math.md, eq. 1 to 3), reading the group
     in blocks: once for the softmax's sums, once for the weighted tokens."""
     BLOCK_W: tl.constexpr = BLOCK_R if WIDTH > 1 else 1
@@ -73,7 +140,7 @@ def _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, core_k_ptr, core_v_ptr,
     if POOLING == "cca":
         for start in range(0, group_size, BLOCK_G):
             rows = start + tl.arange(0, BLOCK_G)
-            k = _group_rows(ring_k_ptr, k_ptr, slot, rows, cols, ring_size, group_size, HEAD_DIM)
+            k = _group_rows(ring_k_ptr, ks_ptr, k_ptr, new_ks, slot, rows, cols, ring_size, group_size, HEAD_DIM, KIND)
             z, _ = _pool_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
             new = tl.maximum(highest, tl.max(z, 1))
             total = total * tl.exp(highest - new) + tl.sum(tl.exp(z - new[:, None]), 1)
@@ -87,11 +154,12 @@ def _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, core_k_ptr, core_v_ptr,
     for start in range(0, group_size, BLOCK_G):
         rows = start + tl.arange(0, BLOCK_G)
         cos, sin = _load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
-        k = _group_rows(ring_k_ptr, k_ptr, slot, rows, cols, ring_size, group_size, HEAD_DIM)
-        v = _group_rows(ring_v_ptr, v_ptr, slot, rows, cols, ring_size, group_size, HEAD_DIM)
+        k = _group_rows(ring_k_ptr, ks_ptr, k_ptr, new_ks, slot, rows, cols, ring_size, group_size, HEAD_DIM, KIND)
+        v = _group_rows(ring_v_ptr, vs_ptr, v_ptr, new_vs, slot, rows, cols, ring_size, group_size, HEAD_DIM, KIND)
         if POOLING == "max":
             if HALF > 0:
-                other = _group_rows(ring_k_ptr, k_ptr, slot, rows, partner, ring_size, group_size, HEAD_DIM)
+                other = _group_rows(ring_k_ptr, ks_ptr, k_ptr, new_ks, slot, rows, partner, ring_size, group_size,
+                                    HEAD_DIM, KIND)
                 k = tl.fma(k, cos, other * (sin * sign[None, None, :]))
             core_k = tl.maximum(core_k, _top(k, rows, group_size), propagate_nan=tl.PropagateNan.ALL)
             core_v = tl.maximum(core_v, _top(v, rows, group_size), propagate_nan=tl.PropagateNan.ALL)
@@ -107,17 +175,27 @@ def _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, core_k_ptr, core_v_ptr,
             core_k += _pooled_key(weights, k, cos, sin, partner, sign, BLOCK_W, BLOCK_D, HALF)
             core_v += tl.sum(weights[:, :, None] * v, 1)
     wide = tl.arange(0, BLOCK_W)
-    at = wide[:, None] * HEAD_DIM + cols[None, :]
-    mask = (wide < WIDTH)[:, None] & (cols < HEAD_DIM)[None, :]
-    tl.store(core_k_ptr + at, core_k.to(core_k_ptr.dtype.element_ty), mask=mask)
-    tl.store(core_v_ptr + at, core_v.to(core_v_ptr.dtype.element_ty), mask=mask)
+    entries = core.to(tl.int64) * WIDTH + ring_size + wide
+    at = entries[:, None] * HEAD_DIM + cols[None, :]
+    in_dims = (cols < HEAD_DIM)[None, :]
+    mask = (wide < WIDTH)[:, None] & in_dims
+    if KIND != "auto":
+        core_k, core_v = tl.where(in_dims, core_k, 0.0), tl.where(in_dims, core_v, 0.0)
+        k_scale, v_scale = _largest(core_k, KIND), _largest(core_v, KIND)
+        tl.store(ks_ptr + entries[:, None], k_scale, mask=(wide < WIDTH)[:, None])
+        tl.store(vs_ptr + entries[:, None], v_scale, mask=(wide < WIDTH)[:, None])
+        tl.store(ring_k_ptr + at, _codes(_rounded(core_k, k_scale, KIND), KIND), mask=mask)
+        tl.store(ring_v_ptr + at, _codes(_rounded(core_v, v_scale, KIND), KIND), mask=mask)
+    else:
+        tl.store(ring_k_ptr + at, core_k.to(ring_k_ptr.dtype.element_ty), mask=mask)
+        tl.store(ring_v_ptr + at, core_v.to(ring_v_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _attend_loop(q, keys_ptr, values_ptr, begin, end, slot, reach, ring_size, scale, softcap, bias,
-                 WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
-                 VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                 STAGES: tl.constexpr):
+def _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin, end, slot, reach, ring_size, scale, softcap, bias,
+                 KIND: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
     """Online softmax over buffer entries begin .. end-1: ring slots whose token is at most `reach` positions old, then
     core tokens. Unseen entries are not read, so whatever lies there has no effect."""
     offs, dims, heads = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
@@ -135,10 +213,16 @@ def _attend_loop(q, keys_ptr, values_ptr, begin, end, slot, reach, ring_size, sc
         mask = seen[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_tile, mask=mask, other=0.0)
         v = tl.load(v_tile, mask=mask, other=0.0)
+        if KIND != "auto":
+            k = _numbers(k, KIND).to(q.dtype)
+            v = (_numbers(v, KIND).to(tl.float32) * _load_scales(vs_ptr, entries, seen, KIND)[:, None]).to(q.dtype)
+        products = _products(q, k, VECTOR)
+        if KIND != "auto":
+            products = products * _load_scales(ks_ptr, entries, seen, KIND)[None, :]
         shift = 0.0
         if HAS_BIAS:
             shift = tl.where(is_core, bias, 0.0)[None, :]
-        scores, _ = _attend_scores(_products(q, k, VECTOR), scale, shift, softcap, HAS_SOFTCAP)
+        scores, _ = _attend_scores(products, scale, shift, softcap, HAS_SOFTCAP)
         visible = seen[None, :]
         if WIDTH > 1:  # query head i sees the core tokens made for it
             visible = visible & ((entries < ring_size)[None, :]
@@ -157,10 +241,11 @@ def _attend_loop(q, keys_ptr, values_ptr, begin, end, slot, reach, ring_size, sc
 
 
 @triton.jit
-def _append(q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, cos_ptr, sin_ptr, acc_ptr, lse_ptr, stride_qh, position, slot,
-            capacity, ring_size, group_size, scale, softcap, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-            POOLING: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-            HAS_SOFTCAP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+def _append(q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, cos_ptr, sin_ptr, acc_ptr, lse_ptr, stride_qh,
+            position, slot, capacity, ring_size, group_size, scale, softcap, KIND: tl.constexpr, HEADS: tl.constexpr,
+            WIDTH: tl.constexpr, POOLING: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+            INTERLEAVED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+            BLOCK_D: tl.constexpr):
     """Store the new token, pool the group that it closes, and write what attention to it alone gives."""
     heads, dims = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     in_heads, in_dims = heads < HEADS, dims < HEAD_DIM
@@ -170,25 +255,36 @@ def _append(q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, cos_ptr, sin_ptr, acc_p
     v = tl.load(v_ptr + dims, mask=in_dims, other=0.0)
     at = slot.to(tl.int64) * HEAD_DIM + dims
     stored = tl.where(position >= 0, HEAD_DIM, 0)  # padding has no slot
-    tl.store(ring_k_ptr + at, k, mask=dims < stored)
-    tl.store(ring_v_ptr + at, v, mask=dims < stored)
+    new_ks, new_vs = 0.0, 0.0
+    if KIND != "auto":
+        k, v = k.to(tl.float32), v.to(tl.float32)
+        new_ks, new_vs = _scale_of(tl.max(tl.abs(k), 0), KIND), _scale_of(tl.max(tl.abs(v), 0), KIND)
+        k, v = _rounded(k, new_ks, KIND), _rounded(v, new_vs, KIND)
+        tl.store(ring_k_ptr + at, _codes(k, KIND), mask=dims < stored)
+        tl.store(ring_v_ptr + at, _codes(v, KIND), mask=dims < stored)
+        tl.store(ks_ptr + slot, new_ks, mask=position >= 0)
+        tl.store(vs_ptr + slot, new_vs, mask=position >= 0)
+        k, v = k * new_ks, v * new_vs
+    else:
+        tl.store(ring_k_ptr + at, k, mask=dims < stored)
+        tl.store(ring_v_ptr + at, v, mask=dims < stored)
     scores, _ = _attend_scores(tl.sum(q * k.to(tl.float32)[None, :], 1), scale, 0.0, softcap, HAS_SOFTCAP)
     tl.store(lse_ptr + heads, scores, mask=in_heads)
     tl.store(acc_ptr + heads[:, None] * HEAD_DIM + dims[None, :],
              tl.zeros([BLOCK_R, 1], tl.float32) + v.to(tl.float32)[None, :], mask=mask)
     core = tl.maximum(position, 0) // group_size
     if ((position + 1) % group_size == 0) & (position >= 0) & ((core + 1) * WIDTH <= capacity - ring_size):
-        target = (core.to(tl.int64) * WIDTH + ring_size) * HEAD_DIM
-        _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ring_k_ptr + target, ring_v_ptr + target, cos_ptr,
-                    sin_ptr, slot, ring_size, group_size, scale, softcap, HEADS, WIDTH, POOLING, HEAD_DIM, HALF,
-                    INTERLEAVED, HAS_SOFTCAP, BLOCK_R, BLOCK_G, BLOCK_D)
+        _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, new_ks, new_vs, core, cos_ptr, sin_ptr,
+                    slot, ring_size, group_size, scale, softcap, HEADS, WIDTH, POOLING, HEAD_DIM, HALF, INTERLEAVED,
+                    HAS_SOFTCAP, KIND, BLOCK_R, BLOCK_G, BLOCK_D)
 
 
 @triton.jit
-def _attend_share(q_ptr, keys_ptr, values_ptr, acc_ptr, lse_ptr, stride_qh, share, num_shares, position, slot, capacity,
-                  ring_size, group_size, window_size, scale, softcap, bias, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-                  HEAD_DIM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, VECTOR: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
+def _attend_share(q_ptr, keys_ptr, values_ptr, ks_ptr, vs_ptr, acc_ptr, lse_ptr, stride_qh, share, num_shares, position,
+                  slot, capacity, ring_size, group_size, window_size, scale, softcap, bias, KIND: tl.constexpr,
+                  HEADS: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_BIAS: tl.constexpr,
+                  HAS_SOFTCAP: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
     """Attend from all heads to one of num_shares even shares of the entries, at least a tile."""
     heads, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     in_heads = heads < HEADS
@@ -199,9 +295,10 @@ def _attend_share(q_ptr, keys_ptr, values_ptr, acc_ptr, lse_ptr, stride_qh, shar
     length = tl.minimum(tl.where(cores > 0, cores * WIDTH + ring_size, tl.minimum(position, ring_size)), capacity)
     size = tl.maximum((length + num_shares - 1) // num_shares, BLOCK_N)
     begin = share * size
-    acc, total, highest = _attend_loop(q, keys_ptr, values_ptr, begin, tl.minimum(begin + size, length), slot,
-                                       position - cores * group_size, ring_size, scale, softcap, bias, WIDTH, HAS_BIAS,
-                                       HAS_SOFTCAP, HEAD_DIM, VECTOR, BLOCK_M, BLOCK_N, BLOCK_D, STAGES)
+    acc, total, highest = _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin,
+                                       tl.minimum(begin + size, length), slot, position - cores * group_size, ring_size,
+                                       scale, softcap, bias, KIND, WIDTH, HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, VECTOR,
+                                       BLOCK_M, BLOCK_N, BLOCK_D, STAGES)
     some = highest != -float("inf")
     total = tl.where(some, total, 1.0)
     tl.store(lse_ptr + heads, highest + tl.log2(total), mask=in_heads)
@@ -209,13 +306,13 @@ def _attend_share(q_ptr, keys_ptr, values_ptr, acc_ptr, lse_ptr, stride_qh, shar
 
 
 @triton.jit(do_not_specialize=["seen", "kv_heads", "capacity", "ring_size", "group_size", "window_size"])
-def _step_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, seen_ptr, pad_ptr, cos_ptr, sin_ptr, acc_ptr, lse_ptr,
-                 stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, seen, kv_heads, capacity, ring_size,
-                 group_size, window_size, scale, softcap, bias, ON_DEVICE: tl.constexpr, HEADS: tl.constexpr,
-                 WIDTH: tl.constexpr, POOLING: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-                 INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, VECTOR: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-                 BLOCK_G: tl.constexpr, STAGES: tl.constexpr):
+def _step_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, ks_ptr, vs_ptr, seen_ptr, pad_ptr, cos_ptr, sin_ptr,
+                 acc_ptr, lse_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, seen, kv_heads,
+                 capacity, ring_size, group_size, window_size, scale, softcap, bias, ON_DEVICE: tl.constexpr,
+                 KIND: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, POOLING: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+                 HAS_SOFTCAP: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr):
     """Grid: (B Hkv, 1 + shares). The first program of a KV head appends its new token; each other one reads an even
     share of the visible entries once, for all HEADS query heads. All write a part of the softmax: the normalised output
     [HEADS, D] in float32 and its log-sum-exp in units of log 2; -inf and no output where nothing is seen."""
@@ -228,18 +325,21 @@ def _step_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, seen_ptr, pad_ptr, c
     q_ptr += batch * stride_qb + head * HEADS * stride_qh
     keys_ptr += n * capacity * HEAD_DIM
     values_ptr += n * capacity * HEAD_DIM
+    ks_ptr += n * capacity  # not read unless in 8 bits
+    vs_ptr += n * capacity
     first = (n * tl.num_programs(1) + part) * HEADS
     acc_ptr += first * HEAD_DIM
     lse_ptr += first
     if part == 0:
         _append(q_ptr, k_ptr + batch * stride_kb + head * stride_kh, v_ptr + batch * stride_vb + head * stride_vh,
-                keys_ptr, values_ptr, cos_ptr, sin_ptr, acc_ptr, lse_ptr, stride_qh, position, slot, capacity,
-                ring_size, group_size, scale, softcap, HEADS, WIDTH, POOLING, HEAD_DIM, HALF, INTERLEAVED, HAS_SOFTCAP,
-                BLOCK_R, BLOCK_G, BLOCK_D)
+                keys_ptr, values_ptr, ks_ptr, vs_ptr, cos_ptr, sin_ptr, acc_ptr, lse_ptr, stride_qh, position, slot,
+                capacity, ring_size, group_size, scale, softcap, KIND, HEADS, WIDTH, POOLING, HEAD_DIM, HALF,
+                INTERLEAVED, HAS_SOFTCAP, BLOCK_R, BLOCK_G, BLOCK_D)
     else:
-        _attend_share(q_ptr, keys_ptr, values_ptr, acc_ptr, lse_ptr, stride_qh, part - 1, tl.num_programs(1) - 1,
-                      position, slot, capacity, ring_size, group_size, window_size, scale, softcap, bias, HEADS, WIDTH,
-                      HEAD_DIM, HAS_BIAS, HAS_SOFTCAP, VECTOR, BLOCK_M, BLOCK_N, BLOCK_D, STAGES)
+        _attend_share(q_ptr, keys_ptr, values_ptr, ks_ptr, vs_ptr, acc_ptr, lse_ptr, stride_qh, part - 1,
+                      tl.num_programs(1) - 1, position, slot, capacity, ring_size, group_size, window_size, scale,
+                      softcap, bias, KIND, HEADS, WIDTH, HEAD_DIM, HAS_BIAS, HAS_SOFTCAP, VECTOR, BLOCK_M, BLOCK_N,
+                      BLOCK_D, STAGES)
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -292,7 +392,7 @@ def turn_tables(rotary: Rotary | None, group_size: int, device: torch.device) ->
 def _step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: Optional[Tensor], seen_before: int,
           pad: Tensor, cos: Optional[Tensor], sin: Optional[Tensor], interleaved: bool, group_size: int,
           window_size: int, ring_size: int, pooling: str, core_heads: str, scale: float, softcap: float,
-          core_bias: float) -> Tensor:
+          core_bias: float, key_scales: Optional[Tensor], value_scales: Optional[Tensor], cache_dtype: str) -> Tensor:
     """`decode_step` in the types that an operator can have; softcap 0 is none."""
     q, k, v = _last_contiguous(q), _last_contiguous(k), _last_contiguous(v)
     batch, num_heads, _, head_dim = q.shape
@@ -306,9 +406,11 @@ def _step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: O
     length = seen if on_device else pad
     with torch.cuda.device_of(q):
         _step_kernel[(rows, plan.num_parts)](
-            q, k, v, keys, values, length, pad, keys if cos is None else cos, keys if sin is None else sin, acc, lse,
+            q, k, v, keys, values, keys if key_scales is None else key_scales,
+            values if value_scales is None else value_scales, length, pad, keys if cos is None else cos,
+            keys if sin is None else sin, acc, lse,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], seen_before, kv_heads, capacity, ring_size, group_size,
-            window_size, scale, softcap or 1.0, core_bias, ON_DEVICE=on_device, HEADS=heads,
+            window_size, scale, softcap or 1.0, core_bias, ON_DEVICE=on_device, KIND=cache_dtype, HEADS=heads,
             WIDTH=heads if core_heads == "query" else 1, POOLING=pooling, HEAD_DIM=head_dim,
             HALF=0 if cos is None else cos.shape[1], INTERLEAVED=interleaved, HAS_BIAS=core_bias != 0,
             HAS_SOFTCAP=softcap != 0, **plan.step)
@@ -317,7 +419,8 @@ def _step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: O
     return out
 
 
-_step_op = torch.library.custom_op("corecontext::decode_step", _step, mutates_args=("keys", "values", "seen"))
+_step_op = torch.library.custom_op("corecontext::decode_step", _step,
+                                   mutates_args=("keys", "values", "seen", "key_scales", "value_scales"))
 
 
 @_step_op.register_fake
@@ -328,7 +431,8 @@ def _(q, *args):
 def decode_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: int | Tensor, pad: Tensor, *,
                 turn: tuple[Tensor, Tensor] | None, interleaved: bool, group_size: int, window_size: int,
                 ring_size: int, pooling: str, core_heads: str, scale: float, softcap: float | None = None,
-                core_bias: float = 0.0) -> Tensor:
+                core_bias: float = 0.0, key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+                cache_dtype: str = "auto") -> Tensor:
     """Append one token to each row of a compact cache and attend from it (docs/math.md, eq. 1 to 5).
 
     Args:
@@ -341,6 +445,7 @@ def decode_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, s
         turn, interleaved: From `turn_tables`, and `Rotary.interleaved`.
         ring_size: C >= s + g - 1.
         pooling, core_heads, scale, softcap, core_bias: As in `cca_attention`.
+        key_scales, value_scales, cache_dtype: Of codes in 8 bits, [B, Hkv, C + M w, 1] in float32, and their kind.
 
     Returns:
         [B, H, 1, D] in the dtype of q. Sums are float32 and the same from run to run. Each visible entry is read once.
@@ -350,4 +455,4 @@ def decode_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, s
     step = _step_op if torch.compiler.is_compiling() else _step  # an operator's dispatch costs more than the launches
     return step(q, k, v, keys, values, seen if on_device else None, 0 if on_device else seen, pad, cos, sin,
                 interleaved, group_size, window_size, ring_size, pooling, core_heads, float(scale),
-                float(softcap or 0), float(core_bias))
+                float(softcap or 0), float(core_bias), key_scales, value_scales, cache_dtype)

@@ -7,13 +7,25 @@ import gzip
 import hashlib
 import json
 import lzma
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from corecontext.text import UserError
 
-OPENERS = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+
+def _open_zst(path: str | Path, mode: str, encoding: str) -> Any:
+    """As gzip.open, for Zstandard, which Python has from 3.14 on."""
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(f"file '{path}' needs the package zstandard to be read. Install corecontext[train].") from None
+    return zstandard.open(path, mode, encoding=encoding)
+
+
+OPENERS: dict[str, Any] = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open, ".zst": _open_zst}
+_BROKEN = (ValueError, OSError, EOFError, lzma.LZMAError, zlib.error)  # what unpacking and parsing raise
 
 
 def find_file(folder: str | Path, names: Sequence[str], endings: Sequence[str] = (".jsonl", ".json")) -> Path:
@@ -56,6 +68,12 @@ def read_lines(path: str | Path, needs: Sequence[str] = ()) -> Iterator[dict[str
     Raises:
         UserError: a line is no such object; says which.
     """
+    for _, value in numbered_lines(path, needs):
+        yield value
+
+
+def numbered_lines(path: str | Path, needs: Sequence[str] = ()) -> Iterator[tuple[int, dict[str, Any]]]:
+    """As `read_lines`, each with its line number, from 1."""
     number = 0
     try:
         with open_text(path) as lines:
@@ -65,12 +83,17 @@ def read_lines(path: str | Path, needs: Sequence[str] = ()) -> Iterator[dict[str
                     continue
                 value = json.loads(line)
                 if not isinstance(value, dict) or not all(key in value for key in needs):
-                    raise ValueError(f"must be an object with {', '.join(needs)}")
-                yield value
-    except (ValueError, OSError, EOFError, lzma.LZMAError) as error:
-        if isinstance(error, UserError):
+                    has = f" with {', '.join(value)}" if isinstance(value, dict) else f" but a {type(value).__name__}"
+                    raise ValueError(f"must be an object with {', '.join(needs)}, got one{has}"[:300])
+                yield number, value
+    except UserError:
+        raise
+    except _BROKEN as error:
+        raise UserError(f"file '{path}', line {max(1, number)}: {error}") from None
+    except Exception as error:
+        if type(error).__name__ != "ZstdError":
             raise
-        raise UserError(f"file '{path}', line {number}: {error}") from None
+        raise UserError(f"file '{path}', line {max(1, number)}: {error}") from None
 
 
 def read_json(path: str | Path) -> Any:
@@ -82,7 +105,7 @@ def read_json(path: str | Path) -> Any:
     try:
         with open_text(path) as file:
             return json.load(file)
-    except (ValueError, OSError, EOFError, lzma.LZMAError) as error:
+    except _BROKEN as error:
         raise UserError(f"file '{path}' must hold JSON: {error}") from None
 
 

@@ -1,0 +1,336 @@
+"""How many tokens a second does a full fine-tuning step take, and how much memory, with CCA and with full attention?
+
+Forward, backward and AdamW on one sequence of random tokens: bfloat16 arithmetic on float32 weights, activations
+forgotten and computed again, the loss in chunks. With --context-parallel, under torchrun, one sequence lies on all
+processes, so many tokens on each, and FSDP2 spreads the weights: weak scaling (docs/training.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention import sdpa_kernel
+
+from corecontext.bench.cost import ModelCost
+from corecontext.bench.measure import PeakMemory, queue_seconds
+from corecontext.bench.methods import KERNELS
+from corecontext.bench.shapes import ROTARY, SHAPES
+from corecontext.config import CCAConfig
+from corecontext.loading import is_out_of_memory
+from corecontext.record import Record, device_name, latest, make_record, read_records
+from corecontext.terminal import progress
+from corecontext.text import UserError
+
+LENGTHS = {"cuda": (8192, 32_768, 131_072, 262_144, 524_288), "cpu": (1024, 4096)}
+LOSS_CHUNK = 2048
+CHECK_LENGTH, CHECK_TOLERANCE = 512, {"float32": 1e-4, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True)
+class TrainingBench:
+    """What is measured."""
+
+    device: str
+    lengths: Sequence[int]
+    """Tokens of the sequence; with context parallelism, of each process's part."""
+    shape: str = "llama-1b"
+    methods: Sequence[str] = ()
+    """cca, and full attention by kernel: full, sdpa_flash, sdpa_cudnn; () for those that suit the device."""
+    group_size: int = 16
+    window_size: int = 1024
+    repeats: int = 3
+    limit_s: float = 60.0
+    """A method is left out at lengths where its step would take longer, going by the last."""
+    context_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise UserError(f"shape must be one of {', '.join(SHAPES)}, got {self.shape!r}.")
+        known = ("cca", "full", *KERNELS)
+        for method in self.methods:
+            if method not in known:
+                raise UserError(f"method must be {', '.join(known)}, got {method!r}.")
+        if self.context_parallel and set(self.methods) - {"cca"}:
+            raise UserError("method must be cca with --context-parallel. Leave --method out.")
+        for name, value in (("length", min(self.lengths)), ("repeats", self.repeats)):
+            if value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}.")
+        CCAConfig(self.group_size, self.window_size)
+
+    @property
+    def cuda(self) -> bool:
+        """Whether this runs on a GPU."""
+        return torch.device(self.device).type == "cuda"
+
+    @property
+    def dtype(self) -> str:
+        """Of the arithmetic."""
+        return "bfloat16" if self.cuda else "float32"
+
+    def wanted(self) -> Sequence[str]:
+        """The methods, CCA first: the others may run out of time."""
+        return self.methods or (("cca",) if self.context_parallel else ("cca", *(KERNELS if self.cuda else ("full",))))
+
+
+def run_training_bench(bench: TrainingBench, on_records: Callable[[list[Record]], None] | None = None,
+                       json: str | None = None) -> list[Record]:
+    """Check, then measure; returns the records of this process, none but on the first of several.
+
+    Args:
+        on_records: Given the new records after each step that was measured.
+        json: Where the step of one process was recorded, for the scaling efficiency of several.
+
+    Raises:
+        UserError: --context-parallel without several processes.
+    """
+    with _processes(bench) as (bench, rank, world):
+        trial = _Trial(bench, rank, world)
+        trial.check()
+        records: list[Record] = []
+        last: dict[str, tuple[int, float]] = {}
+        steps = len(bench.lengths) * len(bench.wanted())
+        shown = progress("corecontext bench train", steps) if rank == 0 else contextlib.nullcontext(lambda amount: None)
+        with shown as ahead:
+            for length in sorted(bench.lengths):
+                for method in bench.wanted():
+                    new = trial.measure(method, length, last)
+                    if rank == 0:
+                        new += _efficiency(bench, new, [*records, *_earlier(json)])
+                        records += new
+                        if on_records is not None:
+                            on_records(new)
+                    ahead(1)
+        return records
+
+
+class _Trial:
+    """The model on this process, its optimiser, and steps of every length."""
+
+    def __init__(self, bench: TrainingBench, rank: int, world: int) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from corecontext.integrations.transformers import enable
+        from corecontext.train.loss import compute_loss_in_chunks
+
+        self.bench, self.rank, self.world = bench, rank, world
+        kind, sizes = SHAPES[bench.shape]
+        longest = max(*bench.lengths, CHECK_LENGTH) * world
+        hf_config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=longest, rope_parameters=ROTARY,
+                                         use_cache=False, tie_word_embeddings=False, bos_token_id=None,
+                                         eos_token_id=None, pad_token_id=None)
+        self.cost = ModelCost.of(hf_config)
+        torch.manual_seed(0)
+        with torch.device(bench.device):
+            self.model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32,
+                                                               attn_implementation="sdpa").train()
+        compute_loss_in_chunks(self.model, LOSS_CHUNK)
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.config = CCAConfig(bench.group_size, bench.window_size)
+        self.handle: Any = None
+        self.wire: Any = None
+        if bench.context_parallel:
+            from corecontext.distributed.wire import Wire
+
+            self.wire = Wire(dist.distributed_c10d._get_default_group())
+            self.handle = enable(self.model, self.config)
+            self._shard_weights()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=bench.cuda)
+
+    def _shard_weights(self) -> None:
+        """FSDP2 over all processes."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(self.bench.device.split(":")[0], (self.world,))
+        dtype = getattr(torch, self.bench.dtype)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+
+    def _attention(self, method: str, config: CCAConfig | None = None) -> Any:
+        """The context in which the model attends by a method."""
+        if self.handle is not None:
+            return contextlib.nullcontext()
+        if method == "cca":
+            from corecontext.integrations.transformers import enabled
+            return enabled(self.model, config or self.config)
+        return sdpa_kernel(KERNELS[method]) if method in KERNELS else contextlib.nullcontext()
+
+    def _loss(self, length: int, whole: bool = False) -> torch.Tensor:
+        """This process's share of the mean loss on random tokens, which are the same everywhere; length of all."""
+        bench = self.bench
+        ids = torch.randint(0, self.model.config.vocab_size, (1, length), device=bench.device,
+                            generator=torch.Generator(bench.device).manual_seed(1))
+        inputs = {"input_ids": ids, "shift_labels": torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]}
+        if self.handle is not None:
+            from corecontext.distributed.context_parallel import Shard
+            from corecontext.distributed.layout import Layout
+
+            layout = Layout.balanced(length, self.world, self.rank)
+            self.handle.shard = None if whole else Shard(self.wire, layout)
+            inputs["position_ids"] = torch.arange(length, device=bench.device)[None]
+            if not whole:
+                inputs = {name: layout.take(x) for name, x in inputs.items()}
+        with torch.autocast(torch.device(bench.device).type, torch.bfloat16, enabled=bench.cuda):
+            return self.model(**inputs, num_items_in_batch=length - 1).loss
+
+    def step(self, length: int) -> None:
+        """One whole step; FSDP2 takes the mean of the processes' gradients, which are parts of one sum."""
+        (self._loss(length) * (1 if self.wire is None else self.world)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def check(self) -> None:
+        """Raise unless CCA whose window holds everything has full attention's loss, and parts have the whole's."""
+        with torch.no_grad():
+            if self.handle is not None:
+                share, expected = (self._loss(CHECK_LENGTH, whole=whole) for whole in (False, True))
+                dist.all_reduce(share)
+            else:
+                with self._attention("full"):
+                    expected = self._loss(CHECK_LENGTH)
+                with self._attention("cca", CCAConfig(self.config.group_size, CHECK_LENGTH)):
+                    share = self._loss(CHECK_LENGTH)
+        error = abs(float(share - expected) / float(expected))
+        if not error <= CHECK_TOLERANCE[self.bench.dtype]:
+            raise AssertionError(f"a step's loss is wrong, nothing was timed: got {float(share):.5f}, expected "
+                                 f"{float(expected):.5f}")
+
+    def measure(self, method: str, length: int, last: dict[str, tuple[int, float]]) -> list[Record]:
+        """Records of one method at one length."""
+        bench, total = self.bench, length * self.world
+        g, s = (bench.group_size, bench.window_size) if method == "cca" else (1, 1)
+        params: dict[str, Any] = {
+            "method": method, "backend": self._backend(method), "shape": bench.shape, "strategy": "full",
+            "length": total, "tokens_per_gpu": length, "gpus": self.world, "batch": 1, "dtype": bench.dtype,
+            "checkpointing": True, "fsdp": self.wire is not None, "step_flops": self.cost.step_flops(total, g, s)}
+        if method == "cca":
+            params |= {"group_size": g, "window_size": s}
+        device = device_name(bench.device)
+        known = last.get(method)
+        if known is not None and known[1] * self.cost.step_flops(total, g, s) / known[0] > bench.limit_s:
+            return [make_record("training.skipped", 1, {**params, "reason": "time"}, device=device)]
+        received = self.wire.received_bytes if self.wire else 0
+        try:
+            with self._attention(method):
+                self.step(total)
+                gc.collect()
+                if self.wire:
+                    received = self.wire.received_bytes - received
+                memory = self._memory()
+                seconds = [self._slowest(queue_seconds(lambda: self.step(total), 1, bench.device))
+                           for _ in range(bench.repeats)]
+                peak = self._slowest(memory())
+        except Exception as error:
+            if not is_out_of_memory(error) or self.world > 1:  # the others would wait for ever
+                raise
+            self.optimizer.zero_grad()
+            last[method] = (1, float("inf"))
+            return [make_record("training.skipped", 1, {**params, "reason": "memory"}, device=device)]
+        finally:
+            gc.collect()
+            if bench.cuda:
+                torch.cuda.empty_cache()
+        last[method] = (params["step_flops"], min(seconds))
+        found = [make_record("training.tokens_per_s", [total / one for one in seconds], params, device=device),
+                 make_record("training.peak_bytes", peak, params, device=device)]
+        if self.wire:
+            found.append(make_record("training.received_bytes", received, {**params, **self._ring(total)},
+                                     device=device))
+        return found
+
+    def _memory(self) -> Callable[[], float]:
+        """Peak memory of a process: on a GPU all of it, weights and optimiser too; on a CPU the growth from now on."""
+        memory = PeakMemory(self.bench.device)
+        if not self.bench.cuda:
+            return memory.read
+        return lambda: torch.cuda.max_memory_allocated(self.bench.device)
+
+    def _backend(self, method: str) -> str:
+        """What computes the attention."""
+        if method != "cca":
+            return {"full": "sdpa"}.get(method, method.removeprefix("sdpa_"))
+        from corecontext.ops.api import choose_backend
+
+        dim = self.cost.head_dim
+        return choose_backend("auto", torch.empty(1, 1, 1, dim, dtype=getattr(torch, self.bench.dtype),
+                                                  device=self.bench.device))
+
+    def _ring(self, total: int) -> dict[str, Any]:
+        """What the layers of ring attention would receive in such a step: keys and values forward, twice with
+        checkpointing, and backward."""
+        from corecontext.distributed.traffic import ring_traffic
+
+        ring = ring_traffic(total, self.world, batch_size=1, num_kv_heads=self.cost.kv_heads,
+                            head_dim=self.cost.head_dim, item_bytes=2 if self.bench.cuda else 4)
+        return {"layers": self.cost.num_layers,
+                "ring_bytes": self.cost.num_layers * (2 * ring.forward_bytes + ring.backward_bytes)}
+
+    def _slowest(self, value: float) -> float:
+        """The largest of all processes' values."""
+        if self.world == 1:
+            return value
+        every = torch.tensor(float(value), device=self.bench.device, dtype=torch.float64)
+        dist.all_reduce(every, dist.ReduceOp.MAX)
+        return float(every)
+
+
+@contextlib.contextmanager
+def _processes(bench: TrainingBench) -> Any:
+    """The bench on this process's device, this process's number, and how many there are."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if not bench.context_parallel:
+        if world > 1:
+            raise UserError("several processes must share a sequence here: use --context-parallel.")
+        yield bench, 0, 1
+        return
+    if "RANK" not in os.environ:
+        raise UserError("context-parallel must run in several processes. Use torchrun --nproc-per-node N -m "
+                        "corecontext bench train --context-parallel.")
+    if bench.cuda:
+        from dataclasses import replace
+
+        local = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local)
+        bench = replace(bench, device=f"cuda:{local}")
+    mine = not dist.is_initialized()
+    if mine:
+        dist.init_process_group("nccl" if bench.cuda else "gloo")
+    try:
+        yield bench, dist.get_rank(), world
+    finally:
+        if mine:
+            dist.destroy_process_group()
+
+
+def _earlier(json: str | None) -> list[Record]:
+    """The records of a file, if there is one."""
+    return read_records(json) if json is not None and os.path.exists(json) else []
+
+
+def _efficiency(bench: TrainingBench, new: list[Record], known: list[Record]) -> list[Record]:
+    """Operations per second and process against those of one process with as many tokens, run the same way.
+
+    Tokens per second alone would not compare: a longer sequence has more attention to compute per token.
+    """
+    ours = latest(new, "training.tokens_per_s")
+    if ours is None or ours.params["gpus"] == 1:
+        return []
+    same = {k: ours.params[k] for k in ("method", "shape", "tokens_per_gpu", "dtype", "fsdp", "group_size",
+                                        "window_size")}
+    alone = latest([r for r in known if r.device == ours.device], "training.tokens_per_s", gpus=1, **same)
+    if alone is None:
+        return []
+
+    def rate(record: Record) -> float:
+        return record.value / record.params["length"] * record.params["step_flops"] / record.params["gpus"]
+
+    return [make_record("training.scaling_efficiency", rate(ours) / rate(alone), ours.params, device=ours.device)]

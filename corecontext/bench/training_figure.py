@@ -1,0 +1,132 @@
+"""Training's table and figure: tokens per second, memory and scaling, from the records of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from corecontext.bench.drawing import CCA, FLOOR, FULL, pyplot, save
+from corecontext.record import Record, latest
+from corecontext.terminal import console
+
+
+@dataclass(frozen=True)
+class Step:
+    """One length: CCA's step, and the best full attention's where there is one."""
+
+    length: int
+    gpus: int
+    fsdp: bool
+    """Whether weights and sequence were spread over the GPUs."""
+    cca: Record
+    cca_bytes: float
+    full: Record | None
+    full_bytes: float | None
+    efficiency: float | None
+    received: Record | None
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens per second, CCA over full attention."""
+        return None if self.full is None else self.cca.value / self.full.value
+
+    @property
+    def allowed(self) -> float | None:
+        """The speedup that the numbers of operations allow."""
+        return None if self.full is None else self.full.params["step_flops"] / self.cca.params["step_flops"]
+
+
+def steps(records: Sequence[Record]) -> list[Step]:
+    """What was measured on the device and with the shape of the last record, by number of GPUs and length."""
+    rates = [r for r in records if r.name == "training.tokens_per_s"]
+    rates = [r for r in rates if (r.device, r.params["shape"]) == (rates[-1].device, rates[-1].params["shape"])]
+    found = []
+    kinds = {(r.params["fsdp"], r.params["gpus"], r.params["length"]) for r in rates if r.params["method"] == "cca"}
+    for fsdp, gpus, length in sorted(kinds):
+        here = {"gpus": gpus, "length": length, "fsdp": fsdp, "shape": rates[-1].params["shape"]}
+        of_device = [r for r in records if r.device == rates[-1].device]
+
+        def newest(name: str, method: str, of_device: list[Record] = of_device, here: dict = here) -> Record | None:
+            return latest(of_device, f"training.{name}", method=method, **here)
+
+        full = [one for method in sorted({r.params["method"] for r in rates} - {"cca"})
+                if (one := newest("tokens_per_s", method)) is not None]
+        best = max(full, key=lambda r: r.value, default=None)
+        ours, ours_bytes = newest("tokens_per_s", "cca"), newest("peak_bytes", "cca")
+        theirs_bytes = None if best is None else newest("peak_bytes", best.params["method"])
+        efficiency = newest("scaling_efficiency", "cca")
+        assert ours is not None and ours_bytes is not None  # recorded together
+        found.append(Step(length, gpus, fsdp, ours, ours_bytes.value, best,
+                          None if theirs_bytes is None else theirs_bytes.value,
+                          None if efficiency is None else efficiency.value, newest("received_bytes", "cca")))
+    return found
+
+
+def print_training(records: Sequence[Record]) -> None:
+    """The table on standard output."""
+    if not any(r.name == "training.tokens_per_s" for r in records):
+        return
+    found = steps(records)
+    params = found[0].cca.params
+    table = Table(title=f"{params['shape']}, {params['dtype']}, g = {params['group_size']}, s = "
+                        f"{params['window_size']}: {found[0].cca.device}", box=SIMPLE_HEAD,
+                  caption="allowed: the speedup that the numbers of operations allow")
+    for column in ("length", "GPUs", "full attention\ntokens/s", "CCA\ntokens/s", "", "of allowed",
+                   "full attention\nGiB", "CCA\nGiB", "scaling", "received, of\nring attention"):
+        table.add_column(column, justify="right")
+    for one in found:
+        best = "" if one.full is None else f"{one.full.value:.0f} ({one.full.params['backend']})"
+        ratio = "" if one.speedup is None else f"{one.speedup:.2f}x"
+        share = "" if one.speedup is None or one.allowed is None else f"{one.speedup / one.allowed:.0%}"
+        ring = "" if one.received is None or not one.received.params["ring_bytes"] else \
+            f"1/{one.received.params['ring_bytes'] / max(1, one.received.value):.1f}"
+        table.add_row(str(one.length), f"{one.gpus}{', FSDP2' if one.fsdp else ''}", best, f"{one.cca.value:.0f}",
+                      ratio, share, "" if one.full_bytes is None else f"{one.full_bytes / 2 ** 30:.2f}",
+                      f"{one.cca_bytes / 2 ** 30:.2f}", "" if one.efficiency is None else f"{one.efficiency:.0%}", ring)
+    console().print(table)
+
+
+def draw_training(records: Sequence[Record], path: str) -> None:
+    """Tokens per second and memory by length on one GPU, and the efficiency by number of GPUs where there is one."""
+    found = steps(records)
+    alone = [one for one in found if not one.fsdp]
+    many = [one for one in found if one.efficiency is not None]
+    panels = 2 * bool(alone) + bool(many)
+    if not panels:
+        return
+    figure, axes = pyplot().subplots(1, panels, figsize=(3.6 * panels, 3.2), squeeze=False, layout="constrained")
+    rest = list(axes[0])
+    if alone:
+        rates, memory = rest.pop(0), rest.pop(0)
+        pairs = [one for one in alone if one.full is not None]
+        lengths, compared = [one.length for one in alone], [one.length for one in pairs]
+        best = [one.full.value for one in pairs if one.full]
+        for axis, cca, full in ((rates, [one.cca.value for one in alone], best),
+                                (memory, [one.cca_bytes / 2 ** 30 for one in alone],
+                                 [(one.full_bytes or 0) / 2 ** 30 for one in pairs])):
+            axis.plot(compared, full, "-o", color=FULL, markersize=3, label="full attention")
+            axis.plot(lengths, cca, "-o", color=CCA, markersize=3, label="CCA")
+            axis.set_xscale("log", base=2)
+            axis.set_xlabel("length", fontsize=8)
+        rates.plot(compared, [value * (one.allowed or 0) for value, one in zip(best, pairs)], "--", color=FLOOR,
+                   label="CCA at full attention's operations per second")
+        rates.set_ylim(0, None)
+        rates.set_title("tokens per second of a training step", fontsize=9)
+        memory.set_title("peak memory, GiB", fontsize=9)
+        rates.legend(fontsize=6)
+    if many:
+        axis = rest.pop(0)
+        axis.plot([one.gpus for one in many], [100 * (one.efficiency or 0) for one in many], "-o", color=CCA,
+                  markersize=3)
+        axis.set_ylim(0, 110)
+        axis.set_xlabel("GPUs on one sequence", fontsize=8)
+        axis.set_title(f"weak scaling, %, {many[0].cca.params['tokens_per_gpu']} tokens each", fontsize=9)
+    for axis in axes[0]:
+        axis.tick_params(labelsize=7)
+    params = found[0].cca.params
+    figure.suptitle(f"{params['shape']}, {params['dtype']}, g = {params['group_size']}, s = {params['window_size']}; "
+                    f"{found[0].cca.device}", fontsize=8)
+    save(figure, path)

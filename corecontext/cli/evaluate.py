@@ -1,0 +1,157 @@
+"""Commands that measure quality or show what attention does, with heavy imports inside."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Optional
+
+import typer
+
+from corecontext.cli.options import (
+    ChunkSize, Data, Device, Documents, Dtype, Force, GroupSize, Json, Lengths, Limit, Model, NewTokens, NumGroups,
+    Patterns, Plot, Positions, Results, Seed, Shots, Sinks, Subtasks, Tasks, WindowSize,
+)
+from corecontext.text import UserError
+
+
+def evaluate(model: Model, task: Tasks, data: Data,
+             method: Annotated[str, typer.Option(help="cca, full, window, streaming_llm, lm_infinite, minference, mean "
+                                                      "or max.")] = "cca",
+             length: Lengths = None, documents: Documents = None, subtask: Subtasks = None, limit: Limit = None,
+             positions: Positions = 5, shots: Shots = 5, seed: Seed = 42, max_new_tokens: NewTokens = None,
+             group_size: GroupSize = None, window_size: WindowSize = None, sinks: Sinks = None,
+             patterns: Patterns = None, num_groups: NumGroups = None, chunk_size: ChunkSize = None,
+             dtype: Dtype = "auto", device: Device = "auto", results: Results = None, json: Json = None) -> None:
+    """Evaluate a model from files: perplexity, multi-document QA, RULER, MMLU, LongBench-E."""
+    _evaluate(model, [method], task, data, (length, documents, subtask, limit, positions, shots, seed, max_new_tokens),
+              {"group_size": group_size, "window_size": window_size, "sinks": sinks, "patterns": patterns},
+              {"num_groups": num_groups, "chunk_size": chunk_size, "dtype": dtype, "device": device}, results, json)
+
+
+def compare(model: Model, task: Tasks, data: Data,
+            method: Annotated[list[str], typer.Option(help="As for eval; may be repeated.")] = ["full", "cca"],
+            length: Lengths = None, documents: Documents = None, subtask: Subtasks = None, limit: Limit = None,
+            positions: Positions = 5, shots: Shots = 5, seed: Seed = 42, max_new_tokens: NewTokens = None,
+            group_size: GroupSize = None, window_size: WindowSize = None, sinks: Sinks = None,
+            patterns: Patterns = None, num_groups: NumGroups = None, chunk_size: ChunkSize = None,
+            dtype: Dtype = "auto", device: Device = "auto", results: Results = None, json: Json = None,
+            plot: Plot = None, force: Force = False) -> None:
+    """Several methods on several tasks and lengths: one table and one figure."""
+    from corecontext.text import check_output
+
+    check_output(plot, force)
+    if plot is not None:
+        from corecontext.bench.figures import check_plot
+        check_plot(plot)
+    rows = _evaluate(model, method, task, data,
+                     (length, documents, subtask, limit, positions, shots, seed, max_new_tokens),
+                     {"group_size": group_size, "window_size": window_size, "sinks": sinks, "patterns": patterns},
+                     {"num_groups": num_groups, "chunk_size": chunk_size, "dtype": dtype, "device": device},
+                     results, json)
+    if plot is not None:
+        from corecontext.eval.summary import draw
+        draw(rows, plot)
+
+
+def _evaluate(model: str, methods: list[str], tasks: list[str], data: list[str], settings: tuple[Any, ...],
+              sizes: dict[str, Any], options: dict[str, Any], results: str | None, json: str | None) -> list[Any]:
+    """What `eval` and `compare` share; returns the table's rows."""
+    from corecontext.text import check_output
+
+    chunk_size = options["chunk_size"]
+    if chunk_size is not None and chunk_size < 1:
+        raise UserError(f"chunk-size must be at least 1, got {chunk_size}.")
+    for path in (results, json):
+        check_output(path, force=True)  # appended to
+    from corecontext.eval.evaluate import evaluate as run
+    from corecontext.eval.items import Settings
+    from corecontext.eval.summary import print_table, summarise, to_records
+
+    length, documents, subtask, *others = settings
+    chosen = Settings(tuple(length or ()), tuple(documents or (20,)), tuple(subtask or ()), *others)
+    records = run(model, methods, tasks, data, chosen, sizes=sizes, results=results, **options)
+    rows = summarise(records)
+    if json is not None:
+        from corecontext.record import append_records
+        append_records(json, to_records(rows, records[0].device))
+    print_table(rows, parts=len(methods) == 1 or len(rows) <= 60)
+    return rows
+
+
+def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard input.")], model: Model,
+            output: Annotated[str, typer.Option(help="The page, an .html file.")],
+            max_tokens: Annotated[int, typer.Option(help="Look at no more than the text's first tokens.")] = 512,
+            queries: Annotated[int, typer.Option(help="Queries to choose from, evenly spaced; the last one is the "
+                                                      "text's last token.")] = 16,
+            position: Annotated[Optional[list[int]], typer.Option(help="Position of a query, instead; may be "
+                                                                       "repeated.")] = None,
+            layer: Annotated[Optional[list[int]], typer.Option(help="Layer, from 0; may be repeated. Default: all.")
+                            ] = None,
+            group_size: GroupSize = None, window_size: WindowSize = None, dtype: Dtype = "auto",
+            device: Device = "auto", force: Force = False) -> None:
+    """A page that shows which tokens core tokens listen to and which core tokens a query looks at."""
+    from corecontext.text import check_output, read_text, write_text
+
+    if queries < 1 or max_tokens < 1:
+        raise UserError(f"queries and max-tokens must be at least 1, got {queries} and {max_tokens}.")
+    check_output(output, force)
+    text = read_text(file)
+    from corecontext.eval.page import inspect_text
+    from corecontext.loading import load
+
+    loaded = load(model, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+    write_text(output, inspect_text(loaded, model, text, max_tokens, queries, position or (), layer or ()))
+    print(f"wrote {output}")
+
+
+def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, records, figures, report.html. The "
+                                                    "same command goes on where it was interrupted.")],
+              data: Annotated[Optional[str], typer.Option(help="Folder with lm_train, lm_val, lm_test, tokenizer.json "
+                                                               "and the tasks' files (docs/reproduction.md).")] = None,
+              model: Annotated[Optional[str], typer.Option(help="Evaluate this checkpoint instead of small models "
+                                                                "trained here.")] = None,
+              smoke: Annotated[bool, typer.Option("--smoke", help="Everything with tiny models, in seconds; the "
+                                                                  "numbers mean nothing.")] = False,
+              minutes: Annotated[Optional[float], typer.Option(help="Stop after this time; what is under way is saved.")
+                                 ] = None,
+              stage: Annotated[Optional[list[str]], typer.Option(help="Run this stage and what it needs; may be "
+                                                                      "repeated. Default: all.")] = None,
+              finalist: Annotated[Optional[list[str]], typer.Option(help="A method to run with every seed; may be "
+                                                                         "repeated.")] = None,
+              split: Annotated[str, typer.Option(help="test, or val while choosing among methods.")] = "test",
+              limit: Limit = None, length: Lengths = None, documents: Documents = None, dtype: Dtype = "auto",
+              device: Device = "auto", json: Json = None) -> None:
+    """The paper's tables and figures: with small models trained here, or on a checkpoint."""
+    from pathlib import Path
+
+    from corecontext.text import check_output
+
+    check_output(json, force=True)  # appended to
+    if split not in ("test", "val"):
+        raise UserError(f"split must be test or val, got {split!r}.")
+    if minutes is not None and not minutes > 0:
+        raise UserError(f"minutes must be above 0, got {minutes}.")
+    from corecontext.loading import pick_device
+
+    device = pick_device(device)
+    if model is not None:
+        if data is None:
+            raise UserError("data must be given with a model, got none. Use --data FOLDER.")
+        from corecontext.eval.items import Settings
+        from corecontext.reproduce.checkpoint import reproduce_checkpoint
+
+        settings = Settings(tuple(length or ()), tuple(documents or (20,)), limit=limit)
+        report = reproduce_checkpoint(model, data, Path(out), settings=settings, dtype=dtype, device=device,
+                                      json_path=json)
+        print(f"wrote {report}")
+        return
+    if data is None and not smoke:
+        raise UserError("data must be given, got none. Use --data FOLDER, or --smoke to try the machinery.")
+    from corecontext.reproduce.plan import FULL, SMOKE
+    from corecontext.reproduce.report import write_report
+    from corecontext.reproduce.run import Miniature
+
+    run = Miniature(out, SMOKE if smoke else FULL, data, device, split=split, finalists=tuple(finalist or ()),
+                    minutes=minutes or float("inf"), json_path=json)
+    done = run.run(tuple(stage or ()))
+    report = write_report(Path(out), run.records(), run.size)
+    print(f"wrote {report}" + ("" if done else "; not all stages are done: run the same command again"))

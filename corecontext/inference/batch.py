@@ -1,0 +1,144 @@
+"""One decoding step of requests in several pools: the model runs once over all rows, attention pool by pool."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from corecontext.cache.pool import PooledLayer, RowPool
+from corecontext.inference.session import WARM_UP
+from corecontext.integrations.hf_cache import GivenLayer
+
+KEEP_GRAPHS = 64  # steps of as many different (pool, rows) are kept captured
+
+Parts = tuple[tuple[RowPool, int], ...]
+"""Pools, and how many of the first rows of each take part."""
+
+
+class Step:
+    """Buffers of a step over the rows of some pools; captured in a CUDA graph where it is given memory for graphs."""
+
+    def __init__(self, model: Any, parts: Parts, memory: Any) -> None:
+        self.model, self.parts, self.memory, device = model, parts, memory, model.device
+        rows = sum(count for _, count in parts)
+        self.tokens, self.positions = (torch.zeros(rows, 1, dtype=torch.long, device=device) for _ in range(2))
+        self._hold()
+        layers = zip(*(pool.layers for pool, _ in parts))
+        self.cache = Cache(layers=[GivenLayer(PooledLayer([(count, layer) for (_, count), layer in zip(parts, own)]))
+                                   for own in layers])
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
+        self.warm = 0
+
+    def _hold(self) -> None:
+        for pool, count in self.parts:
+            pool.hold(count)
+
+    @torch.no_grad()
+    def _run(self) -> Tensor:
+        out = self.model(self.tokens, position_ids=self.positions, past_key_values=self.cache, use_cache=True)
+        return out.logits[:, -1]
+
+    def run(self) -> Tensor:
+        """Feed `tokens`: logits [rows, vocabulary]."""
+        if self.graph is None:
+            self._hold()
+        if self.memory is None:
+            return self._run()
+        with torch.cuda.device(self.tokens.device):  # graphs and streams belong to it, not to the current device
+            return self._captured()
+
+    def _captured(self) -> Tensor:
+        """A captured step; the first ones run uncaptured, and the one after them is captured before it is replayed."""
+        if self.graph is not None:
+            self.graph.replay()
+            return self.logits
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        if self.warm < WARM_UP:  # kernels are compiled and chosen, and workspaces allocated
+            self.warm += 1
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                logits = self._run()
+            current.wait_stream(stream)
+            logits.record_stream(current)
+            return logits
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.memory, stream=stream):
+                self.logits = self._run()
+        except RuntimeError as error:  # recording ran nothing: the step is still to be done
+            warnings.warn(f"a step of {type(self.model).__name__} cannot be captured in a CUDA graph, so it runs "
+                          f"uncaptured, which is slower: {error}", stacklevel=2)
+            self.memory = None
+            return self._run()
+        self.graph = graph
+        graph.replay()
+        return self.logits
+
+
+class DecodeBatch:
+    """Decodes the rows of pools together.
+
+    On a GPU a step is captured once for each set of pools and rows in them, rounded up to a power of two; rows without
+    a request then run along and store nothing. On a CPU just the rows in use are run.
+
+    Args:
+        model: A causal language model with CCA enabled.
+        capture: False runs steps uncaptured on a GPU too.
+    """
+
+    def __init__(self, model: Any, *, capture: bool = True) -> None:
+        self.model, self.fixed = model, model.device.type == "cuda"
+        # One memory for all graphs: what a step gives is used before the next one runs.
+        self._memory = torch.cuda.graph_pool_handle() if capture and self.fixed else None
+        self._steps: OrderedDict[tuple, Step] = OrderedDict()
+
+    def step(self, pools: Sequence[RowPool], tokens: Sequence[Sequence[int]],
+             positions: Sequence[Sequence[int]]) -> Tensor:
+        """Feed one token to each row in use; returns logits [rows in use, vocabulary], pool after pool.
+
+        Args:
+            pools: Those with requests.
+            tokens, positions: For each pool the newest token of each row, and its position.
+        """
+        parts = tuple((pool, self._rounded(pool)) for pool in pools)
+        step = self._step_for(parts)
+        for buffer, values in ((step.tokens, tokens), (step.positions, positions)):
+            flat = [x for row, (_, count) in zip(values, parts) for x in (*row, *[0] * (count - len(row)))]
+            buffer.copy_(torch.tensor(flat)[:, None])
+        logits = step.run()
+        for pool in pools:
+            pool.seen += 1
+        if all(pool.used == count for pool, count in parts):
+            return logits
+        used, start = [], 0
+        for pool, count in parts:
+            used.append(logits[start:start + pool.used])
+            start += count
+        return torch.cat(used)
+
+    def _rounded(self, pool: RowPool) -> int:
+        if not pool.fixed:
+            return pool.used
+        return min(pool.rows, 1 << max(0, pool.used - 1).bit_length())
+
+    def _step_for(self, parts: Parts) -> Step:
+        if self._memory is None:
+            return Step(self.model, parts, None)
+        key = tuple((id(pool), count) for pool, count in parts)
+        step = self._steps.pop(key, None) or Step(self.model, parts, self._memory)
+        self._steps[key] = step
+        while len(self._steps) > KEEP_GRAPHS:
+            self._steps.popitem(last=False)
+        return step
+
+    def forget(self, pool: RowPool) -> None:
+        """Drop the captured steps of a pool that is given up."""
+        for key in [key for key in self._steps if any(one == id(pool) for one, _ in key)]:
+            del self._steps[key]

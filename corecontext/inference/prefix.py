@@ -1,0 +1,110 @@
+"""Caches of prompts' beginnings, kept for requests that begin alike (a system prompt, a document).
+
+A prompt is read in chunks of one size. After each, what a further chunk needs is a node of a tree: the ring, and the
+core tokens of this chunk; those of earlier ones are its ancestors'. Requests branch where chunks end, so a branched
+request is read in the very chunks, and has the very numbers, that it would have alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corecontext.cache import CompactLayer
+from corecontext.config import CCAConfig
+from corecontext.integrations.hf_cache import CCALayer
+from corecontext.visibility import num_complete_groups
+
+
+class Node:
+    """A chunk that has been read, after those of its ancestors."""
+
+    def __init__(self, key: tuple, parent: Node | None, layers: Sequence[CompactLayer], used: int) -> None:
+        self.key, self.parent, self.used, self.children = key, parent, used, 0
+        self.length = layers[0].seq_len
+        before = 0 if parent is None else parent.length
+        self.rotaries = [layer.rotary for layer in layers]
+        self.rings = [tuple(x[:, :, :layer.ring_size].clone() for x in (layer.keys, layer.values)) for layer in layers]
+        self.cores = [tuple(self._cores(layer, x, before) for x in (layer.keys, layer.values)) for layer in layers]
+        self.core_width = layers[0]._core_width
+        self.nbytes = sum(x.nbytes for pair in (*self.rings, *self.cores) for x in pair)
+
+    def _cores(self, layer: CompactLayer, buffer: Tensor, before: int) -> Tensor:
+        """Core tokens of the groups that closed in this chunk."""
+        ring, width = layer.ring_size, layer._core_width
+        old, new = (num_complete_groups(length, layer.group_size) for length in (before, self.length))
+        return buffer[:, :, ring + old * width:ring + new * width].clone()
+
+    @property
+    def path(self) -> list[Node]:
+        """From the first chunk to this one."""
+        return [self] if self.parent is None else [*self.parent.path, self]
+
+
+class PrefixStore:
+    """Beginnings of prompts by their g, s and tokens, the least recently used ones dropped first.
+
+    Args:
+        chunk_size: Tokens of a chunk.
+        limit: Bytes that it may hold; 0 keeps nothing.
+    """
+
+    def __init__(self, chunk_size: int, limit: int) -> None:
+        self.chunk_size, self.limit, self.nbytes = chunk_size, limit, 0
+        self._nodes: dict[tuple, Node] = {}
+        self._clock = itertools.count()
+
+    def find(self, config: CCAConfig, prompt: Sequence[int]) -> Node | None:
+        """The longest beginning that is held; at least one token of the prompt is left to read."""
+        node = None
+        for end in range(self.chunk_size, len(prompt), self.chunk_size):
+            further = self._nodes.get((config, node and node.key, tuple(prompt[end - self.chunk_size:end])))
+            if further is None:
+                break
+            node = further
+            node.used = next(self._clock)
+        return node
+
+    def add(self, config: CCAConfig, parent: Node | None, tokens: Sequence[int], cache: Any) -> Node | None:
+        """Keep what has been read up to the end of a chunk; None where its parent is gone, or it does not fit."""
+        layers = [layer.compact for layer in cache.layers]
+        if (parent is None) != (layers[0].seq_len == self.chunk_size) or not self.limit:
+            return None
+        if parent is not None and self._nodes.get(parent.key) is not parent:
+            return None
+        key = (config, parent and parent.key, tuple(tokens))
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = Node(key, parent, layers, next(self._clock))
+            self.nbytes += node.nbytes
+            if parent is not None:
+                parent.children += 1
+            self.trim(self.limit)
+        return node if self._nodes.get(key) is node else None
+
+    def load(self, node: Node, cache: Any) -> None:
+        """Fill an empty cache of a model with a beginning."""
+        config, path = node.key[0], node.path
+        cache.layers = [CCALayer(config, rotary) for rotary in node.rotaries]
+        for index, layer in enumerate(cache.layers):
+            keys, values = (torch.cat([node.rings[index][i], *(one.cores[index][i] for one in path)], 2)
+                            for i in (0, 1))
+            layer.is_initialized = True
+            layer.compact.load_state_dict({
+                "config": config.to_dict(), "rollback": 0, "group_size": config.group_size, "ended": None,
+                "core_width": node.core_width, "seen": node.length, "keys": keys, "values": values,
+                "intact_from": max(0, node.length - layer.compact.ring_size),
+                "pad": torch.zeros(1, dtype=torch.long, device=keys.device)})
+
+    def trim(self, limit: int) -> None:
+        """Drop beginnings, the least recently used first and no chunk before those behind it, until they fit."""
+        while self.nbytes > limit:
+            leaf = min((node for node in self._nodes.values() if not node.children), key=lambda node: node.used)
+            del self._nodes[leaf.key]
+            self.nbytes -= leaf.nbytes
+            if leaf.parent is not None:
+                leaf.parent.children -= 1

@@ -1,0 +1,97 @@
+"""lm-evaluation-harness with CCA: its own command line, plus a model `corecontext` and tasks that read local files.
+
+    python -m corecontext.integrations.lm_eval run --model corecontext --tasks corecontext_mmlu
+        --model_args pretrained=DIR,group_size=16,window_size=1024 --metadata '{"data": "FOLDER"}'
+
+The harness finds models by import alone, so the plain `lm_eval` command does not know this one. Its tasks are those of
+the harness and `corecontext_perplexity`, `corecontext_mmlu` and `corecontext_multidoc_qa` (eval/harness/). Full
+attention is the harness's `--model hf`. Needs the extra 'lm-eval'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from corecontext.config import CCAConfig
+from corecontext.integrations.transformers import NAME, enable
+from corecontext.text import UserError
+
+MODEL = "corecontext"
+TASKS = Path(__file__).resolve().parents[1] / "eval" / "harness"
+SETTINGS = tuple(field.name for field in dataclasses.fields(CCAConfig) if field.name != "backend")
+"""Model arguments that are CCA's; the harness's own `backend` is something else."""
+
+
+def register() -> type:
+    """Make the harness know the model, once; returns its class.
+
+    Raises:
+        UserError: the harness is not installed.
+    """
+    try:
+        from lm_eval.api.registry import register_model
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise UserError(f"lm_eval must be installed, got: {error}. Install the extra: pip install "
+                        "'corecontext[lm-eval]'") from None
+    if register.__dict__.get("made") is not None:
+        return register.__dict__["made"]
+
+    @register_model(MODEL)
+    class CoreContextLM(HFLM):
+        """A Hugging Face model under CCA: settings by argument, else the checkpoint's, else the defaults."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if self.prefix_token_id is None:
+                raise UserError("the tokenizer must have a token that ends or begins a text, got none: the harness "
+                                "puts one before an empty context.")
+
+        def _create_model(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
+            given = {name: kwargs.pop(name) for name in SETTINGS if name in kwargs}
+            try:
+                CCAConfig(**given)  # bad sizes fail before anything is loaded
+                super()._create_model(pretrained, *args, attn_implementation="sdpa", **kwargs)
+                saved = getattr(self._model.config, NAME, None) or {}
+                enable(self._model, CCAConfig.from_dict({**saved, **given}))
+            except (ValueError, TypeError, NotImplementedError, OSError) as error:
+                raise UserError(f"model '{pretrained}' cannot be used: {error}") from error
+
+        def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
+            if self._model.config.cca["num_groups"] and inps.shape[0] > 1:
+                raise UserError(f"batch_size must be 1 with num_groups, got {inps.shape[0]}: the harness fills rows up "
+                                "without a mask, and g would follow the longest.")
+            return super()._model_call(inps, attn_mask, labels)
+
+    register.__dict__["made"] = CoreContextLM
+    return CoreContextLM
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The harness's command line; returns 0, or 2 after printing one line that says what to put right."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    before = sys.argv
+    try:
+        register()
+        from lm_eval.__main__ import cli_evaluate
+
+        if arguments[:1] and arguments[0] in ("run", "ls", "validate") and "--include_path" not in arguments:
+            arguments += ["--include_path", str(TASKS)]
+        sys.argv = ["corecontext.integrations.lm_eval", *arguments]
+        cli_evaluate()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        sys.argv = before
+    return 0
+
+
+if __name__ == "__main__":
+    from corecontext.integrations import lm_eval  # not __main__: the harness registers a class once
+
+    sys.exit(lm_eval.main())

@@ -1,0 +1,136 @@
+"""What the miniature's models are measured by: perplexity by position, answers by distance, cloze, time and cache."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.reproduce.corpus import END, Corpus, Row
+from corecontext.reproduce.plan import Size
+from corecontext.reproduce.train import autocast, nll_of
+from corecontext.terminal import progress
+
+BATCH_TOKENS = 32768
+
+
+@torch.inference_mode()
+def window_nll(model: LlamaForCausalLM, corpus: Corpus, size: Size, split: str, device: str) -> np.ndarray:
+    """Negative log-likelihoods in nats of non-overlapping windows inside documents, [windows, L - 1], float32."""
+    ids, length = np.asarray(corpus.splits[split]), size.length
+    edges = [-1, *np.flatnonzero(ids == END).tolist(), len(ids)]
+    starts = [start for a, b in zip(edges, edges[1:]) for start in range(a + 1, b - length + 1, length)]
+    random.Random(0).shuffle(starts)  # a sample over all documents
+    starts = sorted(starts[:max(1, size.eval_tokens // length)])
+    rows, found = max(1, BATCH_TOKENS // length), []
+    with progress(f"perplexity on {split}", max(1, len(starts))) as advance:
+        for i in range(0, len(starts), rows):
+            some = np.stack([ids[a:a + length] for a in starts[i:i + rows]]).astype(np.int64)
+            with autocast(device):
+                found.append(nll_of(model, torch.from_numpy(some).to(device))[0].float().cpu().numpy())
+            advance(len(some))
+    if not found:
+        raise ValueError(f"the {split} split must have a document of at least {length} tokens.")
+    return np.concatenate(found)
+
+
+@torch.inference_mode()
+def answers_right(model: LlamaForCausalLM, rows: Sequence[Row], device: str) -> list[tuple[int, bool]]:
+    """Of each question: tokens back to what answers it, and whether greedy decoding would give the answer.
+
+    That is when each of the answer's tokens is the likeliest after the ones before.
+    """
+    found = []
+    for row in rows:
+        with autocast(device):
+            hit = nll_of(model, torch.from_numpy(row.ids).long()[None].to(device))[1][0].cpu()
+        found += [(distance, bool(hit[a - 1:b - 1].all())) for a, b, distance in row.answers]
+    return found
+
+
+def fact_rows(corpus: Corpus, length: int, questions: int, seed: int = 0) -> list[Row]:
+    """Held-out texts with facts, the same for every model."""
+    rng, rows = random.Random(f"test-{seed}-{length}"), []
+    while sum(len(row.answers) for row in rows) < questions:
+        rows.append(corpus.fact_row("test", rng, length, most=8))
+    return rows
+
+
+def qa_rows(corpus: Corpus, size: Size, documents: int) -> list[Row]:
+    """Held-out questions with so many passages, the right one anywhere; those that fit the length."""
+    rng = random.Random(f"qa-{documents}")
+    rows = [corpus.qa_row("test", one, rng, documents, size.length) for one in corpus.questions("test")]
+    return [row for row in rows if row is not None][:size.questions]
+
+
+@torch.inference_mode()
+def cloze(model: LlamaForCausalLM, corpus: Corpus, size: Size, device: str) -> list[bool]:
+    """Which of four stretches goes on with a text: the likeliest is the right one or not.
+
+    A quarter of the length is prefix, the four endings are a sixteenth each, three of them from other places.
+    """
+    ids, rng, found = np.asarray(corpus.splits["test"]), random.Random("cloze"), []
+    before, after = size.length - size.length // 16, size.length // 16
+    for _ in range(size.questions):
+        start = rng.randrange(len(ids) - before - after)
+        prefix = ids[start:start + before]
+        ends = [ids[start + before:start + before + after]]
+        for _ in range(3):
+            other = rng.randrange(len(ids) - after)
+            ends.append(ids[other:other + after])
+        rows = torch.from_numpy(np.stack([np.concatenate((prefix, end)) for end in ends]).astype(np.int64))
+        with autocast(device):
+            nll = nll_of(model, rows.to(device))[0][:, -after:].mean(1)
+        found.append(int(nll.argmin()) == 0)
+    return found
+
+
+@torch.inference_mode()
+def time_and_cache(model: LlamaForCausalLM, size: Size, device: str) -> tuple[list[float], int]:
+    """Seconds of reading a text of the trained length into a cache, several times, and the cache's bytes."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, size.length), generator=generator).to(device)
+    seconds, out = [], None
+    for _ in range(size.latency_repeats + 1):
+        out = None
+        _wait(device)
+        begin = time.perf_counter()
+        with autocast(device):
+            out = model(ids, use_cache=True, logits_to_keep=1)
+        _wait(device)
+        seconds.append(time.perf_counter() - begin)
+    return seconds[1:], cache_bytes(out.past_key_values)
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+@torch.inference_mode()
+def attention_weights(model: LlamaForCausalLM, ids: Tensor) -> list[np.ndarray]:
+    """Full attention's weights by layer, [H, L, L], float32; `ids` [1, L] should be short."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        found = model(ids, use_cache=False, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(before)
+    return [one[0].float().cpu().numpy() for one in found]
+
+
+def top_mass(weights: np.ndarray, share: float = 0.1) -> float:
+    """Mean share of a query's weight on the tenth of its keys that have most of it; queries of the second half."""
+    heads, length, _ = weights.shape
+    found: list[Any] = []
+    for t in range(length // 2, length):
+        row = np.sort(weights[:, t, :t + 1], axis=1)[:, ::-1]
+        found.append(row[:, :max(1, round(share * (t + 1)))].sum(1))
+    return float(np.mean(found))

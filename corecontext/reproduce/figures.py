@@ -1,0 +1,159 @@
+"""The reproduction's figures, PNG, drawn from records and the stages' curves and maps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from corecontext.record import Record
+from corecontext.reproduce.plan import Size, methods
+from corecontext.text import UserError, atomic_path
+from corecontext.visibility import num_complete_groups, window_capacity
+
+
+def draw_all(folder: Path, records: Sequence[Record], size: Size) -> dict[str, Path]:
+    """Draw what there are records for; returns files by name.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("matplotlib must be installed to draw figures. Install the extra: pip install "
+                        "'corecontext[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = {}
+    for name, draw in (("methods", _methods), ("sizes", _sizes), ("flexibility", _flexibility), ("curves", _curves),
+                       ("maps", _maps), ("cost", _cost)):
+        figure = draw(pyplot, folder, records, size)
+        if figure is None:
+            continue
+        figure.tight_layout()
+        with atomic_path(folder / f"{name}.png") as path:
+            figure.savefig(path, dpi=130)
+        pyplot.close(figure)
+        found[name] = folder / f"{name}.png"
+    return found
+
+
+def _of(records: Sequence[Record], name: str, **params: Any) -> list[Record]:
+    return [one for one in records if one.name == name and all(one.params.get(k) == v for k, v in params.items())]
+
+
+def _methods(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Gain kept against cache."""
+    points = []
+    for name, method in methods(size).items():
+        gain = _of(records, "quality.gain_kept", stage=f"{name}-{size.seeds[0]}")
+        held = _of(records, "model.cache_bytes", stage=f"{name}-{size.seeds[0]}")
+        if gain and held and method.trains:
+            points.append((held[-1].value / 2 ** 20, 100 * gain[-1].value, method.title))
+    if not points:
+        return None
+    figure, panel = pyplot.subplots(figsize=(8, 0.3 * len(points) + 1.2))
+    points.sort(key=lambda one: one[1])
+    panel.barh([title for _, _, title in points], [gain for _, gain, _ in points], color="#c65d12")
+    panel.axvline(60, color="gray", ls=":")
+    panel.set_xlabel("share of the long-range gain kept, %")
+    return figure
+
+
+def _sizes(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Tables 8 and 9 as curves."""
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.4))
+    drawn = False
+    for panel, letter, values in ((panels[0], "g", size.groups), (panels[1], "s", size.windows)):
+        points = []
+        for value in values:
+            some = _of(records, "quality.perplexity", stage=f"{letter}{value}-{size.seeds[0]}", bucket="far")
+            points += [(value, some[-1].value)] if some else []
+        if points:
+            drawn = True
+            panel.plot(*zip(*points), "o-", color="#c65d12")
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel(letter)
+        panel.set_ylabel("perplexity, far")
+    if not drawn:
+        pyplot.close(figure)
+    return figure if drawn else None
+
+
+def _flexibility(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Perplexity against cache and time."""
+    quality = _of(records, "quality.perplexity", stage="flexibility", bucket="far")
+    if not quality:
+        return None
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.8))
+    for panel, name, label, unit in ((panels[0], "model.cache_bytes", "cache, MiB", 2 ** 20),
+                                     (panels[1], "model.first_token_s", "prompt, ms", 1e-3)):
+        for s in size.windows:
+            points = []
+            for one in quality:
+                if one.params["window_size"] == s:
+                    cost = _of(records, name, stage="flexibility", group_size=one.params["group_size"], window_size=s)
+                    points.append((cost[-1].value / unit, one.value))
+            panel.plot(*zip(*sorted(points)), "o-", label=f"s = {s}")
+        panel.set_xlabel(label)
+        panel.set_ylabel("perplexity, far")
+    panels[0].legend(fontsize=7)
+    return figure
+
+
+def _curves(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Loss of adapting a model of the same and of a shorter context."""
+    curves = [(label, path) for label, path in (
+        ("from a model of the same context", folder / f"cca-{size.seeds[0]}" / "curve.jsonl"),
+        ("from a model of a shorter context", folder / "from-short" / "curve.jsonl")) if path.exists()]
+    if not curves:
+        return None
+    figure, panel = pyplot.subplots(figsize=(6.5, 3.6))
+    for label, path in curves:
+        loss = np.array([json.loads(line)["loss"] for line in path.read_text(encoding="utf-8").splitlines()])
+        width = max(1, len(loss) // 50)
+        smooth = np.convolve(loss, np.ones(width) / width, "valid")
+        panel.plot(np.arange(len(smooth)) + width, smooth, label=label)
+    panel.set_xlabel("step")
+    panel.set_ylabel("training loss")
+    panel.legend()
+    return figure
+
+
+def _maps(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Mean attention of 32 tokens by layer, and the last token's."""
+    path = folder / "maps" / "maps.npz"
+    if not path.exists():
+        return None
+    with np.load(path) as held:
+        short, last = held["short"], held["last"]
+    chosen = sorted({round(i * (len(short) - 1) / 3) for i in range(4)})
+    figure, panels = pyplot.subplots(2, len(chosen), figsize=(2.6 * len(chosen), 4.6), squeeze=False)
+    for column, layer in enumerate(chosen):
+        panels[0][column].imshow(short[layer], cmap="Oranges", vmin=0)
+        panels[0][column].set_title(f"layer {layer}", fontsize=9)
+        panels[1][column].semilogy(np.sort(last[layer].mean(0))[::-1], color="#c65d12")
+        panels[1][column].set_xlabel("keys, by weight", fontsize=8)
+    panels[1][0].set_ylabel("last token's weight")
+    return figure
+
+
+def _cost(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Cache of the 7B shape by length."""
+    figure, panel = pyplot.subplots(figsize=(6.5, 3.4))
+    lengths = [2 ** n for n in range(12, 18)]
+    entry = 2 * 32 * 32 * 128 * 2 / 2 ** 30
+    count: Callable[[int], int] = lambda n: min(n, num_complete_groups(n, 16) + window_capacity(16, 1024))  # noqa: E731
+    panel.plot(lengths, [n * entry for n in lengths], "o-", label="full attention")
+    panel.plot(lengths, [count(n) * entry for n in lengths], "o-", label="CCA, g = 16, s = 1024")
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    panel.set_xlabel("tokens")
+    panel.set_ylabel("cache of LLaMA2-7B, GiB")
+    panel.legend()
+    return figure

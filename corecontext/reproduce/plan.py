@@ -1,0 +1,161 @@
+"""What is run: the sizes of the miniature, its methods, and its stages in order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from corecontext.baselines import LMInfinite, MInference, Pattern, StreamingLLM, WindowOnly
+from corecontext.config import LEARNED, CCAConfig
+from corecontext.text import UserError
+
+
+@dataclass(frozen=True)
+class Size:
+    """One scale of the whole reproduction; steps and lengths in tokens."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    length: int
+    window: int
+    group: int
+    step_tokens: int
+    """Tokens of one optimizer step."""
+    levels: tuple[tuple[int, int], ...]
+    """Contexts of the base model's curriculum, each with the most steps spent at it."""
+    adapt_steps: int
+    """Steps of every adaptation."""
+    short_steps: int
+    """Steps of each size of Tables 8 and 9."""
+    eval_tokens: int
+    """Held-out tokens that perplexity is measured on."""
+    questions: int
+    """Held-out questions of each retrieval length, and of multi-document QA."""
+    groups: tuple[int, ...]
+    windows: tuple[int, ...]
+    documents: tuple[int, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    lr: float = 2e-3
+    adapt_lr: float = 1e-3
+    latency_repeats: int = 5
+
+
+FULL = Size("mini", 8, 512, 8, 2, 1408, 4096, 256, 16, 65536,
+            ((512, 900), (1024, 500), (2048, 400), (4096, 700)), 300, 100, 2_000_000, 300, (2, 4, 8, 16, 32, 64),
+            (64, 128, 256, 512, 1024), (5, 10, 20))
+SMOKE = Size("smoke", 2, 32, 4, 2, 64, 256, 32, 4, 512, ((128, 2), (256, 2)), 2, 1, 1024, 4, (2, 8), (16, 64), (2,),
+             (0,), latency_repeats=1)
+SIZES = {one.name: one for one in (FULL, SMOKE)}
+
+
+class Method(NamedTuple):
+    """An attention, and how a model is adapted to it."""
+
+    name: str
+    config: Any
+    """A CCAConfig, a rival's settings, or None for full attention."""
+    title: str
+    trains: str = "all"
+    """"all" parameters, "qkv" projections alone (paper 3.5), or "" for none: as the base model is."""
+    distil: bool = False
+    """Learn from the base model's predictions, too."""
+    stretch: int = 1
+    """Times the steps of others."""
+
+
+def methods(size: Size) -> dict[str, Method]:
+    """Every method of the tables, by name; those with core tokens have the same cache size within 5 %."""
+    g, s, r = size.group, size.window, size.heads // size.kv_heads
+    cca = CCAConfig(group_size=g, window_size=s)
+    small, large = max(1, round(g * 10 / 16)), 4 * g  # (1/10 + 1/64) / 2 is 1/17.3
+    half = size.layers // 2
+    learned = cca.replace(learned=LEARNED)
+    found = [
+        Method("full", None, "full attention"),
+        Method("window", WindowOnly(window_size=s), "window alone"),
+        Method("streaming_llm", StreamingLLM(4, s), "StreamingLLM"),
+        Method("lm_infinite", LMInfinite(min(16, s), s), "LM-Infinite"),
+        Method("mean", cca.replace(pooling="mean"), "mean pooling"),
+        Method("max", cca.replace(pooling="max"), "max pooling"),
+        Method("cca", cca, "CCA, the paper's rule"),
+        Method("partial", cca, "CCA, only W_Q, W_K, W_V trained", "qkv"),
+        Method("log_g", cca.replace(core_bias=math.log(g)), "CCA + log g"),
+        Method("mean_query", cca.replace(pooling="mean_query"), "CCA, mean query"),
+        Method("query_heads", cca.replace(group_size=g * r, core_heads="query"),
+               f"CCA by query head, groups of {g * r}"),
+        Method("small_late", cca.replace(layer_group_sizes=(large,) * half + (small,) * (size.layers - half)),
+               "CCA, small groups in later layers"),
+        Method("small_early", cca.replace(layer_group_sizes=(small,) * half + (large,) * (size.layers - half)),
+               "CCA, small groups in earlier layers"),
+        Method("bias", cca.replace(learned=("bias",)), "CCA, learned bias"),
+        Method("learned", learned, "CCA, all learned parameters"),
+        Method("learned_query_heads", learned.replace(group_size=g * r, core_heads="query"),
+               f"the same by query head, groups of {g * r}"),
+        Method("distilled", cca, "CCA, distilled", distil=True),
+        Method("learned_distilled", learned, "CCA, learned and distilled", distil=True),
+        Method("long", cca, "CCA, four times the steps", stretch=4),
+        Method("learned_long", learned, "CCA, learned, four times the steps", stretch=4),
+    ]
+    budget = max(1, size.length // 16)
+    pattern = Pattern("vertical_slash", budget, 2 * budget)
+    zero = [Method("full_zero", None, "full attention, not adapted", ""),
+            Method("streaming_llm_zero", StreamingLLM(4, s), "StreamingLLM, not adapted", ""),
+            Method("lm_infinite_zero", LMInfinite(min(16, s), s), "LM-Infinite, not adapted", ""),
+            Method("minference_zero", MInference(((pattern,) * size.heads,) * size.layers, block_size=max(1, s // 8),
+                                                 probe=max(1, s // 8)), "MInference, not adapted", ""),
+            Method("cca_zero", cca, "CCA, not adapted", "")]
+    return {one.name: one for one in found + zero}
+
+
+FINALISTS = ("full", "window", "mean", "max", "cca")
+"""Methods of Table 7, run with every seed."""
+
+
+class Stage(NamedTuple):
+    """A piece of work with records of its own."""
+
+    name: str
+    kind: str
+    needs: tuple[str, ...] = ()
+    seed: int = 0
+    method: str = ""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """group_size or window_size in place of the method's."""
+
+
+def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
+    """All stages in order.
+
+    Args:
+        finalists: More methods to be run with every seed.
+
+    Raises:
+        UserError: a finalist is no method that is adapted.
+    """
+    known = methods(size)
+    for name in finalists:
+        if name not in known or not known[name].trains:
+            raise UserError(f"finalist must be one of {', '.join(m.name for m in known.values() if m.trains)}, got "
+                            f"{name!r}.")
+    found = [Stage("prepare", "prepare")]
+    for seed in size.seeds:
+        base = f"base-{seed}"
+        found.append(Stage(base, "base", ("prepare",), seed))
+        for one in known.values():
+            if seed == size.seeds[0] or one.name in (*FINALISTS, *finalists):
+                found.append(Stage(f"{one.name}-{seed}", "adapt" if one.trains else "zero", (base,), seed, one.name))
+        if seed == size.seeds[0]:
+            ours = f"cca-{seed}"
+            found += [Stage(f"g{g}-{seed}", "size", (base,), seed, "cca", (("group_size", g),)) for g in size.groups]
+            found += [Stage(f"s{s}-{seed}", "size", (base,), seed, "cca", (("window_size", s),)) for s in size.windows]
+            found += [Stage("from-short", "short", (base,), seed, "cca"),
+                      Stage("flexibility", "flexibility", (ours,), seed, "cca"),
+                      Stage("cloze", "cloze", (ours, f"full-{seed}"), seed),
+                      Stage("maps", "maps", (base,), seed)]
+            found += [Stage(f"scratch-{name}", "scratch", ("prepare",), seed, name) for name in ("cca", "learned")]
+    return found

@@ -1,0 +1,307 @@
+"""One self-contained HTML page of a reproduction: tables, figures, the paper's rows, the record behind each number."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from corecontext.record import Record, make_record
+from corecontext.reproduce import figures, paper
+from corecontext.reproduce.plan import Method, Size, methods
+from corecontext.text import atomic_path, write_text
+
+SHAPES = (("LLaMA2-7B", 32, 32, 128), ("Llama-3.1-8B", 32, 8, 128))
+STYLE = """:root { color-scheme: light dark; }
+body { max-width: 70rem; margin: 0 auto; padding: 1rem; font: 15px/1.5 system-ui, sans-serif; }
+table { border-collapse: collapse; margin: .5rem 0 1rem; font-variant-numeric: tabular-nums; display: block;
+  overflow-x: auto; }
+th, td { padding: .2rem .7rem .2rem 0; text-align: left; border-bottom: 1px solid #8884; vertical-align: top; }
+td a { color: inherit; text-decoration-color: #8888; }
+img { max-width: 100%; background: white; }
+pre { font-size: .72rem; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
+li:target pre { outline: 2px solid #c60; }"""
+
+
+class Page:
+    """Sections and the records that their numbers link to."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records, self.parts = list(records), []
+
+    def find(self, name: str, **params: Any) -> Record | None:
+        """The newest record with these params, or None."""
+        found = [one for one in self.records if one.name == name
+                 and all(one.params.get(key) == value for key, value in params.items())]
+        return found[-1] if found else None
+
+    def cell(self, record: Record | None, show: Callable[[float], str] = "{:.3f}".format) -> str:
+        """A number that links to its record; a dash where there is none."""
+        if record is None:
+            return "&ndash;"
+        number = next(i for i, one in enumerate(self.records) if one is record)
+        return f'<a href="#r{number}">{show(record.value)}</a>'
+
+    def section(self, anchor: str, title: str, *parts: str) -> None:
+        """Add a section."""
+        self.parts.append(f'<section id="{anchor}"><h2>{html.escape(title)}</h2>{"".join(parts)}</section>')
+
+    def render(self, title: str) -> str:
+        """The whole page."""
+        held = "".join(f'<li id="r{i}" value="{i}"><pre>{html.escape(one.to_json())}</pre></li>'
+                       for i, one in enumerate(self.records))
+        return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+                f'content="width=device-width"><title>{html.escape(title)}</title><style>{STYLE}</style></head><body>'
+                f'<h1>{html.escape(title)}</h1>{"".join(self.parts)}<section id="records"><h2>Records</h2>'
+                f"<details><summary>{len(self.records)} records, one for each number</summary><ol>{held}</ol></details>"
+                "</section><script>addEventListener('hashchange', () => { const at = document.getElementById("
+                "location.hash.slice(1)); if (at && at.closest('details')) { at.closest('details').open = true; "
+                "at.scrollIntoView(); } });</script></body></html>\n")
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are HTML."""
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return "<table><tr>" + "".join(f"<th>{html.escape(one)}</th>" for one in heads) + f"</tr>{body}</table>"
+
+
+def image(path: Path, text: str) -> str:
+    """A PNG inside the page."""
+    return (f'<img alt="{html.escape(text)}" src="data:image/png;base64,'
+            f'{base64.b64encode(path.read_bytes()).decode()}">')
+
+
+def percent(x: float) -> str:
+    """One decimal."""
+    return f"{100 * x:.1f} %"
+
+
+def gains(folder: Path, records: Sequence[Record], size: Size) -> list[Record]:
+    """Share of the long-range gain that each method keeps, (ln window - ln x) / (ln window - ln full), by seed.
+
+    Over the second half of each window. `low` and `high` are the 95 % interval over the windows, drawn again a thousand
+    times, the same for all methods. Nothing is recorded where full attention gains nothing.
+    """
+    found = []
+    for one in records:
+        p = one.params
+        if one.name != "quality.perplexity" or p.get("bucket") != "far" or p["method"] in ("full", "window"):
+            continue
+        paths = [folder / name / "far.npy" for name in (f"window-{p['seed']}", f"full-{p['seed']}", p["stage"])]
+        if not all(path.exists() for path in paths):
+            continue
+        window, full, ours = (np.load(path).astype(np.float64) for path in paths)
+        if (window - full).mean() <= 0:
+            continue
+        rng, drawn = random.Random(0), []
+        for _ in range(1000):
+            some = np.array(rng.choices(range(len(ours)), k=len(ours)))
+            gain = (window - full)[some].mean()
+            if gain > 0:
+                drawn.append((window - ours)[some].mean() / gain)
+        drawn.sort()
+        interval = {"low": drawn[len(drawn) // 40], "high": drawn[-1 - len(drawn) // 40]} if drawn else {}
+        found.append(make_record("quality.gain_kept", float((window - ours).mean() / (window - full).mean()),
+                                 {**{k: v for k, v in p.items() if k != "bucket"}, **interval,
+                                  "from": [path.parent.name for path in paths]}, device=one.device))
+    return found
+
+
+def write_report(folder: Path, records: Sequence[Record], size: Size) -> Path:
+    """Write report.html and its figures into the folder; sections without records say so."""
+    derived = gains(folder, records, size)
+    with atomic_path(folder / "derived.jsonl") as name:
+        Path(name).write_text("".join(one.to_json() + "\n" for one in derived), encoding="utf-8")
+    page, known = Page([*records, *derived]), methods(size)
+    first = size.seeds[0]
+    drawn = figures.draw_all(folder, page.records, size)
+    page.section("what", "What this is", f"<p>{_about(size)}</p>", _targets(page, known, size))
+    page.section("methods", "Methods, adapted from one model with equal batches, steps and rate",
+                 _methods(page, known, size), drawn_image(drawn, "methods", "gain kept by cache size"))
+    page.section("pooling", "Pooling (Table 7)", _seeds(page, [known[m] for m in ("mean", "max", "cca", "mean_query")],
+                                                         size))
+    page.section("sizes", "Group and window size, each tuned (Tables 8 and 9)", _sizes(page, size),
+                 drawn_image(drawn, "sizes", "perplexity by group and window size"))
+    page.section("strategies", "What is trained (Table 10, paper 3.5)", table(
+        ["strategy", "perplexity, far", "gain kept", "retrieval beyond the window"],
+        [[html.escape(title), *_three(page, stage, size)] for title, stage in (
+            ("W_Q, W_K, W_V alone", f"partial-{first}"), ("all parameters", f"cca-{first}"),
+            ("all parameters, four times the steps", f"long-{first}"),
+            ("distilled from the model", f"distilled-{first}"),
+            ("from scratch", "scratch-cca"), ("from scratch, learned core tokens", "scratch-learned"),
+            ("none", f"cca_zero-{first}"))]))
+    page.section("retrieval", "Facts asked for at the end of a text (for Table 4)", _retrieval(page, known, size))
+    page.section("questions", "Multi-document questions (Table 3)", _questions(page, known, size))
+    page.section("cloze", "Four-way choice with a constant number of groups (for Table 6)", table(
+        ["method", "right"],
+        [[label, page.cell(page.find("quality.accuracy", stage="cloze", method=method, **more), percent)]
+         for label, method, more in (("full attention", "full", {}), ("CCA, 16 groups", "cca", {"num_groups": 16}),
+                                     ("CCA, 64 groups", "cca", {"num_groups": 64}))]))
+    page.section("flexibility", "Other sizes at test time, same weights (Figure 3)",
+                 drawn_image(drawn, "flexibility", "perplexity against time for other g and s"), _grid(page, size))
+    page.section("curves", "Training curves (Figure 6)", drawn_image(drawn, "curves", "loss by step"))
+    page.section("maps", "Attention is sparse (Figures 1 and 5)", drawn_image(drawn, "maps", "attention maps"),
+                 table(["layer", "weight on the tenth of the keys that has most of it"], [
+                     [str(one.params["layer"]), page.cell(one, percent)] for one in page.records
+                     if one.params.get("stage") == "maps"]))
+    page.section("cost", "Cache of the paper's shapes (Figure 4, right)", _cost(),
+                 drawn_image(drawn, "cost", "cache by length"))
+    page.section("paper", "Every row of the paper", table(
+        ["where", "row", "counterpart", "what differs"],
+        [[one.where, html.escape(one.row), f'<a href="#{one.here}">{one.here}</a>' if one.here else "none",
+          html.escape(one.why)] for one in paper.rows()]))
+    out = folder / "report.html"
+    write_text(out, page.render("Core Context Aware attention: the paper in miniature"))
+    return out
+
+
+def drawn_image(drawn: dict[str, Path], name: str, text: str) -> str:
+    """A figure, or that it is missing."""
+    return image(drawn[name], text) if name in drawn else "<p>Not measured yet.</p>"
+
+
+def _about(size: Size) -> str:
+    return (f"A Llama of {size.layers} layers, width {size.hidden}, {size.heads} query and {size.kv_heads} KV heads, "
+            f"trained here with full attention up to {size.length} tokens, then given each attention and trained on "
+            f"for {size.adapt_steps} steps of {size.step_tokens} tokens; g = {size.group}, s = {size.window} unless "
+            "said otherwise. <i>Far</i> is the second half of each window. The numbers say nothing about a 7B model: "
+            "order and trend are what compares with the paper. Each number links to its record.")
+
+
+def _mean(page: Page, name: str, method: str, size: Size, **params: Any) -> tuple[list[Record], str]:
+    """A method's records over the seeds, and them as text: the mean, and the seeds' spread where there are several."""
+    found = [one for seed in size.seeds if (one := page.find(name, stage=f"{method}-{seed}", **params)) is not None]
+    if not found:
+        return found, "&ndash;"
+    show: Callable[[float], str] = "{:.3f}".format if name == "quality.perplexity" else percent
+    cells = ", ".join(page.cell(one, show) for one in found)
+    if len(found) == 1:
+        return found, cells
+    values = [one.value for one in found]
+    mean = sum(values) / len(values)
+    spread = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1))
+    return found, f"{show(mean)} &plusmn; {show(spread)} ({cells})"
+
+
+def _methods(page: Page, known: dict[str, Method], size: Size) -> str:
+    rows = []
+    for one in known.values():
+        held = page.find("model.cache_bytes", stage=f"{one.name}-{size.seeds[0]}")
+        time = page.find("model.first_token_s", stage=f"{one.name}-{size.seeds[0]}")
+        gain = page.find("quality.gain_kept", stage=f"{one.name}-{size.seeds[0]}")
+        shown = _mean(page, "quality.gain_kept", one.name, size)[1]
+        if gain is not None and "low" in gain.params:
+            shown += f"<br>[{percent(gain.params['low'])}, {percent(gain.params['high'])}]"
+        rows.append([html.escape(one.title), _mean(page, "quality.perplexity", one.name, size, bucket="far")[1], shown,
+                     _mean(page, "quality.accuracy", one.name, size, distance="far", length=size.length)[1],
+                     page.cell(held, lambda x: f"{x / 2 ** 20:.2f}"), page.cell(time, lambda x: f"{1000 * x:.1f}")])
+    return table(["method", "perplexity, far", "gain kept [95 %, first seed]", "retrieval beyond the window",
+                  "cache, MiB", "prompt, ms"], rows)
+
+
+def _seeds(page: Page, some: Sequence[Method], size: Size) -> str:
+    return table(["pooling", "perplexity, far", "perplexity", "gain kept"], [
+        [html.escape(one.title), _mean(page, "quality.perplexity", one.name, size, bucket="far")[1],
+         _mean(page, "quality.perplexity", one.name, size, bucket="all")[1],
+         _mean(page, "quality.gain_kept", one.name, size)[1]] for one in some])
+
+
+def _three(page: Page, stage: str, size: Size) -> list[str]:
+    return [page.cell(page.find("quality.perplexity", stage=stage, bucket="far")),
+            page.cell(page.find("quality.gain_kept", stage=stage), percent),
+            page.cell(page.find("quality.accuracy", stage=stage, distance="far", length=size.length), percent)]
+
+
+def _sizes(page: Page, size: Size) -> str:
+    rows = []
+    for letter, values in (("g", size.groups), ("s", size.windows)):
+        for value in values:
+            stage = f"{letter}{value}-{size.seeds[0]}"
+            rows.append([f"{letter} = {value}", page.cell(page.find("quality.perplexity", stage=stage, bucket="all")),
+                         page.cell(page.find("quality.perplexity", stage=stage, bucket="far")),
+                         page.cell(page.find("model.first_token_s", stage=stage), lambda x: f"{1000 * x:.1f}"),
+                         page.cell(page.find("model.cache_bytes", stage=stage), lambda x: f"{x / 2 ** 20:.2f}")])
+    return table(["size", "perplexity", "perplexity, far", "prompt, ms", "cache, MiB"], rows)
+
+
+def _grid(page: Page, size: Size) -> str:
+    rows = []
+    for g in size.groups:
+        rows.append([f"g = {g}", *(page.cell(page.find("quality.perplexity", stage="flexibility", bucket="far",
+                                                       group_size=g, window_size=s)) for s in size.windows)])
+    return table(["perplexity, far", *(f"s = {s}" for s in size.windows)], rows)
+
+
+def _retrieval(page: Page, known: dict[str, Method], size: Size) -> str:
+    lengths = [length for length, _ in size.levels]
+    return table(["method", *(f"{length} tokens" for length in lengths), "beyond the window only"], [
+        [html.escape(one.title), *(_mean(page, "quality.accuracy", one.name, size, distance="all", length=length)[1]
+                                   for length in lengths),
+         _mean(page, "quality.accuracy", one.name, size, distance="far", length=size.length)[1]]
+        for one in known.values()])
+
+
+def _questions(page: Page, known: dict[str, Method], size: Size) -> str:
+    return ("<p>Right where greedy decoding gives the first gold answer.</p>"
+            + table(["method", *(f"{n} passages" for n in size.documents)], [
+                [html.escape(one.title), *(_mean(page, "quality.score", one.name, size, task="multidoc_qa",
+                                                 documents=n)[1] for n in size.documents)]
+                for one in known.values()]))
+
+
+def _cost() -> str:
+    from corecontext.visibility import num_complete_groups, window_capacity
+
+    rows = []
+    for name, layers, kv_heads, dim in SHAPES:
+        for length in (2 ** n for n in range(12, 18)):
+            entry = 2 * layers * kv_heads * dim * 2
+            ours = min(length, num_complete_groups(length, 16) + window_capacity(16, 1024))
+            rows.append([name, f"{length}", f"{length * entry / 2 ** 30:.2f}", f"{ours * entry / 2 ** 30:.2f}",
+                         f"{length / ours:.1f}"])
+    return ("<p>Counted, not measured: 2 x layers x KV heads x head size x 2 bytes an entry, L // g + s + g - 1 "
+            "entries; g = 16, s = 1024, half precision.</p>"
+            + table(["shape", "tokens", "full, GiB", "CCA, GiB", "times less"], rows))
+
+
+def _targets(page: Page, known: dict[str, Method], size: Size) -> str:
+    """What the project asks of itself, and whether it is met."""
+    first, lines = size.seeds[0], []
+
+    def line(what: str, value: float | None, least: float, cell: str) -> None:
+        verdict = "met" if value is not None and value >= least else "not measured"
+        if value is not None and value < least:
+            verdict = f"missed by {percent(least - value)}"
+        lines.append([html.escape(what), cell, verdict])
+
+    full = page.find("quality.accuracy", stage=f"full-{first}", distance="all", length=size.length)
+    line("full attention answers at least 90 % at the trained length", full and full.value, 0.9,
+         page.cell(full, percent))
+    cached = [one for one in known.values() if one.trains and one.config is not None and "long" not in one.name
+              and one.name not in ("window", "streaming_llm", "lm_infinite", "mean", "max")]
+    gain = max((one for method in cached if (one := page.find("quality.gain_kept", stage=f"{method.name}-{first}"))),
+               key=lambda one: one.value, default=None)
+    line(f"the best rule keeps 60 % of the long-range gain ({gain.params['method'] if gain else 'none yet'})",
+         gain and gain.value, 0.6, page.cell(gain, percent))
+    far = {name: page.find("quality.accuracy", stage=f"{name}-{first}", distance="far", length=size.length)
+           for name in ("full", "cca")}
+    ratio = far["cca"].value / far["full"].value if far["cca"] and far["full"] and far["full"].value else None
+    line("beyond the window, CCA answers 95 % of what full attention does", ratio, 0.95,
+         f"{page.cell(far['cca'], percent)} of {page.cell(far['full'], percent)}")
+    rivals = [one for name in ("window", "streaming_llm", "lm_infinite", "mean", "max")
+              if (one := page.find("quality.perplexity", stage=f"{name}-{first}", bucket="far"))]
+    ours = page.find("quality.perplexity", stage=f"cca-{first}", bucket="far")
+    if rivals and ours:
+        best = min(rivals, key=lambda one: one.value)
+        lines.append(["CCA has a lower perplexity than every rival of equal or smaller cache",
+                      f"{page.cell(ours)} against {page.cell(best)} ({best.params['method']})",
+                      "met" if ours.value < best.value else "missed"])
+    return table(["target (first seed)", "measured", ""], lines)
+
+

@@ -1,0 +1,256 @@
+"""Runs the stages that are not done yet: each leaves its records in a file of its own, and needs nothing but files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaForCausalLM
+
+from corecontext.integrations.transformers import handle_of
+from corecontext.record import Record, append_records, device_name, make_record, read_records
+from corecontext.reproduce import evaluate as measure
+from corecontext.reproduce.corpus import Corpus
+from corecontext.reproduce.plan import Method, Size, Stage, methods, stages
+from corecontext.reproduce.train import OutOfTime, attention, make_model, train
+from corecontext.terminal import console
+from corecontext.text import UserError, atomic_path
+
+RECORDS = "records.jsonl"
+WORTH_STARTING_S = 20.0
+
+
+class Miniature:
+    """One reproduction in a work folder.
+
+    Args:
+        folder: Everything is kept here; a folder of another size or other data is refused.
+        size: How large.
+        data: Folder with texts, tokenizer and questions, or None for the bundled document.
+        device: "cuda" or "cpu".
+        split: What is evaluated on: "val" while choosing, "test" for what is published.
+        finalists: More methods to run with every seed.
+        minutes: Time of this invocation; a training under way is saved and goes on in the next.
+        json: File that records are appended to, too.
+    """
+
+    def __init__(self, folder: str | Path, size: Size, data: str | None, device: str, *, split: str = "test",
+                 finalists: tuple[str, ...] = (), minutes: float = math.inf, json_path: str | None = None) -> None:
+        self.folder, self.size, self.device, self.split = Path(folder), size, device, split
+        self.plan, self.methods = stages(size, finalists), methods(size)
+        self.corpus, self.json_path = Corpus(folder, data), json_path
+        self.end = time.monotonic() + 60 * minutes
+        self.workers = 0 if size.name == "smoke" else max(1, min(12, (os.cpu_count() or 2) - 2))
+        self._claim({"size": size.name, "data": None if data is None else str(Path(data).resolve()), "split": split})
+
+    def _claim(self, what: dict[str, Any]) -> None:
+        """Take the folder, or find it taken by the same."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "run.json"
+        if path.exists():
+            held = json.loads(path.read_text(encoding="utf-8"))
+            if held != what:
+                raise UserError(f"out '{self.folder}' must be a folder of this run, got one of {held}. Choose another.")
+        elif any(self.folder.iterdir()):
+            raise UserError(f"out '{self.folder}' must be empty or hold an earlier run, got other files.")
+        else:
+            path.write_text(json.dumps(what) + "\n", encoding="utf-8")
+
+    def time_left(self) -> float:
+        """Seconds left to this invocation."""
+        return self.end - time.monotonic()
+
+    def is_done(self, name: str) -> bool:
+        """Whether a stage has left its records."""
+        return (self.folder / name / RECORDS).exists()
+
+    def run(self, only: Sequence[str] = ()) -> bool:
+        """Run what is not done, or of that only some stages and what they need; returns whether all of it is done now.
+
+        Raises:
+            UserError: no such stage.
+        """
+        by_name = {stage.name: stage for stage in self.plan}
+        for name in only:
+            if name not in by_name:
+                raise UserError(f"stage must be one of {', '.join(by_name)}, got {name!r}.")
+        wanted = set(only or by_name)
+        while more := {need for name in wanted for need in by_name[name].needs} - wanted:
+            wanted |= more
+        todo = [stage for stage in self.plan if stage.name in wanted and not self.is_done(stage.name)]
+        for number, stage in enumerate(todo, 1):
+            if self.time_left() < WORTH_STARTING_S and math.isfinite(self.end):
+                return False
+            console().print(f"{stage.name} ({number} of {len(todo)})")
+            folder = self.folder / stage.name
+            folder.mkdir(exist_ok=True)
+            try:
+                found = list(getattr(self, f"_{stage.kind}")(stage, folder))
+            except OutOfTime:
+                return False
+            with atomic_path(folder / RECORDS) as name:
+                Path(name).write_text("".join(one.to_json() + "\n" for one in found), encoding="utf-8")
+            if self.json_path is not None:
+                append_records(self.json_path, found)
+            (folder / "state.pt").unlink(missing_ok=True)
+        return True
+
+    def records(self) -> list[Record]:
+        """The records of all stages that are done."""
+        return [one for stage in self.plan if self.is_done(stage.name)
+                for one in read_records(self.folder / stage.name / RECORDS)]
+
+    # Stages ----------------------------------------------------------------------------------------------------
+
+    def _prepare(self, stage: Stage, folder: Path) -> Iterator[Record]:
+        self.corpus.prepare()
+        yield from ()
+
+    def _base(self, stage: Stage, folder: Path) -> Iterator[Record]:
+        """Full attention through the curriculum; the weights before the longest context are kept for Figure 6."""
+        model = make_model(self.size, self.corpus.tokenizer.get_vocab_size(), stage.seed).to(self.device)
+        levels = self.size.levels
+
+        def keep(length: int) -> None:
+            if len(levels) > 1 and length == levels[-2][0]:
+                self._save(model, folder / "short.pt")
+        self._train(model, self.methods["full"], levels, self.size.lr, stage, folder, on_level=keep)
+        self._save(model, folder / "weights.pt")
+        yield from self._measure(model, self.methods["full"], stage, folder)
+
+    def _adapt(self, stage: Stage, folder: Path) -> Iterator[Record]:
+        """From the base model to a method, all with the same batches, steps and rate."""
+        method = self._method(stage)
+        model = self._load(f"base-{stage.seed}/weights.pt")
+        teacher = copy.deepcopy(model).eval().requires_grad_(False) if method.distil else None
+        steps = (self.size.short_steps if stage.kind in ("size", "short") else self.size.adapt_steps) * method.stretch
+        if stage.kind == "short":
+            model = self._load(f"base-{stage.seed}/short.pt")
+        with attention(model, method.config):
+            self._train(model, method, ((self.size.length, steps),), self.size.adapt_lr, stage, folder, teacher=teacher)
+            if stage.name in (f"{name}-{self.size.seeds[0]}" for name in ("cca", "full")):
+                self._save(model, folder / "weights.pt")
+            yield from self._measure(model, method, stage, folder, brief=stage.kind in ("size", "short"))
+
+    _size = _short = _adapt
+
+    def _scratch(self, stage: Stage, folder: Path) -> Iterator[Record]:
+        """A model that never had another attention."""
+        method = self._method(stage)
+        model = make_model(self.size, self.corpus.tokenizer.get_vocab_size(), stage.seed).to(self.device)
+        with attention(model, method.config):
+            self._train(model, method, self.size.levels, self.size.lr, stage, folder)
+            yield from self._measure(model, method, stage, folder)
+
+    def _zero(self, stage: Stage, folder: Path) -> Iterator[Record]:
+        """The base model under a method that it was never trained with."""
+        model = self._load(f"base-{stage.seed}/weights.pt").eval()
+        method = self._method(stage)
+        with attention(model, method.config):
+            yield from self._measure(model, method, stage, folder)
+
+    def _flexibility(self, stage: Stage, folder: Path) -> Iterator[Record]:
+        """One set of weights at other group and window sizes, untrained for them (paper 4.3)."""
+        model, method = self._load(f"cca-{stage.seed}/weights.pt").eval(), self.methods["cca"]
+        with attention(model, method.config):
+            for g in self.size.groups:
+                for s in self.size.windows:
+                    handle_of(model).configure(group_size=g, window_size=s)
+                    changed = method._replace(config=method.config.replace(group_size=g, window_size=s))
+                    yield from self._measure(model, changed, stage, folder, brief=True)
+
+    def _cloze(self, stage: Stage, folder: Path) -> Iterator[Record]:
+        """Fixed-length choices with a constant number of groups (paper 3.6, C.3)."""
+        for name in ("full", "cca"):
+            model = self._load(f"{name}-{stage.seed}/weights.pt").eval()
+            for groups in (0,) if name == "full" else (16, 64):
+                method = self.methods[name]
+                config = method.config and method.config.replace(num_groups=groups)
+                with attention(model, config):
+                    right = measure.cloze(model, self.corpus, self.size, self.device)
+                yield self._record("quality.accuracy", sum(right) / len(right), method, stage, task="cloze",
+                                   questions=len(right), **({"num_groups": groups} if groups else {}))
+
+    def _maps(self, stage: Stage, folder: Path) -> Iterator[Record]:
+        """Full attention's own weights on a held-out text."""
+        model = self._load(f"base-{stage.seed}/weights.pt").eval()
+        ids = np.asarray(self.corpus.splits[self.split][:min(512, self.size.length)], np.int64)
+        found = measure.attention_weights(model, torch.from_numpy(ids)[None].to(self.device))
+        with atomic_path(folder / "maps.npz") as name:
+            np.savez(name, last=np.stack([one[:, -1] for one in found]), short=np.stack([
+                one[:, :32, :32].mean(0) for one in found]), ids=ids)
+        for layer, one in enumerate(found):
+            yield self._record("quality.score", measure.top_mass(one), self.methods["full_zero"], stage, layer=layer,
+                               task="weight on the tenth of the keys that has most of it", tokens=len(ids))
+
+    # What stages share -----------------------------------------------------------------------------------------
+
+    def _method(self, stage: Stage) -> Method:
+        method = self.methods[stage.method]
+        return method._replace(config=method.config.replace(**dict(stage.sizes))) if stage.sizes else method
+
+    def _train(self, model: LlamaForCausalLM, method: Method, levels: tuple[tuple[int, int], ...], lr: float,
+               stage: Stage, folder: Path, *, teacher: Any = None,
+               on_level: Callable[[int], Any] = lambda length: None) -> None:
+        """Train, and keep the curve."""
+        history = train(model, self.corpus, self.size, method, levels, lr, stage.seed, self.device, folder,
+                        teacher=teacher, workers=self.workers, time_left=self.time_left, on_level=on_level)
+        with atomic_path(folder / "curve.jsonl") as name:
+            Path(name).write_text("".join(json.dumps(one) + "\n" for one in history), encoding="utf-8")
+
+    def _measure(self, model: LlamaForCausalLM, method: Method, stage: Stage, folder: Path,
+                 brief: bool = False) -> Iterator[Record]:
+        """Perplexity near and far, answers by distance and length, time and cache."""
+        model.eval()
+        size, reach = self.size, self.size.window + self.size.group
+        nll = measure.window_nll(model, self.corpus, size, self.split, self.device)
+        far = nll[:, size.length // 2 - 1:]
+        if not brief:
+            with atomic_path(folder / "far.npy") as name:
+                np.save(name, far.mean(1))
+        for bucket, part in (("all", nll), ("far", far)):
+            yield self._record("quality.perplexity", math.exp(part.mean(dtype=np.float64)), method, stage, task="text",
+                               bucket=bucket, windows=len(nll), split=self.split)
+        for length in (size.length,) if brief else [length for length, _ in size.levels]:
+            found = measure.answers_right(model, measure.fact_rows(self.corpus, length, size.questions), self.device)
+            for distance, keep in (("all", lambda d: True), ("far", lambda d: d > reach)):
+                some = [right for d, right in found if keep(d)]
+                if some:
+                    yield self._record("quality.accuracy", sum(some) / len(some), method, stage, task="retrieval",
+                                       distance=distance, questions=len(some), length=length)
+        for documents in () if brief else size.documents:
+            rows = measure.qa_rows(self.corpus, size, documents)
+            if rows:
+                right = [hit for _, hit in measure.answers_right(model, rows, self.device)]
+                yield self._record("quality.score", sum(right) / len(right), method, stage, task="multidoc_qa",
+                                   documents=documents, questions=len(right))
+        seconds, held = measure.time_and_cache(model, size, self.device)
+        yield self._record("model.first_token_s", seconds if len(seconds) > 1 else seconds[0], method, stage)
+        yield self._record("model.cache_bytes", held, method, stage)
+
+    def _record(self, name: str, value: Any, method: Method, stage: Stage, **params: Any) -> Record:
+        """A record with everything that tells this measurement from others."""
+        config = {} if method.config is None else {k: v for k, v in method.config.to_dict().items()
+                                                   if v not in (None, (), 0.0) and k not in ("backend", "patterns")}
+        return make_record(name, value, {"model": self.size.name, "method": method.name, "stage": stage.name,
+                                         "seed": stage.seed, "length": self.size.length, **config, **params},
+                           device=device_name(self.device))
+
+    def _save(self, model: LlamaForCausalLM, path: Path) -> None:
+        """The weights in bfloat16: half the size to carry to another machine, and the same start for every method."""
+        with atomic_path(path) as name:
+            torch.save({key: x.to(torch.bfloat16) for key, x in model.state_dict().items()}, name)
+
+    def _load(self, path: str) -> LlamaForCausalLM:
+        """A model with the weights of an earlier stage."""
+        model = make_model(self.size, self.corpus.tokenizer.get_vocab_size(), 0)
+        model.load_state_dict(torch.load(self.folder / path, map_location="cpu", weights_only=True))
+        return model.to(self.device)

@@ -1,0 +1,216 @@
+"""The miniature's training: one plain loop for base models, adaptations and training from scratch; it can be cut short.
+
+Muon for the layers' matrices, AdamW for the rest, a cosine to a tenth. Half of the rows are text, the others ask for
+facts planted in text or in passages, and contexts grow once the answers are right: retrieval is learned short first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from corecontext import baselines
+from corecontext.reproduce.corpus import Batches, Corpus
+from corecontext.reproduce.plan import Method, Size
+from corecontext.terminal import progress
+from corecontext.text import atomic_path
+
+ANSWERED = 0.97
+"""Share of answer tokens right at which a context length is done with."""
+SAVE_EVERY_S = 60.0
+HEAD_TOKENS = 8192
+"""Tokens whose logits exist at once."""
+
+
+class OutOfTime(Exception):
+    """The invocation's time is over; what was trained is saved."""
+
+
+def make_model(size: Size, vocab_size: int, seed: int) -> LlamaForCausalLM:
+    """A Llama with random weights."""
+    config = LlamaConfig(vocab_size=-(-vocab_size // 8) * 8, hidden_size=size.hidden, intermediate_size=size.ffn,
+                         num_hidden_layers=size.layers, num_attention_heads=size.heads,
+                         num_key_value_heads=size.kv_heads, max_position_embeddings=8 * size.length,
+                         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}, tie_word_embeddings=True,
+                         bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def attention(model: LlamaForCausalLM, config: Any) -> contextlib.AbstractContextManager:
+    """The model under a method's settings; None is full attention."""
+    return contextlib.nullcontext() if config is None else baselines.enabled(model, config)
+
+
+def autocast(device: str) -> contextlib.AbstractContextManager:
+    """bfloat16 on a GPU."""
+    return torch.autocast("cuda", torch.bfloat16) if device.startswith("cuda") else contextlib.nullcontext()
+
+
+def hidden_states(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """[B, L - 1, C], without a cache."""
+    return model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+
+
+def losses(weight: Tensor, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Negative log-likelihoods [n] in nats and whether the target was the likeliest, of hidden states [n, C]."""
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits, target, reduction="none"), logits.detach().argmax(-1) == target
+
+
+def nll_of(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Negative log-likelihood of every token but the first, and whether it was the likeliest: [B, L - 1]."""
+    hidden, target = hidden_states(model, ids).flatten(0, 1), ids[:, 1:].flatten()
+    parts = [losses(model.lm_head.weight, h, t) for h, t in zip(hidden.split(HEAD_TOKENS), target.split(HEAD_TOKENS))]
+    return tuple(torch.cat(one).view(ids.shape[0], -1) for one in zip(*parts))  # type: ignore[return-value]
+
+
+def loss_backward(model: LlamaForCausalLM, ids: Tensor, weights: Tensor, device: str,
+                  teacher: LlamaForCausalLM | None) -> tuple[float, float]:
+    """Gradients of the weighted mean loss, its value, and the share of answer tokens right.
+
+    With a teacher, half of the loss is the divergence from its predictions. The head is run in parts, backward at once,
+    so that no logits of the whole batch are held.
+    """
+    target, weights = ids[:, 1:].flatten(), weights[:, 1:].flatten().float()
+    with autocast(device):
+        hidden = hidden_states(model, ids)
+        taught = None
+        if teacher is not None:
+            with torch.no_grad():
+                taught = hidden_states(teacher, ids).flatten(0, 1)
+    leaf = hidden.detach().requires_grad_()
+    flat, total, right = leaf.flatten(0, 1), 0.0, []
+    sums = []
+    for start in range(0, len(target), HEAD_TOKENS):
+        part = slice(start, start + HEAD_TOKENS)
+        with autocast(device):
+            logits = F.linear(flat[part], model.lm_head.weight)
+            nll = F.cross_entropy(logits.float(), target[part], reduction="none")
+            if taught is not None:
+                wanted = F.linear(taught[part], teacher.lm_head.weight).float().log_softmax(-1)
+                far = F.kl_div(logits.float().log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
+                nll = 0.5 * nll + 0.5 * far
+            loss = (nll * weights[part]).sum() / weights.sum()
+        loss.backward(retain_graph=False)
+        sums.append(loss.detach())
+        right.append((logits.detach().argmax(-1) == target[part])[weights[part] > 1])
+        flat = leaf.flatten(0, 1)
+    hidden.backward(leaf.grad)
+    hit = torch.cat(right).float()
+    total = float(torch.stack(sums).sum())
+    return total, float(hit.mean()) if len(hit) else 0.0
+
+
+def optimizers(model: LlamaForCausalLM, lr: float, trains: str) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the rest; of what is trained."""
+    for name, parameter in model.named_parameters():
+        qkv = any(f"{one}_proj" in name for one in "qkv") or ".cca." in name
+        parameter.requires_grad_(trains == "all" or qkv)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for name, p in named.items() if p.dim() == 2 and ".layers." in name and ".cca." not in name]
+    chosen = {id(p) for p in matrices}
+    few = [p for name, p in named.items() if ".cca." in name]
+    chosen |= {id(p) for p in few}
+    rest = [p for p in named.values() if id(p) not in chosen]
+    found: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=lr, weight_decay=0.01,
+                                                           adjust_lr_fn="match_rms_adamw")]
+    if rest:
+        found.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
+    if few:  # a few numbers that start at zero and have a short time to go far
+        found.append(torch.optim.AdamW(few, lr=10 * lr, betas=(0.9, 0.95), weight_decay=0.0))
+    for group in (g for one in found for g in one.param_groups):
+        group["peak"] = group["lr"]
+    return found
+
+
+def lr_factor(step: int, steps: int) -> float:
+    """Warm-up over 50 steps or a tenth, then a cosine to 10 %."""
+    warm = max(1, min(50, steps // 10))
+    return min(1.0, (step + 1) / warm) * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps)))))
+
+
+def train(model: LlamaForCausalLM, corpus: Corpus, size: Size, method: Method, levels: tuple[tuple[int, int], ...],
+          lr: float, seed: int, device: str, folder: Path, *, teacher: LlamaForCausalLM | None = None,
+          workers: int = 0, time_left: Callable[[], float] = lambda: math.inf,
+          on_level: Callable[[int], Any] = lambda length: None) -> list[dict[str, Any]]:
+    """Train under a method, from where `folder` was left.
+
+    Args:
+        model: With the method's attention enabled by the caller.
+        levels: Contexts with the most steps at each; the last one runs in full.
+        folder: state.pt is kept here until the end.
+        time_left: Seconds; OutOfTime is raised, with everything saved, when there are none.
+        on_level: Called with the context whenever one is done with.
+
+    Returns:
+        One entry a step: step, length, tokens so far, loss, share of answer tokens right.
+    """
+    model.train()
+    opts = optimizers(model, lr, method.trains)
+    state_file, history = folder / "state.pt", []
+    level, step, steps = 0, 0, sum(count for _, count in levels)
+    if state_file.exists():
+        state = torch.load(state_file, map_location=device, weights_only=True)
+        model.load_state_dict(state["model"])
+        for one, saved in zip(opts, state["opts"]):
+            one.load_state_dict(saved)
+        level, step, history = state["level"], state["step"], state["history"]
+
+    def save() -> None:
+        with atomic_path(state_file) as name:
+            torch.save({"model": model.state_dict(), "opts": [one.state_dict() for one in opts], "level": level,
+                        "step": step, "history": history}, name)
+
+    saved_at, tokens = time.monotonic(), history[-1]["tokens"] if history else 0
+    with progress(f"train {folder.name}", steps) as advance:
+        advance(step)
+        while level < len(levels):
+            length, most = levels[level]
+            rows = max(1, size.step_tokens // length)
+            done = sum(one["level"] == level for one in history)
+            loader = torch.utils.data.DataLoader(
+                Batches(corpus, seed, length, rows), batch_size=None, sampler=range(step, step + most - done),
+                num_workers=workers, multiprocessing_context="fork" if workers else None)
+            smooth = 0.0
+            for ids, weights in loader:
+                if time_left() <= 0:
+                    save()
+                    raise OutOfTime(folder.name)
+                spent = sum(count for _, count in levels[:level]) + done
+                for group in (g for one in opts for g in one.param_groups):
+                    group["lr"] = group["peak"] * lr_factor(spent, steps)
+                ids, weights = ids.to(device).long(), weights.to(device)
+                loss, right = loss_backward(model, ids, weights, device, teacher)
+                if not math.isfinite(loss):
+                    raise RuntimeError(f"training {folder.name} diverged at step {step}. Take a smaller rate.")
+                torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+                for one in opts:
+                    one.step()
+                    one.zero_grad(set_to_none=True)
+                step, done, tokens = step + 1, done + 1, tokens + ids.numel()
+                smooth += 0.1 * (right - smooth)
+                history.append({"step": step, "level": level, "length": length, "tokens": tokens,
+                                "loss": round(loss, 5), "right": round(right, 4)})
+                advance(1)
+                if time.monotonic() - saved_at > SAVE_EVERY_S:
+                    save()
+                    saved_at = time.monotonic()
+                if smooth > ANSWERED and level + 1 < len(levels):
+                    break
+            del loader
+            on_level(length)
+            level += 1
+    model.eval()
+    return history
+

@@ -1,0 +1,185 @@
+"""What clients send: the OpenAI protocol's fields that are served, and ours; every other field is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Optional, Union
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+MAX_STOPS = 16
+
+
+def _is_unicode(text: str) -> str:
+    """JSON can say half a character (an unpaired surrogate), which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be valid Unicode, got half a character (an unpaired surrogate)") from None
+    return text
+
+
+def _is_off(value: bool) -> bool:
+    if value:
+        raise ValueError("is not supported, leave it out or give false")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_is_unicode)]
+Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
+Token = Annotated[int, Field(ge=0, le=2 ** 31)]
+Off = Optional[Annotated[bool, AfterValidator(_is_off), Field(json_schema_extra={"const": False})]]
+Zero = Optional[Annotated[float, Field(ge=0, le=0)]]
+
+
+class Fields(BaseModel):
+    """No field is taken that is not known, and no value is bent into shape."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Fields):
+    """What a stream says besides the text."""
+
+    include_usage: Optional[bool] = None
+
+
+class Request(Fields):
+    """What both protocols share. None is always the default."""
+
+    model: Text = Field(max_length=1000, description="As GET /v1/models names it.")
+    max_tokens: Optional[int] = Field(None, ge=1, le=2 ** 31, description="Most tokens to make.")
+    temperature: Optional[float] = Field(None, ge=0, le=2, description="0 takes the likeliest token. Default: 1.")
+    top_p: Optional[float] = Field(None, gt=0, le=1, description="Sample among the likeliest that reach this.")
+    top_k: Optional[int] = Field(None, ge=1, le=2 ** 31, description="Sample among so many likeliest (an extension).")
+    seed: Optional[int] = Field(None, ge=-2 ** 63, lt=2 ** 63, description="Of the sampling; random where left out.")
+    stop: Optional[Union[Stop, Annotated[list[Stop], Field(max_length=MAX_STOPS)]]] = Field(
+        None, description="Texts before which the answer ends.")
+    stream: Optional[bool] = Field(None, description="Send the answer piece by piece as server-sent events.")
+    stream_options: Optional[StreamOptions] = None
+    user: Optional[Text] = Field(None, description="Ignored.")
+    group_size: Optional[int] = Field(None, ge=1, le=2 ** 20, description="This request's g (an extension).")
+    window_size: Optional[int] = Field(None, ge=1, le=2 ** 24, description="This request's s (an extension).")
+    ignore_eos: Optional[bool] = Field(None, description="Go on after an end-of-text token (an extension).")
+    # Taken with the value that changes nothing, for clients that send every field:
+    n: Optional[Annotated[int, Field(ge=1, le=1)]] = None
+    presence_penalty: Zero = None
+    frequency_penalty: Zero = None
+    logit_bias: Optional[Annotated[dict[str, float], Field(max_length=0)]] = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end the answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class CompletionRequest(Request):
+    """POST /v1/completions."""
+
+    prompt: Union[Text, Annotated[list[Token], Field(min_length=1)], Annotated[list[Text], Field(
+        min_length=1, max_length=1)], Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(
+            min_length=1, max_length=1)]] = Field(description="A text, or its token numbers; one prompt a request.")
+    best_of: Optional[Annotated[int, Field(ge=1, le=1)]] = None
+    echo: Off = None
+    logprobs: None = None
+    suffix: None = None
+
+    @property
+    def single(self) -> Union[str, list[int]]:
+        """The prompt, taken out of a list of one."""
+        inside = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return self.prompt[0] if inside else self.prompt  # type: ignore[return-value,index]
+
+
+class Part(Fields):
+    """A piece of a message; text only."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Fields):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Union[Text, Annotated[list[Part], Field(min_length=1)]]
+    name: Optional[Text] = None
+
+    @property
+    def text(self) -> str:
+        """The content in one piece."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(Request):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Optional[int] = Field(None, ge=1, le=2 ** 31, description="As max_tokens.")
+    logprobs: Off = None
+
+
+class ErrorBody(BaseModel):
+    """What went wrong, and what to do."""
+
+    message: str
+    type: str
+    param: Optional[str] = None
+    code: Optional[str] = None
+
+
+class Error(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorBody
+
+
+class Settings(BaseModel):
+    """The g and s that a request got; null under full attention."""
+
+    group_size: Optional[int]
+    window_size: Optional[int]
+
+
+class Usage(BaseModel):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class Answer(BaseModel):
+    """A whole answer; choices are as in the OpenAI protocol."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[dict[str, Any]]
+    usage: Usage
+    corecontext: Settings
+
+
+class Model(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class Models(BaseModel):
+    """All of them: one."""
+
+    object: str
+    data: list[Model]
+
+
+class Status(BaseModel):
+    """Of the server."""
+
+    status: str

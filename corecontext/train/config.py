@@ -1,0 +1,219 @@
+"""A whole training run in one frozen, validated description; every field is an option of `corecontext train`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from corecontext.config import CCAConfig, check_choice
+from corecontext.text import UserError
+
+STRATEGIES = ("scratch", "full", "partial", "lora")
+METHODS = ("cca", "full", "window", "streaming_llm", "lm_infinite", "longlora")
+PRECISIONS = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What `corecontext train` does."""
+
+    model: str = ""
+    """Folder in the Hugging Face format or identifier on the hub; from scratch, only its config and tokenizer count."""
+    output: str = ""
+    """Folder of the run: checkpoints, the final model in model/, logs. The same command again continues the run."""
+    data: tuple[str, ...] = ()
+    """Training text: files (.txt, .md, .jsonl, .parquet, also .xz, .zst, .gz), folders of such, or hub:NAME."""
+    eval_data: tuple[str, ...] = ()
+    """Text that is only evaluated, in the same forms."""
+    strategy: str = "full"
+    """What is trained: scratch (all, from random weights), full, partial (W^Q, W^K, W^V, and what --learned names) or
+    lora."""
+    method: str = "cca"
+    """Attention: cca, full, window, streaming_llm, lm_infinite or longlora."""
+    group_size: int = 16
+    """Tokens per core token, g."""
+    window_size: int = 1024
+    """Nearest tokens kept as they are, s."""
+    pooling: str = "cca"
+    """What makes a core token: cca, mean, max or mean_query."""
+    core_position: str = "middle"
+    """Rotary position of a core key: middle of its group, or token."""
+    core_heads: str = "kv"
+    """One core token per kv head or per query head."""
+    core_bias: float = 0.0
+    """Added to every core token's score."""
+    learned: tuple[str, ...] = ()
+    """Parameters of core tokens that are learned: temperature, probe, distance, key_gain, bias."""
+    layer_group_sizes: tuple[int, ...] = ()
+    """g of each full-attention layer, in order, instead of one for all."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Settings put over the model's config, as JSON; changes of size only from scratch."""
+    rope_theta: float | None = None
+    """New base of the rotary embedding; the paper extends contexts with 500000."""
+    context_length: int = 4096
+    """Tokens of a training row, L; raises the model's max_position_embeddings where that is less."""
+    text_field: str = "text"
+    """Where rows of data have their text; dots go into objects."""
+    source_field: str | None = None
+    """Where rows say what kind of text they are; needed to upsample by source."""
+    long_tokens: int | None = None
+    """Documents with more tokens are long, and come more often in each source (per-source length upsampling)."""
+    long_share: float = 0.7
+    """Share of each source's tokens that long documents are brought to."""
+    cache_dir: str | None = None
+    """Where tokenised text is kept; default that of the package datasets."""
+    workers: int = 1
+    """Processes that tokenise."""
+    steps: int = 1000
+    """Optimiser steps."""
+    batch_size: int = 1
+    """Rows per process and forward pass."""
+    accumulation: int = 1
+    """Forward and backward passes per step."""
+    learning_rate: float = 2e-5
+    """Highest learning rate."""
+    min_learning_rate: float = 0.0
+    """Learning rate at the end of the cosine."""
+    warmup_steps: int = 20
+    """Steps in which the learning rate rises."""
+    weight_decay: float = 0.0
+    """Of AdamW, on matrices."""
+    beta2: float = 0.95
+    """Of AdamW."""
+    max_grad_norm: float = 1.0
+    """Longer gradients are shortened to it."""
+    lora_rank: int = 8
+    """Rank of LoRA's matrices."""
+    lora_alpha: float = 16.0
+    """LoRA's scale, times its rank."""
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Layers that get LoRA matrices, by the end of their names."""
+    precision: str = "auto"
+    """Of the arithmetic: auto (bfloat16 on a GPU), bfloat16 or float32; trained weights are kept in float32."""
+    checkpointing: bool = True
+    """Forget activations and compute them again in the backward: less memory, a third more work."""
+    loss_chunk: int = 2048
+    """Tokens whose logits exist at once."""
+    fsdp: bool = False
+    """Split weights, gradients and optimiser over the processes (FSDP2); under torchrun, on GPUs."""
+    context_parallel: int = 1
+    """Processes that share one row, each with a part of it; under torchrun."""
+    eval_every: int = 0
+    """Steps between evaluations; 0 evaluates at the end only."""
+    save_every: int = 100
+    """Steps between checkpoints."""
+    keep: int = 2
+    """Checkpoints kept."""
+    log_every: int = 1
+    """Steps between log entries."""
+    report_to: tuple[str, ...] = ()
+    """Where else logs go: tensorboard, wandb."""
+    seed: int = 0
+    """Of weights, data order and LoRA."""
+
+    def __post_init__(self) -> None:
+        check_choice("strategy", self.strategy, STRATEGIES)
+        check_choice("method", self.method, METHODS)
+        check_choice("precision", self.precision, PRECISIONS)
+        cca = self.cca()
+        for name in ("workers", "steps", "batch_size", "accumulation", "lora_rank",
+                     "loss_chunk", "context_parallel", "save_every", "keep", "log_every"):
+            _check_number(name, getattr(self, name), 1, int)
+        _check_number("context_length", self.context_length, 2, int)
+        for name in ("warmup_steps", "eval_every", "seed"):
+            _check_number(name, getattr(self, name), 0, int)
+        for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_grad_norm", "beta2"):
+            _check_number(name, getattr(self, name), 0, (int, float))
+        if not 0 < self.long_share < 1:
+            raise ValueError(f"long_share must lie between 0 and 1, got {self.long_share}.")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(f"min_learning_rate must be at most learning_rate {self.learning_rate}, got "
+                             f"{self.min_learning_rate}.")
+        if self.long_tokens is not None:
+            _check_number("long_tokens", self.long_tokens, 1, int)
+        if self.context_parallel > 1 and (self.method != "cca" or cca.learned or cca.pooling == "mean_query"):
+            raise ValueError(f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca' without "
+                             "learned parameters or pooling 'mean_query': only such core tokens travel.")
+        if self.learned and self.strategy == "lora":
+            raise ValueError("learned must be left out with strategy 'lora', whose checkpoints hold LoRA's matrices "
+                             "only. Use strategy 'partial'.")
+
+    def cca(self) -> CCAConfig:
+        """The settings of the attention, as they stand in the checkpoint."""
+        return CCAConfig(self.group_size, self.window_size, pooling=self.pooling, core_position=self.core_position,
+                         core_heads=self.core_heads, core_bias=self.core_bias, learned=self.learned,
+                         layer_group_sizes=self.layer_group_sizes or None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for train_config.json."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """The inverse of `to_dict`; unknown keys are errors."""
+        known = {one.name: one for one in dataclasses.fields(cls)}
+        for key in values:
+            if key not in known:
+                near = get_close_matches(key, known, 1)
+                raise ValueError(f"unknown recipe key {key!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**fields)
+
+    def replace(self, **changes: Any) -> TrainConfig:
+        """A copy with some fields changed, validated again."""
+        return self.from_dict({**{one.name: getattr(self, one.name) for one in dataclasses.fields(self)}, **changes})
+
+
+def field_help() -> dict[str, str]:
+    """The string under each field of TrainConfig."""
+    body: list[Any] = ast.parse(inspect.getsource(TrainConfig)).body[0].body  # type: ignore[attr-defined]
+    kinds = [type(one) for one in body]
+    return {body[i].target.id: body[i + 1].value.value for i in range(len(body) - 1)
+            if kinds[i:i + 2] == [ast.AnnAssign, ast.Expr]}
+
+
+def load_recipe(name: str) -> TrainConfig:
+    """The TrainConfig that a recipe returns.
+
+    Args:
+        name: FILE.py:FUNCTION, or FILE.py where the function is called as the file; or a train_config.json of a run.
+
+    Raises:
+        UserError: there is none.
+    """
+    file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise UserError(f"recipe '{file}' does not exist. Give FILE.py:FUNCTION, or a run's train_config.json.")
+    if path.suffix == ".json":
+        try:
+            return TrainConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"recipe '{file}' must hold a TrainConfig: {error}") from None
+    space: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    exec(compile(path.read_bytes(), str(path), "exec"), space)
+    function = function or path.stem
+    recipes = sorted(key for key, value in space.items()
+                     if inspect.isfunction(value) and value.__module__ == path.stem and not key.startswith("_"))
+    if function not in recipes:
+        raise UserError(f"recipe '{file}' must have a function {function!r}, got {', '.join(recipes) or 'none'}. "
+                        "Give FILE.py:FUNCTION.")
+    config = space[function]()
+    if not isinstance(config, TrainConfig):
+        raise UserError(f"recipe '{name}' must return a TrainConfig, got {type(config).__name__}.")
+    return config
+
+
+def _check_number(name: str, value: Any, least: float, kind: Any) -> None:
+    """Raise unless value is a finite number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name} must be {'an integer' if kind is int else 'a number'}, got {value!r}.")
+    if not least <= value < float("inf"):
+        raise ValueError(f"{name} must be at least {least}, got {value}.")

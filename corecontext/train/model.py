@@ -1,0 +1,161 @@
+"""The model that a run trains: loaded or made, its context extended, its attention replaced, and what of it learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from corecontext.loading import check_architecture, load_config, one_line, pick_rival
+from corecontext.text import UserError
+from corecontext.train.config import TrainConfig
+
+PARTIAL = ("q_proj", "k_proj", "v_proj")
+"""W^Q, W^K and W^V; models with one matrix for all three call it qkv_proj."""
+
+
+def read_config(config: TrainConfig) -> Any:
+    """The Hugging Face config of the run's model, with its shape, rotary base and length.
+
+    Raises:
+        UserError: there is no such model, or it cannot have these settings.
+    """
+    if not config.model:
+        raise UserError("model must be given, got none. Use --model FOLDER, or an identifier on the hub.")
+    hf_config = load_config(config.model)
+    check_architecture(hf_config)
+    for name, value in config.shape.items():
+        if not hasattr(hf_config, name):
+            raise UserError(f"shape must name settings of {hf_config.model_type}, got {name!r}.")
+        setattr(hf_config, name, value)
+    if config.shape and config.strategy == "scratch":
+        with one_line("shape does not make a model"):
+            hf_config = type(hf_config)(**{k: v for k, v in hf_config.to_dict().items() if k != "model_type"})
+    extend_context(hf_config, config.rope_theta, config.context_length)
+    if getattr(hf_config, "attention_dropout", 0.0):
+        hf_config.attention_dropout = 0.0  # attention weights are never formed
+    if hasattr(hf_config, "cca") and (config.method != "cca" or config.strategy == "scratch"):
+        del hf_config.cca  # else `enable` finds the learned parameters that it names
+    return hf_config
+
+
+def extend_context(hf_config: Any, rope_theta: float | None, context_length: int) -> None:
+    """Give a config another rotary base, and room for so many positions."""
+    if rope_theta is not None:
+        parameters = hf_config.rope_parameters
+        nested = parameters.get("full_attention", parameters)  # models with several kinds of layers nest them
+        if nested.get("rope_type", "default") != "default":
+            raise UserError(f"rope_theta must be left alone for a model with rope type {nested['rope_type']!r}, whose "
+                            "scaling belongs to its base. Leave --rope-theta out.")
+        nested["rope_theta"] = float(rope_theta)
+    hf_config.max_position_embeddings = max(hf_config.max_position_embeddings or 0, context_length)
+
+
+def make_tokenizer(config: TrainConfig, hf_config: Any) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        UserError: there is none, or it has more entries than the model.
+    """
+    from transformers import AutoTokenizer
+
+    with one_line(f"tokenizer of '{config.model}' cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(config.model)
+    if len(tokenizer) > hf_config.vocab_size:
+        raise UserError(f"tokenizer must have at most the model's {hf_config.vocab_size} entries, got "
+                        f"{len(tokenizer)}.")
+    return tokenizer
+
+
+def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
+    """The model, ready to train: weights that learn in float32, the others in bfloat16 if the arithmetic is.
+
+    Raises:
+        UserError: the weights are missing or do not fit.
+    """
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(config.seed)
+    with one_line(f"model '{config.model}' cannot be loaded"):
+        if config.strategy == "scratch":
+            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=torch.float32)
+        else:
+            frozen = bfloat16 and config.strategy in ("partial", "lora")
+            model = AutoModelForCausalLM.from_pretrained(config.model, config=hf_config, attn_implementation="sdpa",
+                                                         dtype=torch.bfloat16 if frozen else torch.float32)
+    model.config.use_cache = False  # while it trains
+    if config.strategy == "partial":
+        _train_only(model, PARTIAL)
+    elif config.strategy == "lora":
+        model = _add_lora(model, config)
+    replace_attention(model, config)
+    return model
+
+
+def replace_attention(model: Any, config: TrainConfig) -> None:
+    """Give the model the run's attention.
+
+    Raises:
+        UserError: it cannot have it.
+    """
+    if config.method == "full":
+        return
+    from corecontext.baselines import enable
+
+    chosen: Any = config.cca()
+    if config.method != "cca":
+        window_size = None if config.method == "longlora" else config.window_size
+        chosen = pick_rival(config.method, None, window_size, None, None)
+    with one_line():
+        enable(model, chosen)
+
+
+def _train_only(model: Any, endings: tuple[str, ...]) -> None:
+    """Freeze everything but the linear layers of these names, or the joint one."""
+    found = 0
+    for name, module in model.named_modules():
+        parts = name.rpartition(".")
+        learns = "attn" in parts[0] and parts[2] in (*endings, "qkv_proj")
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(learns)
+            if learns:
+                parameter.data = parameter.data.float()
+                found += 1
+    if not found:
+        raise UserError(f"strategy 'partial' needs layers {', '.join(endings)}, got none in {type(model).__name__}.")
+
+
+def _add_lora(model: Any, config: TrainConfig) -> Any:
+    """The model in PEFT's wrapper."""
+    try:
+        import peft
+    except ImportError:
+        raise UserError("strategy 'lora' needs the package peft. Install corecontext[train].") from None
+    with one_line():
+        return peft.get_peft_model(model, peft.LoraConfig(
+            r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0, bias="none",
+            target_modules=list(config.lora_targets), task_type="CAUSAL_LM"))
+
+
+def export(config: TrainConfig, saved: Path, target: Path, tokenizer: Any, dtype: torch.dtype) -> None:
+    """Write the trained weights in `saved` (Trainer's) as an ordinary checkpoint that is loaded with CCA.
+
+    LoRA's matrices are merged into a fresh copy of the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from corecontext.integrations.transformers import enable
+
+    if config.strategy == "lora":
+        import peft
+
+        model = AutoModelForCausalLM.from_pretrained(config.model, config=read_config(config), dtype=torch.float32)
+        model = peft.PeftModel.from_pretrained(model, str(saved)).merge_and_unload()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    if config.method == "cca":
+        enable(model, config.cca())  # reads learned parameters, which transformers leaves behind
+    model.config.use_cache = True
+    model.to(dtype).save_pretrained(target)
+    tokenizer.save_pretrained(target)

@@ -1,0 +1,202 @@
+"""transformers' Trainer for packed rows: their order, context parallelism, checkpoints that are whole or not there, and
+a stop, instead of poisoned weights, where a loss is no number."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import Trainer
+
+from corecontext.data.packing import IGNORED, PackedRows, RunOrder, collate
+from corecontext.terminal import progress
+from corecontext.text import UserError
+from corecontext.train.checkpoint import STAGING, is_write_failure, keep_newest, latest, publish
+
+_log = logging.getLogger(__name__)
+
+
+class CCATrainer(Trainer):
+    """Trainer for packed rows."""
+
+    def __init__(self, *args: Any, context_parallel: int = 1, keep: int = 2, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.keep, self.context_parallel, self.wire = keep, context_parallel, None
+        self._rows: list[int] = []
+        self._staging: Path | None = None
+        self.save_error: Exception | None = None
+        """Why the last checkpoint could not be written, or None."""
+        if context_parallel > 1:
+            self.wire = _wire(context_parallel, self.args.world_size)
+
+    # The order of rows -----------------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> RunOrder:
+        """Rows of the whole run; processes that share a row get it in turn, as accelerate deals batches out."""
+        per_step = self._train_batch_size * self.args.gradient_accumulation_steps
+        groups = self.args.world_size // self.context_parallel
+        return RunOrder(len(self.train_dataset), self.args.max_steps * per_step * groups, self.args.seed,
+                        block=self._train_batch_size, repeats=self.context_parallel)
+
+    # Context parallelism ---------------------------------------------------------------------------------------------
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
+        """Each row counts once, not once for each process that holds a part."""
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        return count if count is None else count // self.context_parallel
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """This process's part of the rows."""
+        self._rows += inputs.pop("row", [])
+        return contextlib.nullcontext, inputs if self.wire is None else self._part(model, inputs)
+
+    def _part(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        """This process's part of the rows, the model told of it."""
+        from corecontext.distributed.context_parallel import Shard
+        from corecontext.distributed.layout import Layout
+        from corecontext.integrations.transformers import handle_of
+
+        ids, positions = inputs["input_ids"], inputs["position_ids"]
+        layout = Layout.balanced(ids.shape[1], self.wire.size, self.wire.rank)
+        handle = handle_of(self.accelerator.unwrap_model(model))
+        handle.shard = Shard(self.wire, layout, _documents(positions))
+        wanted = nn.functional.pad(inputs["labels"], (0, 1), value=IGNORED)[:, 1:]
+        return {"input_ids": layout.take(ids), "position_ids": layout.take(positions),
+                "shift_labels": layout.take(wanted)}
+
+    # Evaluation -------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None,
+                 metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Mean loss of a token over all rows, and its exponential; rows are dealt out over the processes."""
+        rows, model = self.eval_dataset if eval_dataset is None else eval_dataset, self.model_wrapped
+        groups, mine = self.args.world_size // self.context_parallel, self.args.process_index // self.context_parallel
+        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        model.eval()
+        with torch.no_grad(), progress("evaluation", len(rows)) as advance:
+            for low in range(0, len(rows), groups):  # every process runs as often as any other
+                advance(min(groups, len(rows) - low))
+                inputs = self._prepare_inputs(collate([rows[min(low + mine, len(rows) - 1)]]))
+                del inputs["row"]
+                if self.wire is not None:
+                    inputs = self._part(model, inputs)
+                wanted = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+                loss = model(**inputs, num_items_in_batch=1)["loss"].double()
+                if low + mine < len(rows):
+                    total += torch.stack((loss, (wanted != IGNORED).sum().double()))
+        if self.args.world_size > 1:
+            dist.all_reduce(total)
+        mean = float(total[0] / total[1])
+        metrics = {f"{metric_key_prefix}_loss": mean, f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700))}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # Losses that are no numbers ---------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Trainer's, with a look at the loss before it can reach the weights."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._check_finite("loss", loss)
+        return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Trainer's, called before each optimiser step."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        self._check_finite("length of the gradient", torch.as_tensor(norm))
+        self._rows = []
+        return norm
+
+    def _check_finite(self, what: str, value: Tensor) -> None:
+        if bool(torch.isfinite(value.detach()).all()):
+            return
+        rows = self._rows if what != "loss" else self._rows[-self._train_batch_size:]
+        told = "; ".join(f"row {row}: {self.train_dataset.describe(row)}"
+                         for row in rows[:4] if isinstance(self.train_dataset, PackedRows))
+        last = latest(Path(self.args.output_dir))
+        raise UserError(f"the {what} of step {self.state.global_step + 1} must be finite, got {float(value)}, from "
+                        f"rows {', '.join(map(str, rows))} ({told}). Training stopped before the weights changed; the "
+                        f"last checkpoint is {last.name if last else 'none'}. Look at these texts, or lower "
+                        "--learning-rate.")
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Trainer's, into a folder aside that gets its name once it is complete. What cannot be written (a full disk)
+        is left to the next time: the older checkpoints stay, and training goes on."""
+        folder, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
+        staging = folder / STAGING
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        self._barrier()
+        error = None
+        self._staging = staging
+        try:
+            super()._save_checkpoint(model, trial)
+        except Exception as caught:
+            if not is_write_failure(caught):
+                raise
+            error = caught
+        finally:
+            self._staging = None
+        if self._everywhere(error is None) and self.args.should_save:
+            try:
+                publish(staging / name, folder / name)
+                shutil.rmtree(staging)
+                keep_newest(folder, self.keep)
+            except OSError as caught:
+                error = caught
+        if not self._everywhere(error is None):
+            error = error or OSError("another process could not write its part")
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+                last = latest(folder)
+                _log.warning("checkpoint %s could not be written: %s. The last one is %s; training goes on.", name,
+                             " ".join(str(error).split())[:200], last.name if last else "none")
+        self.save_error = error
+
+    def _everywhere(self, here: bool) -> bool:
+        """Whether something is true on every process."""
+        if self.args.world_size == 1:
+            return here
+        flag = torch.tensor(float(here), device=self.args.device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
+
+    def _barrier(self) -> None:
+        if self.args.world_size > 1:
+            dist.barrier()
+
+
+def _wire(size: int, world: int) -> Any:
+    """This process's end of the group of neighbours that share rows.
+
+    Raises:
+        UserError: the processes cannot be dealt into such groups.
+    """
+    from corecontext.distributed.wire import Wire
+
+    if world % size:
+        raise UserError(f"context_parallel must divide the number of processes {world}, got {size}. Start with "
+                        f"torchrun --nproc-per-node {size}, or leave --context-parallel out.")
+    groups = [dist.new_group(list(range(i, i + size))) for i in range(0, world, size)]
+    return Wire(groups[dist.get_rank() // size])
+
+
+def _documents(positions: Tensor) -> tuple[int, ...]:
+    """Boundaries of the documents in a row, where positions [1, L] begin anew; () for one document."""
+    if positions.shape[0] != 1:
+        raise UserError(f"batch_size must be 1 with context parallelism, got {positions.shape[0]}. Use --accumulation.")
+    starts = ((positions[0].diff() != 1).nonzero()[:, 0] + 1).tolist()
+    return (0, *starts, positions.shape[1]) if starts else ()
+

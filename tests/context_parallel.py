@@ -1,0 +1,248 @@
+"""The processes of test_context_parallel.py: python context_parallel.py COUNT PORT TRAINING.
+
+TRAINING is the settings of a run as JSON, or empty.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import os
+import re
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from families import tiny_model, tokens
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import StaticCache
+
+import corecontext
+from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.distributed.context_parallel import Shard, context_parallel_attention
+from corecontext.distributed.layout import Layout
+from corecontext.distributed.traffic import context_parallel_traffic, ring_traffic
+from corecontext.distributed.wire import Wire
+from corecontext.inference import Prefilled, prefill
+from corecontext.inference.context_parallel import context_parallel_prefill
+
+D = 8
+
+
+def inputs(length: int, heads: int = 4, kv_heads: int = 2, batch: int = 2, dtype: torch.dtype = torch.float64) -> list:
+    """q, k, v and an upstream gradient of a whole sequence, the same on every process."""
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn(batch, h, length, D, generator=generator, dtype=torch.float64).to(dtype)
+            for h in (heads, kv_heads, kv_heads, heads)]
+
+
+def check(group: dist.ProcessGroup, layout: Layout, tensors: list, settings: dict, documents: tuple = (),
+          rtol: float = 1e-9) -> int:
+    """Output and gradients of this process's part equal those of the whole; returns the bytes received."""
+    whole = [x.clone().requires_grad_() for x in tensors[:3]]
+    cu_seqlens = {"cu_seqlens": torch.tensor(documents)} if documents else {}
+    expected = cca_attention(*whole, **settings, **cu_seqlens)
+    expected.backward(tensors[3])
+    wire = Wire(group)
+    mine = [layout.take(x, 2).clone().requires_grad_() for x in tensors[:3]]
+    out = context_parallel_attention(*mine, Shard(wire, layout, documents), **settings)
+    forward = wire.received_bytes
+    out.backward(layout.take(tensors[3], 2))
+    for name, got, want in [("out", out, expected), *((n, a.grad, b.grad) for n, a, b in zip("qkv", mine, whole))]:
+        torch.testing.assert_close(got, layout.take(want, 2), rtol=rtol, atol=rtol,
+                                   msg=lambda text, name=name: f"{name} of {layout} under {settings}: {text}")
+    return forward, wire.received_bytes - forward
+
+
+def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
+    """The operator on two and four processes equals one, and its traffic is what the formulas say."""
+    rotary = Rotary.from_theta(100.0, D)
+    base = {"group_size": 4, "window_size": 9, "rotary": rotary}
+    varied = [base, {**base, "core_heads": "query", "core_bias": 1.3}, {**base, "pooling": "mean", "softcap": 3.0},
+              {**base, "core_position": "token", "rotary": None}, {**base, "group_size": 5, "window_size": 30},
+              {"num_groups": 7, "window_size": 8, "rotary": rotary}, {**base, "group_size": 1, "pooling": "max"}]
+    for group in (dist.group.WORLD, pair):
+        size, here = group.size(), group.rank()
+        for settings in varied:
+            check(group, Layout.balanced(157, size, here), inputs(157), settings)
+        # Chunks shorter than a group and than the halo, an empty one, and a layout in no order at all.
+        for lengths in ((40, 3, 1, 59), (0, 70, 2, 5)):
+            owners = tuple(i % size for i in range(4))
+            check(group, Layout(lengths, owners, here), inputs(sum(lengths)), base)
+        check(group, Layout.contiguous((13,) * size, here), inputs(13 * size, heads=2), base)
+        tensors = inputs(120, batch=1)
+        for documents in ((0, 31, 33, 120), (0, 5, 100, 110, 120), (0, 60, 120)):
+            check(group, Layout.balanced(120, size, here), tensors, base, documents)
+        check(group, Layout.balanced(157, size, here), inputs(157, dtype=torch.float32), base, rtol=2e-5)
+        layout = Layout.contiguous((64,) * size, here)
+        sizes = {"batch_size": 2, "num_kv_heads": 2, "head_dim": D, "item_bytes": 8}
+        moved = check(group, layout, inputs(64 * size), base)
+        assert moved == context_parallel_traffic(layout, size, group_size=4, window_size=9, num_heads=4, **sizes)
+        ring = ring_traffic(64 * size, size, **sizes)
+        assert moved[0] < ring.forward_bytes and sum(moved) < ring.total_bytes
+
+
+def run(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor,
+        tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and the loss's share of these tokens after its backward."""
+    logits = model(ids, position_ids=positions, use_cache=False).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum") / tokens
+    loss.backward()
+    return logits.detach(), loss.detach()
+
+
+def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
+    """A Hugging Face model: two sequences, each on a pair of processes, weights sharded over all by FSDP2."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "context"))
+    ids = torch.randint(2, 96, (world // 2, 90), generator=torch.Generator().manual_seed(1))
+    labels = torch.cat((ids[:, 1:], torch.full((len(ids), 1), -100)), 1)
+    config = CCAConfig(group_size=4, window_size=9)
+    for checkpointing, documents in itertools.product((False, True), ((), (0, 20, 90))):
+        positions = torch.arange(90)[None].repeat(len(ids), 1)
+        if documents:
+            positions[:, 20:] -= 20
+        whole = tiny_model()
+        parallel = copy.deepcopy(whole)
+        corecontext.enable(whole, config)
+        expected, loss = run(whole, ids, positions, labels, ids.numel())
+        handle = corecontext.enable(parallel, config)
+        if checkpointing:
+            parallel.train().gradient_checkpointing_enable({"use_reentrant": False})
+        flat = init_device_mesh("cpu", (world,))
+        for layer in parallel.model.layers:
+            fully_shard(layer, mesh=flat)
+        fully_shard(parallel, mesh=flat)
+        wire = Wire(mesh["context"].get_group())
+        layout = Layout.balanced(90, 2, wire.rank)
+        handle.shard = Shard(wire, layout, documents)
+        row = slice(mesh["data"].get_local_rank(), mesh["data"].get_local_rank() + 1)
+        parts = [layout.take(x[row]) for x in (ids, positions, labels)]
+        logits, share = run(parallel, *parts, ids.numel())
+        torch.testing.assert_close(logits, layout.take(expected[row]), rtol=1e-4, atol=1e-5)
+        dist.all_reduce(share)
+        torch.testing.assert_close(share, loss, rtol=1e-6, atol=1e-6)
+        for (name, a), b in zip(parallel.named_parameters(), whole.parameters()):
+            assert isinstance(a.grad, DTensor), name
+            # FSDP2 takes the mean over the processes.
+            torch.testing.assert_close(a.grad.full_tensor() * world, b.grad, rtol=1e-4, atol=1e-6, msg=name)
+        try:
+            parallel(parts[0], use_cache=False)
+        except ValueError as error:
+            assert "position_ids must be given" in str(error)
+        else:
+            raise AssertionError("positions that nobody gave were accepted")
+
+
+def continued(model: torch.nn.Module, ids: torch.Tensor, read: Prefilled) -> torch.Tensor:
+    """The prompt and eight tokens chosen greedily from a filled cache."""
+    ids = torch.cat((ids, read.logits.argmax(-1, keepdim=True)), 1)
+    return model.generate(ids, past_key_values=read.cache, max_new_tokens=7, do_sample=False)
+
+
+def prefilled(pair: dist.ProcessGroup) -> None:
+    """A prompt read by two processes leaves each the cache that one process makes, and the same next tokens."""
+    config, wire = CCAConfig(group_size=4, window_size=9), Wire(pair)
+    cases = [(config, 157, {}), (config, 160, {"max_length": 200}), (config, 6, {}), (config, 3, {}),
+             (config.replace(core_heads="query", core_bias=0.7), 90, {"process": 1}),
+             (config.replace(group_size=5, window_size=40), 67, {"process": 0}),  # the ring lies on both processes
+             (config.replace(pooling="mean", num_groups=7, window_size=8), 61, {}),
+             (config.replace(core_position="token", layer_group_sizes=(4, 8)), 75, {})]
+    for (settings, length, options), dtype in itertools.product(cases, (torch.float64, torch.float32)):
+        model, rtol = tiny_model().to(dtype), {torch.float64: 1e-9, torch.float32: 2e-4}[dtype]
+        handle = corecontext.enable(model, settings, rollback=3 if length == 67 else 0)
+        ids = tokens(1, length, length)
+        cache = StaticCache(model.config, max_cache_len=200) if "max_length" in options else None
+        want = prefill(model, ids, cache=cache)
+        got = context_parallel_prefill(model, ids, wire, **options)
+        assert handle.shard is None and (got is None) == (options.get("process", wire.rank) != wire.rank)
+        if got is None:
+            continue
+        same = functools.partial(torch.testing.assert_close, rtol=rtol, atol=rtol)
+        same(got.logits, want.logits)
+        assert got.positions.tolist() == [length] and type(got.cache) is type(want.cache)
+        for one, other in zip(got.cache.layers, want.cache.layers, strict=True):
+            state, expected = one.compact.state_dict(), other.compact.state_dict()
+            assert int(one.get_seq_length()) == length and one.is_compileable == other.is_compileable
+            for name, value in expected.items():
+                if isinstance(value, torch.Tensor):
+                    same(state[name], value, msg=lambda text, name=name: f"{name} of {length} tokens: {text}")
+                else:
+                    assert state[name] == value, name
+            assert [x.shape for x in one.compact.buffers] == [x.shape for x in other.compact.buffers]
+        assert continued(model, ids, got).tolist() == continued(model, ids, want).tolist()
+    others = tokens(1, 40, wire.rank)
+    for wrong, message in ((others, "the same on every process"), (others[:, :30 + wire.rank], "got lengths"),
+                           (others[:, :3 + wire.rank], r"got lengths \[3, 4")):
+        try:
+            context_parallel_prefill(model, wrong, wire)
+        except ValueError as error:
+            assert re.search(message, str(error)), error
+        else:
+            raise AssertionError("different prompts were accepted")
+
+
+def train(settings: str) -> None:
+    """A whole run by Trainer, two rows a step, each on two processes."""
+    from corecontext.train import TrainConfig, run
+
+    run.train(TrainConfig.from_dict(json.loads(settings)))
+
+
+def bench(world: int, rank: int) -> None:
+    """The benchmark of a step on parts of a sequence: what it says came in is what the formulas say."""
+    from corecontext.bench.training import TrainingBench, run_training_bench
+
+    records = run_training_bench(TrainingBench("cpu", (64,), "tiny", (), 4, 9, 1, context_parallel=True))
+    assert [r.name for r in records] == ([] if rank else [f"training.{name}" for name in (
+        "tokens_per_s", "peak_bytes", "received_bytes")])
+    if rank == 0:
+        params = records[-1].params
+        assert (params["gpus"], params["length"], params["fsdp"]) == (world, 64 * world, True)
+        one = context_parallel_traffic(Layout.balanced(64 * world, world, 0), world, group_size=4, window_size=9,
+                                       batch_size=1, num_heads=4, num_kv_heads=2, head_dim=32, item_bytes=4)
+        # Two layers, forward twice because of checkpointing.
+        assert records[-1].value == 2 * (2 * one.forward_bytes + one.backward_bytes) < params["ring_bytes"]
+
+
+def process(rank: int, world: int, port: str, settings: str) -> None:
+    """Everything that one process does."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": port}
+    dist.init_process_group("gloo")
+    pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
+    operator(world, rank, pairs[rank // 2])
+    model(world, rank, pairs[rank // 2])
+    prefilled(pairs[rank // 2])
+    bench(world, rank)
+    if settings:
+        train(settings)
+    dist.destroy_process_group()
+
+
+def main(world: int, port: str, settings: str) -> int:
+    """Start the processes as copies of this one, whose imports take longer than all the rest; the worst exit code."""
+    torch.set_num_threads(1)
+    if settings:
+        import corecontext.train.trainer  # noqa: F401
+    started = [mp.get_context("fork").Process(target=process, args=(rank, world, port, settings))
+               for rank in range(world)]
+    for one in started:
+        one.start()
+    while any(one.is_alive() for one in started) and not any(one.exitcode for one in started):
+        time.sleep(0.05)
+    for one in started:  # where one has failed the others would wait for it
+        if any(other.exitcode for other in started):
+            one.kill()
+        one.join()
+    return max(abs(one.exitcode or 0) for one in started)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))

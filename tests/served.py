@@ -1,0 +1,56 @@
+"""A server in a process of its own, for tests and for the programs that fuzz and soak it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[1]
+KEY = "a-key-of-the-test"
+
+
+class Served:
+    """`corecontext serve` on a free port of this machine's CPU.
+
+    Args:
+        log: File for what it writes.
+        options: Of the command.
+    """
+
+    def __init__(self, log: Path, *options: str) -> None:
+        self.log = log
+        env = {**os.environ, "CORECONTEXT_API_KEY": KEY, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        with log.open("w") as out:
+            self.process = subprocess.Popen([sys.executable, "-m", "corecontext", "serve", "--port", "0", *options],
+                                            stderr=out, stdout=out, env=env)
+        deadline = time.monotonic() + 120
+        while not (found := [line for line in self.lines() if line["event"] == "listening"]):
+            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        self.url = f"http://127.0.0.1:{found[0]['port']}"
+
+    def lines(self) -> list[dict]:
+        """What it has logged; a line that is only half written is left out."""
+        return [json.loads(line) for line in self.log.read_text().splitlines()
+                if line.startswith("{") and line.endswith("}")]
+
+    def gauge(self, name: str) -> float:
+        """The sum of all metrics whose names and labels begin so."""
+        page = httpx.get(self.url + "/metrics", timeout=30).text
+        return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(name))
+
+    def resident_mib(self) -> float:
+        """Resident memory of the server (Linux)."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.wait()

@@ -1,0 +1,239 @@
+"""The benchmark of whole models: what it records, that one failure does not end it, its tables and figures."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from tiny_model import save_tiny_model
+
+from corecontext.bench import figures, model, model_check, model_methods, model_report, model_tables, shapes
+from corecontext.bench.cost import ModelCost, cache_bytes
+from corecontext.bench.model_settings import ModelBench, model_defaults
+from corecontext.cli import main
+from corecontext.config import CCAConfig
+from corecontext.inference import limits
+from corecontext.record import Record, append_records, read_records
+
+TINY = ModelBench("tiny", (96, 128), ("full", "streaming_llm", "cca"), group_size=4, window_size=32, repeats=1, steps=2,
+                  max_batch=3)
+WEIGHTS = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256) + 512 * 128  # of layers and head, used for each token
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rates():
+    """The machine's rates, which no test here is about."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "matmul_flops_per_s", lambda *args: 1e10)
+        patch.setattr(model, "copy_bytes_per_s", lambda *args: 1e9)
+        yield
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    kept: list[Record] = []
+    found = model.run_model_bench(TINY, kept.extend)
+    assert kept == found  # handed over as they are made
+    return found
+
+
+def value(records, name, **params):
+    found = [r for r in records if r.name == f"model.{name}" and params.items() <= dict(r.params).items()]
+    assert len(found) == 1, found
+    return found[0].value
+
+
+def test_every_method_is_measured_at_every_length(records):
+    for length in TINY.lengths:
+        for method in TINY.methods:
+            for name in ("first_token_s", "peak_bytes", "cache_bytes"):
+                assert value(records, name, method=method, length=length) > 0
+            growing = {"cache": "compact" if method == "cca" else "dynamic"}
+            assert value(records, "next_token_ms", method=method, length=length, **growing) > 0
+        assert value(records, "next_token_ms", method="full", length=length, cache="static") > 0
+        entry = 2 * 2 * 2 * 32 * 4  # layers, keys and values, KV heads, head size, float32
+        assert value(records, "cache_bytes", method="full", length=length) == entry * length
+        assert value(records, "cache_bytes", method="cca", length=length) == entry * (length // 4 + 35)
+        assert value(records, "cache_bytes", method="streaming_llm", length=length) == entry * 36
+        assert value(records, "peak_bytes", method="cca", length=length) >= 4 * WEIGHTS
+    assert {r.params["weights"] for r in records} == {"random"} and {r.params["shape"] for r in records} == {"tiny"}
+    assert not [r for r in records if r.name == "model.skipped"]
+
+
+def test_the_least_possible_is_that_of_the_formulas(records):
+    length = 128
+    cost = ModelCost(2, 4, 2, 32, WEIGHTS - 512 * 128, 512 * 128, (), 4)
+    assert value(records, "first_token_s", method="floor", of="cca", length=length) == pytest.approx(
+        cost.prefill_flops(length, 4, 32) / 1e10)
+    assert value(records, "cache_bytes", method="floor", of="full", length=length) == cache_bytes(length, 2, 2, 32, 4)
+    seen = (129 - 32) // 4 + 129 - (129 - 32) // 4 * 4
+    assert value(records, "next_token_ms", method="floor", of="cca", length=length) == pytest.approx(
+        1e3 * (4 * WEIGHTS + 2 * 2 * 2 * 32 * 4 * seen) / 1e9)
+    assert cost.step_bytes(length, cache_itemsize=1.125) == 4 * WEIGHTS + 2 * 2 * 2 * 32 * 1.125 * 129
+
+
+def test_memory_that_runs_out_is_recorded_and_the_rest_goes_on(monkeypatch):
+    real = model_methods.prefill
+
+    def failing(one, ids, **options):
+        if ids.shape[1] == 128:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return real(one, ids, **options)
+
+    monkeypatch.setattr(model_methods, "prefill", failing)  # full attention's and StreamingLLM's
+    found = model.run_model_bench(dataclasses.replace(TINY, lengths=(128, 96), what=("ftl",)))
+    skips = [r for r in found if r.name == "model.skipped"]
+    assert [(r.params["method"], r.params["length"], r.params["reason"]) for r in skips] == [
+        ("full", 128, "out of memory"), ("streaming_llm", 128, "out of memory")]
+    for method, length in (("full", 96), ("streaming_llm", 96), ("cca", 96), ("cca", 128)):
+        assert value(found, "first_token_s", method=method, length=length) > 0
+    assert model_report.skipped(found)[0].startswith("full not measured on ")
+    later = [dataclasses.replace(r, params={**r.params, "length": 128}) for r in found
+             if r.params["method"] == "full" and r.name != "model.skipped"]
+    assert [line.split()[0] for line in model_report.skipped(found + later)] == ["StreamingLLM"]
+
+
+def test_a_prompt_over_the_limit_is_left_out(monkeypatch):
+    monkeypatch.setattr(model, "_seconds", lambda run, call: (call(), 1.0)[1])
+    found = model.run_model_bench(dataclasses.replace(TINY, lengths=(64, 128), methods=("full",), what=("ftl",),
+                                                      baseline_limit_s=3.9))
+    assert [r.params["length"] for r in found if r.name == "model.skipped"] == [128]
+    assert value(found, "first_token_s", method="full", length=64) == 1.0
+
+
+def test_nothing_is_timed_where_decoding_is_wrong(monkeypatch):
+    one, _ = shapes.make_model("tiny", "float32", "cpu")
+    for kind in ("auto", "int8"):
+        model_check.check_model(one, CCAConfig(4, 32, cache_dtype=kind))
+    from corecontext.cache import CompactLayer
+    real = CompactLayer._decode
+    monkeypatch.setattr(CompactLayer, "_decode", lambda self, q, k, v, *rest: 3 * real(self, q, k, v, *rest))
+    with pytest.raises(AssertionError, match="decoding is wrong on this machine, nothing was timed: logits are off by"):
+        model.run_model_bench(TINY)
+
+
+@pytest.fixture(scope="module")
+def more() -> list[Record]:
+    """Throughput, with an 8-bit cache, and the sweep."""
+    bench = dataclasses.replace(TINY, lengths=(64,), mode="throughput", methods=("full", "cca"), cache_dtype="int8")
+    found = model.run_model_bench(bench)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("corecontext.bench.model_settings.SWEEP_GROUPS", (2, 4))
+        patch.setattr("corecontext.bench.model_settings.SWEEP_WINDOWS", (16, 32))
+        return found + model.run_model_bench(dataclasses.replace(TINY, lengths=(96,), mode="sweep", methods=("cca",)))
+
+
+def test_throughput_by_batch(more):
+    found = [r for r in more if r.name == "model.tokens_per_s"]
+    assert [(r.params["method"], r.params["batch"], r.params["cache"]) for r in found] == [
+        (method, batch, cache) for method, cache in (("full", "static"), ("cca", "compact")) for batch in (1, 2, 3)]
+    place, = (p for p in model_report.places(more) if p.length == 64)
+    best = {method: max(r.value for r in found if r.params["method"] == method) for method in ("full", "cca")}
+    assert place.gain("model.tokens_per_s") == pytest.approx(best["cca"] / best["full"])
+    assert place.value("model.tokens_per_s", "CCA, int8") == best["cca"]
+
+
+def test_the_largest_batch_follows_from_the_memory(monkeypatch):
+    run = model._Run(dataclasses.replace(TINY, max_batch=1000))
+    room, entry = 64 + 8 + 2 + 2, 2 * 2 * 2 * 32 * 4
+    for method, row in (("full", entry * room), ("cca", entry * (room // 4 + 35))):
+        row += 16 * 512
+        monkeypatch.setattr(model, "free_bytes", lambda device: 20 * row / 0.95 + 1)
+        assert model.batches(run, method, 64) == [1, 2, 4, 8, 16, 20]
+    monkeypatch.setattr(model, "free_bytes", lambda device: 0)
+    assert model.batches(run, "cca", 64) == [1]
+    assert limits.free_bytes(torch.device("cpu")) is None
+
+
+def test_a_batch_that_does_not_fit_ends_the_search(monkeypatch):
+    real = model.StaticRun
+
+    def failing(one, method, batch, *rest):
+        if batch > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(one, method, batch, *rest)
+
+    monkeypatch.setattr(model, "StaticRun", failing)
+    found = model.run_model_bench(dataclasses.replace(TINY, lengths=(64,), mode="throughput", methods=("full",)))
+    assert [(r.name, r.params["batch"]) for r in found] == [("model.tokens_per_s", 1), ("model.skipped", 2)]
+
+
+def test_the_sweep_measures_each_g_and_s(more):
+    pairs = [(r.params["group_size"], r.params["window_size"]) for r in more
+             if r.name == "model.first_token_s" and r.params["method"] == "cca"]
+    assert pairs == [(2, 32), (4, 32), (4, 16)]
+
+
+def test_tables_and_figures(records, more, tmp_path, capsys):
+    for drawn, draw in ((records, figures.draw_model), (more, figures.draw_sweep), (more, figures.draw_model)):
+        path = tmp_path / "model.svg"
+        draw(drawn, str(path))
+        assert path.stat().st_size > 5000
+    text = model_tables.model_markdown(records)
+    assert "**tiny (random weights), float32, g = 4, s = 32, " in text
+    assert "| first token: L | full | StreamingLLM | CCA | full / CCA | least: full | least: CCA |" in text
+    full, ours = (value(records, "cache_bytes", method=method, length=128) for method in ("full", "cca"))
+    assert f"| {full / ours:.2f}x |" in text
+    model_tables.print_model(more)
+    shown = capsys.readouterr().out
+    assert "tokens per second" in shown and "full, static cache" in shown and "CCA, int8" in shown
+    append_records(tmp_path / "model.jsonl", records)
+    assert figures.main(["--results", str(tmp_path)]) == 0
+    assert (tmp_path / "model_sweep.svg").exists()
+    readme = figures.update_readme("<!-- table: model -->\nold\n<!-- end table -->\n", tmp_path)
+    assert readme == f"<!-- table: model -->\n{text}<!-- end table -->\n"
+
+
+def test_labels_tell_variants_apart():
+    base = {"method": "cca"}
+    assert [model_report.label_of({**base, **more}) for more in (
+        {}, {"fuse": "none"}, {"fuse": "compile"}, {"cache_dtype": "fp8"}, {"chunk_size": 8})] == [
+        "CCA", "CCA", "CCA, fused", "CCA, fp8", "CCA, chunks of 8"]
+    assert model_report.label_of({"method": "sdpa_cudnn", "cache": "static"}) == "full (cuDNN), static cache"
+
+
+def test_the_command_on_a_checkpoint(tmp_path, capsys):
+    folder = save_tiny_model(tmp_path / "small")
+    out = tmp_path / "model.jsonl"
+    assert main(["bench", "model", "--shape", folder, "--length", "64", "--method", "full", "--method", "cca",
+                 "--group-size", "4", "--window-size", "16", "--repeats", "1", "--steps", "2", "--what", "itl",
+                 "--device", "cpu", "--json", str(out), "--plot", str(tmp_path / "m.svg")]) == 0
+    shown = capsys.readouterr().out
+    assert "small (checkpoint weights), float32, g = 4, s = 16" in shown and "first token" not in shown
+    assert {json.loads(line)["name"] for line in out.read_text().splitlines()} == {"model.next_token_ms"}
+    assert len(read_records(out)) == 5 and (tmp_path / "m.svg").exists()
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--shape", "no/such/model"], "model 'no/such/model' does not exist"),
+    (["--shape", "tiny", "--sweep", "--throughput"], "sweep and throughput must be asked for one at a time, got both"),
+    (["--shape", "tiny", "--method", "fast"], "method must be one of 'full', "),
+    (["--shape", "tiny", "--what", "speed"], "what must be one of 'ftl', 'itl', got 'speed'"),
+    (["--shape", "tiny", "--fuse", "all"], "fuse must be one of 'none', 'compile', got 'all'"),
+    (["--shape", "tiny", "--length", "0"], "length must be at least 1, got 0"),
+    (["--shape", "tiny", "--cache-dtype", "int4"], "cache_dtype must be one of 'auto', 'int8', 'fp8', got 'int4'"),
+    (["--shape", "tiny", "--dtype", "int8"], "dtype must be one of 'float32', "),
+    (["--shape", "tiny", "--baseline-limit-s", "0"], "baseline_limit_s must be above 0")], ids=str)
+def test_wrong_settings_are_one_line(arguments, message, capsys):
+    assert main(["bench", "model", "--device", "cpu", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+def test_what_suits_a_device():
+    assert model_defaults("cpu", "tiny").methods == ("full", "streaming_llm", "cca")
+    gpu = model_defaults("cuda", "llama2-7b")
+    assert gpu.lengths == [2 ** i for i in range(12, 18)] and gpu.dtype == "bfloat16" and "sdpa_cudnn" in gpu.methods
+    assert model_defaults("cuda", "llama2-7b", mode="sweep").methods == ("cca",)
+    assert model_defaults("cuda", "llama3.1-8b", mode="throughput").lengths == [32768]
+    pairs = [(c.group_size, c.window_size) for c in model_defaults("cuda", "llama2-7b", mode="sweep").sweep()]
+    assert len(pairs) == 10 and (16, 1024) in pairs and (2, 1024) in pairs and (16, 4096) in pairs
+
+
+@pytest.mark.parametrize("shape", [name for name in shapes.SHAPES if name != "tiny"])
+def test_shapes_are_those_of_the_models(shape, monkeypatch):
+    one, of_model = shapes.make_model(shape, "bfloat16", "meta")
+    parameters = sum(x.numel() for x in one.parameters())
+    assert parameters == {"llama2-7b": 6738415616, "llama3.1-8b": 8030261248, "qwen2.5-7b": 7615616512,
+                          "llama-1b": 1137772544}[shape]
+    assert of_model["weights"] == "random" and of_model["head_dim"] == 128

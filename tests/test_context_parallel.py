@@ -1,0 +1,165 @@
+"""One sequence on several processes: chunks, and the operator and a whole model on them equal one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import tiny_model, tokens
+from safetensors.torch import load_file
+from tiny_model import save_tiny_model
+
+import corecontext
+from corecontext import CCAConfig
+from corecontext.distributed.layout import Layout
+
+PROGRAM = Path(__file__).with_name("context_parallel.py")
+
+
+def start(world: int, settings: str) -> None:
+    """Run the program with `world` processes; a failure shows what they said."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = f"{PROGRAM.parent.parent}{os.pathsep}{PROGRAM.parent}"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+                   "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, str(PROGRAM), str(world), port, settings], text=True, env=environment,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=200)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
+def test_two_and_four_processes_equal_one(tmp_path):
+    """The operator, a model sharded by FSDP2, a prefill, and a run of Trainer on rows of several documents."""
+    try:
+        import accelerate  # noqa: F401
+        import datasets  # noqa: F401
+    except ImportError:
+        return start(4, "")
+    from corecontext.train import TrainConfig, run
+
+    text = Path(__file__).resolve().parents[1].joinpath("LICENSE").read_text()
+    for i in range(4):
+        (tmp_path / f"text{i}.txt").write_text(text[i * 700:i * 700 + 300 * i + 100])
+    one = TrainConfig(model=save_tiny_model(tmp_path / "model"), output=str(tmp_path / "one"), context_length=120,
+                      data=tuple(str(path) for path in sorted(tmp_path.glob("*.txt"))), group_size=4, window_size=9,
+                      steps=3, learning_rate=1e-3, accumulation=2, cache_dir=str(tmp_path / "cache"),
+                      eval_data=(str(tmp_path / "text3.txt"),))
+    four = one.replace(output=str(tmp_path / "four"), accumulation=1, context_parallel=2)
+    start(4, json.dumps(four.to_dict()))
+    result = run.train(one)
+    states = [json.loads((tmp_path / name / "checkpoint-3/trainer_state.json").read_text()) for name in ("four", "one")]
+    losses, expected = ([entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in states)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    weights, wanted = (load_file(tmp_path / name / "model/model.safetensors") for name in ("four", "one"))
+    for name in wanted:
+        torch.testing.assert_close(weights[name], wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+    card = (tmp_path / "four/model/README.md").read_text()
+    assert f"evaluation: loss {result.metrics['eval_loss']:.4f}" in card  # each process has a part of each row
+    assert "3 steps, 720 tokens" in card
+
+
+@pytest.mark.parametrize("processes, length", [(1, 5), (2, 157), (3, 4), (4, 1024)])
+def test_balanced_chunks_cover_the_sequence_once_and_share_the_work(processes, length):
+    layouts = [Layout.balanced(length, processes, rank) for rank in range(processes)]
+    seen = torch.cat([layout.positions() for layout in layouts], 1)[0]
+    assert sorted(seen.tolist()) == list(range(length))
+    counts = [layout.positions().numel() for layout in layouts]
+    assert max(counts) - min(counts) <= 2
+    if length == 1024:  # what a query sees of the far past grows with its position
+        work = [int(layout.positions().sum()) for layout in layouts]
+        assert max(work) - min(work) <= length
+
+
+def test_layouts_refuse_what_is_none():
+    with pytest.raises(ValueError, match="lengths must be at least 0, one for each owner"):
+        Layout((3, -1), (0, 1), 0)
+    with pytest.raises(ValueError, match="lengths must be at least 0, one for each owner"):
+        Layout((3, 1), (0,), 0)
+
+
+def test_shards_refuse_what_does_not_fit():
+    from corecontext.distributed.context_parallel import Shard, context_parallel_attention
+
+    wire = SimpleNamespace(rank=0, size=2)  # one end of two, that never sends
+    layout = Layout.balanced(40, 2, 0)
+    with pytest.raises(ValueError, match="layout must be of process 0 of 2, got rank 1"):
+        Shard(wire, Layout.balanced(40, 2, 1))
+    for documents in ((0, 30), (5, 40), (0, 20, 20, 40)):
+        with pytest.raises(ValueError, match="documents must rise from 0 to the length 40"):
+            Shard(wire, layout, documents)
+    x = torch.zeros(1, 2, 19, 8)
+    with pytest.raises(ValueError, match="must hold the 20 tokens that the layout gives process 0, got 19"):
+        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token")
+    x = torch.zeros(1, 2, 20, 8)
+    with pytest.raises(ValueError, match="rotary must be given for core_position='middle'"):
+        context_parallel_attention(x, x, x, Shard(wire, layout))
+    with pytest.raises(NotImplementedError, match="backend 'reference' cannot run context parallelism"):
+        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token", backend="reference")
+    hybrid = corecontext.enable(tiny_model("qwen2-hybrid"), CCAConfig(4, 9))
+    with pytest.raises(NotImplementedError, match="sliding-window layers cannot run on parts of a sequence"):
+        hybrid.shard = Shard(wire, layout)
+    with pytest.raises(NotImplementedError, match="pooling 'mean_query' cannot run context parallelism"):
+        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token", pooling="mean_query")
+    learned = corecontext.enable(tiny_model("llama"), CCAConfig(4, 9, learned=("bias",)))
+    with pytest.raises(NotImplementedError, match="core tokens with learned parameters cannot be made on parts"):
+        learned.shard = Shard(wire, layout)
+
+
+def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
+    from corecontext.distributed.context_parallel import Shard
+    from corecontext.distributed.prefill import Keeper
+    from corecontext.inference.context_parallel import context_parallel_prefill
+
+    wire = SimpleNamespace(rank=0, size=2)  # it never sends
+    model, ids = tiny_model(), tokens(1, 40)
+    with pytest.raises(ValueError, match="model must have CCA enabled"):
+        context_parallel_prefill(model, ids, wire)
+    handle = corecontext.enable(model, CCAConfig(4, 9))
+    for wrong in (tokens(2, 40), ids[0], ids[:, :0]):
+        with pytest.raises(ValueError, match=r"input_ids must be \[1, L\], one prompt without padding"):
+            context_parallel_prefill(model, wrong, wire)
+    with pytest.raises(ValueError, match="max_length must be at least the prompt's 40 tokens, got 39"):
+        context_parallel_prefill(model, ids, wire, max_length=39)
+    with pytest.raises(ValueError, match="process must be one of 0 to 1 or None, got 2"):
+        context_parallel_prefill(model, ids, wire, process=2)
+    with pytest.raises(ValueError, match="must fit the model's 256 positions, got 300"):
+        context_parallel_prefill(model, tokens(1, 300), wire)
+    handle.shard = Shard(wire, Layout.balanced(40, 2, 0))
+    with pytest.raises(ValueError, match="handle.shard must be None before a prefill"):
+        context_parallel_prefill(model, ids, wire)
+    handle.shard = None
+    for settings, message in (({"cache_dtype": "int8"}, "a cache in int8 cannot be filled by several processes"),
+                              ({"pooling": "mean_query", "cache_dtype": "auto"}, "'mean_query' cannot be spread"),
+                              ({"pooling": "cca", "backend": "reference"}, "'reference' cannot be spread")):
+        handle.configure(**settings)
+        with pytest.raises(NotImplementedError, match=message):
+            context_parallel_prefill(model, ids, wire)
+    for family, settings, message in (("qwen2-hybrid", {}, "sliding-window layers cannot be spread"),
+                                      ("llama", {"learned": ("bias",)}, "learned .* cannot be spread over processes")):
+        model = tiny_model(family)
+        corecontext.enable(model, CCAConfig(4, 9, **settings))
+        with pytest.raises(NotImplementedError, match=message):
+            context_parallel_prefill(model, ids, wire)
+    for layout, documents in ((Layout.balanced(40, 2, 0), (0, 20, 40)), (Layout((40, 0), (0, 1), 0), ())):
+        with pytest.raises(ValueError, match="keeper must be None where documents are packed, or one process holds"):
+            Shard(wire, layout, documents, Keeper())
+
+
+def test_a_prefill_on_one_process_is_a_prefill():
+    from corecontext.inference import prefill
+    from corecontext.inference.context_parallel import context_parallel_prefill
+
+    model = tiny_model()
+    corecontext.enable(model, CCAConfig(4, 9))
+    got = context_parallel_prefill(model, tokens(1, 40), SimpleNamespace(rank=0, size=1), max_length=50)
+    want = prefill(model, tokens(1, 40))
+    assert torch.equal(got.logits, want.logits) and got.cache.layers[0].compact.max_length == 50

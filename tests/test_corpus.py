@@ -1,0 +1,165 @@
+"""Training data: what is read from files, what is said of broken ones, and how documents fill rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+
+import numpy as np
+import pytest
+import torch
+
+datasets = pytest.importorskip("datasets", reason="training reads its data with datasets")
+
+from tiny_model import save_tiny_model  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+
+from corecontext.data.corpus import read_corpus  # noqa: E402
+from corecontext.data.packing import IGNORED, PackedRows, RunOrder, collate, shuffled, upsampled  # noqa: E402
+from corecontext.text import UserError  # noqa: E402
+
+ROWS = [{"text": f"document {i} " * (i + 1), "meta": {"kind": "ab"[i % 2]}} for i in range(7)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A byte-level tokenizer: one token a byte."""
+    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def write(path, rows=ROWS):
+    """Rows as JSON lines, packed as the name says."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if path.suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard")
+        path.write_bytes(zstandard.compress(text.encode()))
+    else:
+        with {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)(path, "wt") as file:
+            file.write(text)
+    return str(path)
+
+
+def corpus(tmp_path, tokenizer, *names, **options):
+    return read_corpus(list(names), tokenizer, cache_dir=str(tmp_path / "cache"), **options)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.xz", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_every_form_gives_the_same_documents(tmp_path, tokenizer, ending):
+    path = tmp_path / f"data{ending}"
+    if ending == ".parquet":
+        datasets.Dataset.from_list(ROWS).to_parquet(path)
+    else:
+        write(path)
+    found = corpus(tmp_path, tokenizer, str(path), source_field="meta.kind", workers=2)
+    assert [tokenizer.decode(ids) for ids in found["input_ids"]] == [row["text"] for row in ROWS]
+    assert found["source"][:] == ["a", "b"] * 3 + ["a"]
+    assert found["origin"][:] == [f"{path}:{i + 1}" for i in range(7)]
+    assert found["length"][:] == [len(row["text"]) for row in ROWS]
+
+
+def test_documents_end_and_changed_files_are_read_again(tmp_path, tokenizer):
+    path = tmp_path / "folder" / "a.txt"
+    path.parent.mkdir()
+    path.write_text("first\n")
+    (path.parent / "ignored.png").write_text("no text")
+    (path.parent / "b.md").write_text("second")
+    folder = str(path.parent)
+    assert corpus(tmp_path, tokenizer, folder)["length"][:] == [6, 6]
+    tokenizer.eos_token = "a"
+    try:
+        ended = corpus(tmp_path, tokenizer, folder)
+        assert [ids[-1] for ids in ended["input_ids"]] == [tokenizer.eos_token_id] * 2
+        assert ended["length"][:] == [7, 7]
+    finally:
+        tokenizer.eos_token = None
+    path.write_text("first, and more")
+    assert corpus(tmp_path, tokenizer, folder)["length"][:] == [15, 6]
+
+
+def test_hub_datasets_and_files_together(tmp_path, tokenizer, monkeypatch):
+    asked = []
+
+    def load_dataset(name, config, split, cache_dir):
+        asked.append((name, config, split))
+        if name == "nobody/nothing":
+            raise FileNotFoundError("no such dataset\nat length")
+        return datasets.Dataset.from_list([{"body": "from the hub", "n": 1}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    local = write(tmp_path / "a.jsonl", [{"body": "from a file"}])
+    found = corpus(tmp_path, tokenizer, local, "hub:some/name:part", text_field="body")
+    assert [tokenizer.decode(ids) for ids in found["input_ids"]] == ["from a file", "from the hub"]
+    assert found["origin"][1] == "some/name:1" and asked == [("some/name", "part", "train")]
+    with pytest.raises(UserError, match="dataset 'nobody/nothing' cannot be had: no such dataset$"):
+        corpus(tmp_path, tokenizer, "hub:nobody/nothing")
+    with pytest.raises(UserError, match="file 'some/name', line 1: field 'text' is missing, got body, n"):
+        corpus(tmp_path, tokenizer, "hub:some/name")
+
+
+def test_what_is_broken_is_said_with_file_and_line(tmp_path, tokenizer):
+    def refused(name, content, message, **options):
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            corpus(tmp_path, tokenizer, str(path), **options)
+
+    refused("a.jsonl", b'{"text": "x"}\n{"text": "y"\n', "a.jsonl', line 2: Expecting ',' delimiter")
+    refused("b.jsonl", b'{"text": "x"}\n\n{"body": "y"}\n', "b.jsonl', line 3: field 'text' is missing, got body")
+    refused("c.jsonl", b'{"text": 3}\n', "c.jsonl', line 1: field 'text' must be text, got int")
+    refused("d.jsonl", b'[1]\n', "d.jsonl', line 1: must be an object")
+    refused("e.jsonl.xz", lzma.compress(b'{"text": "x"}\n' * 99)[:-30], "e.jsonl.xz', line ")
+    refused("f.jsonl.gz", b"no gzip", "f.jsonl.gz', line 1: Not a gzipped file")
+    refused("g.txt", b"\xff\xfe", "g.txt' must be UTF-8 text")
+    refused("h.parquet", b"nothing", "h.parquet' cannot be read as parquet")
+    refused("i.csv", b"text\nx\n", "i.csv' must end in .txt, .md, .text, .jsonl")
+    refused("j.jsonl", b'{"text": " "}\n', "data must hold text, got none")
+    datasets.Dataset.from_list([{"body": "x"}]).to_parquet(tmp_path / "k.parquet")
+    for name, message in (("k.parquet", "k.parquet' must have a column 'text', got body"), ("none", "does not exist"),
+                          ("empty", "must hold .txt, .jsonl or .parquet files")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=message):
+            corpus(tmp_path, tokenizer, str(tmp_path / name))
+
+
+def test_rows_hold_every_token_once_and_know_their_documents(tmp_path, tokenizer):
+    documents = corpus(tmp_path, tokenizer, write(tmp_path / "a.jsonl"))
+    order = shuffled(len(documents), 3)
+    rows = PackedRows(documents, 31, order)
+    stream = np.concatenate([documents[int(i)]["input_ids"] for i in order])
+    assert len(rows) == len(stream) // 31
+    for i in range(len(rows)):
+        row = rows[i]
+        assert row["input_ids"].tolist() == stream[31 * i:31 * i + 31].tolist()
+        starts = row["position_ids"] == 0
+        assert bool(starts[0]) and torch.equal(row["labels"] == IGNORED, starts)
+        assert torch.equal(row["labels"][~starts], row["input_ids"][~starts])
+        assert torch.equal(starts[1:], row["position_ids"].diff() != 1)
+    assert "a.jsonl:" in rows.describe(0) and "tokens 0 to" in rows.describe(0)
+    batch = collate([rows[0], rows[2]])
+    assert batch["input_ids"].shape == (2, 31) and batch["row"] == [0, 2]
+    with pytest.raises(IndexError):
+        rows[len(rows)]
+    with pytest.raises(UserError, match="at least one row of 999 tokens, got 308 tokens in 7 documents"):
+        PackedRows(documents, 999)
+
+
+def test_long_documents_come_more_often_within_their_source():
+    lengths = np.array([100] * 60 + [1000] * 2 + [100] * 30 + [1000] * 9 + [50] * 10)
+    sources = ["web"] * 62 + ["books"] * 39 + ["short"] * 10
+    order = upsampled(lengths, sources, 500, 0.7, seed=0)
+    names = np.array(sources)
+    for source, share in (("web", 0.7), ("books", 0.75), ("short", 0.0)):
+        drawn = order[names[order] == source]
+        tokens, long = lengths[drawn].sum(), lengths[drawn][lengths[drawn] > 500].sum()
+        assert abs(tokens - lengths[names == source].sum()) <= 1000  # the mixture stays, to one document
+        assert abs(long / tokens - share) < 0.05
+    assert len(set(order[:20].tolist())) > 5 and np.array_equal(order, upsampled(lengths, sources, 500, 0.7, seed=0))
+
+
+def test_a_run_sees_every_row_once_a_pass_and_processes_share_blocks():
+    once = list(RunOrder(10, 25, seed=4))
+    assert sorted(once[:10]) == sorted(once[10:20]) == list(range(10)) and once[:10] != once[10:20]
+    assert list(RunOrder(10, 40, seed=4))[:25] == once  # a longer run begins like a shorter one
+    shared = RunOrder(10, 25, seed=4, block=2, repeats=3)
+    assert list(shared)[:12] == [*once[:2] * 3, *once[2:4] * 3] and len(list(shared)) == len(shared) == 75

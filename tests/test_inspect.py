@@ -1,0 +1,112 @@
+"""The maps are the weights that attention has; the page holds them, and nothing in a text can break out of it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from tiny_model import save_tiny_model
+
+from corecontext import CCAConfig, enable
+from corecontext.cli import main
+from corecontext.eval.maps import attention_maps
+from corecontext.eval.page import inspect_text, make_page, split_text
+from corecontext.integrations.transformers import handle_of
+from corecontext.loading import Loaded, load
+from corecontext.testing import effective_map
+from corecontext.text import UserError
+from corecontext.visibility import num_visible_cores
+
+TEXT = "Some </script> words & things, d\u00e9j\u00e0 vu. " * 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"pooling": "mean"}, {"pooling": "mean_query"}, {"core_heads": "query"},
+                                      {"num_groups": 5}, {"core_bias": 0.7}, {"layer_group_sizes": (3, 5)},
+                                      {"learned": ("temperature", "distance", "bias", "key_gain")}], ids=str)
+def test_maps_are_the_weights_of_attention(model, settings):
+    loaded = load(model, method="full")
+    config = CCAConfig(**{"group_size": 4, "window_size": 9, **settings})
+    handle = enable(loaded.model, config)
+    for name, parameter in loaded.model.named_parameters():
+        if ".cca." in name:
+            torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    ids, queries = torch.randint(256, (1, 47), generator=torch.Generator().manual_seed(1)), [3, 11, 12, 46]
+    found = attention_maps(Loaded(loaded.model, loaded.tokenizer, config), ids, queries)
+    seen = {}
+    handle.observer = lambda index, *call: seen.setdefault(index, call)
+    with torch.no_grad():
+        loaded.model(ids, use_cache=False)
+    for index, one in found.items():
+        q, k, _, _, _, rotary, learned = seen[index]
+        own = handle.layers[index]
+        wanted = effective_map(q, k, **{name: getattr(own, name) for name in (
+            "group_size", "window_size", "num_groups", "pooling", "core_heads", "core_bias")}, rotary=rotary,
+            learned=learned)[0]
+        for i, position in enumerate(queries):
+            for head in range(4):
+                torch.testing.assert_close(one.spread(head, i, position), wanted[head, position, :position + 1],
+                                           rtol=0, atol=2e-6)
+            seen_cores = num_visible_cores(position, one.group_size, 9)
+            assert not one.core[:, i, seen_cores:].any() and (one.core[:, i, :seen_cores] > 0).all()
+        torch.testing.assert_close(one.pooling.sum(-1), torch.ones(one.pooling.shape[:2]))
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r"^const data = (.*);$", page, re.M)[1])
+
+
+def test_the_page_holds_the_maps(model, tmp_path, capsys):
+    path, out = tmp_path / "text.txt", tmp_path / "page.html"
+    path.write_text(TEXT, encoding="utf-8")
+    arguments = ["inspect", str(path), "--model", model, "--output", str(out), "--group-size", "4", "--window-size",
+                 "16", "--max-tokens", "80", "--queries", "5"]
+    assert main(arguments) == 0 and "wrote" in capsys.readouterr().out
+    page = out.read_text(encoding="utf-8")
+    data = data_of(page)
+    loaded = load(model, group_size=4, window_size=16)
+    ids = loaded.tokenizer(TEXT)["input_ids"][:80]
+    assert "".join(data["tokens"]) == loaded.tokenizer.decode(ids) and len(data["tokens"]) == 80
+    assert data["queries"] == [15, 31, 47, 63, 79]
+    found = attention_maps(loaded, torch.tensor([ids]), data["queries"])
+    for one, layer in zip(found.values(), data["layers"]):
+        assert (layer["groups"], layer["heads"], layer["shared"]) == (20, 4, 2)
+        for name in ("pooling", "core", "raw"):
+            held = np.frombuffer(base64.b64decode(layer[name]), "<f2").reshape(getattr(one, name).shape)
+            np.testing.assert_allclose(held, getattr(one, name), atol=1e-3)
+    assert page.count("</script>") == 1 and "://" not in page and "fetch(" not in page
+    assert main(arguments) == 2 and "already exists" in capsys.readouterr().err
+
+
+def test_mistakes_are_said(model, monkeypatch):
+    loaded = load(model, group_size=4, window_size=8)
+    for options, message in (({"positions": [40]}, "position from 0 to 29, got 40"),
+                             ({"layers": [2]}, "one of the 2 with full attention")):
+        with pytest.raises(UserError, match=message):
+            inspect_text(loaded, model, TEXT, 30, 4, **options)
+    handle_of(loaded.model).configure(pooling="max")
+    with pytest.raises(UserError, match="no weights to show"):
+        inspect_text(loaded, model, TEXT, 30, 4)
+    with pytest.raises(UserError, match="method must be cca"):
+        inspect_text(load(model, method="full"), model, TEXT, 30, 4)
+    assert handle_of(loaded.model).observer is None
+    monkeypatch.setattr("corecontext.eval.page.MOST_BYTES", 1000)
+    loaded = load(model, group_size=4, window_size=8)
+    with pytest.raises(UserError, match="Take fewer --layer"):
+        inspect_text(loaded, model, TEXT, 30, 4)
+
+
+def test_tokens_are_told_apart(model):
+    tokenizer = load(model, method="full").tokenizer
+    ids = tokenizer("a\u00e9b \u20ac")["input_ids"]
+    assert split_text(tokenizer, ids) == ["a", "", "\u00e9", "b", " ", "", "", "\u20ac"]
+    assert split_text(tokenizer, ids[:2])[:1] == ["a"]
+    assert make_page("t", [], [], {}, {}).startswith("<!doctype html>")

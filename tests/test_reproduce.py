@@ -1,0 +1,296 @@
+"""The reproduction in seconds: every stage, its records, its report; resuming; what it measures on known answers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from test_eval import write_lines
+from tiny_model import save_tiny_model
+
+from corecontext.cli import main
+from corecontext.record import make_record, read_records
+from corecontext.reproduce import paper
+from corecontext.reproduce.corpus import Corpus
+from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, top_mass, window_nll
+from corecontext.reproduce.plan import FULL, SMOKE, methods, stages
+from corecontext.reproduce.report import gains
+from corecontext.reproduce.run import Miniature
+from corecontext.reproduce.train import OutOfTime, attention, loss_backward, make_model, nll_of, train
+from corecontext.text import UserError
+
+TINY = dataclasses.replace(SMOKE, levels=((64, 2), (128, 3)), length=128, step_tokens=256)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The whole thing in its smallest size, from the command line."""
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("mini") / "out"
+    json_path = out.parent / "quality.jsonl"
+    assert main(["reproduce", "--smoke", "--out", str(out), "--device", "cpu", "--json", str(json_path)]) == 0
+    return out, json_path
+
+
+def test_every_stage_leaves_records_and_the_report_ties_numbers_to_them(done):
+    out, json_path = done
+    plan = stages(SMOKE)
+    assert {stage.name for stage in plan} == {path.parent.name for path in out.glob("*/records.jsonl")}
+    records = [one for stage in plan for one in read_records(out / stage.name / "records.jsonl")]
+    assert len(records) == len(read_records(json_path)) > 150
+    page = (out / "report.html").read_text(encoding="utf-8")
+    anchors, links = set(re.findall(r'id="([\w-]+)"', page)), re.findall(r'href="#([\w-]+)"', page)
+    assert len(links) > 150 and set(links) <= anchors
+    listed = [json.loads(re.sub("&quot;", '"', one)) for one in re.findall(r"<pre>(.*?)</pre>", page)]
+    assert [one["value"] for one in listed[:len(records)]] == [one.value for one in records]
+    for number, shown in re.findall(r'<a href="#r(\d+)">([\d.-]+) %</a>', page):
+        assert float(shown) == pytest.approx(100 * listed[int(number)]["value"], abs=0.051)
+    assert page.count("data:image/png;base64,") == len(list(out.glob("*.png"))) >= 5
+    plain = re.sub(r"base64,[^\"]+", "", page)
+    assert "://" not in plain and "NaN" not in plain and "nan" not in re.findall(r">([^<]*)</a>", plain)
+    assert plain.count("Not measured yet") <= 1  # models that have learned nothing have no gain to keep
+    for one in paper.rows():
+        assert one.here in anchors or (not one.here and one.why)
+        assert one.why.endswith(".")
+
+
+def test_the_papers_rows_are_all_there():
+    found = [one.where for one in paper.rows()]
+    assert {where: found.count(where) for where in found} == {
+        "Table 1": 10, "Table 2": 6, "Table 3": 5, "Table 4": 3, "Table 5": 3, "Table 6": 4, "Table 7": 3, "Table 8": 6,
+        "Table 9": 5, "Table 10": 2, "Figure 1": 1, "Figure 3": 1, "Figure 4": 1, "Figure 5": 1, "Figure 6": 1}
+
+
+def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_path):
+    out, json_path = done
+    before = json_path.read_bytes()
+    assert main(["reproduce", "--smoke", "--out", str(out), "--device", "cpu", "--json", str(json_path)]) == 0
+    assert json_path.read_bytes() == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    for arguments, message in ((["--smoke", "--out", str(out), "--split", "val"], "must be a folder of this run"),
+                               (["--smoke", "--out", str(tmp_path / "mine")], "got other files"),
+                               (["--out", str(tmp_path / "a")], "data must be given"),
+                               (["--out", str(tmp_path / "a"), "--model", "x"], "data must be given with a model"),
+                               (["--smoke", "--out", str(tmp_path / "b"), "--stage", "zzz"], "stage must be one of"),
+                               (["--smoke", "--out", str(tmp_path / "c"), "--finalist", "full_zero"], "finalist must"),
+                               (["--smoke", "--out", str(tmp_path / "d"), "--minutes", "0"], "minutes must be above 0"),
+                               (["--smoke", "--out", str(tmp_path / "e"), "--split", "train"], "split must be")):
+        assert main(["reproduce", "--device", "cpu", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_methods_have_one_cache_size():
+    for size in (FULL,):
+        r, entries = size.heads // size.kv_heads, {}
+        for name, one in methods(size).items():
+            if getattr(one.config, "pooling", None) is None or name in ("mean", "max"):
+                continue
+            per = one.config.layer_group_sizes or (one.config.group_size,) * size.layers
+            width = r if one.config.core_heads == "query" else 1
+            entries[name] = sum(size.length // g * width + size.window + g - 1 for g in per) / size.layers
+        assert len(entries) >= 12
+        for name, count in entries.items():
+            assert count <= 1.1 * entries["cca"], name  # a larger group also has a larger open end
+        more = stages(size, ("learned",))
+        assert sum(stage.method == "learned" and stage.kind == "adapt" for stage in more) == len(size.seeds)
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Corpus:
+    found = Corpus(tmp_path_factory.mktemp("corpus"), None)
+    found.prepare()
+    return found
+
+
+@pytest.mark.parametrize("only_list", [False, True])
+def test_fact_rows_hold_facts_and_their_answers(corpus, only_list):
+    rng, seen = random.Random(5), 0
+    for length in (200, 600, 1500):
+        for _ in range(5):
+            row = corpus.fact_row("val", rng, length, only_list)
+            text = corpus.tokenizer.decode(row.ids.tolist())
+            assert len(row.ids) <= length and (only_list or len(row.ids) > length - 40)
+            for a, b, distance in row.answers:
+                answer = corpus.tokenizer.decode(row.ids[a:b].tolist())
+                question = corpus.tokenizer.decode(row.ids[:a].tolist()).rsplit("Recall: ", 1)[1]
+                at = a - distance  # the token after the fact
+                assert corpus.tokenizer.decode(row.ids[:at].tolist()).endswith(f"{question}{answer}")
+                assert text.count(f"{question}{answer}") >= 2
+                seen += 1
+    assert seen > 40
+
+
+def test_batches_follow_from_seed_and_step(corpus):
+    a, b, c = (corpus.batch(seed, step, 256, 10) for seed, step in ((1, 7), (1, 7), (1, 8)))
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and not torch.equal(a[0], c[0])
+    assert a[0].shape == (10, 256) and (a[1][:5] == 1).all() and (a[1][5:] > 1).any(1).sum() >= 3
+
+
+def test_questions_come_with_passages(corpus, tmp_path):
+    tokens = tmp_path / "data"
+    tokens.mkdir()
+    corpus.tokenizer.save(str(tokens / "tokenizer.json"))
+    for split in ("train", "val", "test"):
+        write_lines(tokens / f"lm_{split}.jsonl", [{"text": f"{split} text number {i}. " * 20} for i in range(4)])
+        if split != "val":
+            write_lines(tokens / f"multidoc_qa_{split}.jsonl", [
+                {"qid": f"{split}{i}", "question": f"what is {i}", "answers": [f"word{i}"], "gold_doc": f"d{i}"}
+                for i in range(3)])
+    write_lines(tokens / "multidoc_qa_pool.jsonl", [{"doc_id": f"d{i}", "title": "T", "text": f"{i} is word{i}."}
+                                                    for i in range(6)])
+    own = Corpus(tmp_path, str(tokens))
+    assert own.prepare() == {split: sum(len(f"{split} text number {i}. " * 20) + 1 for i in range(4))  # and an end each
+                             for split in ("train", "val", "test")}
+    row = own.qa_row("test", own.questions("test")[1], random.Random(0), 3, 2000)
+    text = own.tokenizer.decode(row.ids.tolist())
+    assert text.endswith("Question: what is 1\nAnswer: word1\n") and "1 is word1." in text
+    a, b, _ = row.answers[0]
+    assert own.tokenizer.decode(row.ids[a:b].tolist()) == " word1\n"
+    assert own.qa_row("test", own.questions("test")[1], random.Random(0), 3, 100) is None
+    batch, weights = own.batch(0, 0, 600, 10)
+    assert "Answer: word" in own.tokenizer.decode(batch[9].tolist()) and weights[9].max() > 1
+    with pytest.raises(UserError, match="must hold tokenizer.json"):
+        Corpus(tmp_path / "x", str(tmp_path)).encode("a")
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def test_interrupted_training_ends_as_if_it_had_not_been(corpus, tmp_path):
+    ends = []
+    for cut in (None, 1, 3):
+        model, folder = make_model(TINY, 264, 0), tmp_path / str(cut)
+        folder.mkdir()
+        args = (corpus, TINY, methods(TINY)["full"], TINY.levels, 1e-3, 0, "cpu", folder)
+        if cut is not None:
+            left = iter([1.0] * cut)
+            with pytest.raises(OutOfTime):
+                train(model, *args, time_left=lambda left=left: next(left, 0.0))
+            model = make_model(TINY, 264, 1)  # another process
+        history = train(model, *args)
+        ends.append((history, model.state_dict()))
+    for history, weights in ends[1:]:
+        assert history == ends[0][0] and len(history) == 5
+        assert all(torch.equal(weights[key], ends[0][1][key]) for key in weights)
+
+
+def test_training_in_parts_is_training_at_once(corpus, monkeypatch):
+    model = make_model(TINY, 264, 0)
+    ids, weights = corpus.batch(0, 0, 400, 4)
+    assert (weights > 1).any()
+    ids = ids.long()
+    monkeypatch.setattr("corecontext.reproduce.train.HEAD_TOKENS", 50)
+    loss, right = loss_backward(model, ids, weights, "cpu", None)
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    nll = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
+    weight = weights[:, 1:].flatten().float()
+    whole = (nll * weight).sum() / weight.sum()
+    whole.backward()
+    assert loss == pytest.approx(float(whole), rel=1e-5)
+    assert right == pytest.approx(float((logits.argmax(-1) == ids[:, 1:].flatten())[weight > 1].float().mean()))
+    for one, p in zip(grads, model.parameters()):
+        torch.testing.assert_close(one, p.grad, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(nll_of(model, ids)[0].flatten(), nll.detach(), rtol=1e-4, atol=1e-5)
+    # its own predictions teach nothing new: half of the loss is then zero
+    taught, _ = loss_backward(model, ids, weights, "cpu", copy.deepcopy(model))
+    assert taught == pytest.approx(loss / 2, rel=1e-4)
+
+
+def test_partial_training_moves_projections_alone(corpus, tmp_path):
+    model, method = make_model(TINY, 264, 0), methods(TINY)["partial"]
+    before = copy.deepcopy(model.state_dict())
+    with attention(model, method.config):
+        train(model, corpus, TINY, method, ((128, 2),), 1e-3, 0, "cpu", tmp_path)
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved and all(re.search(r"\.[qkv]_proj\.", key) for key in moved)
+
+
+def test_learned_methods_learn_their_parameters(corpus, tmp_path):
+    model, method = make_model(TINY, 264, 0), methods(TINY)["learned"]
+    with attention(model, method.config):
+        train(model, corpus, TINY, method, ((128, 2),), 1e-3, 0, "cpu", tmp_path)
+        assert all(p.abs().max() > 0 for name, p in model.named_parameters() if ".cca." in name)
+
+
+# Measuring -----------------------------------------------------------------------------------------------------------
+
+
+def test_measurements_know_right_from_wrong(corpus, monkeypatch):
+    rows = fact_rows(corpus, 400, 6)
+    assert sum(len(row.answers) for row in rows) >= 6
+    monkeypatch.setattr("corecontext.reproduce.evaluate.nll_of",
+                        lambda model, ids: (torch.ones(ids[:, 1:].shape), torch.ones(ids[:, 1:].shape, dtype=bool)))
+    assert all(right for _, right in answers_right(None, rows, "cpu"))
+    first = rows[0].answers[0][0] - 1
+
+    def misses(model, ids):
+        hit = torch.ones(ids[:, 1:].shape, dtype=bool)
+        hit[:, first:first + 1] = False
+        return torch.ones(hit.shape), hit
+    monkeypatch.setattr("corecontext.reproduce.evaluate.nll_of", misses)
+    assert [right for _, right in answers_right(None, rows[:1], "cpu")].count(False) == 1
+    nll = window_nll(None, corpus, TINY, "test", "cpu")
+    assert nll.shape[1] == 127 and (nll == 1).all()
+    known = {}
+
+    def remembers(model, ids):  # the first ending is the right one
+        known["rows"] = ids
+        return torch.arange(4.0)[:, None].expand(4, ids.shape[1] - 1), None
+    monkeypatch.setattr("corecontext.reproduce.evaluate.nll_of", remembers)
+    assert all(cloze(None, corpus, TINY, "cpu")) and known["rows"].shape == (4, 128)
+    even = np.full((2, 10, 10), 0.1)
+    assert top_mass(even, 0.2) == pytest.approx(0.1 * np.mean([max(1, round(0.2 * (t + 1))) for t in range(5, 10)]))
+
+
+def test_gain_kept_is_a_share(tmp_path):
+    for name, nll in (("window-0", 2.0), ("full-0", 1.0), ("cca-0", 1.4), ("odd-0", 2.5)):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "far.npy", np.array([nll - 0.01, nll, nll + 0.01]))
+    records = [make_record("quality.perplexity", math.exp(2.0), {"bucket": "far", "method": name, "seed": 0,
+                                                                "stage": f"{name}-0"})
+               for name in ("window", "full", "cca", "odd", "absent")]
+    found = {one.params["method"]: one for one in gains(tmp_path, records, SMOKE)}
+    assert set(found) == {"cca", "odd"}
+    assert found["cca"].value == pytest.approx(0.6) and found["odd"].value == pytest.approx(-0.5)
+    assert found["cca"].params["low"] <= 0.6 <= found["cca"].params["high"]
+
+
+def test_the_time_of_a_call_ends_it_cleanly(tmp_path, capsys):
+    run = Miniature(tmp_path / "o", SMOKE, None, "cpu", minutes=0.01)
+    assert not run.run(("base-0",)) and not run.is_done("prepare")
+    run = Miniature(tmp_path / "o", SMOKE, None, "cpu")
+    assert run.run(("prepare",)) and run.is_done("prepare") and not run.is_done("base-0")
+
+
+def test_a_checkpoint_is_evaluated_from_files(tmp_path, capsys):
+    save_tiny_model(tmp_path / "model", max_length=2048)
+    data = tmp_path / "data"
+    data.mkdir()
+    write_lines(data / "lm_test.jsonl", [{"text": f"{i} is a number. " * 40, "domain": "math"} for i in range(2)])
+    write_lines(data / "multidoc_qa_pool.jsonl", [{"doc_id": f"d{i}", "title": "T", "text": f"{i} is word{i}."}
+                                                  for i in range(4)])
+    write_lines(data / "multidoc_qa_test.jsonl", [{"qid": "q", "question": "what is 1", "answers": ["word1"],
+                                                   "gold_doc": "d1"}])
+    arguments = ["reproduce", "--model", str(tmp_path / "model"), "--data", str(data), "--out", str(tmp_path / "out"),
+                 "--length", "256", "--documents", "2", "--limit", "1", "--device", "cpu"]
+    assert main(arguments) == 0
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    links, anchors = re.findall(r'href="#([\w-]+)"', page), set(re.findall(r'id="([\w-]+)"', page))
+    assert set(links) <= anchors and {"perplexity", "multidoc_qa", "flexibility", "paper"} <= anchors
+    size = (tmp_path / "out" / "items.jsonl").stat().st_size
+    assert main(arguments) == 0 and (tmp_path / "out" / "items.jsonl").stat().st_size == size
+    assert main([*arguments[:4], str(tmp_path / "model"), *arguments[5:]]) == 2
+    assert "must hold the files of a task" in capsys.readouterr().err

@@ -1,0 +1,367 @@
+"""Continuous batching: every request gets the tokens it gets alone, whatever runs beside it, and frees what it held."""
+
+import random
+import time
+
+import pytest
+import torch
+from families import tiny_model, tokens
+
+import corecontext
+from corecontext import CCAConfig
+from corecontext.inference import Engine, Sampling
+from corecontext.inference.scheduler import Job, QueueFull, Scheduler
+
+pytestmark = pytest.mark.usefixtures("default_device")
+CONFIG = CCAConfig(5, 13)
+
+
+@pytest.fixture
+def model(default_device):
+    model = tiny_model()
+    with corecontext.enabled(model, CONFIG):
+        yield model
+
+
+def prompt(length, seed=0):
+    return tokens(1, length, seed=1000 * seed + length)[0].tolist()
+
+
+def job(length, new=8, seed=0, **options):
+    """A request that keeps its tokens in `tokens`."""
+    made = []
+    one = Job(options.pop("prompt", None) or prompt(length, seed), new, seed=seed, on_token=made.append, **options)
+    one.tokens = made
+    return one
+
+
+def finish(scheduler, limit=10000):
+    for _ in range(limit):
+        if scheduler.idle:
+            return
+        scheduler.step()
+    raise AssertionError("the scheduler did not come to an end")
+
+
+def alone(model, one, chunk_size=16):
+    """What the engine makes of a request by itself."""
+    options = {} if one.config is None else {"group_size": one.config.group_size,
+                                             "window_size": one.config.window_size}
+    return Engine(model, chunk_size=chunk_size).generate(
+        torch.tensor([one.prompt]), max_new_tokens=one.max_new_tokens, sampling=one.sampling, seed=one.seed,
+        eos_token_id=list(one.eos), **options)[0]
+
+
+def assert_empty(scheduler):
+    scheduler.prefixes.trim(0)
+    if scheduler.batch.fixed:
+        scheduler._free(10**15)
+    assert scheduler.idle and scheduler.cache_bytes_used == scheduler.cache_bytes_allocated == 0
+    assert scheduler.prefixes.nbytes == 0 and not scheduler.prefixes._nodes
+
+
+@pytest.mark.parametrize("family, fixed", [("llama", False), ("llama", True), ("llama-yarn", False),
+                                           ("qwen3_moe", False), ("gemma", False), ("glm4", True)])
+def test_requests_that_come_and_go_get_the_tokens_they_get_alone(family, fixed):
+    model, draw = tiny_model(family), random.Random(1)
+    with corecontext.enabled(model, CONFIG):
+        scheduler = Scheduler(model, chunk_size=16, rows_per_pool=5, capture=False)
+        scheduler.batch.fixed = fixed  # as on a GPU, where idle rows run along
+        jobs = []
+        for number in range(14):
+            g, s = draw.choice(((None, None), (5, 13), (3, 20), (16, 9), (1, 7)))
+            jobs.append(job(draw.randint(1, 70), draw.randint(1, 30), number, group_size=g, window_size=s,
+                            sampling=draw.choice((Sampling(), Sampling(1.2), Sampling(0.9, 20, 0.8))),
+                            eos=frozenset(draw.sample(range(96), 2))))
+            scheduler.submit(jobs[-1])
+            for _ in range(draw.randint(0, 6)):
+                scheduler.step()
+        finish(scheduler)
+        assert [one.error for one in jobs] == [None] * 14
+        assert {one.ended for one in jobs} == {"stop", "length"}
+        for one in jobs:
+            assert one.tokens == alone(model, one)
+        assert_empty(scheduler)
+
+
+def test_full_attention_from_a_static_cache():
+    model = tiny_model()
+    jobs = [job(n, 12, seed=n) for n in (3, 40, 17, 16, 33, 64)]
+    expected = [model.generate(torch.tensor([one.prompt]), max_new_tokens=12, do_sample=False)[0, len(one.prompt):]
+                .tolist() for one in jobs]
+    with corecontext.enabled(model, CONFIG):
+        for fixed in (False, True):
+            scheduler = Scheduler(model, full=True, chunk_size=16, rows_per_pool=4, capture=False)
+            scheduler.batch.fixed = fixed
+            again = [job(0, 12, prompt=one.prompt) for one in jobs]
+            for one in again:
+                scheduler.submit(one)
+            finish(scheduler)
+            assert [one.tokens for one in again] == expected and again[0].config is None
+            assert_empty(scheduler)
+        with pytest.raises(ValueError, match="^group_size and window_size must be left out, got a server of full"):
+            scheduler.submit(job(3, group_size=2))
+
+
+def test_the_kernel_decodes_from_a_full_cache_as_pytorch_does(monkeypatch):
+    triton = pytest.importorskip("triton")
+    if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
+        pytest.skip("no GPU, and the interpreter is off")
+    from corecontext.cache import full
+    x = [torch.randn(2, heads, 1, 16, generator=torch.Generator("cpu").manual_seed(i), device="cpu").to(
+        torch.get_default_device()) for i, heads in enumerate((4, 2, 2))]
+    past = torch.randn(2, 2, 2, 24, 16, generator=torch.Generator("cpu").manual_seed(9), device="cpu").to(x[0].device)
+    out, kept = [], []
+    for backend in ("packed", "triton"):
+        monkeypatch.setattr(full, "choose_backend", lambda *_, backend=backend: backend)
+        for fixed in (False, True):
+            layer = full.FullLayer(24, fixed=fixed)
+            layer.keys, layer.values = past.clone()
+            layer.pads, layer.seen = [-3, 11], 16  # rows of 19 and 5 tokens
+            layer.pad = torch.tensor(layer.pads)
+            if fixed:
+                layer.seen = torch.tensor(16)
+            out.append(layer.attend(*x))
+            assert int(layer.seen) == 17
+            kept.append(torch.stack([layer.keys[0, :, 19], layer.keys[1, :, 5]]))
+    for one, held in zip(out[1:], kept[1:]):
+        torch.testing.assert_close(one, out[0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(held, kept[0])
+    assert torch.equal(kept[0], x[1][:, :, 0])
+
+
+def test_a_shared_beginning_is_read_once_and_changes_no_bit(model):
+    document, logits = prompt(100), {}
+    original = Scheduler._join
+
+    def join(self, one, found):
+        logits[one.seed] = found
+        original(self, one, found)
+
+    scheduler = Scheduler(model, chunk_size=16)
+    scheduler._join = join.__get__(scheduler)
+    jobs = [job(0, 6, prompt=document + prompt(n, seed=n), seed=n) for n in (9, 3, 30)]
+    jobs.append(job(0, 6, prompt=document[:96], seed=96))  # whole chunks: the last one is read for its logits
+    jobs.append(job(0, 6, prompt=document[:40] + prompt(30, seed=5), seed=40))
+    for one in jobs:
+        scheduler.submit(one)
+        finish(scheduler)
+    assert [one.cached_tokens for one in jobs] == [0, 96, 96, 80, 32]
+    for one in jobs:
+        branched = logits[one.seed]
+        fresh = Scheduler(model, chunk_size=16)
+        fresh._join = join.__get__(fresh)
+        other = job(0, 6, prompt=one.prompt, seed=one.seed)
+        fresh.submit(other)
+        finish(fresh)
+        assert torch.equal(logits[one.seed], branched) and other.tokens == one.tokens and not other.cached_tokens
+    other = job(0, 6, prompt=document, window_size=20)
+    scheduler.submit(other)
+    finish(scheduler)
+    assert other.cached_tokens == 0  # other settings have other caches
+    held = scheduler.prefixes.nbytes
+    assert held == sum(node.nbytes for node in scheduler.prefixes._nodes.values()) > 0
+    scheduler.prefixes.trim(held - 1)
+    assert 0 < scheduler.prefixes.nbytes < held
+    again = job(0, 6, prompt=jobs[0].prompt)
+    scheduler.submit(again)
+    finish(scheduler)
+    assert again.tokens == jobs[0].tokens
+    assert_empty(scheduler)
+
+
+def test_a_long_prompt_delays_the_others_by_a_chunk_only(model):
+    scheduler = Scheduler(model, chunk_size=8)
+    first = job(10, 40)
+    scheduler.submit(first)
+    while not first.tokens:
+        scheduler.step()
+    long, short = job(200, 2), job(7, 2, seed=3)
+    scheduler.submit(long)
+    scheduler.submit(short)
+    for _ in range(10):
+        before = len(first.tokens)
+        scheduler.step()
+        assert len(first.tokens) == before + 1
+    assert short.ended == "length" and long.ended is None and long.read < 200
+    finish(scheduler)
+    assert long.tokens == alone(model, long, 8) and first.tokens == alone(model, first, 8)
+
+
+def test_a_cancelled_request_is_gone_before_the_next_step(model):
+    scheduler = Scheduler(model, chunk_size=8, max_rows=3)
+    jobs = [job(20, 100, seed=n) for n in range(3)] + [job(100, 5, seed=9), job(4, 5, seed=10)]
+    for one in jobs[:3]:
+        scheduler.submit(one)
+    while not jobs[2].tokens:
+        scheduler.step()
+    for one in jobs[3:]:
+        scheduler.submit(one)
+    scheduler.step()
+    assert scheduler.num_active == 3 and len(scheduler.waiting) == 2
+    used = scheduler.cache_bytes_used
+    scheduler.cancel(jobs[0])  # running
+    scheduler.cancel(jobs[4])  # waiting
+    scheduler.step()
+    assert jobs[0].ended == jobs[4].ended == "cancelled" and scheduler.reading == [jobs[3]]
+    scheduler.cancel(jobs[3])  # being read
+    scheduler.step()
+    assert jobs[3].ended == "cancelled" and scheduler.num_active == 2 and scheduler.cache_bytes_used < used
+    finish(scheduler)
+    for one in jobs[1:3]:
+        assert one.tokens == alone(model, one, 8)
+    assert_empty(scheduler)
+
+
+def test_deadlines_end_requests(model):
+    scheduler, ends = Scheduler(model), []
+    late = job(5, 50, deadline=time.monotonic() - 1, on_end=ends.append)
+    soon = job(5, 150, deadline=time.monotonic() + 0.15, on_end=ends.append)
+    for one in (late, soon):
+        scheduler.submit(one)
+    soon.on_token = lambda token: time.sleep(0.01)
+    finish(scheduler)
+    assert ends == ["timeout", "timeout"] and late.made == 0 < soon.made < 150
+    assert_empty(scheduler)
+
+
+def test_the_queue_has_a_limit_and_the_budget_makes_requests_wait(model):
+    row = Scheduler(model).shape.row_bytes(CONFIG, 64)
+    assert row == 2 * 2 * 2 * 16 * 4 * (13 + 4 + 64 // 5)
+    scheduler = Scheduler(model, cache_bytes=4 * row, queue_limit=3)
+    jobs = [job(30, 20, seed=n) for n in range(6)]
+    for one in jobs[:3]:
+        scheduler.submit(one)
+    with pytest.raises(QueueFull, match="^3 requests wait already"):
+        scheduler.submit(jobs[3])
+    most = 0
+    while not scheduler.idle:
+        scheduler.step()
+        most = max(most, scheduler.num_active)
+        assert scheduler.cache_bytes_allocated <= 4 * row
+        if jobs and len(scheduler.waiting) < 3:
+            for one in jobs[3:]:
+                scheduler.submit(one)
+                jobs.remove(one)
+                break
+    assert most >= 2 and not scheduler.waiting
+    with pytest.raises(ValueError, match="^prompt and answer must fit the cache, got 190 tokens for a budget"):
+        Scheduler(model, cache_bytes=2 * row).submit(job(180, 10))
+    with pytest.raises(ValueError, match="^prompt and answer must fit 256 tokens, got 250 and 7"):
+        scheduler.submit(job(250, 7))
+    with pytest.raises(ValueError, match="^prompt and answer must have at least one token"):
+        scheduler.submit(job(5, 0))
+    with pytest.raises(ValueError, match="^window_size must be at least 1"):
+        scheduler.submit(job(5, window_size=0))
+
+
+def test_the_policy_sees_the_load_and_chooses_for_requests_that_start_now(model):
+    seen = []
+
+    def policy(load):
+        seen.append(load)
+        return (2, 16) if load.queue_length < 2 else (4, 9)
+
+    scheduler = Scheduler(model, policy=policy)
+    jobs = [job(30, 3, seed=n) for n in range(4)] + [job(30, 3, seed=9, window_size=5), job(30, 3, group_size=7,
+                                                                                             window_size=6)]
+    for one in jobs:
+        scheduler.submit(one)
+    finish(scheduler)
+    assert [(one.config.group_size, one.config.window_size) for one in jobs] == [
+        (4, 9), (4, 9), (4, 9), (4, 9), (2, 5), (7, 6)]
+    assert len(seen) >= 5 and seen[0].cache_bytes_budget == 2**30 and seen[0].prompt_length == 30
+    assert seen[-1].time_to_first_token > 0 or seen[-1].queue_length == 1
+
+    def broken(load):
+        raise RuntimeError("no idea")
+
+    for wrong in (broken, lambda load: (0, 5), lambda load: None):
+        scheduler.policy, one = wrong, job(8)
+        scheduler.submit(one)
+        finish(scheduler)
+        assert one.ended == "error" and isinstance(one.error, (RuntimeError, ValueError, TypeError))
+    scheduler.policy = None
+    one = job(8)
+    scheduler.submit(one)
+    finish(scheduler)
+    assert one.ended == "length" and one.config == CONFIG
+    assert_empty(scheduler)
+
+
+def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):
+    scheduler = Scheduler(model, chunk_size=8)
+    good, bad, talker = job(20, 30), job(20, 5, seed=2), job(9, 30, seed=3)
+    scheduler.submit(good)
+    while not good.tokens:
+        scheduler.step()
+    original = model.model.forward
+
+    def failing(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    scheduler.submit(bad)
+    scheduler.submit(talker)
+    monkeypatch.setattr(model.model, "forward", failing)
+    scheduler._admit()
+    scheduler._odd = False  # the one that came first has its turn
+    scheduler._read()
+    assert bad.ended == "error" and isinstance(bad.error, torch.OutOfMemoryError)
+    monkeypatch.setattr(model.model, "forward", original)
+    talker.on_token = lambda token: 1 / 0
+    finish(scheduler)
+    assert isinstance(talker.error, ZeroDivisionError) and good.tokens == alone(model, good, 8)
+    after = [job(15, 20, seed=n) for n in range(3)]
+    for one in after:
+        scheduler.submit(one)
+    while not after[2].tokens:
+        scheduler.step()
+    monkeypatch.setattr(model.model, "forward", failing)
+    scheduler.step()
+    assert [one.ended for one in after] == ["error"] * 3 and scheduler.handle.config == CONFIG
+    monkeypatch.setattr(model.model, "forward", original)
+    again = job(15, 20, seed=0)
+    scheduler.submit(again)
+    finish(scheduler)
+    assert again.tokens == alone(model, again, 8)
+    assert_empty(scheduler)
+
+
+def test_models_that_cannot_be_served_are_refused(model):
+    with pytest.raises(ValueError, match="^model must have CCA enabled"):
+        Scheduler(tiny_model())
+    with corecontext.enabled(hybrid := tiny_model("gemma2")), pytest.raises(NotImplementedError,
+                                                                           match="^models with sliding-window"):
+        Scheduler(hybrid)
+    with pytest.raises(ValueError, match="^max_rows must be at least 1, got 0"):
+        Scheduler(model, max_rows=0)
+
+
+@pytest.mark.parametrize("setting", [{"learned": ("bias",)}, {"layer_group_sizes": (2, 4)}, {"cache_dtype": "int8"}],
+                         ids=str)
+def test_settings_without_a_place_in_rows_are_refused(setting):
+    with corecontext.enabled(plain := tiny_model("llama"), corecontext.CCAConfig(4, 8, **setting)):
+        with pytest.raises(NotImplementedError, match=f"^{next(iter(setting))} must be .* in a model that is served"):
+            Scheduler(plain)
+        Scheduler(plain, full=True)
+
+
+def test_an_empty_pool_that_is_wanted_is_not_given_up_for_itself(model):
+    """With captured steps empty pools are kept until memory is short: then others go, and the wanted one stays."""
+    row = Scheduler(model).shape.row_bytes(CONFIG, 64)
+    scheduler = Scheduler(model, cache_bytes=5 * row + row // 2, rows_per_pool=2, chunk_size=8, capture=False)
+    scheduler.batch.fixed = True
+    scheduler.prefixes.limit = 0
+    first = job(30, 5)
+    scheduler.submit(first)
+    finish(scheduler)
+    assert len(scheduler.pools) == 1 and not scheduler.pools[0].used
+    other, again = job(30, 5, seed=1, group_size=4, window_size=14), job(20, 9, seed=2)
+    scheduler.submit(other)
+    scheduler.submit(again)
+    while not scheduler.idle:
+        scheduler.step()
+        assert scheduler.cache_bytes_allocated <= scheduler.cache_bytes
+        assert all(one.pool in scheduler.pools for one in scheduler.active())
+    assert other.tokens == alone(model, other) and again.tokens == alone(model, again)
+    assert_empty(scheduler)

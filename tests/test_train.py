@@ -1,0 +1,223 @@
+"""Training runs: they learn, continue bit for bit, survive kills and full disks, and train what they say."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_model import save_tiny_model
+
+pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+pytest.importorskip("datasets", reason="training reads its data with datasets")
+
+import transformers  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+import corecontext  # noqa: E402
+from corecontext.cli import main  # noqa: E402
+from corecontext.integrations.transformers import handle_of  # noqa: E402
+from corecontext.text import UserError  # noqa: E402
+from corecontext.train import TrainConfig, run  # noqa: E402
+from corecontext.train.checkpoint import checkpoints  # noqa: E402
+from corecontext.train.config import load_recipe  # noqa: E402
+from corecontext.train.run import train  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS, EVERY = 6, 2
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory) -> TrainConfig:
+    """A tiny model, text in several documents, and a run on them."""
+    folder = tmp_path_factory.mktemp("train")
+    text = (ROOT / "LICENSE").read_text()
+    for i in range(3):
+        (folder / f"text{i}.txt").write_text(text[1500 * i:1500 * (i + 1)])
+    return TrainConfig(model=save_tiny_model(folder / "model"), data=tuple(map(str, sorted(folder.glob("*.txt")))),
+                       output=str(folder / "whole"), cache_dir=str(folder / "cache"), context_length=96, group_size=4,
+                       window_size=10, steps=STEPS, save_every=EVERY, learning_rate=3e-3, warmup_steps=1, keep=10)
+
+
+@pytest.fixture(scope="module")
+def whole(setting) -> dict[str, torch.Tensor]:
+    """The weights at the end of a run that nothing disturbs."""
+    train(setting)
+    return weights(setting)
+
+
+def weights(config: TrainConfig, which: str = "model") -> dict[str, torch.Tensor]:
+    """The weights of the final model or of a checkpoint of a run."""
+    return load_file(Path(config.output) / which / "model.safetensors")
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys):
+    config = load_recipe(str(ROOT / "recipes/tiny_cpu.py"))
+    out, cache = str(tmp_path / "run"), str(tmp_path / "cache")
+    assert main(["train", str(ROOT / "recipes/tiny_cpu.py"), "--output", out, "--cache-dir", cache]) == 0
+    assert "24 steps, loss" in capsys.readouterr().out
+    state = transformers.TrainerState.load_from_json(f"{out}/checkpoint-24/trainer_state.json")
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    assert len(losses) == 24 and losses[-1] < 0.7 * losses[0]
+    model = corecontext.from_pretrained(f"{out}/model")
+    assert handle_of(model).config == corecontext.CCAConfig(config.group_size, config.window_size)
+    assert model.config.num_hidden_layers == 2 and model.config.use_cache
+    card = Path(out, "model/README.md").read_text()
+    assert "g = 16, s = 64" in card and str(tmp_path) not in card and Path(out, "model/loss.png").stat().st_size > 5000
+    # There and back: the same weights with other settings, or none.
+    assert main(["convert", f"{out}/model", str(tmp_path / "plain"), "--method", "full"]) == 0
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert not hasattr(plain.config, "cca")
+    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "back"), "--group-size", "16", "--window-size",
+                 "64"]) == 0
+    ids = torch.arange(20, 220)[None]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, corecontext.from_pretrained(str(tmp_path / "back"))(ids).logits)
+        assert not torch.equal(model(ids).logits, plain(ids).logits)
+    assert main(["convert", f"{out}/model", str(tmp_path / "plain")]) == 2
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_killed_in_a_save_and_in_a_deletion_it_continues_bit_for_bit(setting, whole, tmp_path):
+    config = setting.replace(output=str(tmp_path / "run"), keep=1, eval_data=setting.data[:1])
+    program = Path(__file__).with_name("train_killed.py")
+    done = subprocess.run([sys.executable, str(program), repr(config)], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "checkpoint-4" and "\ncheckpoint-2\n" in done.stdout
+    assert any(Path(config.output).glob(".[sd]*"))  # what the kills left half done
+    result = train(config)
+    assert result.resumed_from == 4 and result.steps == STEPS
+    assert_equal(weights(config), whole)
+    assert sorted(path.name for path in Path(config.output).iterdir()) == ["checkpoint-6", "model", "train_config.json"]
+    with pytest.raises(UserError, match="already holds the finished run in model/"):
+        train(config)
+    (tmp_path / "run/model").rename(tmp_path / "first")  # as if it had been killed before the last line of all
+    train(config)
+    assert_equal(weights(config), whole)
+    assert (tmp_path / "first/README.md").read_text() == (tmp_path / "run/model/README.md").read_text()
+
+
+def test_a_full_disk_loses_nothing(setting, whole, tmp_path, monkeypatch, caplog):
+    config, attempts = setting.replace(output=str(tmp_path / "run")), []
+    save = transformers.Trainer._save_checkpoint
+
+    def without_room(self, *args):
+        """The second save and the first two attempts of the last one may write no file of more than 10 kB."""
+        attempts.append(self.state.global_step)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if len(attempts) in (2, 3, 4):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        try:
+            save(self, *args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(transformers.Trainer, "_save_checkpoint", without_room)
+    monkeypatch.setattr(run, "WAIT_S", 0)
+    train(config)
+    assert attempts == [2, 4, 6, 6, 6]
+    assert "checkpoint-4 could not be written" in caplog.text and "The last one is checkpoint-2" in caplog.text
+    assert [path.name for path in checkpoints(Path(config.output))] == ["checkpoint-2", "checkpoint-6"]
+    assert_equal(weights(config), whole)
+
+
+@pytest.mark.parametrize("method, what", [("compute_loss", "loss"), ("_clip_grad_norm", "length of the gradient")])
+def test_a_loss_that_is_no_number_stops_with_its_rows(setting, whole, tmp_path, monkeypatch, method, what):
+    config = setting.replace(output=str(tmp_path / "run"), save_every=1)
+    original = getattr(transformers.Trainer, method)
+
+    def poisoned(self, *args, **kwargs):
+        value = original(self, *args, **kwargs)
+        return value * float("nan") if self.state.global_step == 2 else value
+
+    monkeypatch.setattr(transformers.Trainer, method, poisoned)
+    with pytest.raises(UserError) as error:
+        train(config)
+    message = str(error.value)
+    assert f"the {what} of step 3 must be finite, got nan" in message and "last checkpoint is checkpoint-2" in message
+    assert "text" in message and "tokens 0 to" in message or "tokens" in message
+    assert_equal(weights(config, "checkpoint-2"), weights(setting, "checkpoint-2"))
+    monkeypatch.undo()
+    assert train(config).resumed_from == 2  # and with the cause away it goes on
+    assert_equal(weights(config), whole)
+
+
+@pytest.mark.parametrize("strategy, changes, trained", [
+    ("partial", {"rope_theta": 5e5}, ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
+    ("lora", {"lora_rank": 2, "lora_targets": ("q_proj", "down_proj"), "accumulation": 2},
+     ("q_proj.weight", "down_proj.weight")),
+    ("full", {"precision": "bfloat16", "checkpointing": False}, ("",))])
+def test_strategies_train_only_what_they_say(setting, tmp_path, strategy, changes, trained):
+    config = setting.replace(output=str(tmp_path / "run"), strategy=strategy, steps=2, eval_data=setting.data[:1],
+                             **changes)
+    result = train(config)
+    before, after = load_file(Path(config.model) / "model.safetensors"), weights(config)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.endswith(trained)}
+    if strategy == "lora":
+        ranks = {torch.linalg.matrix_rank(after[name] - before[name], atol=1e-5).item() for name in changed}
+        assert ranks <= {1, 2}
+    settings = transformers.AutoConfig.from_pretrained(result.model)
+    assert settings.rope_parameters["rope_theta"] == (config.rope_theta or 10_000.0)
+    assert settings.cca["group_size"] == 4 and not list(result.model.glob("adapter*"))
+    assert 3 < result.metrics["eval_loss"] < 7
+
+
+def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, tmp_path):
+    from corecontext.train.model import read_config
+
+    hf_config = read_config(setting.replace(context_length=20_000, rope_theta=1e6))
+    assert (hf_config.max_position_embeddings, hf_config.rope_parameters["rope_theta"]) == (20_000, 1e6)
+    (tmp_path / "mine.txt").write_text("mine")
+    for change, message in (({"output": ""}, "output must be given"), ({"model": ""}, "model must be given"),
+                            ({"output": str(tmp_path)}, "must be a new or empty folder, or a run's"),
+                            ({"output": setting.output, "steps": 7}, "other settings: steps was 6, got 7"),
+                            ({"fsdp": True}, "fsdp needs several processes with a GPU each"),
+                            ({"context_parallel": 2}, "context_parallel must divide the number of processes 1, got 2"),
+                            ({"long_tokens": 9}, "source_field must be given with long_tokens"),
+                            ({"shape": {"heads": 3}}, "shape must name settings of llama, got 'heads'"),
+                            ({"context_length": 9999}, "must hold at least one row of 9999 tokens, got 4500 tokens"),
+                            ({"report_to": ("nobody",)}, "report_to 'nobody' needs the package"),
+                            ({"data": ()}, "data must name at least one file")):
+        with pytest.raises(UserError, match=message):
+            train(setting.replace(**{"output": str(tmp_path / "new"), **change}))
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("method", ["full", "window", "longlora"])
+def test_rivals_train_too(setting, tmp_path, method):
+    config = setting.replace(output=str(tmp_path / "run"), method=method, steps=2)
+    train(config)
+    assert not hasattr(transformers.AutoConfig.from_pretrained(Path(config.output) / "model"), "cca")
+
+
+def test_learned_core_tokens_are_trained_saved_and_loaded(setting, tmp_path):
+    config = setting.replace(output=str(tmp_path / "run"), strategy="partial", learned=("probe", "bias"), steps=3,
+                             layer_group_sizes=(4, 8), save_every=1)
+    train(config)
+    model = corecontext.from_pretrained(str(Path(config.output) / "model"))
+    assert handle_of(model).config == config.cca() and config.cca().layer_group_sizes == (4, 8)
+    found = {name: p for name, p in model.named_parameters() if ".cca." in name}
+    assert len(found) == 4 and all(p.abs().max() > 0 for p in found.values())
+    saved = weights(config)
+    assert all(torch.equal(saved[name], p) for name, p in found.items())
+    again = setting.replace(output=str(tmp_path / "again"), model=str(Path(config.output) / "model"), steps=1,
+                            learned=("probe", "bias"), layer_group_sizes=(4, 8), learning_rate=1e-9)
+    train(again)  # begins with what was learned
+    for name, p in found.items():
+        torch.testing.assert_close(weights(again)[name], p, rtol=0, atol=1e-6)
+    for change in ({"strategy": "lora", "learned": ("probe",)}, {"context_parallel": 2, "learned": ("probe",)}):
+        with pytest.raises(ValueError):
+            setting.replace(**change)

@@ -1,0 +1,122 @@
+"""The parts of training: settings and recipes, the loss in chunks, checkpoints' names."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import tiny_model, tokens
+
+from corecontext.cli import main
+from corecontext.text import UserError
+from corecontext.train.checkpoint import checkpoints, keep_newest, latest, publish
+from corecontext.train.config import TrainConfig, field_help, load_recipe
+from corecontext.train.loss import chunked_cross_entropy, compute_loss_in_chunks
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_loss_in_chunks_is_the_loss(dtype, softcap):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 16, generator=generator).to(dtype).requires_grad_() for rows in (37, 50))
+    labels = torch.randint(0, 50, (37,), generator=generator)
+    labels[[3, 20]] = -100
+    logits = F.linear(hidden, weight).float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = F.cross_entropy(logits, labels, reduction="sum") / 35
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    for chunk in (1, 8, 100):
+        loss = chunked_cross_entropy(hidden, weight, labels, 35, chunk, softcap=softcap)
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+        for got, want in zip(torch.autograd.grad(loss, (hidden, weight)), wanted):
+            torch.testing.assert_close(got, want, rtol=1e-5 if dtype == torch.float32 else 3e-2,
+                                       atol=1e-7 if dtype == torch.float32 else 1e-3)
+    frozen = chunked_cross_entropy(hidden, weight.detach(), labels, 35, 8, softcap=softcap)
+    torch.testing.assert_close(torch.autograd.grad(frozen, hidden)[0], wanted[0], rtol=3e-2, atol=1e-3)
+    assert not chunked_cross_entropy(hidden.detach(), weight.detach(), labels, 35, 8).requires_grad
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_a_model_computes_its_own_loss_in_chunks(family):
+    whole = tiny_model(family)
+    chunked = copy.deepcopy(whole)
+    compute_loss_in_chunks(chunked, 7)
+    ids = tokens(2, 30)
+    labels = ids.clone()
+    labels[0, 5:9] = -100
+    for options in ({"labels": labels}, {"labels": labels, "num_items_in_batch": torch.tensor(11)}):
+        for model in (whole, chunked):
+            model.zero_grad()
+        expected, loss = (model(ids, **options).loss for model in (whole, chunked))
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+        expected.backward()
+        loss.backward()
+        for a, b in zip(chunked.parameters(), whole.parameters()):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+    shifted = chunked(ids, shift_labels=F.pad(labels, (0, 1), value=-100)[:, 1:]).loss
+    torch.testing.assert_close(shifted, whole(ids, labels=labels).loss, rtol=1e-6, atol=1e-6)
+    assert torch.equal(chunked(ids).logits, whole(ids).logits)  # without labels nothing changes
+
+
+def test_settings_are_checked_and_travel():
+    config = TrainConfig(data=("a", "b"), shape={"hidden_size": 8}, long_tokens=9)
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert set(field_help()) == set(config.to_dict())
+    for change, message in (({"strategy": "lore"}, "strategy must be one of .* Did you mean 'lora'"),
+                            ({"steps": 0}, "steps must be at least 1, got 0"),
+                            ({"learning_rate": float("nan")}, "learning_rate must be at least 0, got nan"),
+                            ({"min_learning_rate": 1.0}, "min_learning_rate must be at most learning_rate"),
+                            ({"long_share": 1.0}, "long_share must lie between 0 and 1"),
+                            ({"method": "full", "context_parallel": 2}, "context_parallel must be 1, got 2, but"),
+                            ({"stepz": 3}, "unknown recipe key 'stepz'. Did you mean 'steps'")):
+        with pytest.raises(ValueError, match=message):
+            config.replace(**change)
+    with pytest.raises(TypeError, match="steps must be an integer, got 1.5"):
+        config.replace(steps=1.5)
+
+
+def test_recipes_are_what_the_paper_says(tmp_path, capsys):
+    for name, length in (("llama2_7b_32k", 32768), ("llama2_7b_80k", 81920), ("llama31_8b_128k", 131072),
+                         ("qwen25_7b_128k", 131072)):
+        config = load_recipe(f"{RECIPES}/long_context.py:{name}")
+        assert (config.context_length, config.group_size, config.window_size, config.steps) == (length, 16, 1024, 1000)
+        assert config.batch_size * config.accumulation * 8 == 64 and config.strategy == "full"
+        assert config.rope_theta == (500_000.0 if "llama2" in name else None)
+    saved = tmp_path / "train_config.json"
+    saved.write_text(json.dumps(config.to_dict()))
+    assert load_recipe(str(saved)) == config
+    (tmp_path / "mine.py").write_text("def mine():\n    return 3\n")
+    (tmp_path / "broken.json").write_text('{"stepz": 3}')
+    for name, message in (("nothing.py", "does not exist"), ("mine.py:yours", "must have a function 'yours', got mine"),
+                          ("mine.py", "must return a TrainConfig, got int"), ("broken.json", "unknown recipe key")):
+        with pytest.raises(UserError, match=message):
+            load_recipe(f"{tmp_path}/{name}")
+    assert main(["train", f"{tmp_path}/mine.py"]) == 2 and main(["train", "--steps", "0"]) == 2
+    assert main(["train", "--shape", "{"]) == 2 and main(["train"]) == 2
+    assert "output must be given" in capsys.readouterr().err
+
+
+def test_a_checkpoint_has_its_name_when_it_is_whole(tmp_path):
+    for step in (2, 10, 9):
+        staged = tmp_path / ".saving" / f"checkpoint-{step}"
+        staged.mkdir(parents=True)
+        (staged / "weights").write_text(str(step))
+        assert latest(tmp_path) is None or latest(tmp_path).name != staged.name
+        publish(staged, tmp_path / staged.name)
+    staged.mkdir()
+    (staged / "weights").write_text("later")
+    publish(staged, tmp_path / "checkpoint-9")
+    assert (tmp_path / "checkpoint-9/weights").read_text() == "9" and not staged.exists()
+    (tmp_path / "checkpoint-11.partial").mkdir()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-9", "checkpoint-10"]
+    keep_newest(tmp_path, 2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    assert not (tmp_path / ".deleting").exists()
