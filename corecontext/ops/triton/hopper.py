@@ -11,14 +11,13 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, warpgroup_mma,
                                                               warpgroup_mma_wait)
 
-from corecontext.ops.triton.launch import launch
+from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
 from corecontext.ops.triton.tensor_memory import DTYPES, aligned, copy_in, copy_out, descriptor, wait_out
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -283,12 +282,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q
     n, r, num_queries, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    block_d = triton.next_power_of_2(dim)
+    block_d = power_of_2(dim)
     block_n = 128 if block_d <= 128 else 64
-    num_tiles = triton.cdiv(num_queries, 128)
+    num_tiles = ceil_div(num_queries, 128)
     num_items = num_tiles * n * r
     heads_per_turn = r * max(1, CACHE_BYTES // (2 * core_k.shape[2] * dim * core_k.element_size()))
-    launch(_attend_fwd_hopper, min(num_programs(q.device), num_items), (
+    launch(_attend_fwd_hopper, (min(num_programs(q.device), num_items),), (
         descriptor(q, 64), descriptor(k, block_n), descriptor(v, block_n), descriptor(core_k, block_n),
         descriptor(core_v, block_n), descriptor(out, 64), lse,
         lse if core_bias is None else core_bias.float().contiguous(), num_items, num_tiles, n * r,

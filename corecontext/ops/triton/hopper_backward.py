@@ -21,7 +21,7 @@ from corecontext.ops.rotary import Rotary
 from corecontext.ops.triton import hopper
 from corecontext.ops.triton.hopper import LOG2E
 from corecontext.ops.triton.pool import pool_backward
-from corecontext.ops.triton.launch import launch
+from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
 from corecontext.ops.triton.tensor_memory import DTYPES, add_out, aligned, copy_in, descriptor, wait_out
 
 BLOCK_M = 64  # queries of a tile
@@ -30,9 +30,9 @@ HEADS_PER_TURN = 4
 MIN_BYTES = 128 << 20
 
 
-@triton.jit(do_not_specialize=["num_queries"])
-def _prepare_kernel(out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, stats_ptr, sum_ptr, out_n, out_r, out_t, grad_n, grad_r,
-                    grad_t, num_queries, heads_per_n, HAS_GRAD_LSE: tl.constexpr, HEAD_DIM: tl.constexpr,
+@triton.jit(do_not_specialize=["num_queries", "heads_per_n"])
+def _prepare_kernel(out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, stats_ptr, sum_ptr, num_queries, heads_per_n, out_n,
+                    out_r, out_t, grad_n, grad_r, grad_t, HAS_GRAD_LSE: tl.constexpr, HEAD_DIM: tl.constexpr,
                     BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
     """Grid: (query tiles, N r). Writes a tile's -lse in units of log 2 and grad lse - sum(out grad), 2 x 64 float32
     side by side, -infinity and 0 where no query is; and zeros where its queries' gradients will be added up."""
@@ -57,7 +57,7 @@ def _prepare_kernel(out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, stats_ptr, sum_ptr
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_groups"])
-def _finish_kernel(sum_ptr, last_ptr, grad_ptr, num_queries, num_groups, group_size, scale, HAS_LAST: tl.constexpr,
+def _finish_kernel(sum_ptr, last_ptr, grad_ptr, num_queries, num_groups, scale, group_size, HAS_LAST: tl.constexpr,
                    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
     """Grid: (query tiles, N r). The queries' gradients in their dtype: the scaled sum, and at the end of each group
     what its pooling adds."""
@@ -335,17 +335,15 @@ def gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
     size = _rows_at_once(q, k)
     sums = torch.empty(size, *q.shape[1:], dtype=torch.float32, device=q.device)
     for low in range(0, n, size):
-        some = slice(low, low + size)
-        last, bias_part = _some_gradients(
-            grad_out[some], None if grad_lse is None else grad_lse[some], q[some], key[some], value[some],
-            *(x[some] for x in cores), out[some], lse[some], tuple(x[some] for x in groups), sums[:min(size, n - low)],
-            (dk[some], dv[some]), group_size, window_size, None if core_bias is None else core_bias[some], options)
-        rows = triton.cdiv(num_queries, BLOCK_M)
-        _finish_kernel[(rows, min(size, n - low) * r)](
-            sums, sums if last is None else last, dq[some], num_queries, num_cores, group_size, scale,
-            HAS_LAST=last is not None, HEAD_DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK=BLOCK_M)
+        some = None if size >= n else slice(low, low + size)
+        dq_part, *parts = _rows(some, dq, dk, dv, grad_out, grad_lse, q, key, value, out, lse, core_bias)
+        last, bias_part = _some_gradients(*parts, _rows(some, *cores), _rows(some, *groups), sums, group_size,
+                                          window_size, options)
+        launch(_finish_kernel, (ceil_div(num_queries, BLOCK_M), dq_part.shape[0] * r), (
+            sums, sums if last is None else last, dq_part, num_queries, num_cores, scale), (group_size,),
+            HAS_LAST=last is not None, HEAD_DIM=dim, BLOCK_D=power_of_2(dim), BLOCK=BLOCK_M, num_warps=4)
         if dbias is not None:
-            dbias[some] = bias_part
+            dbias[low:low + size] = bias_part
     return dq, dk, dv, dbias
 
 
@@ -357,37 +355,43 @@ def _rows_at_once(q: Tensor, k: Tensor) -> int:
     return max(1, min(q.shape[0], max(limit, MIN_BYTES) // (2 * q.shape[1] * head_bytes)))
 
 
-def _some_gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, core_k: Tensor,
-                    core_v: Tensor, out: Tensor, lse: Tensor, groups: tuple[Tensor, Tensor, Tensor], sums: Tensor,
-                    grads: tuple[Tensor, Tensor], group_size: int, window_size: int, core_bias: Tensor | None,
-                    options: dict) -> tuple[Tensor | None, Tensor]:
-    """Fill sums with the queries' gradients still to be scaled and grads with those of k and v; returns what pooling
+def _rows(some: slice | None, *tensors: Tensor | None) -> tuple:
+    """Those rows of each; None stands for all, since slicing takes time even where it changes nothing."""
+    return tensors if some is None else tuple(None if x is None else x[some] for x in tensors)
+
+
+def _some_gradients(dk: Tensor, dv: Tensor, grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+                    out: Tensor, lse: Tensor, core_bias: Tensor | None, cores: tuple[Tensor, Tensor],
+                    groups: tuple[Tensor, Tensor, Tensor], sums: Tensor, group_size: int, window_size: int,
+                    options: dict) -> tuple[Tensor | None, Tensor | None]:
+    """Fill sums with the queries' gradients still to be scaled, dk and dv with those of k and v; returns what pooling
     adds to the queries at group ends, and the gradient of the bias."""
-    n, r, num_queries, dim = q.shape
+    (core_k, core_v), (n, r, num_queries, dim) = cores, q.shape
     num_cores, core_heads, scale = core_k.shape[2], core_k.shape[1], options["scale"]
     core_grads = torch.empty(2, n, r, num_cores, dim, dtype=torch.float32, device=q.device)
-    tiles = triton.cdiv(num_queries, BLOCK_M)
+    tiles = ceil_div(num_queries, BLOCK_M)
     stats = torch.empty(n, r, tiles, 2 * BLOCK_M, dtype=torch.float32, device=q.device)
-    dbias = torch.empty(n, r, triton.cdiv(num_cores, 64) if core_bias is not None else 0, dtype=torch.float32,
-                        device=q.device)
-    block_d = triton.next_power_of_2(dim)
-    _prepare_kernel[(tiles, n * r)](out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(), stats, sums,
-                                    *out.stride()[:3], *grad_out.stride()[:3], num_queries, r,
-                                    HAS_GRAD_LSE=grad_lse is not None, HEAD_DIM=dim, BLOCK_D=block_d, BLOCK=BLOCK_M)
+    dbias = None if core_bias is None else torch.empty(n, r, ceil_div(num_cores, 64), dtype=torch.float32,
+                                                       device=q.device)
+    block_d = power_of_2(dim)
+    launch(_prepare_kernel, (tiles, n * r), (
+        out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(), stats, sums, num_queries, r),
+        (*out.stride()[:3], *grad_out.stride()[:3]), HAS_GRAD_LSE=grad_lse is not None, HEAD_DIM=dim, BLOCK_D=block_d,
+        BLOCK=BLOCK_M, num_warps=4)
     core_key, core_value = (aligned(core_k), aligned(core_v)) if num_cores else (k, v)
-    core_programs = triton.cdiv(num_cores, BLOCK_N) * n * r
-    launch(_attend_bwd_hopper, core_programs + triton.cdiv(num_queries, BLOCK_N) * n, (
+    core_programs = ceil_div(num_cores, BLOCK_N) * n * r
+    launch(_attend_bwd_hopper, (core_programs + ceil_div(num_queries, BLOCK_N) * n,), (
         descriptor(q, 64), descriptor(grad_out, 64), descriptor(stats, 1), descriptor(k, 64), descriptor(v, 64),
         descriptor(core_key, 64), descriptor(core_value, 64), descriptor(sums, 64, block_d // 2),
-        lse if core_bias is None else core_bias.float().contiguous(), core_grads, *grads, dbias, num_queries, num_cores,
-        core_programs, n, r, r // core_heads, HEADS_PER_TURN, scale * LOG2E.value, group_size,
-        window_size), HAS_BIAS=core_bias is not None, HEAD_DIM=dim, BLOCK_D=block_d, STAGES=2, DTYPE=DTYPES[q.dtype],
-        num_warps=4)
+        lse if core_bias is None else core_bias.float().contiguous(), core_grads, dk, dv,
+        stats if dbias is None else dbias, num_queries, num_cores, core_programs, n, r, r // core_heads, HEADS_PER_TURN,
+        scale * LOG2E.value, group_size, window_size), HAS_BIAS=core_bias is not None, HEAD_DIM=dim, BLOCK_D=block_d,
+        STAGES=2, DTYPE=DTYPES[q.dtype], num_warps=4)
     last = None
     if num_cores:
         if core_heads == 1 and r > 1:
             core_grads = core_grads.sum(2, keepdim=True)
         pooled = num_cores * group_size
-        into = tuple(x[:, :pooled].unflatten(1, (num_cores, group_size)) for x in grads)
+        into = tuple(x[:, :pooled].unflatten(1, (num_cores, group_size)) for x in (dk, dv))
         last, _, _ = pool_backward(*core_grads, *groups, **options, into=into)
-    return last, dbias.sum(-1)
+    return last, None if dbias is None else dbias.sum(-1)

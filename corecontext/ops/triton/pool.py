@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WHOLE_GROUP = 16384  # elements of K in a padded group, up to which one program holds it in registers
@@ -365,9 +366,8 @@ def _half_scores(q_a, q_b, k_a, k_b, rows, group_size, scale):
 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
-def _pool_half_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, sin_ptr,
-                          q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g, core_n, core_h, core_m,
-                          num_groups, group_size, scale, HEADS: tl.constexpr, HEADS_OUT: tl.constexpr,
+def _pool_half_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, sin_ptr, num_groups, group_size, scale,
+                          q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g, core_n, core_h, core_m, HEADS: tl.constexpr, HEADS_OUT: tl.constexpr,
                           HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
     """`_pool_fwd_kernel` for the usual case: learned weights, and a rotation that pairs column i with i + HALF and
     turns them all. Keys are loaded as two halves, so the elements of a pair meet in one thread.
@@ -408,9 +408,9 @@ def _pool_half_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
 def _pool_half_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
-                          grad_q_ptr, grad_k_ptr, grad_v_ptr,
+                          grad_q_ptr, grad_k_ptr, grad_v_ptr, num_groups, group_size, scale,
                           dck_n, dck_h, dck_m, dcv_n, dcv_h, dcv_m, q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g,
-                          dq_n, dq_h, dq_m, dk_n, dk_m, dk_g, dv_n, dv_m, dv_g, num_groups, group_size, scale,
+                          dq_n, dq_h, dq_m, dk_n, dk_m, dk_g, dv_n, dv_m, dv_g,
                           HEADS: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
                           BLOCK_G: tl.constexpr):
     """`_pool_bwd_kernel` for one core token per KV head in the usual case (see `_pool_half_fwd_kernel`).
@@ -712,8 +712,8 @@ def _plan(group_size: int, head_dim: int, per_thread: int) -> tuple[bool, int, i
 
     `per_thread` elements of K for a thread. One warp for a group where that fits: its sums need no shared memory.
     """
-    block_d = triton.next_power_of_2(head_dim)
-    block_g = triton.next_power_of_2(group_size)
+    block_d = power_of_2(head_dim)
+    block_g = power_of_2(group_size)
     size = block_g * block_d
     if size > _WHOLE_GROUP:
         # Not below one token: a head_dim this large only makes the loop longer.
@@ -727,6 +727,11 @@ def _halves(rotary: Rotary | None, head_dim: int, softcap: float | None) -> bool
     """Whether the kernels for two halves of the columns can take the call."""
     return (rotary is not None and not rotary.interleaved and 2 * rotary.inv_freq.numel() == head_dim and
             head_dim & (head_dim - 1) == 0 and head_dim >= 16 and softcap is None)
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Of all dimensions but the last."""
+    return tuple(step for x in tensors for step in x.stride()[:3])
 
 
 def _columns_adjacent(x: Tensor) -> Tensor:
@@ -770,12 +775,12 @@ def pool(q_last: Tensor, k: Tensor, v: Tensor, *, scale: float, pooling: str = "
     cos, sin = _tables(rotary, group_size, k.device)
     with torch.cuda.device_of(k):
         if whole and pooling == "cca" and _halves(rotary, head_dim, softcap):
-            _pool_half_fwd_kernel[(batch * triton.cdiv(num_groups, block_m),)](
-                q_last, k, v, core_k, core_v, cos, sin, *q_last.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                *core_k.stride()[:3], num_groups, group_size, float(scale), HEADS=heads, HEADS_OUT=heads_out,
-                HALF=head_dim // 2, BLOCK_M=block_m, BLOCK_G=block_g, num_warps=num_warps)
+            launch(_pool_half_fwd_kernel, (batch * ceil_div(num_groups, block_m),), (
+                q_last, k, v, core_k, core_v, cos, sin, num_groups, group_size, float(scale)),
+                _strides(q_last, k, v, core_k), HEADS=heads, HEADS_OUT=heads_out, HALF=head_dim // 2, BLOCK_M=block_m,
+                BLOCK_G=block_g, num_warps=num_warps)
             return core_k, core_v
-        kernel[(batch * triton.cdiv(num_groups, block_m),)](
+        kernel[(batch * ceil_div(num_groups, block_m),)](
             q_last, k, v, core_k, core_v, cos, sin,
             *q_last.stride()[:3], *k.stride()[:3], *v.stride()[:3], *core_k.stride()[:3],
             num_groups, group_size, float(scale), float(softcap or 1.0),
@@ -819,19 +824,18 @@ def pool_backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: T
                                                         per_thread=64 if halves or heads > 1 else 32)
     kernel, more = _pool_bwd_kernel, {}
     if not whole:
-        kernel, more = _pool_long_bwd_kernel, {"BLOCK_H": triton.next_power_of_2(heads)}
+        kernel, more = _pool_long_bwd_kernel, {"BLOCK_H": power_of_2(heads)}
     # Without learned weights no kernel touches the gradient of q.
     into_q = q_last if grad_q is None else grad_q
     cos, sin = _tables(rotary, group_size, k.device)
     with torch.cuda.device_of(k):
         if whole and halves:
-            _pool_half_bwd_kernel[(batch * triton.cdiv(num_groups, block_m),)](
-                grad_core_k, grad_core_v, q_last, k, v, cos, sin, grad_q, grad_k, grad_v, *grad_core_k.stride()[:3],
-                *grad_core_v.stride()[:3], *q_last.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_q.stride()[:3],
-                *grad_k.stride()[:3], *grad_v.stride()[:3], num_groups, group_size, float(scale), HEADS=heads,
+            launch(_pool_half_bwd_kernel, (batch * ceil_div(num_groups, block_m),), (
+                grad_core_k, grad_core_v, q_last, k, v, cos, sin, grad_q, grad_k, grad_v, num_groups, group_size,
+                float(scale)), _strides(grad_core_k, grad_core_v, q_last, k, v, grad_q, grad_k, grad_v), HEADS=heads,
                 ADD=into is not None, HALF=head_dim // 2, BLOCK_M=block_m, BLOCK_G=block_g, num_warps=num_warps)
             return grad_q, grad_k, grad_v
-        kernel[(batch * triton.cdiv(num_groups, block_m),)](
+        kernel[(batch * ceil_div(num_groups, block_m),)](
             grad_core_k, grad_core_v, q_last, k, v, cos, sin, into_q, grad_k, grad_v,
             *grad_core_k.stride()[:3], *grad_core_v.stride()[:3], *q_last.stride()[:3], *k.stride()[:3],
             *v.stride()[:3], *into_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3],

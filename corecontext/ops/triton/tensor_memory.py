@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from corecontext.ops.triton.launch import power_of_2
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -30,19 +31,22 @@ wait_out = tma.store_wait
 
 def aligned(x: Tensor) -> Tensor:
     """x, copied unless the accelerator can read it: rows of neighbours, all else in steps of 16 bytes."""
-    step = 16 // x.element_size()
-    steps = all(size == 1 or (stride and stride % step == 0) for size, stride in zip(x.shape[:-1], x.stride()[:-1]))
-    if x.stride(-1) == 1 and steps and x.data_ptr() % 16 == 0:
+    *steps, last = x.stride()
+    unit = 16 // x.element_size()
+    if last == 1 and x.data_ptr() % 16 == 0 and all(
+            size == 1 or (step and step % unit == 0) for size, step in zip(x.shape, steps)):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
     """x [N, heads, T, D], aligned, for copies of `rows` rows of one head; rows and columns outside read as zeros."""
-    block = (1, 1, rows, columns or max(16, triton.next_power_of_2(x.shape[-1])))
-    strides = [stride if size > 1 else block[3] for size, stride in zip(x.shape[:-1], x.stride()[:-1])]
+    shape, strides = list(x.shape), list(x.stride())
+    block = (1, 1, rows, columns or max(16, power_of_2(shape[3])))
+    if 1 in shape:  # any stride will do there, but one that is aligned
+        strides = [step if size > 1 else block[3] for size, step in zip(shape[:3], strides)] + [1]
     made = object.__new__(TensorDescriptor)  # its checks take longer than all else here; `aligned` has made them
-    made.base, made.shape, made.strides, made.block_shape = x, list(x.shape), [*strides, 1], list(block)
+    made.base, made.shape, made.strides, made.block_shape = x, shape, strides, list(block)
     made.layout, made.padding = _layout(block, x.dtype), "zero"
     return made
 

@@ -1,0 +1,77 @@
+"""The lean launch: when Triton's own is gone through again, and what the kernel is handed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the triton backend needs triton")
+launching = pytest.importorskip("corecontext.ops.triton.launch")
+
+
+class Kernel:
+    """Takes note of launches, its own and those of what it was compiled to."""
+
+    def __init__(self):
+        self.own, self.lean = [], []
+
+    def __getitem__(self, grid):
+        def run(*arguments, **constants):
+            self.own.append((grid, arguments, constants))
+            return Compiled(self)
+        return run
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.kernel.lean.append((grid, arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(launching, "_COMPILED", {})
+    monkeypatch.setattr(launching.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return Kernel()
+
+
+def run(kernel, x, exact=(64, 1), block=32):
+    launching.launch(kernel, (5,), (x, 7, 0.5), exact, BLOCK=block, num_warps=4)
+
+
+def test_the_second_launch_is_lean(kernel):
+    x = torch.zeros(64)
+    run(kernel, x)
+    run(kernel, x)
+    assert kernel.own == [((5,), (x, 7, 0.5, 64, 1), {"BLOCK": 32, "num_warps": 4})]
+    assert kernel.lean == [((5, 1, 1), (x, 7, 0.5, 64, 1, 32))]
+
+
+@pytest.mark.parametrize("other", [{"exact": (65, 1)}, {"exact": (64, 2)}, {"block": 16}, {"dtype": torch.float16}],
+                         ids=str)
+def test_what_triton_compiles_anew_goes_through_triton(kernel, other):
+    run(kernel, torch.zeros(64))
+    run(kernel, torch.zeros(64, dtype=other.pop("dtype", torch.float32)), **other)
+    assert len(kernel.own) == 2 and not kernel.lean
+
+
+def test_unaligned_tensors_always_go_through_triton(kernel):
+    for offset in (1, 0, 1, 1):
+        run(kernel, torch.zeros(64)[offset:])
+    assert len(kernel.own) == 4
+
+
+def test_as_many_are_kept_as_fit(kernel, monkeypatch):
+    monkeypatch.setattr(launching, "_MOST", 3)
+    for stride in range(10):
+        run(kernel, torch.zeros(64), exact=(stride,))
+    assert len(launching._COMPILED) <= 3 and len(kernel.own) == 10
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 16, 17, 127, 128, 1025])
+def test_integers(n):
+    assert launching.power_of_2(n) == max(1, triton.next_power_of_2(n))
+    assert launching.ceil_div(n, 16) == triton.cdiv(n, 16)
