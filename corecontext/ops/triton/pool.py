@@ -367,8 +367,8 @@ def _half_scores(q_a, q_b, k_a, k_b, rows, group_size, scale):
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
 def _pool_half_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, sin_ptr, num_groups, group_size, scale,
-                          q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g, core_n, core_h, core_m, HEADS: tl.constexpr, HEADS_OUT: tl.constexpr,
-                          HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
+                          q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g, core_n, core_h, core_m, HEADS: tl.constexpr,
+                          HEADS_OUT: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
     """`_pool_fwd_kernel` for the usual case: learned weights, and a rotation that pairs column i with i + HALF and
     turns them all. Keys are loaded as two halves, so the elements of a pair meet in one thread.
 
