@@ -189,9 +189,9 @@ def test_info_needs_no_weights(model, here, capfd):
 
 
 def test_bench_operator(here, capfd):
-    assert main(["bench", "operator", "--length", "256", "--heads", "2", "--kv-heads", "1", "--head-dim", "16",
-                 "--window-size", "32", "--forward-only", "--repeats", "3", "--memory-length", "128", "--json",
-                 "sub.jsonl", "--plot", "o.png"]) == 0
+    assert main(["bench", "operator", "--device", "cpu", "--length", "256", "--heads", "2", "--kv-heads", "1",
+                 "--head-dim", "16", "--window-size", "32", "--forward-only", "--repeats", "3", "--memory-length", "128",
+                 "--json", "sub.jsonl", "--plot", "o.png"]) == 0
     assert "forward" in capfd.readouterr().out
     assert {r.name for r in read_records("sub.jsonl")} == {"operator.forward_ms", "operator.peak_bytes"}
     assert (here / "o.png").stat().st_size > 2000
@@ -245,7 +245,7 @@ PERPLEXITY = ["perplexity", "good.txt"]
     (["demo", "--questions", "0"], "questions must be at least 1, got 0."),
     (["demo", "--plot", "a.gif"], "plot must end in .png, .svg, .pdf, got 'a.gif'."),
     (["demo", "--json", "no/a.jsonl"], "output 'no/a.jsonl' must lie in an existing folder."),
-    (["bench", "operator", "--kv-heads", "3"], "kv_heads must divide query_heads, got 3 and 8."),
+    (["bench", "operator", "--device", "cpu", "--kv-heads", "3"], "kv_heads must divide query_heads, got 3 and 8."),
     (["bench", "operator", "--window-size", "0"], "window_size must be at least 1"),
     (["bench", "operator", "--dtype", "int8"], "dtype must be float32, bfloat16 or float16, got 'int8'."),
 ], ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "")

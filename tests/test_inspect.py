@@ -33,7 +33,7 @@ def model(tmp_path_factory) -> str:
                                       {"num_groups": 5}, {"core_bias": 0.7}, {"layer_group_sizes": (3, 5)},
                                       {"learned": ("temperature", "distance", "bias", "key_gain")}], ids=str)
 def test_maps_are_the_weights_of_attention(model, settings):
-    loaded = load(model, method="full")
+    loaded = load(model, method="full", device="cpu")
     config = CCAConfig(**{"group_size": 4, "window_size": 9, **settings})
     handle = enable(loaded.model, config)
     for name, parameter in loaded.model.named_parameters():
@@ -76,7 +76,7 @@ def test_the_page_holds_the_maps(model, tmp_path, capsys):
     ids = loaded.tokenizer(TEXT)["input_ids"][:80]
     assert "".join(data["tokens"]) == loaded.tokenizer.decode(ids) and len(data["tokens"]) == 80
     assert data["queries"] == [15, 31, 47, 63, 79]
-    found = attention_maps(loaded, torch.tensor([ids]), data["queries"])
+    found = attention_maps(loaded, torch.tensor([ids], device=loaded.model.device), data["queries"])
     for one, layer in zip(found.values(), data["layers"]):
         assert (layer["groups"], layer["heads"], layer["shared"]) == (20, 4, 2)
         for name in ("pooling", "core", "raw"):

@@ -163,7 +163,7 @@ def test_groups_of_one_are_full_attention_unless_weighed():
         assert (name in ("key_gain", "bias")) == bool((one - full).abs().max() > 1e-3), name
 
 
-def test_pooling_alone_and_triton():
+def test_pooling_alone_and_triton(device):
     x = make_inputs(24)
     mean = x.q.unflatten(1, (KV, -1)).mean(2, keepdim=True).expand(-1, -1, HEADS // KV, -1, -1).flatten(1, 2)
     for one, other in zip(pool_core_tokens(x.q, x.k, x.v, group_size=4, pooling="mean_query", rotary=ROTARY),
@@ -171,11 +171,12 @@ def test_pooling_alone_and_triton():
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     pytest.importorskip("triton")
     settings = settings_of(RULES[1], torch.float32)
+    q, k, v, grad_out = (one.to(device) for one in (x.q, x.k, x.v, x.grad_out))
     grads = []
     for backend in ("packed", "triton"):
-        leaves = {name: value.clone().requires_grad_() for name, value in settings["learned"].items()}
-        out = cca_attention(x.q, x.k, x.v, group_size=4, window_size=6, rotary=ROTARY, backend=backend, learned=leaves)
-        grads.append([out, *torch.autograd.grad((out * x.grad_out).sum(), list(leaves.values()))])
+        leaves = {name: value.to(device).clone().requires_grad_() for name, value in settings["learned"].items()}
+        out = cca_attention(q, k, v, group_size=4, window_size=6, rotary=ROTARY, backend=backend, learned=leaves)
+        grads.append([out, *torch.autograd.grad((out * grad_out).sum(), list(leaves.values()))])
     for one, other in zip(*grads):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -220,7 +221,7 @@ def test_checkpoints_carry_learned_parameters(folder, tmp_path):
     torch.testing.assert_close(from_pretrained(tmp_path / "saved")(ids(50)).logits, trained, rtol=0, atol=1e-6)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "saved" / name).write_bytes((tmp_path.__class__(folder) / name).read_bytes())
-    loaded = load(str(tmp_path / "saved"), group_size=8)
+    loaded = load(str(tmp_path / "saved"), group_size=8, device="cpu")
     assert loaded.config.learned == LEARNED and loaded.config.group_size == 8
     torch.testing.assert_close(loaded.model.model.layers[1].self_attn.cca["probe"],
                                model.model.layers[1].self_attn.cca["probe"])

@@ -84,6 +84,7 @@ def test_settings_are_checked_and_travel():
 
 
 def test_recipes_are_what_the_paper_says(tmp_path, capsys):
+    pytest.importorskip("datasets")  # asked for before the recipe is read
     for name, length in (("llama2_7b_32k", 32768), ("llama2_7b_80k", 81920), ("llama31_8b_128k", 131072),
                          ("qwen25_7b_128k", 131072)):
         config = load_recipe(f"{RECIPES}/long_context.py:{name}")
