@@ -190,8 +190,8 @@ def test_info_needs_no_weights(model, here, capfd):
 
 def test_bench_operator(here, capfd):
     assert main(["bench", "operator", "--device", "cpu", "--length", "256", "--heads", "2", "--kv-heads", "1",
-                 "--head-dim", "16", "--window-size", "32", "--forward-only", "--repeats", "3", "--memory-length", "128",
-                 "--json", "sub.jsonl", "--plot", "o.png"]) == 0
+                 "--head-dim", "16", "--window-size", "32", "--forward-only", "--repeats", "3", "--memory-length",
+                 "128", "--json", "sub.jsonl", "--plot", "o.png"]) == 0
     assert "forward" in capfd.readouterr().out
     assert {r.name for r in read_records("sub.jsonl")} == {"operator.forward_ms", "operator.peak_bytes"}
     assert (here / "o.png").stat().st_size > 2000
