@@ -40,6 +40,9 @@ class CCAConfig:
     the values), "distance" and "key_gain" change how core tokens are made, "bias" is added to their scores."""
     layer_group_sizes: tuple[int, ...] | None = None
     """g of each full-attention layer, in order, instead of group_size for all."""
+    sink_size: int = 0
+    """First tokens of a sequence that every query sees uncompressed, rounded up to a multiple of g (of each layer's own);
+    their groups are not pooled. 0, the paper's rule, keeps none."""
     cache_dtype: str = "auto"
     """How caches hold keys and values: "auto" (as they come), or in 8 bits with a scale for each entry and head,
     "int8" or "fp8" (e4m3). What goes through a cache then sees the rounded ones; training without one does not."""
@@ -51,6 +54,7 @@ class CCAConfig:
             _check_positive_int(name, getattr(self, name))
         if self.num_groups is not None:
             _check_positive_int("num_groups", self.num_groups)
+        _check_int("sink_size", self.sink_size, 0)
         for name, allowed in (("pooling", POOLINGS), ("core_position", CORE_POSITIONS),
                               ("core_heads", CORE_HEADS), ("cache_dtype", CACHE_DTYPES), ("backend", BACKENDS)):
             check_choice(name, getattr(self, name), allowed)
@@ -110,12 +114,16 @@ class CCAConfig:
 
 
 def _check_positive_int(name: str, value: Any) -> None:
-    """Raise unless value is an int of at least 1 (a bool is no size)."""
+    """Raise unless value is an int of at least 1."""
+    _check_int(name, value, 1, " (a query sees itself)" if name == "window_size" else "")
+
+
+def _check_int(name: str, value: Any, least: int, why: str = "") -> None:
+    """Raise unless value is an int of at least `least` (a bool is no size)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
-    if value < 1:
-        why = " (a query sees itself)" if name == "window_size" else ""
-        raise ValueError(f"{name} must be at least 1{why}, got {value}.")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}{why}, got {value}.")
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

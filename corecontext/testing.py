@@ -15,7 +15,7 @@ from torch import Tensor
 
 from corecontext.ops.api import cca_attention
 from corecontext.ops.rotary import Rotary
-from corecontext.visibility import num_complete_groups, visible_cores_of
+from corecontext.visibility import num_complete_groups, num_sinks, visible_cores_of
 
 
 class Inputs(NamedTuple):
@@ -59,7 +59,7 @@ def make_inputs(seq_len: int, *, batch_size: int = 1, num_heads: int = 4, num_kv
 
 def plain_cca(q: Tensor, k: Tensor, v: Tensor, *, group_size: int, window_size: int, pooling: str = "cca",
               core_position: str = "middle", core_heads: str = "kv", rotary: Rotary | None = None,
-              softcap: float | None = None, core_bias: Tensor | None = None,
+              softcap: float | None = None, core_bias: Tensor | None = None, sink_size: int = 0,
               fused: bool = False) -> tuple[Tensor, Tensor]:
     """CCA as model code would write it in the inputs' own dtype: what errors are compared with.
 
@@ -86,8 +86,9 @@ def plain_cca(q: Tensor, k: Tensor, v: Tensor, *, group_size: int, window_size: 
     keys, values = torch.cat((core_k, k), 2), torch.cat((core_v, v), 2)
     position = torch.arange(seq_len, device=q.device)[:, None]
     visible_cores = visible_cores_of(position, group_size, window_size)
-    seen = torch.cat((torch.arange(num_cores, device=q.device) < visible_cores,
-                      (position.T >= visible_cores * group_size) & (position.T <= position)), 1)
+    sinks, core = num_sinks(sink_size, group_size), torch.arange(num_cores, device=q.device)
+    raw = ((position.T >= visible_cores * group_size) | (position.T < sinks)) & (position.T <= position)
+    seen = torch.cat(((core < visible_cores) & (core >= sinks // group_size), raw), 1)
     scores = capped(q @ keys.mT * head_dim ** -0.5)
     if core_bias is not None:
         scores = scores + F.pad(core_bias.to(q.dtype)[:, None].expand(-1, num_cores), (0, seq_len))[:, None]

@@ -17,7 +17,7 @@ from corecontext.config import BACKENDS, CCAConfig, check_choice
 from corecontext.ops import autograd, packed, reference, rules
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import SegmentView, find_segments, has_restarts
-from corecontext.visibility import group_size_for, is_full_attention
+from corecontext.visibility import group_size_for, is_full_attention, num_sinks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _AUTO_TRITON = (torch.bfloat16, torch.float16)  # in float32 the matrix products of cuBLAS, so `packed`, are faster
@@ -72,9 +72,9 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
                   num_groups: int | None = None, pooling: str = "cca", core_position: str = "middle",
                   core_heads: str = "kv", rotary: Rotary | None = None, scale: float | None = None,
                   softcap: float | None = None, core_bias: float | Tensor | None = None,
-                  learned: Mapping[str, Tensor] | None = None, attention_mask: Tensor | None = None,
-                  cu_seqlens: Tensor | None = None, position_ids: Tensor | None = None, backend: str = "auto",
-                  return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+                  learned: Mapping[str, Tensor] | None = None, sink_size: int = 0,
+                  attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+                  position_ids: Tensor | None = None, backend: str = "auto", return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to core tokens of the far past and raw tokens of the near past in one causal softmax.
 
     docs/math.md, eq. 1 to 5. Every earlier token is seen once: as itself, or through its group's core token.
@@ -95,6 +95,8 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
         core_bias: Added to the scores of core tokens, a number or a tensor [H].
         learned: Parameters of `CCAConfig.learned`: "temperature", "distance", "bias" [H], "probe" [H, D], "key_gain"
             [Hkv]; docs/math.md, eq. 12.
+        sink_size: First tokens of every sequence that all later queries see uncompressed, rounded up to a multiple n
+            of g; their groups have no core token (docs/math.md, eq. 13).
         attention_mask: [B, L], 0 for padding at the ends of a row; padded positions return 0.
         cu_seqlens: [n + 1], boundaries of the documents packed in a batch of one; each starts its own groups.
         position_ids: [1 or B, L], another way to tell packed documents: one starts wherever they do not rise by one.
@@ -111,28 +113,28 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
 
     Cost: 4 D H sum_t (j(t) + t + 1 - j(t) g) operations and memory linear in L (packed backend).
     """
-    _validate(group_size, window_size, num_groups, pooling, core_position, core_heads)
+    _validate(group_size, window_size, num_groups, pooling, core_position, core_heads, sink_size=sink_size)
     _check_types(q, k, v)
     (q, k, v), context = outside_autocast(q, k, v)
     with context:
         out, lse = _attend(q, k, v, group_size, window_size, num_groups, pooling, core_position, core_heads, rotary,
-                           scale, softcap, core_bias, learned or {}, attention_mask, cu_seqlens, position_ids, backend,
-                           return_lse)
+                           scale, softcap, core_bias, learned or {}, sink_size, attention_mask, cu_seqlens, position_ids,
+                           backend, return_lse)
     return (out, lse) if return_lse else out
 
 
 _known_settings = functools.lru_cache(maxsize=256, typed=True)(CCAConfig)
 
 
-def _validate(*settings: object) -> None:
+def _validate(*settings: object, **named: object) -> None:
     """Raise unless the settings make a configuration; torch.compile traces no cache."""
-    (CCAConfig if torch.compiler.is_compiling() else _known_settings)(*settings)
+    (CCAConfig if torch.compiler.is_compiling() else _known_settings)(*settings, **named)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, num_groups: int | None, pooling: str,
             core_position: str, core_heads: str, rotary: Rotary | None, scale: float | None, softcap: float | None,
-            core_bias: float | Tensor | None, learned: Mapping[str, Tensor], attention_mask: Tensor | None,
-            cu_seqlens: Tensor | None, position_ids: Tensor | None, backend: str,
+            core_bias: float | Tensor | None, learned: Mapping[str, Tensor], sink_size: int,
+            attention_mask: Tensor | None, cu_seqlens: Tensor | None, position_ids: Tensor | None, backend: str,
             return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """`cca_attention` on inputs of one dtype; the log-sum-exp may be None where it is not asked for."""
     _check_tensors(q, k, v)
@@ -156,24 +158,24 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, 
         return out, lse
     size = group_size_for(seq_len, window_size, num_groups) if num_groups else group_size
     plain = not ragged and not return_lse and softcap is None and bias is None
-    if plain and chosen != "reference" and is_full_attention(seq_len, size, window_size):
+    if plain and chosen != "reference" and is_full_attention(seq_len, size, window_size, num_sinks(sink_size, size)):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale,
                                               enable_gqa=k.shape[1] != num_heads), None
     if rules.is_own_rule(pooling, learned):
         options = {"scale": scale, "softcap": softcap, "pooling": pooling, "core_heads": core_heads, "rotary": rotary}
         run = torch.compiler.disable(rules.attention) if torch.compiler.is_compiling() else rules.attention
         return run(backend_module(chosen, q), q, k, v, bias, learned, attention_mask, cu_seqlens, position_ids,
-                   (group_size, window_size, num_groups or 0), options)
+                   (group_size, window_size, num_groups or 0, sink_size), options)
     if chosen != "reference":
-        settings = autograd.Settings(group_size, window_size, num_groups or 0, scale, softcap or 0.0, pooling,
-                                     core_heads, rotary is not None and rotary.interleaved, chosen)
+        settings = autograd.Settings(group_size, window_size, num_groups or 0, sink_size, scale, softcap or 0.0,
+                                     pooling, core_heads, rotary is not None and rotary.interleaved, chosen)
         out, lse = autograd.cca_attention(q, k, v, bias, None if rotary is None else rotary.inv_freq, attention_mask,
                                           cu_seqlens, position_ids, settings)
     else:
         out = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:-1], -torch.inf)
         for segment in find_segments(batch_size, seq_len, attention_mask, cu_seqlens, position_ids):
-            one = SegmentView(segment, q, k, v, bias, group_size, window_size, num_groups or 0)
+            one = SegmentView(segment, q, k, v, bias, group_size, window_size, num_groups or 0, sink_size)
             core_k, core_v = reference.pool(*one.groups(), scale=scale, pooling=pooling, core_heads=core_heads,
                                             rotary=rotary, softcap=softcap)
             part_out, part_lse = reference.attend(one.q, one.k, one.v, core_k, core_v, **one.sizes, scale=scale,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from corecontext.ops import packed
+from corecontext.ops import packed, sinks
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import SegmentView, find_segments
 
@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     group_size: int
     window_size: int
     num_groups: int
+    sink_size: int
     scale: float
     softcap: float
     pooling: str
@@ -74,10 +75,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, core_bias: Tensor | None, inv_freq
     segments = find_segments(q.shape[0], q.shape[2], attention_mask, cu_seqlens, position_ids)
     cores: tuple[Tensor, ...] = ()
     for segment in segments:
-        one = SegmentView(segment, q, k, v, core_bias, *settings[:3])
+        one = SegmentView(segment, q, k, v, core_bias, *settings[:4])
         cores = module.pool(*one.groups(), **options)
-        part_out, part_lse = module.attend(one.q, one.k, one.v, *cores, **one.sizes, scale=settings.scale,
-                                           softcap=settings.softcap or None, core_bias=one.core_bias)
+        part_out, part_lse = sinks.attend(module, one.q, one.k, one.v, *cores, **one.sizes, scale=settings.scale,
+                                          softcap=settings.softcap or None, core_bias=one.core_bias)
         out.put(one, part_out)
         lse.put(one, part_lse)
     return out.result(), lse.result(), cores if len(segments) == 1 else ()
@@ -92,10 +93,10 @@ def _gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, 
     grad_bias = None if core_bias is None else torch.zeros(q.shape[1], dtype=_lse_dtype(q), device=q.device)
     module, options = module_of(settings.backend), settings.options(inv_freq)
     for segment in find_segments(q.shape[0], q.shape[2], attention_mask, cu_seqlens, position_ids):
-        one = SegmentView(segment, q, k, v, core_bias, *settings[:3])
+        one = SegmentView(segment, q, k, v, core_bias, *settings[:4])
         groups = one.groups()
-        *parts, dbias = module.gradients(
-            one.take(grad_out), None if grad_lse is None else one.take(grad_lse), one.q, one.k, one.v, one.take(out),
+        *parts, dbias = sinks.gradients(
+            module, one.take(grad_out), None if grad_lse is None else one.take(grad_lse), one.q, one.k, one.v, one.take(out),
             one.take(lse), groups, cores or module.pool(*groups, **options), **one.sizes, core_bias=one.core_bias,
             **options)
         for grad, part in zip(grads, parts):
@@ -133,12 +134,12 @@ class _Eager(torch.autograd.Function):
 @torch.library.custom_op("corecontext::cca_attention", mutates_args=())
 def cca_attention_op(q: Tensor, k: Tensor, v: Tensor, core_bias: Optional[Tensor], inv_freq: Optional[Tensor],
                      attention_mask: Optional[Tensor], cu_seqlens: Optional[Tensor], position_ids: Optional[Tensor],
-                     group_size: int, window_size: int, num_groups: int, scale: float, softcap: float, pooling: str,
-                     core_heads: str, interleaved: bool, backend: str) -> tuple[Tensor, Tensor]:
+                     group_size: int, window_size: int, num_groups: int, sink_size: int, scale: float, softcap: float,
+                     pooling: str, core_heads: str, interleaved: bool, backend: str) -> tuple[Tensor, Tensor]:
     """out [B, H, L, D] and log-sum-exp [B, H, L]."""
     return _forward(q, k, v, core_bias, inv_freq, attention_mask, cu_seqlens, position_ids,
-                    Settings(group_size, window_size, num_groups, scale, softcap, pooling, core_heads, interleaved,
-                             backend))[:2]
+                    Settings(group_size, window_size, num_groups, sink_size, scale, softcap, pooling, core_heads,
+                             interleaved, backend))[:2]
 
 
 class _Batch:
@@ -172,10 +173,11 @@ def cca_attention_backward_op(
         grad_out: Tensor, grad_lse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         core_bias: Optional[Tensor], inv_freq: Optional[Tensor], attention_mask: Optional[Tensor],
         cu_seqlens: Optional[Tensor], position_ids: Optional[Tensor], group_size: int, window_size: int,
-        num_groups: int, scale: float, softcap: float, pooling: str, core_heads: str,
+        num_groups: int, sink_size: int, scale: float, softcap: float, pooling: str, core_heads: str,
         interleaved: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and core_bias ([H], zeros where there is none)."""
-    settings = Settings(group_size, window_size, num_groups, scale, softcap, pooling, core_heads, interleaved, backend)
+    settings = Settings(group_size, window_size, num_groups, sink_size, scale, softcap, pooling, core_heads,
+                        interleaved, backend)
     *grads, grad_bias = _gradients(grad_out, grad_lse, q, k, v, out, lse, core_bias, inv_freq, attention_mask,
                                    cu_seqlens, position_ids, settings)
     if grad_bias is None:

@@ -59,14 +59,15 @@ def pool(q_last: Tensor, k: Tensor, v: Tensor, *, scale: float, pooling: str = "
 
 def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q_start: int = 0, k_start: int = 0,
            group_size: int, window_size: int, scale: float, softcap: float | None = None,
-           core_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+           core_bias: Tensor | None = None, sinks: int = 0) -> tuple[Tensor, Tensor]:
     """Attend to core tokens of the far past and raw tokens of the near past in one softmax (docs/math.md, eq. 5).
 
     Args:
         q: Queries of positions q_start .. q_start + T - 1, [N, r, T, D].
         k, v: Raw keys and values of positions k_start .. k_start + S - 1, [N, S, D], S reaching the last query.
-        core_k, core_v: Core tokens 0 .. M - 1, [N, 1 or r, M, D].
+        core_k, core_v: Core tokens of the groups n / g .. n / g + M - 1, [N, 1 or r, M, D].
         core_bias: Added to the scores of core tokens, [N, r]; None for nothing.
+        sinks: First tokens kept raw (n, docs/math.md, eq. 13), a multiple of group_size.
 
     Returns:
         out [N, r, T, D] and log-sum-exp [N, r, T], both float32 (float64 if given).
@@ -78,7 +79,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q
         core_scores = core_scores + core_bias.to(q.dtype)[:, :, None, None]
     local_scores = _softcap(q @ k[:, None].mT * scale, softcap)  # [N, r, T, S]
     see_core, see_local = visible(q.shape[2], k.shape[1], core_k.shape[2], q_start, k_start, group_size, window_size,
-                                  q.device)
+                                  q.device, sinks)
     scores = torch.cat((core_scores.masked_fill(~see_core, -torch.inf),
                         local_scores.masked_fill(~see_local, -torch.inf)), -1)
     weights_core, weights_local = scores.softmax(-1).split([core_k.shape[2], k.shape[1]], -1)
@@ -97,11 +98,11 @@ def _sum_seen(weights: Tensor, seen: Tensor, values: Tensor) -> Tensor:
 
 
 def visible(num_queries: int, num_keys: int, num_cores: int, q_start: int, k_start: int, group_size: int,
-            window_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+            window_size: int, device: torch.device, sinks: int = 0) -> tuple[Tensor, Tensor]:
     """Masks of what each query sees: core tokens [T, M] and raw tokens [T, S], True where seen."""
     position = torch.arange(q_start, q_start + num_queries, device=device)[:, None]
     key_position = torch.arange(k_start, k_start + num_keys, device=device)
     cores = visible_cores_of(position, group_size, window_size)  # [T, 1]
-    see_core = torch.arange(num_cores, device=device) < cores
-    see_local = (key_position >= cores * group_size) & (key_position <= position)
+    see_core = torch.arange(num_cores, device=device) + sinks // group_size < cores
+    see_local = ((key_position >= cores * group_size) | (key_position < sinks)) & (key_position <= position)
     return see_core, see_local

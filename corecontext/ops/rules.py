@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from corecontext.config import LEARNED, LEARNED_WEIGHTS
+from corecontext.ops import sinks
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import SegmentView, find_segments
 
@@ -96,13 +97,13 @@ def pool(q_last: Tensor, k: Tensor, v: Tensor, learned: Learned, *, scale: float
 
 def attention(module: ModuleType, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, learned: Learned,
               attention_mask: Tensor | None, cu_seqlens: Tensor | None, position_ids: Tensor | None,
-              sizes: tuple[int, int, int], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+              sizes: tuple[int, int, int, int], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """out [B, H, L, D] and log-sum-exp [B, H, L] of `cca_attention` under a rule of this file.
 
     Args:
         module: The backend.
         bias: [H] or None.
-        sizes: group_size, window_size, num_groups or 0.
+        sizes: group_size, window_size, num_groups or 0, sink_size.
         options: scale, softcap, pooling, core_heads and rotary.
     """
     out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
@@ -133,7 +134,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, core_k, core_v, bias, module, sizes, scale, softcap):
         options = {**sizes, "scale": scale, "softcap": softcap, "core_bias": bias}
-        out, lse = module.attend(q, k, v, core_k, core_v, **options)
+        out, lse = sinks.attend(module, q, k, v, core_k, core_v, **options)
         ctx.save_for_backward(q, k, v, core_k, core_v, out, lse, bias)
         ctx.module, ctx.options = module, {**sizes, "scale": scale, "softcap": softcap}
         ctx.set_materialize_grads(False)
@@ -146,6 +147,6 @@ class _Attend(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(tensors[5])
         with torch.autocast(tensors[0].device.type, enabled=False):
-            grads = ctx.module.attend_backward(grad_out, grad_lse, *tensors, **ctx.options, core_bias=bias)
+            grads = sinks.attend_backward(ctx.module, grad_out, grad_lse, *tensors, **ctx.options, core_bias=bias)
         cast = (None if grad is None else grad.to(x.dtype) for grad, x in zip(grads, (*tensors[:5], bias)))
         return *cast, None, None, None, None

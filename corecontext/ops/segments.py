@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from corecontext.visibility import group_size_for, is_full_attention
+from corecontext.visibility import group_size_for, is_full_attention, num_complete_groups, num_sinks
 
 
 class Segment(NamedTuple):
@@ -92,17 +92,18 @@ class SegmentView:
     """One segment of the batch as sequences [N, r, T, D] and [N, T, D], N = rows x KV heads."""
 
     def __init__(self, segment: Segment, q: Tensor, k: Tensor, v: Tensor, core_bias: Tensor | None, group_size: int,
-                 window_size: int, num_groups: int) -> None:
+                 window_size: int, num_groups: int, sink_size: int) -> None:
         self.rows, self.span = slice(segment.first_row, segment.last_row), slice(segment.start, segment.end)
         self.num_kv_heads = k.shape[1]
         seq_len = segment.end - segment.start
         self.group_size = group_size_for(seq_len, window_size, num_groups) if num_groups else group_size
-        self.sizes = {"group_size": self.group_size, "window_size": window_size}
+        self.sinks = num_sinks(sink_size, self.group_size)
+        self.sizes = {"group_size": self.group_size, "window_size": window_size, "sinks": self.sinks}
         # With groups of one token a bias still sets far tokens apart; without one they are plain causal attention.
-        self.full = is_full_attention(seq_len, self.group_size, window_size) and (
-            core_bias is None or seq_len < window_size + self.group_size)
+        self.full = is_full_attention(seq_len, self.group_size, window_size, self.sinks) and (
+            core_bias is None or seq_len - self.sinks < window_size + self.group_size)
         if self.full:  # one causal call
-            self.sizes = {"group_size": 1, "window_size": seq_len}
+            self.sizes, self.sinks = {"group_size": 1, "window_size": seq_len, "sinks": 0}, 0
         self.q, self.k, self.v = self.take(q), self.take(k)[:, 0], self.take(v)[:, 0]
         self.core_bias = None
         if core_bias is not None:
@@ -121,7 +122,9 @@ class SegmentView:
         view.copy_(part.reshape(view.shape))
 
     def groups(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Group-end queries [N, r, M, D], and keys and values by group [N, M, g, D]."""
-        g, num_groups = self.group_size, 0 if self.full else self.q.shape[2] // self.group_size
-        q_last = self.q[:, :, g - 1:num_groups * g:g]
-        return q_last, *(x[:, :num_groups * g].unflatten(1, (num_groups, g)) for x in (self.k, self.v))
+        """Group-end queries [N, r, M, D], and keys and values by group [N, M, g, D], after the first tokens kept raw."""
+        g, first = self.group_size, self.sinks
+        num_groups = 0 if self.full else num_complete_groups(self.q.shape[2] - first, g)
+        end = first + num_groups * g
+        q_last = self.q[:, :, first + g - 1:end:g]
+        return q_last, *(x[:, first:end].unflatten(1, (num_groups, g)) for x in (self.k, self.v))

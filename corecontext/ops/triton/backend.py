@@ -57,7 +57,7 @@ def gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, *tensors: An
     with _on(q):
         if hopper_backward is not None and hopper_backward.unsupported_reason(q, scale, softcap) is None:
             return hopper_backward.gradients(grad_out, grad_lse, q, *tensors, scale=scale, **options)
-        return compose.gradients(_THIS, grad_out, grad_lse, q, *tensors, scale=scale, softcap=softcap, **options)
+        return compose.gradients(Anywhere, grad_out, grad_lse, q, *tensors, scale=scale, softcap=softcap, **options)
 
 
 def pool(q_last: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -87,8 +87,20 @@ def _on(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device_of(x) if x.is_cuda else contextlib.nullcontext()
 
 
-class _THIS:
-    """The two functions that run everywhere."""
+class Anywhere:
+    """This backend without the kernels made for one chip."""
 
     pool_backward = staticmethod(pool_backward)
     attend_backward = staticmethod(attend_backward)
+
+    @staticmethod
+    def attend(q: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """As `attend`."""
+        with _on(q):
+            return anywhere.attend(q, *tensors, **options)
+
+    @staticmethod
+    def gradients(grad_out: Tensor, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As `gradients`."""
+        with _on(grad_out):
+            return compose.gradients(Anywhere, grad_out, *tensors, **options)
