@@ -41,7 +41,7 @@ class CCAConfig:
     layer_group_sizes: tuple[int, ...] | None = None
     """g of each full-attention layer, in order, instead of group_size for all."""
     sink_size: int = 0
-    """First tokens of a sequence that every query sees uncompressed, rounded up to a multiple of g (of each layer's own);
+    """First tokens of a sequence that every query sees uncompressed, rounded up to a multiple of g (each layer's own);
     their groups are not pooled. 0, the paper's rule, keeps none."""
     cache_dtype: str = "auto"
     """How caches hold keys and values: "auto" (as they come), or in 8 bits with a scale for each entry and head,

@@ -3,8 +3,8 @@
 Positions count from 0 within one sequence. docs/math.md, eq. 4 to 7 and 13. No function here knows of tensors, so every
 backend, cache and test can rely on the same few lines; they are checked exhaustively for small sizes.
 
-Where the first n tokens stay raw (n a multiple of g), what follows them is by itself a sequence of these rules: count its
-positions from n, and let every query see the first n tokens, too.
+Where the first n tokens stay raw (n a multiple of g), what follows them is by itself a sequence of these rules: count
+its positions from n, and let every query see the first n tokens, too.
 """
 
 from __future__ import annotations

@@ -71,9 +71,10 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     plan = decode._plan(chip, dtype, 8, HEADS, dim, 4096, 16)
     parts = {"acc_ptr": "fp32", "lse_ptr": "fp32", "seen_ptr": "i64", "pad_ptr": "i64"}
     codes = {"keys_ptr": "i8", "values_ptr": "i8", "ks_ptr": "fp32", "vs_ptr": "fp32"}
-    for kind in ("auto", "int8", "fp8"):
-        yield Kernel(decode._step_kernel, {**settings, **plan.step, "ON_DEVICE": True, "KIND": kind, "WIDTH": 1,
-                                           "HAS_BIAS": False}, {**parts, **tables, **(codes if kind != "auto" else {})})
+    for kind, sinks in (("auto", 0), ("auto", 16), ("int8", 0), ("fp8", 0)):
+        yield Kernel(decode._step_kernel, {**settings, **plan.step, "ON_DEVICE": True, "KIND": kind, "SINKS": sinks,
+                                           "WIDTH": 1, "HAS_BIAS": False},
+                     {**parts, **tables, **(codes if kind != "auto" else {})})
     yield Kernel(decode._merge_kernel, {"ON_DEVICE": True, "HEADS": HEADS, "HEAD_DIM": dim, **plan.merge}, parts)
 
 

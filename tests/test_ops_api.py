@@ -179,9 +179,9 @@ def operator_arguments(device, **changes):
     x = make_inputs(29, batch_size=2, device=device)
     arguments = {"q": x.q, "k": x.k, "v": x.v, "core_bias": torch.ones(4, device=device),
                  "inv_freq": ROTARY.inv_freq.to(device), "attention_mask": None, "cu_seqlens": None,
-                 "position_ids": None, "group_size": 3, "window_size": 5, "num_groups": 0, "scale": 0.25,
-                 "softcap": 0.0, "pooling": "cca", "core_heads": "kv", "interleaved": False, "backend": "packed",
-                 **changes}
+                 "position_ids": None, "group_size": 3, "window_size": 5, "num_groups": 0, "sink_size": 0,
+                 "scale": 0.25, "softcap": 0.0, "pooling": "cca", "core_heads": "kv", "interleaved": False,
+                 "backend": "packed", **changes}
     return list(arguments.values()), x
 
 

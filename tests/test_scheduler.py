@@ -344,7 +344,7 @@ def test_models_that_cannot_be_served_are_refused(model):
 def held_bytes(scheduler):
     """Bytes of everything that pools and beginnings hold, by their storage."""
     tensors = [x for pool in scheduler.pools for buffers in pool._buffers for x in buffers]
-    tensors += [x for node in scheduler.prefixes._nodes.values() for held in (*node.rings, *node.cores) for x in held]
+    tensors += [x for node in scheduler.prefixes._nodes.values() for held in (*node.raw, *node.cores) for x in held]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.numel()}
     return sum(storages.values())
 

@@ -8,6 +8,9 @@ never stored: the token at position p lies in ring slot p mod C, the core token 
 In 8 bits (`CCAConfig.cache_dtype`) scales lie beside codes. A token is rounded when it comes, and attended to and
 pooled as it was rounded, in whatever chunks it came: so all ways of appending still agree.
 
+First tokens kept raw (`CCAConfig.sink_size`) lie between ring and core tokens, the token at position p < n in slot
+C + p. They never enter the ring, and the core tokens behind them are those of later groups.
+
 The file is long because appending, decoding, cropping and saving share one invariant: what each slot holds.
 """
 
@@ -22,11 +25,18 @@ from corecontext.cache.eight_bit import decode, encode
 from corecontext.cache.slots import grown, read, write
 from corecontext.config import CCAConfig
 from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
-from corecontext.ops import rules
+from corecontext.ops import rules, sinks
 from corecontext.ops.decode import attend_buffer
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import find_segments
-from corecontext.visibility import group_size_for, local_start, num_complete_groups, visible_cores_of, window_capacity
+from corecontext.visibility import (
+    group_size_for,
+    local_start,
+    num_complete_groups,
+    num_sinks,
+    visible_cores_of,
+    window_capacity,
+)
 
 UNDO_LIMIT = 256  # longest append, in tokens, that can be cropped away beyond `rollback`
 
@@ -41,7 +51,7 @@ class _Undo(NamedTuple):
 
 
 class CompactLayer:
-    """Keys and values of one layer: a ring of the last s + g - 1 (+ rollback) tokens, then every core token.
+    """Keys and values of one layer: a ring of the last s + g - 1 (+ rollback) tokens, the first n, every core token.
 
     Args:
         config: What to compute; `num_groups` fixes the group size by the first append.
@@ -63,9 +73,9 @@ class CompactLayer:
         self.rotary = rotary if config.core_position == "middle" else None
         self.learned = learned or {}
         self.group_size = config.group_size
-        self.keys: Tensor | None = None  # [B, Hkv, C + M w, D]; w = 1, or r for core_heads="query"
+        self.keys: Tensor | None = None  # [B, Hkv, C + n + M w, D]; w = 1, or r for core_heads="query"
         self.values: Tensor | None = None
-        self.key_scales: Tensor | None = None  # [B, Hkv, C + M w, 1] beside codes in 8 bits
+        self.key_scales: Tensor | None = None  # [B, Hkv, C + n + M w, 1] beside codes in 8 bits
         self.value_scales: Tensor | None = None
         self._dtype: torch.dtype | None = None  # of the keys that came
         self.pad: Tensor | None = None  # [B], slots of left padding
@@ -93,14 +103,24 @@ class CompactLayer:
         return window_capacity(self.group_size, self.config.window_size) + self.rollback
 
     @property
+    def num_sinks(self) -> int:
+        """First tokens that stay raw: n."""
+        return num_sinks(self.config.sink_size, self.group_size)
+
+    @property
+    def raw_size(self) -> int:
+        """Entries before the core tokens: C + n."""
+        return self.ring_size + self.num_sinks
+
+    @property
     def entry_bytes(self) -> int:
         """Bytes of one entry of all rows and heads, keys and values, measured on the buffers."""
         return sum(x[:, :, :1].numel() * x.element_size() for x in self.buffers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use: the ring and the complete groups' core tokens."""
-        return (self.ring_size + self._num_cores() * self._core_width) * self.entry_bytes if self.buffers else 0
+        """Bytes in use: the ring, the first tokens and the complete groups' core tokens."""
+        return (self.raw_size + self._num_cores() * self._core_width) * self.entry_bytes if self.buffers else 0
 
     @property
     def allocated_bytes(self) -> int:
@@ -109,7 +129,11 @@ class CompactLayer:
 
     def _num_cores(self) -> int:
         """Core tokens of the longest row."""
-        return num_complete_groups(max(0, self.seq_len - min(self.pads, default=0)), self.group_size)
+        return self._cores_of(self.seq_len - min(self.pads, default=0))
+
+    def _cores_of(self, length: int) -> int:
+        """Core tokens of a row of so many tokens."""
+        return num_complete_groups(length - self.num_sinks, self.group_size)
 
     # What lies in the buffers ----------------------------------------------------------------------------------
 
@@ -204,49 +228,60 @@ class CompactLayer:
             out = cca_attention(q, k, v, group_size=self.group_size, window_size=c.window_size, pooling=c.pooling,
                                 core_position=c.core_position, core_heads=c.core_heads, rotary=self.rotary,
                                 scale=scale, softcap=softcap, core_bias=c.core_bias, learned=self.learned,
-                                attention_mask=attention_mask, backend=c.backend)
+                                sink_size=c.sink_size, attention_mask=attention_mask, backend=c.backend)
         return q.new_zeros(q.shape) if out is None else out
 
     def _append_rows(self, rows: slice, q: Tensor, k: Tensor, v: Tensor, stored: list[Tensor], first: int, last: int,
                      position: int, scale: float, softcap: float | None, store_only: bool) -> Tensor | None:
         """Rows that share their padding: pool the groups that close, keep what later queries need, attend unless they
         are only to be stored."""
-        g, s, ring, width = self.group_size, self.config.window_size, self.ring_size, self._core_width
-        heads, dim = k.shape[1], k.shape[3]
+        g, s, n, width = self.group_size, self.config.window_size, self.num_sinks, self._core_width
+        ring, raw, heads, dim = self.ring_size, self.raw_size, k.shape[1], k.shape[3]
         module = backend_module(self.config.backend, q)
         count = last - first
         q = q[rows, :, first:last].reshape(-1, q.shape[1] // heads, count, dim)
         k, v = (x[rows, :, first:last].reshape(-1, count, dim) for x in (k, v))
-        low = local_start(position, g, s)
-        past = torch.arange(low, position, device=q.device) % ring
-        raw_k, raw_v = k, v
-        if low < position:
+        among = max(0, min(n - position, count))  # new tokens that are first ones and stay raw
+        if among:
+            for cached, x in zip(self.buffers, stored):
+                cached[rows, :, ring + position:ring + position + among] = x[rows, :, first:first + among].to(
+                    cached.dtype)
+        start, end = max(0, position - n), max(0, position + count - n)  # of the other new ones, counted from n
+        low = local_start(start, g, s)
+        past = torch.arange(n + low, n + start, device=q.device) % ring
+        raw_k, raw_v = k[:, among:], v[:, among:]
+        if low < start:
             before = self._loaded([cached[rows][:, :, past] for cached in self.buffers], k.dtype)
-            raw_k, raw_v = (torch.cat((old.flatten(0, 1), x), 1) for old, x in zip(before, (k, v)))
-        old, total = num_complete_groups(position, g), num_complete_groups(position + count, g)
+            raw_k, raw_v = (torch.cat((old.flatten(0, 1), x), 1) for old, x in zip(before, (raw_k, raw_v)))
+        old, total = num_complete_groups(start, g), num_complete_groups(end, g)
         if total > old:
-            ends = slice(old * g + g - 1 - position, total * g - position, g)
+            ends = slice(among + old * g + g - 1 - start, among + total * g - start, g)
             grouped = (x[:, old * g - low:total * g - low].unflatten(1, (total - old, g)) for x in (raw_k, raw_v))
             cores = self._pool(q[:, :, ends], *grouped, scale, softcap)
             for cached, core in zip(self.buffers, self._stored(*cores)):  # core [N, w, new groups, D or 1]
                 core = core.transpose(1, 2).reshape(-1, heads, (total - old) * width, core.shape[-1])
-                cached[rows, :, ring + old * width:ring + total * width] = core.to(cached.dtype)
-        kept = min(count, ring)
-        slots = torch.arange(position + count - kept, position + count, device=q.device) % ring
+                cached[rows, :, raw + old * width:raw + total * width] = core.to(cached.dtype)
+        kept = min(end - start, ring)
+        slots = torch.arange(n + end - kept, n + end, device=q.device) % ring
         for cached, x in zip(self.buffers, stored):
             cached[rows, :, slots] = x[rows, :, last - kept:last].to(cached.dtype)
         if store_only:
             return None
-        cores = self._loaded([x[rows, :, ring:ring + total * width] for x in self.buffers], k.dtype)
+        cores = self._loaded([x[rows, :, raw:raw + total * width] for x in self.buffers], k.dtype)
         core_k, core_v = (x.unflatten(2, (total, width)).transpose(2, 3).flatten(0, 1) for x in cores)  # [N, w, M, D]
         bias = self._core_bias(q.dtype)
         if isinstance(bias, Tensor):
             bias = bias.reshape(heads, -1).repeat(q.shape[0] // heads, 1)
         elif bias:
             bias = q.new_full(q.shape[:2], bias, dtype=torch.promote_types(q.dtype, torch.float32))
-        out, _ = module.attend(q, raw_k, raw_v, core_k, core_v, q_start=position, k_start=low, group_size=g,
-                               window_size=s, scale=scale, softcap=softcap,
-                               core_bias=bias if isinstance(bias, Tensor) else None)
+        tokens, options = (raw_k, raw_v, core_k, core_v), {"q_start": position, "k_start": n + low, "group_size": g,
+                                                           "window_size": s, "scale": scale, "softcap": softcap,
+                                                           "core_bias": bias if isinstance(bias, Tensor) else None}
+        if n:
+            held = self._loaded([x[rows, :, ring:ring + min(n, position + count)] for x in self.buffers], k.dtype)
+            out, _ = sinks.attend_after(module, q, *(x.flatten(0, 1) for x in held), *tokens, sinks=n, **options)
+        else:
+            out, _ = module.attend(q, *tokens, **options)
         return out.reshape(-1, heads * q.shape[1], count, dim).to(q.dtype)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -257,8 +292,8 @@ class CompactLayer:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise ValueError("gradients must not be asked through a filled compact cache: its core tokens are kept "
                              "without their graph. Train with use_cache=False, or wrap generation in torch.no_grad().")
-        g, s, ring, width = self.group_size, self.config.window_size, self.ring_size, self._core_width
-        fixed = self.max_length is not None
+        g, s, n, width = self.group_size, self.config.window_size, self.num_sinks, self._core_width
+        ring, raw, fixed = self.ring_size, self.raw_size, self.max_length is not None
         if not fixed:
             self._reserve(self.seen + 1)
             self._undo = None
@@ -269,31 +304,36 @@ class CompactLayer:
                                                          "cache_dtype": self.config.cache_dtype}
             out = self._step(q, k, v, self.keys, self.values, self.seen, self.pad, turn=self._turn, **scales,
                              interleaved=self.rotary is not None and self.rotary.interleaved, group_size=g,
-                             window_size=s, ring_size=ring, pooling=self.config.pooling,
+                             window_size=s, ring_size=ring, sinks=n, pooling=self.config.pooling,
                              core_heads=self.config.core_heads, scale=scale, softcap=softcap,
                              core_bias=self.config.core_bias)
             if not fixed:  # a tensor is counted on the device
                 self.seen += 1
             return out
         position = self.seen - self.pad  # [B]
+        target = position % ring
+        if n:
+            target = torch.where((position >= 0) & (position < n), ring + position, target)
         for cached, x in zip(self.buffers, self._stored(k, v)):
-            write(cached, (position % ring)[:, None], x)
-        if fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads):
+            write(cached, target[:, None], x)
+        if fixed or any(self.seen - pad >= n and (self.seen - pad) % g == g - 1 for pad in self.pads):
             self._close_groups(q, position, scale, softcap)
-        cores = (self.keys.shape[2] - ring) // width
-        if not fixed:
-            cores = num_complete_groups(self.seen + 1 - min(self.pads), g)
+        cores = (self.keys.shape[2] - raw) // width if fixed else self._cores_of(self.seen + 1 - min(self.pads))
         self._advance(1)
         slot = torch.arange(ring, device=q.device)
-        visible = visible_cores_of(position, g, s)[:, None]  # [B, 1]
+        visible = visible_cores_of(position - n if n else position, g, s)[:, None]  # [B, 1]
         held = position[:, None] - (position[:, None] - slot) % ring  # position of the token in each ring slot
         see_core = (torch.arange(cores, device=q.device) < visible)[:, None, :, None]  # [B, 1, M, 1]
         if width > 1:  # query head i sees the core tokens made for it
             own = torch.eye(width, dtype=torch.bool, device=q.device)[:, None]  # [w, 1, w]
             see_core = see_core & own
-        see = torch.cat(((held >= visible * g)[:, None].expand(-1, see_core.shape[1], -1), see_core.flatten(2)), -1)
-        keys, values = self._loaded([x[:, :, :ring + cores * width] for x in self.buffers], q.dtype)
-        return attend_buffer(q, keys, values, see, ring, scale=scale, softcap=softcap,
+        see_raw = held >= visible * g
+        if n:  # the first tokens so far, and of the ring those behind them
+            see_first = torch.arange(n, device=q.device) <= position[:, None]
+            see_raw = torch.cat((held >= visible * g + n, see_first), -1)
+        see = torch.cat((see_raw[:, None].expand(-1, see_core.shape[1], -1), see_core.flatten(2)), -1)
+        keys, values = self._loaded([x[:, :, :raw + cores * width] for x in self.buffers], q.dtype)
+        return attend_buffer(q, keys, values, see, raw, scale=scale, softcap=softcap,
                              core_bias=self._core_bias(q.dtype))
 
     def _core_bias(self, dtype: torch.dtype) -> float | Tensor:
@@ -313,7 +353,7 @@ class CompactLayer:
 
     def _close_groups(self, q: Tensor, position: Tensor, scale: float, softcap: float | None) -> None:
         """Pool the group of every row whose newest token is a group's last; other rows keep what they have."""
-        g, ring, width = self.group_size, self.ring_size, self._core_width
+        g, n, ring, width = self.group_size, self.num_sinks, self.ring_size, self._core_width
         batch, heads, _, dim = self.keys.shape
         inside = torch.arange(g, device=q.device)
         slots = ((position // g * g)[:, None] + inside) % ring  # [B, g]
@@ -321,11 +361,14 @@ class CompactLayer:
         grouped = (x.flatten(0, 1)[:, None] for x in tokens)  # [N, 1, g, D]
         q_last = q.reshape(batch * heads, -1, 1, dim)
         cores = self._pool(q_last, *grouped, scale, softcap)
-        last_core = (self.keys.shape[2] - ring) // width - 1
+        last_core = (self.keys.shape[2] - self.raw_size) // width - 1
         if last_core < 0:
             return
         closes = ((position + 1) % g == 0)[:, None, None, None]
-        target = ring + (position // g).clamp(0, last_core)[:, None] * width + torch.arange(width, device=q.device)
+        core = position // g
+        if n:  # groups of first tokens have no core token
+            closes, core = closes & (position >= n)[:, None, None, None], core - n // g
+        target = self.raw_size + core.clamp(0, last_core)[:, None] * width + torch.arange(width, device=q.device)
         for cached, core in zip(self.buffers, self._stored(*cores)):
             core = core.reshape(batch, heads, width, core.shape[-1]).to(cached.dtype)
             write(cached, target, torch.where(closes, core, read(cached, target)))
@@ -341,8 +384,8 @@ class CompactLayer:
                                  "Set group_size, or run the rows one by one.")
             self.group_size = group_size_for(q.shape[2] - self.pads[0], c.window_size, c.num_groups)
         self._core_width = q.shape[1] // k.shape[1] if c.core_heads == "query" else 1
-        cores = 0 if self.max_length is None else num_complete_groups(self.max_length, self.group_size)
-        shape = (k.shape[0], k.shape[1], self.ring_size + cores * self._core_width)
+        cores = 0 if self.max_length is None else self._cores_of(self.max_length)
+        shape = (k.shape[0], k.shape[1], self.raw_size + cores * self._core_width)
         like, self._dtype = self._stored(k[:, :, :1], k[:, :, :1]), k.dtype
         if [(x.shape, x.dtype, x.device) for x in self.buffers] != [((*shape, x.shape[3]), x.dtype, x.device)
                                                                      for x in like]:
@@ -356,7 +399,7 @@ class CompactLayer:
         self.is_empty = False
 
     def adopt(self, buffers: list[Tensor], like: CompactLayer) -> None:
-        """Decode into these buffers from now on, [B, Hkv, C + M w, D or 1], laid out as those of another cache (a
+        """Decode into these buffers from now on, [B, Hkv, C + n + M w, D or 1], laid out as those of another cache (a
         pool)."""
         self.hold(buffers)
         self.group_size, self._core_width, self._dtype = like.group_size, like._core_width, like._dtype
@@ -437,11 +480,11 @@ class CompactLayer:
                 raise ValueError(f"the compact cache must hold at most max_length {self.max_length} tokens, got "
                                  f"{length}. Make it with a larger max_length.")
             return
-        needed = num_complete_groups(length - min(self.pads), self.group_size) * self._core_width
-        room = self.keys.shape[2] - self.ring_size
+        needed = self._cores_of(length - min(self.pads)) * self._core_width
+        room = self.keys.shape[2] - self.raw_size
         if needed > room:
             room = max(needed, room + max(16, room // 4)) if room else needed
-            self.hold([grown(x, self.ring_size + room) for x in self.buffers])
+            self.hold([grown(x, self.raw_size + room) for x in self.buffers])
 
     def _remember(self, stored: list[Tensor], start: int, new: int) -> None:
         """Keep what a short append pushes out of the ring, so that a rejected draft can be cropped away."""
@@ -479,9 +522,10 @@ class CompactLayer:
         # Undoing the last append, as far as needed, brings back what it pushed out of the ring.
         base = left if undo is None else max(left, undo.start)
         intact_from = self._intact_from if undo is None else max(undo.intact_from, base - self.ring_size)
-        needed = min(local_start(max(0, left - pad), self.group_size, self.config.window_size) + pad
-                     for pad in self.pads)
-        if left and needed < intact_from:
+        # Rows of first tokens only need nothing of the ring.
+        n, g, s = self.num_sinks, self.group_size, self.config.window_size
+        needed = min((pad + n + local_start(left - pad - n, g, s) for pad in self.pads if left > pad + n), default=None)
+        if needed is not None and needed < intact_from:
             raise ValueError(f"crop must leave the window whole, got {num_tokens} tokens to take back from a cache "
                              f"made with rollback={self.rollback}. Give it a larger rollback.")
         if undo is not None:
@@ -490,7 +534,7 @@ class CompactLayer:
             for cached, lost in zip(self.buffers, undo.lost):
                 write(cached, slots, lost[:, :, kept:kept + count])
             self._undo = undo._replace(lost=[x[:, :, :kept] for x in undo.lost]) if kept else None
-        self._intact_from = intact_from if left else 0
+        self._intact_from = 0 if needed is None else intact_from
         self._advance(-num_tokens)
         self._note_padding(left)
 
@@ -561,7 +605,7 @@ class CompactLayer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue elsewhere; tensors are those in use, not copies."""
-        used = self.ring_size + self._num_cores() * self._core_width
+        used = self.raw_size + self._num_cores() * self._core_width
         keys, values, *scales = [x[:, :, :used] for x in self.buffers] or [None, None]
         return {"config": self.config.to_dict(), "rollback": self.rollback, "group_size": self.group_size,
                 "core_width": self._core_width, "seen": self.seq_len, "intact_from": self._intact_from,
@@ -570,7 +614,7 @@ class CompactLayer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state made under the same configuration and rollback; copies its tensors."""
-        if state["config"] != self.config.to_dict() or state["rollback"] != self.rollback:
+        if CCAConfig.from_dict(state["config"]) != self.config or state["rollback"] != self.rollback:
             raise ValueError(f"the state must come from a cache with config {self.config.to_dict()} and rollback "
                              f"{self.rollback}, got {state['config']} and {state['rollback']}.")
         self.reset()
@@ -581,7 +625,7 @@ class CompactLayer:
         size = state["keys"].shape[2]
         if self.max_length is not None:
             self._reserve(state["seen"])  # raises where it does not fit
-            size = self.ring_size + num_complete_groups(self.max_length, self.group_size) * self._core_width
+            size = self.raw_size + self._cores_of(self.max_length) * self._core_width
         self.pad = state["pad"].clone()
         self.hold([grown(x, size) for x in (state["keys"], state["values"], *state.get("scales", ()))])
         self._dtype = state.get("dtype", state["keys"].dtype)

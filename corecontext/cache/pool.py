@@ -16,7 +16,7 @@ from torch import Tensor
 from corecontext.cache.full import FullLayer
 from corecontext.cache.layer import CompactLayer
 from corecontext.config import CCAConfig
-from corecontext.visibility import num_complete_groups, window_capacity
+from corecontext.visibility import num_complete_groups, num_sinks, window_capacity
 
 IDLE = 2 ** 30  # padding of a row without a request: its position stays negative, so a kernel stores nothing
 
@@ -54,13 +54,13 @@ class RowShape:
         return 2 * self.kv_heads * (self.head_dim + torch.float32.itemsize)
 
     def entries(self, config: CCAConfig | None, max_length: int) -> int:
-        """Entries of one layer's row, with this layer's settings: the ring, and a core token (r of them per query
-        head) for each group."""
+        """Entries of one layer's row, with this layer's settings: the ring, the first tokens kept raw, and a core token
+        (r of them per query head) for each group behind them."""
         if config is None:
             return max_length
         width = self.query_heads // self.kv_heads if config.core_heads == "query" else 1
-        return (window_capacity(config.group_size, config.window_size)
-                + num_complete_groups(max_length, config.group_size) * width)
+        g, n = config.group_size, num_sinks(config.sink_size, config.group_size)
+        return window_capacity(g, config.window_size) + n + num_complete_groups(max_length - n, g) * width
 
 
 class RowPool:

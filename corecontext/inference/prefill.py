@@ -141,8 +141,8 @@ class _Meter:
 
 
 def _growth(cache: Any, tokens: int) -> float:
-    """Bytes that one more token a row adds to the cache: measured, without the rings, which do not grow."""
+    """Bytes that one more token a row adds to the cache: measured, without the raw tokens, which do not grow."""
     if cache is None or not tokens:
         return 0.0  # nothing to measure yet
     compact = [layer.compact for layer in cache.layers if isinstance(layer, CCALayer) and not layer.compact.is_empty]
-    return (cache_bytes(cache) - sum(one.ring_size * one.entry_bytes for one in compact)) / tokens
+    return (cache_bytes(cache) - sum(one.raw_size * one.entry_bytes for one in compact)) / tokens

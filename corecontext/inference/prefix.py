@@ -1,7 +1,7 @@
 """Caches of prompts' beginnings, kept for requests that begin alike (a system prompt, a document).
 
-A prompt is read in chunks of one size. After each, what a further chunk needs is a node of a tree: the ring, and the
-core tokens of this chunk; those of earlier ones are its ancestors'. Requests branch where chunks end, so a branched
+A prompt is read in chunks of one size. After each, what a further chunk needs is a node of a tree: the raw tokens, and
+the core tokens of this chunk; those of earlier ones are its ancestors'. Requests branch where chunks end, so a branched
 request is read in the very chunks, and has the very numbers, that it would have alone.
 """
 
@@ -28,15 +28,15 @@ class Node:
         self.length = layers[0].seq_len
         before = 0 if parent is None else parent.length
         self.given = [(layer.config, layer.rotary, layer.learned, layer._core_width, layer._dtype) for layer in layers]
-        self.rings = [[x[:, :, :layer.ring_size].clone() for x in layer.buffers] for layer in layers]
+        self.raw = [[x[:, :, :layer.raw_size].clone() for x in layer.buffers] for layer in layers]
         self.cores = [[self._cores(layer, x, before) for x in layer.buffers] for layer in layers]
-        self.nbytes = sum(x.nbytes for held in (*self.rings, *self.cores) for x in held)
+        self.nbytes = sum(x.nbytes for held in (*self.raw, *self.cores) for x in held)
 
     def _cores(self, layer: CompactLayer, buffer: Tensor, before: int) -> Tensor:
         """Core tokens of the groups that closed in this chunk."""
-        ring, width = layer.ring_size, layer._core_width
-        old, new = (num_complete_groups(length, layer.group_size) for length in (before, self.length))
-        return buffer[:, :, ring + old * width:ring + new * width].clone()
+        raw, width = layer.raw_size, layer._core_width
+        old, new = (num_complete_groups(length - layer.num_sinks, layer.group_size) for length in (before, self.length))
+        return buffer[:, :, raw + old * width:raw + new * width].clone()
 
     @property
     def path(self) -> list[Node]:
@@ -90,8 +90,8 @@ class PrefixStore:
         path, cache.layers = node.path, []
         for index, (config, rotary, learned, width, dtype) in enumerate(node.given):
             layer = CCALayer(config, rotary, learned=learned)
-            keys, values, *scales = (torch.cat([ring, *(one.cores[index][i] for one in path)], 2)
-                                     for i, ring in enumerate(node.rings[index]))
+            keys, values, *scales = (torch.cat([raw, *(one.cores[index][i] for one in path)], 2)
+                                     for i, raw in enumerate(node.raw[index]))
             layer.is_initialized = True
             layer.compact.load_state_dict({
                 "config": config.to_dict(), "rollback": 0, "group_size": config.group_size, "ended": None,

@@ -74,7 +74,8 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
                   softcap: float | None = None, core_bias: float | Tensor | None = None,
                   learned: Mapping[str, Tensor] | None = None, sink_size: int = 0,
                   attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-                  position_ids: Tensor | None = None, backend: str = "auto", return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+                  position_ids: Tensor | None = None, backend: str = "auto",
+                  return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to core tokens of the far past and raw tokens of the near past in one causal softmax.
 
     docs/math.md, eq. 1 to 5. Every earlier token is seen once: as itself, or through its group's core token.
@@ -118,8 +119,8 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
     (q, k, v), context = outside_autocast(q, k, v)
     with context:
         out, lse = _attend(q, k, v, group_size, window_size, num_groups, pooling, core_position, core_heads, rotary,
-                           scale, softcap, core_bias, learned or {}, sink_size, attention_mask, cu_seqlens, position_ids,
-                           backend, return_lse)
+                           scale, softcap, core_bias, learned or {}, sink_size, attention_mask, cu_seqlens,
+                           position_ids, backend, return_lse)
     return (out, lse) if return_lse else out
 
 

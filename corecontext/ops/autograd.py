@@ -96,9 +96,9 @@ def _gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, 
         one = SegmentView(segment, q, k, v, core_bias, *settings[:4])
         groups = one.groups()
         *parts, dbias = sinks.gradients(
-            module, one.take(grad_out), None if grad_lse is None else one.take(grad_lse), one.q, one.k, one.v, one.take(out),
-            one.take(lse), groups, cores or module.pool(*groups, **options), **one.sizes, core_bias=one.core_bias,
-            **options)
+            module, one.take(grad_out), None if grad_lse is None else one.take(grad_lse), one.q, one.k, one.v,
+            one.take(out), one.take(lse), groups, cores or module.pool(*groups, **options), **one.sizes,
+            core_bias=one.core_bias, **options)
         for grad, part in zip(grads, parts):
             grad.put(one, part)
         if dbias is not None:

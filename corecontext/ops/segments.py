@@ -122,7 +122,7 @@ class SegmentView:
         view.copy_(part.reshape(view.shape))
 
     def groups(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Group-end queries [N, r, M, D], and keys and values by group [N, M, g, D], after the first tokens kept raw."""
+        """Group-end queries [N, r, M, D], and keys and values by group [N, M, g, D]; not of tokens kept raw."""
         g, first = self.group_size, self.sinks
         num_groups = 0 if self.full else num_complete_groups(self.q.shape[2] - first, g)
         end = first + num_groups * g

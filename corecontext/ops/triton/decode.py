@@ -127,9 +127,10 @@ def _group_rows(ring_ptr, ring_scale_ptr, new_ptr, new_scale, slot, rows, cols, 
 
 @triton.jit
 def _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, new_ks, new_vs, core, cos_ptr, sin_ptr, slot,
-                ring_size, group_size, scale, softcap, HEADS: tl.constexpr, WIDTH: tl.constexpr, POOLING: tl.constexpr,
-                HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+                ring_size, group_size, scale, softcap, SINKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+                POOLING: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+                HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+                BLOCK_D: tl.constexpr):
     """Write the WIDTH core tokens of the group that the new token closes (docs/math.md, eq. 1 to 3), reading the group
     in blocks: once for the softmax's sums, once for the weighted tokens."""
     BLOCK_W: tl.constexpr = BLOCK_R if WIDTH > 1 else 1
@@ -175,7 +176,7 @@ def _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, new_ks,
             core_k += _pooled_key(weights, k, cos, sin, partner, sign, BLOCK_W, BLOCK_D, HALF)
             core_v += tl.sum(weights[:, :, None] * v, 1)
     wide = tl.arange(0, BLOCK_W)
-    entries = core.to(tl.int64) * WIDTH + ring_size + wide
+    entries = core.to(tl.int64) * WIDTH + (ring_size + SINKS) + wide
     at = entries[:, None] * HEAD_DIM + cols[None, :]
     in_dims = (cols < HEAD_DIM)[None, :]
     mask = (wide < WIDTH)[:, None] & in_dims
@@ -192,12 +193,12 @@ def _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, new_ks,
 
 
 @triton.jit
-def _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin, end, slot, reach, ring_size, scale, softcap, bias,
-                 KIND: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                 HEAD_DIM: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
-    """Online softmax over buffer entries begin .. end-1: ring slots whose token is at most `reach` positions old, then
-    core tokens. Unseen entries are not read, so whatever lies there has no effect."""
+def _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin, end, position, slot, reach, ring_size, scale, softcap,
+                 bias, KIND: tl.constexpr, SINKS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+                 HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
+    """Online softmax over buffer entries begin .. end-1: ring slots whose token is at most `reach` positions old, first
+    tokens before the new one, then core tokens. Unseen entries are not read, so whatever lies there has no effect."""
     offs, dims, heads = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -206,10 +207,13 @@ def _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin, end, slot, reac
     k_tile, v_tile = keys_ptr + tile, values_ptr + tile
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         entries = start + offs
-        is_core = entries >= ring_size
+        is_core = entries >= ring_size + SINKS
         age = slot - entries
         age = tl.where(age < 0, age + ring_size, age)  # of the token in a ring slot; 0 is the new one, counted apart
-        seen = (entries < end) & (is_core | ((age > 0) & (age <= reach)))
+        seen = (age > 0) & (age <= reach)
+        if SINKS > 0:
+            seen = tl.where(entries < ring_size, seen, entries - ring_size < position)
+        seen = (entries < end) & (is_core | seen)
         mask = seen[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_tile, mask=mask, other=0.0)
         v = tl.load(v_tile, mask=mask, other=0.0)
@@ -225,8 +229,8 @@ def _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin, end, slot, reac
         scores, _ = _attend_scores(products, scale, shift, softcap, HAS_SOFTCAP)
         visible = seen[None, :]
         if WIDTH > 1:  # query head i sees the core tokens made for it
-            visible = visible & ((entries < ring_size)[None, :]
-                                 | ((entries - ring_size)[None, :] % WIDTH == heads[:, None]))
+            visible = visible & ((entries < ring_size + SINKS)[None, :]
+                                 | ((entries - ring_size - SINKS)[None, :] % WIDTH == heads[:, None]))
         scores = tl.where(visible, scores, -float("inf"))
         new = tl.maximum(highest, tl.max(scores, 1))
         safe = tl.where(new == -float("inf"), 0.0, new)  # nothing seen yet: exp2(-inf - -inf) would be NaN
@@ -242,8 +246,8 @@ def _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin, end, slot, reac
 
 @triton.jit
 def _append(q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, cos_ptr, sin_ptr, acc_ptr, lse_ptr, stride_qh,
-            position, slot, capacity, ring_size, group_size, scale, softcap, KIND: tl.constexpr, HEADS: tl.constexpr,
-            WIDTH: tl.constexpr, POOLING: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+            position, slot, capacity, ring_size, group_size, scale, softcap, KIND: tl.constexpr, SINKS: tl.constexpr,
+            HEADS: tl.constexpr, WIDTH: tl.constexpr, POOLING: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
             INTERLEAVED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
             BLOCK_D: tl.constexpr):
     """Store the new token, pool the group that it closes, and write what attention to it alone gives."""
@@ -253,7 +257,10 @@ def _append(q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, cos_ptr
     q = tl.load(q_ptr + heads[:, None] * stride_qh + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     k = tl.load(k_ptr + dims, mask=in_dims, other=0.0)
     v = tl.load(v_ptr + dims, mask=in_dims, other=0.0)
-    at = slot.to(tl.int64) * HEAD_DIM + dims
+    entry = slot
+    if SINKS > 0:  # the first tokens do not enter the ring
+        entry = tl.where(position < SINKS, ring_size + tl.maximum(position, 0), slot)
+    at = entry.to(tl.int64) * HEAD_DIM + dims
     stored = tl.where(position >= 0, HEAD_DIM, 0)  # padding has no slot
     new_ks, new_vs = 0.0, 0.0
     if KIND != "auto":
@@ -262,8 +269,8 @@ def _append(q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, cos_ptr
         k, v = _rounded(k, new_ks, KIND), _rounded(v, new_vs, KIND)
         tl.store(ring_k_ptr + at, _codes(k, KIND), mask=dims < stored)
         tl.store(ring_v_ptr + at, _codes(v, KIND), mask=dims < stored)
-        tl.store(ks_ptr + slot, new_ks, mask=position >= 0)
-        tl.store(vs_ptr + slot, new_vs, mask=position >= 0)
+        tl.store(ks_ptr + entry, new_ks, mask=position >= 0)
+        tl.store(vs_ptr + entry, new_vs, mask=position >= 0)
         k, v = k * new_ks, v * new_vs
     else:
         tl.store(ring_k_ptr + at, k, mask=dims < stored)
@@ -272,32 +279,36 @@ def _append(q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, cos_ptr
     tl.store(lse_ptr + heads, scores, mask=in_heads)
     tl.store(acc_ptr + heads[:, None] * HEAD_DIM + dims[None, :],
              tl.zeros([BLOCK_R, 1], tl.float32) + v.to(tl.float32)[None, :], mask=mask)
-    core = tl.maximum(position, 0) // group_size
-    if ((position + 1) % group_size == 0) & (position >= 0) & ((core + 1) * WIDTH <= capacity - ring_size):
+    core = tl.maximum(position - SINKS, 0) // group_size
+    if ((position + 1) % group_size == 0) & (position >= SINKS) & ((core + 1) * WIDTH <= capacity - ring_size - SINKS):
         _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, new_ks, new_vs, core, cos_ptr, sin_ptr,
-                    slot, ring_size, group_size, scale, softcap, HEADS, WIDTH, POOLING, HEAD_DIM, HALF, INTERLEAVED,
-                    HAS_SOFTCAP, KIND, BLOCK_R, BLOCK_G, BLOCK_D)
+                    slot, ring_size, group_size, scale, softcap, SINKS, HEADS, WIDTH, POOLING, HEAD_DIM, HALF,
+                    INTERLEAVED, HAS_SOFTCAP, KIND, BLOCK_R, BLOCK_G, BLOCK_D)
 
 
 @triton.jit
 def _attend_share(q_ptr, keys_ptr, values_ptr, ks_ptr, vs_ptr, acc_ptr, lse_ptr, stride_qh, share, num_shares, position,
                   slot, capacity, ring_size, group_size, window_size, scale, softcap, bias, KIND: tl.constexpr,
-                  HEADS: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_BIAS: tl.constexpr,
-                  HAS_SOFTCAP: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                  BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
+                  SINKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+                  HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
+                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
     """Attend from all heads to one of num_shares even shares of the entries, at least a tile."""
     heads, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     in_heads = heads < HEADS
     at, mask = heads[:, None] * HEAD_DIM + dims[None, :], in_heads[:, None] & (dims < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + heads[:, None] * stride_qh + dims[None, :], mask=mask, other=0.0)
-    cores = _cores_of(position, group_size, window_size)
+    cores = _cores_of(position - SINKS, group_size, window_size)
     # Before there are core tokens, later ring slots were never written.
-    length = tl.minimum(tl.where(cores > 0, cores * WIDTH + ring_size, tl.minimum(position, ring_size)), capacity)
+    length = tl.where(cores > 0, cores * WIDTH + ring_size, tl.minimum(position, ring_size))
+    if SINKS > 0:
+        length = ring_size + tl.where(cores > 0, cores * WIDTH + SINKS, tl.minimum(position, SINKS))
+    length = tl.minimum(length, capacity)
     size = tl.maximum((length + num_shares - 1) // num_shares, BLOCK_N)
     begin = share * size
     acc, total, highest = _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin,
-                                       tl.minimum(begin + size, length), slot, position - cores * group_size, ring_size,
-                                       scale, softcap, bias, KIND, WIDTH, HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, VECTOR,
+                                       tl.minimum(begin + size, length), position, slot,
+                                       position - SINKS - cores * group_size, ring_size, scale, softcap, bias, KIND,
+                                       SINKS, WIDTH, HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, VECTOR,
                                        BLOCK_M, BLOCK_N, BLOCK_D, STAGES)
     some = highest != -float("inf")
     total = tl.where(some, total, 1.0)
@@ -309,10 +320,11 @@ def _attend_share(q_ptr, keys_ptr, values_ptr, ks_ptr, vs_ptr, acc_ptr, lse_ptr,
 def _step_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, ks_ptr, vs_ptr, seen_ptr, pad_ptr, cos_ptr, sin_ptr,
                  acc_ptr, lse_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, seen, kv_heads,
                  capacity, ring_size, group_size, window_size, scale, softcap, bias, ON_DEVICE: tl.constexpr,
-                 KIND: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, POOLING: tl.constexpr,
-                 HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
-                 HAS_SOFTCAP: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr):
+                 KIND: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+                 POOLING: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+                 HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+                 STAGES: tl.constexpr):
     """Grid: (B Hkv, 1 + shares). The first program of a KV head appends its new token; each other one reads an even
     share of the visible entries once, for all HEADS query heads. All write a part of the softmax: the normalised output
     [HEADS, D] in float32 and its log-sum-exp in units of log 2; -inf and no output where nothing is seen."""
@@ -333,13 +345,13 @@ def _step_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, ks_ptr, vs_ptr, seen
     if part == 0:
         _append(q_ptr, k_ptr + batch * stride_kb + head * stride_kh, v_ptr + batch * stride_vb + head * stride_vh,
                 keys_ptr, values_ptr, ks_ptr, vs_ptr, cos_ptr, sin_ptr, acc_ptr, lse_ptr, stride_qh, position, slot,
-                capacity, ring_size, group_size, scale, softcap, KIND, HEADS, WIDTH, POOLING, HEAD_DIM, HALF,
+                capacity, ring_size, group_size, scale, softcap, KIND, SINKS, HEADS, WIDTH, POOLING, HEAD_DIM, HALF,
                 INTERLEAVED, HAS_SOFTCAP, BLOCK_R, BLOCK_G, BLOCK_D)
     else:
         _attend_share(q_ptr, keys_ptr, values_ptr, ks_ptr, vs_ptr, acc_ptr, lse_ptr, stride_qh, part - 1,
                       tl.num_programs(1) - 1, position, slot, capacity, ring_size, group_size, window_size, scale,
-                      softcap, bias, KIND, HEADS, WIDTH, HEAD_DIM, HAS_BIAS, HAS_SOFTCAP, VECTOR, BLOCK_M, BLOCK_N,
-                      BLOCK_D, STAGES)
+                      softcap, bias, KIND, SINKS, HEADS, WIDTH, HEAD_DIM, HAS_BIAS, HAS_SOFTCAP, VECTOR, BLOCK_M,
+                      BLOCK_N, BLOCK_D, STAGES)
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -391,7 +403,7 @@ def turn_tables(rotary: Rotary | None, group_size: int, device: torch.device) ->
 
 def _step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: Optional[Tensor], seen_before: int,
           pad: Tensor, cos: Optional[Tensor], sin: Optional[Tensor], interleaved: bool, group_size: int,
-          window_size: int, ring_size: int, pooling: str, core_heads: str, scale: float, softcap: float,
+          window_size: int, ring_size: int, sinks: int, pooling: str, core_heads: str, scale: float, softcap: float,
           core_bias: float, key_scales: Optional[Tensor], value_scales: Optional[Tensor], cache_dtype: str) -> Tensor:
     """`decode_step` in the types that an operator can have; softcap 0 is none."""
     q, k, v = _last_contiguous(q), _last_contiguous(k), _last_contiguous(v)
@@ -410,8 +422,8 @@ def _step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: O
             values if value_scales is None else value_scales, length, pad, keys if cos is None else cos,
             keys if sin is None else sin, acc, lse,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], seen_before, kv_heads, capacity, ring_size, group_size,
-            window_size, scale, softcap or 1.0, core_bias, ON_DEVICE=on_device, KIND=cache_dtype, HEADS=heads,
-            WIDTH=heads if core_heads == "query" else 1, POOLING=pooling, HEAD_DIM=head_dim,
+            window_size, scale, softcap or 1.0, core_bias, ON_DEVICE=on_device, KIND=cache_dtype, SINKS=sinks,
+            HEADS=heads, WIDTH=heads if core_heads == "query" else 1, POOLING=pooling, HEAD_DIM=head_dim,
             HALF=0 if cos is None else cos.shape[1], INTERLEAVED=interleaved, HAS_BIAS=core_bias != 0,
             HAS_SOFTCAP=softcap != 0, **plan.step)
         _merge_kernel[(batch * num_heads,)](acc, lse, out, length, plan.num_parts, ON_DEVICE=on_device, HEADS=heads,
@@ -430,22 +442,24 @@ def _(q, *args):
 
 def decode_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: int | Tensor, pad: Tensor, *,
                 turn: tuple[Tensor, Tensor] | None, interleaved: bool, group_size: int, window_size: int,
-                ring_size: int, pooling: str, core_heads: str, scale: float, softcap: float | None = None,
-                core_bias: float = 0.0, key_scales: Tensor | None = None, value_scales: Tensor | None = None,
-                cache_dtype: str = "auto") -> Tensor:
+                ring_size: int, sinks: int = 0, pooling: str, core_heads: str, scale: float,
+                softcap: float | None = None, core_bias: float = 0.0, key_scales: Tensor | None = None,
+                value_scales: Tensor | None = None, cache_dtype: str = "auto") -> Tensor:
     """Append one token to each row of a compact cache and attend from it (docs/math.md, eq. 1 to 5).
 
     Args:
         q: [B, H, 1, D], rotary applied. k, v: [B, Hkv, 1, D].
-        keys, values: [B, Hkv, C + M w, D], contiguous: the token at position p in slot p mod C, then w core tokens of
-            each group, w = r for core_heads="query" and 1 otherwise. The new token and the core tokens of a group that
-            it closes are written in place; a core token without a slot is dropped.
+        keys, values: [B, Hkv, C + n + M w, D], contiguous: the token at position p in slot p mod C; the first n tokens
+            not there but behind it; then w core tokens of each later group, w = r for core_heads="query" and 1
+            otherwise. The new token and the core tokens of a group that it closes are written in place; a core token
+            without a slot is dropped.
         seen: Slots appended so far, padding included; a tensor (0-dim, int64) counts the new one, in place.
         pad: [B] in int64, slots of left padding; the new token's position is seen - pad.
         turn, interleaved: From `turn_tables`, and `Rotary.interleaved`.
         ring_size: C >= s + g - 1.
+        sinks: First tokens kept raw, n, a multiple of g.
         pooling, core_heads, scale, softcap, core_bias: As in `cca_attention`.
-        key_scales, value_scales, cache_dtype: Of codes in 8 bits, [B, Hkv, C + M w, 1] in float32, and their kind.
+        key_scales, value_scales, cache_dtype: Of codes in 8 bits, [B, Hkv, C + n + M w, 1] in float32, and their kind.
 
     Returns:
         [B, H, 1, D] in the dtype of q. Sums are float32 and the same from run to run. Each visible entry is read once.
@@ -454,5 +468,5 @@ def decode_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, s
     on_device = isinstance(seen, Tensor)
     step = _step_op if torch.compiler.is_compiling() else _step  # an operator's dispatch costs more than the launches
     return step(q, k, v, keys, values, seen if on_device else None, 0 if on_device else seen, pad, cos, sin,
-                interleaved, group_size, window_size, ring_size, pooling, core_heads, float(scale),
+                interleaved, group_size, window_size, ring_size, sinks, pooling, core_heads, float(scale),
                 float(softcap or 0), float(core_bias), key_scales, value_scales, cache_dtype)
