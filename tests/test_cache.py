@@ -8,7 +8,9 @@ import torch
 
 import corecontext
 from corecontext import CCAConfig, CompactKVCache, Rotary, cca_attention
+from corecontext.bench import cost
 from corecontext.cache import UNDO_LIMIT, CompactLayer
+from corecontext.cache.pool import RowShape
 
 pytestmark = pytest.mark.usefixtures("default_device")
 D = 16
@@ -25,8 +27,8 @@ def qkv(batch, heads, kv_heads, length, seed=0, dtype=torch.float64):
 def reference(config, q, k, v, **options):
     return cca_attention(q, k, v, group_size=config.group_size, window_size=config.window_size,
                          num_groups=config.num_groups, pooling=config.pooling, core_position=config.core_position,
-                         core_heads=config.core_heads, core_bias=config.core_bias, rotary=ROTARY,
-                         backend="reference", **options)
+                         core_heads=config.core_heads, core_bias=config.core_bias, sink_size=config.sink_size,
+                         rotary=ROTARY, backend="reference", **options)
 
 
 def fed(layer, tensors, sizes, mask=None, **options):
@@ -53,9 +55,10 @@ SIZES = {"once": lambda n: [n], "one by one": lambda n: [1] * n, "chunks": lambd
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("g, s", [(4, 8), (3, 7), (16, 5), (1, 4), (5, 1), (7, 30)])
-def test_any_way_of_appending_equals_one_pass(g, s, sizes, padded):
-    config = CCAConfig(g, s)
+@pytest.mark.parametrize("g, s, sinks", [(4, 8, 0), (3, 7, 0), (16, 5, 0), (1, 4, 0), (5, 1, 0), (7, 30, 0), (4, 8, 8),
+                                         (3, 7, 20), (16, 5, 16), (1, 4, 3), (5, 1, 70), (5, 2, 200)])
+def test_any_way_of_appending_equals_one_pass(g, s, sinks, sizes, padded):
+    config = CCAConfig(g, s, sink_size=sinks)
     tensors = qkv(3, 4, 2, 90)
     mask = left_padding(3, 90) if padded else None
     expected = reference(config, *tensors, attention_mask=mask)
@@ -67,8 +70,9 @@ def test_any_way_of_appending_equals_one_pass(g, s, sizes, padded):
 
 @pytest.mark.parametrize("options", [
     {"pooling": "mean"}, {"pooling": "max"}, {"core_position": "token"}, {"core_heads": "query"},
-    {"core_bias": 1.3}, {"core_heads": "query", "core_bias": -0.7, "pooling": "mean"}, {"backend": "reference"}],
-    ids=str)
+    {"core_bias": 1.3}, {"core_heads": "query", "core_bias": -0.7, "pooling": "mean"}, {"backend": "reference"},
+    {"sink_size": 8, "core_heads": "query", "core_bias": -0.7}, {"sink_size": 26, "pooling": "max"},
+    {"sink_size": 4, "core_bias": 1.3, "backend": "reference"}], ids=str)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_every_setting_decodes_as_it_prefills(options, softcap):
     config, tensors = CCAConfig(4, 9, **options), qkv(2, 4, 2, 70)
@@ -82,7 +86,7 @@ def test_random_appends_and_crops_agree_with_the_reference():
     chance = random.Random(0)
     crops = 0
     for trial in range(60):
-        config = CCAConfig(*chance.choice([(4, 8), (3, 7), (16, 5), (5, 1), (1, 3)]))
+        config = CCAConfig(*chance.choice([(4, 8), (3, 7), (16, 5), (5, 1), (1, 3)]), sink_size=5 * (trial % 3))
         rollback, length = chance.choice([0, 6]), 80
         tensors = qkv(2, 2, 1, length, seed=trial)
         mask = left_padding(2, length) if trial % 2 else None
@@ -125,20 +129,29 @@ def test_crop_refuses_what_has_left_the_window():
 
 @pytest.mark.parametrize("core_heads, width", [("kv", 1), ("query", 2)])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixed):
+@pytest.mark.parametrize("sinks", [0, 8])
+def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixed, sinks):
     g, s, length = 4, 9, 70
-    config, tensors = CCAConfig(g, s, core_heads=core_heads), qkv(2, 4, 2, length, dtype=torch.float32)
+    config, tensors = CCAConfig(g, s, core_heads=core_heads, sink_size=sinks), qkv(2, 4, 2, length, dtype=torch.float32)
     token = 2 * 2 * 2 * D * 4  # rows, KV heads, keys and values, bytes of a vector
+
+    def entries(length):
+        return max(0, length // g - sinks // g) * width + sinks + s + g - 1
+
     layer = CompactLayer(config, ROTARY, max_length=length if fixed else None)
     for t in range(length):
         fed(layer, [x[:, :, t:t + 1] for x in tensors], [1])
-        assert layer.nbytes == ((t + 1) // g * width + s + g - 1) * token
+        assert layer.nbytes == entries(t + 1) * token
         if fixed:
-            assert layer.allocated_bytes == (length // g * width + s + g - 1) * token
+            assert layer.allocated_bytes == entries(length) * token
     for n in (1, 5, 70):  # the same in prefill, and nothing else is held
         layer = CompactLayer(config, ROTARY)
         fed(layer, tensors, [n])
-        assert layer.nbytes == layer.allocated_bytes == (n // g * width + s + g - 1) * token
+        assert layer.nbytes == layer.allocated_bytes == entries(n) * token
+        shape = RowShape(3, 2, 4, D, 4)
+        assert 2 * shape.row_bytes(config, n) == 3 * layer.nbytes
+        assert 2 * cost.cache_bytes(n, 1, 2, D, 4, group_size=g, window_size=s, cores_per_group=width,
+                                    sinks=sinks) == layer.nbytes
 
 
 def test_growth_is_geometric_not_per_token():
@@ -151,8 +164,9 @@ def test_growth_is_geometric_not_per_token():
     assert len(buffers) < 30
 
 
-def test_select_and_repeat_rows():
-    config, tensors = CCAConfig(4, 9), qkv(3, 4, 2, 70)
+@pytest.mark.parametrize("sinks", [0, 8])
+def test_select_and_repeat_rows(sinks):
+    config, tensors = CCAConfig(4, 9, sink_size=sinks), qkv(3, 4, 2, 70)
     mask = left_padding(3, 70)
     layer = CompactLayer(config, ROTARY)
     fed(layer, tensors, [40], mask)
@@ -168,8 +182,9 @@ def test_select_and_repeat_rows():
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_state_dict_round_trip(tmp_path, fixed):
-    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 70)
+@pytest.mark.parametrize("sinks", [0, 8])
+def test_state_dict_round_trip(tmp_path, fixed, sinks):
+    config, tensors = CCAConfig(4, 9, sink_size=sinks), qkv(2, 4, 2, 70)
     mask = left_padding(2, 70)
     cache = CompactKVCache(2, config, ROTARY)
     for i in range(2):
@@ -189,8 +204,9 @@ def test_state_dict_round_trip(tmp_path, fixed):
         CompactKVCache(3, config, ROTARY).load_state_dict(cache.state_dict())
 
 
-def test_num_groups_fixes_the_group_size():
-    config, tensors = CCAConfig(num_groups=10, window_size=9), qkv(2, 4, 2, 70)
+@pytest.mark.parametrize("sinks", [0, 3])  # rounded up to 5
+def test_num_groups_fixes_the_group_size(sinks):
+    config, tensors = CCAConfig(num_groups=10, window_size=9, sink_size=sinks), qkv(2, 4, 2, 70)
     layer = CompactLayer(config, ROTARY)
     out = fed(layer, tensors, [50])
     torch.testing.assert_close(out, reference(config, *(x[:, :, :50] for x in tensors)), rtol=0, atol=1e-11)
@@ -202,8 +218,9 @@ def test_num_groups_fixes_the_group_size():
         fed(CompactLayer(config, ROTARY), tensors, [70], left_padding(2, 70))
 
 
-def test_first_append_is_differentiable_later_ones_refuse():
-    config, tensors = CCAConfig(4, 9), [x.requires_grad_() for x in qkv(2, 4, 2, 40)]
+@pytest.mark.parametrize("sinks", [0, 8])
+def test_first_append_is_differentiable_later_ones_refuse(sinks):
+    config, tensors = CCAConfig(4, 9, sink_size=sinks), [x.requires_grad_() for x in qkv(2, 4, 2, 40)]
     layer = CompactLayer(config, ROTARY)
     weights = torch.randn(2, 4, 40, D, dtype=torch.float64)
     got = torch.autograd.grad((layer.attend(*tensors) * weights).sum(), tensors)
@@ -216,8 +233,9 @@ def test_first_append_is_differentiable_later_ones_refuse():
         layer.attend(*(x[:, :, :4] for x in tensors))
 
 
-def test_nan_in_fresh_memory_never_shows():
-    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60)
+@pytest.mark.parametrize("sinks", [0, 8])
+def test_nan_in_fresh_memory_never_shows(sinks):
+    config, tensors = CCAConfig(4, 9, sink_size=sinks), qkv(2, 4, 2, 60)
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
     try:
         for sizes in ([60], [1] * 60, [5, 1, 1, 53]):
@@ -307,12 +325,13 @@ def test_public_name():
 
 @pytest.mark.parametrize("sizes", [[1] * 30, [13, 1, 1, 15]], ids=("one by one", "chunks"))
 @pytest.mark.parametrize("max_length", [None, 92])
-@pytest.mark.parametrize("g, s, smaller", [(4, 18, 7), (3, 7, 1), (16, 40, 39), (1, 9, 4), (5, 5, 5)])
-def test_a_shrunk_window_is_exact_from_then_on(g, s, smaller, max_length, sizes):
+@pytest.mark.parametrize("g, s, smaller, sinks", [(4, 18, 7, 0), (3, 7, 1, 0), (16, 40, 39, 0), (1, 9, 4, 0),
+                                                  (5, 5, 5, 0), (4, 18, 7, 16)])
+def test_a_shrunk_window_is_exact_from_then_on(g, s, smaller, sinks, max_length, sizes):
     """Queries before see s, those after the smaller window: each row of the output is that of its own reference."""
     tensors, mask = qkv(3, 4, 2, 90), left_padding(3, 90)
     mask[1, :50] = 0  # 10 tokens when the window shrinks: fewer than the new ring holds
-    layer = CompactLayer(CCAConfig(g, s), ROTARY, max_length=max_length)
+    layer = CompactLayer(CCAConfig(g, s, sink_size=sinks), ROTARY, max_length=max_length)
     first = fed(layer, [x[:, :, :60] for x in tensors], [45, 15], mask)
     before = layer.allocated_bytes
     layer.shrink_window(smaller)
@@ -322,11 +341,11 @@ def test_a_shrunk_window_is_exact_from_then_on(g, s, smaller, max_length, sizes)
         span = slice(start, start + size)
         rest.append(layer.attend(*(x[:, :, span] for x in tensors)))
         start += size
-    for config, got, span in ((CCAConfig(g, s), first, slice(0, 60)),
-                              (CCAConfig(g, smaller), torch.cat(rest, 2), slice(60, 90))):
+    for config, got, span in ((CCAConfig(g, s, sink_size=sinks), first, slice(0, 60)),
+                              (CCAConfig(g, smaller, sink_size=sinks), torch.cat(rest, 2), slice(60, 90))):
         expected = reference(config, *tensors, attention_mask=mask)[:, :, span]
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
-    assert layer.config == CCAConfig(g, smaller) and layer.ring_size == smaller + g - 1
+    assert layer.config == CCAConfig(g, smaller, sink_size=sinks) and layer.ring_size == smaller + g - 1
     if max_length is not None:
         entry = 3 * 2 * D * 8 * 2  # rows, KV heads, head size, float64, keys and values
         assert before - layer.allocated_bytes == (s - smaller) * entry

@@ -37,8 +37,8 @@ def reference(config, rotary, qkv, mask=None, softcap=None):
     c = config
     return cca_attention(*(x.double() for x in qkv), group_size=c.group_size, window_size=c.window_size,
                          pooling=c.pooling, core_position=c.core_position, core_heads=c.core_heads,
-                         core_bias=c.core_bias, rotary=rotary, attention_mask=mask, softcap=softcap,
-                         backend="reference")
+                         core_bias=c.core_bias, sink_size=c.sink_size, rotary=rotary, attention_mask=mask,
+                         softcap=softcap, backend="reference")
 
 
 def decoded(layer, qkv, prefill, mask=None, before=None, **options):
@@ -66,7 +66,9 @@ CASES = [(4, 9, 4, 2, 16, 21, 50, {}), (5, 12, 2, 2, 16, 1, 34, {}), (16, 20, 4,
          (4, 9, 4, 2, 16, 21, 43, {"core_heads": "query", "core_bias": -0.7}),
          (5, 6, 3, 1, 16, 13, 31, {"core_heads": "query", "pooling": "mean"}),
          (5, 8, 2, 1, 16, 13, 31, {"pooling": "max"}), (5, 8, 2, 1, 16, 13, 31, {"pooling": "mean"}),
-         (4, 9, 2, 1, 18, 13, 31, {"core_position": "token"}), (40, 3, 2, 1, 96, 35, 45, {})]
+         (4, 9, 2, 1, 18, 13, 31, {"core_position": "token"}), (40, 3, 2, 1, 96, 35, 45, {}),
+         (4, 5, 4, 2, 16, 6, 40, {"sink_size": 8, "core_heads": "query", "core_bias": -0.7}),
+         (5, 6, 2, 1, 16, 1, 34, {"sink_size": 10})]
 if GPU:
     CASES += [(16, 100, 32, 8, 128, 3000, 3050, {}), (16, 64, 8, 8, 128, 1000, 1040, {"core_bias": 2.0}),
               (16, 33, 64, 1, 128, 500, 540, {"core_heads": "query"}), (300, 50, 4, 2, 256, 890, 905, {}),

@@ -13,6 +13,7 @@ from typing import Any
 from corecontext.visibility import (
     local_start,
     num_complete_groups,
+    num_far_entries,
     num_scores,
     num_visible_cores,
     window_capacity,
@@ -22,32 +23,33 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # q k^T, p v; q k^T again, dp, dv, d
 
 
 def attention_flops(seq_len: int, query_heads: int, head_dim: int, *, group_size: int = 1, window_size: int = 1,
-                    batch: int = 1, backward: bool = False) -> int:
+                    sinks: int = 0, batch: int = 1, backward: bool = False) -> int:
     """Operations of causal attention's matrix products: 4 D H sum_t (j(t) + t + 1 - j(t) g), and 2.5 times that back.
 
     Args:
         seq_len, query_heads, head_dim, batch: Sizes of the queries.
         group_size: Tokens per core token; 1 is full attention.
         window_size: Nearest tokens seen uncompressed.
+        sinks: First tokens kept raw, a multiple of group_size (`visibility.num_sinks`).
         backward: Count the backward pass instead; it computes the scores again, as every linear-memory kernel does.
     """
     products = BACKWARD_PRODUCTS if backward else FORWARD_PRODUCTS
-    return 2 * products * batch * query_heads * head_dim * num_scores(seq_len, group_size, window_size)
+    return 2 * products * batch * query_heads * head_dim * num_scores(seq_len, group_size, window_size, sinks)
 
 
-def pooling_flops(seq_len: int, query_heads: int, kv_heads: int, head_dim: int, *, group_size: int, batch: int = 1,
-                  backward: bool = False) -> int:
+def pooling_flops(seq_len: int, query_heads: int, kv_heads: int, head_dim: int, *, group_size: int, sinks: int = 0,
+                  batch: int = 1, backward: bool = False) -> int:
     """Operations of making the core tokens: each group's last query against its keys, two weighted sums; 2x back."""
-    tokens = num_complete_groups(seq_len, group_size) * group_size if group_size > 1 else 0
+    tokens = num_complete_groups(seq_len - sinks, group_size) * group_size if group_size > 1 else 0
     return (2 if backward else 1) * batch * tokens * head_dim * (2 * query_heads + 4 * kv_heads)
 
 
 def operator_flops(seq_len: int, query_heads: int, kv_heads: int, head_dim: int, *, group_size: int = 1,
-                   window_size: int = 1, batch: int = 1, backward: bool = False) -> int:
+                   window_size: int = 1, sinks: int = 0, batch: int = 1, backward: bool = False) -> int:
     """Operations of the whole operator: pooling and attention."""
     return (attention_flops(seq_len, query_heads, head_dim, group_size=group_size, window_size=window_size,
-                            batch=batch, backward=backward) +
-            pooling_flops(seq_len, query_heads, kv_heads, head_dim, group_size=group_size, batch=batch,
+                            sinks=sinks, batch=batch, backward=backward) +
+            pooling_flops(seq_len, query_heads, kv_heads, head_dim, group_size=group_size, sinks=sinks, batch=batch,
                           backward=backward))
 
 
@@ -65,9 +67,9 @@ def operator_bytes(seq_len: int, query_heads: int, kv_heads: int, head_dim: int,
 
 
 def decode_bytes(position: int, kv_heads: int, head_dim: int, itemsize: int, *, group_size: int = 1,
-                 window_size: int = 1, batch: int = 1) -> int:
+                 window_size: int = 1, sinks: int = 0, batch: int = 1) -> int:
     """Bytes of the keys and values that the query at `position` sees: what a decoding step of one layer reads."""
-    entries = (num_visible_cores(position, group_size, window_size) + position + 1 -
+    entries = (num_far_entries(num_visible_cores(position, group_size, window_size), group_size, sinks) + position + 1 -
                local_start(position, group_size, window_size))
     return 2 * batch * kv_heads * head_dim * itemsize * entries
 
@@ -77,17 +79,20 @@ def floor_seconds(flops: float, flops_per_s: float, num_bytes: float = 0, bytes_
     return max(flops / flops_per_s, num_bytes / bytes_per_s)
 
 
-def cache_entries(seq_len: int, group_size: int = 1, window_size: int = 1, cores_per_group: int = 1) -> int:
-    """Cached tokens per layer, sequence and KV head: L // g + s + g - 1; L for full attention (group_size=1)."""
+def cache_entries(seq_len: int, group_size: int = 1, window_size: int = 1, cores_per_group: int = 1,
+                  sinks: int = 0) -> int:
+    """Cached tokens per layer, sequence and KV head: L // g + s + g - 1; L for full attention (group_size=1). First
+    tokens kept raw take n (1 - 1 / g) more."""
     if group_size == 1:
         return seq_len
-    return num_complete_groups(seq_len, group_size) * cores_per_group + window_capacity(group_size, window_size)
+    cores = num_complete_groups(seq_len - sinks, group_size)
+    return cores * cores_per_group + sinks + window_capacity(group_size, window_size)
 
 
 def cache_bytes(seq_len: int, num_layers: int, kv_heads: int, head_dim: int, itemsize: int, *, group_size: int = 1,
-                window_size: int = 1, cores_per_group: int = 1, batch: int = 1) -> int:
+                window_size: int = 1, cores_per_group: int = 1, sinks: int = 0, batch: int = 1) -> int:
     """Bytes of the keys and values that a model keeps after seq_len tokens."""
-    entries = cache_entries(seq_len, group_size, window_size, cores_per_group)
+    entries = cache_entries(seq_len, group_size, window_size, cores_per_group, sinks)
     return 2 * batch * num_layers * kv_heads * head_dim * itemsize * entries
 
 
