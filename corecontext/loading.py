@@ -40,6 +40,7 @@ class Loaded:
         if self.config is not None:
             cca = {"group_size": self.config.group_size, "window_size": self.config.window_size}
             cca |= {"cache_dtype": self.config.cache_dtype} if self.config.cache_dtype != "auto" else {}
+            cca |= {"sinks": self.config.sink_size} if self.config.sink_size else {}
         if self.rival is not None:
             cca = {k: v for k, v in self.rival.to_dict().items() if v is not None}
         heads = text.num_attention_heads
@@ -58,7 +59,8 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
         method: "cca", "full" or a name of corecontext.baselines.
         group_size, window_size: CCA's g and s; default what the checkpoint's config.json holds, else 16 and 1024.
             Rivals take those that they have.
-        sinks: First tokens that StreamingLLM and LM-Infinite keep.
+        sinks: First tokens that StreamingLLM and LM-Infinite keep, or that CCA keeps raw (`CCAConfig.sink_size`);
+            default what the checkpoint's config.json holds, else 0.
         patterns: File with MInference's patterns of this model.
         cache_dtype: How CCA's cache holds keys and values; default what the checkpoint's config.json holds, or "auto".
         dtype: A torch dtype by name; "auto" is float32 on a CPU and the checkpoint's own on a GPU.
@@ -72,13 +74,14 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
     chosen = None
     if method not in METHODS:
         chosen = pick_rival(method, group_size, window_size, sinks, patterns)
-    elif sinks is not None or patterns is not None:
-        raise UserError(f"sinks and patterns must be given for rivals that have them, got method {method!r}.")
+    elif patterns is not None or (sinks is not None and method == "full"):
+        raise UserError(f"sinks and patterns must be given for methods that have them, got method {method!r}.")
     if dtype not in DTYPES:
         raise UserError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {dtype!r}.")
     if method != "cca" and cache_dtype is not None:
         raise UserError(f"cache-dtype must be given for method cca, got method {method!r}.")
-    cca_config(None, group_size, window_size, cache_dtype)  # bad sizes fail before anything is loaded
+    # Bad sizes fail before anything is loaded.
+    cca_config(None, group_size, window_size, cache_dtype, sinks if method == "cca" else None)
     device = pick_device(device)
     wanted = "float32" if dtype == "auto" and device == "cpu" else dtype
     hf_config = load_config(name)
@@ -93,7 +96,7 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
         (model if quantized else model.to(device)).eval()
     config = None
     if method == "cca":
-        config = cca_config(hf_config, group_size, window_size, cache_dtype)
+        config = cca_config(hf_config, group_size, window_size, cache_dtype, sinks)
         enable_cca(model, config)
     elif chosen is not None:
         from corecontext.baselines import enable
@@ -165,11 +168,11 @@ def check_architecture(hf_config: Any) -> None:
 
 
 def cca_config(hf_config: Any, group_size: int | None, window_size: int | None,
-               cache_dtype: str | None = None) -> CCAConfig:
+               cache_dtype: str | None = None, sinks: int | None = None) -> CCAConfig:
     """The checkpoint's saved CCA settings, or the defaults, with what the user gave put over them."""
     saved = getattr(hf_config, "cca", None)
-    given = {k: v for k, v in (("group_size", group_size), ("window_size", window_size), ("cache_dtype", cache_dtype))
-             if v is not None}
+    given = {k: v for k, v in (("group_size", group_size), ("window_size", window_size), ("cache_dtype", cache_dtype),
+                               ("sink_size", sinks)) if v is not None}
     with one_line():
         return (CCAConfig.from_dict(saved) if saved else CCAConfig()).replace(**given)
 

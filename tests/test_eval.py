@@ -361,7 +361,7 @@ def test_subject_agrees_with_the_model(model):
     (["--task", "perplexity", "--length", "100000"], "length must be at most that of a document"),
     (["--task", "mmlu", "--method", "nothing"], "method must be cca, full, window"),
     (["--task", "mmlu", "--method", "window", "--sinks", "3"], "sinks must not be given for window|sinks must be 0"),
-    (["--task", "mmlu", "--sinks", "3"], "sinks and patterns must be given for rivals"),
+    (["--task", "mmlu", "--method", "full", "--sinks", "3"], "sinks and patterns must be given for methods"),
     (["--task", "mmlu", "--chunk-size", "0"], "chunk-size must be at least 1"),
     (["--task", "mmlu", "--method", "minference", "--patterns", "none.json"], "file 'none.json' does not exist")])
 def test_mistakes_cost_one_line(argv, message, model, data, capfd):

@@ -31,6 +31,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("settings", [{}, {"pooling": "mean"}, {"pooling": "mean_query"}, {"core_heads": "query"},
                                       {"num_groups": 5}, {"core_bias": 0.7}, {"layer_group_sizes": (3, 5)},
+                                      {"sink_size": 8, "core_bias": 0.7}, {"sink_size": 60},
                                       {"learned": ("temperature", "distance", "bias", "key_gain")}], ids=str)
 def test_maps_are_the_weights_of_attention(model, settings):
     loaded = load(model, method="full", device="cpu")
@@ -49,14 +50,16 @@ def test_maps_are_the_weights_of_attention(model, settings):
         q, k, _, _, _, rotary, learned = seen[index]
         own = handle.layers[index]
         wanted = effective_map(q, k, **{name: getattr(own, name) for name in (
-            "group_size", "window_size", "num_groups", "pooling", "core_heads", "core_bias")}, rotary=rotary,
+            "group_size", "window_size", "num_groups", "pooling", "core_heads", "core_bias", "sink_size")},
+            rotary=rotary,
             learned=learned)[0]
         for i, position in enumerate(queries):
             for head in range(4):
                 torch.testing.assert_close(one.spread(head, i, position), wanted[head, position, :position + 1],
                                            rtol=0, atol=2e-6)
-            seen_cores = num_visible_cores(position, one.group_size, 9)
-            assert not one.core[:, i, seen_cores:].any() and (one.core[:, i, :seen_cores] > 0).all()
+            seen_cores, without = num_visible_cores(position, one.group_size, 9), own.sink_size // one.group_size
+            assert not one.core[:, i, seen_cores:].any() and not one.core[:, i, :without].any()
+            assert (one.core[:, i, without:seen_cores] > 0).all()
         torch.testing.assert_close(one.pooling.sum(-1), torch.ones(one.pooling.shape[:2]))
 
 
@@ -68,18 +71,19 @@ def test_the_page_holds_the_maps(model, tmp_path, capsys):
     path, out = tmp_path / "text.txt", tmp_path / "page.html"
     path.write_text(TEXT, encoding="utf-8")
     arguments = ["inspect", str(path), "--model", model, "--output", str(out), "--group-size", "4", "--window-size",
-                 "16", "--max-tokens", "80", "--queries", "5"]
+                 "16", "--max-tokens", "80", "--queries", "5", "--sinks", "7"]
     assert main(arguments) == 0 and "wrote" in capsys.readouterr().out
     page = out.read_text(encoding="utf-8")
     data = data_of(page)
-    loaded = load(model, group_size=4, window_size=16)
+    loaded = load(model, group_size=4, window_size=16, sinks=7)
     ids = loaded.tokenizer(TEXT)["input_ids"][:80]
     assert "".join(data["tokens"]) == loaded.tokenizer.decode(ids) and len(data["tokens"]) == 80
     assert data["queries"] == [15, 31, 47, 63, 79]
     found = attention_maps(loaded, torch.tensor([ids], device=loaded.model.device), data["queries"])
     for one, layer in zip(found.values(), data["layers"]):
         assert (layer["groups"], layer["heads"], layer["shared"]) == (20, 4, 2)
-        for name in ("pooling", "core", "raw"):
+        assert layer["kept"] == 8
+        for name in ("pooling", "core", "raw", "first"):
             held = np.frombuffer(base64.b64decode(layer[name]), "<f2").reshape(getattr(one, name).shape)
             np.testing.assert_allclose(held, getattr(one, name), atol=1e-3)
     assert page.count("</script>") == 1 and "://" not in page and "fetch(" not in page

@@ -135,13 +135,13 @@ class ModelCost:
                    getattr(text, "head_dim", None) or text.hidden_size // heads, _weights_per_token(model, text), head,
                    windows, _itemsize(text))
 
-    def prefill_flops(self, seq_len: int, group_size: int = 1, window_size: int = 1) -> int:
+    def prefill_flops(self, seq_len: int, group_size: int = 1, window_size: int = 1, sinks: int = 0) -> int:
         """Operations of the first token of a prompt."""
-        def attend(length: int, g: int, s: int) -> int:
-            return operator_flops(length, self.query_heads, self.kv_heads, self.head_dim, group_size=g, window_size=s)
+        attend = operator_flops(seq_len, self.query_heads, self.kv_heads, self.head_dim, group_size=group_size,
+                                window_size=window_size, sinks=sinks)
         sliding = sum(4 * self.query_heads * self.head_dim * _banded_scores(seq_len, window) for window in self.windows)
         return (2 * (self.linear_weights * seq_len + self.head_weights) + sliding +
-                self.num_layers * attend(seq_len, group_size, window_size))
+                self.num_layers * attend)
 
     def step_flops(self, seq_len: int, group_size: int = 1, window_size: int = 1, *, checkpointing: bool = True) -> int:
         """Operations of one training step on a sequence: forward, the layers' forward again where activations were
@@ -155,11 +155,12 @@ class ModelCost:
                                                                              BACKWARD_PRODUCTS)
         return layers + seq_len * (2 * self.linear_weights * (times + 2) + 6 * self.head_weights)
 
-    def cache_bytes(self, seq_len: int, group_size: int = 1, window_size: int = 1, cores_per_group: int = 1) -> int:
+    def cache_bytes(self, seq_len: int, group_size: int = 1, window_size: int = 1, cores_per_group: int = 1,
+                    sinks: int = 0) -> int:
         """Bytes cached after seq_len tokens, sliding layers included."""
         sizes = (self.kv_heads, self.head_dim, self.itemsize)
         return (cache_bytes(seq_len, self.num_layers, *sizes, group_size=group_size, window_size=window_size,
-                            cores_per_group=cores_per_group) +
+                            cores_per_group=cores_per_group, sinks=sinks) +
                 sum(cache_bytes(min(seq_len, window), 1, *sizes) for window in self.windows))
 
     def step_bytes(self, seq_len: int, group_size: int = 1, window_size: int = 1, *, batch: int = 1,

@@ -11,18 +11,20 @@ from corecontext.bench.cost import ModelCost, attention_flops
 from corecontext.config import CCAConfig
 from corecontext.loading import cca_config, check_architecture, load_config, one_line
 from corecontext.terminal import console
+from corecontext.visibility import num_sinks
 
 
-def print_info(name: str, group_size: int | None, window_size: int | None, lengths: Sequence[int] | None) -> None:
+def print_info(name: str, group_size: int | None, window_size: int | None, lengths: Sequence[int] | None,
+               sinks: int | None = None) -> None:
     """Print operations and cache bytes for full attention and CCA by length.
 
     Raises:
         UserError: the model is missing or its architecture unsupported, or a setting breaks a rule.
     """
-    cca_config(None, group_size, window_size)  # bad sizes fail before the model is looked for
+    cca_config(None, group_size, window_size, sinks=sinks)  # bad sizes fail before the model is looked for
     hf_config = load_config(name)
     check_architecture(hf_config)
-    config = cca_config(hf_config, group_size, window_size)
+    config = cca_config(hf_config, group_size, window_size, sinks=sinks)
     with one_line(f"model '{name}' cannot be built"):
         cost = ModelCost.of(hf_config)
     limit = getattr(hf_config.get_text_config(decoder=True), "max_position_embeddings", None) or 131072
@@ -39,17 +41,20 @@ def default_lengths(limit: int) -> list[int]:
 def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind: str) -> Table:
     """One row per length."""
     g, s = config.group_size, config.window_size
+    n = num_sinks(config.sink_size, g)
     width = cost.query_heads // cost.kv_heads if config.core_heads == "query" else 1
     table = Table(title=f"{kind}: {cost.num_layers} full-attention layers, {cost.query_heads} query and "
-                        f"{cost.kv_heads} KV heads of {cost.head_dim}, g = {g}, s = {s}", box=SIMPLE_HEAD,
+                        f"{cost.kv_heads} KV heads of {cost.head_dim}, g = {g}, s = {s}" +
+                        (f", the first {n} tokens raw" if n else ""), box=SIMPLE_HEAD,
                   caption="operations: a multiplication or an addition each")
     parts = [(f"{part}\nfull", "\nCCA", "") for part in ("attention", "first token", "cache")]
     for column in ("length", *sum(parts, ())):
         table.add_column(column, justify="right", no_wrap=True)
     for length in lengths:
         pairs = [(cost.num_layers * attention_flops(length, cost.query_heads, cost.head_dim, group_size=a,
-                                                    window_size=b),
-                  cost.prefill_flops(length, a, b), cost.cache_bytes(length, a, b, width)) for a, b in ((1, 1), (g, s))]
+                                                    window_size=b, sinks=first),
+                  cost.prefill_flops(length, a, b, first), cost.cache_bytes(length, a, b, width, first))
+                 for a, b, first in ((1, 1, 0), (g, s, n))]
         cells = []
         for full, ours, shown in zip(*pairs, (_flops, _flops, _bytes)):
             cells += [shown(full), shown(ours), f"{full / ours:.1f}x"]

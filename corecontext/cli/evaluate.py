@@ -86,7 +86,7 @@ def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard in
                                                                        "repeated.")] = None,
             layer: Annotated[Optional[list[int]], typer.Option(help="Layer, from 0; may be repeated. Default: all.")
                             ] = None,
-            group_size: GroupSize = None, window_size: WindowSize = None, dtype: Dtype = "auto",
+            group_size: GroupSize = None, window_size: WindowSize = None, sinks: Sinks = None, dtype: Dtype = "auto",
             device: Device = "auto", force: Force = False) -> None:
     """A page that shows which tokens core tokens listen to and which core tokens a query looks at."""
     from corecontext.text import check_output, read_text, write_text
@@ -98,7 +98,7 @@ def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard in
     from corecontext.eval.page import inspect_text
     from corecontext.loading import load
 
-    loaded = load(model, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+    loaded = load(model, group_size=group_size, window_size=window_size, sinks=sinks, dtype=dtype, device=device)
     write_text(output, inspect_text(loaded, model, text, max_tokens, queries, position or (), layer or ()))
     print(f"wrote {output}")
 

@@ -7,13 +7,14 @@ from typing import Annotated, Optional
 
 import typer
 
-from corecontext.cli.options import Device, Dtype, GroupSize, Method, WindowSize
+from corecontext.cli.options import Device, Dtype, GroupSize, Method, Sinks, WindowSize
 from corecontext.text import UserError
 
 
 def convert(model: Annotated[str, typer.Argument(help="Folder of a checkpoint.")],
             output: Annotated[str, typer.Argument(help="New folder.")],
-            method: Method = "cca", group_size: GroupSize = None, window_size: WindowSize = None) -> None:
+            method: Method = "cca", group_size: GroupSize = None, window_size: WindowSize = None,
+            sinks: Sinks = None) -> None:
     """Copy a checkpoint so that it loads with CCA at g and s, or (--method full) as the ordinary model again."""
     from corecontext.loading import METHODS, cca_config, check_architecture, load_config
 
@@ -23,7 +24,7 @@ def convert(model: Annotated[str, typer.Argument(help="Folder of a checkpoint.")
     check_architecture(hf_config)
     from corecontext.train.run import convert as run
 
-    run(model, output, cca_config(hf_config, group_size, window_size) if method == "cca" else None)
+    run(model, output, cca_config(hf_config, group_size, window_size, sinks=sinks) if method == "cca" else None)
 
 
 def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Hugging Face format, or an identifier "
@@ -31,7 +32,7 @@ def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Huggi
           name: Annotated[Optional[str], typer.Option(help="What clients call the model. Default: the last part of "
                                                            "--model.")] = None,
           method: Annotated[str, typer.Option(help="cca, or full for full attention from a static cache.")] = "cca",
-          group_size: GroupSize = None, window_size: WindowSize = None,
+          group_size: GroupSize = None, window_size: WindowSize = None, sinks: Sinks = None,
           policy: Annotated[str, typer.Option(help="g and s of requests that choose none: elastic (by the load), "
                                                    "fixed (the model's), or module:function.")] = "elastic",
           first_token_limit: Annotated[float, typer.Option(help="Seconds to the first token at which elastic "
@@ -66,4 +67,4 @@ def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Huggi
         key = read_text(api_key_file).strip()
     run(Serving(model, name, method, group_size, window_size, policy, first_token_limit, host, port, key, cache_mib,
                 max_running, rows_per_pool, queue_limit, chunk_size, max_length, time_limit, dtype, device,
-                random_weights))
+                random_weights, sinks))

@@ -37,7 +37,9 @@ Positions = Annotated[int, typer.Option(help="Places of the right passage (multi
 Shots = Annotated[int, typer.Option(help="Examples before a question (mmlu).")]
 Seed = Annotated[int, typer.Option(help="Of everything drawn.")]
 NewTokens = Annotated[Optional[int], typer.Option(help="Replaces the task's own limits of an answer.")]
-Sinks = Annotated[Optional[int], typer.Option(help="First tokens that streaming_llm and lm_infinite keep.")]
+Sinks = Annotated[Optional[int], typer.Option("--sinks", "--sink-size", help="First tokens that stay uncompressed, for "
+                                              "cca (whole groups), streaming_llm and lm_infinite. Default: the "
+                                              "checkpoint's, else 0; the rivals' own.")]
 Patterns = Annotated[Optional[str], typer.Option(help="File with minference's patterns of this model.")]
 NumGroups = Annotated[Optional[int], typer.Option(help="Constant number of core tokens; replaces --group-size.")]
 ChunkSize = Annotated[Optional[int], typer.Option(help="Tokens of a prompt read at once; bounds the memory.")]

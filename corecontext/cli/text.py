@@ -6,7 +6,9 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from corecontext.cli.options import CacheDtype, Device, Dtype, Force, GroupSize, Json, Method, Model, Plot, WindowSize
+from corecontext.cli.options import (
+    CacheDtype, Device, Dtype, Force, GroupSize, Json, Method, Model, Plot, Sinks, WindowSize,
+)
 from corecontext.text import UserError
 
 
@@ -44,7 +46,7 @@ def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text t
              group_size: GroupSize = None, window_size: WindowSize = None,
              chunk_size: Annotated[Optional[int], typer.Option(help="Tokens of the prompt read at once; bounds the "
                                                                     "memory. Default: by the free memory.")] = None,
-             cache_dtype: CacheDtype = None, dtype: Dtype = "auto", device: Device = "auto",
+             sinks: Sinks = None, cache_dtype: CacheDtype = None, dtype: Dtype = "auto", device: Device = "auto",
              output: Annotated[Optional[str], typer.Option(help="Write here instead of standard output.")] = None,
              force: Force = False) -> None:
     """Continue a text, printing it as it is made."""
@@ -62,8 +64,8 @@ def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text t
     from corecontext.loading import encode, load
     from corecontext.terminal import progress
 
-    loaded = load(model, method=method, group_size=group_size, window_size=window_size, cache_dtype=cache_dtype,
-                  dtype=dtype, device=device)
+    loaded = load(model, method=method, group_size=group_size, window_size=window_size, sinks=sinks,
+                  cache_dtype=cache_dtype, dtype=dtype, device=device)
     input_ids = encode(loaded, prompt, room_for=max_new_tokens)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
                                "chunk_size": chunk_size}
@@ -85,7 +87,7 @@ def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard
                compare: Annotated[bool, typer.Option("--compare", help="Measure full attention and CCA.")] = False,
                group_size: GroupSize = None, window_size: WindowSize = None,
                chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass; bounds the memory.")] = 1024,
-               cache_dtype: CacheDtype = None, dtype: Dtype = "auto", device: Device = "auto",
+               sinks: Sinks = None, cache_dtype: CacheDtype = None, dtype: Dtype = "auto", device: Device = "auto",
                json: Json = None) -> None:
     """Perplexity of a whole text in one causal pass, by position."""
     from corecontext.text import check_output, read_text
@@ -100,8 +102,9 @@ def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard
 
     found = {}
     for one in METHODS[::-1] if compare else (method,):
-        loaded = load(model, method=one, group_size=group_size, window_size=window_size,
-                      cache_dtype=None if compare and one == "full" else cache_dtype, dtype=dtype, device=device)
+        own = {} if compare and one == "full" else {"sinks": sinks, "cache_dtype": cache_dtype}
+        loaded = load(model, method=one, group_size=group_size, window_size=window_size, dtype=dtype, device=device,
+                      **own)
         input_ids = encode(loaded, text, at_least=2)
         with progress(f"{one}, {input_ids.shape[1]} tokens", input_ids.shape[1]) as advance:
             nll = document_nll(loaded.model, input_ids, chunk_size=chunk_size, on_chunk=advance)
@@ -112,7 +115,7 @@ def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard
     print_table(found)
 
 
-def info(model: Model, group_size: GroupSize = None, window_size: WindowSize = None,
+def info(model: Model, group_size: GroupSize = None, window_size: WindowSize = None, sinks: Sinks = None,
          length: Annotated[Optional[list[int]], typer.Option(help="Prompt length; may be repeated.")] = None) -> None:
     """What CCA would cost and save for a model, by length; loads no weights."""
     for value in length or ():
@@ -120,4 +123,4 @@ def info(model: Model, group_size: GroupSize = None, window_size: WindowSize = N
             raise UserError(f"length must be at least 1, got {value}.")
     from corecontext.bench.info import print_info
 
-    print_info(model, group_size, window_size, length)
+    print_info(model, group_size, window_size, length, sinks)

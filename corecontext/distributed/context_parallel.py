@@ -53,7 +53,7 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *,
                                window_size: int = 1024, num_groups: int | None = None, pooling: str = "cca",
                                core_position: str = "middle", core_heads: str = "kv", rotary: Rotary | None = None,
                                scale: float | None = None, softcap: float | None = None, core_bias: float = 0.0,
-                               backend: str = "auto") -> Tensor:
+                               sink_size: int = 0, backend: str = "auto") -> Tensor:
     """`cca_attention` of the whole sequence, for the tokens of this process. A collective call.
 
     Args:
@@ -61,6 +61,7 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *,
         k, v: Keys (rotary applied) and values of the same tokens, [B, Hkv, T, D].
         shard: How the sequence lies; T is the layout's share of this process.
         core_bias: A number added to the scores of core tokens; it is not learned here.
+        sink_size: Must be 0: first tokens kept raw are not sent around.
         Others: As in `cca_attention`, the same on every process.
 
     Returns:
@@ -69,9 +70,12 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *,
 
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
-        NotImplementedError: backend="reference" or pooling="mean_query", which have no backward in parts.
+        NotImplementedError: sink_size; backend="reference" or pooling="mean_query", which have no backward in parts.
     """
-    CCAConfig(group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias)  # validates
+    CCAConfig(group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias,
+              sink_size=sink_size)  # validates
+    if sink_size:
+        raise NotImplementedError(f"sink_size must be 0 in context parallelism, got {sink_size}. Use one process.")
     layout, same = shard.layout, {"pooling": pooling, "core_heads": core_heads, "softcap": softcap}
     count = sum(layout.lengths[i] for i in layout.chunks())
     if q.shape[2] != count or k.shape[2] != count:

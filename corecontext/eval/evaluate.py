@@ -64,8 +64,8 @@ def evaluate(model: str, methods: Sequence[str], tasks: Sequence[str], data: Seq
     for method in methods:
         given = dict(sizes or {})
         if len(methods) > 1:  # each method takes what it has
-            given = {k: v for k, v in given.items() if (k != "sinks" or method in ("streaming_llm", "lm_infinite"))
-                     and (k != "patterns" or method == "minference")}
+            have = {"sinks": ("cca", "streaming_llm", "lm_infinite"), "patterns": ("minference",)}
+            given = {k: v for k, v in given.items() if method in have.get(k, methods)}
         loaded = load(model, method=method, dtype=dtype, device=device, **given)
         groups = num_groups if loaded.config is not None or len(methods) == 1 else None
         subject = ModelSubject(loaded, num_groups=groups, chunk_size=chunk_size)

@@ -12,7 +12,7 @@ from corecontext.loading import Loaded
 from corecontext.ops import rules
 from corecontext.ops.api import pool_core_tokens
 from corecontext.text import UserError
-from corecontext.visibility import group_size_for, local_start, num_complete_groups, num_visible_cores
+from corecontext.visibility import group_size_for, local_start, num_complete_groups, num_sinks, num_visible_cores
 
 
 class LayerMap(NamedTuple):
@@ -27,14 +27,17 @@ class LayerMap(NamedTuple):
     """Weights of each query on core tokens, [H, Q, M]; 0 where it sees none."""
     raw: Tensor
     """Weights on raw tokens, [H, Q, R]; the last is the query itself."""
+    first: Tensor
+    """Weights on the first tokens kept raw, where they are not among those, [H, Q, n]."""
 
     def spread(self, head: int, query: int, position: int) -> Tensor:
         """Weight of every token in the query's output, core weights spread over their groups: [position + 1]."""
         whole = torch.zeros(position + 1)
         far = (self.core[head, query, :, None] * self.used[head]).flatten()[:position + 1]
         whole[:len(far)] += far
-        near = self.raw[head, query][-(position + 1):]
+        near, first = self.raw[head, query][-(position + 1):], self.first[head, query][:position + 1]
         whole[position + 1 - len(near):] += near
+        whole[:len(first)] += first
         return whole
 
 
@@ -90,7 +93,7 @@ def _map(config: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: fl
     s, g = config.window_size, config.group_size
     if config.num_groups:
         g = group_size_for(length, s, config.num_groups)
-    count, repeats = num_complete_groups(length, g), heads // kv_heads
+    count, repeats, n = num_complete_groups(length, g), heads // kv_heads, num_sinks(config.sink_size, g)
     split = rules.by_sequence(learned, kv_heads, 1)
     grouped_k, grouped_v = (x[0, :, :count * g].unflatten(1, (count, g)) for x in (k, v))
     q_last = q[0, :, g - 1:count * g:g].unflatten(0, (kv_heads, repeats))
@@ -109,12 +112,14 @@ def _map(config: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: fl
     bias = float(config.core_bias) + learned["bias"].float()[:, None] if "bias" in learned else config.core_bias
     core = torch.zeros(heads, len(queries), count)
     widest = max((t + 1 - local_start(t, g, s) for t in queries), default=1)
-    raw = torch.zeros(heads, len(queries), widest)
+    raw, first = torch.zeros(heads, len(queries), widest), torch.zeros(heads, len(queries), n)
     for i, t in enumerate(queries):
         seen, low = num_visible_cores(t, g, s), local_start(t, g, s)
-        scores = torch.cat((core_k[:, :seen], raw_k[:, low:t + 1]), 1) @ q[0, :, t, :, None] * scale  # [H, S, 1]
-        scores = scores[..., 0] if softcap is None else softcap * torch.tanh(scores[..., 0] / softcap)
-        scores[:, :seen] += bias
-        seen_weights = scores.softmax(-1).cpu()
-        core[:, i, :seen], raw[:, i, widest - (t + 1 - low):] = seen_weights[:, :seen], seen_weights[:, seen:]
-    return LayerMap(g, weights.flatten(0, 1).cpu(), used.flatten(0, 1).cpu(), core, raw)
+        kept = min(low, n)  # first tokens before the near ones, in place of the first groups' core tokens
+        cores = slice(kept // g, seen)
+        scores = torch.cat((core_k[:, cores], raw_k[:, :kept], raw_k[:, low:t + 1]), 1) @ q[0, :, t, :, None] * scale
+        scores = scores[..., 0] if softcap is None else softcap * torch.tanh(scores[..., 0] / softcap)  # [H, S]
+        scores[:, :seen - cores.start] += bias
+        parts = scores.softmax(-1).cpu().split([seen - cores.start, kept, t + 1 - low], 1)
+        core[:, i, cores], first[:, i, :kept], raw[:, i, widest - (t + 1 - low):] = parts
+    return LayerMap(g, weights.flatten(0, 1).cpu(), used.flatten(0, 1).cpu(), core, raw, first)

@@ -58,7 +58,7 @@ def make_page(title: str, tokens: Sequence[str], queries: Sequence[int], maps: M
     Raises:
         UserError: it would be larger than a browser likes.
     """
-    size = sum(2 * x.numel() for one in maps.values() for x in (one.pooling, one.core, one.raw)) * 4 // 3
+    size = sum(2 * x.numel() for one in maps.values() for x in (one.pooling, one.core, one.raw, one.first)) * 4 // 3
     if size > MOST_BYTES:
         raise UserError(f"the page must hold at most {MOST_BYTES >> 20} MB, got {size >> 20}. Take fewer --layer, "
                         "fewer --queries or a shorter text (--max-tokens).")
@@ -66,8 +66,8 @@ def make_page(title: str, tokens: Sequence[str], queries: Sequence[int], maps: M
     for number, one in maps.items():
         layers.append({"layer": number, "group_size": one.group_size, "heads": one.core.shape[0],
                        "groups": one.core.shape[2], "reach": one.raw.shape[2],
-                       "shared": _shared(one), "pooling": _packed(one.pooling), "core": _packed(one.core),
-                       "raw": _packed(one.raw)})
+                       "kept": one.first.shape[2], "shared": _shared(one), "pooling": _packed(one.pooling),
+                       "core": _packed(one.core), "raw": _packed(one.raw), "first": _packed(one.first)})
     data = {"title": title, "tokens": list(tokens), "queries": list(queries), "layers": layers,
             "settings": {k: str(v) for k, v in settings.items()}}
     text = json.dumps(data, ensure_ascii=True).replace("<", "\\u003c")  # no token may end the script

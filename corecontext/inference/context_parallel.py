@@ -42,8 +42,8 @@ def context_parallel_prefill(model: Any, input_ids: Tensor, wire: Wire, *, max_l
     Raises:
         ValueError: CCA is not enabled or already sharded, the prompt is not one row without padding, it exceeds
             max_length or the model's positions, or processes were given different prompts.
-        NotImplementedError: sliding-window layers, learned core tokens, pooling="mean_query", backend="reference" or a
-            cache in 8 bits, which several processes cannot have.
+        NotImplementedError: sliding-window layers, learned core tokens, sink_size, pooling="mean_query",
+            backend="reference" or a cache in 8 bits, which several processes cannot have.
     """
     handle = handle_of(model)
     _check(handle, input_ids, wire, max_length, process)
@@ -91,8 +91,9 @@ def _check(handle: Handle | None, input_ids: Tensor, wire: Wire, max_length: int
         raise NotImplementedError("a model with sliding-window layers cannot be spread: these layers would see parts "
                                   "of the prompt only. Use prefill on one process.")
     config = handle.config
-    for name, value in (("learned", config.learned), ("pooling", config.pooling), ("backend", config.backend)):
-        if value and (name == "learned" or value in ("mean_query", "reference")):
+    for name, value in (("learned", config.learned), ("sink_size", config.sink_size), ("pooling", config.pooling),
+                        ("backend", config.backend)):
+        if value and (name in ("learned", "sink_size") or value in ("mean_query", "reference")):
             raise NotImplementedError(f"{name} {value!r} cannot be spread over processes. Use prefill on one process.")
     if config.cache_dtype != "auto":
         raise NotImplementedError(f"a cache in {config.cache_dtype} cannot be filled by several processes: they "

@@ -86,6 +86,9 @@ class Handle:
         if shard is not None and self.config.learned:
             raise NotImplementedError("core tokens with learned parameters cannot be made on parts of a sequence, got "
                                       f"learned {self.config.learned}. Use handle.shard = None.")
+        if shard is not None and self.config.sink_size:
+            raise NotImplementedError("the first tokens cannot be kept raw on parts of a sequence, got sink_size "
+                                      f"{self.config.sink_size}. Use handle.shard = None, or sink_size=0.")
         self._shard = shard
 
     def configure(self, **changes: Any) -> None:
@@ -274,7 +277,7 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
     settings = {"group_size": config.group_size, "window_size": config.window_size, "num_groups": config.num_groups,
                 "pooling": config.pooling, "core_position": config.core_position, "core_heads": config.core_heads,
                 "rotary": call.rotary, "scale": scaling, "softcap": softcap, "core_bias": config.core_bias,
-                "backend": config.backend}
+                "sink_size": config.sink_size, "backend": config.backend}
     if call.handle.shard is not None:
         if attention_mask is not None:
             raise ValueError("attention_mask must be None for a part of a sequence, got one. Pack documents instead of "

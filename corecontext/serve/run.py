@@ -46,6 +46,8 @@ class Serving:
     device: str = "auto"
     random_weights: bool = False
     """Make weights up instead of loading them: `model` needs only its config.json. For benchmarks."""
+    sinks: int | None = None
+    """First tokens of every request that stay uncompressed."""
 
     def __post_init__(self) -> None:
         if self.method not in ("cca", "full"):
@@ -63,8 +65,8 @@ class Serving:
             raise UserError(f"queue-limit must be at least 0, got {self.queue_limit}.")
         if self.api_key is not None and (not self.api_key or not self.api_key.isascii() or " " in self.api_key):
             raise UserError("the API key must be ASCII without spaces, and not empty.")
-        if self.method == "full" and (self.group_size or self.window_size):
-            raise UserError("group-size and window-size must be left out with --method full.")
+        if self.method == "full" and (self.group_size or self.window_size or self.sinks):
+            raise UserError("group-size, window-size and sinks must be left out with --method full.")
 
     @property
     def model_name(self) -> str:
@@ -92,7 +94,7 @@ def make_app(serving: Serving) -> Any:
             policy = load_policy(serving.policy)
     loaded = _random(serving) if serving.random_weights else load(
         serving.model or str(BUNDLED), group_size=serving.group_size, window_size=serving.window_size,
-        dtype=serving.dtype, device=serving.device)
+        sinks=serving.sinks, dtype=serving.dtype, device=serving.device)
     config = loaded.config
     assert config is not None, "a server's model has CCA enabled, whose place its own caches take under method 'full'"
     if serving.policy == "elastic":
@@ -123,7 +125,7 @@ def _random(serving: Serving) -> Loaded:
             [] if device == "cpu" else [torch.device(device)]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
-    config = cca_config(hf_config, serving.group_size, serving.window_size)
+    config = cca_config(hf_config, serving.group_size, serving.window_size, sinks=serving.sinks)
     enable_cca(model.eval(), config)
     count = hf_config.get_text_config(decoder=True).vocab_size
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))

@@ -23,7 +23,8 @@ def write(folder: Path, config: TrainConfig, history: list[dict[str, Any]], metr
     curve, evaluated = losses(history), losses(history, "eval_loss")
     _draw(folder / FIGURE, curve, evaluated)
     commit, dirty = source_version()
-    attention = (f"Core Context Aware attention, g = {config.group_size}, s = {config.window_size}"
+    first = f", the first {config.sink_size} tokens raw" if config.sink_size else ""
+    attention = (f"Core Context Aware attention, g = {config.group_size}, s = {config.window_size}{first}"
                  if config.method == "cca" else f"{config.method} attention")
     model = Path(config.model).name if Path(config.model).exists() else config.model
     settings = {**config.to_dict(), "model": model, "data": [Path(name).name for name in config.data],

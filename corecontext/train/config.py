@@ -53,6 +53,8 @@ class TrainConfig:
     """Parameters of core tokens that are learned: temperature, probe, distance, key_gain, bias."""
     layer_group_sizes: tuple[int, ...] = ()
     """g of each full-attention layer, in order, instead of one for all."""
+    sink_size: int = 0
+    """First tokens that every query sees uncompressed, rounded up to a multiple of g; their groups are not pooled."""
     shape: dict[str, Any] = field(default_factory=dict)
     """Settings put over the model's config, as JSON; changes of size only from scratch."""
     rope_theta: float | None = None
@@ -138,9 +140,10 @@ class TrainConfig:
                              f"{self.min_learning_rate}.")
         if self.long_tokens is not None:
             _check_number("long_tokens", self.long_tokens, 1, int)
-        if self.context_parallel > 1 and (self.method != "cca" or cca.learned or cca.pooling == "mean_query"):
+        if self.context_parallel > 1 and (self.method != "cca" or cca.learned or cca.sink_size or
+                                          cca.pooling == "mean_query"):
             raise ValueError(f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca' without "
-                             "learned parameters or pooling 'mean_query': only such core tokens travel.")
+                             "learned parameters, sink_size or pooling 'mean_query': only such core tokens travel.")
         if self.learned and self.strategy == "lora":
             raise ValueError("learned must be left out with strategy 'lora', whose checkpoints hold LoRA's matrices "
                              "only. Use strategy 'partial'.")
@@ -149,7 +152,7 @@ class TrainConfig:
         """The settings of the attention, as they stand in the checkpoint."""
         return CCAConfig(self.group_size, self.window_size, pooling=self.pooling, core_position=self.core_position,
                          core_heads=self.core_heads, core_bias=self.core_bias, learned=self.learned,
-                         layer_group_sizes=self.layer_group_sizes or None)
+                         layer_group_sizes=self.layer_group_sizes or None, sink_size=self.sink_size)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for train_config.json."""
