@@ -175,6 +175,8 @@ def test_settings_saved_with_the_model_are_used(model, here, capfd, tmp_path_fac
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "cca": {"group_size": 4, "window_size": 40}}))
     assert load(str(folder)).config.group_size == 4
+    assert load(str(folder), sinks=3).config == load(str(folder)).config.replace(sink_size=3)
+    assert load(str(folder), sinks=3).sizes()["sinks"] == 3 and "sinks" not in load(str(folder)).sizes()
     assert load(str(folder), group_size=8).config == load(str(folder)).config.replace(group_size=8)
     assert load(model).config.window_size == 1024
 
@@ -186,6 +188,10 @@ def test_info_needs_no_weights(model, here, capfd):
                  "--window-size", "91"]) == 0
     shown = capfd.readouterr().out
     assert "500" in shown and f"{2 * 2 * 2 * 16 * 4 * (100 + 100) / 1024:.0f} KiB".replace("100", "100") in shown
+    assert main(["info", "--model", "m", "--length", "1000", "--group-size", "10", "--window-size", "61", "--sinks",
+                 "27"]) == 0  # 30 raw tokens and 97 core tokens
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "the first 30 tokens raw" in shown and f"{2 * 2 * 2 * 16 * 4 * (97 + 30 + 70) / 1024:.0f} KiB" in shown
 
 
 def test_bench_operator(here, capfd):

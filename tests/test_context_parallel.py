@@ -112,6 +112,11 @@ def test_shards_refuse_what_does_not_fit():
     learned = corecontext.enable(tiny_model("llama"), CCAConfig(4, 9, learned=("bias",)))
     with pytest.raises(NotImplementedError, match="core tokens with learned parameters cannot be made on parts"):
         learned.shard = Shard(wire, layout)
+    with pytest.raises(NotImplementedError, match="sink_size must be 0 in context parallelism, got 8. Use one"):
+        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token", sink_size=8)
+    first = corecontext.enable(tiny_model("llama"), CCAConfig(4, 9, sink_size=8))
+    with pytest.raises(NotImplementedError, match="the first tokens cannot be kept raw on parts .* got sink_size 8"):
+        first.shard = Shard(wire, layout)
 
 
 def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
@@ -144,7 +149,8 @@ def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
         with pytest.raises(NotImplementedError, match=message):
             context_parallel_prefill(model, ids, wire)
     for family, settings, message in (("qwen2-hybrid", {}, "sliding-window layers cannot be spread"),
-                                      ("llama", {"learned": ("bias",)}, "learned .* cannot be spread over processes")):
+                                      ("llama", {"learned": ("bias",)}, "learned .* cannot be spread over processes"),
+                                      ("llama", {"sink_size": 4}, "sink_size 4 cannot be spread over processes")):
         model = tiny_model(family)
         corecontext.enable(model, CCAConfig(4, 9, **settings))
         with pytest.raises(NotImplementedError, match=message):

@@ -359,8 +359,8 @@ def learn(model):
 SETTINGS = {
     "int8": {"cache_dtype": "int8"}, "fp8-per-query-head": {"cache_dtype": "fp8", "core_heads": "query"},
     "learned": {"learned": ("temperature", "probe", "distance", "key_gain", "bias")}, "bias": {"learned": ("bias",)},
-    "layers": {"layer_group_sizes": (3, 8)},
-    "all": {"cache_dtype": "int8", "layer_group_sizes": (8, 3), "learned": ("probe", "bias")},
+    "layers": {"layer_group_sizes": (3, 8)}, "sinks": {"sink_size": 10},
+    "all": {"cache_dtype": "int8", "layer_group_sizes": (8, 3), "learned": ("probe", "bias"), "sink_size": 7},
 }
 
 
@@ -413,6 +413,8 @@ def test_a_g_for_each_layer_leaves_only_s_to_choose():
         scheduler = Scheduler(model, chunk_size=16, policy=lambda load: (40, 6))
         row = scheduler.shape.row_bytes(scheduler.handle.config, 64)
         assert row == 2 * 2 * 16 * 4 * ((13 + 2 + 64 // 3) + (13 + 7 + 64 // 8))
+        more = scheduler.shape.row_bytes(scheduler.handle.config.replace(sink_size=4), 64)  # 6 for 2 groups, 8 for one
+        assert more == row + 2 * 2 * 16 * 4 * ((6 - 2) + (8 - 1))
         with pytest.raises(ValueError, match="^group_size must be left out, got 5 for a model with a g for"):
             scheduler.submit(job(9, group_size=5))
         one = job(30)

@@ -381,7 +381,7 @@ def test_policies_by_name():
     (["--method", "fast"], "method must be cca or full"), (["--port", "70000"], "port must be 0 to 65535"),
     (["--time-limit", "0"], "time-limit must be more than 0"), (["--cache-mib", "0"], "cache-mib must be at least 1"),
     (["--queue-limit", "-1"], "queue-limit must be at least 0"), (["--policy", "wild"], "policy must be 'elastic'"),
-    (["--method", "full", "--group-size", "4"], "group-size and window-size must be left out"),
+    (["--method", "full", "--group-size", "4"], "group-size, window-size and sinks must be left out"),
     (["--model", "nowhere/at/all"], "model 'nowhere/at/all' does not exist"),
     (["--api-key-file", "nowhere"], "file 'nowhere' does not exist"),
     (["--max-running", "0"], "max-running must be at least 1")], ids=str)

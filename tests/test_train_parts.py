@@ -69,13 +69,15 @@ def test_a_model_computes_its_own_loss_in_chunks(family):
 def test_settings_are_checked_and_travel():
     config = TrainConfig(data=("a", "b"), shape={"hidden_size": 8}, long_tokens=9)
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert set(field_help()) == set(config.to_dict())
+    assert set(field_help()) == set(config.to_dict()) and config.replace(sink_size=4).cca().sink_size == 4
     for change, message in (({"strategy": "lore"}, "strategy must be one of .* Did you mean 'lora'"),
                             ({"steps": 0}, "steps must be at least 1, got 0"),
                             ({"learning_rate": float("nan")}, "learning_rate must be at least 0, got nan"),
                             ({"min_learning_rate": 1.0}, "min_learning_rate must be at most learning_rate"),
                             ({"long_share": 1.0}, "long_share must lie between 0 and 1"),
                             ({"method": "full", "context_parallel": 2}, "context_parallel must be 1, got 2, but"),
+                            ({"sink_size": 4, "context_parallel": 2}, "context_parallel must be 1, got 2, but"),
+                            ({"sink_size": -1}, "sink_size must be at least 0"),
                             ({"stepz": 3}, "unknown recipe key 'stepz'. Did you mean 'steps'")):
         with pytest.raises(ValueError, match=message):
             config.replace(**change)

@@ -244,3 +244,36 @@ def test_chunks_of_queries(r, dim, g, s, core_heads, q_start, count, dtype, way)
         actual = got[0][index].reshape(expected.shape)
         error = torch.stack([row_errors(here(run[index]), expected) for run in plain]).amax(0)
         assert_within_budget(actual, expected, error, name, dtype, roundings, size)
+
+
+class _OneChip:
+    """Kernels that say they take every call, and must not get one."""
+
+    @staticmethod
+    def unsupported_reason(*args: Any) -> None:
+        return None
+
+    @staticmethod
+    def attend(*args: Any, **options: Any) -> None:
+        raise AssertionError("a kernel made for one chip was called")
+
+    gradients = attend
+
+
+def test_first_tokens_kept_raw_take_the_kernels_that_run_everywhere(monkeypatch):
+    inputs = make_inputs(40, num_heads=4, num_kv_heads=2, head_dim=16, device=DEVICE)
+    settings = {"group_size": 4, "window_size": 7, "rotary": Rotary.from_theta(1e4, 16, DEVICE)}
+    run = functools.partial(cca_attention, backend="triton", return_lse=True)
+    monkeypatch.setattr(backend, "hopper", _OneChip)
+    monkeypatch.setattr(backend, "hopper_backward", _OneChip)
+    with pytest.raises(AssertionError, match="made for one chip"):
+        run(*inputs[:3], **settings)
+    assert_accurate(run, inputs, sink_size=6, **settings)
+    learned = {"bias": torch.ones(4, device=DEVICE), "probe": torch.zeros(4, 16, device=DEVICE)}
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    found = []
+    for name in ("triton", "packed"):
+        out, _ = run(*leaves, backend=name, learned=learned, sink_size=6, **settings)
+        found.append([out, *torch.autograd.grad((out * inputs.grad_out).sum(), leaves)])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=0, atol=5e-4 if GPU else 2e-5)
