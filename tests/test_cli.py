@@ -191,7 +191,7 @@ def test_info_needs_no_weights(model, here, capfd):
     assert main(["info", "--model", "m", "--length", "1000", "--group-size", "10", "--window-size", "61", "--sinks",
                  "27"]) == 0  # 30 raw tokens and 97 core tokens
     shown = " ".join(capfd.readouterr().out.split())
-    assert "the first 30 tokens raw" in shown and f"{2 * 2 * 2 * 16 * 4 * (97 + 30 + 70) / 1024:.0f} KiB" in shown
+    assert "the first 30 tokens raw" in shown and f"{2 * 2 * 2 * 16 * 4 * (97 + 30 + 70) / 1024:.1f} KiB" in shown
 
 
 def test_bench_operator(here, capfd):

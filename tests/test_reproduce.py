@@ -90,14 +90,14 @@ def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_pat
 
 def test_methods_have_one_cache_size():
     for size in (FULL,):
-        r, entries = size.heads // size.kv_heads, {}
-        for name, one in methods(size).items():
+        r, entries, known = size.heads // size.kv_heads, {}, methods(size)
+        for name, one in known.items():
             if getattr(one.config, "pooling", None) is None or name in ("mean", "max"):
                 continue
             per = one.config.layer_group_sizes or (one.config.group_size,) * size.layers
-            width = r if one.config.core_heads == "query" else 1
-            entries[name] = sum(size.length // g * width + size.window + g - 1 for g in per) / size.layers
-        assert len(entries) >= 12
+            width, n, s = r if one.config.core_heads == "query" else 1, one.config.sink_size, one.config.window_size
+            entries[name] = sum((size.length - n) // g * width + n + s + g - 1 for g in per) / size.layers
+        assert len(entries) >= 12 and entries["sinks"] == entries["cca"] and known["sinks"].config.sink_size
         for name, count in entries.items():
             assert count <= 1.1 * entries["cca"], name  # a larger group also has a larger open end
         more = stages(size, ("learned",))

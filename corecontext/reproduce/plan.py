@@ -92,6 +92,8 @@ def methods(size: Size) -> dict[str, Method]:
                "CCA, small groups in later layers"),
         Method("small_early", cca.replace(layer_group_sizes=(small,) * half + (large,) * (size.layers - half)),
                "CCA, small groups in earlier layers"),
+        # g raw tokens in place of one core token cost g - 1 entries, which the window gives up.
+        Method("sinks", cca.replace(sink_size=g, window_size=s - (g - 1)), f"CCA, the first {g} tokens raw"),
         Method("bias", cca.replace(learned=("bias",)), "CCA, learned bias"),
         Method("learned", learned, "CCA, all learned parameters"),
         Method("learned_query_heads", learned.replace(group_size=g * r, core_heads="query"),
