@@ -19,7 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 LAWS, NUMERICS, API = "tests/test_ops_laws.py", "tests/test_ops_numerics.py", "tests/test_ops_api.py"
 ORACLE, CACHE, PLUGIN = "tests/test_ops_oracle.py", "tests/test_cache.py", "tests/test_transformers.py"
-INFERENCE = "tests/test_inference.py"
+INFERENCE, SINKS, SINK_MODELS = "tests/test_inference.py", "tests/test_sinks.py", "tests/test_sinks_models.py"
 
 
 class Fault(NamedTuple):
@@ -35,8 +35,8 @@ class Fault(NamedTuple):
 FAULTS = [
     Fault("rule: one core token too late", "visibility.py", "(position + 1 - window_size) // group_size)",
           "(position - window_size) // group_size)", "tests/test_visibility.py"),
-    Fault("1: full attention for one token too many", "ops/api.py", "is_full_attention(seq_len, size, window_size)",
-          "is_full_attention(seq_len - 1, size, window_size)",
+    Fault("1: full attention for one token too many", "ops/api.py", "is_full_attention(seq_len, size, window_size,",
+          "is_full_attention(seq_len - 1, size, window_size,",
           f"{LAWS}::test_law_1_the_first_core_query_is_the_first_to_differ"),
     Fault("1: groups of one token are turned", "ops/pooling.py", "direction * (group_size // 2 -",
           "direction * ((group_size + 1) // 2 -", f"{LAWS}::test_law_1_groups_of_one_token_are_full_attention"),
@@ -59,8 +59,8 @@ FAULTS = [
           "return window_capacity(self.group_size, self.config.window_size) + self.rollback - 1",
           f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
     Fault("4: decoding sees one core token too few", "cache/layer.py",
-          "visible = visible_cores_of(position, g, s)[:, None]",
-          "visible = visible_cores_of(position - 1, g, s)[:, None]",
+          "visible = visible_cores_of(position - n if n else position, g, s)[:, None]",
+          "visible = visible_cores_of(position - n - 1 if n else position - 1, g, s)[:, None]",
           f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
     Fault("4: decoding never pools", "cache/layer.py", "if fixed or any(", "if fixed and any(",
           f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
@@ -160,6 +160,47 @@ FAULTS = [
     Fault("inference: a smaller ring filled by old slots", "cache/layer.py", "write(smaller, kept % ring, read",
           "write(smaller, kept % old_ring % ring, read",
           f"{CACHE}::test_a_shrunk_window_is_exact_from_then_on"),
+    Fault("sinks: a group too many stays raw", "visibility.py", "return -(-sink_size // group_size) * group_size",
+          "return (sink_size // group_size + 1) * group_size", f"{SINKS}::test_the_integer_rules_are_the_definition"),
+    Fault("sinks: full attention for one token too many", "visibility.py", "seq_len - sinks <= first_core_query(",
+          "seq_len - sinks - 1 <= first_core_query(", f"{SINKS}::test_full_attention_up_to_its_exact_length"),
+    Fault("sinks: counted twice, reference", "ops/reference.py", "+ sinks // group_size < cores", "< cores",
+          f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
+    Fault("sinks: the future among them is seen", "ops/sinks.py", "hidden = position > position[q_start:, None]",
+          "hidden = position > position[q_start:, None] + 1", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("sinks: later queries do not see them", "ops/sinks.py",
+          "_merge_into(out, lse, *partial.forward(after, first_k[:, None], first_v[:, None], **capped))", "pass",
+          f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
+    Fault("sinks: their gradient from later queries dropped", "ops/sinks.py", "torch.cat((among[1] + first[1], dk), 1)",
+          "torch.cat((among[1], dk), 1)", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
+    Fault("sinks: the gradient of the log-sum-exp dropped", "ops/sinks.py", "grad_lse=some_grad_lse, is_causal",
+          "grad_lse=None, is_causal", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
+    Fault("sinks: weights of other groups' queries", "ops/segments.py", "self.q[:, :, first + g - 1:end:g]",
+          "self.q[:, :, g - 1:end - first:g]", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
+    Fault("sinks: the start of a chunk forgotten", "ops/sinks.py", "max(0, min(sinks - q_start, q.shape[2]))",
+          "max(0, min(sinks, q.shape[2]))", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("sinks: decoding puts them into the ring", "cache/layer.py",
+          "target = torch.where((position >= 0) & (position < n), ring + position, target)", "pass",
+          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("sinks: decoding sees those to come", "cache/layer.py", "torch.arange(n, device=q.device) <= position",
+          "torch.arange(n, device=q.device) <= n + position",
+          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("sinks: decoding sees the ring's old slots", "cache/layer.py", "held >= visible * g + n, see_first",
+          "held >= visible * g, see_first", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("sinks: a core token in another's slot", "cache/layer.py", "core = (position - n if n else position) // g",
+          "core = position // g", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("sinks: core bias added to them", "cache/layer.py", "attend_buffer(q, keys, values, see, raw, scale",
+          "attend_buffer(q, keys, values, see, ring, scale", f"{CACHE}::test_every_setting_decodes_as_it_prefills"),
+    Fault("sinks: lost when the first append is differentiated", "cache/layer.py", "sink_size=c.sink_size, ", "",
+          f"{CACHE}::test_first_append_is_differentiable_later_ones_refuse"),
+    Fault("sinks: forgotten by a server's rows", "cache/pool.py",
+          "+ n + num_complete_groups(max_length - n, g) * width", "+ num_complete_groups(max_length, g) * width",
+          f"{CACHE}::test_bytes_equal_the_formula_from_the_first_token_on"),
+    Fault("sinks: lost on their way into a model", "integrations/transformers.py",
+          '"sink_size": config.sink_size, ', "", f"{SINK_MODELS}::test_the_model_sees_the_rule"),
+    Fault("sinks: a shared beginning without them", "inference/prefix.py", "x[:, :, :layer.raw_size].clone()",
+          "x[:, :, :layer.ring_size].clone()", "tests/test_scheduler.py::test_a_branched_cache_is_the_same_bits_under"
+          "_every_setting"),
     Fault("arrows: a backend imports another", "ops/packed.py", "from corecontext.ops import compose, partial, pooling",
           "from corecontext.ops import compose, partial, pooling, reference", "tests/test_layers_arrows.py"),
 ]

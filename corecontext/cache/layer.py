@@ -316,7 +316,7 @@ class CompactLayer:
             target = torch.where((position >= 0) & (position < n), ring + position, target)
         for cached, x in zip(self.buffers, self._stored(k, v)):
             write(cached, target[:, None], x)
-        if fixed or any(self.seen - pad >= n and (self.seen - pad) % g == g - 1 for pad in self.pads):
+        if fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads):
             self._close_groups(q, position, scale, softcap)
         cores = (self.keys.shape[2] - raw) // width if fixed else self._cores_of(self.seen + 1 - min(self.pads))
         self._advance(1)
@@ -365,9 +365,8 @@ class CompactLayer:
         if last_core < 0:
             return
         closes = ((position + 1) % g == 0)[:, None, None, None]
-        core = position // g
-        if n:  # groups of first tokens have no core token
-            closes, core = closes & (position >= n)[:, None, None, None], core - n // g
+        # What groups of first tokens leave in core slot 0 is written over before it is seen.
+        core = (position - n if n else position) // g
         target = self.raw_size + core.clamp(0, last_core)[:, None] * width + torch.arange(width, device=q.device)
         for cached, core in zip(self.buffers, self._stored(*cores)):
             core = core.reshape(batch, heads, width, core.shape[-1]).to(cached.dtype)
