@@ -114,7 +114,7 @@ def _backward(backend: Callable[..., tuple[Tensor, ...]], n: int, grad_out: Tens
 
 
 def _backend(module: ModuleType) -> Any:
-    """The backend without kernels that have not been tried on a part of a softmax that others complete."""
+    """The backend without kernels made for one chip, which have not been tested with first tokens kept raw."""
     return getattr(module, "Anywhere", module)
 
 
