@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from corecontext.cache.eight_bit import decode, encode
@@ -26,7 +27,8 @@ from corecontext.ops import rules
 from corecontext.ops.decode import attend_buffer
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import find_segments
-from corecontext.visibility import group_size_for, local_start, num_complete_groups, visible_cores_of, window_capacity
+from corecontext.visibility import (group_size_for, local_start, num_complete_groups, num_visible_cores,
+                                    visible_cores_of, window_capacity)
 
 UNDO_LIMIT = 256  # longest append, in tokens, that can be cropped away beyond `rollback`
 
@@ -247,6 +249,10 @@ class CompactLayer:
                 begin += part.shape[2]
         if store_only:
             return None
+        if position == 0 and softcap is None and num_visible_cores(count - 1, g, s) == 0:  # nothing is compressed yet
+            return F.scaled_dot_product_attention(
+                q.reshape(-1, heads * q.shape[1], count, dim), k.reshape(-1, heads, count, dim),
+                v.reshape(-1, heads, count, dim), is_causal=True, scale=scale, enable_gqa=q.shape[1] > 1)
         cores = self._loaded([x[rows, :, ring:ring + total * width] for x in self.buffers], k.dtype)
         core_k, core_v = (x.unflatten(2, (total, width)).transpose(2, 3).flatten(0, 1) for x in cores)  # [N, w, M, D]
         bias = self._core_bias(q.dtype)
