@@ -51,7 +51,8 @@ def test_a_server_that_is_not_there_is_an_error_of_each_request():
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"mode": "week"}, "mode must be day or rising"), ({"variants": ("fast",)}, "variant must be elastic, fixed, full"),
+    ({"mode": "week"}, "mode must be day, rising or sat"),
+    ({"variants": ("fast",)}, "variant must be elastic, fixed, full"),
     ({"variants": ("cca:0:5",)}, "variant must be"), ({"variants": ()}, "variant must be given"),
     ({"shape": "gpt"}, "shape must be one of llama3.1-8b"), ({"new_tokens": 0}, "new_tokens must be at least 1"),
     ({"shared_length": 1024}, "shared_length must be"), ({"seconds": 0}, "seconds must be more than 0"),
@@ -97,6 +98,8 @@ def test_a_day_and_a_rise_on_one_server(tmp_path, monkeypatch, capfd):
         assert main([*common, *day, "--variant", "elastic"]) == 0
         assert main([*common, *rise]) == 0
         assert main([*common, *rise, "--first-token-limit", "0.0001", "--force"]) == 0
+        assert main([*common, "--mode", "saturated", "--requests", "5", "--variant", "cca:4:16"]) == 0
+        assert main([*common, "--mode", "saturated", "--plot", "s.svg"]) == 2
     shown = capfd.readouterr().out
     records = read_records("r.jsonl")
     total = {r.name: r for r in records if r.params["mode"] == "day" and "hour" not in r.params}
@@ -113,7 +116,11 @@ def test_a_day_and_a_rise_on_one_server(tmp_path, monkeypatch, capfd):
     limits = [(r.params["variant"], r.value, r.params["reached"]) for r in records if r.name == "serve.limit_rate"]
     assert limits[2:] == [("fixed", 0.0, True), ("cca:4:16", 0.0, True)] and len(limits) == 4
     assert limits[0][1] in (4.0, 8.0, 0.0) and "for its first token at" in shown
-    assert urls == ["elastic"] + ["fixed", "cca:4:16"] * 2
+    assert urls == ["elastic"] + ["fixed", "cca:4:16"] * 2 + ["cca:4:16"]
+    saturated = {r.name: r for r in records if r.params["mode"] == "saturated"}
+    assert saturated["serve.tokens_per_s"].value == pytest.approx(6 * saturated["serve.requests_per_s"].value)
+    assert saturated["serve.requests_per_s"].params["requests"] == 5 and saturated["serve.failed"].value == 0
+    records = [r for r in records if r.params["mode"] != "saturated"]
     assert (tmp_path / "day.svg").stat().st_size > 5000 and (tmp_path / "rise.svg").stat().st_size > 5000
     kept = newest_run(records)
     assert {r.params["variant"] for r in kept} == {"fixed", "cca:4:16"}

@@ -376,3 +376,19 @@ def test_a_shrunk_window_can_be_cropped_and_saved():
     empty = CompactLayer(config, ROTARY)
     empty.shrink_window(3)
     torch.testing.assert_close(empty.attend(*tensors), reference(CCAConfig(4, 3), *tensors), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_an_expected_length_is_used_once(fixed):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 60, 16) for _ in range(3))
+    layer, plain = (CompactLayer(CCAConfig(4, 8), Rotary.from_theta(1e4, 16), max_length=60 if fixed else None)
+                    for _ in range(2))
+    for start, end in ((0, 20), (20, 40), (40, 41), (41, 60)):
+        new = [x[:, :, start:end] for x in (q, k, v)]
+        if end - start > 1:
+            layer.expect(start)
+        torch.testing.assert_close(layer.attend(*new), plain.attend(*new), rtol=0, atol=0)
+        assert layer.seq_len == plain.seq_len == end
+    layer.reset()
+    assert layer.seq_len == 0

@@ -1,10 +1,12 @@
 """Whole-model inference: the engine, generate() and one full forward agree token by token; limits, policy."""
 
+import warnings
+
 import pytest
 import torch
 from families import FAMILIES, tiny_model, tokens
 from torch.nn.functional import pad
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import corecontext
 from corecontext import CCAConfig
@@ -111,6 +113,29 @@ def test_the_head_runs_once_on_one_token(model):
     prefill(model, tokens(2, 40), chunk_size=7)
     hook.remove()
     assert shapes == [[2, 1, 48]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks what waits for the device")
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+def test_a_chunk_does_not_wait_for_the_device_in_every_layer(default_device, static):
+    ids = tokens(1, 900).to(default_device)
+
+    def waits(layers):
+        with corecontext.enabled(model := tiny_model("llama", num_hidden_layers=layers), CCAConfig(8, 64)):
+            cache = StaticCache(model.config, max_cache_len=1000) if static else DynamicCache(config=model.config)
+            for _ in range(2):  # kernels are compiled in the first
+                cache.reset()
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    torch.cuda.set_sync_debug_mode("warn")
+                    try:
+                        prefill(model, ids, cache=cache, chunk_size=300)
+                    finally:
+                        torch.cuda.set_sync_debug_mode("default")
+            return sum("synchroniz" in str(one.message) for one in caught)
+
+    assert waits(2) == waits(6)
 
 
 def test_num_groups_becomes_the_group_size_of_the_prompt():

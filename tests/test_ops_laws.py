@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from corecontext.ops.api import cca_attention, pool_core_tokens
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.segments import once_for_all_layers
 from corecontext.testing import Inputs, effective_map, make_inputs, results_and_gradients
 from corecontext.visibility import first_core_query, group_size_for, num_visible_cores
 
@@ -286,3 +287,22 @@ def test_a_batch_gives_what_its_rows_give_alone(device):
     out = run(x.q, x.k, x.v)
     for row in range(3):
         torch.testing.assert_close(run(*(y[row:row + 1] for y in x[:3])), out[row:row + 1], rtol=0, atol=1e-14)
+
+
+def test_what_all_layers_ask_is_answered_once_and_anew_after_a_change():
+    asked = []
+
+    @once_for_all_layers
+    def answer(size, ids=None, mask=None):
+        asked.append(size)
+        return None if ids is None else ids.sum().item()
+
+    ids, same = torch.arange(4), torch.arange(4)
+    assert answer(1, ids) == answer(1, ids) == 6 and len(asked) == 1
+    assert answer(1, same) == 6 and answer(2, same) == 6 and len(asked) == 3
+    same[0] = 5  # in place: no longer the same question
+    assert answer(2, same) == 11 and len(asked) == 4
+    assert answer(2) is None and answer(2, None, same) is None and answer(2, same) == 11 and len(asked) == 7
+    with torch.inference_mode():
+        made = torch.arange(4)
+        assert answer(3, made) == 6 == answer(3, made) and len(asked) == 9

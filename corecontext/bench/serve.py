@@ -38,7 +38,7 @@ SHAPES = {"llama3.1-8b": {
 """Sizes of models whose weights are made up (`--shape`)."""
 BINS = 24  # of a day
 START_LIMIT_S = 900.0
-MODES = ("day", "rising")
+MODES = ("day", "rising", "saturated")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class ServeBench:
     """Of a rising load, from one rate to the next."""
     first_token_limit: float = 2.0
     """Seconds; a rising load ends when the median request waits longer for its first token."""
+    requests: int = 32
+    """Of a saturated server: all come at once."""
     seed: int = 0
     group_size: int | None = None
     window_size: int | None = None
@@ -75,14 +77,14 @@ class ServeBench:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise ValueError(f"mode must be day or rising, got {self.mode!r}.")
+            raise ValueError(f"mode must be day, rising or saturated, got {self.mode!r}.")
         if self.shape is not None and (self.shape not in SHAPES or self.model is not None):
             raise ValueError(f"shape must be one of {', '.join(SHAPES)}, without --model; got {self.shape!r}.")
         if not self.variants:
             raise ValueError("variant must be given at least once.")
         for variant in self.variants:
             self.server_options(variant)
-        for name in ("prompt_length", "new_tokens", "max_running"):
+        for name in ("prompt_length", "new_tokens", "requests", "max_running"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if not 0 <= self.shared_length < self.prompt_length:
@@ -114,7 +116,8 @@ class ServeBench:
                 "random_weights": self.shape is not None, "prompt_length": self.prompt_length,
                 "shared_length": self.shared_length, "new_tokens": self.new_tokens, "dtype": self.dtype,
                 "max_running": self.max_running, "cache_mib": self.cache_mib, "chunk_size": self.chunk_size,
-                "seconds": self.seconds, "seed": self.seed, **more}
+                **({"requests": self.requests} if self.mode == "saturated" else {"seconds": self.seconds}),
+                "seed": self.seed, **more}
 
 
 @contextmanager
@@ -179,7 +182,8 @@ def run_serve_bench(bench: ServeBench, on_records: Callable[[list[Record]], Any]
     for variant in bench.variants:
         with served(bench, variant) as url:
             warm_up(bench, url)
-            for new in (_day if bench.mode == "day" else _rising)(bench, variant, url, device):
+            measure = {"day": _day, "rising": _rising, "saturated": _saturated}[bench.mode]
+            for new in measure(bench, variant, url, device):
                 records += new
                 on_records(new)
     return records
@@ -240,6 +244,13 @@ def _rising(bench: ServeBench, variant: str, url: str, device: str) -> Iterator[
                                                               reached=True), device=device)]
 
 
+def _saturated(bench: ServeBench, variant: str, url: str, device: str) -> Iterator[list[Record]]:
+    """All requests at once: what a server does that is never idle, from the first token asked to the last one made."""
+    seen = _shown(bench, variant, url, [0.0] * bench.requests, "all at once", 0)
+    good = [one for one in seen if one.error is None]
+    yield _summary(bench, variant, device, seen, good, max(one.end for one in seen), offered_per_s=None)
+
+
 def _summary(bench: ServeBench, variant: str, device: str, came: Sequence[Seen], ended: Sequence[Seen], seconds: float,
              **more: Any) -> list[Record]:
     """Records of the requests that came in some time, and of those that ended in it without an error."""
@@ -285,7 +296,8 @@ def print_table(records: Sequence[Record]) -> None:
 
         shares = [f"{r.params['group_size']}, {r.params['window_size']}: {r.value:.0%}" for r in same
                   if r.name == "serve.setting_share"]
-        table.add_row(total.params["variant"], f"{total.params['offered_per_s']:.3g}", f"{total.value:.3g}",
+        offered = total.params["offered_per_s"]
+        table.add_row(total.params["variant"], "-" if offered is None else f"{offered:.3g}", f"{total.value:.3g}",
                       value("serve.tokens_per_s"), *(value(name, quantile) for name in (
                           "serve.first_token_s", "serve.next_token_ms") for quantile in (0.5, 0.99)),
                       value("serve.failed"), "; ".join(shares))

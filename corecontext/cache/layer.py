@@ -19,10 +19,11 @@ from __future__ import annotations
 from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from corecontext.cache.eight_bit import decode, encode
-from corecontext.cache.slots import grown, read, write
+from corecontext.cache.slots import grown, read, stretch, write
 from corecontext.config import CCAConfig
 from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
 from corecontext.ops import rules, sinks
@@ -34,6 +35,7 @@ from corecontext.visibility import (
     local_start,
     num_complete_groups,
     num_sinks,
+    num_visible_cores,
     visible_cores_of,
     window_capacity,
 )
@@ -83,6 +85,7 @@ class CompactLayer:
         self.padding_known = True  # False while a row is nothing but padding: more of it may follow
         self.seen: int | Tensor = 0  # slots appended so far, padding included
         self.is_empty = True
+        self._expected: int | None = None
         self._core_width = 1
         self._step: Callable[..., Tensor] | None = None  # all of `_decode` at once, where the backend has that
         self._turn: tuple[Tensor, Tensor] | None = None  # its tables
@@ -95,7 +98,13 @@ class CompactLayer:
     @property
     def seq_len(self) -> int:
         """Slots appended so far, padding included."""
-        return int(self.seen)
+        if self.is_empty:
+            return 0
+        return int(self.seen) if self._expected is None else self._expected
+
+    def expect(self, seq_len: int) -> None:
+        """Say what `seq_len` is before the next append of several tokens, which then need not ask the device."""
+        self._expected = seq_len
 
     @property
     def ring_size(self) -> int:
@@ -195,7 +204,7 @@ class CompactLayer:
     def _append(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scale: float,
                 softcap: float | None) -> Tensor:
         """Any number of tokens at once: the first prefill, a chunk of it, a second turn, a draft to verify."""
-        start, new = self.seq_len, q.shape[2]
+        start, new, self._expected = self.seq_len, q.shape[2], None
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *self.learned.values()))
         if needs_grad and start:
             raise ValueError("gradients must not be asked through a filled compact cache: its core tokens are kept "
@@ -248,11 +257,12 @@ class CompactLayer:
                     cached.dtype)
         start, end = max(0, position - n), max(0, position + count - n)  # of the other new ones, counted from n
         low = local_start(start, g, s)
-        past = torch.arange(n + low, n + start, device=q.device) % ring
         raw_k, raw_v = k[:, among:], v[:, among:]
         if low < start:
-            before = self._loaded([cached[rows][:, :, past] for cached in self.buffers], k.dtype)
-            raw_k, raw_v = (torch.cat((old.flatten(0, 1), x), 1) for old, x in zip(before, (raw_k, raw_v)))
+            past = zip(*(stretch(x, rows, n + low, n + start, ring) for x in self.buffers))
+            old_k, old_v = zip(*(self._loaded(list(parts), k.dtype) for parts in past))
+            raw_k, raw_v = (torch.cat([*(part.flatten(0, 1) for part in old), x], 1)
+                            for old, x in ((old_k, raw_k), (old_v, raw_v)))
         old, total = num_complete_groups(start, g), num_complete_groups(end, g)
         if total > old:
             ends = slice(among + old * g + g - 1 - start, among + total * g - start, g)
@@ -262,11 +272,17 @@ class CompactLayer:
                 core = core.transpose(1, 2).reshape(-1, heads, (total - old) * width, core.shape[-1])
                 cached[rows, :, raw + old * width:raw + total * width] = core.to(cached.dtype)
         kept = min(end - start, ring)
-        slots = torch.arange(n + end - kept, n + end, device=q.device) % ring
         for cached, x in zip(self.buffers, stored):
-            cached[rows, :, slots] = x[rows, :, last - kept:last].to(cached.dtype)
+            begin = last - kept
+            for part in stretch(cached, rows, n + end - kept, n + end, ring):
+                part.copy_(x[rows, :, begin:begin + part.shape[2]])
+                begin += part.shape[2]
         if store_only:
             return None
+        if position == 0 and softcap is None and num_visible_cores(end - 1, g, s) == 0:  # nothing is compressed yet
+            return F.scaled_dot_product_attention(
+                q.reshape(-1, heads * q.shape[1], count, dim), k.reshape(-1, heads, count, dim),
+                v.reshape(-1, heads, count, dim), is_causal=True, scale=scale, enable_gqa=q.shape[1] > 1)
         cores = self._loaded([x[rows, :, raw:raw + total * width] for x in self.buffers], k.dtype)
         core_k, core_v = (x.unflatten(2, (total, width)).transpose(2, 3).flatten(0, 1) for x in cores)  # [N, w, M, D]
         bias = self._core_bias(q.dtype)
@@ -423,8 +439,9 @@ class CompactLayer:
                       device: torch.device) -> list[int]:
         """Take over the padding; returns where each row's new tokens end."""
         self._check_open()
+        before = self.pads
         if self.is_empty:
-            self.pads = [0] * batch
+            before = self.pads = [0] * batch  # as the tensor says, if it is there
         elif batch != len(self.pads):
             raise ValueError(f"the batch must keep its {len(self.pads)} rows, got {batch}.")
         elif self.config.num_groups is not None and new > 1:
@@ -445,11 +462,11 @@ class CompactLayer:
             self.pads, ends = pads, [stop - start for stop in stops]
             if any(stop < start + new for stop in stops):
                 self.close("a batch padded on the right")
-        pad = torch.tensor(self.pads, device=device)
-        if self.pad is None or self.pad.shape != pad.shape:
-            self.pad = pad
-        else:  # in place: a captured decoding step reads it where it lies
-            self.pad.copy_(pad)
+        if self.pad is None or len(self.pad) != batch:
+            self.pad = torch.zeros(batch, dtype=torch.long, device=device)
+            before = [0] * batch
+        if self.pads != before:  # in place: a captured decoding step reads it where it lies
+            self.pad.copy_(torch.tensor(self.pads, device=device))
         return ends
 
     def _note_padding(self, length: int) -> None:
@@ -517,6 +534,7 @@ class CompactLayer:
             raise ValueError(f"crop must take back 0 to {end} tokens, got {num_tokens}.")
         if num_tokens == 0:
             return
+        self._expected = None
         left, undo = end - num_tokens, self._undo
         # Undoing the last append, as far as needed, brings back what it pushed out of the ring.
         base = left if undo is None else max(left, undo.start)

@@ -172,7 +172,8 @@ def bench_train(length: Annotated[Optional[list[int]], typer.Option(
 
 
 def bench_serve(mode: Annotated[str, typer.Option(help="day: a day-shaped curve; rising: rate after rate until the "
-                                                       "median wait for the first token passes the limit.")] = "day",
+                                                       "median wait for the first token passes the limit; saturated: "
+                                                       "all requests at once.")] = "day",
                 variant: Annotated[list[str], typer.Option(help="elastic, fixed, cca:G:S or full; may be repeated.")
                                    ] = ["elastic", "fixed"],
                 model: Annotated[Optional[str], typer.Option(help="As for serve.")] = None,
@@ -186,6 +187,7 @@ def bench_serve(mode: Annotated[str, typer.Option(help="day: a day-shaped curve;
                 peak_rate: Annotated[float, typer.Option(help="Requests a second at the peak, or at last.")] = 2.0,
                 growth: Annotated[float, typer.Option(help="Of a rising load, from rate to rate.")] = 1.25,
                 first_token_limit: Annotated[float, typer.Option(help="Seconds at which a rising load ends.")] = 2.0,
+                requests: Annotated[int, typer.Option(help="Of a saturated server.")] = 32,
                 seed: Seed = 0, group_size: GroupSize = None, window_size: WindowSize = None,
                 cache_mib: Annotated[Optional[int], typer.Option(help="As for serve.")] = None,
                 max_running: Annotated[int, typer.Option(help="As for serve.")] = 64,
@@ -201,14 +203,16 @@ def bench_serve(mode: Annotated[str, typer.Option(help="day: a day-shaped curve;
     if plot is not None:
         from corecontext.bench.figures import check_plot
         check_plot(plot)
+        if mode == "saturated":
+            raise UserError("plot must be left out for a saturated server: it gives one number for each variant.")
     from corecontext.bench.serve import ServeBench, print_table, run_serve_bench
     from corecontext.loading import one_line
     from corecontext.record import append_records
 
     with one_line():
         bench = ServeBench(mode, tuple(variant), model, shape, prompt_length, shared_length, new_tokens, seconds,
-                           base_rate, peak_rate, growth, first_token_limit, seed, group_size, window_size, cache_mib,
-                           max_running, rows_per_pool, chunk_size, dtype, device)
+                           base_rate, peak_rate, growth, first_token_limit, requests, seed, group_size, window_size,
+                           cache_mib, max_running, rows_per_pool, chunk_size, dtype, device)
     records = run_serve_bench(bench, lambda new: append_records(json, new) if json is not None else None)
     if plot is not None:
         from corecontext.bench.serve_figure import draw_serve

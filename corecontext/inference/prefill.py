@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from corecontext.cache import CompactLayer
 from corecontext.inference.limits import (bytes_per_token, cache_bytes_per_token, check_length, choose_chunk_size,
                                           does_not_fit, free_bytes)
 from corecontext.integrations.hf_cache import CCALayer, cache_bytes
@@ -102,8 +103,13 @@ def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
 def read_chunk(model: Any, input_ids: Tensor, attention_mask: Tensor | None, pads: list[int], cache: Any, start: int,
           end: int) -> Any:
     """One chunk: the whole model for the last, without its head before."""
-    shift = torch.tensor(sorted(set(pads)) if len(set(pads)) == 1 else pads, device=input_ids.device)
-    positions = (torch.arange(start, end, device=input_ids.device) - shift[:, None]).clamp(min=0)
+    positions = torch.arange(start, end, device=input_ids.device)[None]
+    if any(pads):
+        positions = (positions - torch.tensor(pads, device=input_ids.device)[:, None]).clamp(min=0)
+    if end - start > 1:
+        for layer in getattr(cache, "layers", ()):
+            if isinstance(layer, CCALayer) and isinstance(layer.compact, CompactLayer):
+                layer.compact.expect(start)
     options: dict[str, Any] = {"position_ids": positions, "past_key_values": cache, "use_cache": True,
                                "attention_mask": None if attention_mask is None else attention_mask[:, :end]}
     if end < input_ids.shape[1]:

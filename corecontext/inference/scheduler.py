@@ -106,7 +106,7 @@ class Scheduler:
         max_rows: Requests that run at once, at most.
         rows_per_pool: Rows that are allocated at once for requests of one (g, s) and similar length.
         queue_limit: Requests that may wait.
-        chunk_size: Tokens of a prompt read in a turn; None is 256 on a CPU and 1024 on a GPU.
+        chunk_size: Tokens of a prompt read in a turn; None is 256 on a CPU and 2048 on a GPU.
         policy: Gives (g, s) of requests that choose none; None leaves the model's own. Of a model with a g for each
             layer only s is chosen.
         max_length: Most tokens of prompt and answer; None is what the model was built for.
@@ -130,7 +130,7 @@ class Scheduler:
             raise NotImplementedError(f"rollback must be 0 in a model that is served, got {handle.rollback}: its rows "
                                       "take nothing back. Enable it without.")
         if chunk_size is None:
-            chunk_size = 1024 if model.device.type == "cuda" else 256
+            chunk_size = 2048 if model.device.type == "cuda" else 256
         for name, value, least in (("cache_bytes", cache_bytes, 1), ("max_rows", max_rows, 1),
                                    ("rows_per_pool", rows_per_pool, 1), ("queue_limit", queue_limit, 0),
                                    ("chunk_size", chunk_size, 1), ("max_length", max_length or 1, 1)):

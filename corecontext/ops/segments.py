@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +22,37 @@ class Segment(NamedTuple):
     end: int
 
 
+def once_for_all_layers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The result of the last call again where the next has the same arguments, its tensors untouched since: all layers
+    of a model ask the same, and each answer waits for the device."""
+    last: tuple[tuple, list[tuple[weakref.ref, int]], Any] | None = None
+
+    @functools.wraps(function)
+    def asked(*args: Any) -> Any:
+        nonlocal last
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):  # these count no versions
+            return function(*args)
+        others = tuple(Tensor if isinstance(x, Tensor) else x for x in args)
+        known = last
+        if known is None or known[0] != others or any(
+                held() is not x or version != x._version for (held, version), x in zip(known[1], tensors)):
+            known = last = others, [(weakref.ref(x), x._version) for x in tensors], function(*args)
+        return known[2]
+
+    return asked
+
+
+@once_for_all_layers
 def has_restarts(position_ids: Tensor | None) -> bool:
     """True where positions [1 or B, L] do not rise by one everywhere: documents packed in a row."""
     return position_ids is not None and position_ids.shape[-1] > 1 and bool((position_ids.diff() != 1).any())
 
 
+@once_for_all_layers
 def find_segments(batch_size: int, seq_len: int, attention_mask: Tensor | None = None,
                   cu_seqlens: Tensor | None = None, position_ids: Tensor | None = None) -> list[Segment]:
-    """The sequences of a batch.
+    """The sequences of a batch, not to be changed.
 
     Args:
         attention_mask: [B, L], 1 (True) for tokens and 0 for padding on the left or the right of a row.
