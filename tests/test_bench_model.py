@@ -139,10 +139,23 @@ def test_the_largest_batch_follows_from_the_memory(monkeypatch):
     for method, row in (("full", entry * room), ("cca", entry * (room // 4 + 35))):
         row += 16 * 512
         monkeypatch.setattr(model, "free_bytes", lambda device: 20 * row / 0.95 + 1)
-        assert model.batches(run, method, 64) == [1, 2, 4, 8, 16, 20]
+        assert model.batches(run, method, 64) == [2, 4, 8, 16, 20]
     monkeypatch.setattr(model, "free_bytes", lambda device: 0)
     assert model.batches(run, "cca", 64) == [1]
     assert limits.free_bytes(torch.device("cpu")) is None
+
+
+def test_rows_decode_the_tokens_of_the_static_cache():
+    run, made = model._Run(TINY), []
+    for method, kind in (("full", model.StaticRun), (model.ROWS, model.RowsRun)):
+        with model.attention(run.model, method, TINY.config()), torch.random.fork_rng():
+            torch.manual_seed(0)  # the same random numbers fill both
+            going, tokens = kind(run.model, method, 2, 40, 5), []
+            for _ in range(4):
+                going.step()
+                tokens.append(going.token.flatten().tolist())
+        made.append((tokens, going.positions.tolist()))
+    assert made[0] == made[1] and len({token for step in made[0][0] for token in step}) > 2
 
 
 def test_a_batch_that_does_not_fit_ends_the_search(monkeypatch):

@@ -122,7 +122,8 @@ def test_a_chunk_does_not_wait_for_the_device_in_every_layer(default_device, sta
     ids = tokens(1, 900).to(default_device)
 
     def waits(layers):
-        with corecontext.enabled(model := tiny_model("llama", num_hidden_layers=layers), CCAConfig(8, 64)):
+        with corecontext.enabled(model := tiny_model("llama", num_hidden_layers=layers,
+                                                     max_position_embeddings=1000), CCAConfig(8, 64)):
             cache = StaticCache(model.config, max_cache_len=1000) if static else DynamicCache(config=model.config)
             for _ in range(2):  # kernels are compiled in the first
                 cache.reset()

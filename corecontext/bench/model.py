@@ -17,7 +17,8 @@ from corecontext.bench import cost
 from corecontext.bench.check import short
 from corecontext.bench.measure import PeakMemory, copy_bytes_per_s, matmul_flops_per_s, synchronize
 from corecontext.bench.model_check import check_model
-from corecontext.bench.model_methods import FULL, CompactRun, FilledRun, PlainRun, StaticRun, attention
+from corecontext.bench.model_methods import (FULL, ROWS, CompactRun, FilledRun, PlainRun, RowsRun, StaticRun,
+                                             attention)
 from corecontext.bench.model_settings import ModelBench
 from corecontext.bench.operator import free_memory
 from corecontext.bench.shapes import make_model, make_prompt
@@ -71,7 +72,7 @@ class _Run:
         if method == "cca":
             return choose_backend("auto", torch.empty(1, 1, 1, self.cost.head_dim, dtype=self.model.dtype,
                                                       device=self.bench.device))
-        return {"sdpa_flash": "flash", "sdpa_cudnn": "cudnn"}.get(method, "sdpa")
+        return {"sdpa_flash": "flash", "sdpa_cudnn": "cudnn", ROWS: "rows"}.get(method, "sdpa")
 
     def record(self, name: str, value: float | Sequence[float], params: dict[str, Any]) -> None:
         """Keep a value, and hand it over at once: a long run that is cut short has not been for nothing."""
@@ -148,13 +149,14 @@ def _method(run: _Run, method: str, length: int, config: CCAConfig, fuse: str) -
     estimate = known and known[1] * (length / known[0]) ** 2
     if method in FULL and estimate and estimate > bench.baseline_limit_s:
         run.skip("growing cache", f"over the limit of {bench.baseline_limit_s:g} s a prompt", params)
-    else:
+    elif method != ROWS:
         with attention(run.model, method, config):
             run.attempt("growing cache" if method != "cca" else "prompt", params,
                         lambda: _prompt_and_steps(run, method, params, length, fuse))
-    if method in FULL and "itl" in bench.what:
+    if method in (*FULL, ROWS) and "itl" in bench.what:
         static = {**params, "cache": "static"}
-        run.attempt("static cache", static, lambda: _static_steps(run, method, static, length))
+        with attention(run.model, method, config):
+            run.attempt("static cache", static, lambda: _static_steps(run, method, static, length))
 
 
 def _prompt_and_steps(run: _Run, method: str, params: dict[str, Any], length: int, fuse: str) -> None:
@@ -196,7 +198,7 @@ def _prompt_and_steps(run: _Run, method: str, params: dict[str, Any], length: in
 
 def _static_steps(run: _Run, method: str, params: dict[str, Any], length: int) -> None:
     total = WARM_STEPS + run.bench.repeats * run.bench.steps + 2
-    static = StaticRun(run.model, method, params["batch"], length, total)
+    static = (RowsRun if method == ROWS else StaticRun)(run.model, method, params["batch"], length, total)
     run.record("model.next_token_ms", _step_ms(run, static.step), params)
     static.close()
 
@@ -228,12 +230,12 @@ def _throughput(run: _Run) -> Iterator[tuple[float, Callable[[], None]]]:
     """Every method that has a static step, at every length."""
     for length in run.bench.lengths:
         for method in run.bench.methods:
-            if method in FULL or method == "cca":
+            if method != "streaming_llm":
                 yield 1, lambda length=length, method=method: _batches(run, method, length)  # type: ignore[misc]
 
 
 def _batches(run: _Run, method: str, length: int) -> None:
-    """Tokens per second by batch: powers of two, then the largest that memory should hold."""
+    """Tokens per second by batch."""
     bench, config = run.bench, run.bench.config()
     for batch in batches(run, method, length):
         own = {"fuse": bench.fuses[0], "cache": "compact"} if method == "cca" else {"cache": "static"}
@@ -245,7 +247,7 @@ def _batches(run: _Run, method: str, length: int) -> None:
 
 
 def batches(run: _Run, method: str, length: int) -> list[int]:
-    """Powers of two up to what the caches' formula says that memory holds, and that number itself."""
+    """What the caches' formula says that memory holds, and the powers of two down to a sixteenth of it."""
     bench, config = run.bench, run.bench.config()
     g, s = (config.group_size, config.window_size) if method == "cca" else (1, 1)
     room = length + WARM_STEPS + bench.repeats * bench.steps + 2
@@ -253,7 +255,7 @@ def batches(run: _Run, method: str, length: int) -> list[int]:
     row += 16 * run.model.config.get_text_config(decoder=True).vocab_size  # logits, in several dtypes
     free = free_bytes(torch.device(bench.device))
     most = bench.max_batch if free is None else min(bench.max_batch, int(MEMORY_SHARE * free / row))
-    powers = [2 ** i for i in range(32) if 2 ** i <= most]
+    powers = [2 ** i for i in range(32) if most / 16 <= 2 ** i <= most]
     return sorted({*powers, most}) if most else [1]  # the one that does not fit is recorded as such
 
 
@@ -262,7 +264,7 @@ def _tokens_per_s(run: _Run, method: str, params: dict[str, Any], length: int, b
     total, fuse = WARM_STEPS + bench.repeats * bench.steps + 2, bench.fuses[0]
     going: StaticRun | FilledRun = (
         FilledRun(run.model, bench.config(), batch, length, total, fuse=None if fuse == "none" else fuse)
-        if method == "cca" else StaticRun(run.model, method, batch, length, total))
+        if method == "cca" else (RowsRun if method == ROWS else StaticRun)(run.model, method, batch, length, total))
     run.record("model.tokens_per_s", [1e3 * batch / ms for ms in _step_ms(run, going.step)], params)
     going.close()
 

@@ -11,7 +11,7 @@ from corecontext.record import Record
 
 PANELS = (("model.first_token_s", "first token, s", 1), ("model.next_token_ms", "next token, ms", 1),
           ("model.cache_bytes", "cache, GiB", 2 ** 30), ("model.peak_bytes", "peak memory, GiB", 2 ** 30))
-SHADES = {"full": FULL, "full (flash)": FULL, "full (cuDNN)": "#4d4d4d", "StreamingLLM": FLEX}
+SHADES = {"full": FULL, "full (flash)": FULL, "full (cuDNN)": "#4d4d4d", "full (rows)": "#a0a0a0", "StreamingLLM": FLEX}
 
 
 def draw_model(records: Sequence[Record], path: str) -> None:

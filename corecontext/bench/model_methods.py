@@ -1,8 +1,9 @@
 """How each method runs a whole model: its prompt, then its steps, as its users would.
 
 Full attention reads the prompt in one pass, by the kernel that PyTorch is asked for, and decodes with transformers'
-growing cache, or with its static cache in a CUDA graph. CCA runs in `corecontext.inference.Engine`. StreamingLLM reads
-the prompt in chunks and decodes with its own cache.
+growing cache, or with its static cache in a CUDA graph, or from rows of this package with the kernel that also decodes
+for CCA: transformers' static cache repeats the keys and values of grouped heads before every step. CCA runs in
+`corecontext.inference.Engine`. StreamingLLM reads the prompt in chunks and decodes with its own cache.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.cache_utils import Cache
 
 from corecontext.bench.measure import capture
 from corecontext.bench.methods import KERNELS
 from corecontext.bench.shapes import make_prompt
+from corecontext.cache.full import FullLayer
 from corecontext.config import CCAConfig
 from corecontext.inference import Engine, prefill
+from corecontext.integrations.hf_cache import GivenLayer
 
 FULL = ("full", *KERNELS)
-METHODS = (*FULL, "streaming_llm", "cca")
+ROWS = "full_rows"  # decodes only
+METHODS = (*FULL, ROWS, "streaming_llm", "cca")
 DECODERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # where the kernel asked for takes no mask
 
 
@@ -30,7 +35,7 @@ def attention(model: Any, method: str, config: CCAConfig) -> contextlib.Abstract
         return contextlib.nullcontext()
     from corecontext.baselines import StreamingLLM, enabled
 
-    return enabled(model, config if method == "cca" else StreamingLLM(window_size=config.window_size))
+    return enabled(model, StreamingLLM(window_size=config.window_size) if method == "streaming_llm" else config)
 
 
 class PlainRun:
@@ -63,22 +68,25 @@ class StaticRun:
     """Steps of full attention on transformers' static cache, filled with random numbers; on a GPU in a CUDA graph."""
 
     def __init__(self, model: Any, method: str, batch: int, length: int, steps: int) -> None:
+
+        self.model, self.method = model, method
+        self.cache: Any = self._filled(batch, length, length + steps)
+        self.token = make_prompt(model, batch, 1)
+        self.positions = torch.full((batch, 1), length, device=model.device)
+        self.step: Any = capture(self._step) if model.device.type == "cuda" else self._step
+
+    def _filled(self, batch: int, length: int, room: int) -> Any:
         from transformers import StaticCache
 
-        self.model, self.method, text = model, method, model.config.get_text_config(decoder=True)
-        self.cache: Any = StaticCache(model.config, max_cache_len=length + steps)
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        layers: Any = self.cache.layers
+        cache = StaticCache(self.model.config, max_cache_len=room)
+        layers: Any = cache.layers
         for layer in layers:
-            one = torch.zeros(batch, heads, 1, dim, dtype=model.dtype, device=model.device)
+            one = _one_token(self.model, batch)
             layer.lazy_initialization(one, one)
             layer.keys.normal_()
             layer.values.normal_()
             layer.cumulative_length.fill_(length)
-        self.token = make_prompt(model, batch, 1)
-        self.positions = torch.full((batch, 1), length, device=model.device)
-        self.step: Any = capture(self._step) if model.device.type == "cuda" else self._step
+        return cache
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -90,6 +98,32 @@ class StaticRun:
     def close(self) -> None:
         """Let go of the cache and the graph."""
         self.cache = self.step = None
+
+
+class RowsRun(StaticRun):
+    """The same from rows of this package, as `corecontext serve --method full` keeps them.
+
+    The model is under CCA, whose place the rows take.
+    """
+
+    def _filled(self, batch: int, length: int, room: int) -> Any:
+        layers: list[Any] = []
+        for _ in range(self.model.config.get_text_config(decoder=True).num_hidden_layers):
+            layer = FullLayer(room, fixed=True)
+            one = _one_token(self.model, batch)
+            layer.hold([one.new_empty(*one.shape[:2], room, one.shape[3]).normal_() for _ in range(2)])
+            layer.pad, layer.pads = torch.zeros(batch, dtype=torch.long, device=one.device), [0] * batch
+            layer.seen = torch.full((), length, device=one.device)
+            layers.append(GivenLayer(layer))
+        return Cache(layers=layers)
+
+
+def _one_token(model: Any, batch: int) -> torch.Tensor:
+    """Keys of one token, [B, Hkv, 1, D], as one layer makes them."""
+    text = model.config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return torch.zeros(batch, heads, 1, dim, dtype=model.dtype, device=model.device)
 
 
 class CompactRun:

@@ -51,7 +51,7 @@ class Place:
 
 def is_full(method: str) -> bool:
     """Whether a method is full attention."""
-    return method == "full" or method.startswith("sdpa_")
+    return method in ("full", "full_rows") or method.startswith("sdpa_")
 
 
 def label_of(params: Any) -> str:
@@ -63,7 +63,8 @@ def label_of(params: Any) -> str:
             f", chunks of {params['chunk_size']}" if "chunk_size" in params else "")
     if method == "streaming_llm":
         return "StreamingLLM"
-    kernel = {"sdpa_flash": "full (flash)", "sdpa_cudnn": "full (cuDNN)"}.get(method, "full")
+    kernel = {"sdpa_flash": "full (flash)", "sdpa_cudnn": "full (cuDNN)", "full_rows": "full (rows)"}.get(
+        method, "full")
     return kernel + (", static cache" if params.get("cache") == "static" else "")
 
 

@@ -76,7 +76,7 @@ def model_defaults(device: str, shape: str, **given: Any) -> ModelBench:
     cuda, mode = torch.device(device).type == "cuda", given.get("mode", "lengths")
     if cuda:
         lengths = {"lengths": [2 ** i for i in range(12, 18)], "sweep": [16384], "throughput": [32768]}[mode]
-        methods: tuple[str, ...] = ("sdpa_flash", "sdpa_cudnn", "streaming_llm", "cca")
+        methods: tuple[str, ...] = ("sdpa_flash", "sdpa_cudnn", "full_rows", "streaming_llm", "cca")
         more: dict[str, Any] = {"dtype": "bfloat16"}
     else:
         lengths, methods, more = [2048 if mode == "lengths" else 512], ("full", "streaming_llm", "cca"), {

@@ -79,7 +79,8 @@ def bench_model(shape: Annotated[str, typer.Option(help="llama2-7b, llama3.1-8b,
                     help="Context length; may be repeated. Default: 2048; on a GPU 4096, 8192, ... 131072; for --sweep "
                          "16384, for --throughput 32768.")] = None,
                 method: Annotated[Optional[list[str]], typer.Option(
-                    help="full, sdpa_flash, sdpa_cudnn, streaming_llm or cca; may be repeated. Default: full, "
+                    help="full, sdpa_flash, sdpa_cudnn, full_rows (full attention decoding with this package's own "
+                         "kernel), streaming_llm or cca; may be repeated. Default: full, "
                          "streaming_llm and cca; on a GPU all but full.")] = None,
                 what: Annotated[Optional[list[str]], typer.Option(
                     help="ftl (first token, peak memory, cache) or itl (next tokens); may be repeated. Default: both.")
