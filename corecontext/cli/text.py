@@ -102,7 +102,7 @@ def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard
 
     found = {}
     for one in METHODS[::-1] if compare else (method,):
-        own = {} if compare and one == "full" else {"sinks": sinks, "cache_dtype": cache_dtype}
+        own: dict[str, Any] = {} if compare and one == "full" else {"sinks": sinks, "cache_dtype": cache_dtype}
         loaded = load(model, method=one, group_size=group_size, window_size=window_size, dtype=dtype, device=device,
                       **own)
         input_ids = encode(loaded, text, at_least=2)
