@@ -15,17 +15,21 @@ def main(folder: str, output: str) -> None:
     """Logits of a prompt and tokens after it, split over the processes where there are several."""
     split = int(os.environ.get("WORLD_SIZE", "1")) > 1
     model = AutoModelForCausalLM.from_pretrained(folder, **({"tp_plan": "auto"} if split else {})).eval()
+    if torch.cuda.is_available() and not split:
+        model.cuda()
     corecontext.enable(model, CCAConfig(4, 10))
     ids = torch.randint(2, 256, (2, 60), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :17] = 0
+    ids, mask = ids.to(model.device), mask.to(model.device)
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
     out = prefill(model, ids, mask, chunk_size=25)
     heads = out.cache.layers[0].compact.keys.shape[1]
     tokens = Engine(model).generate(ids, mask, max_new_tokens=16)
     if int(os.environ.get("RANK", "0")) == 0:
-        torch.save({"whole": whole, "last": out.logits, "tokens": tokens, "heads": heads}, output)
+        torch.save({"whole": whole.cpu(), "last": out.logits.cpu(), "tokens": tokens, "heads": heads,
+                    "device": model.device.type}, output)
 
 
 if __name__ == "__main__":

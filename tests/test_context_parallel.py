@@ -169,3 +169,14 @@ def test_a_prefill_on_one_process_is_a_prefill():
     got = context_parallel_prefill(model, tokens(1, 40), SimpleNamespace(rank=0, size=1), max_length=50)
     want = prefill(model, tokens(1, 40))
     assert torch.equal(got.logits, want.logits) and got.cache.layers[0].compact.max_length == 50
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpus_equal_one():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+               str(torch.cuda.device_count()), str(PROGRAM.with_name("context_parallel_gpus.py"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(PROGRAM.parent.parent),
+                                                                os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr

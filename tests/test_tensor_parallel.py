@@ -13,10 +13,12 @@ from tiny_model import save_tiny_model
 PROGRAM = Path(__file__).with_name("tensor_parallel.py")
 
 
-def start(folder, output, **environment):
-    """One process on the CPU."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-                   "PYTHONPATH": str(PROGRAM.parent.parent), **environment}
+def start(folder, output, device, **environment):
+    """One process, on the CPU or with a GPU of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(
+        (str(PROGRAM.parent.parent), os.environ.get("PYTHONPATH", ""))), **environment}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.Popen([sys.executable, str(PROGRAM), folder, str(output)], env=environment,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -33,16 +35,19 @@ def wait(*processes):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
-def test_two_processes_equal_one(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.multi_gpu, pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two GPUs")])])
+def test_two_processes_equal_one(tmp_path, device):
     folder = save_tiny_model(tmp_path / "model")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    wait(start(folder, tmp_path / "one.pt"))
-    wait(*(start(folder, tmp_path / "two.pt", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                 MASTER_PORT=port) for rank in "01"))
+    wait(start(folder, tmp_path / "one.pt", device))
+    wait(*(start(folder, tmp_path / "two.pt", device, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2",
+                 MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in "01"))
     one, two = (torch.load(tmp_path / name) for name in ("one.pt", "two.pt"))
     assert (one["heads"], two["heads"]) == (2, 1)  # each process keeps its own KV heads only
+    assert one["device"] == two["device"] == device
     for name in ("whole", "last"):
         torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-5)
     assert two["tokens"] == one["tokens"]
