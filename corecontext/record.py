@@ -177,12 +177,12 @@ def versions() -> dict[str, str]:
 def source_version() -> tuple[str | None, bool | None]:
     """The git commit of this code, and whether files other than results/ differ from it.
 
-    Where git does not know, because the code is installed or a copy without its history, the commit is what the
-    environment variable CORECONTEXT_COMMIT says, else None.
+    The commit is what the environment variable CORECONTEXT_COMMIT says, for a copy without its history or with that of
+    another commit; else what git says, or None where the code is installed.
     """
     root = Path(__file__).resolve().parent.parent
     told = os.environ.get("CORECONTEXT_COMMIT") or None
-    if not (root / "pyproject.toml").exists():  # installed: a repository around it would not be this one
+    if told or not (root / "pyproject.toml").exists():  # installed: a repository around it would not be this one
         return told, None
     try:
         git = ["git", "-C", str(root)]

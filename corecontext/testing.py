@@ -44,15 +44,15 @@ def make_inputs(seq_len: int, *, batch_size: int = 1, num_heads: int = 4, num_kv
     Returns:
         q, grad_out [B, H, L, D]; k, v [B, Hkv, L, D]; grad_lse [B, H, L] in float32 (float64 for float64), or None.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def draw(heads: int) -> Tensor:
-        x = torch.randn(batch_size, heads, seq_len, head_dim, generator=generator, dtype=torch.float64)
+        x = torch.randn(batch_size, heads, seq_len, head_dim, generator=generator, dtype=torch.float64, device="cpu")
         x = x.to(device, dtype)
         return x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x
 
     q, k, v, grad_out = draw(num_heads), draw(num_kv_heads), draw(num_kv_heads), draw(num_heads)
-    grad_lse = torch.randn(batch_size, num_heads, seq_len, generator=generator, dtype=torch.float64)
+    grad_lse = torch.randn(batch_size, num_heads, seq_len, generator=generator, dtype=torch.float64, device="cpu")
     grad_lse = grad_lse.to(device, torch.promote_types(dtype, torch.float32)) if with_lse else None
     return Inputs(q, k, v, grad_out, grad_lse)
 

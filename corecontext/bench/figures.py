@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             draw(read_records(results / f"{name}.jsonl"), str(results / f"{figure}.svg"))
     if (results / "serve.jsonl").exists():
         records = read_records(results / "serve.jsonl")
-        for mode in {r.params["mode"] for r in records}:
+        for mode in {r.params["mode"] for r in records} & {"day", "rising"}:
             draw_serve([r for r in records if r.params["mode"] == mode], str(results / f"serve-{mode}.svg"))
     if options.readme:
         text = Path(options.readme).read_text(encoding="utf-8")

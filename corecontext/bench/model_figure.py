@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from corecontext.bench.drawing import CCA, FLEX, FLOOR, FULL, pyplot, save
-from corecontext.bench.model_report import by_model, labels, main_places, places
+from corecontext.bench.model_report import Place, by_model, labels, main_places, places
 from corecontext.record import Record
 
 PANELS = (("model.first_token_s", "first token, s", 1), ("model.next_token_ms", "next token, ms", 1),
@@ -16,8 +16,9 @@ SHADES = {"full": FULL, "full (flash)": FULL, "full (cuDNN)": "#4d4d4d", "full (
 
 def draw_model(records: Sequence[Record], path: str) -> None:
     """Four panels for each model: first token, next token, cache and peak memory by length, on the last device."""
-    found = [place for place in main_places(places(records)) if place.device == records[-1].device]
-    models = list(by_model(found).values())
+    found = [place for place in main_places(places(records)) if place.device == records[-1].device
+             and any(place.values.get(name) for name, _, _ in PANELS)]
+    models = _varied(found, lambda place: place.length)
     figure, axes = pyplot().subplots(max(1, len(models)), len(PANELS), figsize=(14, 3.2 * max(1, len(models))),
                                      squeeze=False, layout="constrained")
     for line, of_model in zip(axes, models):
@@ -38,7 +39,7 @@ def draw_model(records: Sequence[Record], path: str) -> None:
 def draw_sweep(records: Sequence[Record], path: str) -> None:
     """First and next token of CCA by g and by s, at each model's length that has most of them."""
     found = [place for place in places(records) if place.device == records[-1].device]
-    models = list(by_model(found).values())
+    models = _varied(found, lambda place: (place.params["group_size"], place.params["window_size"]))
     figure, axes = pyplot().subplots(max(1, len(models)), 4, figsize=(14, 3.2 * max(1, len(models))), squeeze=False,
                                      layout="constrained")
     for line, of_model in zip(axes, models):
@@ -51,7 +52,8 @@ def draw_sweep(records: Sequence[Record], path: str) -> None:
                 most = max(dict.fromkeys(values), key=values.count)
                 series = sorted((p for p in here if p.params[fixed] == most), key=lambda p: p.params[varied])
                 for label in labels(series, name):
-                    if label.startswith("CCA"):
+                    if label.startswith("CCA") and sum(p.value(name, label) is not None for p in series) >= min(
+                            2, len(series)):  # a lone point of another run shows no course
                         _line(axis, {p.params[varied]: p.value(name, label) for p in series}, 1, label, CCA,
                               "--" if label.endswith(", fused") else "-")
                 _dress(axis, f"{title} ({'s' if fixed == 'window_size' else 'g'} = {most})",
@@ -62,6 +64,12 @@ def draw_sweep(records: Sequence[Record], path: str) -> None:
         line[0].set_ylabel(f"{p['shape']} ({p['weights']} weights)\n{p['dtype']}, L = {length}", fontsize=8)
     figure.suptitle(records[-1].device, fontsize=9)
     save(figure, path)
+
+
+def _varied(found: Sequence[Place], what: Callable[[Place], Any]) -> list[list[Place]]:
+    """The models measured at several values; all where none was."""
+    models = list(by_model(found).values())
+    return [one for one in models if len({what(place) for place in one}) > 1] or models
 
 
 def _line(axis: Any, points: dict[int, float | None], unit: float, label: str, color: str, style: str) -> None:
@@ -78,4 +86,4 @@ def _dress(axis: Any, title: str, x: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     if axis.lines:
-        axis.legend(fontsize=6)
+        axis.legend(fontsize=5, ncols=1 + (len(axis.lines) > 6), loc="best")
