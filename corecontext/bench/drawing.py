@@ -38,6 +38,9 @@ def pyplot() -> Any:
 
 def save(figure: Any, path: str) -> None:
     """Write the whole figure or nothing."""
-    with atomic_path(path) as name:
+    import matplotlib
+
+    # The same records make the same file: no date, and no random names inside.
+    with atomic_path(path) as name, matplotlib.rc_context({"svg.hashsalt": "corecontext"}):
         figure.savefig(name, dpi=150, metadata={"Date": None} if path.endswith(".svg") else None)
     pyplot().close(figure)
