@@ -23,7 +23,7 @@ from corecontext.reproduce.corpus import Corpus
 from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, top_mass, window_nll
 from corecontext.reproduce.plan import FULL, SMOKE, methods, stages
 from corecontext.reproduce.report import gains
-from corecontext.reproduce.run import Miniature
+from corecontext.reproduce.run import Miniature, _alone, run_on_gpus
 from corecontext.reproduce.train import OutOfTime, attention, loss_backward, make_model, nll_of, train
 from corecontext.text import UserError
 
@@ -83,6 +83,7 @@ def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_pat
                                (["--smoke", "--out", str(tmp_path / "b"), "--stage", "zzz"], "stage must be one of"),
                                (["--smoke", "--out", str(tmp_path / "c"), "--finalist", "full_zero"], "finalist must"),
                                (["--smoke", "--out", str(tmp_path / "d"), "--minutes", "0"], "minutes must be above 0"),
+                               (["--smoke", "--out", str(tmp_path / "d"), "--gpus", "0"], "gpus must be at least 1"),
                                (["--smoke", "--out", str(tmp_path / "e"), "--split", "train"], "split must be")):
         assert main(["reproduce", "--device", "cpu", *arguments]) == 2
         assert message in capsys.readouterr().err
@@ -166,6 +167,30 @@ def test_questions_come_with_passages(corpus, tmp_path):
 
 
 # Training ------------------------------------------------------------------------------------------------------------
+
+
+def test_processes_share_a_folder_and_do_nothing_twice(tmp_path):
+    out, stages_wanted = str(tmp_path / "o"), ("cca-0", "window-0", "mean-0", "maps")
+    arguments = {"folder": out, "size": dataclasses.replace(SMOKE, seeds=(0,)), "data": None, "device": "cpu",
+                 "json_path": str(tmp_path / "all.jsonl")}
+    assert run_on_gpus(2, arguments, stages_wanted)
+    run = Miniature(**arguments)
+    assert run.is_all_done(stages_wanted) and not run.is_all_done()
+    assert [one.to_json() for one in sorted(read_records(tmp_path / "all.jsonl"), key=str)] == [
+        one.to_json() for one in sorted(run.records(), key=str)]
+    logs = [(tmp_path / "o" / f"gpu-{number}.log").read_text() for number in (0, 1)]
+    begun = re.findall(r"^([\w-]+) \(\d+ to go\)", "\n".join(logs), re.M)
+    assert sorted(begun) == sorted({"prepare", "base-0", *stages_wanted})  # each once
+    with pytest.raises(UserError, match="^reproducing failed on GPU 0: see .*gpu-0.log"):
+        run_on_gpus(1, {**arguments, "folder": str(tmp_path / "p"),
+                        "size": dataclasses.replace(SMOKE, seeds=(0,), lr=math.nan)}, ("base-0",))
+
+
+def test_a_stage_that_another_process_is_at_is_left_to_it(tmp_path):
+    with _alone(tmp_path / "stage") as mine, _alone(tmp_path / "stage") as yours:
+        assert mine and not yours
+    with _alone(tmp_path / "stage") as again:
+        assert again
 
 
 def test_interrupted_training_ends_as_if_it_had_not_been(corpus, tmp_path):

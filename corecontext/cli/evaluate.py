@@ -118,6 +118,7 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
               finalist: Annotated[Optional[list[str]], typer.Option(help="A method to run with every seed; may be "
                                                                          "repeated.")] = None,
               split: Annotated[str, typer.Option(help="test, or val while choosing among methods.")] = "test",
+              gpus: Annotated[int, typer.Option(help="Run as many stages at once, each on a GPU of its own.")] = 1,
               limit: Limit = None, length: Lengths = None, documents: Documents = None, dtype: Dtype = "auto",
               device: Device = "auto", json: Json = None) -> None:
     """The paper's tables and figures: with small models trained here, or on a checkpoint."""
@@ -130,6 +131,8 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
         raise UserError(f"split must be test or val, got {split!r}.")
     if minutes is not None and not minutes > 0:
         raise UserError(f"minutes must be above 0, got {minutes}.")
+    if gpus < 1 or (gpus > 1 and model is not None):
+        raise UserError(f"gpus must be at least 1, and 1 with a model, got {gpus}.")
     from corecontext.bench.drawing import check_plot
     from corecontext.loading import pick_device
 
@@ -150,10 +153,11 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
         raise UserError("data must be given, got none. Use --data FOLDER, or --smoke to try the machinery.")
     from corecontext.reproduce.plan import FULL, SMOKE
     from corecontext.reproduce.report import write_report
-    from corecontext.reproduce.run import Miniature
+    from corecontext.reproduce.run import Miniature, run_on_gpus
 
-    run = Miniature(out, SMOKE if smoke else FULL, data, device, split=split, finalists=tuple(finalist or ()),
-                    minutes=minutes or float("inf"), json_path=json)
-    done = run.run(tuple(stage or ()))
+    arguments = {"folder": out, "size": SMOKE if smoke else FULL, "data": data, "device": device, "split": split,
+                 "finalists": tuple(finalist or ()), "minutes": minutes or float("inf"), "json_path": json}
+    run = Miniature(**arguments)
+    done = run_on_gpus(gpus, arguments, tuple(stage or ())) if gpus > 1 else run.run(tuple(stage or ()))
     report = write_report(Path(out), run.records(), run.size)
     print(f"wrote {report}" + ("" if done else "; not all stages are done: run the same command again"))
