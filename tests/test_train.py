@@ -15,6 +15,7 @@ from tiny_model import save_tiny_model
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 pytest.importorskip("datasets", reason="training reads its data with datasets")
 
+import datasets  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
@@ -22,7 +23,7 @@ import corecontext  # noqa: E402
 from corecontext.cli import main  # noqa: E402
 from corecontext.integrations.transformers import handle_of  # noqa: E402
 from corecontext.text import UserError  # noqa: E402
-from corecontext.train import TrainConfig, run  # noqa: E402
+from corecontext.train import TrainConfig, run, trainer  # noqa: E402
 from corecontext.train.checkpoint import checkpoints  # noqa: E402
 from corecontext.train.config import load_recipe  # noqa: E402
 from corecontext.train.run import train  # noqa: E402
@@ -107,6 +108,41 @@ def test_killed_in_a_save_and_in_a_deletion_it_continues_bit_for_bit(setting, wh
     train(config)
     assert_equal(weights(config), whole)
     assert (tmp_path / "first/README.md").read_text() == (tmp_path / "run/model/README.md").read_text()
+
+
+def test_streamed_data_continues_bit_for_bit(setting, tmp_path, monkeypatch):
+    hub = tmp_path / "hub"  # load_dataset takes a folder as it takes a name on the hub
+    hub.mkdir()
+    for i, path in enumerate(setting.data):
+        text = Path(path).read_text()
+        datasets.Dataset.from_list([{"text": text[j:j + 90]} for j in range(0, 1500, 90)]).to_parquet(
+            hub / f"train-{i}.parquet")
+    config = setting.replace(streaming=True, data=(f"hub:{hub}", setting.data[0]), shuffle_documents=4, batch_size=2,
+                             output=str(tmp_path / "whole"))
+    train(config)
+    want, config = weights(config), config.replace(output=str(tmp_path / "run"))
+    step, opened = trainer.CCATrainer.training_step, []
+
+    def stopped(self, *args):
+        if self.state.global_step == 5:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(trainer.CCATrainer, "training_step", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    monkeypatch.undo()
+    load = trainer.StreamedRows.load_state_dict
+    monkeypatch.setattr(trainer.StreamedRows, "load_state_dict", lambda self, state: (opened.append(state["row"]),
+                                                                                      load(self, state)))
+    assert train(config).resumed_from == 4
+    assert opened[0] == 0 and 4 < opened[1] <= 8  # eight rows were seen; a block has about four
+    assert_equal(weights(config), want)
+    for change, message in (({"long_tokens": 9, "source_field": "text"}, "long_tokens must be left out with streaming"),
+                            ({"context_length": 99_999}, "at least one row of 99999 tokens, got 6000 tokens")):
+        with pytest.raises(UserError, match=message):
+            train(config.replace(output=str(tmp_path / "new"), **change))
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_full_disk_loses_nothing(setting, whole, tmp_path, monkeypatch, caplog):

@@ -29,7 +29,8 @@ class TrainConfig:
     output: str = ""
     """Folder of the run: checkpoints, the final model in model/, logs. The same command again continues the run."""
     data: tuple[str, ...] = ()
-    """Training text: files (.txt, .md, .jsonl, .parquet, also .xz, .zst, .gz), folders of such, or hub:NAME."""
+    """Training text: files (.txt, .md, .jsonl, .parquet, also .xz, .zst, .gz), folders of such, or
+    hub:NAME[@REVISION][:CONFIG[:SPLIT]]."""
     eval_data: tuple[str, ...] = ()
     """Text that is only evaluated, in the same forms."""
     strategy: str = "full"
@@ -67,6 +68,10 @@ class TrainConfig:
     """Documents with more tokens are long, and come more often in each source (per-source length upsampling)."""
     long_share: float = 0.7
     """Share of each source's tokens that long documents are brought to."""
+    streaming: bool = False
+    """Read and tokenise the training text while it trains, instead of all of it before; nothing of it is kept."""
+    shuffle_documents: int = 1000
+    """Documents that are shuffled together where text is streamed; all of them where it is not."""
     cache_dir: str | None = None
     """Where tokenised text is kept; default that of the package datasets."""
     workers: int = 1
@@ -124,7 +129,7 @@ class TrainConfig:
         check_choice("precision", self.precision, PRECISIONS)
         cca = self.cca()
         for name in ("workers", "steps", "batch_size", "accumulation", "lora_rank",
-                     "loss_chunk", "context_parallel", "save_every", "keep", "log_every"):
+                     "loss_chunk", "context_parallel", "shuffle_documents", "save_every", "keep", "log_every"):
             _check_number(name, getattr(self, name), 1, int)
         _check_number("context_length", self.context_length, 2, int)
         for name in ("warmup_steps", "eval_every", "seed"):

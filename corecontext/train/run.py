@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from corecontext.config import CCAConfig
-from corecontext.data.corpus import read_corpus
+from corecontext.data.corpus import encoder, read_corpus
 from corecontext.data.packing import PackedRows, collate, shuffled, upsampled
+from corecontext.data.stream import StreamedRows, open_shards
 from corecontext.loading import one_line
 from corecontext.record import source_version, versions
 from corecontext.text import UserError, write_text
 from corecontext.train import card
-from corecontext.train.checkpoint import STAGING, clear_staging, is_write_failure, latest, publish, step_of
+from corecontext.train.checkpoint import STAGING, STREAM, clear_staging, is_write_failure, latest, publish, step_of
 from corecontext.train.config import TrainConfig
 from corecontext.train.model import export, make_model, make_tokenizer, read_config
 
@@ -63,6 +64,9 @@ def train(config: TrainConfig) -> Result:
         raise UserError("output must be given, got none. Use --output FOLDER.")
     if config.long_tokens is not None and config.source_field is None:
         raise UserError("source_field must be given with long_tokens, got none. Use --source-field.")
+    if config.long_tokens is not None and config.streaming:
+        raise UserError("long_tokens must be left out with streaming, got both: how often a document comes follows "
+                        "from the lengths of all. Leave --streaming out.")
     folder = Path(config.output)
     finished = folder / MODEL
     hf_config = read_config(config)
@@ -71,12 +75,14 @@ def train(config: TrainConfig) -> Result:
     main = arguments.process_index == 0
     _check_folder(folder, config)
     with arguments.main_process_first(desc="data"):
-        rows, eval_rows = _rows(config, tokenizer)
+        rows, eval_rows = _rows(config, tokenizer, arguments.world_size)
     trainer = _trainer(config, arguments, make_model(config, hf_config, bfloat16=arguments.bf16), rows, eval_rows)
     with arguments.main_process_first(desc="run folder"):
         if main:
             _claim(folder, config)
     resume = latest(folder)
+    if resume is not None and isinstance(rows, StreamedRows) and (resume / STREAM).is_file():
+        rows.load_state_dict(json.loads((resume / STREAM).read_text(encoding="utf-8")))
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     if trainer.save_error is not None:
         _save_after_all(trainer, folder)
@@ -131,20 +137,30 @@ def _claim(folder: Path, config: TrainConfig) -> None:
                                               "versions": versions()}, indent=1) + "\n")
 
 
-def _rows(config: TrainConfig, tokenizer: Any) -> tuple[PackedRows, PackedRows | None]:
+def _rows(config: TrainConfig, tokenizer: Any, world_size: int) -> tuple[PackedRows | StreamedRows, PackedRows | None]:
     """Training rows in their order, and rows that are only evaluated."""
-    options: dict[str, Any] = {"text_field": config.text_field, "workers": config.workers,
-                               "cache_dir": config.cache_dir}
-    documents = read_corpus(config.data, tokenizer, source_field=config.source_field, **options)
-    if config.long_tokens is None:
-        order = shuffled(len(documents), config.seed)
+    options: dict[str, Any] = {"text_field": config.text_field, "cache_dir": config.cache_dir}
+    rows: PackedRows | StreamedRows
+    if config.streaming:
+        shards = open_shards(config.data, source_field=config.source_field, **options)
+        step = config.accumulation * config.batch_size * max(1, world_size // config.context_parallel)
+        rows = StreamedRows(shards, encoder(tokenizer), config.context_length, config.steps * step, seed=config.seed,
+                            block_size=config.shuffle_documents, ahead=3 * step)  # Trainer fetches a step ahead
+        if latest(Path(config.output)) is None:
+            rows[0]  # what is wrong with the data is said before the run begins
     else:
-        lengths = documents.with_format("numpy")["length"][:]
-        order = upsampled(lengths, documents["source"][:], config.long_tokens, config.long_share, config.seed)
-    rows = PackedRows(documents, config.context_length, order)
+        documents = read_corpus(config.data, tokenizer, source_field=config.source_field, workers=config.workers,
+                                **options)
+        if config.long_tokens is None:
+            order = shuffled(len(documents), config.seed)
+        else:
+            lengths = documents.with_format("numpy")["length"][:]
+            order = upsampled(lengths, documents["source"][:], config.long_tokens, config.long_share, config.seed)
+        rows = PackedRows(documents, config.context_length, order)
     if not config.eval_data:
         return rows, None
-    return rows, PackedRows(read_corpus(config.eval_data, tokenizer, **options), config.context_length)
+    evaluated = read_corpus(config.eval_data, tokenizer, workers=config.workers, **options)
+    return rows, PackedRows(evaluated, config.context_length)
 
 
 def _arguments(config: TrainConfig) -> Any:
@@ -177,7 +193,8 @@ def _arguments(config: TrainConfig) -> Any:
             prediction_loss_only=True, dataloader_pin_memory=gpu, ddp_find_unused_parameters=False)
 
 
-def _trainer(config: TrainConfig, arguments: Any, model: Any, rows: PackedRows, eval_rows: PackedRows | None) -> Any:
+def _trainer(config: TrainConfig, arguments: Any, model: Any, rows: PackedRows | StreamedRows,
+             eval_rows: PackedRows | None) -> Any:
     """Trainer on the model, whose loss comes in chunks."""
     from corecontext.integrations.transformers import _inner_model
     from corecontext.train.loss import compute_loss_in_chunks
