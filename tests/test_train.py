@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -230,6 +233,56 @@ def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, tmp_path):
         with pytest.raises(UserError, match=message):
             train(setting.replace(**{"output": str(tmp_path / "new"), **change}))
     assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch):
+    path, config = tmp_path / "zero.json", setting.replace(output=str(tmp_path / "run"),
+                                                           deepspeed=str(tmp_path / "zero.json"))
+
+    def refused(settings, message):
+        path.write_text(settings)
+        with pytest.raises(UserError, match=message):
+            train(config)
+
+    refused("{", "zero.json' must hold JSON")
+    refused("[2]", "must hold DeepSpeed's settings, a JSON object, got a list")
+    refused('{"zero_optimization": {"stage": 3}}', "must have ZeRO stage 0, 1 or 2, got 3")
+    refused('{"optimizer": {}}', "must have no 'optimizer'")
+    find = importlib.util.find_spec
+    for found, message in ((None, "--deepspeed needs the package deepspeed"), ("yes", "--deepspeed needs torchrun")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "deepspeed" else find(name))
+        refused('{"zero_optimization": {"stage": 2}}', message)
+    for change in ({"context_parallel": 2}, {"fsdp": True}):
+        with pytest.raises(ValueError, match="deepspeed must be left out with"):
+            config.replace(**change)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    given = {}
+    monkeypatch.setattr(transformers, "TrainingArguments", lambda **options: given.update(options))
+    run._arguments(config)
+    assert given["deepspeed"] == {"zero_optimization": {"stage": 2}} and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_under_deepspeed_equal_one(setting, whole, tmp_path):
+    pytest.importorskip("deepspeed", reason="an extra")
+    path = tmp_path / "zero.json"
+    path.write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", '
+                    '"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}')
+    config = setting.replace(output=str(tmp_path / "two"), deepspeed=str(path), steps=3)
+    (tmp_path / "recipe.json").write_text(json.dumps(config.to_dict()))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port,
+                           "-m", "corecontext", "train", str(tmp_path / "recipe.json")], capture_output=True, text=True,
+                          timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+                                            "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0, done.stderr
+    one = setting.replace(output=str(tmp_path / "one"), batch_size=2, steps=3)
+    train(one)
+    got, want = weights(config), weights(one)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("method", ["full", "window", "longlora"])

@@ -108,6 +108,8 @@ class TrainConfig:
     """Tokens whose logits exist at once."""
     fsdp: bool = False
     """Split weights, gradients and optimiser over the processes (FSDP2); under torchrun, on GPUs."""
+    deepspeed: str | None = None
+    """DeepSpeed's settings, a JSON file; ZeRO stage 0 to 2. The package deepspeed must be installed."""
     context_parallel: int = 1
     """Processes that share one row, each with a part of it; under torchrun."""
     eval_every: int = 0
@@ -146,6 +148,10 @@ class TrainConfig:
         if self.context_parallel > 1 and (self.method != "cca" or cca.learned or cca.pooling == "mean_query"):
             raise ValueError(f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca' without "
                              "learned parameters or pooling 'mean_query': only such core tokens travel.")
+        if self.deepspeed is not None and (self.fsdp or self.context_parallel > 1):
+            other = "fsdp" if self.fsdp else "context_parallel"
+            raise ValueError(f"deepspeed must be left out with {other}, got {self.deepspeed!r}: both would split the "
+                             "run. Use --fsdp with --context-parallel.")
         if self.learned and self.strategy == "lora":
             raise ValueError("learned must be left out with strategy 'lora', whose checkpoints hold LoRA's matrices "
                              "only. Use strategy 'partial'.")

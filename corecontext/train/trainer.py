@@ -113,6 +113,13 @@ class CCATrainer(Trainer):
         self._check_finite("loss", loss)
         return loss
 
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; DeepSpeed's backward is followed by its optimiser at once, so the look comes before."""
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.is_deepspeed_enabled:
+            self._check_finite("loss", loss)
+        return loss
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Trainer's, called before each optimiser step."""
         norm = super()._get_grad_norm(model, grad_norm)
@@ -128,7 +135,7 @@ class CCATrainer(Trainer):
                          for row in rows[:4] if isinstance(self.train_dataset, (PackedRows, StreamedRows)))
         last = latest(Path(self.args.output_dir))
         raise UserError(f"the {what} of step {self.state.global_step + 1} must be finite, got {float(value)}, from "
-                        f"rows {', '.join(map(str, rows))} ({told}). Training stopped before the weights changed; the "
+                        f"rows {', '.join(map(str, rows))} ({told}). Training stopped before this step could be kept; the "
                         f"last checkpoint is {last.name if last else 'none'}. Look at these texts, or lower "
                         "--learning-rate.")
 
