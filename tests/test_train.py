@@ -273,9 +273,9 @@ def test_two_processes_under_deepspeed_equal_one(setting, whole, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port,
-                           "-m", "corecontext", "train", str(tmp_path / "recipe.json")], capture_output=True, text=True,
-                          timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m"]
+    done = subprocess.run([*launcher, "corecontext", "train", str(tmp_path / "recipe.json")], capture_output=True,
+                          text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
                                             "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
     one = setting.replace(output=str(tmp_path / "one"), batch_size=2, steps=3)

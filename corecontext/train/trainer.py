@@ -135,8 +135,8 @@ class CCATrainer(Trainer):
                          for row in rows[:4] if isinstance(self.train_dataset, (PackedRows, StreamedRows)))
         last = latest(Path(self.args.output_dir))
         raise UserError(f"the {what} of step {self.state.global_step + 1} must be finite, got {float(value)}, from "
-                        f"rows {', '.join(map(str, rows))} ({told}). Training stopped before this step could be kept; the "
-                        f"last checkpoint is {last.name if last else 'none'}. Look at these texts, or lower "
+                        f"rows {', '.join(map(str, rows))} ({told}). Training stopped before this step could be kept; "
+                        f"the last checkpoint is {last.name if last else 'none'}. Look at these texts, or lower "
                         "--learning-rate.")
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
