@@ -26,7 +26,7 @@ import corecontext  # noqa: E402
 from corecontext.cli import main  # noqa: E402
 from corecontext.integrations.transformers import handle_of  # noqa: E402
 from corecontext.text import UserError  # noqa: E402
-from corecontext.train import TrainConfig, run, trainer  # noqa: E402
+from corecontext.train import TrainConfig, card, run, trainer  # noqa: E402
 from corecontext.train.checkpoint import checkpoints  # noqa: E402
 from corecontext.train.config import load_recipe  # noqa: E402
 from corecontext.train.run import train  # noqa: E402
@@ -214,7 +214,7 @@ def test_strategies_train_only_what_they_say(setting, tmp_path, strategy, change
     assert 3 < result.metrics["eval_loss"] < 7
 
 
-def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, tmp_path):
+def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, whole, tmp_path):
     from corecontext.train.model import read_config
 
     hf_config = read_config(setting.replace(context_length=20_000, rope_theta=1e6))
@@ -228,11 +228,62 @@ def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, tmp_path):
                             ({"long_tokens": 9}, "source_field must be given with long_tokens"),
                             ({"shape": {"heads": 3}}, "shape must name settings of llama, got 'heads'"),
                             ({"context_length": 9999}, "must hold at least one row of 9999 tokens, got 4500 tokens"),
-                            ({"report_to": ("nobody",)}, "report_to 'nobody' needs the package"),
                             ({"data": ()}, "data must name at least one file")):
         with pytest.raises(UserError, match=message):
             train(setting.replace(**{"output": str(tmp_path / "new"), **change}))
     assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_a_finished_model_is_pushed_and_reported(setting, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    class Hub:
+        """The hub, which takes everything but what is nobody's."""
+
+        def create_repo(self, name, **options):
+            asked.append((name, options))
+            if name == "nobody/run":
+                raise OSError("401 Client Error\nat length")
+
+        def upload_folder(self, repo_id, folder_path, **options):
+            asked.append(sorted(path.name for path in Path(folder_path).iterdir()))
+            if repo_id == "me/full":
+                raise OSError("no room")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    config = setting.replace(output=str(tmp_path / "run"), steps=1, push_to="nobody/run", save_every=1)
+    with pytest.raises(UserError, match="push_to 'nobody/run' cannot be written: 401 Client Error. Log in with"):
+        train(config)
+    assert not checkpoints(tmp_path / "run")
+    config = config.replace(push_to="me/full")  # which may change
+    with pytest.raises(UserError, match="the finished model lies in '.*run/model', but push_to 'me/full' failed: no r"):
+        train(config)
+    (tmp_path / "run/model").rename(tmp_path / "first")
+    reports = ("tensorboard",) if importlib.util.find_spec("tensorboard") else ()
+    train(config.replace(push_to="me/run", report_to=reports))
+    assert asked[-2] == ("me/run", {"private": True, "exist_ok": True})
+    assert {"README.md", "config.json", "loss.png", "model.safetensors", "tokenizer.json"} <= set(asked[-1])
+    assert "me/run" not in (tmp_path / "run/model/README.md").read_text()
+    train(config.replace(push_to=None, report_to=reports, output=str(tmp_path / "again")))
+    assert len(list((tmp_path / "again").glob("runs/*/events*"))) == len(reports)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    with pytest.raises(UserError, match="report_to 'wandb' needs the package wandb. Install it"):
+        train(config.replace(report_to=("wandb",)))
+    with pytest.raises(ValueError, match="report_to must be one of tensorboard, wandb"):
+        config.replace(report_to=("numpy",))
+
+
+def test_cards_name_data_of_the_hub_in_full(tmp_path):
+    (tmp_path / "secret").mkdir()
+    config = TrainConfig(model="me/model", output="run", data=(f"hub:{tmp_path}/secret", f"{tmp_path}/a.txt",
+                                                                "hub:some/set@main:part:train"))
+    card.write(tmp_path, config, [{"step": 1, "loss": 2.0}], {}, 5)
+    text = (tmp_path / "README.md").read_text()
+    assert "`secret`, `a.txt`, `hub:some/set@main:part:train`" in text and str(tmp_path) not in text
+    assert "\ndatasets: [some/set]\n" in text
 
 
 def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch):

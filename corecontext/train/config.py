@@ -17,6 +17,7 @@ from corecontext.text import UserError
 
 STRATEGIES = ("scratch", "full", "partial", "lora")
 METHODS = ("cca", "full", "window", "streaming_llm", "lm_infinite", "longlora")
+REPORTS = ("tensorboard", "wandb")
 PRECISIONS = ("auto", "float32", "bfloat16")
 
 
@@ -121,7 +122,9 @@ class TrainConfig:
     log_every: int = 1
     """Steps between log entries."""
     report_to: tuple[str, ...] = ()
-    """Where else logs go: tensorboard, wandb."""
+    """Where else logs go: tensorboard (in runs/ of the output), wandb."""
+    push_to: str | None = None
+    """Repository on the hub that gets the final model, private if it is new."""
     seed: int = 0
     """Of weights, data order and LoRA."""
 
@@ -129,6 +132,8 @@ class TrainConfig:
         check_choice("strategy", self.strategy, STRATEGIES)
         check_choice("method", self.method, METHODS)
         check_choice("precision", self.precision, PRECISIONS)
+        for name in self.report_to:
+            check_choice("report_to", name, REPORTS)
         cca = self.cca()
         for name in ("workers", "steps", "batch_size", "accumulation", "lora_rank",
                      "loss_chunk", "context_parallel", "shuffle_documents", "save_every", "keep", "log_every"):

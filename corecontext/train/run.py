@@ -22,13 +22,13 @@ from corecontext.data.stream import StreamedRows, open_shards
 from corecontext.loading import one_line
 from corecontext.record import source_version, versions
 from corecontext.text import UserError, write_text
-from corecontext.train import card
+from corecontext.train import card, hub
 from corecontext.train.checkpoint import STAGING, STREAM, clear_staging, is_write_failure, latest, publish, step_of
 from corecontext.train.config import TrainConfig
 from corecontext.train.model import export, make_model, make_tokenizer, read_config
 
 SETTINGS, MODEL = "train_config.json", "model"
-MAY_CHANGE = {"output", "workers", "cache_dir", "save_every", "keep", "log_every", "report_to", "eval_every"}
+MAY_CHANGE = {"output", "workers", "cache_dir", "save_every", "keep", "log_every", "report_to", "eval_every", "push_to"}
 """Fields that a continued run may have changed: what it computes stays the same."""
 WAIT_S, PATIENCE_S = 10, 3600  # how often and how long a full disk is waited for at the end
 
@@ -59,8 +59,7 @@ def train(config: TrainConfig) -> Result:
             raise UserError(f"training needs the package {package}. Install corecontext[train].")
     for package in config.report_to:
         if importlib.util.find_spec(package) is None:
-            raise UserError(f"report_to {package!r} needs the package of that name. Install it, or leave --report-to "
-                            "out.")
+            raise UserError(f"report_to {package!r} needs the package {package}. Install it, or leave --report-to out.")
     if not config.output:
         raise UserError("output must be given, got none. Use --output FOLDER.")
     if config.long_tokens is not None and config.source_field is None:
@@ -81,6 +80,8 @@ def train(config: TrainConfig) -> Result:
     with arguments.main_process_first(desc="run folder"):
         if main:
             _claim(folder, config)
+        if main and config.push_to is not None:
+            hub.prepare(config.push_to)
     resume = latest(folder)
     if resume is not None and isinstance(rows, StreamedRows) and (resume / STREAM).is_file():
         rows.load_state_dict(json.loads((resume / STREAM).read_text(encoding="utf-8")))
@@ -99,6 +100,8 @@ def train(config: TrainConfig) -> Result:
         tokens = config.steps * config.accumulation * config.batch_size * groups * config.context_length
         _patiently(lambda: _export(config, last, staged, tokenizer, dtype, history, metrics, tokens), folder)
         clear_staging(folder)
+        if config.push_to is not None:
+            hub.push(finished, config.push_to)
     return Result(finished, step_of(last), card.losses(history), metrics, step_of(resume) if resume else 0)
 
 
