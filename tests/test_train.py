@@ -272,7 +272,7 @@ def test_a_finished_model_is_pushed_and_reported(setting, tmp_path, monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
     with pytest.raises(UserError, match="report_to 'wandb' needs the package wandb. Install it"):
         train(config.replace(report_to=("wandb",)))
-    with pytest.raises(ValueError, match="report_to must be one of tensorboard, wandb"):
+    with pytest.raises(ValueError, match="report_to must be one of 'tensorboard', 'wandb'"):
         config.replace(report_to=("numpy",))
 
 
