@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from corecontext.data.files import numbered_lines, open_text
+from corecontext.data.files import is_broken, numbered_lines, open_text
 from corecontext.text import UserError
 
 HUB = "hub:"
@@ -145,7 +145,9 @@ def _whole(path: Path) -> str:
     with open_text(path) as file:
         try:
             return file.read()
-        except (UnicodeDecodeError, OSError, EOFError) as error:
+        except Exception as error:
+            if not is_broken(error):
+                raise
             raise UserError(f"file '{path}' must be UTF-8 text: {error}") from None
 
 

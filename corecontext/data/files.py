@@ -92,12 +92,15 @@ def numbered_lines(path: str | Path, needs: Sequence[str] = ()) -> Iterator[tupl
     except UnicodeDecodeError as error:
         raise UserError(f"file '{path}', line {number}: must be UTF-8, got byte 0x{error.object[error.start]:02x}. "
                         "Convert the file to UTF-8 first.") from None
-    except _BROKEN as error:
-        raise UserError(f"file '{path}', line {max(1, number)}: {error}") from None
     except Exception as error:
-        if type(error).__name__ != "ZstdError":
+        if not is_broken(error):
             raise
         raise UserError(f"file '{path}', line {max(1, number)}: {error}") from None
+
+
+def is_broken(error: Exception) -> bool:
+    """True for what unpacking and parsing a damaged file raise."""
+    return isinstance(error, _BROKEN) or type(error).__name__ == "ZstdError"
 
 
 def read_json(path: str | Path) -> Any:

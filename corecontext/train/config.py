@@ -143,6 +143,14 @@ class TrainConfig:
             _check_number(name, getattr(self, name), 0, int)
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_grad_norm", "beta2"):
             _check_number(name, getattr(self, name), 0, (int, float))
+        if self.beta2 >= 1:
+            raise ValueError(f"beta2 must be below 1, got {self.beta2}.")
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be below 2**32, got {self.seed}.")
+        if self.rope_theta is not None and not 1 < self.rope_theta < float("inf"):
+            raise ValueError(f"rope_theta must be a number above 1, got {self.rope_theta}.")
+        if not isinstance(self.shape, dict):
+            raise TypeError(f"shape must be a JSON object, as {{\"hidden_size\": 64}}, got {self.shape!r}.")
         if not 0 < self.long_share < 1:
             raise ValueError(f"long_share must lie between 0 and 1, got {self.long_share}.")
         if self.min_learning_rate > self.learning_rate:

@@ -163,8 +163,11 @@ def _rows(config: TrainConfig, tokenizer: Any, world_size: int) -> tuple[PackedR
         rows = PackedRows(documents, config.context_length, order)
     if not config.eval_data:
         return rows, None
-    evaluated = read_corpus(config.eval_data, tokenizer, workers=config.workers, **options)
-    return rows, PackedRows(evaluated, config.context_length)
+    try:
+        evaluated = read_corpus(config.eval_data, tokenizer, workers=config.workers, **options)
+        return rows, PackedRows(evaluated, config.context_length)
+    except UserError as error:
+        raise UserError(f"eval_data: {error}") from None
 
 
 def _arguments(config: TrainConfig) -> Any:
