@@ -26,7 +26,7 @@ import corecontext  # noqa: E402
 from corecontext.cli import main  # noqa: E402
 from corecontext.integrations.transformers import handle_of  # noqa: E402
 from corecontext.text import UserError  # noqa: E402
-from corecontext.train import TrainConfig, card, run, trainer  # noqa: E402
+from corecontext.train import TrainConfig, arguments, card, run, trainer  # noqa: E402
 from corecontext.train.checkpoint import checkpoints  # noqa: E402
 from corecontext.train.config import load_recipe  # noqa: E402
 from corecontext.train.run import train  # noqa: E402
@@ -172,6 +172,56 @@ def test_a_full_disk_loses_nothing(setting, whole, tmp_path, monkeypatch, caplog
     assert_equal(weights(config), whole)
 
 
+def test_a_run_is_continued_as_it_was_begun_and_by_one_process(setting, tmp_path, monkeypatch):
+    path = tmp_path / "text.txt"
+    path.write_text((ROOT / "LICENSE").read_text()[:2000])
+    config = setting.replace(output=str(tmp_path / "run"), data=(str(path),), steps=2)
+    step = trainer.CCATrainer.training_step
+
+    def stopped(self, *args):
+        if self.state.global_step == 1:
+            with pytest.raises(UserError, match="output '.*run' is in use by another process"):
+                train(config)
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(trainer.CCATrainer, "training_step", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    monkeypatch.undo()
+    saved = tmp_path / "run/train_config.json"
+    settings = saved.read_text()
+    saved.write_text(settings.replace('"processes": 1', '"processes": 8'))
+    with pytest.raises(UserError, match="holds a run of 8 processes, got 1: a step would have other rows"):
+        train(config)
+    older = json.loads(settings)
+    del older["config"]["streaming"], older["processes"], older["rows"]
+    path.write_text(path.read_text().replace("License", "licence"))
+    saved.write_text(settings)
+    with pytest.raises(UserError, match="on other data, or data that has changed since"):
+        train(config)
+    saved.write_text("{")
+    with pytest.raises(UserError, match="must hold a run's settings in train_config.json, which cannot be read"):
+        train(config)
+    saved.write_text(json.dumps(older))  # by an older version, which kept less
+    train(config)
+    (tmp_path / "file").write_text("mine")
+    for output, message in (("file", "must be a folder, got a file"), ("file/run", "cannot be made: Not a directory")):
+        with pytest.raises(UserError, match=message):
+            train(config.replace(output=str(tmp_path / output)))
+
+
+def test_shapes_that_make_no_model_are_said(setting, tmp_path):
+    for shape, strategy, message in (({"hidden_size": 65}, "scratch", "shape does not make a model: The hidden size"),
+                                     ({"hidden_size": 32}, "full", "which changes model.embed_tokens.weight. Use --s"),
+                                     ({"num_hidden_layers": 3}, "full", "which changes model.layers.2")):
+        with pytest.raises(UserError, match=message):
+            train(setting.replace(output=str(tmp_path / "run"), shape=shape, strategy=strategy))
+    with pytest.raises(UserError, match="eval_data: data must hold at least one row of 96 tokens, got 9 tokens"):
+        (tmp_path / "short.txt").write_text("too short")
+        train(setting.replace(output=str(tmp_path / "run"), eval_data=(str(tmp_path / "short.txt"),)))
+
+
 @pytest.mark.parametrize("method, what", [("compute_loss", "loss"), ("_clip_grad_norm", "length of the gradient")])
 def test_a_loss_that_is_no_number_stops_with_its_rows(setting, whole, tmp_path, monkeypatch, method, what):
     config = setting.replace(output=str(tmp_path / "run"), save_every=1)
@@ -309,7 +359,7 @@ def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch)
     monkeypatch.setenv("LOCAL_RANK", "0")
     given = {}
     monkeypatch.setattr(transformers, "TrainingArguments", lambda **options: given.update(options))
-    run._arguments(config)
+    arguments.arguments_of(config)
     assert given["deepspeed"] == {"zero_optimization": {"stage": 2}} and not (tmp_path / "run").exists()
 
 

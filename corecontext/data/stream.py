@@ -7,9 +7,11 @@ goes on from there and not from the start. What is remembered only saves time: w
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ class FileShard:
 
     def __init__(self, path: str, text_field: str, source_field: str | None) -> None:
         self.fields, self.path, self.count = (text_field, source_field), path, 0
+        self.mark = f"{Path(path).name} {Path(path).stat().st_size}"
 
     def read(self, state: Any = None) -> Iterator[dict[str, str]]:
         """The documents after those that `state` counts; None for all."""
@@ -46,7 +49,7 @@ class HubShard:
 
     def __init__(self, name: HubName, rows: Any, index: int, text_field: str, source_field: str | None) -> None:
         self.name, self.rows, self.index, self.fields = name, rows, index, (text_field, source_field)
-        self.count = 0
+        self.count, self.mark = 0, f"{name.identifier} {index}"
 
     def read(self, state: Any = None) -> Iterator[dict[str, str]]:
         """As that of FileShard.
@@ -144,6 +147,10 @@ class StreamedRows(torch.utils.data.Dataset):
                 break
         self._forget(row)
         return fill_row(self.row_length, [ids for _, _, ids in pieces], row)
+
+    def mark(self) -> str:
+        """Tells other data apart, as far as that is known before it is read: names and sizes of files."""
+        return hashlib.sha256("\n".join(shard.mark for shard in self.shards).encode()).hexdigest()[:16]
 
     def describe(self, row: int) -> str:
         """Where the text of a row that was asked for lately comes from."""

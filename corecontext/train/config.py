@@ -165,6 +165,9 @@ class TrainConfig:
             other = "fsdp" if self.fsdp else "context_parallel"
             raise ValueError(f"deepspeed must be left out with {other}, got {self.deepspeed!r}: both would split the "
                              "run. Use --fsdp with --context-parallel.")
+        if self.method != "cca" and (self.learned or self.layer_group_sizes):
+            raise ValueError(f"learned and layer_group_sizes must be left out with method {self.method!r}, which has "
+                             "no core tokens.")
         if self.learned and self.strategy == "lora":
             raise ValueError("learned must be left out with strategy 'lora', whose checkpoints hold LoRA's matrices "
                              "only. Use strategy 'partial'.")
@@ -218,11 +221,17 @@ def load_recipe(name: str) -> TrainConfig:
         raise UserError(f"recipe '{file}' does not exist. Give FILE.py:FUNCTION, or a run's train_config.json.")
     if path.suffix == ".json":
         try:
-            return TrainConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise TypeError(f"got a {type(values).__name__}")
+            return TrainConfig.from_dict(values.get("config", values))  # a run's has more than its settings
         except (ValueError, TypeError) as error:
             raise UserError(f"recipe '{file}' must hold a TrainConfig: {error}") from None
     space: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
-    exec(compile(path.read_bytes(), str(path), "exec"), space)
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), space)
+    except (SyntaxError, ImportError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe '{file}' cannot be read: {error}") from None
     function = function or path.stem
     recipes = sorted(key for key, value in space.items()
                      if inspect.isfunction(value) and value.__module__ == path.stem and not key.startswith("_"))
