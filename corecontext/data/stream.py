@@ -178,9 +178,9 @@ class StreamedRows(torch.utils.data.Dataset):
                 self._texts = self._next_block()
                 continue
             some, self._texts = self._texts[:_AT_ONCE], self._texts[_AT_ONCE:]
-            for one, ids in zip(some, self.encode([one["text"] for one in some])):
-                self._rest.append((one["origin"], 0, np.asarray(ids, np.int64)))
-                self._have += len(ids)
+            for one, made in zip(some, self.encode([one["text"] for one in some])):
+                self._rest.append((one["origin"], 0, np.asarray(made, np.int64)))
+                self._have += len(made)
         pieces, wanted = [], self.row_length
         while wanted:
             origin, low, ids = self._rest.popleft()
