@@ -134,7 +134,7 @@ class TrainConfig:
         check_choice("precision", self.precision, PRECISIONS)
         for name in self.report_to:
             check_choice("report_to", name, REPORTS)
-        cca = self.cca()
+        self.cca()  # validates
         for name in ("workers", "steps", "batch_size", "accumulation", "lora_rank",
                      "loss_chunk", "context_parallel", "shuffle_documents", "save_every", "keep", "log_every"):
             _check_number(name, getattr(self, name), 1, int)
@@ -158,9 +158,9 @@ class TrainConfig:
                              f"{self.min_learning_rate}.")
         if self.long_tokens is not None:
             _check_number("long_tokens", self.long_tokens, 1, int)
-        if self.context_parallel > 1 and (self.method != "cca" or cca.learned or cca.pooling == "mean_query"):
-            raise ValueError(f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca' without "
-                             "learned parameters or pooling 'mean_query': only such core tokens travel.")
+        if self.context_parallel > 1 and self.method != "cca":
+            raise ValueError(f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca': only "
+                             "core tokens travel.")
         if self.deepspeed is not None and (self.fsdp or self.context_parallel > 1):
             other = "fsdp" if self.fsdp else "context_parallel"
             raise ValueError(f"deepspeed must be left out with {other}, got {self.deepspeed!r}: both would split the "
