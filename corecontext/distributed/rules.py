@@ -27,29 +27,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Te
                                 batch_size)
     bias = torch.full((q.shape[1],), call.core_bias, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
     bias = (bias + learned["bias"] if "bias" in learned else bias).unflatten(0, (kv_heads, -1)).repeat(batch_size, 1)
-    anchor, *fetched = _Fetch.apply(q, k, v, call)
+    anchor, *fetched = _Fetch.apply(k, v, call)
     chunks, own = by_chunk(call, q), []
-    near = {chunk: tuple(fetched[3 * i:3 * i + 3]) for i, chunk in enumerate(chunks)}
-    for chunk, (near_k, near_v, ends) in near.items():
-        groups, (chunk_q,) = call.own(chunk), chunks[chunk]
-        last = torch.cat((ends, chunk_q[:, :, call.halo.ends(*call.layout.span(chunk))]), 2)[:, :, groups]
+    fetched = [x.flatten(0, 1) for x in fetched]  # [N, halo + T, D]
+    near = {chunk: fetched[2 * i:2 * i + 2] for i, chunk in enumerate(chunks)}
+    for chunk, both in near.items():
+        groups, (local,) = call.own(chunk), chunks[chunk]
+        last = by_kv_head(local[:, :, call.halo.ends(*call.layout.span(chunk))], kv_heads)  # each group ends here
         tokens = slice(groups.start * call.group_size, groups.stop * call.group_size)
-        made = rules.pool(by_kv_head(last, kv_heads), *(
-            x[:, :, tokens].flatten(0, 1).unflatten(1, (-1, call.group_size)) if last.shape[2] else
-            x[:, :, :0].flatten(0, 1).reshape(batch_size * kv_heads, 0, call.group_size, q.shape[3])
-            for x in (near_k, near_v)), weights, **options)
+        shape = (last.shape[2], call.group_size)
+        made = rules.pool(last, *(x[:, tokens].unflatten(1, shape) for x in both), weights, **options)
         own.append(torch.stack(made))
     every = _Gather.apply(anchor, call, *own)  # [2, N, Hc, M, D]
+    sizes = {"group_size": call.group_size, "window_size": call.halo.window_size}
     if call.keep is not None:
         call.keep(every)
     # A process without tokens of this document takes part in the backward's exchanges all the same.
     outs = [q[:, :, :0] + every[:, :, :, :0].sum().to(q.dtype)]
-    for chunk, (near_k, near_v, _) in near.items():
+    for chunk, (near_k, near_v) in near.items():
         local, halo, far = by_kv_head(chunks[chunk][0], kv_heads), call.halo.size(chunk), call.far(chunk)
-        cores = every[:, :, :, far:far + near_k.shape[2] // call.group_size]
+        cores = every[:, :, :, far:far + near_k.shape[1] // call.group_size]
         out, lse = (x[:, :, halo:] for x in rules.attend(
-            call.module, after_zeros(halo, local), near_k.flatten(0, 1), near_v.flatten(0, 1), *cores.unbind(), bias,
-            {"group_size": call.group_size, "window_size": call.halo.window_size}, options["scale"],
+            call.module, after_zeros(halo, local), near_k, near_v, *cores.unbind(), bias, sizes, options["scale"],
             options["softcap"]))
         if far:
             far_out, far_lse = _Far.apply(by_core_head(local, every), *far_keys(every[:, :, :, :far]),
@@ -61,34 +60,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Te
 
 
 class _Fetch(torch.autograd.Function):
-    """For each chunk its keys and values behind the halo's, and the halo's group-end queries; first an empty tensor,
-    which orders the exchanges of a process that has no chunk."""
+    """Each chunk's keys and values behind those of its halo [B, Hkv, halo + T, D]; first an empty tensor, which orders
+    the exchanges of a process that has no chunk."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
-        tokens, found = by_chunk(call, q, k, v), [q.new_empty(0)]
-        halos = call.halo.fetch(tokens)
-        for chunk, (_, chunk_k, chunk_v) in tokens.items():
-            halo_k, halo_v, ends = halos[chunk]
-            found += [torch.cat((halo_k, chunk_k), 2), torch.cat((halo_v, chunk_v), 2), ends.clone()]
-        ctx.call, ctx.shapes = call, (q.shape, k.shape)
+    def forward(ctx, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
+        ctx.halo = call.halo._replace(num_heads=0)  # a group's last query is where it is pooled
+        tokens, found = by_chunk(call, k[:, :0], k, v), [k.new_empty(0)]
+        halos = ctx.halo.fetch(tokens)
+        for chunk, (_, *both) in tokens.items():
+            found += [torch.cat(pair, 2) for pair in zip(halos[chunk], both)]
+        ctx.empty = (*k.shape[:2], 0, k.shape[3])
         return tuple(found)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, anchor: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        call, (q_shape, k_shape), wide = ctx.call, ctx.shapes, torch.promote_types(anchor.dtype, torch.float32)
-        near = {}
-        for i, chunk in enumerate(call.layout.chunks()):
-            dk, dv, dends = (x.to(wide) for x in grads[3 * i:3 * i + 3])
-            dq = dk.new_zeros(*q_shape[:2], dk.shape[2], q_shape[3])
-            start, halo = call.layout.starts[chunk], call.halo.size(chunk)
-            dq[:, :, :halo][:, :, call.halo.ends(start - halo, start)] = dends
-            near[chunk] = (dq, dk, dv)
-        own = call.halo.give_back(near)
-        empty = [anchor.new_zeros(*shape[:2], 0, shape[3], dtype=wide) for shape in (q_shape, k_shape, k_shape)]
-        return *(torch.cat([none, *(own[i][at] for i in near)], 2).to(anchor.dtype)
-                 for at, none in enumerate(empty)), None
+        wide = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+        near = {chunk: (wide[2 * i][:, :0], *wide[2 * i:2 * i + 2])
+                for i, chunk in enumerate(ctx.halo.layout.chunks())}
+        own = ctx.halo.give_back(near)
+        empty = anchor.new_empty(ctx.empty)
+        return *(torch.cat([empty, *(own[i][at].to(anchor.dtype) for i in near)], 2) for at in (1, 2)), None
 
 
 class _Gather(torch.autograd.Function):
