@@ -11,8 +11,10 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -219,10 +221,17 @@ def prefilled(pair: dist.ProcessGroup) -> None:
 
 
 def train(settings: str) -> None:
-    """A whole run by Trainer, two rows a step, each on two processes."""
+    """A whole run by Trainer, two rows a step, each on two processes; the last step twice, after it was lost."""
     from corecontext.train import TrainConfig, run
 
-    run.train(TrainConfig.from_dict(json.loads(settings)))
+    config = TrainConfig.from_dict(json.loads(settings))
+    run.train(config)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in ("model", f"checkpoint-{config.steps}"):
+            shutil.rmtree(Path(config.output, name))
+    dist.barrier()
+    assert run.train(config).resumed_from == config.steps - 1
 
 
 def bench(world: int, rank: int) -> None:

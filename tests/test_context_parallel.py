@@ -53,7 +53,7 @@ def test_two_and_four_processes_equal_one(tmp_path):
                       data=tuple(str(path) for path in sorted(tmp_path.glob("*.txt"))), group_size=4, window_size=9,
                       steps=3, learning_rate=1e-3, accumulation=2, cache_dir=str(tmp_path / "cache"),
                       eval_data=(str(tmp_path / "text3.txt"),))
-    four = one.replace(output=str(tmp_path / "four"), accumulation=1, context_parallel=2)
+    four = one.replace(output=str(tmp_path / "four"), accumulation=1, context_parallel=2, save_every=2)
     start(4, json.dumps(four.to_dict()))
     result = run.train(one)
     states = [json.loads((tmp_path / name / "checkpoint-3/trainer_state.json").read_text()) for name in ("four", "one")]

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -358,7 +359,8 @@ def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch)
             config.replace(**change)
     monkeypatch.setenv("LOCAL_RANK", "0")
     given = {}
-    monkeypatch.setattr(transformers, "TrainingArguments", lambda **options: given.update(options))
+    monkeypatch.setattr(transformers, "TrainingArguments", lambda **options: (
+        given.update(options), SimpleNamespace(device=torch.device("cpu")))[1])
     arguments.arguments_of(config)
     assert given["deepspeed"] == {"zero_optimization": {"stage": 2}} and not (tmp_path / "run").exists()
 

@@ -22,14 +22,14 @@ def arguments_of(config: TrainConfig) -> Any:
     hf_logging.set_verbosity_error()
     gpu = torch.cuda.is_available()
     fsdp: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2,
-                                                                  "activation_checkpointing": config.checkpointing}}
+                                                          "activation_checkpointing": config.checkpointing}}
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if config.fsdp and (world == 1 or not gpu):
         raise UserError(f"fsdp needs several processes with a GPU each, got {world} on "
                         f"{'a GPU' if gpu else 'a CPU'}. Start with torchrun --nproc-per-node, or leave --fsdp out.")
     deepspeed = None if config.deepspeed is None else _deepspeed(config.deepspeed)
     with one_line():
-        return TrainingArguments(
+        made = TrainingArguments(
             output_dir=config.output, max_steps=config.steps, per_device_train_batch_size=config.batch_size,
             per_device_eval_batch_size=1, gradient_accumulation_steps=config.accumulation,
             learning_rate=config.learning_rate, lr_scheduler_type="cosine_with_min_lr",
@@ -44,6 +44,9 @@ def arguments_of(config: TrainConfig) -> Any:
             logging_steps=config.log_every, logging_nan_inf_filter=False,
             report_to=list(config.report_to), seed=config.seed, data_seed=config.seed, remove_unused_columns=False,
             prediction_loss_only=True, deepspeed=deepspeed, dataloader_pin_memory=gpu, ddp_find_unused_parameters=False)
+        if made.device.type == "cpu":  # several processes have "cpu:0", to which torch loads no checkpoint
+            made.__dict__["_setup_devices"] = torch.device("cpu")
+        return made
 
 
 def _deepspeed(name: str) -> dict[str, Any]:
