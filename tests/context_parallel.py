@@ -11,8 +11,10 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,12 +28,14 @@ from transformers import StaticCache
 
 import corecontext
 from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.config import LEARNED
 from corecontext.distributed.context_parallel import Shard, context_parallel_attention
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.traffic import context_parallel_traffic, ring_traffic
 from corecontext.distributed.wire import Wire
 from corecontext.inference import Prefilled, prefill
 from corecontext.inference.context_parallel import context_parallel_prefill
+from corecontext.ops import rules
 
 D = 8
 
@@ -47,9 +51,14 @@ def check(group: dist.ProcessGroup, layout: Layout, tensors: list, settings: dic
           rtol: float = 1e-9) -> int:
     """Output and gradients of this process's part equal those of the whole; returns the bytes received."""
     whole = [x.clone().requires_grad_() for x in tensors[:3]]
+    learned = {name: x.clone().requires_grad_() for name, x in settings.get("learned", {}).items()}
+    settings = {**settings, **({"learned": learned} if learned else {})}
     cu_seqlens = {"cu_seqlens": torch.tensor(documents)} if documents else {}
     expected = cca_attention(*whole, **settings, **cu_seqlens)
     expected.backward(tensors[3])
+    want_learned = {name: x.grad.clone() for name, x in learned.items()}
+    for x in learned.values():
+        x.grad = None
     wire = Wire(group)
     mine = [layout.take(x, 2).clone().requires_grad_() for x in tensors[:3]]
     out = context_parallel_attention(*mine, Shard(wire, layout, documents), **settings)
@@ -58,7 +67,19 @@ def check(group: dist.ProcessGroup, layout: Layout, tensors: list, settings: dic
     for name, got, want in [("out", out, expected), *((n, a.grad, b.grad) for n, a, b in zip("qkv", mine, whole))]:
         torch.testing.assert_close(got, layout.take(want, 2), rtol=rtol, atol=rtol,
                                    msg=lambda text, name=name: f"{name} of {layout} under {settings}: {text}")
+    for name, x in learned.items():
+        share = torch.zeros_like(x) if x.grad is None else x.grad
+        dist.all_reduce(share, group=group)
+        torch.testing.assert_close(share, want_learned[name], rtol=rtol, atol=rtol,
+                                   msg=lambda text, name=name: f"{name} of {layout} under {settings}: {text}")
     return forward, wire.received_bytes - forward
+
+
+def parameters(heads: int = 4, kv_heads: int = 2) -> dict[str, torch.Tensor]:
+    """Every learned parameter, the same on every process."""
+    generator = torch.Generator().manual_seed(9)
+    return {name: 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
+            for name, shape in rules.shapes(LEARNED, heads, kv_heads, D).items()}
 
 
 def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
@@ -67,7 +88,11 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
     base = {"group_size": 4, "window_size": 9, "rotary": rotary}
     varied = [base, {**base, "core_heads": "query", "core_bias": 1.3}, {**base, "pooling": "mean", "softcap": 3.0},
               {**base, "core_position": "token", "rotary": None}, {**base, "group_size": 5, "window_size": 30},
-              {"num_groups": 7, "window_size": 8, "rotary": rotary}, {**base, "group_size": 1, "pooling": "max"}]
+              {"num_groups": 7, "window_size": 8, "rotary": rotary}, {**base, "group_size": 1, "pooling": "max"},
+              {**base, "learned": parameters(), "softcap": 3.0, "core_bias": 0.4},
+              {**base, "learned": {"bias": parameters()["bias"]}, "core_heads": "query"},
+              {**base, "pooling": "mean_query"}, {**base, "learned": {"key_gain": parameters()["key_gain"]},
+                                                  "group_size": 1}]
     for group in (dist.group.WORLD, pair):
         size, here = group.size(), group.rank()
         for settings in varied:
@@ -75,11 +100,13 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         # Chunks shorter than a group and than the halo, an empty one, and a layout in no order at all.
         for lengths in ((40, 3, 1, 59), (0, 70, 2, 5)):
             owners = tuple(i % size for i in range(4))
-            check(group, Layout(lengths, owners, here), inputs(sum(lengths)), base)
+            for settings in (base, {**base, "learned": parameters()}):
+                check(group, Layout(lengths, owners, here), inputs(sum(lengths)), settings)
         check(group, Layout.contiguous((13,) * size, here), inputs(13 * size, heads=2), base)
         tensors = inputs(120, batch=1)
         for documents in ((0, 31, 33, 120), (0, 5, 100, 110, 120), (0, 60, 120)):
-            check(group, Layout.balanced(120, size, here), tensors, base, documents)
+            for settings in (base, {**base, "learned": parameters()}):
+                check(group, Layout.balanced(120, size, here), tensors, settings, documents)
         check(group, Layout.balanced(157, size, here), inputs(157, dtype=torch.float32), base, rtol=2e-5)
         layout = Layout.contiguous((64,) * size, here)
         sizes = {"batch_size": 2, "num_kv_heads": 2, "head_dim": D, "item_bytes": 8}
@@ -103,13 +130,14 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "context"))
     ids = torch.randint(2, 96, (world // 2, 90), generator=torch.Generator().manual_seed(1))
     labels = torch.cat((ids[:, 1:], torch.full((len(ids), 1), -100)), 1)
-    config = CCAConfig(group_size=4, window_size=9)
+    plain = CCAConfig(group_size=4, window_size=9)
     for checkpointing, documents in itertools.product((False, True), ((), (0, 20, 90))):
         positions = torch.arange(90)[None].repeat(len(ids), 1)
         if documents:
             positions[:, 20:] -= 20
         whole = tiny_model()
         parallel = copy.deepcopy(whole)
+        config = plain.replace(learned=("probe", "bias"), layer_group_sizes=(4, 8)) if checkpointing else plain
         corecontext.enable(whole, config)
         expected, loss = run(whole, ids, positions, labels, ids.numel())
         handle = corecontext.enable(parallel, config)
@@ -153,10 +181,14 @@ def prefilled(pair: dist.ProcessGroup) -> None:
              (config.replace(core_heads="query", core_bias=0.7), 90, {"process": 1}),
              (config.replace(group_size=5, window_size=40), 67, {"process": 0}),  # the ring lies on both processes
              (config.replace(pooling="mean", num_groups=7, window_size=8), 61, {}),
-             (config.replace(core_position="token", layer_group_sizes=(4, 8)), 75, {})]
+             (config.replace(core_position="token", layer_group_sizes=(4, 8)), 75, {}),
+             (config.replace(learned=LEARNED), 90, {}), (config.replace(pooling="mean_query"), 93, {})]
     for (settings, length, options), dtype in itertools.product(cases, (torch.float64, torch.float32)):
         model, rtol = tiny_model().to(dtype), {torch.float64: 1e-9, torch.float32: 2e-4}[dtype]
         handle = corecontext.enable(model, settings, rollback=3 if length == 67 else 0)
+        for name, x in model.named_parameters():
+            if ".cca." in name:
+                torch.nn.init.normal_(x, 0, 0.3, generator=torch.Generator().manual_seed(3))
         ids = tokens(1, length, length)
         cache = StaticCache(model.config, max_cache_len=200) if "max_length" in options else None
         want = prefill(model, ids, cache=cache)
@@ -189,10 +221,17 @@ def prefilled(pair: dist.ProcessGroup) -> None:
 
 
 def train(settings: str) -> None:
-    """A whole run by Trainer, two rows a step, each on two processes."""
+    """A whole run by Trainer, two rows a step, each on two processes; the last step twice, after it was lost."""
     from corecontext.train import TrainConfig, run
 
-    run.train(TrainConfig.from_dict(json.loads(settings)))
+    config = TrainConfig.from_dict(json.loads(settings))
+    run.train(config)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in ("model", f"checkpoint-{config.steps}"):
+            shutil.rmtree(Path(config.output, name))
+    dist.barrier()
+    assert run.train(config).resumed_from == config.steps - 1
 
 
 def bench(world: int, rank: int) -> None:

@@ -80,7 +80,7 @@ def test_documents_end_and_changed_files_are_read_again(tmp_path, tokenizer):
 def test_hub_datasets_and_files_together(tmp_path, tokenizer, monkeypatch):
     asked = []
 
-    def load_dataset(name, config, split, cache_dir):
+    def load_dataset(name, config, split, **others):
         asked.append((name, config, split))
         if name == "nobody/nothing":
             raise FileNotFoundError("no such dataset\nat length")
@@ -111,6 +111,10 @@ def test_what_is_broken_is_said_with_file_and_line(tmp_path, tokenizer):
     refused("e.jsonl.xz", lzma.compress(b'{"text": "x"}\n' * 99)[:-30], "e.jsonl.xz', line ")
     refused("f.jsonl.gz", b"no gzip", "f.jsonl.gz', line 1: Not a gzipped file")
     refused("g.txt", b"\xff\xfe", "g.txt' must be UTF-8 text")
+    refused("l.jsonl", b'{"text": "x"}\n' * 3 + b'{"text": "\xe9"}\n', "l.jsonl', line 4: must be UTF-8, got byte 0xe9")
+    refused("m.jsonl", b'{"text": "x"}\n{"text": "a \\ud800"}\n', "m.jsonl', line 2: .* half a character, '.ud800'")
+    refused("n.txt.xz", b"no xz", "n.txt.xz' must be UTF-8 text: Input format not supported")
+    refused("o.txt.zst", b"no zst", "o.txt.zst' must be UTF-8 text: zstd decompress error")
     refused("h.parquet", b"nothing", "h.parquet' cannot be read as parquet")
     refused("i.csv", b"text\nx\n", "i.csv' must end in .txt, .md, .text, .jsonl")
     refused("j.jsonl", b'{"text": " "}\n', "data must hold text, got none")
@@ -120,6 +124,31 @@ def test_what_is_broken_is_said_with_file_and_line(tmp_path, tokenizer):
         (tmp_path / "empty").mkdir(exist_ok=True)
         with pytest.raises(UserError, match=message):
             corpus(tmp_path, tokenizer, str(tmp_path / name))
+
+
+def test_plain_text_has_no_fields_and_marks_are_no_text(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfplain")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"meta": {"text": "line"}}\n')
+    found = corpus(tmp_path, tokenizer, str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"), text_field="meta.text")
+    assert [tokenizer.decode(ids) for ids in found["input_ids"]] == ["plain", "line"]
+
+
+def test_tokens_that_cannot_be_kept_are_no_stack_trace(tmp_path, tokenizer):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(UserError, match="tokens cannot be kept: .*give another folder with --cache-dir"):
+        corpus(tmp_path, tokenizer, write(tmp_path / "a.jsonl"))
+
+
+def test_a_folder_is_read_as_the_hub_is(tmp_path, tokenizer):
+    (tmp_path / "set").mkdir()
+    datasets.Dataset.from_list([{"text": "one"}, {"text": None}, {"text": " "}, {"text": "two"}]).to_parquet(
+        tmp_path / "set/train.parquet")
+    datasets.Dataset.from_list([{"text": "three"}]).to_parquet(tmp_path / "set/validation.parquet")
+    found = corpus(tmp_path, tokenizer, f"hub:{tmp_path}/set")
+    assert found["origin"][:] == [f"{tmp_path}/set:1", f"{tmp_path}/set:4"]  # rows without text are no error there
+    assert corpus(tmp_path, tokenizer, f"hub:{tmp_path}/set::validation")["length"][:] == [5]
+    with pytest.raises(UserError, match="cannot be had: Unknown split"):
+        corpus(tmp_path, tokenizer, f"hub:{tmp_path}/set::nothing")
 
 
 def test_rows_hold_every_token_once_and_know_their_documents(tmp_path, tokenizer):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from tiny_model import save_tiny_model
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 pytest.importorskip("datasets", reason="training reads its data with datasets")
 
+import datasets  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
@@ -22,7 +27,7 @@ import corecontext  # noqa: E402
 from corecontext.cli import main  # noqa: E402
 from corecontext.integrations.transformers import handle_of  # noqa: E402
 from corecontext.text import UserError  # noqa: E402
-from corecontext.train import TrainConfig, run  # noqa: E402
+from corecontext.train import TrainConfig, arguments, card, run, trainer  # noqa: E402
 from corecontext.train.checkpoint import checkpoints  # noqa: E402
 from corecontext.train.config import load_recipe  # noqa: E402
 from corecontext.train.run import train  # noqa: E402
@@ -109,6 +114,41 @@ def test_killed_in_a_save_and_in_a_deletion_it_continues_bit_for_bit(setting, wh
     assert (tmp_path / "first/README.md").read_text() == (tmp_path / "run/model/README.md").read_text()
 
 
+def test_streamed_data_continues_bit_for_bit(setting, tmp_path, monkeypatch):
+    hub = tmp_path / "hub"  # load_dataset takes a folder as it takes a name on the hub
+    hub.mkdir()
+    for i, path in enumerate(setting.data):
+        text = Path(path).read_text()
+        datasets.Dataset.from_list([{"text": text[j:j + 90]} for j in range(0, 1500, 90)]).to_parquet(
+            hub / f"train-{i}.parquet")
+    config = setting.replace(streaming=True, data=(f"hub:{hub}", setting.data[0]), shuffle_documents=4, batch_size=2,
+                             output=str(tmp_path / "whole"))
+    train(config)
+    want, config = weights(config), config.replace(output=str(tmp_path / "run"))
+    step, opened = trainer.CCATrainer.training_step, []
+
+    def stopped(self, *args):
+        if self.state.global_step == 5:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(trainer.CCATrainer, "training_step", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    monkeypatch.undo()
+    load = trainer.StreamedRows.load_state_dict
+    monkeypatch.setattr(trainer.StreamedRows, "load_state_dict", lambda self, state: (opened.append(state["row"]),
+                                                                                      load(self, state)))
+    assert train(config).resumed_from == 4
+    assert opened[0] == 0 and 4 < opened[1] <= 8  # eight rows were seen; a block has about four
+    assert_equal(weights(config), want)
+    for change, message in (({"long_tokens": 9, "source_field": "text"}, "long_tokens must be left out with streaming"),
+                            ({"context_length": 99_999}, "at least one row of 99999 tokens, got 6000 tokens")):
+        with pytest.raises(UserError, match=message):
+            train(config.replace(output=str(tmp_path / "new"), **change))
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_full_disk_loses_nothing(setting, whole, tmp_path, monkeypatch, caplog):
     config, attempts = setting.replace(output=str(tmp_path / "run")), []
     save = transformers.Trainer._save_checkpoint
@@ -131,6 +171,56 @@ def test_a_full_disk_loses_nothing(setting, whole, tmp_path, monkeypatch, caplog
     assert "checkpoint-4 could not be written" in caplog.text and "The last one is checkpoint-2" in caplog.text
     assert [path.name for path in checkpoints(Path(config.output))] == ["checkpoint-2", "checkpoint-6"]
     assert_equal(weights(config), whole)
+
+
+def test_a_run_is_continued_as_it_was_begun_and_by_one_process(setting, tmp_path, monkeypatch):
+    path = tmp_path / "text.txt"
+    path.write_text((ROOT / "LICENSE").read_text()[:2000])
+    config = setting.replace(output=str(tmp_path / "run"), data=(str(path),), steps=2)
+    step = trainer.CCATrainer.training_step
+
+    def stopped(self, *args):
+        if self.state.global_step == 1:
+            with pytest.raises(UserError, match="output '.*run' is in use by another process"):
+                train(config)
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(trainer.CCATrainer, "training_step", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    monkeypatch.undo()
+    saved = tmp_path / "run/train_config.json"
+    settings = saved.read_text()
+    saved.write_text(settings.replace('"processes": 1', '"processes": 8'))
+    with pytest.raises(UserError, match="holds a run of 8 processes, got 1: a step would have other rows"):
+        train(config)
+    older = json.loads(settings)
+    del older["config"]["streaming"], older["processes"], older["rows"]
+    path.write_text(path.read_text().replace("License", "licence"))
+    saved.write_text(settings)
+    with pytest.raises(UserError, match="on other data, or data that has changed since"):
+        train(config)
+    saved.write_text("{")
+    with pytest.raises(UserError, match="must hold a run's settings in train_config.json, which cannot be read"):
+        train(config)
+    saved.write_text(json.dumps(older))  # by an older version, which kept less
+    train(config)
+    (tmp_path / "file").write_text("mine")
+    for output, message in (("file", "must be a folder, got a file"), ("file/run", "cannot be made: Not a directory")):
+        with pytest.raises(UserError, match=message):
+            train(config.replace(output=str(tmp_path / output)))
+
+
+def test_shapes_that_make_no_model_are_said(setting, tmp_path):
+    for shape, strategy, message in (({"hidden_size": 65}, "scratch", "shape does not make a model: The hidden size"),
+                                     ({"hidden_size": 32}, "full", "which changes model.embed_tokens.weight. Use --s"),
+                                     ({"num_hidden_layers": 3}, "full", "which changes model.layers.2")):
+        with pytest.raises(UserError, match=message):
+            train(setting.replace(output=str(tmp_path / "run"), shape=shape, strategy=strategy))
+    with pytest.raises(UserError, match="eval_data: data must hold at least one row of 96 tokens, got 9 tokens"):
+        (tmp_path / "short.txt").write_text("too short")
+        train(setting.replace(output=str(tmp_path / "run"), eval_data=(str(tmp_path / "short.txt"),)))
 
 
 @pytest.mark.parametrize("method, what", [("compute_loss", "loss"), ("_clip_grad_norm", "length of the gradient")])
@@ -175,7 +265,7 @@ def test_strategies_train_only_what_they_say(setting, tmp_path, strategy, change
     assert 3 < result.metrics["eval_loss"] < 7
 
 
-def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, tmp_path):
+def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, whole, tmp_path):
     from corecontext.train.model import read_config
 
     hf_config = read_config(setting.replace(context_length=20_000, rope_theta=1e6))
@@ -189,11 +279,113 @@ def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, tmp_path):
                             ({"long_tokens": 9}, "source_field must be given with long_tokens"),
                             ({"shape": {"heads": 3}}, "shape must name settings of llama, got 'heads'"),
                             ({"context_length": 9999}, "must hold at least one row of 9999 tokens, got 4500 tokens"),
-                            ({"report_to": ("nobody",)}, "report_to 'nobody' needs the package"),
                             ({"data": ()}, "data must name at least one file")):
         with pytest.raises(UserError, match=message):
             train(setting.replace(**{"output": str(tmp_path / "new"), **change}))
     assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_a_finished_model_is_pushed_and_reported(setting, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    class Hub:
+        """The hub, which takes everything but what is nobody's."""
+
+        def create_repo(self, name, **options):
+            asked.append((name, options))
+            if name == "nobody/run":
+                raise OSError("401 Client Error\nat length")
+
+        def upload_folder(self, repo_id, folder_path, **options):
+            asked.append(sorted(path.name for path in Path(folder_path).iterdir()))
+            if repo_id == "me/full":
+                raise OSError("no room")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    config = setting.replace(output=str(tmp_path / "run"), steps=1, push_to="nobody/run", save_every=1)
+    with pytest.raises(UserError, match="push_to 'nobody/run' cannot be written: 401 Client Error. Log in with"):
+        train(config)
+    assert not checkpoints(tmp_path / "run")
+    config = config.replace(push_to="me/full")  # which may change
+    with pytest.raises(UserError, match="the finished model lies in '.*run/model', but push_to 'me/full' failed: no r"):
+        train(config)
+    (tmp_path / "run/model").rename(tmp_path / "first")
+    reports = ("tensorboard",) if importlib.util.find_spec("tensorboard") else ()
+    train(config.replace(push_to="me/run", report_to=reports))
+    assert asked[-2] == ("me/run", {"private": True, "exist_ok": True})
+    assert {"README.md", "config.json", "loss.png", "model.safetensors", "tokenizer.json"} <= set(asked[-1])
+    assert "me/run" not in (tmp_path / "run/model/README.md").read_text()
+    train(config.replace(push_to=None, report_to=reports, output=str(tmp_path / "again")))
+    assert len(list((tmp_path / "again").glob("runs/*/events*"))) == len(reports)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    with pytest.raises(UserError, match="report_to 'wandb' needs the package wandb. Install it"):
+        train(config.replace(report_to=("wandb",)))
+    with pytest.raises(ValueError, match="report_to must be one of 'tensorboard', 'wandb'"):
+        config.replace(report_to=("numpy",))
+
+
+def test_cards_name_data_of_the_hub_in_full(tmp_path):
+    (tmp_path / "secret").mkdir()
+    config = TrainConfig(model="me/model", output="run", data=(f"hub:{tmp_path}/secret", f"{tmp_path}/a.txt",
+                                                                "hub:some/set@main:part:train"))
+    card.write(tmp_path, config, [{"step": 1, "loss": 2.0}], {}, 5)
+    text = (tmp_path / "README.md").read_text()
+    assert "`secret`, `a.txt`, `hub:some/set@main:part:train`" in text and str(tmp_path) not in text
+    assert "\ndatasets: [some/set]\n" in text
+
+
+def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch):
+    path, config = tmp_path / "zero.json", setting.replace(output=str(tmp_path / "run"),
+                                                           deepspeed=str(tmp_path / "zero.json"))
+
+    def refused(settings, message):
+        path.write_text(settings)
+        with pytest.raises(UserError, match=message):
+            train(config)
+
+    refused("{", "zero.json' must hold JSON")
+    refused("[2]", "must hold DeepSpeed's settings, a JSON object, got a list")
+    refused('{"zero_optimization": {"stage": 3}}', "must have ZeRO stage 0, 1 or 2, got 3")
+    refused('{"optimizer": {}}', "must have no 'optimizer'")
+    find = importlib.util.find_spec
+    for found, message in ((None, "--deepspeed needs the package deepspeed"), ("yes", "--deepspeed needs torchrun")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "deepspeed" else find(name))
+        refused('{"zero_optimization": {"stage": 2}}', message)
+    for change in ({"context_parallel": 2}, {"fsdp": True}):
+        with pytest.raises(ValueError, match="deepspeed must be left out with"):
+            config.replace(**change)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    given = {}
+    monkeypatch.setattr(transformers, "TrainingArguments", lambda **options: (
+        given.update(options), SimpleNamespace(device=torch.device("cpu")))[1])
+    arguments.arguments_of(config)
+    assert given["deepspeed"] == {"zero_optimization": {"stage": 2}} and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_under_deepspeed_equal_one(setting, whole, tmp_path):
+    pytest.importorskip("deepspeed", reason="an extra")
+    path = tmp_path / "zero.json"
+    path.write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", '
+                    '"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}')
+    config = setting.replace(output=str(tmp_path / "two"), deepspeed=str(path), steps=3)
+    (tmp_path / "recipe.json").write_text(json.dumps(config.to_dict()))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m"]
+    done = subprocess.run([*launcher, "corecontext", "train", str(tmp_path / "recipe.json")], capture_output=True,
+                          text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+                                            "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0, done.stderr
+    one = setting.replace(output=str(tmp_path / "one"), batch_size=2, steps=3)
+    train(one)
+    got, want = weights(config), weights(one)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("method", ["full", "window", "longlora"])
@@ -218,6 +410,5 @@ def test_learned_core_tokens_are_trained_saved_and_loaded(setting, tmp_path):
     train(again)  # begins with what was learned
     for name, p in found.items():
         torch.testing.assert_close(weights(again)[name], p, rtol=0, atol=1e-6)
-    for change in ({"strategy": "lora", "learned": ("probe",)}, {"context_parallel": 2, "learned": ("probe",)}):
-        with pytest.raises(ValueError):
-            setting.replace(**change)
+    with pytest.raises(ValueError, match="learned must be left out with strategy 'lora'"):
+        setting.replace(strategy="lora", learned=("probe",))

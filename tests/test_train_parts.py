@@ -78,9 +78,14 @@ def test_settings_are_checked_and_travel():
                             ({"method": "full", "context_parallel": 2}, "context_parallel must be 1, got 2, but"),
                             ({"sink_size": 4, "context_parallel": 2}, "context_parallel must be 1, got 2, but"),
                             ({"sink_size": -1}, "sink_size must be at least 0"),
+                            ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
+                            ({"seed": 2**32}, "seed must be below 2"), ({"rope_theta": 0.0}, "rope_theta must be a nu"),
+                            ({"method": "full", "learned": ("bias",)}, "learned and layer_group_sizes must be left ou"),
                             ({"stepz": 3}, "unknown recipe key 'stepz'. Did you mean 'steps'")):
         with pytest.raises(ValueError, match=message):
             config.replace(**change)
+    with pytest.raises(TypeError, match="shape must be a JSON object"):
+        config.replace(shape=[])
     with pytest.raises(TypeError, match="steps must be an integer, got 1.5"):
         config.replace(steps=1.5)
 
@@ -96,10 +101,15 @@ def test_recipes_are_what_the_paper_says(tmp_path, capsys):
     saved = tmp_path / "train_config.json"
     saved.write_text(json.dumps(config.to_dict()))
     assert load_recipe(str(saved)) == config
+    saved.write_text(json.dumps({"config": config.to_dict(), "commit": "abc"}))  # as a run leaves it
+    assert load_recipe(str(saved)) == config
+    (tmp_path / "wrong.py").write_text("def wrong(:\n")
+    (tmp_path / "list.json").write_text("[3]")
     (tmp_path / "mine.py").write_text("def mine():\n    return 3\n")
     (tmp_path / "broken.json").write_text('{"stepz": 3}')
     for name, message in (("nothing.py", "does not exist"), ("mine.py:yours", "must have a function 'yours', got mine"),
-                          ("mine.py", "must return a TrainConfig, got int"), ("broken.json", "unknown recipe key")):
+                          ("mine.py", "must return a TrainConfig, got int"), ("broken.json", "unknown recipe key"),
+                          ("wrong.py", "cannot be read: .*line 1"), ("list.json", "must hold a TrainConfig: got a l")):
         with pytest.raises(UserError, match=message):
             load_recipe(f"{tmp_path}/{name}")
     assert main(["train", f"{tmp_path}/mine.py"]) == 2 and main(["train", "--steps", "0"]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import zlib
@@ -21,7 +22,7 @@ def _open_zst(path: str | Path, mode: str, encoding: str) -> Any:
         import zstandard
     except ImportError:
         raise UserError(f"file '{path}' needs the package zstandard to be read. Install corecontext[train].") from None
-    return zstandard.open(path, mode, encoding=encoding)
+    return io.TextIOWrapper(io.BufferedReader(zstandard.open(path, mode.replace("t", "b"))), encoding=encoding)
 
 
 OPENERS: dict[str, Any] = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open, ".zst": _open_zst}
@@ -54,7 +55,7 @@ def open_text(path: str | Path) -> Any:
     """
     path = Path(path)
     try:
-        return OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8")
+        return OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig")  # also with a byte order mark
     except OSError as error:
         raise UserError(f"file '{path}' cannot be read: {error.strerror or error}.") from None
 
@@ -77,23 +78,29 @@ def numbered_lines(path: str | Path, needs: Sequence[str] = ()) -> Iterator[tupl
     number = 0
     try:
         with open_text(path) as lines:
-            for line in lines:
+            for line in lines.buffer:  # bytes: decoded by the line, so that the line that is no UTF-8 can be named
                 number += 1
                 if not line.strip():
                     continue
-                value = json.loads(line)
+                value = json.loads(line.decode("utf-8-sig"))
                 if not isinstance(value, dict) or not all(key in value for key in needs):
                     has = f" with {', '.join(value)}" if isinstance(value, dict) else f" but a {type(value).__name__}"
                     raise ValueError(f"must be an object with {', '.join(needs)}, got one{has}"[:300])
                 yield number, value
     except UserError:
         raise
-    except _BROKEN as error:
-        raise UserError(f"file '{path}', line {max(1, number)}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"file '{path}', line {number}: must be UTF-8, got byte 0x{error.object[error.start]:02x}. "
+                        "Convert the file to UTF-8 first.") from None
     except Exception as error:
-        if type(error).__name__ != "ZstdError":
+        if not is_broken(error):
             raise
         raise UserError(f"file '{path}', line {max(1, number)}: {error}") from None
+
+
+def is_broken(error: Exception) -> bool:
+    """True for what unpacking and parsing a damaged file raise."""
+    return isinstance(error, _BROKEN) or type(error).__name__ == "ZstdError"
 
 
 def read_json(path: str | Path) -> Any:

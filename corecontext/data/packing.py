@@ -6,6 +6,7 @@ follows from lengths and seeds, so a row has a number that names the same tokens
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,25 +53,40 @@ class PackedRows(torch.utils.data.Dataset):
             start, at = high, at + 1
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """input_ids, labels (the first token of each piece is nobody's to predict) and position_ids, [L] each."""
+        """As `fill_row`."""
         if not 0 <= row < len(self):
             raise IndexError(f"row must be below {len(self)}, got {row}.")
-        ids = np.empty(self.row_length, np.int64)
-        positions = np.empty(self.row_length, np.int64)
-        labels, at = ids.copy(), 0
-        for document, low, high in self._pieces(row):
-            piece = slice(at, at := at + high - low)
-            ids[piece] = labels[piece] = self.tokens[document]["input_ids"][low:high]
-            positions[piece] = np.arange(high - low)
-            labels[piece.start] = IGNORED
-        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels),
-                "position_ids": torch.from_numpy(positions), "row": row}
+        pieces = [self.tokens[document]["input_ids"][low:high] for document, low, high in self._pieces(row)]
+        return fill_row(self.row_length, pieces, row)
+
+    def mark(self) -> str:
+        """Tells rows of other data apart: their documents' lengths and order, and the tokens of a few rows."""
+        digest = hashlib.sha256(self.edges.tobytes())
+        for row in np.linspace(0, len(self) - 1, 9).astype(int).tolist():
+            digest.update(self[row]["input_ids"].numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def describe(self, row: int) -> str:
         """Where the text of a row comes from."""
         found = [f"{self.origins[document]['origin']} (tokens {low} to {high - 1})"
                  for document, low, high in self._pieces(row)]
         return "; ".join(found[:4]) + (f"; and {len(found) - 4} more documents" if len(found) > 4 else "")
+
+
+def fill_row(row_length: int, pieces: Sequence[np.ndarray], row: int) -> dict[str, Any]:
+    """input_ids, labels (the first token of each piece is nobody's to predict) and position_ids, [L] each."""
+    ids = np.empty(row_length, np.int64)
+    positions = np.empty(row_length, np.int64)
+    labels, at = ids.copy(), 0
+    for tokens in pieces:
+        if not len(tokens):
+            continue
+        piece = slice(at, at := at + len(tokens))
+        ids[piece] = labels[piece] = tokens
+        positions[piece] = np.arange(len(tokens))
+        labels[piece.start] = IGNORED
+    return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels),
+            "position_ids": torch.from_numpy(positions), "row": row}
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -129,8 +145,11 @@ class RunOrder(torch.utils.data.Sampler):
     One long list instead of epochs, so that the n-th batch is the same whether the run was stopped before or not.
     """
 
-    def __init__(self, num_rows: int, num_samples: int, seed: int, *, block: int = 1, repeats: int = 1) -> None:
-        """block, repeats: each `block` neighbours come `repeats` times, for processes that share a batch."""
+    def __init__(self, num_rows: int, num_samples: int, seed: int | None, *, block: int = 1, repeats: int = 1) -> None:
+        """seed: None for rows that lie in their order already.
+
+        block, repeats: each `block` neighbours come `repeats` times, for processes that share a batch.
+        """
         super().__init__()
         self.num_rows, self.num_samples, self.seed, self.block, self.repeats = (num_rows, num_samples, seed, block,
                                                                                 repeats)
@@ -139,6 +158,9 @@ class RunOrder(torch.utils.data.Sampler):
         return self.num_samples * self.repeats
 
     def _rows(self) -> Iterator[int]:
+        if self.seed is None:
+            yield from range(self.num_samples)
+            return
         for start in range(0, self.num_samples, self.num_rows):
             rng = np.random.default_rng((self.seed, start // self.num_rows))
             yield from rng.permutation(self.num_rows)[:self.num_samples - start].tolist()

@@ -7,7 +7,7 @@ Per layer a process receives the core tokens of all others, L / g, and the few r
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from corecontext.distributed.halo import Halo
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.parts import Call, attend
 from corecontext.distributed.prefill import Keeper
+from corecontext.distributed.rules import attend as attend_by_rule
 from corecontext.distributed.wire import Wire
+from corecontext.ops import rules
 from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
 from corecontext.ops.rotary import Rotary
 from corecontext.visibility import group_size_for
@@ -53,24 +55,38 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *,
                                window_size: int = 1024, num_groups: int | None = None, pooling: str = "cca",
                                core_position: str = "middle", core_heads: str = "kv", rotary: Rotary | None = None,
                                scale: float | None = None, softcap: float | None = None, core_bias: float = 0.0,
+<<<<<<< HEAD
                                sink_size: int = 0, backend: str = "auto") -> Tensor:
+=======
+                               learned: Mapping[str, Tensor] | None = None, backend: str = "auto") -> Tensor:
+>>>>>>> train5
     """`cca_attention` of the whole sequence, for the tokens of this process. A collective call.
 
     Args:
         q: Queries of this process's tokens, [B, H, T, D], rotary applied at their positions in their document.
         k, v: Keys (rotary applied) and values of the same tokens, [B, Hkv, T, D].
         shard: How the sequence lies; T is the layout's share of this process.
+<<<<<<< HEAD
         core_bias: A number added to the scores of core tokens; it is not learned here.
         sink_size: Must be 0: first tokens kept raw are not sent around.
+=======
+        core_bias: A number added to the scores of core tokens.
+        learned: As in `cca_attention`, the same on every process.
+>>>>>>> train5
         Others: As in `cca_attention`, the same on every process.
 
     Returns:
         [B, H, T, D] in the dtype of q; differentiable in q, k and v, whose gradients are those of the sum of all
-        processes' losses, so every process must call backward.
+        processes' losses, so every process must call backward. In `learned` gradients are this process's share, to be
+        summed over the processes as those of any weight.
 
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
+<<<<<<< HEAD
         NotImplementedError: sink_size; backend="reference" or pooling="mean_query", which have no backward in parts.
+=======
+        NotImplementedError: backend="reference", which has no backward in parts.
+>>>>>>> train5
     """
     CCAConfig(group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias,
               sink_size=sink_size)  # validates
@@ -87,19 +103,23 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *,
     (q, k, v), context = outside_autocast(q, k, v)
     if choose_backend(backend, q) == "reference":
         raise NotImplementedError("backend 'reference' cannot run context parallelism. Use backend='packed'.")
-    if pooling == "mean_query":
-        raise NotImplementedError("pooling 'mean_query' cannot run context parallelism. Use pooling='cca'.")
+    if learned:
+        rules.check(learned, q.shape[1], k.shape[1], q.shape[3])
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     with context:
         def one(layout: Layout, tokens: Sequence[Tensor]) -> Tensor:
             size = group_size_for(layout.seq_len, window_size, num_groups) if num_groups else group_size
             if not layout.is_shared:
                 return cca_attention(*tokens, group_size=size, window_size=window_size, core_position=core_position,
-                                     rotary=rotary, scale=scale, core_bias=core_bias, backend=backend, **same)
+                                     rotary=rotary, scale=scale, core_bias=core_bias, learned=learned, backend=backend,
+                                     **same)
             options = {**same, "scale": scale, "rotary": rotary if core_position == "middle" else None}
             halo = Halo(shard.wire, layout, size, window_size, q.shape[0], q.shape[1], k.shape[1], q.shape[3])
             keep = shard.keeper and functools.partial(shard.keeper.keep, halo, rotary, *tokens[1:])
-            return attend(*tokens, Call(halo, backend_module(backend, tokens[0]), float(core_bias), options, keep))
+            call = Call(halo, backend_module(backend, tokens[0]), float(core_bias), options, keep)
+            if learned or pooling == "mean_query":
+                return attend_by_rule(*tokens, call, learned or {})
+            return attend(*tokens, call)
 
         if len(shard.documents) <= 2:
             return one(layout, (q, k, v))

@@ -84,28 +84,28 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        kv_heads, tokens = k.shape[1], _by_chunk(call, q, k, v)
+        kv_heads, tokens = k.shape[1], by_chunk(call, q, k, v)
         near, cores, own, results = [], [], [], []
         halos = call.halo.fetch(tokens)
         for chunk, (chunk_q, chunk_k, chunk_v) in tokens.items():
             halo_k, halo_v, halo_ends = halos[chunk]
             last = torch.cat((halo_ends, chunk_q[:, :, call.halo.ends(*call.layout.span(chunk))]), 2)
             near_k, near_v = (torch.cat(pair, 2).flatten(0, 1) for pair in ((halo_k, chunk_k), (halo_v, chunk_v)))
-            near.append((_by_kv_head(last, kv_heads), near_k, near_v))
+            near.append((by_kv_head(last, kv_heads), near_k, near_v))
             cores.append(call.module.pool(*call.groups(*near[-1]), **call.options))
             own.append(torch.stack([x[:, :, call.own(chunk)] for x in cores[-1]]))
-        gathering = _gather_cores(call, own, q, k)
+        gathering = gather_cores(call, own, k)
         for (chunk, (chunk_q, *_)), (_, near_k, near_v), (core_k, core_v) in zip(tokens.items(), near, cores):
-            local = _by_kv_head(chunk_q, kv_heads)
+            local = by_kv_head(chunk_q, kv_heads)
             results.append(call.module.attend(
                 local, near_k, near_v, core_k, core_v, q_start=call.halo.size(chunk), k_start=0,
                 scale=call.options["scale"], softcap=call.options["softcap"], **call.sizes(local)))
-        every = _in_order(call, gathering.wait())  # [2, N, Hc, M, D], M of the whole sequence
+        every = in_order(call, gathering.wait())  # [2, N, Hc, M, D], M of the whole sequence
         if call.keep is not None:
             call.keep(every)
         for (chunk, (chunk_q, *_)), (out, lse) in zip(tokens.items(), results):
             if call.far(chunk):
-                _merge_far(call, _by_kv_head(chunk_q, kv_heads), every[:, :, :, :call.far(chunk)], out, lse)
+                _merge_far(call, by_kv_head(chunk_q, kv_heads), every[:, :, :, :call.far(chunk)], out, lse)
         ctx.call, ctx.kv_heads = call, kv_heads
         ctx.save_for_backward(q, every, *(x for group in (near, cores, results) for one in group for x in one))
         return torch.cat([q[:, :, :0], *(out.reshape(*q.shape[:2], -1, q.shape[3]) for out, _ in results)], 2)
@@ -118,17 +118,17 @@ class _Attend(torch.autograd.Function):
         near = [saved[3 * i:3 * i + 3] for i in range(len(chunks))]
         cores, results = ([saved[at * len(chunks) + 2 * i:][:2] for i in range(len(chunks))] for at in (3, 5))
         wide = torch.promote_types(q.dtype, torch.float32)
-        rows = [[_by_kv_head(x, kv_heads) for x in both] for both in _by_chunk(call, q, grad_out).values()]
+        rows = [[by_kv_head(x, kv_heads) for x in both] for both in by_chunk(call, q, grad_out).values()]
         with torch.autocast(q.device.type, enabled=False):
             far_dq, far_grads = [], torch.zeros_like(every, dtype=wide)
             for chunk, (local, grad), (out, lse) in zip(chunks, rows, results):
                 far = slice(0, call.far(chunk))
                 far_dq.append(_far_backward(call, local, every[:, :, :, far], grad, out, lse, far_grads[:, :, :, far]))
-            scattering = _scatter_core_grads(call, far_grads)
+            scattering = scatter_core_grads(call, far_grads)
             grads = []
             for i, (chunk, (local, grad)) in enumerate(zip(chunks, rows)):
                 # The halo's queries are others': zeros with no gradient, which add nothing to anybody's.
-                grad, local, out, lse = (_after_zeros(call.halo.size(chunk), x) for x in (grad, local, *results[i]))
+                grad, local, out, lse = (after_zeros(call.halo.size(chunk), x) for x in (grad, local, *results[i]))
                 *parts, _ = call.module.gradients(grad, None, local, *near[i][1:], out, lse, call.groups(*near[i]),
                                                   tuple(cores[i]), **call.options, **call.sizes(local))
                 grads.append([x.to(wide) for x in parts])
@@ -143,7 +143,7 @@ class _Attend(torch.autograd.Function):
         return *(torch.cat([none, *(own[i][at].to(q.dtype) for i in chunks)], 2) for at, none in enumerate(empty)), None
 
 
-def _by_chunk(call: Call, *tensors: Tensor) -> dict[int, tuple[Tensor, ...]]:
+def by_chunk(call: Call, *tensors: Tensor) -> dict[int, tuple[Tensor, ...]]:
     """Each chunk's part of this process's tensors [B, H, T, D]."""
     found, low = {}, 0
     for chunk in call.layout.chunks():
@@ -158,12 +158,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     return _Attend.apply(q, k, v, call)
 
 
-def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     """[B, H, T, ...] to [N, r, T, ...], N = B Hkv."""
     return x.reshape(x.shape[0] * kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
 
 
-def _after_zeros(count: int, x: Tensor) -> Tensor:
+def after_zeros(count: int, x: Tensor) -> Tensor:
     """x [N, r, T, ...] behind `count` zero queries."""
     return torch.cat((x.new_zeros(*x.shape[:2], count, *x.shape[3:]), x), 2)
 
@@ -171,10 +171,12 @@ def _after_zeros(count: int, x: Tensor) -> Tensor:
 # Core tokens ----------------------------------------------------------------------------------------------------
 
 
-def _gather_cores(call: Call, own: list[Tensor], q: Tensor, k: Tensor) -> Gathering:
-    """Send this process's core tokens, one [2, N, Hc, m, D] for each chunk, to all; filled up to the largest share."""
-    heads = q.shape[1] // k.shape[1] if call.options["core_heads"] == "query" else 1
-    mine = torch.cat([k.new_empty(2, k.shape[0] * k.shape[1], heads, 0, k.shape[3]), *own], 3)
+def gather_cores(call: Call, own: list[Tensor], like: Tensor) -> Gathering:
+    """Send this process's core tokens, one [2, N, Hc, m, D] in the dtype of `like` for each chunk, to all; filled up to
+    the largest share."""
+    halo = call.halo
+    heads = halo.num_heads // halo.num_kv_heads if call.options["core_heads"] == "query" else 1
+    mine = torch.cat([like.new_empty(2, halo.batch_size * halo.num_kv_heads, heads, 0, halo.head_dim), *own], 3)
     return call.halo.wire.gather(F.pad(mine, (0, 0, 0, call.most - mine.shape[3])))
 
 
@@ -189,12 +191,12 @@ def _places(call: Call) -> list[tuple[int, int, int, int]]:
     return sorted(found, key=lambda place: place[2])
 
 
-def _in_order(call: Call, every: Tensor) -> Tensor:
+def in_order(call: Call, every: Tensor) -> Tensor:
     """The core tokens of the whole sequence, [2, N, Hc, M, D], from all processes' messages."""
     return torch.cat([every[rank][:, :, :, at:at + count] for rank, at, _, count in _places(call)], 3)
 
 
-def _scatter_core_grads(call: Call, grads: Tensor) -> Gathering:
+def scatter_core_grads(call: Call, grads: Tensor) -> Gathering:
     """Send gradients of core tokens [2, N, Hc, M, D] to those who made them."""
     every = grads.new_zeros(call.halo.wire.size, *grads.shape[:3], call.most, grads.shape[4])
     for rank, at, first, count in _places(call):
@@ -223,20 +225,20 @@ def _pool_backward(call: Call, core_grads: Tensor, near: list, grads: list) -> N
 # The far part ---------------------------------------------------------------------------------------------------
 
 
-def _by_core_head(x: Tensor, far: Tensor) -> Tensor:
+def by_core_head(x: Tensor, far: Tensor) -> Tensor:
     """[N, r, T, ...] to [N Hc, r / Hc, T, ...]."""
     heads = far.shape[2]
     return x.reshape(x.shape[0] * heads, x.shape[1] // heads, *x.shape[2:])
 
 
-def _far_keys(far: Tensor) -> list[Tensor]:
+def far_keys(far: Tensor) -> list[Tensor]:
     """Core keys and values [N Hc, 1, M, D]."""
     return [x.flatten(0, 1)[:, None] for x in far.unbind()]
 
 
 def _merge_far(call: Call, q: Tensor, far: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge attention to core tokens [2, N, Hc, M, D] into out [N, r, T, D] and lse [N, r, T], in place."""
-    far_out, far_lse = partial.forward(_by_core_head(q, far), *_far_keys(far), scale=call.options["scale"],
+    far_out, far_lse = partial.forward(by_core_head(q, far), *far_keys(far), scale=call.options["scale"],
                                        softcap=call.options["softcap"])
     far_out, far_lse = far_out.reshape(out.shape), far_lse.reshape(lse.shape) + call.core_bias
     step = max(1, _MERGE_ELEMENTS // max(1, out.shape[0] * out.shape[1] * out.shape[3]))
@@ -252,8 +254,8 @@ def _far_backward(call: Call, q: Tensor, far: Tensor, grad_out: Tensor, out: Ten
     if not far.shape[3]:
         return None
     # A bias on all core scores only shifts the part's log-sum-exp.
-    dq, *grads = partial.backward(*(_by_core_head(x, far) for x in (grad_out, q)), *_far_keys(far),
-                                  *(_by_core_head(x, far) for x in (out, lse - call.core_bias)),
+    dq, *grads = partial.backward(*(by_core_head(x, far) for x in (grad_out, q)), *far_keys(far),
+                                  *(by_core_head(x, far) for x in (out, lse - call.core_bias)),
                                   scale=call.options["scale"], softcap=call.options["softcap"])
     for total, grad in zip(far_grads, grads):
         total += grad.reshape(total.shape)

@@ -83,12 +83,15 @@ class Handle:
         if shard is not None and self.hybrid:
             raise NotImplementedError("a model with sliding-window layers cannot run on parts of a sequence: these "
                                       "layers see the part only. Use handle.shard = None.")
+<<<<<<< HEAD
         if shard is not None and self.config.learned:
             raise NotImplementedError("core tokens with learned parameters cannot be made on parts of a sequence, got "
                                       f"learned {self.config.learned}. Use handle.shard = None.")
         if shard is not None and self.config.sink_size:
             raise NotImplementedError("the first tokens cannot be kept raw on parts of a sequence, got sink_size "
                                       f"{self.config.sink_size}. Use handle.shard = None, or sink_size=0.")
+=======
+>>>>>>> train5
         self._shard = shard
 
     def configure(self, **changes: Any) -> None:
@@ -101,6 +104,10 @@ class Handle:
             raise ValueError(f"learned must stay {self.config.learned} on an enabled model, got {config.learned}. "
                              "Disable and enable again.")
         self._set(config)
+
+    def learned(self, index: int) -> Learned:
+        """The learned parameters of one of the modules in `full`, by name."""
+        return dict(getattr(self.full[index], NAME, {}))
 
     def _refuse_unsupported(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Runs before the model's forward and says what cannot be had, where transformers would return nothing."""
@@ -284,7 +291,8 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
                              "padding them.")
         from corecontext.distributed.context_parallel import context_parallel_attention  # not every torch has processes
 
-        return context_parallel_attention(query, key, value, call.handle.shard, **settings).transpose(1, 2), None
+        return context_parallel_attention(query, key, value, call.handle.shard, learned=call.learned,
+                                          **settings).transpose(1, 2), None
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is not None or attention_mask is not None or query.shape[2] == 1:
         position_ids = None

@@ -113,15 +113,15 @@ def attention(module: ModuleType, q: Tensor, k: Tensor, v: Tensor, bias: Tensor 
         here = by_sequence({name: x for name, x in learned.items() if name in LEARNED_WEIGHTS}, k.shape[1],
                            segment.last_row - segment.first_row)
         cores = pool(*one.groups(), here, **options)
-        part = _attend(module, one.q, one.k, one.v, *cores, one.core_bias, one.sizes, options["scale"],
+        part = attend(module, one.q, one.k, one.v, *cores, one.core_bias, one.sizes, options["scale"],
                        options["softcap"])
         one.put(out, part[0])
         one.put(lse, part[1])
     return out.to(q.dtype), lse
 
 
-def _attend(module: ModuleType, q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, bias: Tensor | None,
-            sizes: dict[str, int], scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+def attend(module: ModuleType, q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, bias: Tensor | None,
+           sizes: dict[str, int], scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
     """A backend's attention with gradients for the core tokens; the reference has its own."""
     if hasattr(module, "attend_backward"):
         return _Attend.apply(q, k, v, core_k, core_v, bias, module, sizes, scale, softcap)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from corecontext.data.documents import HUB, HubName
 from corecontext.record import source_version, versions
 from corecontext.train.config import TrainConfig
 
@@ -27,12 +28,14 @@ def write(folder: Path, config: TrainConfig, history: list[dict[str, Any]], metr
     attention = (f"Core Context Aware attention, g = {config.group_size}, s = {config.window_size}{first}"
                  if config.method == "cca" else f"{config.method} attention")
     model = Path(config.model).name if Path(config.model).exists() else config.model
-    settings = {**config.to_dict(), "model": model, "data": [Path(name).name for name in config.data],
-                "eval_data": [Path(name).name for name in config.eval_data]}
-    for private in ("output", "cache_dir", "workers"):
+    settings = {**config.to_dict(), "model": model, "data": [_public(name) for name in config.data],
+                "eval_data": [_public(name) for name in config.eval_data],
+                "deepspeed": config.deepspeed and Path(config.deepspeed).name}
+    for private in ("output", "cache_dir", "workers", "push_to"):
         del settings[private]
     lines = ["---", "library_name: transformers", "tags: [corecontext, long-context]",
-             *([f"base_model: {model}"] if model == config.model and config.strategy != "scratch" else []), "---", "",
+             *([f"base_model: {model}"] if model == config.model and config.strategy != "scratch" else []),
+             *([f"datasets: [{', '.join(found)}]"] if (found := _datasets(config)) else []), "---", "",
              f"# {Path(config.output).name}", "",
              f"A language model with {attention}, trained by strategy `{config.strategy}` "
              f"{'with the shape of' if config.strategy == 'scratch' else 'from'} `{model}`.", "",
@@ -49,6 +52,17 @@ def write(folder: Path, config: TrainConfig, history: list[dict[str, Any]], metr
              + ", ".join(f"{k} {v}" for k, v in versions().items()), "", f"![loss by step]({FIGURE})", "",
              "## Settings", "", "```json", json.dumps(settings, indent=1), "```", ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _public(name: str) -> str:
+    """What a card calls data: a dataset of the hub in full, of anything local the last part."""
+    identifier = HubName.parse(name).identifier if name.startswith(HUB) else name
+    return name if name.startswith(HUB) and not Path(identifier).exists() else Path(name).name
+
+
+def _datasets(config: TrainConfig) -> list[str]:
+    """The datasets of the hub among the data."""
+    return [HubName.parse(name).identifier for name in config.data if name.startswith(HUB) and _public(name) == name]
 
 
 def _draw(path: Path, curve: list[tuple[int, float]], evaluated: list[tuple[int, float]]) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 STAGING, DOOMED = ".saving", ".deleting"
+STREAM = "stream.json"
+"""In a checkpoint: how far streamed data was read."""
 _NAME = re.compile(r"checkpoint-(\d+)$")
 
 

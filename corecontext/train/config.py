@@ -17,6 +17,7 @@ from corecontext.text import UserError
 
 STRATEGIES = ("scratch", "full", "partial", "lora")
 METHODS = ("cca", "full", "window", "streaming_llm", "lm_infinite", "longlora")
+REPORTS = ("tensorboard", "wandb")
 PRECISIONS = ("auto", "float32", "bfloat16")
 
 
@@ -29,7 +30,8 @@ class TrainConfig:
     output: str = ""
     """Folder of the run: checkpoints, the final model in model/, logs. The same command again continues the run."""
     data: tuple[str, ...] = ()
-    """Training text: files (.txt, .md, .jsonl, .parquet, also .xz, .zst, .gz), folders of such, or hub:NAME."""
+    """Training text: files (.txt, .md, .jsonl, .parquet, also .xz, .zst, .gz), folders of such, or
+    hub:NAME[@REVISION][:CONFIG[:SPLIT]]."""
     eval_data: tuple[str, ...] = ()
     """Text that is only evaluated, in the same forms."""
     strategy: str = "full"
@@ -69,6 +71,10 @@ class TrainConfig:
     """Documents with more tokens are long, and come more often in each source (per-source length upsampling)."""
     long_share: float = 0.7
     """Share of each source's tokens that long documents are brought to."""
+    streaming: bool = False
+    """Read and tokenise the training text while it trains, instead of all of it before; nothing of it is kept."""
+    shuffle_documents: int = 1000
+    """Documents that are shuffled together where text is streamed; all of them where it is not."""
     cache_dir: str | None = None
     """Where tokenised text is kept; default that of the package datasets."""
     workers: int = 1
@@ -105,6 +111,8 @@ class TrainConfig:
     """Tokens whose logits exist at once."""
     fsdp: bool = False
     """Split weights, gradients and optimiser over the processes (FSDP2); under torchrun, on GPUs."""
+    deepspeed: str | None = None
+    """DeepSpeed's settings, a JSON file; ZeRO stage 0 to 2. The package deepspeed must be installed."""
     context_parallel: int = 1
     """Processes that share one row, each with a part of it; under torchrun."""
     eval_every: int = 0
@@ -116,7 +124,9 @@ class TrainConfig:
     log_every: int = 1
     """Steps between log entries."""
     report_to: tuple[str, ...] = ()
-    """Where else logs go: tensorboard, wandb."""
+    """Where else logs go: tensorboard (in runs/ of the output), wandb."""
+    push_to: str | None = None
+    """Repository on the hub that gets the final model, private if it is new."""
     seed: int = 0
     """Of weights, data order and LoRA."""
 
@@ -124,15 +134,25 @@ class TrainConfig:
         check_choice("strategy", self.strategy, STRATEGIES)
         check_choice("method", self.method, METHODS)
         check_choice("precision", self.precision, PRECISIONS)
-        cca = self.cca()
+        for name in self.report_to:
+            check_choice("report_to", name, REPORTS)
+        self.cca()  # validates
         for name in ("workers", "steps", "batch_size", "accumulation", "lora_rank",
-                     "loss_chunk", "context_parallel", "save_every", "keep", "log_every"):
+                     "loss_chunk", "context_parallel", "shuffle_documents", "save_every", "keep", "log_every"):
             _check_number(name, getattr(self, name), 1, int)
         _check_number("context_length", self.context_length, 2, int)
         for name in ("warmup_steps", "eval_every", "seed"):
             _check_number(name, getattr(self, name), 0, int)
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_grad_norm", "beta2"):
             _check_number(name, getattr(self, name), 0, (int, float))
+        if self.beta2 >= 1:
+            raise ValueError(f"beta2 must be below 1, got {self.beta2}.")
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be below 2**32, got {self.seed}.")
+        if self.rope_theta is not None and not 1 < self.rope_theta < float("inf"):
+            raise ValueError(f"rope_theta must be a number above 1, got {self.rope_theta}.")
+        if not isinstance(self.shape, dict):
+            raise TypeError(f"shape must be a JSON object, as {{\"hidden_size\": 64}}, got {self.shape!r}.")
         if not 0 < self.long_share < 1:
             raise ValueError(f"long_share must lie between 0 and 1, got {self.long_share}.")
         if self.min_learning_rate > self.learning_rate:
@@ -140,10 +160,23 @@ class TrainConfig:
                              f"{self.min_learning_rate}.")
         if self.long_tokens is not None:
             _check_number("long_tokens", self.long_tokens, 1, int)
+<<<<<<< HEAD
         if self.context_parallel > 1 and (self.method != "cca" or cca.learned or cca.sink_size or
                                           cca.pooling == "mean_query"):
             raise ValueError(f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca' without "
                              "learned parameters, sink_size or pooling 'mean_query': only such core tokens travel.")
+=======
+        if self.context_parallel > 1 and self.method != "cca":
+            raise ValueError(f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca': only "
+                             "core tokens travel.")
+        if self.deepspeed is not None and (self.fsdp or self.context_parallel > 1):
+            other = "fsdp" if self.fsdp else "context_parallel"
+            raise ValueError(f"deepspeed must be left out with {other}, got {self.deepspeed!r}: both would split the "
+                             "run. Use --fsdp with --context-parallel.")
+        if self.method != "cca" and (self.learned or self.layer_group_sizes):
+            raise ValueError(f"learned and layer_group_sizes must be left out with method {self.method!r}, which has "
+                             "no core tokens.")
+>>>>>>> train5
         if self.learned and self.strategy == "lora":
             raise ValueError("learned must be left out with strategy 'lora', whose checkpoints hold LoRA's matrices "
                              "only. Use strategy 'partial'.")
@@ -197,11 +230,17 @@ def load_recipe(name: str) -> TrainConfig:
         raise UserError(f"recipe '{file}' does not exist. Give FILE.py:FUNCTION, or a run's train_config.json.")
     if path.suffix == ".json":
         try:
-            return TrainConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise TypeError(f"got a {type(values).__name__}")
+            return TrainConfig.from_dict(values.get("config", values))  # a run's has more than its settings
         except (ValueError, TypeError) as error:
             raise UserError(f"recipe '{file}' must hold a TrainConfig: {error}") from None
     space: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
-    exec(compile(path.read_bytes(), str(path), "exec"), space)
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), space)
+    except (SyntaxError, ImportError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe '{file}' cannot be read: {error}") from None
     function = function or path.stem
     recipes = sorted(key for key, value in space.items()
                      if inspect.isfunction(value) and value.__module__ == path.stem and not key.startswith("_"))

@@ -30,8 +30,10 @@ def read_config(config: TrainConfig) -> Any:
             raise UserError(f"shape must name settings of {hf_config.model_type}, got {name!r}.")
         setattr(hf_config, name, value)
     if config.shape and config.strategy == "scratch":
-        with one_line("shape does not make a model"):
+        try:
             hf_config = type(hf_config)(**{k: v for k, v in hf_config.to_dict().items() if k != "model_type"})
+        except Exception as error:  # of a check by transformers, with the reason as its cause
+            raise UserError(f"shape does not make a model: {error.__cause__ or error}") from None
     extend_context(hf_config, config.rope_theta, config.context_length)
     if getattr(hf_config, "attention_dropout", 0.0):
         hf_config.attention_dropout = 0.0  # attention weights are never formed
@@ -81,6 +83,8 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
         if config.strategy == "scratch":
             model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=torch.float32)
         else:
+            if config.shape:
+                _check_sizes(config, hf_config)
             frozen = bfloat16 and config.strategy in ("partial", "lora")
             model = AutoModelForCausalLM.from_pretrained(config.model, config=hf_config, attn_implementation="sdpa",
                                                          dtype=torch.bfloat16 if frozen else torch.float32)
@@ -91,6 +95,22 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
         model = _add_lora(model, config)
     replace_attention(model, config)
     return model
+
+
+def _check_sizes(config: TrainConfig, hf_config: Any) -> None:
+    """Raise where `shape` asks for weights of another size than the checkpoint has."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = []
+    with torch.device("meta"):
+        for one in (load_config(config.model), hf_config):
+            model = AutoModelForCausalLM.from_config(one)
+            sizes.append({name: tuple(x.shape) for name, x in model.state_dict().items()})
+    changed = [name for name in sizes[0] if sizes[1].get(name) != sizes[0][name]] or sorted(sizes[1].keys() - sizes[0])
+    if changed:
+        raise UserError(f"shape must leave the sizes of the checkpoint's weights, got {config.shape} with strategy "
+                        f"{config.strategy!r}, which changes {changed[0]}. Use --strategy scratch, or leave "
+                        "--shape out.")
 
 
 def replace_attention(model: Any, config: TrainConfig) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
-import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -15,19 +15,17 @@ from typing import Any
 import torch
 
 from corecontext.config import CCAConfig
-from corecontext.data.corpus import read_corpus
+from corecontext.data.corpus import encoder, read_corpus
 from corecontext.data.packing import PackedRows, collate, shuffled, upsampled
-from corecontext.loading import one_line
-from corecontext.record import source_version, versions
+from corecontext.data.stream import StreamedRows, open_shards
 from corecontext.text import UserError, write_text
-from corecontext.train import card
-from corecontext.train.checkpoint import STAGING, clear_staging, is_write_failure, latest, publish, step_of
+from corecontext.train import card, hub
+from corecontext.train.arguments import arguments_of
+from corecontext.train.checkpoint import STAGING, STREAM, clear_staging, is_write_failure, latest, publish, step_of
 from corecontext.train.config import TrainConfig
+from corecontext.train.folder import MODEL, check_folder, claim, held, make
 from corecontext.train.model import export, make_model, make_tokenizer, read_config
 
-SETTINGS, MODEL = "train_config.json", "model"
-MAY_CHANGE = {"output", "workers", "cache_dir", "save_every", "keep", "log_every", "report_to", "eval_every"}
-"""Fields that a continued run may have changed: what it computes stays the same."""
 WAIT_S, PATIENCE_S = 10, 3600  # how often and how long a full disk is waited for at the end
 
 
@@ -57,26 +55,40 @@ def train(config: TrainConfig) -> Result:
             raise UserError(f"training needs the package {package}. Install corecontext[train].")
     for package in config.report_to:
         if importlib.util.find_spec(package) is None:
-            raise UserError(f"report_to {package!r} needs the package of that name. Install it, or leave --report-to "
-                            "out.")
+            raise UserError(f"report_to {package!r} needs the package {package}. Install it, or leave --report-to out.")
     if not config.output:
         raise UserError("output must be given, got none. Use --output FOLDER.")
     if config.long_tokens is not None and config.source_field is None:
         raise UserError("source_field must be given with long_tokens, got none. Use --source-field.")
+    if config.long_tokens is not None and config.streaming:
+        raise UserError("long_tokens must be left out with streaming, got both: how often a document comes follows "
+                        "from the lengths of all. Leave --streaming out.")
     folder = Path(config.output)
-    finished = folder / MODEL
     hf_config = read_config(config)
     tokenizer = make_tokenizer(config, hf_config)
-    arguments = _arguments(config)
+    arguments = arguments_of(config)
     main = arguments.process_index == 0
-    _check_folder(folder, config)
+    check_folder(folder, config)
     with arguments.main_process_first(desc="data"):
-        rows, eval_rows = _rows(config, tokenizer)
+        rows, eval_rows = _rows(config, tokenizer, arguments.world_size)
+    make(folder)
+    with held(folder) if main else contextlib.nullcontext():
+        return _run(config, arguments, hf_config, tokenizer, rows, eval_rows)
+
+
+def _run(config: TrainConfig, arguments: Any, hf_config: Any, tokenizer: Any, rows: PackedRows | StreamedRows,
+         eval_rows: PackedRows | None) -> Result:
+    """The training itself, in a folder that is this run's."""
+    folder, main = Path(config.output), arguments.process_index == 0
     trainer = _trainer(config, arguments, make_model(config, hf_config, bfloat16=arguments.bf16), rows, eval_rows)
     with arguments.main_process_first(desc="run folder"):
         if main:
-            _claim(folder, config)
+            claim(folder, config, {"processes": arguments.world_size, "rows": rows.mark()})
+        if main and config.push_to is not None:
+            hub.prepare(config.push_to)
     resume = latest(folder)
+    if resume is not None and isinstance(rows, StreamedRows) and (resume / STREAM).is_file():
+        rows.load_state_dict(json.loads((resume / STREAM).read_text(encoding="utf-8")))
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     if trainer.save_error is not None:
         _save_after_all(trainer, folder)
@@ -92,7 +104,9 @@ def train(config: TrainConfig) -> Result:
         tokens = config.steps * config.accumulation * config.batch_size * groups * config.context_length
         _patiently(lambda: _export(config, last, staged, tokenizer, dtype, history, metrics, tokens), folder)
         clear_staging(folder)
-    return Result(finished, step_of(last), card.losses(history), metrics, step_of(resume) if resume else 0)
+        if config.push_to is not None:
+            hub.push(folder / MODEL, config.push_to)
+    return Result(folder / MODEL, step_of(last), card.losses(history), metrics, step_of(resume) if resume else 0)
 
 
 def _export(config: TrainConfig, last: Path, staged: Path, tokenizer: Any, dtype: Any, history: list,
@@ -105,79 +119,37 @@ def _export(config: TrainConfig, last: Path, staged: Path, tokenizer: Any, dtype
     publish(staged, Path(config.output) / MODEL)
 
 
-def _check_folder(folder: Path, config: TrainConfig) -> None:
-    """Raise unless the folder is free, or holds part of this run."""
-    path = folder / SETTINGS
-    if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))["config"]
-        now = config.to_dict()
-        changed = sorted(key for key in now if before.get(key) != now[key] and key not in MAY_CHANGE)
-        if changed:
-            raise UserError(f"output '{folder}' holds a run with other settings: {changed[0]} was "
-                            f"{before.get(changed[0])!r}, got {now[changed[0]]!r}. Give another --output, or the same "
-                            "settings to continue it.")
-    elif folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"output '{folder}' must be a new or empty folder, or a run's, got one with other files.")
-    if (folder / MODEL).exists():
-        raise UserError(f"output '{folder}' already holds the finished run in {MODEL}/. Give another --output.")
-
-
-def _claim(folder: Path, config: TrainConfig) -> None:
-    """Write the settings into the run's folder, once all else is known to be right."""
-    folder.mkdir(parents=True, exist_ok=True)
-    clear_staging(folder)
-    commit, dirty = source_version()
-    write_text(folder / SETTINGS, json.dumps({"config": config.to_dict(), "commit": commit, "dirty": dirty,
-                                              "versions": versions()}, indent=1) + "\n")
-
-
-def _rows(config: TrainConfig, tokenizer: Any) -> tuple[PackedRows, PackedRows | None]:
+def _rows(config: TrainConfig, tokenizer: Any, world_size: int) -> tuple[PackedRows | StreamedRows, PackedRows | None]:
     """Training rows in their order, and rows that are only evaluated."""
-    options: dict[str, Any] = {"text_field": config.text_field, "workers": config.workers,
-                               "cache_dir": config.cache_dir}
-    documents = read_corpus(config.data, tokenizer, source_field=config.source_field, **options)
-    if config.long_tokens is None:
-        order = shuffled(len(documents), config.seed)
+    options: dict[str, Any] = {"text_field": config.text_field, "cache_dir": config.cache_dir}
+    rows: PackedRows | StreamedRows
+    if config.streaming:
+        shards = open_shards(config.data, source_field=config.source_field, **options)
+        step = config.accumulation * config.batch_size * max(1, world_size // config.context_parallel)
+        rows = StreamedRows(shards, encoder(tokenizer), config.context_length, config.steps * step, seed=config.seed,
+                            block_size=config.shuffle_documents, ahead=3 * step)  # Trainer fetches a step ahead
+        if latest(Path(config.output)) is None:
+            rows[0]  # what is wrong with the data is said before the run begins
     else:
-        lengths = documents.with_format("numpy")["length"][:]
-        order = upsampled(lengths, documents["source"][:], config.long_tokens, config.long_share, config.seed)
-    rows = PackedRows(documents, config.context_length, order)
+        documents = read_corpus(config.data, tokenizer, source_field=config.source_field, workers=config.workers,
+                                **options)
+        if config.long_tokens is None:
+            order = shuffled(len(documents), config.seed)
+        else:
+            lengths = documents.with_format("numpy")["length"][:]
+            order = upsampled(lengths, documents["source"][:], config.long_tokens, config.long_share, config.seed)
+        rows = PackedRows(documents, config.context_length, order)
     if not config.eval_data:
         return rows, None
-    return rows, PackedRows(read_corpus(config.eval_data, tokenizer, **options), config.context_length)
+    try:
+        evaluated = read_corpus(config.eval_data, tokenizer, workers=config.workers, **options)
+        return rows, PackedRows(evaluated, config.context_length)
+    except UserError as error:
+        raise UserError(f"eval_data: {error}") from None
 
 
-def _arguments(config: TrainConfig) -> Any:
-    """The run as transformers' TrainingArguments."""
-    from transformers import TrainingArguments
-    from transformers.utils import logging as hf_logging
-
-    hf_logging.set_verbosity_error()
-    gpu = torch.cuda.is_available()
-    fsdp: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2,
-                                                                  "activation_checkpointing": config.checkpointing}}
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if config.fsdp and (world == 1 or not gpu):
-        raise UserError(f"fsdp needs several processes with a GPU each, got {world} on "
-                        f"{'a GPU' if gpu else 'a CPU'}. Start with torchrun --nproc-per-node, or leave --fsdp out.")
-    with one_line():
-        return TrainingArguments(
-            output_dir=config.output, max_steps=config.steps, per_device_train_batch_size=config.batch_size,
-            per_device_eval_batch_size=1, gradient_accumulation_steps=config.accumulation,
-            learning_rate=config.learning_rate, lr_scheduler_type="cosine_with_min_lr",
-            lr_scheduler_kwargs={"min_lr": config.min_learning_rate}, warmup_steps=config.warmup_steps,
-            weight_decay=config.weight_decay, adam_beta2=config.beta2, max_grad_norm=config.max_grad_norm,
-            bf16=config.precision == "bfloat16" or (config.precision == "auto" and gpu), use_cpu=not gpu,
-            gradient_checkpointing=config.checkpointing and not config.fsdp,
-            gradient_checkpointing_kwargs={"use_reentrant": False}, **(fsdp if config.fsdp else {}),
-            eval_strategy="steps" if config.eval_every and config.eval_data else "no",
-            eval_steps=config.eval_every or None, save_strategy="steps", save_steps=config.save_every,
-            logging_steps=config.log_every, logging_nan_inf_filter=False,
-            report_to=list(config.report_to), seed=config.seed, data_seed=config.seed, remove_unused_columns=False,
-            prediction_loss_only=True, dataloader_pin_memory=gpu, ddp_find_unused_parameters=False)
-
-
-def _trainer(config: TrainConfig, arguments: Any, model: Any, rows: PackedRows, eval_rows: PackedRows | None) -> Any:
+def _trainer(config: TrainConfig, arguments: Any, model: Any, rows: PackedRows | StreamedRows,
+             eval_rows: PackedRows | None) -> Any:
     """Trainer on the model, whose loss comes in chunks."""
     from corecontext.integrations.transformers import _inner_model
     from corecontext.train.loss import compute_loss_in_chunks

@@ -4,6 +4,7 @@ a stop, instead of poisoned weights, where a loss is no number."""
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import shutil
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from corecontext.data.packing import IGNORED, PackedRows, RunOrder, collate
+from corecontext.data.stream import StreamedRows
 from corecontext.terminal import progress
 from corecontext.text import UserError
-from corecontext.train.checkpoint import STAGING, is_write_failure, keep_newest, latest, publish
+from corecontext.train.checkpoint import STAGING, STREAM, is_write_failure, keep_newest, latest, publish
 
 _log = logging.getLogger(__name__)
 
@@ -40,10 +42,14 @@ class CCATrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RunOrder:
         """Rows of the whole run; processes that share a row get it in turn, as accelerate deals batches out."""
-        per_step = self._train_batch_size * self.args.gradient_accumulation_steps
-        groups = self.args.world_size // self.context_parallel
-        return RunOrder(len(self.train_dataset), self.args.max_steps * per_step * groups, self.args.seed,
+        seed = None if isinstance(self.train_dataset, StreamedRows) else self.args.seed
+        return RunOrder(len(self.train_dataset), self.args.max_steps * self._rows_per_step(), seed,
                         block=self._train_batch_size, repeats=self.context_parallel)
+
+    def _rows_per_step(self) -> int:
+        """Rows that all processes together see in one step."""
+        groups = self.args.world_size // self.context_parallel
+        return self._train_batch_size * self.args.gradient_accumulation_steps * groups
 
     # Context parallelism ---------------------------------------------------------------------------------------------
 
@@ -107,6 +113,13 @@ class CCATrainer(Trainer):
         self._check_finite("loss", loss)
         return loss
 
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; DeepSpeed's backward is followed by its optimiser at once, so the look comes before."""
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.is_deepspeed_enabled:
+            self._check_finite("loss", loss)
+        return loss
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Trainer's, called before each optimiser step."""
         norm = super()._get_grad_norm(model, grad_norm)
@@ -119,11 +132,11 @@ class CCATrainer(Trainer):
             return
         rows = self._rows if what != "loss" else self._rows[-self._train_batch_size:]
         told = "; ".join(f"row {row}: {self.train_dataset.describe(row)}"
-                         for row in rows[:4] if isinstance(self.train_dataset, PackedRows))
+                         for row in rows[:4] if isinstance(self.train_dataset, (PackedRows, StreamedRows)))
         last = latest(Path(self.args.output_dir))
         raise UserError(f"the {what} of step {self.state.global_step + 1} must be finite, got {float(value)}, from "
-                        f"rows {', '.join(map(str, rows))} ({told}). Training stopped before the weights changed; the "
-                        f"last checkpoint is {last.name if last else 'none'}. Look at these texts, or lower "
+                        f"rows {', '.join(map(str, rows))} ({told}). Training stopped before this step could be kept; "
+                        f"the last checkpoint is {last.name if last else 'none'}. Look at these texts, or lower "
                         "--learning-rate.")
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
@@ -143,6 +156,9 @@ class CCATrainer(Trainer):
         self._staging = staging
         try:
             super()._save_checkpoint(model, trial)
+            if self.args.should_save and isinstance(self.train_dataset, StreamedRows):
+                rows = self.state.global_step * self._rows_per_step()
+                (staging / name / STREAM).write_text(json.dumps(self.train_dataset.state_dict(rows)), encoding="utf-8")
         except Exception as caught:
             if not is_write_failure(caught):
                 raise
