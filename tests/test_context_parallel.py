@@ -107,22 +107,14 @@ def test_shards_refuse_what_does_not_fit():
     hybrid = corecontext.enable(tiny_model("qwen2-hybrid"), CCAConfig(4, 9))
     with pytest.raises(NotImplementedError, match="sliding-window layers cannot run on parts of a sequence"):
         hybrid.shard = Shard(wire, layout)
-<<<<<<< HEAD
-    with pytest.raises(NotImplementedError, match="pooling 'mean_query' cannot run context parallelism"):
-        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token", pooling="mean_query")
-    learned = corecontext.enable(tiny_model("llama"), CCAConfig(4, 9, learned=("bias",)))
-    with pytest.raises(NotImplementedError, match="core tokens with learned parameters cannot be made on parts"):
-        learned.shard = Shard(wire, layout)
+    with pytest.raises(ValueError, match=r"learned 'bias' must have shape \[2\], got \[3\]"):
+        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token",
+                                   learned={"bias": x[0, 0, :3, 0]})
     with pytest.raises(NotImplementedError, match="sink_size must be 0 in context parallelism, got 8. Use one"):
         context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token", sink_size=8)
     first = corecontext.enable(tiny_model("llama"), CCAConfig(4, 9, sink_size=8))
     with pytest.raises(NotImplementedError, match="the first tokens cannot be kept raw on parts .* got sink_size 8"):
         first.shard = Shard(wire, layout)
-=======
-    with pytest.raises(ValueError, match=r"learned 'bias' must have shape \[2\], got \[3\]"):
-        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token",
-                                   learned={"bias": x[0, 0, :3, 0]})
->>>>>>> train5
 
 
 def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
@@ -153,20 +145,12 @@ def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
         handle.configure(**settings)
         with pytest.raises(NotImplementedError, match=message):
             context_parallel_prefill(model, ids, wire)
-<<<<<<< HEAD
     for family, settings, message in (("qwen2-hybrid", {}, "sliding-window layers cannot be spread"),
-                                      ("llama", {"learned": ("bias",)}, "learned .* cannot be spread over processes"),
                                       ("llama", {"sink_size": 4}, "sink_size 4 cannot be spread over processes")):
         model = tiny_model(family)
         corecontext.enable(model, CCAConfig(4, 9, **settings))
         with pytest.raises(NotImplementedError, match=message):
             context_parallel_prefill(model, ids, wire)
-=======
-    hybrid = tiny_model("qwen2-hybrid")
-    corecontext.enable(hybrid, CCAConfig(4, 9))
-    with pytest.raises(NotImplementedError, match="sliding-window layers cannot be spread"):
-        context_parallel_prefill(hybrid, ids, wire)
->>>>>>> train5
     for layout, documents in ((Layout.balanced(40, 2, 0), (0, 20, 40)), (Layout((40, 0), (0, 1), 0), ())):
         with pytest.raises(ValueError, match="keeper must be None where documents are packed, or one process holds"):
             Shard(wire, layout, documents, Keeper())

@@ -155,8 +155,9 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
     from corecontext.reproduce.report import write_report
     from corecontext.reproduce.run import Miniature, run_on_gpus
 
-    arguments = {"folder": out, "size": SMOKE if smoke else FULL, "data": data, "device": device, "split": split,
-                 "finalists": tuple(finalist or ()), "minutes": minutes or float("inf"), "json_path": json}
+    arguments: dict[str, Any] = {
+        "folder": out, "size": SMOKE if smoke else FULL, "data": data, "device": device, "split": split,
+        "finalists": tuple(finalist or ()), "minutes": minutes or float("inf"), "json_path": json}
     run = Miniature(**arguments)
     done = run_on_gpus(gpus, arguments, tuple(stage or ())) if gpus > 1 else run.run(tuple(stage or ()))
     report = write_report(Path(out), run.records(), run.size)

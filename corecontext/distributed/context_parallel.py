@@ -55,24 +55,17 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *,
                                window_size: int = 1024, num_groups: int | None = None, pooling: str = "cca",
                                core_position: str = "middle", core_heads: str = "kv", rotary: Rotary | None = None,
                                scale: float | None = None, softcap: float | None = None, core_bias: float = 0.0,
-<<<<<<< HEAD
-                               sink_size: int = 0, backend: str = "auto") -> Tensor:
-=======
-                               learned: Mapping[str, Tensor] | None = None, backend: str = "auto") -> Tensor:
->>>>>>> train5
+                               learned: Mapping[str, Tensor] | None = None, sink_size: int = 0,
+                               backend: str = "auto") -> Tensor:
     """`cca_attention` of the whole sequence, for the tokens of this process. A collective call.
 
     Args:
         q: Queries of this process's tokens, [B, H, T, D], rotary applied at their positions in their document.
         k, v: Keys (rotary applied) and values of the same tokens, [B, Hkv, T, D].
         shard: How the sequence lies; T is the layout's share of this process.
-<<<<<<< HEAD
-        core_bias: A number added to the scores of core tokens; it is not learned here.
-        sink_size: Must be 0: first tokens kept raw are not sent around.
-=======
         core_bias: A number added to the scores of core tokens.
         learned: As in `cca_attention`, the same on every process.
->>>>>>> train5
+        sink_size: Must be 0: first tokens kept raw are not sent around.
         Others: As in `cca_attention`, the same on every process.
 
     Returns:
@@ -82,11 +75,7 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *,
 
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
-<<<<<<< HEAD
-        NotImplementedError: sink_size; backend="reference" or pooling="mean_query", which have no backward in parts.
-=======
-        NotImplementedError: backend="reference", which has no backward in parts.
->>>>>>> train5
+        NotImplementedError: sink_size; backend="reference", which has no backward in parts.
     """
     CCAConfig(group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias,
               sink_size=sink_size)  # validates

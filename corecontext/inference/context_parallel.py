@@ -42,13 +42,8 @@ def context_parallel_prefill(model: Any, input_ids: Tensor, wire: Wire, *, max_l
     Raises:
         ValueError: CCA is not enabled or already sharded, the prompt is not one row without padding, it exceeds
             max_length or the model's positions, or processes were given different prompts.
-<<<<<<< HEAD
-        NotImplementedError: sliding-window layers, learned core tokens, sink_size, pooling="mean_query",
-            backend="reference" or a cache in 8 bits, which several processes cannot have.
-=======
-        NotImplementedError: sliding-window layers, backend="reference" or a cache in 8 bits, which several processes
-            cannot have.
->>>>>>> train5
+        NotImplementedError: sliding-window layers, sink_size, backend="reference" or a cache in 8 bits, which several
+            processes cannot have.
     """
     handle = handle_of(model)
     _check(handle, input_ids, wire, max_length, process)
@@ -96,15 +91,9 @@ def _check(handle: Handle | None, input_ids: Tensor, wire: Wire, max_length: int
         raise NotImplementedError("a model with sliding-window layers cannot be spread: these layers would see parts "
                                   "of the prompt only. Use prefill on one process.")
     config = handle.config
-<<<<<<< HEAD
-    for name, value in (("learned", config.learned), ("sink_size", config.sink_size), ("pooling", config.pooling),
-                        ("backend", config.backend)):
-        if value and (name in ("learned", "sink_size") or value in ("mean_query", "reference")):
+    for name, value in (("sink_size", config.sink_size), ("backend", config.backend)):
+        if value and (name == "sink_size" or value == "reference"):
             raise NotImplementedError(f"{name} {value!r} cannot be spread over processes. Use prefill on one process.")
-=======
-    if config.backend == "reference":
-        raise NotImplementedError("backend 'reference' cannot be spread over processes. Use prefill on one process.")
->>>>>>> train5
     if config.cache_dtype != "auto":
         raise NotImplementedError(f"a cache in {config.cache_dtype} cannot be filled by several processes: they "
                                   "attend to tokens before these are rounded. Use cache_dtype='auto'.")

@@ -83,15 +83,9 @@ class Handle:
         if shard is not None and self.hybrid:
             raise NotImplementedError("a model with sliding-window layers cannot run on parts of a sequence: these "
                                       "layers see the part only. Use handle.shard = None.")
-<<<<<<< HEAD
-        if shard is not None and self.config.learned:
-            raise NotImplementedError("core tokens with learned parameters cannot be made on parts of a sequence, got "
-                                      f"learned {self.config.learned}. Use handle.shard = None.")
         if shard is not None and self.config.sink_size:
             raise NotImplementedError("the first tokens cannot be kept raw on parts of a sequence, got sink_size "
                                       f"{self.config.sink_size}. Use handle.shard = None, or sink_size=0.")
-=======
->>>>>>> train5
         self._shard = shard
 
     def configure(self, **changes: Any) -> None:

@@ -160,15 +160,9 @@ class TrainConfig:
                              f"{self.min_learning_rate}.")
         if self.long_tokens is not None:
             _check_number("long_tokens", self.long_tokens, 1, int)
-<<<<<<< HEAD
-        if self.context_parallel > 1 and (self.method != "cca" or cca.learned or cca.sink_size or
-                                          cca.pooling == "mean_query"):
+        if self.context_parallel > 1 and (self.method != "cca" or self.sink_size):
             raise ValueError(f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca' without "
-                             "learned parameters, sink_size or pooling 'mean_query': only such core tokens travel.")
-=======
-        if self.context_parallel > 1 and self.method != "cca":
-            raise ValueError(f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca': only "
-                             "core tokens travel.")
+                             "sink_size: only core tokens travel.")
         if self.deepspeed is not None and (self.fsdp or self.context_parallel > 1):
             other = "fsdp" if self.fsdp else "context_parallel"
             raise ValueError(f"deepspeed must be left out with {other}, got {self.deepspeed!r}: both would split the "
@@ -176,7 +170,6 @@ class TrainConfig:
         if self.method != "cca" and (self.learned or self.layer_group_sizes):
             raise ValueError(f"learned and layer_group_sizes must be left out with method {self.method!r}, which has "
                              "no core tokens.")
->>>>>>> train5
         if self.learned and self.strategy == "lora":
             raise ValueError("learned must be left out with strategy 'lora', whose checkpoints hold LoRA's matrices "
                              "only. Use strategy 'partial'.")
