@@ -320,7 +320,7 @@ def test_only_what_one_timer_measured_is_compared():
              fake(3.0, "sdpa_flash", 64, "flash", timer="queue"), fake(2.0, "flex", 64, "flex", timer="queue"),
              fake(4.0, "cca", 64), fake(1.0, "cca", 64, timer="queue"), fake(0.5, "cca", 64, timer="graph")]
     queue, graph = report.time_rows(found)
-    assert (queue.cca, queue.full, queue.flex) == (1.0, {"flash": 3.0}, 2.0)
+    assert (queue.cca, queue.full, queue.others) == (1.0, {"flash": 3.0}, {"flex": 2.0})
     assert (graph.cca, graph.full, graph.label) == (0.5, {"sdpa": 1.0}, "forward, CUDA graph")
 
 
@@ -339,7 +339,7 @@ def test_the_check_passes_in_every_dtype(dtype):
 
 @pytest.mark.parametrize("change, message", [
     ({"methods": ("sdpa",)},
-     "method must be one of full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex, cca, got 'sdpa'."),
+     "method must be one of full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex, packed, cca, got 'sdpa'."),
     ({"passes": ("back",)}, "pass must be one of forward, backward, forward_backward, got 'back'."),
     ({"baseline_limit_s": 0}, "baseline_limit_s must be above 0, got 0."),
     ({"decode_batches": (0,)}, "decode_batch must be at least 1, got 0."),

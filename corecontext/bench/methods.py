@@ -1,8 +1,9 @@
 """The ways of attending that are compared, by the names that records give them.
 
 Full causal attention: "full" (whatever PyTorch picks), "sdpa_flash" and "sdpa_cudnn" (PyTorch's two fast kernels, asked
-for by name), "flash_attn_4" (the package flash-attn-4). CCA: "cca" (this package) and "flex" (the same result from
-PyTorch's FlexAttention, pooling included).
+for by name), "flash_attn_4" (the package flash-attn-4). CCA: "cca" (this package, by what it chooses), "packed" (by the
+packing of queries into PyTorch's kernels, wherever that is not chosen) and "flex" (the same result from PyTorch's
+FlexAttention, pooling included).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from corecontext.ops.rotary import Rotary
 
 THETA = 10_000.0
 FULL = ("full", "sdpa_flash", "sdpa_cudnn", "flash_attn_4")
-COMPRESSED = ("flex", "cca")
+COMPRESSED = ("flex", "packed", "cca")
 METHODS = FULL + COMPRESSED
 KERNELS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 PASSES = ("forward", "backward", "forward_backward")
@@ -34,7 +35,7 @@ def default_methods(device: str, dtype: str) -> tuple[str, ...]:
     """What is compared where nothing else is asked for; the fast kernels take no float32."""
     if torch.device(device).type != "cuda" or dtype == "float32":
         return "full", "cca"
-    return tuple(method for method in METHODS if method != "full")
+    return tuple(method for method in METHODS if method not in ("full", "packed"))
 
 
 def attend_with(method: str) -> Attend:
@@ -45,6 +46,8 @@ def attend_with(method: str) -> Attend:
     """
     if method == "cca":
         return attend_cca
+    if method == "packed":
+        return functools.partial(attend_cca, backend="packed")
     if method == "flex":
         from corecontext.bench.flex import flex_cca  # loads a compiler
         return functools.partial(flex_cca, rotary_theta=THETA)

@@ -48,7 +48,7 @@ def _draw_times(axis: Any, rows: Sequence[Row]) -> None:
     """Milliseconds by length, both axes logarithmic."""
     for shade, backend in zip(SHADES, dict.fromkeys(backend for row in rows for backend in row.full)):
         _line(axis, {row.length: row.full[backend] for row in rows if backend in row.full}, f"full ({backend})", shade)
-    _line(axis, {row.length: row.flex for row in rows if row.flex}, "FlexAttention", FLEX)
+    _line(axis, {row.length: row.others["flex"] for row in rows if "flex" in row.others}, "FlexAttention", FLEX)
     _line(axis, {row.length: row.cca for row in rows}, "CCA", CCA)
     _line(axis, {row.length: row.floor for row in rows if row.floor}, "floor of CCA", FLOOR, "--")
     _dress(axis, f"{LABELS[rows[0].pass_name] if rows else ''}, ms", log=True)

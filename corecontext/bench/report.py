@@ -14,6 +14,8 @@ from corecontext.record import Record
 
 SIZES = ("query_heads", "kv_heads", "head_dim", "batch", "dtype")
 FULL = ("full", "sdpa_flash", "sdpa_cudnn", "flash_attn_4")
+OTHERS = {"flex": "FlexAttention", "packed": "packed"}
+"""Other ways to compute CCA, and how tables call them."""
 LABELS = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward", "decode": "decoding",
           "all": "every pass"}
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,7 +32,8 @@ class Row:
     cca: float
     full: dict[str, float] = field(default_factory=dict)
     """By backend."""
-    flex: float | None = None
+    others: dict[str, float] = field(default_factory=dict)
+    """CCA by other means, by method."""
     floor: float | None = None
 
     @property
@@ -104,15 +107,14 @@ def rows(records: Iterable[Record], *names: str) -> list[Row]:
         elif p["method"] == "cca":
             ours[(*sized, p.get("timer") == "graph")] = r
         else:
-            key = sized if p["method"] == "flex" else place
+            key = sized if p["method"] in OTHERS else place
             found.setdefault((*key, p.get("timer")), {})[p["method"], p.get("backend", "")] = r
     made = []
     for key, r in ours.items():
         sized, timer = key[:-1], r.params.get("timer")
         row = Row(r.device, pass_of(r), dict(r.params), r.value, floor=floors.get(sized))
         row.full = {backend: x.value for (_, backend), x in found.get((*sized[:-2], timer), {}).items()}
-        flex = found.get((*sized, timer), {})
-        row.flex = next((x.value for x in flex.values()), None)
+        row.others = {method: x.value for (method, _), x in found.get((*sized, timer), {}).items()}
         made.append(row)
     devices = list(dict.fromkeys(row.device for row in made))
     return sorted(made, key=lambda row: (devices.index(row.device), -row.params["kv_heads"], list(LABELS).index(

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from corecontext.bench.report import (
+    OTHERS,
     LABELS,
     Row,
     crossovers,
@@ -58,13 +59,17 @@ def print_table(records: Sequence[Record]) -> None:
 def time_cells(records: Sequence[Record]) -> list[list[str]]:
     """Head and body of the table of times: every kernel that was measured."""
     found = time_rows(records)
-    backends, flex = _backends(found), any(row.flex for row in found)
-    head = ["", "KV heads", "length", *backends, *(["flex"] if flex else []), "CCA", "full / CCA", "TFLOP/s",
-            "of floor"]
+    backends, others = _backends(found), _others(found)
+    head = ["", "KV heads", "length", *backends, *others, "CCA", "full / CCA", "TFLOP/s", "of floor"]
     body = [[row.label, str(row.params["kv_heads"]), str(row.length), *_full_cells(row, backends, shown_ms),
-             *([shown_ms(row.flex)] if flex else []), shown_ms(row.cca), _times(row.gain), f"{row.tflops:.3g}",
-             _percent(row.share)] for row in found]
+             *(shown_ms(row.others.get(one)) for one in others), shown_ms(row.cca), _times(row.gain),
+             f"{row.tflops:.3g}", _percent(row.share)] for row in found]
     return [head, *body]
+
+
+def _others(found: Sequence[Row]) -> list[str]:
+    """The other ways to compute CCA that were measured."""
+    return [one for one in OTHERS if any(one in row.others for row in found)]
 
 
 def memory_cells(records: Sequence[Record]) -> list[list[str]]:
@@ -134,9 +139,9 @@ def _time_markdown(found: Sequence[Row]) -> list[str]:
     for row in found:
         if not row.graph:
             places.setdefault((row.params["kv_heads"], row.length), {})[row.pass_name] = row
-    flex = any(row.flex for row in found if row.pass_name in shown)
+    others = _others([row for row in found if row.pass_name in shown])
     parts = [part for name in shown for part in (
-        f"{LABELS[name]}: full attention", *(["FlexAttention"] if flex else []), "CCA", "", "of floor")]
+        f"{LABELS[name]}: full attention", *(OTHERS[one] for one in others), "CCA", "", "of floor")]
     lines = ["| KV heads | L | " + " | ".join(parts) + " |", "|---:|---:|" + "---:|" * len(parts)]
     for (kv_heads, length), passes in places.items():
         cells: list[str] = []
@@ -146,7 +151,8 @@ def _time_markdown(found: Sequence[Row]) -> list[str]:
                 continue
             row = passes[name]
             cells += [f"{shown_ms(row.best[1])} ({row.best[0]})" if row.best else "not measured",
-                      *([shown_ms(row.flex)] if flex else []), shown_ms(row.cca), _times(row.gain), _percent(row.share)]
+                      *(shown_ms(row.others.get(one)) for one in others), shown_ms(row.cca), _times(row.gain),
+                      _percent(row.share)]
         lines.append(f"| {kv_heads} | {length} | " + " | ".join(cells) + " |")
     return lines
 

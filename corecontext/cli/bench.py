@@ -29,8 +29,8 @@ def bench_operator(length: Annotated[Optional[list[int]], typer.Option(
                        help="Length at which peak memory is measured; may be repeated. Default: L/4, L/2, L.")] = None,
                    repeats: Annotated[int, typer.Option(help="Timed calls; on a GPU, timed queues of calls.")] = 5,
                    method: Annotated[Optional[list[str]], typer.Option(
-                       help="full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex or cca; may be repeated. Default: full "
-                            "and cca; on a GPU all but full.")] = None,
+                       help="full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex, packed (CCA by PyTorch's kernels) or "
+                            "cca; may be repeated. Default: full and cca; on a GPU all but full and packed.")] = None,
                    baseline_limit_s: Annotated[float, typer.Option(
                        help="Leave full attention out where a call would take longer than this.")] = 30.0,
                    flex_length: Annotated[Optional[list[int]], typer.Option(
