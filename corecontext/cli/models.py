@@ -50,7 +50,7 @@ def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Huggi
                                                                     "a GPU 16.")] = None,
           queue_limit: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 256,
           chunk_size: Annotated[Optional[int], typer.Option(help="Tokens of a prompt read between two steps. Default: "
-                                                                 "256; on a GPU 1024.")] = None,
+                                                                 "256; on a GPU 2048.")] = None,
           max_length: Annotated[Optional[int], typer.Option(help="Most tokens of prompt and answer. Default: the "
                                                                  "model's.")] = None,
           time_limit: Annotated[float, typer.Option(help="Seconds after which a request is ended.")] = 600.0,
