@@ -193,6 +193,11 @@ def test_a_stage_that_another_process_is_at_is_left_to_it(tmp_path):
         assert again
 
 
+def test_texts_too_short_for_facts_are_refused(corpus):
+    with pytest.raises(ValueError, match="^length must leave room for facts and their questions, got 12 tokens"):
+        fact_rows(corpus, 12, 2)
+
+
 def test_interrupted_training_ends_as_if_it_had_not_been(corpus, tmp_path):
     ends = []
     for cut in (None, 1, 3):

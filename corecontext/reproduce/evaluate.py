@@ -56,9 +56,15 @@ def answers_right(model: LlamaForCausalLM, rows: Sequence[Row], device: str) -> 
 
 
 def fact_rows(corpus: Corpus, length: int, questions: int, seed: int = 0) -> list[Row]:
-    """Held-out texts with facts, the same for every model."""
+    """Held-out texts with facts, the same for every model.
+
+    Raises:
+        ValueError: texts are too short for a fact and its question.
+    """
     rng, rows = random.Random(f"test-{seed}-{length}"), []
     while sum(len(row.answers) for row in rows) < questions:
+        if len(rows) >= 20 * questions:
+            raise ValueError(f"length must leave room for facts and their questions, got {length} tokens.")
         rows.append(corpus.fact_row("test", rng, length, most=8))
     return rows
 
