@@ -60,6 +60,30 @@ def check_output(path: str | None, force: bool = False) -> None:
 
 
 @contextlib.contextmanager
+def alone_in(folder: str | os.PathLike[str]) -> Iterator[bool]:
+    """Whether no other process is in such a block for this folder, which exists; none gets in while this one lasts.
+
+    Where the system or the file system has no locks, everybody is told so: there one process has to do.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield True
+        return
+    handle, free = os.open(folder, os.O_RDONLY), True
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by whatever ends the process
+        except BlockingIOError:
+            free = False
+        except OSError:
+            pass
+        yield free
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
     """A temporary path beside `path` that takes its place when the block ends well, and is removed when it does not."""
     target = Path(path)

@@ -117,3 +117,16 @@ def _oracle(model, module, q, k, v, scale, softcap, g, s):
         weights = cap(torch.einsum("bhd,bhsd->bhs", q[:, :, t], keys) * scale).softmax(-1)
         out[:, :, t] = torch.einsum("bhs,bhsd->bhd", weights, values)
     return out.float()
+
+
+def stateless(model, ids):
+    """Logits without any cache: the truth for every way of generating."""
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def recompute(model, ids, count):
+    """Greedy tokens, each from one full forward without cache."""
+    for _ in range(count):
+        ids = torch.cat((ids, stateless(model, ids)[:, -1].argmax(-1, keepdim=True)), 1)
+    return ids

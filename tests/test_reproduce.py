@@ -22,10 +22,11 @@ from corecontext.reproduce import paper
 from corecontext.reproduce.corpus import Corpus
 from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, top_mass, window_nll
 from corecontext.reproduce.plan import FULL, SMOKE, methods, stages
+from corecontext.reproduce.processes import run_on_gpus
 from corecontext.reproduce.report import gains
-from corecontext.reproduce.run import Miniature, _alone, run_on_gpus
+from corecontext.reproduce.run import Miniature
 from corecontext.reproduce.train import OutOfTime, attention, loss_backward, make_model, nll_of, train
-from corecontext.text import UserError
+from corecontext.text import UserError, alone_in
 
 TINY = dataclasses.replace(SMOKE, levels=((64, 2), (128, 3)), length=128, step_tokens=256)
 
@@ -187,9 +188,9 @@ def test_processes_share_a_folder_and_do_nothing_twice(tmp_path):
 
 
 def test_a_stage_that_another_process_is_at_is_left_to_it(tmp_path):
-    with _alone(tmp_path / "stage") as mine, _alone(tmp_path / "stage") as yours:
+    with alone_in(tmp_path) as mine, alone_in(tmp_path) as yours:
         assert mine and not yours
-    with _alone(tmp_path / "stage") as again:
+    with alone_in(tmp_path) as again:
         assert again
 
 

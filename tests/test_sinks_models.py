@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from families import tiny_model, tokens
+from families import recompute, stateless, tiny_model, tokens
 from torch.nn.functional import pad
 
 import corecontext
@@ -19,18 +19,6 @@ from corecontext.loading import load
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig(4, 9, sink_size=6)  # 8 tokens
-
-
-def stateless(model, ids):
-    with torch.no_grad():
-        return model(ids, use_cache=False).logits
-
-
-def recompute(model, ids, count):
-    """Greedy continuation, each token from one full forward without a cache."""
-    for _ in range(count):
-        ids = torch.cat((ids, stateless(model, ids)[:, -1].argmax(-1, keepdim=True)), 1)
-    return ids
 
 
 @pytest.mark.parametrize("options", [

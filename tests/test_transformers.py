@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from families import FAMILIES, HYBRID, oracle_logits, tiny_model, tokens
+from families import FAMILIES, HYBRID, oracle_logits, recompute, stateless, tiny_model, tokens
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, StaticCache
@@ -21,19 +21,6 @@ from corecontext.integrations.transformers import handle_of
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig(group_size=4, window_size=9)
 PROMPT = 37
-
-
-def stateless(model, ids):
-    """Greedy continuation without any cache: the truth for every way of generating."""
-    with torch.no_grad():
-        return model(ids, use_cache=False).logits
-
-
-def recompute(model, ids, count):
-    """Greedy tokens, each from one full forward without cache."""
-    for _ in range(count):
-        ids = torch.cat((ids, stateless(model, ids)[:, -1].argmax(-1, keepdim=True)), 1)
-    return ids
 
 
 @pytest.fixture

@@ -152,8 +152,9 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
     if data is None and not smoke:
         raise UserError("data must be given, got none. Use --data FOLDER, or --smoke to try the machinery.")
     from corecontext.reproduce.plan import FULL, SMOKE
+    from corecontext.reproduce.processes import run_on_gpus
     from corecontext.reproduce.report import write_report
-    from corecontext.reproduce.run import Miniature, run_on_gpus
+    from corecontext.reproduce.run import Miniature
 
     arguments: dict[str, Any] = {
         "folder": out, "size": SMOKE if smoke else FULL, "data": data, "device": device, "split": split,

@@ -5,11 +5,9 @@ So several processes, each with a GPU of its own, can share a work folder: each 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import math
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +24,8 @@ from corecontext.reproduce import evaluate as measure
 from corecontext.reproduce.corpus import Corpus
 from corecontext.reproduce.plan import Method, Size, Stage, methods, stages
 from corecontext.reproduce.train import OutOfTime, attention, make_model, train
-from corecontext.terminal import console, progress
-from corecontext.text import UserError, atomic_path
+from corecontext.terminal import console
+from corecontext.text import UserError, alone_in, atomic_path
 
 RECORDS = "records.jsonl"
 WORTH_STARTING_S = 20.0
@@ -106,7 +104,9 @@ class Miniature:
                 return False
             for stage in todo:
                 if all(map(self.is_done, stage.needs)):
-                    with _alone(self.folder / stage.name) as alone:
+                    folder = self.folder / stage.name
+                    folder.mkdir(exist_ok=True)
+                    with alone_in(folder) as alone:
                         if alone and not self.is_done(stage.name):
                             console().print(f"{stage.name} ({len(todo)} to go)")
                             if not self._finish(stage):
@@ -281,71 +281,3 @@ class Miniature:
         model = make_model(self.size, self.corpus.tokenizer.get_vocab_size(), 0)
         model.load_state_dict(torch.load(self.folder / path, map_location="cpu", weights_only=True))
         return model.to(self.device)
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[bool]:
-    """Make a stage's folder and tell whether no other process is at it; none can be while the block runs."""
-    folder.mkdir(exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # not everywhere: there one process has to do
-        yield True
-        return
-    handle, free = os.open(folder, os.O_RDONLY), True
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by whatever ends the process
-            except BlockingIOError:
-                free = False
-        yield free
-    finally:
-        os.close(handle)
-
-
-def run_on_gpus(gpus: int, arguments: dict[str, Any], only: Sequence[str] = ()) -> bool:
-    """`Miniature(**arguments).run(only)` in a process for each GPU, in one work folder; what each prints goes to
-    gpu-N.log there.
-
-    Raises:
-        UserError: a process failed.
-    """
-    folder, spawn, processes = Path(arguments["folder"]), multiprocessing.get_context("spawn"), []
-    run = Miniature(**arguments)
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = before.split(",") if before else [str(gpu) for gpu in range(gpus)]
-    try:
-        for gpu in range(gpus):
-            os.environ["CUDA_VISIBLE_DEVICES"] = seen[gpu % len(seen)]  # read by the child before it finds its GPUs
-            one = spawn.Process(target=_work, args=(str(folder / f"gpu-{gpu}.log"), arguments, tuple(only)))
-            one.start()
-            processes.append(one)
-    finally:
-        os.environ.pop("CUDA_VISIBLE_DEVICES")
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
-    shown = sum(run.is_done(stage.name) for stage in run.plan)
-    with progress(f"reproduce on {gpus} GPUs, stages", len(run.plan)) as advance:
-        advance(shown)
-        while any(one.is_alive() for one in processes):
-            time.sleep(LOOK_AGAIN_S)
-            done = sum(run.is_done(stage.name) for stage in run.plan)
-            advance(done - shown)
-            shown = done
-            if any(one.exitcode for one in processes):  # the others would take up what it failed at
-                for one in processes:
-                    one.terminate()
-    failed = [gpu for gpu, one in enumerate(processes) if one.exitcode and one.exitcode > 0]
-    if failed:
-        raise UserError(f"reproducing failed on GPU {failed[0]}: see {folder}/gpu-{failed[0]}.log. What was done is "
-                        "kept.")
-    return run.is_all_done(only)
-
-
-def _work(log: str, arguments: dict[str, Any], only: tuple[str, ...]) -> None:
-    """One process of `run_on_gpus`."""
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    for stream in (1, 2):
-        os.dup2(handle, stream)
-    Miniature(**arguments).run(only)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from corecontext.record import source_version, versions
-from corecontext.text import UserError, write_text
+from corecontext.text import UserError, alone_in, write_text
 from corecontext.train.checkpoint import clear_staging
 from corecontext.train.config import TrainConfig
 
@@ -72,17 +71,8 @@ def held(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process holds it.
     """
-    import fcntl  # not everywhere; nor has every file system locks
-
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with alone_in(folder) as alone:
+        if not alone:
             raise UserError(f"output '{folder}' is in use by another process. Wait until it ends, or give another "
-                            "--output.") from None
-        except OSError:
-            pass
+                            "--output.")
         yield
-    finally:
-        os.close(handle)
