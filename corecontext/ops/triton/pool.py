@@ -1,9 +1,10 @@
 """Pooling of groups into core tokens and its backward as Triton kernels: K and V are read once, nothing is kept.
 
 The equations are those of `ops/reference.py`, the arguments and results those of `ops/pooling.py`; all is float32 in
-registers. The file is longer than usual because there are two pairs of kernels: the first holds whole groups in
-registers and is bound by memory, the second walks a group that is too large for that in blocks of tokens. What
-both need (tiles, tables, scores) is written once above them.
+registers. The file is longer than usual because there are three pairs of kernels: the first holds whole groups in
+registers and is bound by memory, the second does so faster for the usual rotation, with keys as two halves, the third
+walks a group that is too large for that in blocks of tokens. What they need (tiles, tables, scores) is written once
+above them.
 
 The turn to the middle position costs no second read of K: with c and s the cosines and sines of a row of the table,
 sum_o phi_o R_o k_o = sum_o phi_o c_o k_o + swap(sum_o phi_o s_o k_o), where swap exchanges the two elements of a pair
