@@ -21,11 +21,20 @@ from corecontext.record import make_record, read_records
 from corecontext.reproduce import paper
 from corecontext.reproduce.corpus import Corpus
 from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, top_mass, window_nll
-from corecontext.reproduce.plan import FULL, SMOKE, methods, stages
+from corecontext.reproduce.plan import FULL, SCRATCH, SMOKE, methods, stages, tuned
 from corecontext.reproduce.processes import run_on_gpus
 from corecontext.reproduce.report import gains
 from corecontext.reproduce.run import Miniature
-from corecontext.reproduce.train import OutOfTime, attention, loss_backward, make_model, nll_of, train
+from corecontext.reproduce.train import (
+    OutOfTime,
+    add_lora,
+    attention,
+    loss_backward,
+    make_model,
+    merge_lora,
+    nll_of,
+    train,
+)
 from corecontext.text import UserError, alone_in
 
 TINY = dataclasses.replace(SMOKE, levels=((64, 2), (128, 3)), length=128, step_tokens=256)
@@ -77,15 +86,14 @@ def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_pat
     assert json_path.read_bytes() == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    for arguments, message in ((["--smoke", "--out", str(out), "--split", "val"], "must be a folder of this run"),
+    for arguments, message in ((["--data", str(tmp_path), "--out", str(out)], "must be a folder of this run"),
                                (["--smoke", "--out", str(tmp_path / "mine")], "got other files"),
                                (["--out", str(tmp_path / "a")], "data must be given"),
                                (["--out", str(tmp_path / "a"), "--model", "x"], "data must be given with a model"),
                                (["--smoke", "--out", str(tmp_path / "b"), "--stage", "zzz"], "stage must be one of"),
                                (["--smoke", "--out", str(tmp_path / "c"), "--finalist", "full_zero"], "finalist must"),
                                (["--smoke", "--out", str(tmp_path / "d"), "--minutes", "0"], "minutes must be above 0"),
-                               (["--smoke", "--out", str(tmp_path / "d"), "--gpus", "0"], "gpus must be at least 1"),
-                               (["--smoke", "--out", str(tmp_path / "e"), "--split", "train"], "split must be")):
+                               (["--smoke", "--out", str(tmp_path / "d"), "--gpus", "0"], "gpus must be at least 1")):
         assert main(["reproduce", "--device", "cpu", *arguments]) == 2
         assert message in capsys.readouterr().err
 
@@ -180,11 +188,11 @@ def test_processes_share_a_folder_and_do_nothing_twice(tmp_path):
     assert [one.to_json() for one in sorted(read_records(tmp_path / "all.jsonl"), key=str)] == [
         one.to_json() for one in sorted(run.records(), key=str)]
     logs = [(tmp_path / "o" / f"gpu-{number}.log").read_text() for number in (0, 1)]
-    begun = re.findall(r"^([\w-]+) \(\d+ to go\)", "\n".join(logs), re.M)
-    assert sorted(begun) == sorted({"prepare", "base-0", *stages_wanted})  # each once
+    begun = re.findall(r"^([\w.-]+) \(\d+ to go\)", "\n".join(logs), re.M)
+    assert sorted(begun) == sorted({"prepare", "tune-full-0.001", "tune-full-0.002", "base-0", *stages_wanted})
     with pytest.raises(UserError, match="^reproducing failed on GPU 0: see .*gpu-0.log"):
         run_on_gpus(1, {**arguments, "folder": str(tmp_path / "p"),
-                        "size": dataclasses.replace(SMOKE, seeds=(0,), lr=math.nan)}, ("base-0",))
+                        "size": dataclasses.replace(SMOKE, seeds=(0,), rates=(math.nan,))}, ("base-0",))
 
 
 def test_a_stage_that_another_process_is_at_is_left_to_it(tmp_path):
@@ -204,7 +212,7 @@ def test_interrupted_training_ends_as_if_it_had_not_been(corpus, tmp_path):
     for cut in (None, 1, 3):
         model, folder = make_model(TINY, 264, 0), tmp_path / str(cut)
         folder.mkdir()
-        args = (corpus, TINY, methods(TINY)["full"], TINY.levels, 1e-3, 0, "cpu", folder)
+        args = (corpus, methods(TINY)["full"], TINY.levels, TINY.step_tokens, 1e-3, 0, "cpu", folder)
         if cut is not None:
             left = iter([1.0] * cut)
             with pytest.raises(OutOfTime):
@@ -245,15 +253,42 @@ def test_partial_training_moves_projections_alone(corpus, tmp_path):
     model, method = make_model(TINY, 264, 0), methods(TINY)["partial"]
     before = copy.deepcopy(model.state_dict())
     with attention(model, method.config):
-        train(model, corpus, TINY, method, ((128, 2),), 1e-3, 0, "cpu", tmp_path)
+        train(model, corpus, method, ((128, 2),), 256, 1e-3, 0, "cpu", tmp_path)
     moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
     assert moved and all(re.search(r"\.[qkv]_proj\.", key) for key in moved)
+
+
+def test_lora_moves_its_factors_alone_and_is_merged(corpus, tmp_path):
+    pytest.importorskip("peft")
+    model, method = make_model(TINY, 264, 0), methods(TINY)["lora"]
+    add_lora(model)
+    before, ids = copy.deepcopy(model.state_dict()), torch.arange(40)[None]
+    with attention(model, method.config):
+        train(model, corpus, method, ((128, 2),), 256, 1e-2, 0, "cpu", tmp_path)
+        moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+        assert moved and all("lora_" in key for key in moved)
+        learned = model(ids).logits
+        merge_lora(model)
+        torch.testing.assert_close(model(ids).logits, learned, rtol=1e-4, atol=1e-5)
+    assert any(not torch.equal(value, before[key]) for key, value in model.state_dict().items() if "lora_" not in key)
+
+
+def test_from_scratch_takes_the_best_rate_and_is_followed(done):
+    out, _ = done
+    for name in SCRATCH:
+        tries = [one for rate in SMOKE.rates for one in read_records(out / tuned(name, rate) / "records.jsonl")
+                 if one.params["bucket"] == "all"]
+        best = min(tries, key=lambda one: one.value).params["lr"]
+        stage = "base-0" if name == "full" else f"scratch-{name}-0"
+        assert {one.params["lr"] for one in read_records(out / stage / "records.jsonl") if "lr" in one.params} == {best}
+        steps = [json.loads(line) for line in (out / stage / "curve.jsonl").read_text().splitlines()]
+        assert [one["step"] for one in steps if "val_far" in one] == [2, 4] and len(steps) == 4
 
 
 def test_learned_methods_learn_their_parameters(corpus, tmp_path):
     model, method = make_model(TINY, 264, 0), methods(TINY)["learned"]
     with attention(model, method.config):
-        train(model, corpus, TINY, method, ((128, 2),), 1e-3, 0, "cpu", tmp_path)
+        train(model, corpus, method, ((128, 2),), 256, 1e-3, 0, "cpu", tmp_path)
         assert all(p.abs().max() > 0 for name, p in model.named_parameters() if ".cca." in name)
 
 
@@ -274,6 +309,11 @@ def test_measurements_know_right_from_wrong(corpus, monkeypatch):
         return torch.ones(hit.shape), hit
     monkeypatch.setattr("corecontext.reproduce.evaluate.nll_of", misses)
     assert [right for _, right in answers_right(None, rows[:1], "cpu")].count(False) == 1
+    monkeypatch.setattr("corecontext.reproduce.evaluate.nll_of", lambda model, ids: (None, ids[:, 1:] % 5 > 0))
+    alone = [one for row in rows for one in answers_right(None, [row], "cpu")]
+    assert len({right for _, right in alone}) == 2 and answers_right(None, rows, "cpu") == alone  # with padding
+    monkeypatch.setattr("corecontext.reproduce.evaluate.nll_of",
+                        lambda model, ids: (torch.ones(ids[:, 1:].shape), None))
     nll = window_nll(None, corpus, TINY, "test", "cpu")
     assert nll.shape[1] == 127 and (nll == 1).all()
     known = {}
@@ -288,14 +328,16 @@ def test_measurements_know_right_from_wrong(corpus, monkeypatch):
 
 
 def test_gain_kept_is_a_share(tmp_path):
-    for name, nll in (("window-0", 2.0), ("full-0", 1.0), ("cca-0", 1.4), ("odd-0", 2.5)):
+    for name, nll in (("window-0", 2.0), ("full-0", 1.0), ("cca-0", 1.4), ("odd-0", 2.5), ("base-0", 0.0),
+                      ("scratch-window-0", 4.0), ("scratch-cca-0", 1.0)):
         (tmp_path / name).mkdir()
-        np.save(tmp_path / name / "far.npy", np.array([nll - 0.01, nll, nll + 0.01]))
+        np.save(tmp_path / name / "far_val.npy", np.array([nll - 0.01, nll, nll + 0.01]))
     records = [make_record("quality.perplexity", math.exp(2.0), {"bucket": "far", "method": name, "seed": 0,
-                                                                "stage": f"{name}-0"})
-               for name in ("window", "full", "cca", "odd", "absent")]
+                                                                "stage": stage, "split": "val"})
+               for name, stage in (*((name, f"{name}-0") for name in ("window", "full", "cca", "odd", "absent")),
+                                   ("scratch", "scratch-cca-0"))]
     found = {one.params["method"]: one for one in gains(tmp_path, records, SMOKE)}
-    assert set(found) == {"cca", "odd"}
+    assert set(found) == {"cca", "odd", "scratch"} and found["scratch"].value == pytest.approx(0.75)
     assert found["cca"].value == pytest.approx(0.6) and found["odd"].value == pytest.approx(-0.5)
     assert found["cca"].params["low"] <= 0.6 <= found["cca"].params["high"]
 

@@ -117,7 +117,6 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
                                                                       "repeated. Default: all.")] = None,
               finalist: Annotated[Optional[list[str]], typer.Option(help="A method to run with every seed; may be "
                                                                          "repeated.")] = None,
-              split: Annotated[str, typer.Option(help="test, or val while choosing among methods.")] = "test",
               gpus: Annotated[int, typer.Option(help="Run as many stages at once, each on a GPU of its own.")] = 1,
               limit: Limit = None, length: Lengths = None, documents: Documents = None, dtype: Dtype = "auto",
               device: Device = "auto", json: Json = None) -> None:
@@ -127,8 +126,6 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
     from corecontext.text import check_output
 
     check_output(json, force=True)  # appended to
-    if split not in ("test", "val"):
-        raise UserError(f"split must be test or val, got {split!r}.")
     if minutes is not None and not minutes > 0:
         raise UserError(f"minutes must be above 0, got {minutes}.")
     if gpus < 1 or (gpus > 1 and model is not None):
@@ -157,7 +154,7 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
     from corecontext.reproduce.run import Miniature
 
     arguments: dict[str, Any] = {
-        "folder": out, "size": SMOKE if smoke else FULL, "data": data, "device": device, "split": split,
+        "folder": out, "size": SMOKE if smoke else FULL, "data": data, "device": device,
         "finalists": tuple(finalist or ()), "minutes": minutes or float("inf"), "json_path": json}
     run = Miniature(**arguments)
     done = run_on_gpus(gpus, arguments, tuple(stage or ())) if gpus > 1 else run.run(tuple(stage or ()))

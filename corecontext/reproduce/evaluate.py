@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,15 @@ from corecontext.terminal import progress
 BATCH_TOKENS = 32768
 
 
-@torch.inference_mode()
-def window_nll(model: LlamaForCausalLM, corpus: Corpus, size: Size, split: str, device: str) -> np.ndarray:
+@torch.no_grad()
+def window_nll(model: LlamaForCausalLM, corpus: Corpus, size: Size, split: str, device: str,
+               tokens: int | None = None) -> np.ndarray:
     """Negative log-likelihoods in nats of non-overlapping windows inside documents, [windows, L - 1], float32."""
     ids, length = np.asarray(corpus.splits[split]), size.length
     edges = [-1, *np.flatnonzero(ids == END).tolist(), len(ids)]
     starts = [start for a, b in zip(edges, edges[1:]) for start in range(a + 1, b - length + 1, length)]
     random.Random(0).shuffle(starts)  # a sample over all documents
-    starts = sorted(starts[:max(1, size.eval_tokens // length)])
+    starts = sorted(starts[:max(1, (tokens or size.eval_tokens) // length)])
     rows, found = max(1, BATCH_TOKENS // length), []
     with progress(f"perplexity on {split}", max(1, len(starts))) as advance:
         for i in range(0, len(starts), rows):
@@ -47,12 +48,28 @@ def answers_right(model: LlamaForCausalLM, rows: Sequence[Row], device: str) -> 
 
     That is when each of the answer's tokens is the likeliest after the ones before.
     """
-    found = []
-    for row in rows:
+    found: list[tuple[int, bool]] = []
+    for some in _batches(rows):
+        ids = torch.full((len(some), max(len(row.ids) for row in some)), END)
+        for at, row in zip(ids, some):
+            at[:len(row.ids)] = torch.from_numpy(row.ids)  # what comes after a row, it does not see
         with autocast(device):
-            hit = nll_of(model, torch.from_numpy(row.ids).long()[None].to(device))[1][0].cpu()
-        found += [(distance, bool(hit[a - 1:b - 1].all())) for a, b, distance in row.answers]
+            hits = nll_of(model, ids.to(device))[1].cpu()
+        found += [(distance, bool(hit[a - 1:b - 1].all())) for hit, row in zip(hits, some)
+                  for a, b, distance in row.answers]
     return found
+
+
+def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Rows in order, as many at a time as have BATCH_TOKENS with their padding."""
+    some: list[Row] = []
+    for row in rows:
+        if some and (len(some) + 1) * max(len(one.ids) for one in [*some, row]) > BATCH_TOKENS:
+            yield some
+            some = []
+        some.append(row)
+    if some:
+        yield some
 
 
 def fact_rows(corpus: Corpus, length: int, questions: int, seed: int = 0) -> list[Row]:

@@ -20,7 +20,7 @@ def draw_all(folder: Path, records: Sequence[Record], size: Size) -> dict[str, P
     """Draw what there are records for; returns files by name."""
     pyplot, found = drawing.pyplot(), {}
     for name, draw in (("methods", _methods), ("sizes", _sizes), ("flexibility", _flexibility), ("curves", _curves),
-                       ("maps", _maps), ("cost", _cost)):
+                       ("scratch", _scratch), ("maps", _maps), ("cost", _cost)):
         figure = draw(pyplot, folder, records, size)
         if figure is None:
             continue
@@ -33,6 +33,8 @@ def draw_all(folder: Path, records: Sequence[Record], size: Size) -> dict[str, P
 
 
 def _of(records: Sequence[Record], name: str, **params: Any) -> list[Record]:
+    if name in ("quality.perplexity", "quality.gain_kept"):
+        params["split"] = "test"
     return [one for one in records if one.name == name and all(one.params.get(k) == v for k, v in params.items())]
 
 
@@ -111,6 +113,34 @@ def _curves(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) ->
     panel.set_xlabel("step")
     panel.set_ylabel("training loss")
     panel.legend()
+    return figure
+
+
+def _scratch(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Held-out perplexity of the far half, and answers right, while training from scratch."""
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8))
+    for color, (name, stage) in zip(("#9a9a9a", "#c65d12", "#1f6fb4", "#5a9a5a"), (
+            ("full", "base"), ("cca", "scratch-cca"), ("window", "scratch-window"), ("learned", "scratch-learned"))):
+        for seed in size.seeds:
+            path = folder / f"{stage}-{seed}" / "curve.jsonl"
+            if not path.exists():
+                continue
+            steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            label = name if seed == size.seeds[0] else None
+            looks = [(one["tokens"] / 1e6, np.exp(one["val_far"])) for one in steps if "val_far" in one]
+            if looks:
+                panels[0].plot(*zip(*looks), color=color, label=label)
+            width = max(1, len(steps) // 100)
+            right = np.convolve([one["right"] for one in steps], np.ones(width) / width, "valid")
+            panels[1].plot([one["tokens"] / 1e6 for one in steps[width - 1:]], 100 * right, color=color, label=label)
+    panels[0].set_yscale("log")
+    for panel, label in zip(panels, ("validation perplexity, far", "answer tokens right in training, %")):
+        panel.set_xlabel("million tokens")
+        panel.set_ylabel(label)
+    if not panels[1].lines:
+        pyplot.close(figure)
+        return None
+    panels[1].legend()
     return figure
 
 

@@ -25,9 +25,15 @@ class Size:
     window: int
     group: int
     step_tokens: int
-    """Tokens of one optimizer step."""
+    """Tokens of one optimizer step from scratch."""
     levels: tuple[tuple[int, int], ...]
-    """Contexts of the base model's curriculum, each with the most steps spent at it."""
+    """Contexts of training from scratch and the steps at each: the same tokens in the same order for every method."""
+    tune_levels: tuple[tuple[int, int], ...]
+    """The same for choosing a rate."""
+    follow_steps: int
+    """Steps from scratch between two looks at held-out text."""
+    adapt_tokens: int
+    """Tokens of one optimizer step of adapting."""
     adapt_steps: int
     """Steps of every adaptation."""
     short_steps: int
@@ -40,16 +46,20 @@ class Size:
     windows: tuple[int, ...]
     documents: tuple[int, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
-    lr: float = 2e-3
+    scratch_seeds: tuple[int, ...] = (0, 1)
+    """Seeds that methods are trained from scratch with."""
+    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    """Rates from scratch, of which each method takes its best."""
     adapt_lr: float = 1e-3
     latency_repeats: int = 5
 
 
-FULL = Size("mini", 8, 512, 8, 2, 1408, 4096, 256, 16, 65536,
-            ((512, 900), (1024, 500), (2048, 400), (4096, 700)), 300, 100, 2_000_000, 300, (2, 4, 8, 16, 32, 64),
-            (64, 128, 256, 512, 1024), (5, 10, 20))
-SMOKE = Size("smoke", 2, 32, 4, 2, 64, 256, 32, 4, 512, ((128, 2), (256, 2)), 2, 1, 1024, 4, (2, 8), (16, 64), (2,),
-             (0,), latency_repeats=1)
+FULL = Size("mini", 8, 512, 8, 2, 1408, 4096, 256, 16,
+            65536, ((512, 700), (1024, 500), (2048, 900), (4096, 5600)),  # 505 million tokens
+            ((512, 600), (1024, 250), (2048, 150), (4096, 200)), 400,  # 79 million
+            32768, 1000, 300, 2_000_000, 300, (2, 4, 8, 16, 32, 64), (64, 128, 256, 512, 1024), (5, 10, 20))
+SMOKE = Size("smoke", 2, 32, 4, 2, 64, 256, 32, 4, 512, ((128, 2), (256, 2)), ((128, 1),), 2, 512, 2, 1, 1024, 4,
+             (2, 8), (16, 64), (2,), (0,), (0,), (1e-3, 2e-3), latency_repeats=1)
 SIZES = {one.name: one for one in (FULL, SMOKE)}
 
 
@@ -61,7 +71,7 @@ class Method(NamedTuple):
     """A CCAConfig, a rival's settings, or None for full attention."""
     title: str
     trains: str = "all"
-    """"all" parameters, "qkv" projections alone (paper 3.5), or "" for none: as the base model is."""
+    """"all" parameters, "qkv" projections alone (paper 3.5), "lora", or "" for none: as the base model is."""
     distil: bool = False
     """Learn from the base model's predictions, too."""
     stretch: int = 1
@@ -84,6 +94,7 @@ def methods(size: Size) -> dict[str, Method]:
         Method("max", cca.replace(pooling="max"), "max pooling"),
         Method("cca", cca, "CCA, the paper's rule"),
         Method("partial", cca, "CCA, only W_Q, W_K, W_V trained", "qkv"),
+        Method("lora", cca, "CCA, LoRA", "lora"),
         Method("log_g", cca.replace(core_bias=math.log(g)), "CCA + log g"),
         Method("mean_query", cca.replace(pooling="mean_query"), "CCA, mean query"),
         Method("query_heads", cca.replace(group_size=g * r, core_heads="query"),
@@ -116,6 +127,8 @@ def methods(size: Size) -> dict[str, Method]:
 
 FINALISTS = ("full", "window", "mean", "max", "cca")
 """Methods of Table 7, run with every seed."""
+SCRATCH = ("full", "cca", "window")
+"""Methods trained from scratch, each with its own rate; full attention's models are the base of every adaptation."""
 
 
 class Stage(NamedTuple):
@@ -128,6 +141,8 @@ class Stage(NamedTuple):
     method: str = ""
     sizes: tuple[tuple[str, int], ...] = ()
     """group_size or window_size in place of the method's."""
+    lr: float = 0.0
+    """The rate that is tried."""
 
 
 def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
@@ -139,25 +154,42 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
     Raises:
         UserError: a finalist is no method that is adapted.
     """
-    known = methods(size)
+    known, first = methods(size), size.seeds[0]
     for name in finalists:
         if name not in known or not known[name].trains:
             raise UserError(f"finalist must be one of {', '.join(m.name for m in known.values() if m.trains)}, got "
                             f"{name!r}.")
     found = [Stage("prepare", "prepare")]
+    found += [Stage(tuned(name, rate), "tune", ("prepare",), first, name, lr=rate)
+              for name in SCRATCH for rate in size.rates]
+
+    def scratch(name: str, seed: int, like: str) -> Stage:
+        return Stage(f"base-{seed}" if name == "full" else f"scratch-{name}-{seed}", "scratch",
+                     tuple(tuned(like, rate) for rate in size.rates), seed, name)
+
     for seed in size.seeds:
-        base = f"base-{seed}"
-        found.append(Stage(base, "base", ("prepare",), seed))
+        base = scratch("full", seed, "full")
+        found.append(base)
         for one in known.values():
-            if seed == size.seeds[0] or one.name in (*FINALISTS, *finalists):
-                found.append(Stage(f"{one.name}-{seed}", "adapt" if one.trains else "zero", (base,), seed, one.name))
-        if seed == size.seeds[0]:
+            if seed == first or one.name in (*FINALISTS, *finalists):
+                found.append(Stage(f"{one.name}-{seed}", "adapt" if one.trains else "zero", (base.name,), seed,
+                                   one.name))
+        if seed == first:
             ours = f"cca-{seed}"
-            found += [Stage(f"g{g}-{seed}", "size", (base,), seed, "cca", (("group_size", g),)) for g in size.groups]
-            found += [Stage(f"s{s}-{seed}", "size", (base,), seed, "cca", (("window_size", s),)) for s in size.windows]
-            found += [Stage("from-short", "short", (base,), seed, "cca"),
+            found += [Stage(f"g{g}-{seed}", "adapt", (base.name,), seed, "cca", (("group_size", g),))
+                      for g in size.groups]
+            found += [Stage(f"s{s}-{seed}", "adapt", (base.name,), seed, "cca", (("window_size", s),))
+                      for s in size.windows]
+            found += [Stage("from-short", "short", (base.name,), seed, "cca"),
                       Stage("flexibility", "flexibility", (ours,), seed, "cca"),
                       Stage("cloze", "cloze", (ours, f"full-{seed}"), seed),
-                      Stage("maps", "maps", (base,), seed)]
-            found += [Stage(f"scratch-{name}", "scratch", ("prepare",), seed, name) for name in ("cca", "learned")]
+                      Stage("maps", "maps", (base.name,), seed)]
+        if seed in size.scratch_seeds:
+            found += [scratch(name, seed, name) for name in SCRATCH if name != "full"]
+    found.append(scratch("learned", first, "cca"))
     return found
+
+
+def tuned(method: str, rate: float) -> str:
+    """Name of the stage that tries a rate."""
+    return f"tune-{method}-{rate:g}"

@@ -14,7 +14,7 @@ import numpy as np
 
 from corecontext.record import Record, make_record
 from corecontext.reproduce import figures, paper
-from corecontext.reproduce.plan import Method, Size, methods
+from corecontext.reproduce.plan import SCRATCH, Method, Size, methods, tuned
 from corecontext.text import atomic_path, write_text
 
 SHAPES = (("LLaMA2-7B", 32, 32, 128), ("Llama-3.1-8B", 32, 8, 128))
@@ -36,7 +36,9 @@ class Page:
         self.records, self.parts = list(records), []
 
     def find(self, name: str, **params: Any) -> Record | None:
-        """The newest record with these params, or None."""
+        """The newest record with these params, or None; perplexities on the test split if none is named."""
+        if name in ("quality.perplexity", "quality.gain_kept"):
+            params.setdefault("split", "test")
         found = [one for one in self.records if one.name == name
                  and all(one.params.get(key) == value for key, value in params.items())]
         return found[-1] if found else None
@@ -85,15 +87,18 @@ def percent(x: float) -> str:
 def gains(folder: Path, records: Sequence[Record], size: Size) -> list[Record]:
     """Share of the long-range gain that each method keeps, (ln window - ln x) / (ln window - ln full), by seed.
 
-    Over the second half of each window. `low` and `high` are the 95 % interval over the windows, drawn again a thousand
-    times, the same for all methods. Nothing is recorded where full attention gains nothing.
+    Over the second half of each window; the window and full attention are those that were trained in the same way.
+    `low` and `high` are the 95 % interval over the windows, drawn again a thousand times, the same for all methods.
+    Nothing is recorded where full attention gains nothing.
     """
     found = []
     for one in records:
         p = one.params
         if one.name != "quality.perplexity" or p.get("bucket") != "far" or p["method"] in ("full", "window"):
             continue
-        paths = [folder / name / "far.npy" for name in (f"window-{p['seed']}", f"full-{p['seed']}", p["stage"])]
+        seed, scratch = p["seed"], p["stage"].startswith("scratch-")
+        names = (f"scratch-window-{seed}", f"base-{seed}") if scratch else (f"window-{seed}", f"full-{seed}")
+        paths = [folder / name / f"far_{p['split']}.npy" for name in (*names, p["stage"])]
         if not all(path.exists() for path in paths):
             continue
         window, full, ours = (np.load(path).astype(np.float64) for path in paths)
@@ -131,11 +136,12 @@ def write_report(folder: Path, records: Sequence[Record], size: Size) -> Path:
     page.section("strategies", "What is trained (Table 10, paper 3.5)", table(
         ["strategy", "perplexity, far", "gain kept", "retrieval beyond the window"],
         [[html.escape(title), *_three(page, stage, size)] for title, stage in (
-            ("W_Q, W_K, W_V alone", f"partial-{first}"), ("all parameters", f"cca-{first}"),
-            ("all parameters, four times the steps", f"long-{first}"),
-            ("distilled from the model", f"distilled-{first}"),
-            ("from scratch", "scratch-cca"), ("from scratch, learned core tokens", "scratch-learned"),
-            ("none", f"cca_zero-{first}"))]))
+            ("none", f"cca_zero-{first}"), ("LoRA", f"lora-{first}"), ("W_Q, W_K, W_V alone", f"partial-{first}"),
+            ("all parameters", f"cca-{first}"), ("all parameters, four times the steps", f"long-{first}"),
+            ("all parameters, distilled from the model", f"distilled-{first}"),
+            ("for comparison: full attention", f"full-{first}"), ("window alone", f"window-{first}"))]))
+    page.section("scratch", "From scratch, equal tokens in equal order, each with the best of its rates",
+                 _scratch(page, size), drawn_image(drawn, "scratch", "held-out perplexity by tokens trained on"))
     page.section("retrieval", "Facts asked for at the end of a text (for Table 4)", _retrieval(page, known, size))
     page.section("questions", "Multi-document questions (Table 3)", _questions(page, known, size))
     page.section("cloze", "Four-way choice with a constant number of groups (for Table 6)", table(
@@ -169,7 +175,7 @@ def drawn_image(drawn: dict[str, Path], name: str, text: str) -> str:
 def _about(size: Size) -> str:
     return (f"A Llama of {size.layers} layers, width {size.hidden}, {size.heads} query and {size.kv_heads} KV heads, "
             f"trained here with full attention up to {size.length} tokens, then given each attention and trained on "
-            f"for {size.adapt_steps} steps of {size.step_tokens} tokens; g = {size.group}, s = {size.window} unless "
+            f"for {size.adapt_steps} steps of {size.adapt_tokens} tokens; g = {size.group}, s = {size.window} unless "
             "said otherwise. <i>Far</i> is the second half of each window. The numbers say nothing about a 7B model: "
             "order and trend are what compares with the paper. Each number links to its record.")
 
@@ -203,6 +209,23 @@ def _methods(page: Page, known: dict[str, Method], size: Size) -> str:
                      page.cell(held, lambda x: f"{x / 2 ** 20:.2f}"), page.cell(time, lambda x: f"{1000 * x:.1f}")])
     return table(["method", "perplexity, far", "gain kept [95 %, first seed]", "retrieval beyond the window",
                   "cache, MiB", "prompt, ms"], rows)
+
+
+def _scratch(page: Page, size: Size) -> str:
+    names = [(name, f"scratch-{name}" if name != "full" else "base") for name in (*SCRATCH, "learned")]
+    tries = table(["method", *(f"rate {rate:g}" for rate in size.rates)], [
+        [name, *(page.cell(page.find("quality.perplexity", stage=tuned(name, rate), bucket="all", split="val"))
+                 for rate in size.rates)] for name in SCRATCH])
+    tokens = size.step_tokens * sum(steps for _, steps in size.levels)
+    return (f"<p>{tokens / 1e6:.0f} million tokens each.</p>"
+            + table(["method", "seed", "rate", "perplexity, far, validation", "test", "gain kept",
+                     "retrieval beyond the window"], [
+                [name, str(seed), f"{found.params['lr']:g}",
+                 page.cell(page.find("quality.perplexity", stage=f"{stage}-{seed}", bucket="far", split="val")),
+                 *_three(page, f"{stage}-{seed}", size)]
+                for name, stage in names for seed in size.seeds
+                if (found := page.find("quality.perplexity", stage=f"{stage}-{seed}", bucket="far")) is not None])
+            + f"<p>Validation perplexity of short trainings, by rate:</p>{tries}")
 
 
 def _seeds(page: Page, some: Sequence[Method], size: Size) -> str:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from corecontext.record import Record, append_records, device_name, make_record,
 from corecontext.reproduce import evaluate as measure
 from corecontext.reproduce.corpus import Corpus
 from corecontext.reproduce.plan import Method, Size, Stage, methods, stages
-from corecontext.reproduce.train import OutOfTime, attention, make_model, train
+from corecontext.reproduce.train import OutOfTime, add_lora, attention, make_model, merge_lora, train
 from corecontext.terminal import console
 from corecontext.text import UserError, alone_in, atomic_path
 
@@ -40,20 +40,19 @@ class Miniature:
         size: How large.
         data: Folder with texts, tokenizer and questions, or None for the bundled document.
         device: "cuda" or "cpu".
-        split: What is evaluated on: "val" while choosing, "test" for what is published.
         finalists: More methods to run with every seed.
         minutes: Time of this invocation; a training under way is saved and goes on in the next.
         json: File that records are appended to, too.
     """
 
-    def __init__(self, folder: str | Path, size: Size, data: str | None, device: str, *, split: str = "test",
+    def __init__(self, folder: str | Path, size: Size, data: str | None, device: str, *,
                  finalists: tuple[str, ...] = (), minutes: float = math.inf, json_path: str | None = None) -> None:
-        self.folder, self.size, self.device, self.split = Path(folder), size, device, split
+        self.folder, self.size, self.device = Path(folder), size, device
         self.plan, self.methods = stages(size, finalists), methods(size)
         self.corpus, self.json_path = Corpus(folder, data), json_path
         self.end = time.monotonic() + 60 * minutes
         self.workers = 0 if size.name == "smoke" else max(1, min(12, (os.cpu_count() or 2) - 2))
-        self._claim({"size": size.name, "data": None if data is None else str(Path(data).resolve()), "split": split})
+        self._claim({"size": size.name, "data": None if data is None else str(Path(data).resolve())})
 
     def _claim(self, what: dict[str, Any]) -> None:
         """Take the folder, or find it taken by the same."""
@@ -141,41 +140,63 @@ class Miniature:
         self.corpus.prepare()
         yield from ()
 
-    def _base(self, stage: Stage, folder: Path) -> Iterator[Record]:
-        """Full attention through the curriculum; the weights before the longest context are kept for Figure 6."""
-        model = make_model(self.size, self.corpus.tokenizer.get_vocab_size(), stage.seed).to(self.device)
-        levels = self.size.levels
+    def _tune(self, stage: Stage, folder: Path) -> Iterator[Record]:
+        """A short training from scratch with one rate, for choosing the rate on validation text."""
+        method = self._method(stage)
+        model = self._new(stage.seed)
+        with attention(model, method.config):
+            self._train(model, method, self.size.tune_levels, self.size.step_tokens, stage.lr, stage, folder)
+            yield from self._perplexity(model, method, stage, folder, ("val",), lr=stage.lr)
+
+    def _scratch(self, stage: Stage, folder: Path) -> Iterator[Record]:
+        """A model that never had another attention, with the best of the rates tried, followed on validation text.
+
+        A full-attention model is the base of every adaptation; its weights before the longest context are kept, too.
+        """
+        method, levels = self._method(stage), self.size.levels
+        tries = [one for name in stage.needs for one in read_records(self.folder / name / RECORDS)
+                 if one.params["bucket"] == "all"]
+        lr = min(tries, key=lambda one: one.value).params["lr"]
+        model = self._new(stage.seed)
+        is_base = method.config is None
 
         def keep(length: int) -> None:
-            if len(levels) > 1 and length == levels[-2][0]:
+            if is_base and len(levels) > 1 and length == levels[-2][0]:
                 self._save(model, folder / "short.pt")
-        self._train(model, self.methods["full"], levels, self.size.lr, stage, folder, on_level=keep)
-        self._save(model, folder / "weights.pt")
-        yield from self._measure(model, self.methods["full"], stage, folder)
+
+        def follow(step: int) -> dict[str, float]:
+            if step % self.size.follow_steps:
+                return {}
+            model.eval()
+            nll = measure.window_nll(model, self.corpus, self.size, "val", self.device, self.size.eval_tokens // 8)
+            model.train()
+            return {"val": round(float(nll.mean()), 5), "val_far": round(float(self._far(nll).mean()), 5)}
+
+        with attention(model, method.config):
+            self._train(model, method, levels, self.size.step_tokens, lr, stage, folder, on_level=keep, on_step=follow)
+            if is_base:
+                self._save(model, folder / "weights.pt")
+            yield from self._measure(model, method, stage, folder, lr=lr)
 
     def _adapt(self, stage: Stage, folder: Path) -> Iterator[Record]:
         """From the base model to a method, all with the same batches, steps and rate."""
-        method = self._method(stage)
-        model = self._load(f"base-{stage.seed}/weights.pt")
+        method, size = self._method(stage), self.size
+        short = bool(stage.sizes) or stage.kind == "short"
+        model = self._load(f"base-{stage.seed}/{'short' if stage.kind == 'short' else 'weights'}.pt")
         teacher = copy.deepcopy(model).eval().requires_grad_(False) if method.distil else None
-        steps = (self.size.short_steps if stage.kind in ("size", "short") else self.size.adapt_steps) * method.stretch
-        if stage.kind == "short":
-            model = self._load(f"base-{stage.seed}/short.pt")
+        steps = (size.short_steps if short else size.adapt_steps) * method.stretch
+        if method.trains == "lora":
+            add_lora(model)
         with attention(model, method.config):
-            self._train(model, method, ((self.size.length, steps),), self.size.adapt_lr, stage, folder, teacher=teacher)
-            if stage.name in (f"{name}-{self.size.seeds[0]}" for name in ("cca", "full")):
+            self._train(model, method, ((size.length, steps),), size.adapt_tokens, size.adapt_lr, stage, folder,
+                        teacher=teacher)
+            if method.trains == "lora":
+                merge_lora(model)
+            if stage.name in (f"{name}-{size.seeds[0]}" for name in ("cca", "full")):
                 self._save(model, folder / "weights.pt")
-            yield from self._measure(model, method, stage, folder, brief=stage.kind in ("size", "short"))
+            yield from self._measure(model, method, stage, folder, brief=short)
 
-    _size = _short = _adapt
-
-    def _scratch(self, stage: Stage, folder: Path) -> Iterator[Record]:
-        """A model that never had another attention."""
-        method = self._method(stage)
-        model = make_model(self.size, self.corpus.tokenizer.get_vocab_size(), stage.seed).to(self.device)
-        with attention(model, method.config):
-            self._train(model, method, self.size.levels, self.size.lr, stage, folder)
-            yield from self._measure(model, method, stage, folder)
+    _short = _adapt
 
     def _zero(self, stage: Stage, folder: Path) -> Iterator[Record]:
         """The base model under a method that it was never trained with."""
@@ -209,7 +230,7 @@ class Miniature:
     def _maps(self, stage: Stage, folder: Path) -> Iterator[Record]:
         """Full attention's own weights on a held-out text."""
         model = self._load(f"base-{stage.seed}/weights.pt").eval()
-        ids = np.asarray(self.corpus.splits[self.split][:min(512, self.size.length)], np.int64)
+        ids = np.asarray(self.corpus.splits["test"][:min(512, self.size.length)], np.int64)
         found = measure.attention_weights(model, torch.from_numpy(ids)[None].to(self.device))
         with atomic_path(folder / "maps.npz") as name:
             np.savez(name, last=np.stack([one[:, -1] for one in found]), short=np.stack([
@@ -224,28 +245,35 @@ class Miniature:
         method = self.methods[stage.method]
         return method._replace(config=method.config.replace(**dict(stage.sizes))) if stage.sizes else method
 
-    def _train(self, model: LlamaForCausalLM, method: Method, levels: tuple[tuple[int, int], ...], lr: float,
-               stage: Stage, folder: Path, *, teacher: Any = None,
-               on_level: Callable[[int], Any] = lambda length: None) -> None:
+    def _train(self, model: LlamaForCausalLM, method: Method, levels: tuple[tuple[int, int], ...], step_tokens: int,
+               lr: float, stage: Stage, folder: Path, **more: Any) -> None:
         """Train, and keep the curve."""
-        history = train(model, self.corpus, self.size, method, levels, lr, stage.seed, self.device, folder,
-                        teacher=teacher, workers=self.workers, time_left=self.time_left, on_level=on_level)
+        history = train(model, self.corpus, method, levels, step_tokens, lr, stage.seed, self.device, folder,
+                        workers=self.workers, time_left=self.time_left, **more)
         with atomic_path(folder / "curve.jsonl") as name:
             Path(name).write_text("".join(json.dumps(one) + "\n" for one in history), encoding="utf-8")
 
-    def _measure(self, model: LlamaForCausalLM, method: Method, stage: Stage, folder: Path,
-                 brief: bool = False) -> Iterator[Record]:
-        """Perplexity near and far, answers by distance and length, time and cache."""
+    def _far(self, nll: np.ndarray) -> np.ndarray:
+        """Of windows [n, L - 1], the second half."""
+        return nll[:, self.size.length // 2 - 1:]
+
+    def _perplexity(self, model: LlamaForCausalLM, method: Method, stage: Stage, folder: Path,
+                    splits: tuple[str, ...], **params: Any) -> Iterator[Record]:
+        """Of whole windows and of their far halves; each window's mean over its far half is kept."""
         model.eval()
+        for split in splits:
+            nll = measure.window_nll(model, self.corpus, self.size, split, self.device)
+            with atomic_path(folder / f"far_{split}.npy") as name:
+                np.save(name, self._far(nll).mean(1))
+            for bucket, part in (("all", nll), ("far", self._far(nll))):
+                yield self._record("quality.perplexity", math.exp(part.mean(dtype=np.float64)), method, stage,
+                                   task="text", bucket=bucket, windows=len(nll), split=split, **params)
+
+    def _measure(self, model: LlamaForCausalLM, method: Method, stage: Stage, folder: Path,
+                 brief: bool = False, **params: Any) -> Iterator[Record]:
+        """Perplexity near and far, answers by distance and length, time and cache."""
         size, reach = self.size, self.size.window + self.size.group
-        nll = measure.window_nll(model, self.corpus, size, self.split, self.device)
-        far = nll[:, size.length // 2 - 1:]
-        if not brief:
-            with atomic_path(folder / "far.npy") as name:
-                np.save(name, far.mean(1))
-        for bucket, part in (("all", nll), ("far", far)):
-            yield self._record("quality.perplexity", math.exp(part.mean(dtype=np.float64)), method, stage, task="text",
-                               bucket=bucket, windows=len(nll), split=self.split)
+        yield from self._perplexity(model, method, stage, folder, ("test",) if brief else ("val", "test"), **params)
         for length in (size.length,) if brief else [length for length, _ in size.levels]:
             found = measure.answers_right(model, measure.fact_rows(self.corpus, length, size.questions), self.device)
             for distance, keep in (("all", lambda d: True), ("far", lambda d: d > reach)):
@@ -276,8 +304,12 @@ class Miniature:
         with atomic_path(path) as name:
             torch.save({key: x.to(torch.bfloat16) for key, x in model.state_dict().items()}, name)
 
+    def _new(self, seed: int) -> LlamaForCausalLM:
+        """A model with random weights."""
+        return make_model(self.size, self.corpus.tokenizer.get_vocab_size(), seed).to(self.device)
+
     def _load(self, path: str) -> LlamaForCausalLM:
         """A model with the weights of an earlier stage."""
-        model = make_model(self.size, self.corpus.tokenizer.get_vocab_size(), 0)
+        model = self._new(0)
         model.load_state_dict(torch.load(self.folder / path, map_location="cpu", weights_only=True))
-        return model.to(self.device)
+        return model

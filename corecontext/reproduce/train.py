@@ -1,7 +1,7 @@
 """The miniature's training: one plain loop for base models, adaptations and training from scratch; it can be cut short.
 
 Muon for the layers' matrices, AdamW for the rest, a cosine to a tenth. Half of the rows are text, the others ask for
-facts planted in text or in passages, and contexts grow once the answers are right: retrieval is learned short first.
+facts planted in text or in passages; contexts grow, because retrieval is learned at short ones first.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from corecontext import baselines
 from corecontext.reproduce.corpus import Batches, Corpus
 from corecontext.reproduce.plan import Method, Size
 from corecontext.terminal import progress
-from corecontext.text import atomic_path
+from corecontext.text import UserError, atomic_path
 
-ANSWERED = 0.97
-"""Share of answer tokens right at which a context length is done with."""
 SAVE_EVERY_S = 60.0
 HEAD_TOKENS = 8192
 """Tokens whose logits exist at once."""
@@ -50,6 +48,32 @@ def make_model(size: Size, vocab_size: int, seed: int) -> LlamaForCausalLM:
 def attention(model: LlamaForCausalLM, config: Any) -> contextlib.AbstractContextManager:
     """The model under a method's settings; None is full attention."""
     return contextlib.nullcontext() if config is None else baselines.enabled(model, config)
+
+
+def add_lora(model: LlamaForCausalLM) -> None:
+    """LoRA's factors beside all attention projections, as `corecontext train --strategy lora` has them.
+
+    Raises:
+        UserError: peft is not installed.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise UserError("LoRA needs the package peft. Install corecontext[train].") from None
+    from corecontext.train.config import TrainConfig
+
+    peft.inject_adapter_in_model(peft.LoraConfig(r=TrainConfig.lora_rank, lora_alpha=TrainConfig.lora_alpha,
+                                                 target_modules=list(TrainConfig.lora_targets)), model)
+    model.to(model.device)
+
+
+def merge_lora(model: LlamaForCausalLM) -> None:
+    """The factors become part of the weights."""
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.merge()
 
 
 def autocast(device: str) -> contextlib.AbstractContextManager:
@@ -113,18 +137,20 @@ def loss_backward(model: LlamaForCausalLM, ids: Tensor, weights: Tensor, device:
 
 
 def optimizers(model: LlamaForCausalLM, lr: float, trains: str) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the rest; of what is trained."""
+    """Muon for the matrices of the layers, AdamW for the rest (LoRA's factors too); of what is trained."""
+    wanted = {"all": ("",), "qkv": ("q_proj", "k_proj", "v_proj", ".cca."), "lora": ("lora_",)}[trains]
     for name, parameter in model.named_parameters():
-        qkv = any(f"{one}_proj" in name for one in "qkv") or ".cca." in name
-        parameter.requires_grad_(trains == "all" or qkv)
+        parameter.requires_grad_(any(one in name for one in wanted))
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = [p for name, p in named.items() if p.dim() == 2 and ".layers." in name and ".cca." not in name]
+    matrices = [p for name, p in named.items() if p.dim() == 2 and ".layers." in name
+                and not any(one in name for one in (".cca.", "lora_"))]
     chosen = {id(p) for p in matrices}
     few = [p for name, p in named.items() if ".cca." in name]
     chosen |= {id(p) for p in few}
     rest = [p for p in named.values() if id(p) not in chosen]
-    found: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=lr, weight_decay=0.01,
-                                                           adjust_lr_fn="match_rms_adamw")]
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        found.append(torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     if rest:
         found.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
     if few:  # a few numbers that start at zero and have a short time to go far
@@ -140,18 +166,21 @@ def lr_factor(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / warm) * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps)))))
 
 
-def train(model: LlamaForCausalLM, corpus: Corpus, size: Size, method: Method, levels: tuple[tuple[int, int], ...],
-          lr: float, seed: int, device: str, folder: Path, *, teacher: LlamaForCausalLM | None = None,
-          workers: int = 0, time_left: Callable[[], float] = lambda: math.inf,
-          on_level: Callable[[int], Any] = lambda length: None) -> list[dict[str, Any]]:
+def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple[tuple[int, int], ...],
+          step_tokens: int, lr: float, seed: int, device: str, folder: Path, *,
+          teacher: LlamaForCausalLM | None = None, workers: int = 0, time_left: Callable[[], float] = lambda: math.inf,
+          on_level: Callable[[int], Any] = lambda length: None,
+          on_step: Callable[[int], dict[str, float]] = lambda step: {}) -> list[dict[str, Any]]:
     """Train under a method, from where `folder` was left.
 
     Args:
         model: With the method's attention enabled by the caller.
-        levels: Contexts with the most steps at each; the last one runs in full.
+        levels: Contexts with the steps at each.
+        step_tokens: Tokens of a step.
         folder: state.pt is kept here until the end.
         time_left: Seconds; OutOfTime is raised, with everything saved, when there are none.
         on_level: Called with the context whenever one is done with.
+        on_step: Called with the number of steps done; what it returns joins that step's entry.
 
     Returns:
         One entry a step: step, length, tokens so far, loss, share of answer tokens right.
@@ -177,12 +206,11 @@ def train(model: LlamaForCausalLM, corpus: Corpus, size: Size, method: Method, l
         advance(step)
         while level < len(levels):
             length, most = levels[level]
-            rows = max(1, size.step_tokens // length)
+            rows = max(1, step_tokens // length)
             done = sum(one["level"] == level for one in history)
             loader = torch.utils.data.DataLoader(
                 Batches(corpus, seed, length, rows), batch_size=None, sampler=range(step, step + most - done),
                 num_workers=workers, multiprocessing_context="fork" if workers else None)
-            smooth = 0.0
             for ids, weights in loader:
                 if time_left() <= 0:
                     save()
@@ -199,15 +227,12 @@ def train(model: LlamaForCausalLM, corpus: Corpus, size: Size, method: Method, l
                     one.step()
                     one.zero_grad(set_to_none=True)
                 step, done, tokens = step + 1, done + 1, tokens + ids.numel()
-                smooth += 0.1 * (right - smooth)
                 history.append({"step": step, "level": level, "length": length, "tokens": tokens,
-                                "loss": round(loss, 5), "right": round(right, 4)})
+                                "loss": round(loss, 5), "right": round(right, 4), **on_step(step)})
                 advance(1)
                 if time.monotonic() - saved_at > SAVE_EVERY_S:
                     save()
                     saved_at = time.monotonic()
-                if smooth > ANSWERED and level + 1 < len(levels):
-                    break
             del loader
             on_level(length)
             level += 1
