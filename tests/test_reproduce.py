@@ -239,14 +239,14 @@ def test_training_in_parts_is_training_at_once(corpus, monkeypatch):
     weight = weights[:, 1:].flatten().float()
     whole = (nll * weight).sum() / weight.sum()
     whole.backward()
-    assert loss == pytest.approx(float(whole), rel=1e-5)
-    assert right == pytest.approx(float((logits.argmax(-1) == ids[:, 1:].flatten())[weight > 1].float().mean()))
+    assert float(loss) == pytest.approx(float(whole), rel=1e-5)
+    assert float(right) == pytest.approx(float((logits.argmax(-1) == ids[:, 1:].flatten())[weight > 1].float().mean()))
     for one, p in zip(grads, model.parameters()):
         torch.testing.assert_close(one, p.grad, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(nll_of(model, ids)[0].flatten(), nll.detach(), rtol=1e-4, atol=1e-5)
     # its own predictions teach nothing new: half of the loss is then zero
     taught, _ = loss_backward(model, ids, weights, "cpu", copy.deepcopy(model))
-    assert taught == pytest.approx(loss / 2, rel=1e-4)
+    assert float(taught) == pytest.approx(float(loss) / 2, rel=1e-4)
 
 
 def test_partial_training_moves_projections_alone(corpus, tmp_path):

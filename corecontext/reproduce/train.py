@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from corecontext import baselines
 from corecontext.reproduce.corpus import Batches, Corpus
@@ -100,8 +101,8 @@ def nll_of(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss_backward(model: LlamaForCausalLM, ids: Tensor, weights: Tensor, device: str,
-                  teacher: LlamaForCausalLM | None) -> tuple[float, float]:
-    """Gradients of the weighted mean loss, its value, and the share of answer tokens right.
+                  teacher: LlamaForCausalLM | None) -> tuple[Tensor, Tensor]:
+    """Gradients of the weighted mean loss, its value, and the share of answer tokens right; nothing waits for the GPU.
 
     With a teacher, half of the loss is the divergence from its predictions. The head is run in parts, backward at once,
     so that no logits of the whole batch are held.
@@ -114,26 +115,23 @@ def loss_backward(model: LlamaForCausalLM, ids: Tensor, weights: Tensor, device:
             with torch.no_grad():
                 taught = hidden_states(teacher, ids).flatten(0, 1)
     leaf = hidden.detach().requires_grad_()
-    flat, total, right = leaf.flatten(0, 1), 0.0, []
-    sums = []
+    total, right = torch.zeros(2, device=ids.device)
+    asked = weights > 1
     for start in range(0, len(target), HEAD_TOKENS):
         part = slice(start, start + HEAD_TOKENS)
         with autocast(device):
-            logits = F.linear(flat[part], model.lm_head.weight)
+            logits = F.linear(leaf.flatten(0, 1)[part], model.lm_head.weight)
             nll = F.cross_entropy(logits.float(), target[part], reduction="none")
             if taught is not None:
                 wanted = F.linear(taught[part], teacher.lm_head.weight).float().log_softmax(-1)
                 far = F.kl_div(logits.float().log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
                 nll = 0.5 * nll + 0.5 * far
             loss = (nll * weights[part]).sum() / weights.sum()
-        loss.backward(retain_graph=False)
-        sums.append(loss.detach())
-        right.append((logits.detach().argmax(-1) == target[part])[weights[part] > 1])
-        flat = leaf.flatten(0, 1)
+        loss.backward()
+        total = total + loss.detach()
+        right = right + ((logits.detach().argmax(-1) == target[part]) & asked[part]).sum()
     hidden.backward(leaf.grad)
-    hit = torch.cat(right).float()
-    total = float(torch.stack(sums).sum())
-    return total, float(hit.mean()) if len(hit) else 0.0
+    return total, right / asked.sum().clamp(min=1)
 
 
 def optimizers(model: LlamaForCausalLM, lr: float, trains: str) -> list[torch.optim.Optimizer]:
@@ -186,6 +184,10 @@ def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple
         One entry a step: step, length, tokens so far, loss, share of answer tokens right.
     """
     model.train()
+    fused = [module for module in model.modules() if isinstance(module, (LlamaRMSNorm, LlamaMLP))
+             ] if device.startswith("cuda") else []
+    for module in fused:  # what is elementwise is most of a small model's time
+        module.compile(dynamic=True)
     opts = optimizers(model, lr, method.trains)
     state_file, history = folder / "state.pt", []
     level, step, steps = 0, 0, sum(count for _, count in levels)
@@ -196,7 +198,18 @@ def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple
             one.load_state_dict(saved)
         level, step, history = state["level"], state["step"], state["history"]
 
+    waiting: list[tuple[dict[str, Any], Tensor, Tensor]] = []
+
+    def settle(keep: int = 0) -> None:
+        """Read the results of all steps but the last few, so that the GPU always has something to do."""
+        while len(waiting) > keep:
+            entry, loss, right = waiting.pop(0)
+            if not math.isfinite(loss):
+                raise RuntimeError(f"training {folder.name} diverged at step {entry['step']}. Take a smaller rate.")
+            history.append({**entry, "loss": round(float(loss), 5), "right": round(float(right), 4)})
+
     def save() -> None:
+        settle()
         with atomic_path(state_file) as name:
             torch.save({"model": model.state_dict(), "opts": [one.state_dict() for one in opts], "level": level,
                         "step": step, "history": history}, name)
@@ -210,7 +223,8 @@ def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple
             done = sum(one["level"] == level for one in history)
             loader = torch.utils.data.DataLoader(
                 Batches(corpus, seed, length, rows), batch_size=None, sampler=range(step, step + most - done),
-                num_workers=workers, multiprocessing_context="fork" if workers else None)
+                num_workers=workers, multiprocessing_context="fork" if workers else None,
+                pin_memory=device.startswith("cuda"))
             for ids, weights in loader:
                 if time_left() <= 0:
                     save()
@@ -218,24 +232,26 @@ def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple
                 spent = sum(count for _, count in levels[:level]) + done
                 for group in (g for one in opts for g in one.param_groups):
                     group["lr"] = group["peak"] * lr_factor(spent, steps)
-                ids, weights = ids.to(device).long(), weights.to(device)
-                loss, right = loss_backward(model, ids, weights, device, teacher)
-                if not math.isfinite(loss):
-                    raise RuntimeError(f"training {folder.name} diverged at step {step}. Take a smaller rate.")
+                ids, weights = (x.to(device, non_blocking=True) for x in (ids, weights))
+                loss, right = loss_backward(model, ids.long(), weights, device, teacher)
                 torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
                 for one in opts:
                     one.step()
                     one.zero_grad(set_to_none=True)
                 step, done, tokens = step + 1, done + 1, tokens + ids.numel()
-                history.append({"step": step, "level": level, "length": length, "tokens": tokens,
-                                "loss": round(loss, 5), "right": round(right, 4), **on_step(step)})
+                waiting.append(({"step": step, "level": level, "length": length, "tokens": tokens, **on_step(step)},
+                                loss, right))
+                settle(keep=1)
                 advance(1)
                 if time.monotonic() - saved_at > SAVE_EVERY_S:
                     save()
                     saved_at = time.monotonic()
             del loader
+            settle()
             on_level(length)
             level += 1
     model.eval()
+    for module in fused:
+        module._compiled_call_impl = None  # measured as it comes
     return history
 
