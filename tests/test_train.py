@@ -388,6 +388,18 @@ def test_two_processes_under_deepspeed_equal_one(setting, whole, tmp_path):
         torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_compiled_parts_train_alike(setting, whole, tmp_path):
+    config = setting.replace(output=str(tmp_path / "fused"), fuse=True)
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    train(config)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > counted
+    fused = weights(config)
+    assert fused.keys() == whole.keys()
+    for key, value in whole.items():
+        torch.testing.assert_close(fused[key], value, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("method", ["full", "window", "longlora"])
 def test_rivals_train_too(setting, tmp_path, method):
     config = setting.replace(output=str(tmp_path / "run"), method=method, steps=2)

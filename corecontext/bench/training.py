@@ -49,6 +49,8 @@ class TrainingBench:
     limit_s: float = 60.0
     """A method is left out at lengths where its step would take longer, going by the last."""
     context_parallel: bool = False
+    fuse: bool = False
+    """Norms and MLPs compiled, for every method."""
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
@@ -116,6 +118,7 @@ class _Trial:
     def __init__(self, bench: TrainingBench, rank: int, world: int) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        from corecontext.inference.fuse import Fused
         from corecontext.integrations.transformers import enable
         from corecontext.train.loss import compute_loss_in_chunks
 
@@ -132,6 +135,7 @@ class _Trial:
                                                                attn_implementation="sdpa").train()
         compute_loss_in_chunks(self.model, LOSS_CHUNK)
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        Fused(self.model, "compile" if bench.fuse else None).__enter__()
         self.config = CCAConfig(bench.group_size, bench.window_size)
         self.handle: Any = None
         self.wire: Any = None
@@ -211,7 +215,8 @@ class _Trial:
         params: dict[str, Any] = {
             "method": method, "backend": self._backend(method), "shape": bench.shape, "strategy": "full",
             "length": total, "tokens_per_gpu": length, "gpus": self.world, "batch": 1, "dtype": bench.dtype,
-            "checkpointing": True, "fsdp": self.wire is not None, "step_flops": self.cost.step_flops(total, g, s)}
+            "checkpointing": True, "fsdp": self.wire is not None,
+            "fuse": bench.fuse, "step_flops": self.cost.step_flops(total, g, s)}
         if method == "cca":
             params |= {"group_size": g, "window_size": s}
         device = device_name(bench.device)
@@ -324,7 +329,7 @@ def _efficiency(bench: TrainingBench, new: list[Record], known: list[Record]) ->
     ours = latest(new, "training.tokens_per_s")
     if ours is None or ours.params["gpus"] == 1:
         return []
-    same = {k: ours.params[k] for k in ("method", "shape", "tokens_per_gpu", "dtype", "fsdp", "group_size",
+    same = {k: ours.params[k] for k in ("method", "shape", "tokens_per_gpu", "dtype", "fsdp", "fuse", "group_size",
                                         "window_size")}
     alone = latest([r for r in known if r.device == ours.device], "training.tokens_per_s", gpus=1, **same)
     if alone is None:

@@ -40,14 +40,14 @@ class Step:
 
 
 def steps(records: Sequence[Record]) -> list[Step]:
-    """What was measured on the device and with the shape of the last record, by number of GPUs and length."""
+    """What was measured as the last record was: on its device, with its shape; by number of GPUs and length."""
     rates = [r for r in records if r.name == "training.tokens_per_s"]
-    rates = [r for r in rates if (r.device, r.params["shape"]) == (rates[-1].device, rates[-1].params["shape"])]
+    rates = [r for r in rates if _kind(r) == _kind(rates[-1])]
     found = []
     kinds = {(r.params["fsdp"], r.params["gpus"], r.params["length"]) for r in rates if r.params["method"] == "cca"}
     for fsdp, gpus, length in sorted(kinds):
-        here = {"gpus": gpus, "length": length, "fsdp": fsdp, "shape": rates[-1].params["shape"]}
-        of_device = [r for r in records if r.device == rates[-1].device]
+        here = {"gpus": gpus, "length": length, "fsdp": fsdp}
+        of_device = [r for r in records if r.name.startswith("training.") and _kind(r) == _kind(rates[-1])]
 
         def newest(name: str, method: str, of_device: list[Record] = of_device, here: dict = here) -> Record | None:
             return latest(of_device, f"training.{name}", method=method, **here)
@@ -63,6 +63,11 @@ def steps(records: Sequence[Record]) -> list[Step]:
                           None if theirs_bytes is None else theirs_bytes.value,
                           None if efficiency is None else efficiency.value, newest("received_bytes", "cca")))
     return found
+
+
+def _kind(record: Record) -> tuple:
+    """What one table does not mix."""
+    return record.device, record.params["shape"], record.params.get("fuse", False)
 
 
 def print_training(records: Sequence[Record]) -> None:

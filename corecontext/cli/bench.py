@@ -146,6 +146,7 @@ def bench_train(length: Annotated[Optional[list[int]], typer.Option(
                 window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 1024,
                 repeats: Annotated[int, typer.Option(help="Steps that are timed, after one that warms up.")] = 3,
                 limit_s: Annotated[float, typer.Option(help="Leave a method out where a step would take longer.")] = 60,
+                fuse: Annotated[bool, typer.Option("--fuse", help="Compile norms and MLPs, for every method.")] = False,
                 device: Device = "auto", json: Json = None, plot: Plot = None, force: Force = False) -> None:
     """Tokens per second and peak memory of a full fine-tuning step, with CCA and with full attention."""
     from corecontext.text import check_output
@@ -163,7 +164,7 @@ def bench_train(length: Annotated[Optional[list[int]], typer.Option(
     device = pick_device(device)
     with one_line():
         bench = TrainingBench(device, length or LENGTHS["cuda" if device.startswith("cuda") else "cpu"], shape,
-                              method or (), group_size, window_size, repeats, limit_s, context_parallel)
+                              method or (), group_size, window_size, repeats, limit_s, context_parallel, fuse)
     records = run_training_bench(bench, lambda new: append_records(json, new) if json is not None else None, json)
     if not records:  # another process has them
         return

@@ -1,8 +1,8 @@
 """Fuse a model's elementwise work (norms, rotary, SwiGLU, residuals) by torch.compile.
 
-While a prompt is read the MLP and norm modules are compiled, for any number of tokens: their intermediate tensors,
-several times the hidden state, are not made. A decoding step is compiled as one graph, so that its many small kernels
-become few; a CUDA graph then captures what was compiled.
+While a prompt is read, or a model trained, the MLP and norm modules are compiled, for any number of tokens: their
+intermediate tensors, several times the hidden state, are not made. A decoding step is compiled as one graph, so that
+its many small kernels become few; a CUDA graph then captures what was compiled.
 """
 
 from __future__ import annotations

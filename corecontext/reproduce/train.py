@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from corecontext import baselines
+from corecontext.inference.fuse import Fused
 from corecontext.reproduce.corpus import Batches, Corpus
 from corecontext.reproduce.plan import Method, Size
 from corecontext.terminal import progress
@@ -184,10 +184,8 @@ def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple
         One entry a step: step, length, tokens so far, loss, share of answer tokens right.
     """
     model.train()
-    fused = [module for module in model.modules() if isinstance(module, (LlamaRMSNorm, LlamaMLP))
-             ] if device.startswith("cuda") else []
-    for module in fused:  # what is elementwise is most of a small model's time
-        module.compile(dynamic=True)
+    fused = Fused(model, "compile" if device.startswith("cuda") else None)
+    fused.__enter__()  # what is elementwise is most of a small model's time
     opts = optimizers(model, lr, method.trains)
     state_file, history = folder / "state.pt", []
     level, step, steps = 0, 0, sum(count for _, count in levels)
@@ -251,7 +249,6 @@ def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple
             on_level(length)
             level += 1
     model.eval()
-    for module in fused:
-        module._compiled_call_impl = None  # measured as it comes
+    fused.__exit__()  # measured as it comes
     return history
 

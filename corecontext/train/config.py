@@ -107,6 +107,8 @@ class TrainConfig:
     """Of the arithmetic: auto (bfloat16 on a GPU), bfloat16 or float32; trained weights are kept in float32."""
     checkpointing: bool = True
     """Forget activations and compute them again in the backward: less memory, a third more work."""
+    fuse: bool = False
+    """Compile norms and MLPs (torch.compile), so that their intermediate tensors are not made."""
     loss_chunk: int = 2048
     """Tokens whose logits exist at once."""
     fsdp: bool = False
