@@ -12,6 +12,7 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.inference import Engine, Load, Sampling, TablePolicy, prefill
 from corecontext.inference.engine import rounded_up
+from corecontext.inference import fuse
 from corecontext.inference.fuse import Fused
 from corecontext.inference.limits import (bytes_per_token, cache_bytes_per_token, choose_chunk_size, does_not_fit,
                                           position_limit)
@@ -506,6 +507,23 @@ def test_fused_modules_change_no_token(model):
     assert all(module._compiled_call_impl is None for module in model.modules())
 
 
+def test_a_models_file_gets_its_own_rotation_back(model, monkeypatch):
+    from transformers.models.llama import modeling_llama as file
+    own, made = file.apply_rotary_pos_emb, []
+    monkeypatch.setattr(fuse, "_rotating", {})
+    monkeypatch.setattr(torch, "compile", lambda function, **options: made.append(function) or function)
+    first, second = Fused(model), Fused(model)
+    with first:
+        assert file.apply_rotary_pos_emb is not own and made.count(own) == 1
+        with second:
+            assert made.count(own) == 1  # compiled already
+        assert file.apply_rotary_pos_emb is not own
+    assert file.apply_rotary_pos_emb is own
+    with first:
+        assert file.apply_rotary_pos_emb is not own and made.count(own) == 1  # for good
+    assert file.apply_rotary_pos_emb is own
+
+
 @pytest.fixture
 def tracing(monkeypatch):
     """torch.compile that traces and runs what it traced, without the minutes of a real compiler; counts graphs."""
@@ -522,7 +540,7 @@ def test_a_fused_step_is_one_graph_and_changes_no_token(model, tracing):
     ids, mask, _ = ragged()
     expected = Engine(model, static=True).generate(ids, mask, max_new_tokens=12)
     engine = Engine(model, fuse="compile", chunk_size=16)
-    engine.fused._compiled = []  # the step alone
+    engine.fused._compiled, engine.fused._files = [], set()  # the step alone
     assert engine.static and engine.generate(ids, mask, max_new_tokens=12) == expected
     assert tracing.frame_count == 1
     assert engine.generate(ids, mask, max_new_tokens=12) == expected and tracing.frame_count == 1  # compiled once
@@ -542,13 +560,15 @@ def test_what_cannot_be_compiled_runs_as_it_is(model, monkeypatch):
 
     ids, expected = tokens(1, 40), Engine(model, static=True).generate(tokens(1, 40), max_new_tokens=6)
     monkeypatch.setattr(torch, "compile", lambda function, **options: broken)
+    monkeypatch.setattr(fuse, "_rotating", {})
     engine = Engine(model, fuse="compile")
     with pytest.warns(UserWarning, match="cannot be compiled, so it runs as it is, which is slower: no compiler here$"
                       ) as seen:
         assert engine.generate(ids, max_new_tokens=6) == expected
-    assert {str(one.message).split()[0] for one in seen} == {"LlamaForCausalLM", "LlamaMLP", "LlamaRMSNorm"}
-    assert len(calls) == 7 + 1  # each module and the step tried once
-    assert engine.generate(ids, max_new_tokens=6) == expected and len(calls) == 8
+    assert {str(one.message).split()[0] for one in seen} == {"LlamaForCausalLM", "LlamaMLP", "LlamaRMSNorm",
+                                                               "apply_rotary_pos_emb"}
+    assert len(calls) == 7 + 2  # each module, the rotation and the step tried once
+    assert engine.generate(ids, max_new_tokens=6) == expected and len(calls) == 9
 
 
 @pytest.mark.slow

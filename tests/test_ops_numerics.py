@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from corecontext.ops import partial
 from corecontext.ops.api import cca_attention, pool_core_tokens
 from corecontext.ops.rotary import Rotary
 from corecontext.testing import (assert_accurate, assert_within_budget, make_inputs, results_and_gradients,
@@ -139,3 +140,31 @@ def test_float64_gradients_by_finite_differences(device):
             lambda q, k, v, b, settings=settings: packed(
                 q, k, v, core_bias=b, group_size=3, window_size=2, rotary=rotary, **settings),
             leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("queries, keys, is_causal", [(300, 1100, False), (1100, 1100, True), (90, 40, False)])
+def test_parts_of_a_softmax(device, dtype, head_dim, queries, keys, is_causal):
+    """Every fused kernel that a part may take, and its gradients from the whole's log-sum-exp, against float64."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    q, k, v = draw(2, 3, queries, head_dim), draw(2, 1, keys, head_dim), draw(2, 1, keys, head_dim)
+    grad, settings = draw(*q.shape), {"scale": head_dim ** -0.5, "is_causal": is_causal}
+    truth, truth_lse = partial.forward(*(x.double() for x in (q, k, v)), **settings)
+    out, lse = partial.forward(q, k, v, **settings)
+    assert out.dtype == dtype and lse.shape == truth_lse.shape and lse.dtype == torch.float32
+    tight = 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(lse.double(), truth_lse, rtol=0, atol=2e-4)
+    torch.testing.assert_close(out.double(), truth, rtol=2 * tight, atol=2 * tight)
+    whole_lse = truth_lse + 0.4  # as if other parts had taken a share
+    share = (truth * (-0.4 * torch.ones(())).exp().to(device))
+    wanted = partial.backward(*(x.double() for x in (grad, q, k, v)), share, whole_lse, **settings)
+    got = partial.backward(grad, q, k, v, share.to(dtype), whole_lse.float(), **settings)
+    for name, one, right in zip(("q", "k", "v"), got, wanted):
+        assert one.shape == right.shape
+        error = (one.double() - right).norm() / right.norm()
+        assert error < 6 * tight, (name, float(error))

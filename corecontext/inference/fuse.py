@@ -1,14 +1,17 @@
 """Fuse a model's elementwise work (norms, rotary, SwiGLU, residuals) by torch.compile.
 
-While a prompt is read, or a model trained, the MLP and norm modules are compiled, for any number of tokens: their
-intermediate tensors, several times the hidden state, are not made. A decoding step is compiled as one graph, so that
-its many small kernels become few; a CUDA graph then captures what was compiled.
+While a prompt is read, or a model trained, the MLP and norm modules and the rotation of queries and keys are compiled,
+for any number of tokens: their intermediate tensors, several times the hidden state, are not made. A decoding step is
+compiled as one graph, so that its many small kernels become few; a CUDA graph then captures what was compiled.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,14 +21,18 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 FUSE = (None, "compile")
 MOST_STEPS = 64  # kinds of steps (batch, length, g, s) that stay compiled at once; later ones run as they are
 _REFUSED = (TorchDynamoException, FailOnRecompileLimitHit)
+_ROTATE = "apply_rotary_pos_emb"  # what transformers calls it in each model's file
+_rotating: dict[ModuleType, tuple[int, Callable[..., Any], Callable[..., Any]]] = {}  # uses now, its own, compiled
+_lock = threading.Lock()
 
 
 class Fused:
     """One model's compiled parts: modules within a with block, and `step` for decoding.
 
     MLP and norm modules work on each token by itself; they are found by their class's name, as transformers names them.
-    Modules that are compiled already keep what they have. Where the compiler fails (none for this machine, a model that
-    it cannot trace), a warning says so and the model runs as it is.
+    Modules that are compiled already keep what they have. The rotation is a function of a model's file, so other models
+    of that architecture rotate by the compiled one, too, for the length of the with block. Where the compiler fails
+    (none for this machine, a model that it cannot trace), a warning says so and the model runs as it is.
 
     Args:
         model: Any module.
@@ -41,20 +48,37 @@ class Fused:
         self.model = model
         self._step: Callable[..., Any] | None = None
         self._compiled: list[tuple[nn.Module, Any]] = []
+        self._files: set[ModuleType] = set()
         if fuse is not None:
             # As one graph or not at all: then nothing has run, and the cache is untouched, when it fails.
             self._step = torch.compile(model, dynamic=False, fullgraph=True)
-            self._compiled = [(module, _or_plain(module)) for module in model.modules()
-                              if type(module).__name__.endswith(("MLP", "RMSNorm"))
-                              and module._compiled_call_impl is None]
+            self._compiled = [(module, _or_plain(module._call_impl, type(module).__name__))
+                              for module in model.modules() if module._compiled_call_impl is None
+                              and type(module).__name__.endswith(("MLP", "RMSNorm"))]
+            self._files = {file for module in model.modules() if type(module).__name__.endswith("Attention")
+                           and hasattr(file := sys.modules[type(module).__module__], _ROTATE)}
 
     def __enter__(self) -> None:
         for module, compiled in self._compiled:
             module._compiled_call_impl = compiled
+        with _lock:
+            for file in self._files:
+                now = getattr(file, _ROTATE)
+                users, own, compiled = _rotating.get(file, (0, None, None))
+                if not users and now is not own:
+                    own, compiled = now, _or_plain(now, _ROTATE)
+                setattr(file, _ROTATE, compiled)
+                _rotating[file] = users + 1, own, compiled  # type: ignore[assignment]
 
     def __exit__(self, *exc: Any) -> None:
         for module, _ in self._compiled:
             module._compiled_call_impl = None
+        with _lock:
+            for file in self._files:
+                users, own, compiled = _rotating[file]
+                _rotating[file] = users - 1, own, compiled
+                if users == 1:
+                    setattr(file, _ROTATE, own)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on one token a row and a cache of fixed buffers."""
@@ -63,14 +87,14 @@ class Fused:
                 with torch._dynamo.config.patch(recompile_limit=MOST_STEPS):
                     return self._step(*args, **kwargs)
             except _REFUSED as error:
-                _warn(self.model, error)
+                _warn(type(self.model).__name__, error)
                 self._step = None
         return self.model(*args, **kwargs)
 
 
-def _or_plain(module: nn.Module) -> Callable[..., Any]:
-    """The compiled module, which has no state to spoil, until the compiler fails."""
-    compiled: Callable[..., Any] | None = torch.compile(module._call_impl, dynamic=True)
+def _or_plain(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The compiled function, which has no state to spoil, until the compiler fails."""
+    compiled: Callable[..., Any] | None = torch.compile(function, dynamic=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled
@@ -78,14 +102,13 @@ def _or_plain(module: nn.Module) -> Callable[..., Any]:
             try:
                 return compiled(*args, **kwargs)
             except _REFUSED as error:
-                _warn(module, error)
+                _warn(name, error)
                 compiled = None
-        return module._call_impl(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
 
 
-def _warn(module: nn.Module, error: BaseException) -> None:
+def _warn(name: str, error: BaseException) -> None:
     why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    warnings.warn(f"{type(module).__name__} cannot be compiled, so it runs as it is, which is slower: {why}",
-                  stacklevel=3)
+    warnings.warn(f"{name} cannot be compiled, so it runs as it is, which is slower: {why}", stacklevel=3)

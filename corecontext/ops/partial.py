@@ -12,6 +12,7 @@ from torch import Tensor
 
 _aten = torch.ops.aten
 _CHUNK_SCORES = 1 << 24  # scores held at once by the plain path: 64 MiB in float32
+_CUDNN_KEYS = 1024  # keys from which cuDNN's faster kernels are worth the plan that it makes for each new shape
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, bias: Tensor | None = None, is_causal: bool = False,
@@ -25,8 +26,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, bias: Tensor | Non
     Returns:
         out [N, h, T, D] in q's dtype, log-sum-exp [N, h, T] in float32 (float64 for float64).
     """
+    kernel = _kernel(q, k, bias, softcap)
+    if kernel == "cudnn":
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False,
+                                                                 scale=scale)
+        return out, lse.view(q.shape[:3])
     k, v = _expand(k, q), _expand(v, q)
-    kernel = _kernel(q, bias, softcap)
     if kernel == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
     if kernel == "flash":
@@ -43,10 +48,15 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     Returns:
         grad_q [N, h, T, D], grad_k and grad_v of the shapes of k and v.
     """
+    kernel = _kernel(q, k, bias, softcap) if grad_lse is None else "plain"
     shape = k.shape
     k, v = _expand(k, q), _expand(v, q)
-    kernel = _kernel(q, bias, softcap) if grad_lse is None else "plain"
-    if kernel == "cpu":
+    if kernel == "cudnn":
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # serves dropout, which is 0
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out.contiguous(), q, k.contiguous(), v.contiguous(), out.contiguous(), lse.contiguous()[..., None],
+            seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, is_causal, scale=scale)
+    elif kernel == "cpu":
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
     elif kernel == "flash":
@@ -64,15 +74,18 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     return grad_q, grad_k, grad_v
 
 
-def _kernel(q: Tensor, bias: Tensor | None, softcap: float | None) -> str:
-    """Which implementation takes the call: "cpu", "flash" (CUDA, half precision, no bias) or "plain"."""
+def _kernel(q: Tensor, k: Tensor, bias: Tensor | None, softcap: float | None) -> str:
+    """Which implementation takes the call: "cpu"; "cudnn" (Hopper and later) or "flash" (CUDA), in half precision and
+    without a bias; or "plain"."""
     if softcap is not None:
         return "plain"
     if q.device.type == "cpu":
         return "cpu"
     half = q.dtype in (torch.float16, torch.bfloat16)
     if q.device.type == "cuda" and bias is None and half and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
-        return "flash"
+        is_new = torch.cuda.get_device_capability(q.device) >= (9, 0) and torch.backends.cudnn.is_available()
+        may_vary = not torch.are_deterministic_algorithms_enabled()
+        return "cudnn" if is_new and may_vary and q.shape[-1] <= 128 and k.shape[2] >= _CUDNN_KEYS else "flash"
     return "plain"
 
 
