@@ -10,6 +10,7 @@ from families import tiny_model, tokens
 import corecontext
 from corecontext import CCAConfig
 from corecontext.inference import Engine, Sampling
+from corecontext.inference.policy import TablePolicy
 from corecontext.inference.scheduler import Job, QueueFull, Scheduler
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -442,3 +443,44 @@ def test_an_empty_pool_that_is_wanted_is_not_given_up_for_itself(model):
         assert all(one.pool in scheduler.pools for one in scheduler.active())
     assert other.tokens == alone(model, other) and again.tokens == alone(model, again)
     assert_empty(scheduler)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+def test_warming_up_leaves_nothing_behind(model, full, fixed):
+    scheduler, tried = Scheduler(model, chunk_size=16, full=full, capture=False), []
+    scheduler.batch.fixed = fixed
+    place = scheduler._place
+    scheduler._place = lambda config, length: tried.append((config and (config.group_size, config.window_size),
+                                                            length)) or place(config, length)
+    scheduler.warm_up(TablePolicy(((0.5, 5, 13), (1.0, 10, 30))).sizes)
+    assert [sizes for sizes, _ in tried] == ([None] if full else [(5, 13), (5, 13), (10, 30)])
+    assert all(length > 18 for _, length in tried) and (full or tried[2][1] > 41)  # core tokens are seen, too
+    assert_empty(scheduler)
+    assert not scheduler.pools and scheduler.load().time_to_first_token is None
+    one = job(40, 9)
+    scheduler.submit(one)
+    finish(scheduler)
+    assert full or one.tokens == alone(model, one)
+
+
+def test_warming_up_passes_over_what_does_not_fit(model):
+    scheduler = Scheduler(model, chunk_size=16, cache_bytes=2 ** 17, max_length=60, capture=False)
+    scheduler.warm_up([(1, 1000)])
+    assert_empty(scheduler)
+
+
+def test_steps_of_a_gpu_are_few(model):
+    """Pools in one order whatever order they filled in, and rows in powers of four."""
+    scheduler = Scheduler(model, chunk_size=64, rows_per_pool=16, capture=False)
+    scheduler.batch.fixed, seen = True, []
+    step = scheduler.batch.step
+    scheduler.batch.step = lambda pools, *rest: seen.append(
+        tuple((id(pool), scheduler.batch._rounded(pool)) for pool in pools)) or step(pools, *rest)
+    for first, second in ((5, 7), (7, 5)):
+        jobs = [job(30, 5 + i, i, group_size=g) for i, g in enumerate([first, second] * 4)]
+        for one in jobs:
+            scheduler.submit(one)
+        finish(scheduler)
+    assert {count for parts in seen for _, count in parts} == {1, 4}
+    assert len({frozenset(parts) for parts in seen}) == len(set(seen)) and len({len(parts) for parts in seen}) == 2

@@ -24,8 +24,8 @@ Parts = tuple[tuple[RowPool, int], ...]
 class Step:
     """Buffers of a step over the rows of some pools; captured in a CUDA graph where it is given memory for graphs."""
 
-    def __init__(self, model: Any, parts: Parts, memory: Any) -> None:
-        self.model, self.parts, self.memory, device = model, parts, memory, model.device
+    def __init__(self, model: Any, parts: Parts, memory: Any, warm: int = 0) -> None:
+        self.model, self.parts, self.memory, self.warm, device = model, parts, memory, warm, model.device
         rows = sum(count for _, count in parts)
         self.tokens, self.positions = (torch.zeros(rows, 1, dtype=torch.long, device=device) for _ in range(2))
         self._hold()
@@ -34,7 +34,6 @@ class Step:
                                    for own in layers])
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
-        self.warm = 0
 
     def _hold(self) -> None:
         for pool, count in self.parts:
@@ -85,8 +84,9 @@ class Step:
 class DecodeBatch:
     """Decodes the rows of pools together.
 
-    On a GPU a step is captured once for each set of pools and rows in them, rounded up to a power of two; rows without
-    a request then run along and store nothing. On a CPU just the rows in use are run.
+    On a GPU a step is captured once for each set of pools and rows in them, rounded up to a power of four: capturing
+    takes as long as many steps, and rows without a request, which run along and store nothing, next to no time. On a
+    CPU just the rows in use are run.
 
     Args:
         model: A causal language model with CCA enabled.
@@ -104,7 +104,7 @@ class DecodeBatch:
         """Feed one token to each row in use; returns logits [rows in use, vocabulary], pool after pool.
 
         Args:
-            pools: Those with requests.
+            pools: Those with requests, in the same order every time.
             tokens, positions: For each pool the newest token of each row, and its position.
         """
         parts = tuple((pool, self._rounded(pool)) for pool in pools)
@@ -126,13 +126,14 @@ class DecodeBatch:
     def _rounded(self, pool: RowPool) -> int:
         if not pool.fixed:
             return pool.used
-        return min(pool.rows, 1 << max(0, pool.used - 1).bit_length())
+        return min(pool.rows, 4 ** (((pool.used - 1).bit_length() + 1) // 2))
 
     def _step_for(self, parts: Parts) -> Step:
         if self._memory is None:
             return Step(self.model, parts, None)
         key = tuple((id(pool), count) for pool, count in parts)
-        step = self._steps.pop(key, None) or Step(self.model, parts, self._memory)
+        # What the first step compiled and chose need not be compiled and chosen again.
+        step = self._steps.pop(key, None) or Step(self.model, parts, self._memory, WARM_UP - 1 if self._steps else 0)
         self._steps[key] = step
         while len(self._steps) > KEEP_GRAPHS:
             self._steps.popitem(last=False)

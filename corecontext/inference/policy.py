@@ -55,6 +55,11 @@ class TablePolicy:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}.")
 
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Every (group_size, window_size) that it may give."""
+        return [(g, s) for _, g, s in self.rows]
+
     def pressure(self, load: Load) -> float:
         """0 when idle, 1 when full."""
         return max(load.cache_share, load.queue_length / self.queue_limit,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from corecontext.inference.policy import Load, Policy
 from corecontext.inference.prefill import read_chunk
 from corecontext.inference.prefix import Node, PrefixStore
 from corecontext.inference.sampling import Sampling, choose_rows
+from corecontext.inference.session import WARM_UP
 from corecontext.integrations.hf_cache import GivenLayer
 from corecontext.integrations.transformers import handle_of
 from corecontext.visibility import group_size_for
@@ -275,6 +276,29 @@ class Scheduler:
         self.pools.remove(pool)
         self.batch.forget(pool)
 
+    def warm_up(self, sizes: Iterable[tuple[int, int]] = ()) -> None:
+        """Run a made-up request with the model's own (g, s) and with each of `sizes`, before the first one comes, so
+        that none waits for kernels to be compiled. Nothing of it is kept."""
+        own = self.handle.config
+        if self.full or own.layer_group_sizes is not None:
+            sizes = ()
+        for g, s in dict.fromkeys([(None, None), *sizes]):
+            seen = (g or own.group_size) + (s or own.window_size)  # beyond it core tokens are used, too
+            length = min(max(self.chunk_size, seen) + 1, self.max_length - WARM_UP - 2)
+            job = Job([0] * max(1, length), min(WARM_UP + 2, self.max_length - 1), group_size=g, window_size=s)
+            try:
+                self.submit(job)
+            except ValueError:  # larger than the budget
+                continue
+            while not self.idle:
+                self.step()
+            if job.error is not None:
+                raise job.error
+        for pool in list(self.pools):
+            self._drop(pool)
+        self.prefixes.trim(0)
+        self._first_token = None
+
     # A turn ----------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -392,7 +416,7 @@ class Scheduler:
         """One token for each running request."""
         if not self.running:
             return False
-        pools = list(self.running)
+        pools = [pool for pool in self.pools if pool in self.running]  # in an order that recurs
         jobs = [job for pool in pools for job in self.running[pool]]
         try:
             logits = self.batch.step(pools, [[job.last_token for job in self.running[pool]] for pool in pools],

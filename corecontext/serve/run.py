@@ -85,7 +85,7 @@ def make_app(serving: Serving) -> Any:
     except ImportError as error:
         raise UserError(f"serve needs {error.name}, which is not installed. Install it with: "
                         "pip install 'corecontext[serve]'") from None
-    from corecontext.inference.policy import load_policy, table_around
+    from corecontext.inference.policy import TablePolicy, load_policy, table_around
     from corecontext.inference.scheduler import Scheduler
 
     policy = None
@@ -106,6 +106,8 @@ def make_app(serving: Serving) -> Any:
                               rows_per_pool=serving.rows_per_pool or (16 if cuda else 8),
                               queue_limit=serving.queue_limit, chunk_size=serving.chunk_size,
                               max_length=serving.max_length)
+    if cuda:
+        scheduler.warm_up(policy.sizes if isinstance(policy, TablePolicy) else ())
     return create_app(scheduler, loaded.tokenizer, Options(serving.model_name, serving.api_key, serving.time_limit_s))
 
 
