@@ -7,6 +7,8 @@ backward of a part is called with the MERGED output and log-sum-exp, which makes
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -53,9 +55,10 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     k, v = _expand(k, q), _expand(v, q)
     if kernel == "cudnn":
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # serves dropout, which is 0
+        stats = lse.contiguous().view(*lse.shape, *[1] * (_cudnn_stats_dim() - 3))
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out.contiguous(), q, k.contiguous(), v.contiguous(), out.contiguous(), lse.contiguous()[..., None],
-            seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, is_causal, scale=scale)
+            grad_out.contiguous(), q, k.contiguous(), v.contiguous(), out.contiguous(), stats, seed, seed, None, None,
+            None, q.shape[2], k.shape[2], 0.0, is_causal, scale=scale)
     elif kernel == "cpu":
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
@@ -87,6 +90,13 @@ def _kernel(q: Tensor, k: Tensor, bias: Tensor | None, softcap: float | None) ->
         may_vary = not torch.are_deterministic_algorithms_enabled()
         return "cudnn" if is_new and may_vary and q.shape[-1] <= 128 and k.shape[2] >= _CUDNN_KEYS else "flash"
     return "plain"
+
+
+@functools.cache
+def _cudnn_stats_dim() -> int:
+    """Dimensions of cuDNN's log-sum-exp: torch's versions differ in whether there is a fourth, of one."""
+    x = torch.zeros(1, 1, 64, 64, dtype=torch.float16, device="cuda")
+    return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
 
 
 def _expand(x: Tensor, q: Tensor) -> Tensor:
