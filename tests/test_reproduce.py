@@ -169,6 +169,14 @@ def test_questions_come_with_passages(corpus, tmp_path):
     a, b, _ = row.answers[0]
     assert own.tokenizer.decode(row.ids[a:b].tolist()) == " word1\n"
     assert own.qa_row("test", own.questions("test")[1], random.Random(0), 3, 100) is None
+    for seed in range(6):
+        row = own.planted_qa_row(random.Random(seed), 4, 2000)
+        (a, b, distance), text = row.answers[0], own.tokenizer.decode(row.ids.tolist())
+        question = own.tokenizer.decode(row.ids[:a].tolist()).rsplit("Recall: ", 1)[1]
+        fact = question + own.tokenizer.decode(row.ids[a:b].tolist())
+        assert text.count(fact) == 2 and text.count("Document [") == 4 and b == len(row.ids)
+        assert own.tokenizer.decode(row.ids[:a - distance].tolist()).endswith(f"{fact}\n")
+    assert own.planted_qa_row(random.Random(0), 4, 200) is None
     batch, weights = own.batch(0, 0, 600, 10)
     assert "Answer: word" in own.tokenizer.decode(batch[9].tolist()) and weights[9].max() > 1
     with pytest.raises(UserError, match="must hold tokenizer.json"):

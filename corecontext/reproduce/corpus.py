@@ -178,6 +178,22 @@ class Corpus:
         ids = np.array(prompt + answer)
         return Row(ids, [(len(prompt), len(ids), 0)])
 
+    def planted_qa_row(self, rng: random.Random, count: int, length: int) -> Row | None:
+        """Passages, each ending in a fact, and the question about one of them; at most `length` tokens, else None, as
+        where there are no passages."""
+        if not self.questions("test"):
+            return None
+        documents = rng.sample(sorted(self._pool), count)
+        facts, asked = make_facts(rng, rng.sample(KINDS, len(KINDS)), count), rng.randrange(count)
+        parts = [self.encode(f"Document [{i}](Title: {one['title']}) {one['text']} {fact.sentence}\n")
+                 for i, (one, fact) in enumerate(zip((self._pool[name] for name in documents), facts), 1)]
+        question, answer = self.encode(facts[asked].prompt), self.encode(facts[asked].completion)
+        ids = np.array([x for part in (*parts, question, answer) for x in part])
+        if len(ids) > length:
+            return None
+        start = len(ids) - len(answer)
+        return Row(ids, [(start, len(ids), start - sum(map(len, parts[:asked + 1])))])
+
     def batch(self, seed: int, step: int, length: int, rows: int) -> tuple[Tensor, Tensor]:
         """Training rows [rows, length] and weights of their tokens, uint16 and uint8: text, facts, passages."""
         rng = random.Random(f"{seed}-{step}-{length}")

@@ -93,6 +93,13 @@ def qa_rows(corpus: Corpus, size: Size, documents: int) -> list[Row]:
     return [row for row in rows if row is not None][:size.questions]
 
 
+def planted_qa_rows(corpus: Corpus, size: Size, documents: int) -> list[Row]:
+    """As many passages, each with a fact of its own, and the question about one of them; those that fit the length."""
+    rng = random.Random(f"planted-{documents}")
+    rows = [corpus.planted_qa_row(rng, documents, size.length) for _ in range(size.questions)]
+    return [row for row in rows if row is not None]
+
+
 @torch.inference_mode()
 def cloze(model: LlamaForCausalLM, corpus: Corpus, size: Size, device: str) -> list[bool]:
     """Which of four stretches goes on with a text: the likeliest is the right one or not.

@@ -271,11 +271,17 @@ def _retrieval(page: Page, known: dict[str, Method], size: Size) -> str:
 
 
 def _questions(page: Page, known: dict[str, Method], size: Size) -> str:
-    return ("<p>Right where greedy decoding gives the first gold answer.</p>"
-            + table(["method", *(f"{n} passages" for n in size.documents)], [
-                [html.escape(one.title), *(_mean(page, "quality.score", one.name, size, task="multidoc_qa",
-                                                 documents=n)[1] for n in size.documents)]
-                for one in known.values()]))
+    parts = []
+    for task, what in (("multidoc_qa", "Questions of people (NaturalQuestions) about one of the passages. A model this "
+                                       "small answers few, whatever its attention."),
+                       ("multidoc_planted", "The same kind of passages, each with a planted fact at its end, one of "
+                                            "which is asked for.")):
+        parts.append(f"<p>{what} Right where greedy decoding gives the first gold answer.</p>"
+                     + table(["method", *(f"{n} passages" for n in size.documents)], [
+                         [html.escape(one.title), *(_mean(page, "quality.accuracy", one.name, size, task=task,
+                                                          documents=n)[1] for n in size.documents)]
+                         for one in known.values()]))
+    return "".join(parts)
 
 
 def _cost() -> str:

@@ -282,11 +282,12 @@ class Miniature:
                     yield self._record("quality.accuracy", sum(some) / len(some), method, stage, task="retrieval",
                                        distance=distance, questions=len(some), length=length)
         for documents in () if brief else size.documents:
-            rows = measure.qa_rows(self.corpus, size, documents)
-            if rows:
-                right = [hit for _, hit in measure.answers_right(model, rows, self.device)]
-                yield self._record("quality.score", sum(right) / len(right), method, stage, task="multidoc_qa",
-                                   documents=documents, questions=len(right))
+            for task, rows in (("multidoc_qa", measure.qa_rows(self.corpus, size, documents)),
+                               ("multidoc_planted", measure.planted_qa_rows(self.corpus, size, documents))):
+                if rows:
+                    right = [hit for _, hit in measure.answers_right(model, rows, self.device)]
+                    yield self._record("quality.accuracy", sum(right) / len(right), method, stage, task=task,
+                                       documents=documents, questions=len(right))
         seconds, held = measure.time_and_cache(model, size, self.device)
         yield self._record("model.first_token_s", seconds if len(seconds) > 1 else seconds[0], method, stage)
         yield self._record("model.cache_bytes", held, method, stage)
