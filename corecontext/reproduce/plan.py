@@ -160,16 +160,17 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
             raise UserError(f"finalist must be one of {', '.join(m.name for m in known.values() if m.trains)}, got "
                             f"{name!r}.")
     found = [Stage("prepare", "prepare")]
-    found += [Stage(tuned(name, rate), "tune", ("prepare",), first, name, lr=rate)
-              for name in SCRATCH for rate in size.rates]
+
+    def tries(name: str) -> list[Stage]:
+        return [Stage(tuned(name, rate), "tune", ("prepare",), first, name, lr=rate) for rate in size.rates]
 
     def scratch(name: str, seed: int, like: str) -> Stage:
         return Stage(f"base-{seed}" if name == "full" else f"scratch-{name}-{seed}", "scratch",
-                     tuple(tuned(like, rate) for rate in size.rates), seed, name)
+                     tuple(one.name for one in tries(like)), seed, name)
 
     for seed in size.seeds:
         base = scratch("full", seed, "full")
-        found.append(base)
+        found += [*(tries("full") if seed == first else ()), base]
         for one in known.values():
             if seed == first or one.name in (*FINALISTS, *finalists):
                 found.append(Stage(f"{one.name}-{seed}", "adapt" if one.trains else "zero", (base.name,), seed,
@@ -184,8 +185,9 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
                       Stage("flexibility", "flexibility", (ours,), seed, "cca"),
                       Stage("cloze", "cloze", (ours, f"full-{seed}"), seed),
                       Stage("maps", "maps", (base.name,), seed)]
-        if seed in size.scratch_seeds:
-            found += [scratch(name, seed, name) for name in SCRATCH if name != "full"]
+        for name in SCRATCH if seed in size.scratch_seeds else ():
+            if name != "full":
+                found += [*(tries(name) if seed == first else ()), scratch(name, seed, name)]
     found.append(scratch("learned", first, "cca"))
     return found
 
