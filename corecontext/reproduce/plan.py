@@ -84,6 +84,11 @@ def methods(size: Size) -> dict[str, Method]:
     cca = CCAConfig(group_size=g, window_size=s)
     small, large = max(1, round(g * 10 / 16)), 4 * g  # (1/10 + 1/64) / 2 is 1/17.3
     half = size.layers // 2
+
+    def by_layer(at: tuple[int, ...], sixteenths: int) -> tuple[int, ...]:
+        """Large groups but in a few layers, whose small ones take what the others save."""
+        return tuple(max(1, round(g * sixteenths / 16)) if i in at else large for i in range(size.layers))
+
     learned = cca.replace(learned=LEARNED)
     found = [
         Method("full", None, "full attention"),
@@ -103,6 +108,11 @@ def methods(size: Size) -> dict[str, Method]:
                "CCA, small groups in later layers"),
         Method("small_early", cca.replace(layer_group_sizes=(small,) * half + (large,) * (size.layers - half)),
                "CCA, small groups in earlier layers"),
+        *(Method(name, cca.replace(layer_group_sizes=by_layer(at, few)), title) for name, at, few, title in (
+            ("one_early", (size.layers // 4,), 3, "CCA, small groups in one early layer"),
+            ("one_middle", (half,), 3, "CCA, small groups in one middle layer"),
+            ("one_late", (3 * size.layers // 4,), 3, "CCA, small groups in one late layer"),
+            ("two_layers", (half - 1, 3 * size.layers // 4), 6, "CCA, small groups in two layers"))),
         # g raw tokens in place of one core token cost g - 1 entries, which the window gives up.
         Method("sinks", cca.replace(sink_size=g, window_size=s - (g - 1)), f"CCA, the first {g} tokens raw"),
         Method("bias", cca.replace(learned=("bias",)), "CCA, learned bias"),
