@@ -72,6 +72,15 @@ def test_every_stage_leaves_records_and_the_report_ties_numbers_to_them(done):
         assert one.why.endswith(".")
 
 
+def test_shares_of_the_gain_are_of_whole_measurements_only(done):
+    """Not of short trainings, nor of other sizes at test time, which all lie in one folder."""
+    out, _ = done
+    whole = {stage.name for stage in stages(SMOKE) if stage.kind in ("scratch", "zero", "adapt") and not stage.sizes}
+    assert {path.parent.name for path in out.glob("*/far_test.npy")} == whole
+    assert {path.parent.name for path in out.glob("*/far_val.npy")} == whole
+    assert {one.params["stage"] for one in read_records(out / "derived.jsonl")} <= whole
+
+
 def test_the_papers_rows_are_all_there():
     found = [one.where for one in paper.rows()]
     assert {where: found.count(where) for where in found} == {
@@ -343,9 +352,9 @@ def test_gain_kept_is_a_share(tmp_path):
     records = [make_record("quality.perplexity", math.exp(2.0), {"bucket": "far", "method": name, "seed": 0,
                                                                 "stage": stage, "split": "val"})
                for name, stage in (*((name, f"{name}-0") for name in ("window", "full", "cca", "odd", "absent")),
-                                   ("scratch", "scratch-cca-0"))]
-    found = {one.params["method"]: one for one in gains(tmp_path, records, SMOKE)}
-    assert set(found) == {"cca", "odd", "scratch"} and found["scratch"].value == pytest.approx(0.75)
+                                   ("cca", "scratch-cca-0"))]
+    found = {one.params["stage"].removesuffix("-0"): one for one in gains(tmp_path, records, SMOKE)}
+    assert set(found) == {"cca", "odd", "scratch-cca"} and found["scratch-cca"].value == pytest.approx(0.75)
     assert found["cca"].value == pytest.approx(0.6) and found["odd"].value == pytest.approx(-0.5)
     assert found["cca"].params["low"] <= 0.6 <= found["cca"].params["high"]
 

@@ -9,8 +9,10 @@ import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -58,6 +60,20 @@ def whole(setting) -> dict[str, torch.Tensor]:
 def weights(config: TrainConfig, which: str = "model") -> dict[str, torch.Tensor]:
     """The weights of the final model or of a checkpoint of a run."""
     return load_file(Path(config.output) / which / "model.safetensors")
+
+
+def stop_at(step: int, config: TrainConfig, before: Callable[[], None] = lambda: None) -> None:
+    """Train until a user stops it with Ctrl-C after so many steps."""
+    own = trainer.CCATrainer.training_step
+
+    def stopped(self, *args):
+        if self.state.global_step == step:
+            before()
+            raise KeyboardInterrupt
+        return own(self, *args)
+
+    with mock.patch.object(trainer.CCATrainer, "training_step", stopped), pytest.raises(KeyboardInterrupt):
+        train(config)
 
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -125,17 +141,8 @@ def test_streamed_data_continues_bit_for_bit(setting, tmp_path, monkeypatch):
                              output=str(tmp_path / "whole"))
     train(config)
     want, config = weights(config), config.replace(output=str(tmp_path / "run"))
-    step, opened = trainer.CCATrainer.training_step, []
-
-    def stopped(self, *args):
-        if self.state.global_step == 5:
-            raise KeyboardInterrupt
-        return step(self, *args)
-
-    monkeypatch.setattr(trainer.CCATrainer, "training_step", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        train(config)
-    monkeypatch.undo()
+    stop_at(5, config)
+    opened = []
     load = trainer.StreamedRows.load_state_dict
     monkeypatch.setattr(trainer.StreamedRows, "load_state_dict", lambda self, state: (opened.append(state["row"]),
                                                                                       load(self, state)))
@@ -173,23 +180,16 @@ def test_a_full_disk_loses_nothing(setting, whole, tmp_path, monkeypatch, caplog
     assert_equal(weights(config), whole)
 
 
-def test_a_run_is_continued_as_it_was_begun_and_by_one_process(setting, tmp_path, monkeypatch):
+def test_a_run_is_continued_as_it_was_begun_and_by_one_process(setting, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text((ROOT / "LICENSE").read_text()[:2000])
     config = setting.replace(output=str(tmp_path / "run"), data=(str(path),), steps=2)
-    step = trainer.CCATrainer.training_step
 
-    def stopped(self, *args):
-        if self.state.global_step == 1:
-            with pytest.raises(UserError, match="output '.*run' is in use by another process"):
-                train(config)
-            raise KeyboardInterrupt
-        return step(self, *args)
+    def begin_another():
+        with pytest.raises(UserError, match="output '.*run' is in use by another process"):
+            train(config)
 
-    monkeypatch.setattr(trainer.CCATrainer, "training_step", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        train(config)
-    monkeypatch.undo()
+    stop_at(1, config, begin_another)
     saved = tmp_path / "run/train_config.json"
     settings = saved.read_text()
     saved.write_text(settings.replace('"processes": 1', '"processes": 8'))

@@ -50,7 +50,7 @@ class TrainingBench:
     """A method is left out at lengths where its step would take longer, going by the last."""
     context_parallel: bool = False
     fuse: bool = False
-    """Norms and MLPs compiled, for every method."""
+    """Norms, MLPs and the rotation of queries and keys compiled, for every method."""
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
@@ -92,14 +92,16 @@ def run_training_bench(bench: TrainingBench, on_records: Callable[[list[Record]]
     Raises:
         UserError: --context-parallel without several processes.
     """
+    from corecontext.inference.fuse import Fused
+
     with _processes(bench) as (bench, rank, world):
         trial = _Trial(bench, rank, world)
-        trial.check()
         records: list[Record] = []
         last: dict[str, tuple[int, float]] = {}
         steps = len(bench.lengths) * len(bench.wanted())
         shown = progress("corecontext bench train", steps) if rank == 0 else contextlib.nullcontext(lambda amount: None)
-        with shown as ahead:
+        with Fused(trial.model, "compile" if bench.fuse else None), shown as ahead:
+            trial.check()
             for length in sorted(bench.lengths):
                 for method in bench.wanted():
                     new = trial.measure(method, length, last)
@@ -118,7 +120,6 @@ class _Trial:
     def __init__(self, bench: TrainingBench, rank: int, world: int) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from corecontext.inference.fuse import Fused
         from corecontext.integrations.transformers import enable
         from corecontext.train.loss import compute_loss_in_chunks
 
@@ -135,7 +136,6 @@ class _Trial:
                                                                attn_implementation="sdpa").train()
         compute_loss_in_chunks(self.model, LOSS_CHUNK)
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        Fused(self.model, "compile" if bench.fuse else None).__enter__()
         self.config = CCAConfig(bench.group_size, bench.window_size)
         self.handle: Any = None
         self.wire: Any = None
@@ -215,8 +215,8 @@ class _Trial:
         params: dict[str, Any] = {
             "method": method, "backend": self._backend(method), "shape": bench.shape, "strategy": "full",
             "length": total, "tokens_per_gpu": length, "gpus": self.world, "batch": 1, "dtype": bench.dtype,
-            "checkpointing": True, "fsdp": self.wire is not None,
-            "fuse": bench.fuse, "step_flops": self.cost.step_flops(total, g, s)}
+            "checkpointing": True, "fsdp": self.wire is not None, "fuse": bench.fuse,
+            "step_flops": self.cost.step_flops(total, g, s)}
         if method == "cca":
             params |= {"group_size": g, "window_size": s}
         device = device_name(bench.device)

@@ -146,7 +146,8 @@ def bench_train(length: Annotated[Optional[list[int]], typer.Option(
                 window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 1024,
                 repeats: Annotated[int, typer.Option(help="Steps that are timed, after one that warms up.")] = 3,
                 limit_s: Annotated[float, typer.Option(help="Leave a method out where a step would take longer.")] = 60,
-                fuse: Annotated[bool, typer.Option("--fuse", help="Compile norms and MLPs, for every method.")] = False,
+                fuse: Annotated[bool, typer.Option("--fuse", help="Compile norms, MLPs and rotation, for every "
+                                                                  "method.")] = False,
                 device: Device = "auto", json: Json = None, plot: Plot = None, force: Force = False) -> None:
     """Tokens per second and peak memory of a full fine-tuning step, with CCA and with full attention."""
     from corecontext.text import check_output

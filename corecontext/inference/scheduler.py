@@ -3,6 +3,8 @@
 One turn reads a chunk of at most one prompt and makes one token for each request that is past its prompt, so a long
 prompt delays the others by a chunk, never by its length. Which prompt is read alternates between the one that came
 first and the one that is nearest to its end: no prompt waits for ever, and a short one does not wait for a long one.
+
+The file is long because where a request is (queue, reading, a row) and which memory that takes must change together.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def attention(module: ModuleType, q: Tensor, k: Tensor, v: Tensor, bias: Tensor 
                            segment.last_row - segment.first_row)
         cores = pool(*one.groups(), here, **options)
         part = attend(module, one.q, one.k, one.v, *cores, one.core_bias, one.sizes, options["scale"],
-                       options["softcap"])
+                      options["softcap"])
         one.put(out, part[0])
         one.put(lse, part[1])
     return out.to(q.dtype), lse

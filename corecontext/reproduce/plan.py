@@ -54,12 +54,15 @@ class Size:
     latency_repeats: int = 5
 
 
-FULL = Size("mini", 8, 512, 8, 2, 1408, 4096, 256, 16,
-            65536, ((512, 700), (1024, 500), (2048, 900), (4096, 5600)),  # 505 million tokens
-            ((512, 600), (1024, 250), (2048, 150), (4096, 200)), 400,  # 79 million
-            32768, 1000, 300, 2_000_000, 300, (2, 4, 8, 16, 32, 64), (64, 128, 256, 512, 1024), (5, 10, 20))
-SMOKE = Size("smoke", 2, 32, 4, 2, 64, 256, 32, 4, 512, ((128, 2), (256, 2)), ((128, 1),), 2, 512, 2, 1, 1024, 4,
-             (2, 8), (16, 64), (2,), (0,), (0,), (1e-3, 2e-3), latency_repeats=1)
+FULL = Size(name="mini", layers=8, hidden=512, heads=8, kv_heads=2, ffn=1408, length=4096, window=256, group=16,
+            step_tokens=65536, levels=((512, 700), (1024, 500), (2048, 900), (4096, 5600)),  # 505 million tokens
+            tune_levels=((512, 600), (1024, 250), (2048, 150), (4096, 200)), follow_steps=400,  # 79 million
+            adapt_tokens=32768, adapt_steps=1000, short_steps=300, eval_tokens=2_000_000, questions=300,
+            groups=(2, 4, 8, 16, 32, 64), windows=(64, 128, 256, 512, 1024), documents=(5, 10, 20))
+SMOKE = Size(name="smoke", layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, length=256, window=32, group=4,
+             step_tokens=512, levels=((128, 2), (256, 2)), tune_levels=((128, 1),), follow_steps=2, adapt_tokens=512,
+             adapt_steps=2, short_steps=1, eval_tokens=1024, questions=4, groups=(2, 8), windows=(16, 64),
+             documents=(2,), seeds=(0,), scratch_seeds=(0,), rates=(1e-3, 2e-3), latency_repeats=1)
 SIZES = {one.name: one for one in (FULL, SMOKE)}
 
 
@@ -175,31 +178,41 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
         return [Stage(tuned(name, rate), "tune", ("prepare",), first, name, lr=rate) for rate in size.rates]
 
     def scratch(name: str, seed: int, like: str) -> Stage:
-        return Stage(f"base-{seed}" if name == "full" else f"scratch-{name}-{seed}", "scratch",
-                     tuple(one.name for one in tries(like)), seed, name)
+        """With the rate that is best of those tried for the method `like`."""
+        return Stage(from_scratch(name, seed), "scratch", tuple(one.name for one in tries(like)), seed, name)
 
     for seed in size.seeds:
         base = scratch("full", seed, "full")
         found += [*(tries("full") if seed == first else ()), base]
         for one in known.values():
             if seed == first or one.name in (*FINALISTS, *finalists):
-                found.append(Stage(f"{one.name}-{seed}", "adapt" if one.trains else "zero", (base.name,), seed,
+                found.append(Stage(adapted(one.name, seed), "adapt" if one.trains else "zero", (base.name,), seed,
                                    one.name))
         if seed == first:
-            ours = f"cca-{seed}"
+            ours = adapted("cca", seed)
             found += [Stage(f"g{g}-{seed}", "adapt", (base.name,), seed, "cca", (("group_size", g),))
                       for g in size.groups]
             found += [Stage(f"s{s}-{seed}", "adapt", (base.name,), seed, "cca", (("window_size", s),))
                       for s in size.windows]
             found += [Stage("from-short", "short", (base.name,), seed, "cca"),
                       Stage("flexibility", "flexibility", (ours,), seed, "cca"),
-                      Stage("cloze", "cloze", (ours, f"full-{seed}"), seed),
+                      Stage("cloze", "cloze", (ours, adapted("full", seed)), seed),
                       Stage("maps", "maps", (base.name,), seed)]
         for name in SCRATCH if seed in size.scratch_seeds else ():
             if name != "full":
                 found += [*(tries(name) if seed == first else ()), scratch(name, seed, name)]
     found.append(scratch("learned", first, "cca"))
     return found
+
+
+def adapted(method: str, seed: int) -> str:
+    """Name of the stage that brings a base model to a method, or measures it under one."""
+    return f"{method}-{seed}"
+
+
+def from_scratch(method: str, seed: int) -> str:
+    """Name of the stage that trains a model with a method from random weights."""
+    return f"base-{seed}" if method == "full" else f"scratch-{method}-{seed}"
 
 
 def tuned(method: str, rate: float) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from corecontext.record import Record, make_record
 from corecontext.reproduce import figures, paper
-from corecontext.reproduce.plan import SCRATCH, Method, Size, methods, tuned
+from corecontext.reproduce.plan import SCRATCH, Method, Size, adapted, from_scratch, methods, tuned
 from corecontext.text import atomic_path, write_text
 
 SHAPES = (("LLaMA2-7B", 32, 32, 128), ("Llama-3.1-8B", 32, 8, 128))
@@ -87,7 +87,8 @@ def percent(x: float) -> str:
 def gains(folder: Path, records: Sequence[Record], size: Size) -> list[Record]:
     """Share of the long-range gain that each method keeps, (ln window - ln x) / (ln window - ln full), by seed.
 
-    Over the second half of each window; the window and full attention are those that were trained in the same way.
+    Over the second half of each window; the window and full attention are those that were adapted, or trained from
+    scratch, too. Of stages that try a rate or are measured in brief there is none.
     `low` and `high` are the 95 % interval over the windows, drawn again a thousand times, the same for all methods.
     Nothing is recorded where full attention gains nothing.
     """
@@ -96,9 +97,9 @@ def gains(folder: Path, records: Sequence[Record], size: Size) -> list[Record]:
         p = one.params
         if one.name != "quality.perplexity" or p.get("bucket") != "far" or p["method"] in ("full", "window"):
             continue
-        seed, scratch = p["seed"], p["stage"].startswith("scratch-")
-        names = (f"scratch-window-{seed}", f"base-{seed}") if scratch else (f"window-{seed}", f"full-{seed}")
-        paths = [folder / name / f"far_{p['split']}.npy" for name in (*names, p["stage"])]
+        stage_of = from_scratch if p["stage"] == from_scratch(p["method"], p["seed"]) else adapted
+        names = [*(stage_of(name, p["seed"]) for name in ("window", "full")), p["stage"]]
+        paths = [folder / name / f"far_{p['split']}.npy" for name in names]
         if not all(path.exists() for path in paths):
             continue
         window, full, ours = (np.load(path).astype(np.float64) for path in paths)
@@ -212,7 +213,6 @@ def _methods(page: Page, known: dict[str, Method], size: Size) -> str:
 
 
 def _scratch(page: Page, size: Size) -> str:
-    names = [(name, f"scratch-{name}" if name != "full" else "base") for name in (*SCRATCH, "learned")]
     tries = table(["method", *(f"rate {rate:g}" for rate in size.rates)], [
         [name, *(page.cell(page.find("quality.perplexity", stage=tuned(name, rate), bucket="all", split="val"))
                  for rate in size.rates)] for name in SCRATCH])
@@ -221,10 +221,11 @@ def _scratch(page: Page, size: Size) -> str:
             + table(["method", "seed", "rate", "perplexity, far, validation", "test", "gain kept",
                      "retrieval beyond the window"], [
                 [name, str(seed), f"{found.params['lr']:g}",
-                 page.cell(page.find("quality.perplexity", stage=f"{stage}-{seed}", bucket="far", split="val")),
-                 *_three(page, f"{stage}-{seed}", size)]
-                for name, stage in names for seed in size.seeds
-                if (found := page.find("quality.perplexity", stage=f"{stage}-{seed}", bucket="far")) is not None])
+                 page.cell(page.find("quality.perplexity", stage=stage, bucket="far", split="val")),
+                 *_three(page, stage, size)]
+                for name in (*SCRATCH, "learned") for seed in size.seeds
+                if (found := page.find("quality.perplexity", stage=(stage := from_scratch(name, seed)), bucket="far"))
+                is not None])
             + f"<p>Validation perplexity of short trainings, by rate:</p>{tries}")
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
+from corecontext.inference.fuse import Fused
 from corecontext.integrations.transformers import handle_of
 from corecontext.record import Record, append_records, device_name, make_record, read_records
 from corecontext.reproduce import evaluate as measure
@@ -146,7 +147,7 @@ class Miniature:
         model = self._new(stage.seed)
         with attention(model, method.config):
             self._train(model, method, self.size.tune_levels, self.size.step_tokens, stage.lr, stage, folder)
-            yield from self._perplexity(model, method, stage, folder, ("val",), lr=stage.lr)
+            yield from self._perplexity(model, method, stage, ("val",), lr=stage.lr)
 
     def _scratch(self, stage: Stage, folder: Path) -> Iterator[Record]:
         """A model that never had another attention, with the best of the rates tried, followed on validation text.
@@ -248,8 +249,9 @@ class Miniature:
     def _train(self, model: LlamaForCausalLM, method: Method, levels: tuple[tuple[int, int], ...], step_tokens: int,
                lr: float, stage: Stage, folder: Path, **more: Any) -> None:
         """Train, and keep the curve."""
-        history = train(model, self.corpus, method, levels, step_tokens, lr, stage.seed, self.device, folder,
-                        workers=self.workers, time_left=self.time_left, **more)
+        with Fused(model, "compile" if self.device.startswith("cuda") else None):
+            history = train(model, self.corpus, method, levels, step_tokens, lr, stage.seed, self.device, folder,
+                            workers=self.workers, time_left=self.time_left, **more)
         with atomic_path(folder / "curve.jsonl") as name:
             Path(name).write_text("".join(json.dumps(one) + "\n" for one in history), encoding="utf-8")
 
@@ -257,14 +259,15 @@ class Miniature:
         """Of windows [n, L - 1], the second half."""
         return nll[:, self.size.length // 2 - 1:]
 
-    def _perplexity(self, model: LlamaForCausalLM, method: Method, stage: Stage, folder: Path,
-                    splits: tuple[str, ...], **params: Any) -> Iterator[Record]:
-        """Of whole windows and of their far halves; each window's mean over its far half is kept."""
+    def _perplexity(self, model: LlamaForCausalLM, method: Method, stage: Stage, splits: tuple[str, ...],
+                    folder: Path | None = None, **params: Any) -> Iterator[Record]:
+        """Of whole windows and of their far halves; each window's mean over its far half is kept in `folder`."""
         model.eval()
         for split in splits:
             nll = measure.window_nll(model, self.corpus, self.size, split, self.device)
-            with atomic_path(folder / f"far_{split}.npy") as name:
-                np.save(name, self._far(nll).mean(1))
+            if folder is not None:
+                with atomic_path(folder / f"far_{split}.npy") as name:
+                    np.save(name, self._far(nll).mean(1))
             for bucket, part in (("all", nll), ("far", self._far(nll))):
                 yield self._record("quality.perplexity", math.exp(part.mean(dtype=np.float64)), method, stage,
                                    task="text", bucket=bucket, windows=len(nll), split=split, **params)
@@ -273,7 +276,10 @@ class Miniature:
                  brief: bool = False, **params: Any) -> Iterator[Record]:
         """Perplexity near and far, answers by distance and length, time and cache."""
         size, reach = self.size, self.size.window + self.size.group
-        yield from self._perplexity(model, method, stage, folder, ("test",) if brief else ("val", "test"), **params)
+        if brief:
+            yield from self._perplexity(model, method, stage, ("test",), **params)
+        else:
+            yield from self._perplexity(model, method, stage, ("val", "test"), folder, **params)
         for length in (size.length,) if brief else [length for length, _ in size.levels]:
             found = measure.answers_right(model, measure.fact_rows(self.corpus, length, size.questions), self.device)
             for distance, keep in (("all", lambda d: True), ("far", lambda d: d > reach)):

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from corecontext import baselines
-from corecontext.inference.fuse import Fused
 from corecontext.reproduce.corpus import Batches, Corpus
 from corecontext.reproduce.plan import Method, Size
 from corecontext.terminal import progress
@@ -184,8 +183,6 @@ def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple
         One entry a step: step, length, tokens so far, loss, share of answer tokens right.
     """
     model.train()
-    fused = Fused(model, "compile" if device.startswith("cuda") else None)
-    fused.__enter__()  # what is elementwise is most of a small model's time
     opts = optimizers(model, lr, method.trains)
     state_file, history = folder / "state.pt", []
     level, step, steps = 0, 0, sum(count for _, count in levels)
@@ -249,6 +246,5 @@ def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple
             on_level(length)
             level += 1
     model.eval()
-    fused.__exit__()  # measured as it comes
     return history
 

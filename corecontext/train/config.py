@@ -108,7 +108,8 @@ class TrainConfig:
     checkpointing: bool = True
     """Forget activations and compute them again in the backward: less memory, a third more work."""
     fuse: bool = False
-    """Compile norms and MLPs (torch.compile), so that their intermediate tensors are not made."""
+    """Compile norms, MLPs and the rotation of queries and keys (torch.compile): their intermediate tensors are not
+    made."""
     loss_chunk: int = 2048
     """Tokens whose logits exist at once."""
     fsdp: bool = False

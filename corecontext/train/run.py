@@ -79,6 +79,8 @@ def train(config: TrainConfig) -> Result:
 def _run(config: TrainConfig, arguments: Any, hf_config: Any, tokenizer: Any, rows: PackedRows | StreamedRows,
          eval_rows: PackedRows | None) -> Result:
     """The training itself, in a folder that is this run's."""
+    from corecontext.inference.fuse import Fused
+
     folder, main = Path(config.output), arguments.process_index == 0
     trainer = _trainer(config, arguments, make_model(config, hf_config, bfloat16=arguments.bf16), rows, eval_rows)
     with arguments.main_process_first(desc="run folder"):
@@ -89,7 +91,8 @@ def _run(config: TrainConfig, arguments: Any, hf_config: Any, tokenizer: Any, ro
     resume = latest(folder)
     if resume is not None and isinstance(rows, StreamedRows) and (resume / STREAM).is_file():
         rows.load_state_dict(json.loads((resume / STREAM).read_text(encoding="utf-8")))
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    with Fused(trainer.model, "compile" if config.fuse else None):
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     if trainer.save_error is not None:
         _save_after_all(trainer, folder)
     last = latest(folder)
@@ -151,13 +154,11 @@ def _rows(config: TrainConfig, tokenizer: Any, world_size: int) -> tuple[PackedR
 def _trainer(config: TrainConfig, arguments: Any, model: Any, rows: PackedRows | StreamedRows,
              eval_rows: PackedRows | None) -> Any:
     """Trainer on the model, whose loss comes in chunks."""
-    from corecontext.inference.fuse import Fused
     from corecontext.integrations.transformers import _inner_model
     from corecontext.train.loss import compute_loss_in_chunks
     from corecontext.train.trainer import CCATrainer
 
     compute_loss_in_chunks(_inner_model(model), config.loss_chunk)
-    Fused(model, "compile" if config.fuse else None).__enter__()
     return CCATrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=eval_rows, data_collator=collate,
                       context_parallel=config.context_parallel, keep=config.keep)
 
