@@ -24,7 +24,7 @@ UNITS = {
     "operator.decode_us": "us", "operator.peak_bytes": "bytes", "operator.skipped": "count",
     "model.first_token_s": "s", "model.next_token_ms": "ms", "model.cache_bytes": "bytes", "model.peak_bytes": "bytes",
     "model.tokens_per_s": "tokens/s", "model.skipped": "count",
-    "training.tokens_per_s": "tokens/s", "training.peak_bytes": "bytes", "training.scaling_efficiency": "fraction",
+    "training.tokens_per_s": "tokens/s", "training.peak_bytes": "bytes",
     "training.received_bytes": "bytes", "training.skipped": "count",
     "quality.perplexity": "perplexity", "quality.gain_kept": "fraction", "quality.accuracy": "fraction",
     "quality.bits_per_byte": "bits/byte", "quality.score": "fraction",

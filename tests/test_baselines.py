@@ -274,6 +274,18 @@ def test_minference_reads_sparsely_and_decodes_densely(family):
             torch.testing.assert_close(model(ids[:, 60:], past_key_values=copied).logits, step, rtol=1e-4, atol=5e-5)
 
 
+@pytest.mark.parametrize("config", [*SINKS, MInference((MIXED,) * 2, block_size=8, probe=8), LongLoRA(16)],
+                         ids=lambda config: config.name)
+def test_autocast_changes_no_more_than_rounding(config):
+    """Weights and rotation in float32, products in half precision."""
+    model, ids = tiny_model("llama"), tokens(1, 48)
+    with baselines.enabled(model, config):
+        wanted = logits(model, ids)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = logits(model, ids)
+    assert (found.float() - wanted).abs().mean() < 0.1
+
+
 def test_search_finds_the_pattern_of_a_head(tmp_path):
     model, ids = tiny_model(), tokens(1, 90)
     narrow, wide = Pattern("a_shape", 0, 1), Pattern("vertical_slash", 90, 90)

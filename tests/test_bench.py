@@ -409,7 +409,6 @@ def test_a_missing_record_is_named():
 
 
 def test_training_steps_are_measured_and_drawn(tmp_path, capsys):
-    from corecontext.bench import training
     from corecontext.bench.training_figure import draw_training, steps
     from corecontext.cli import main
 
@@ -420,7 +419,8 @@ def test_training_steps_are_measured_and_drawn(tmp_path, capsys):
     assert "of allowed" in capsys.readouterr().out and plot.stat().st_size > 5000
     records = read_records(json)
     found = steps(records)
-    assert [(one.length, one.gpus, one.fsdp) for one in found] == [(96, 1, False), (200, 1, False)]
+    assert [(one.length, one.gpus, one.fsdp, one.fuse) for one in found] == [(96, 1, False, False),
+                                                                             (200, 1, False, False)]
     for one in found:
         assert one.speedup > 0 and 1 < one.allowed < 3 and one.full.params["backend"] == "sdpa"
     # Four processes whose work per token is twice as much, at half the tokens per second each: nothing is lost.
@@ -428,12 +428,12 @@ def test_training_steps_are_measured_and_drawn(tmp_path, capsys):
     alone = dataclasses.replace(alone, params={**alone.params, "fsdp": True})
     four = dataclasses.replace(alone, value=2 * alone.value, params={
         **alone.params, "gpus": 4, "length": 800, "step_flops": 8 * alone.params["step_flops"]})
-    bench = training.TrainingBench("cpu", (200,), "tiny")
-    (efficiency,) = training._efficiency(bench, [four], [alone])
-    assert efficiency.name == "training.scaling_efficiency" and efficiency.value == pytest.approx(1.0)
-    assert training._efficiency(bench, [four], [four]) == [] and training._efficiency(bench, [alone], [alone]) == []
-    peak = dataclasses.replace(next(r for r in records if r.name == "training.peak_bytes"), params=four.params)
-    draw_training([*records, four, peak, efficiency], str(plot))
+    peak = next(r for r in records if r.name == "training.peak_bytes")
+    peaks = [dataclasses.replace(peak, params=one.params) for one in (alone, four)]
+    assert [one.efficiency for one in steps([*records, four, peaks[1]])] == [None] * 3  # nothing to compare with
+    spread = [*records, alone, four, *peaks]
+    assert [one.efficiency for one in steps(spread)] == [None, None, None, pytest.approx(1.0)]
+    draw_training(spread, str(plot))
     for wrong, message in ((["--context-parallel"], "must run in several processes"),
                            (["--method", "flex"], "method must be"), (["--shape", "huge"], "shape must be"),
                            (["--length", "0"], "length must be at least 1")):

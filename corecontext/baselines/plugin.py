@@ -19,6 +19,7 @@ from corecontext.baselines.minference import sparse_attention
 from corecontext.config import CCAConfig
 from corecontext.integrations import transformers as ours
 from corecontext.integrations.hf_rotary import find_rotary
+from corecontext.ops.api import outside_autocast
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import find_segments, has_restarts
 
@@ -163,24 +164,27 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
         raise NotImplementedError(f"attention dropout must be 0 under {handle.config.name}, got {dropout}. "
                                   "Set config.attention_dropout = 0.0.")
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    if handle.observer is not None:
-        handle.observer(module.layer_idx, query, key, value, scale, softcap)
-        return dense_attention(query, key, value, scale, softcap).transpose(1, 2), None
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    packed = cu_seqlens is not None or (attention_mask is None and query.shape[2] == key.shape[2] > 1
-                                        and has_restarts(position_ids))
-    if packed:
-        if isinstance(call.layer, SinkLayer):
-            call.layer.close()
-        out = torch.empty_like(query)
-        position_ids = position_ids if cu_seqlens is None else None
-        for row, end_row, start, end in find_segments(query.shape[0], query.shape[2], None, cu_seqlens, position_ids):
-            part = (slice(row, end_row), slice(None), slice(start, end))
-            out[part] = _one(handle, module, None, call.rotary, query[part], key[part], value[part], None, scale,
-                             softcap)
+    (query, key, value), context = outside_autocast(query, key, value)
+    with context:
+        if handle.observer is not None:
+            handle.observer(module.layer_idx, query, key, value, scale, softcap)
+            return dense_attention(query, key, value, scale, softcap).transpose(1, 2), None
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        packed = cu_seqlens is not None or (attention_mask is None and query.shape[2] == key.shape[2] > 1
+                                            and has_restarts(position_ids))
+        if packed:
+            if isinstance(call.layer, SinkLayer):
+                call.layer.close()
+            out = torch.empty_like(query)
+            position_ids = position_ids if cu_seqlens is None else None
+            for row, end_row, start, end in find_segments(query.shape[0], query.shape[2], None, cu_seqlens,
+                                                          position_ids):
+                part = (slice(row, end_row), slice(None), slice(start, end))
+                out[part] = _one(handle, module, None, call.rotary, query[part], key[part], value[part], None, scale,
+                                 softcap)
+            return out.transpose(1, 2), None
+        out = _one(handle, module, call.layer, call.rotary, query, key, value, attention_mask, scale, softcap)
         return out.transpose(1, 2), None
-    out = _one(handle, module, call.layer, call.rotary, query, key, value, attention_mask, scale, softcap)
-    return out.transpose(1, 2), None
 
 
 def _one(handle: Handle, module: nn.Module, layer: Any, rotary: Rotary | None, q: Tensor, k: Tensor, v: Tensor,

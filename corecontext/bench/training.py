@@ -24,7 +24,7 @@ from corecontext.bench.methods import KERNELS
 from corecontext.bench.shapes import ROTARY, SHAPES
 from corecontext.config import CCAConfig
 from corecontext.loading import is_out_of_memory
-from corecontext.record import Record, device_name, latest, make_record, read_records
+from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
 from corecontext.text import UserError
 
@@ -81,13 +81,11 @@ class TrainingBench:
         return self.methods or (("cca",) if self.context_parallel else ("cca", *(KERNELS if self.cuda else ("full",))))
 
 
-def run_training_bench(bench: TrainingBench, on_records: Callable[[list[Record]], None] | None = None,
-                       json: str | None = None) -> list[Record]:
+def run_training_bench(bench: TrainingBench, on_records: Callable[[list[Record]], None] | None = None) -> list[Record]:
     """Check, then measure; returns the records of this process, none but on the first of several.
 
     Args:
         on_records: Given the new records after each step that was measured.
-        json: Where the step of one process was recorded, for the scaling efficiency of several.
 
     Raises:
         UserError: --context-parallel without several processes.
@@ -106,7 +104,6 @@ def run_training_bench(bench: TrainingBench, on_records: Callable[[list[Record]]
                 for method in bench.wanted():
                     new = trial.measure(method, length, last)
                     if rank == 0:
-                        new += _efficiency(bench, new, [*records, *_earlier(json)])
                         records += new
                         if on_records is not None:
                             on_records(new)
@@ -314,28 +311,3 @@ def _processes(bench: TrainingBench) -> Any:
     finally:
         if mine:
             dist.destroy_process_group()
-
-
-def _earlier(json: str | None) -> list[Record]:
-    """The records of a file, if there is one."""
-    return read_records(json) if json is not None and os.path.exists(json) else []
-
-
-def _efficiency(bench: TrainingBench, new: list[Record], known: list[Record]) -> list[Record]:
-    """Operations per second and process against those of one process with as many tokens, run the same way.
-
-    Tokens per second alone would not compare: a longer sequence has more attention to compute per token.
-    """
-    ours = latest(new, "training.tokens_per_s")
-    if ours is None or ours.params["gpus"] == 1:
-        return []
-    same = {k: ours.params[k] for k in ("method", "shape", "tokens_per_gpu", "dtype", "fsdp", "fuse", "group_size",
-                                        "window_size")}
-    alone = latest([r for r in known if r.device == ours.device], "training.tokens_per_s", gpus=1, **same)
-    if alone is None:
-        return []
-
-    def rate(record: Record) -> float:
-        return record.value / record.params["length"] * record.params["step_flops"] / record.params["gpus"]
-
-    return [make_record("training.scaling_efficiency", rate(ours) / rate(alone), ours.params, device=ours.device)]

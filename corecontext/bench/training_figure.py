@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -21,11 +22,15 @@ class Step:
     gpus: int
     fsdp: bool
     """Whether weights and sequence were spread over the GPUs."""
+    fuse: bool
+    """Whether norms, MLPs and the rotation were compiled."""
     cca: Record
     cca_bytes: float
     full: Record | None
     full_bytes: float | None
     efficiency: float | None
+    """Operations per second and GPU, against one process with as many tokens: a longer sequence has more attention to
+    compute per token, so tokens per second alone would not compare."""
     received: Record | None
 
     @property
@@ -40,34 +45,36 @@ class Step:
 
 
 def steps(records: Sequence[Record]) -> list[Step]:
-    """What was measured as the last record was: on its device, with its shape; by number of GPUs and length."""
+    """What was measured on the device and with the shape of the last record; by how it was run, GPUs and length."""
+    last = next(r for r in reversed(records) if r.name == "training.tokens_per_s")
+    records = [r for r in records if r.name.startswith("training.")
+               and (r.device, r.params["shape"]) == (last.device, last.params["shape"])]
     rates = [r for r in records if r.name == "training.tokens_per_s"]
-    rates = [r for r in rates if _kind(r) == _kind(rates[-1])]
     found = []
-    kinds = {(r.params["fsdp"], r.params["gpus"], r.params["length"]) for r in rates if r.params["method"] == "cca"}
-    for fsdp, gpus, length in sorted(kinds):
-        here = {"gpus": gpus, "length": length, "fsdp": fsdp}
-        of_device = [r for r in records if r.name.startswith("training.") and _kind(r) == _kind(rates[-1])]
+    for fsdp, fuse, gpus, length in sorted({(r.params["fsdp"], r.params["fuse"], r.params["gpus"], r.params["length"])
+                                            for r in rates if r.params["method"] == "cca"}):
+        here = {"gpus": gpus, "length": length, "fsdp": fsdp, "fuse": fuse}
 
-        def newest(name: str, method: str, of_device: list[Record] = of_device, here: dict = here) -> Record | None:
-            return latest(of_device, f"training.{name}", method=method, **here)
+        def newest(name: str, method: str, here: dict[str, Any] = here) -> Record | None:
+            return latest(records, f"training.{name}", method=method, **here)
 
         full = [one for method in sorted({r.params["method"] for r in rates} - {"cca"})
                 if (one := newest("tokens_per_s", method)) is not None]
         best = max(full, key=lambda r: r.value, default=None)
         ours, ours_bytes = newest("tokens_per_s", "cca"), newest("peak_bytes", "cca")
         theirs_bytes = None if best is None else newest("peak_bytes", best.params["method"])
-        efficiency = newest("scaling_efficiency", "cca")
         assert ours is not None and ours_bytes is not None  # recorded together
-        found.append(Step(length, gpus, fsdp, ours, ours_bytes.value, best,
+        tokens = ours.params["tokens_per_gpu"]
+        alone = newest("tokens_per_s", "cca", {**here, "gpus": 1, "length": tokens}) if gpus > 1 else None
+        found.append(Step(length, gpus, fsdp, fuse, ours, ours_bytes.value, best,
                           None if theirs_bytes is None else theirs_bytes.value,
-                          None if efficiency is None else efficiency.value, newest("received_bytes", "cca")))
+                          None if alone is None else _rate(ours) / _rate(alone), newest("received_bytes", "cca")))
     return found
 
 
-def _kind(record: Record) -> tuple:
-    """What one table does not mix."""
-    return record.device, record.params["shape"], record.params.get("fuse", False)
+def _rate(record: Record) -> float:
+    """Operations per second and GPU."""
+    return record.value / record.params["length"] * record.params["step_flops"] / record.params["gpus"]
 
 
 def print_training(records: Sequence[Record]) -> None:
@@ -88,7 +95,8 @@ def print_training(records: Sequence[Record]) -> None:
         share = "" if one.speedup is None or one.allowed is None else f"{one.speedup / one.allowed:.0%}"
         ring = "" if one.received is None or not one.received.params["ring_bytes"] else \
             f"1/{one.received.params['ring_bytes'] / max(1, one.received.value):.1f}"
-        table.add_row(str(one.length), f"{one.gpus}{', FSDP2' if one.fsdp else ''}", best, f"{one.cca.value:.0f}",
+        run = f"{one.gpus}{', FSDP2' if one.fsdp else ''}{', compiled' if one.fuse else ''}"
+        table.add_row(str(one.length), run, best, f"{one.cca.value:.0f}",
                       ratio, share, "" if one.full_bytes is None else f"{one.full_bytes / 2 ** 30:.2f}",
                       f"{one.cca_bytes / 2 ** 30:.2f}", "" if one.efficiency is None else f"{one.efficiency:.0%}", ring)
     console().print(table)
@@ -98,6 +106,7 @@ def draw_training(records: Sequence[Record], path: str) -> None:
     """Tokens per second and memory by length on one GPU, and the efficiency by number of GPUs where there is one."""
     found = steps(records)
     alone = [one for one in found if not one.fsdp]
+    alone = [one for one in alone if one.fuse == alone[-1].fuse]  # compiled where there is both
     many = [one for one in found if one.efficiency is not None]
     panels = 2 * bool(alone) + bool(many)
     if not panels:

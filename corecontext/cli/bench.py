@@ -160,15 +160,17 @@ def bench_train(length: Annotated[Optional[list[int]], typer.Option(
     from corecontext.bench.training import LENGTHS, TrainingBench, run_training_bench
     from corecontext.bench.training_figure import draw_training, print_training
     from corecontext.loading import one_line, pick_device
-    from corecontext.record import append_records
+    from corecontext.record import append_records, read_records
 
     device = pick_device(device)
     with one_line():
         bench = TrainingBench(device, length or LENGTHS["cuda" if device.startswith("cuda") else "cpu"], shape,
                               method or (), group_size, window_size, repeats, limit_s, context_parallel, fuse)
-    records = run_training_bench(bench, lambda new: append_records(json, new) if json is not None else None, json)
+    records = run_training_bench(bench, lambda new: append_records(json, new) if json is not None else None)
     if not records:  # another process has them
         return
+    if json is not None:  # what was measured before belongs to the same picture
+        records = read_records(json)
     if plot is not None:
         draw_training(records, plot)
     print_training(records)

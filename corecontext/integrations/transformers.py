@@ -146,9 +146,13 @@ def enable(model: nn.Module, config: CCAConfig | None = None, *, rollback: int =
 
     Raises:
         NotImplementedError: the architecture is not tested, or its rotary embedding changes with length.
+        TypeError: the model is no transformers model, or the config no CCAConfig.
         ValueError: the model is already enabled, or has no full-attention layer.
     """
     inner = _inner_model(model)
+    if not isinstance(config, CCAConfig | None):
+        raise TypeError(f"config must be a CCAConfig, got {type(config).__name__}. Rivals are enabled by "
+                        "corecontext.baselines.enable.")
     if "_corecontext" in inner.__dict__:
         raise ValueError("model must not be enabled twice. Use handle.configure(...) or handle.disable() first.")
     if inner.config.model_type not in TESTED:
