@@ -193,7 +193,7 @@ def test_tables_and_figures(records, more, tmp_path, capsys):
     append_records(tmp_path / "model.jsonl", records)
     assert figures.main(["--results", str(tmp_path)]) == 0
     assert (tmp_path / "model_sweep.svg").exists()
-    readme = figures.update_readme("<!-- table: model -->\nold\n<!-- end table -->\n", tmp_path)
+    readme = figures.update_tables("<!-- table: model -->\nold\n<!-- end table -->\n", tmp_path)
     assert readme == f"<!-- table: model -->\n{text}<!-- end table -->\n"
 
 

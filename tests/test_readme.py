@@ -127,8 +127,9 @@ def test_readme_has_the_two_commands_and_ci_calls_the_same():
 
 
 def test_the_tables_say_what_the_records_say():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert figures.update_readme(readme, ROOT / "results") == readme
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text(encoding="utf-8")
+        assert figures.update_tables(text, ROOT / "results") == text, page.name
 
 
 def test_the_map_names_files_that_exist():

@@ -1,7 +1,7 @@
 """Figures and README's tables, drawn from records: no number is ever typed by hand.
 
-`python -m corecontext.bench.figures` draws results/*.svg; with `--readme` it also rewrites README's tables, which
-stand between `<!-- table: NAME -->` and `<!-- end table -->`.
+`python -m corecontext.bench.figures` draws results/*.svg; with `--readme` it also rewrites the tables of README and
+docs/, which stand between `<!-- table: NAME -->` and `<!-- end table -->`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from corecontext.bench.model_tables import model_markdown
 from corecontext.bench.operator_figure import draw_operator
 from corecontext.bench.serve_figure import draw_serve
 from corecontext.bench.tables import operator_markdown
-from corecontext.bench.training_figure import draw_training
+from corecontext.bench.training_figure import draw_training, training_markdown
 from corecontext.record import Record, read_records
 from corecontext.text import write_text
 
 __all__ = ["SUFFIXES", "check_plot", "demo_table", "draw_demo", "draw_model", "draw_operator", "draw_sweep", "main",
-           "model_markdown", "newest", "operator_markdown", "update_readme"]
+           "model_markdown", "newest", "operator_markdown", "update_tables"]
 
 DEMO_ROWS = (("time to first token", "first_token_s", "{:.2f} s", 1), ("time per further token", "next_token_ms",
              "{:.1f} ms", 1), ("cache", "cache_bytes", "{:.1f} MiB", 2 ** 20),
@@ -73,9 +73,10 @@ def newest(records: Iterable[Record], name: str, **params: Any) -> Record:
     raise ValueError(f"records must hold {name} with {params}, got none.")
 
 
-def update_readme(text: str, results: Path) -> str:
-    """README with its tables made anew from the records; a table without records stays as it is."""
-    for name, draw in (("demo", demo_table), ("operator", operator_markdown), ("model", model_markdown)):
+def update_tables(text: str, results: Path) -> str:
+    """A page with its tables made anew from the records; a table without records stays as it is."""
+    for name, draw in (("demo", demo_table), ("operator", operator_markdown), ("model", model_markdown),
+                       ("training", training_markdown)):
         path = results / f"{name}.jsonl"
         if path.exists():
             before, mark, rest = text.partition(f"<!-- table: {name} -->\n")
@@ -85,10 +86,11 @@ def update_readme(text: str, results: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw every figure that has records; with --readme rewrite README's tables too."""
+    """Draw every figure that has records; with --readme rewrite the tables too."""
     parser = argparse.ArgumentParser(prog="python -m corecontext.bench.figures", description=main.__doc__)
     parser.add_argument("--results", default="results", help="folder of the records")
-    parser.add_argument("--readme", nargs="?", const="README.md", help="also rewrite the tables of this file")
+    parser.add_argument("--readme", nargs="?", const="README.md",
+                        help="also rewrite the tables of this file and of docs/ beside it")
     options = parser.parse_args(argv)
     results = Path(options.results)
     for name, figure, draw in (("demo", "demo", draw_demo), ("operator", "operator", draw_operator),
@@ -101,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for mode in {r.params["mode"] for r in records} & {"day", "rising"}:
             draw_serve([r for r in records if r.params["mode"] == mode], str(results / f"serve-{mode}.svg"))
     if options.readme:
-        text = Path(options.readme).read_text(encoding="utf-8")
-        write_text(options.readme, update_readme(text, results))
+        for page in (Path(options.readme), *sorted(Path(options.readme).parent.glob("docs/*.md"))):
+            write_text(page, update_tables(page.read_text(encoding="utf-8"), results))
     return 0
 
 

@@ -77,29 +77,48 @@ def _rate(record: Record) -> float:
     return record.value / record.params["length"] * record.params["step_flops"] / record.params["gpus"]
 
 
+COLUMNS = ("length", "GPUs", "full attention, tokens/s", "CCA, tokens/s", "", "of allowed", "full attention, GiB",
+           "CCA, GiB", "scaling", "received, of ring attention")
+
+
+def _cells(one: Step) -> tuple[str, ...]:
+    """A row of the table."""
+    best = "" if one.full is None else f"{one.full.value:.0f} ({one.full.params['backend']})"
+    ratio = "" if one.speedup is None else f"{one.speedup:.2f}x"
+    share = "" if one.speedup is None or one.allowed is None else f"{one.speedup / one.allowed:.0%}"
+    ring = "" if one.received is None or not one.received.params["ring_bytes"] else \
+        f"1/{one.received.params['ring_bytes'] / max(1, one.received.value):.1f}"
+    run = f"{one.gpus}{', FSDP2' if one.fsdp else ''}{', compiled' if one.fuse else ''}"
+    return (str(one.length), run, best, f"{one.cca.value:.0f}", ratio, share,
+            "" if one.full_bytes is None else f"{one.full_bytes / 2 ** 30:.1f}", f"{one.cca_bytes / 2 ** 30:.1f}",
+            "" if one.efficiency is None else f"{one.efficiency:.0%}", ring)
+
+
+def _title(found: Sequence[Step]) -> str:
+    params = found[0].cca.params
+    return (f"{params['shape']}, {params['dtype']}, g = {params['group_size']}, s = {params['window_size']}: "
+            f"{found[0].cca.device}")
+
+
 def print_training(records: Sequence[Record]) -> None:
     """The table on standard output."""
     if not any(r.name == "training.tokens_per_s" for r in records):
         return
     found = steps(records)
-    params = found[0].cca.params
-    table = Table(title=f"{params['shape']}, {params['dtype']}, g = {params['group_size']}, s = "
-                        f"{params['window_size']}: {found[0].cca.device}", box=SIMPLE_HEAD,
+    table = Table(title=_title(found), box=SIMPLE_HEAD,
                   caption="allowed: the speedup that the numbers of operations allow")
-    for column in ("length", "GPUs", "full attention\ntokens/s", "CCA\ntokens/s", "", "of allowed",
-                   "full attention\nGiB", "CCA\nGiB", "scaling", "received, of\nring attention"):
-        table.add_column(column, justify="right")
+    for column in COLUMNS:
+        table.add_column(column.replace(", ", "\n", 1), justify="right")
     for one in found:
-        best = "" if one.full is None else f"{one.full.value:.0f} ({one.full.params['backend']})"
-        ratio = "" if one.speedup is None else f"{one.speedup:.2f}x"
-        share = "" if one.speedup is None or one.allowed is None else f"{one.speedup / one.allowed:.0%}"
-        ring = "" if one.received is None or not one.received.params["ring_bytes"] else \
-            f"1/{one.received.params['ring_bytes'] / max(1, one.received.value):.1f}"
-        run = f"{one.gpus}{', FSDP2' if one.fsdp else ''}{', compiled' if one.fuse else ''}"
-        table.add_row(str(one.length), run, best, f"{one.cca.value:.0f}",
-                      ratio, share, "" if one.full_bytes is None else f"{one.full_bytes / 2 ** 30:.2f}",
-                      f"{one.cca_bytes / 2 ** 30:.2f}", "" if one.efficiency is None else f"{one.efficiency:.0%}", ring)
+        table.add_row(*_cells(one))
     console().print(table)
+
+
+def training_markdown(records: Sequence[Record]) -> str:
+    """The table of docs/training.md."""
+    found = steps(records)
+    lines = [f"{_title(found)}.", "", f"| {' | '.join(COLUMNS)} |", "|" + "---:|" * len(COLUMNS)]
+    return "\n".join([*lines, *(f"| {' | '.join(_cells(one))} |" for one in found)]) + "\n"
 
 
 def draw_training(records: Sequence[Record], path: str) -> None:
@@ -140,7 +159,5 @@ def draw_training(records: Sequence[Record], path: str) -> None:
         axis.set_title(f"weak scaling, %, {many[0].cca.params['tokens_per_gpu']} tokens each", fontsize=9)
     for axis in axes[0]:
         axis.tick_params(labelsize=7)
-    params = found[0].cca.params
-    figure.suptitle(f"{params['shape']}, {params['dtype']}, g = {params['group_size']}, s = {params['window_size']}; "
-                    f"{found[0].cca.device}", fontsize=8)
+    figure.suptitle(_title(found), fontsize=8)
     save(figure, path)
