@@ -41,6 +41,8 @@ class Loaded:
             cca = {"group_size": self.config.group_size, "window_size": self.config.window_size}
             cca |= {"cache_dtype": self.config.cache_dtype} if self.config.cache_dtype != "auto" else {}
             cca |= {"sinks": self.config.sink_size} if self.config.sink_size else {}
+            sizes = self.config.layer_group_sizes
+            cca |= {"layer_group_sizes": list(sizes)} if sizes else {}
         if self.rival is not None:
             cca = {k: v for k, v in self.rival.to_dict().items() if v is not None}
         heads = text.num_attention_heads

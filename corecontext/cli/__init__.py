@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from corecontext.cli.bench import bench_model, bench_operator, bench_serve, bench_train
-from corecontext.cli.evaluate import compare, evaluate, inspect, reproduce
+from corecontext.cli.evaluate import compare, evaluate, inspect, layers, reproduce
 from corecontext.cli.models import convert, serve
 from corecontext.cli.text import demo, generate, info, perplexity
 from corecontext.text import UserError
@@ -26,6 +26,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "compare": compare,
     "inspect": inspect,
+    "layers": layers,
     "reproduce": reproduce,
     "info": info,
 }

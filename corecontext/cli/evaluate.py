@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Optional
 
 import typer
@@ -101,6 +102,40 @@ def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard in
     loaded = load(model, group_size=group_size, window_size=window_size, sinks=sinks, dtype=dtype, device=device)
     write_text(output, inspect_text(loaded, model, text, max_tokens, queries, position or (), layer or ()))
     print(f"wrote {output}")
+
+
+def layers(file: Annotated[str, typer.Argument(help="Text like that to come, or - for standard input.")], model: Model,
+           length: Annotated[int, typer.Option(help="Tokens of a row; the model's trained length or less.")] = 8192,
+           rows: Annotated[int, typer.Option(help="Most rows of the text.")] = 4,
+           count: Annotated[Optional[int], typer.Option(help="Layers to choose. Default: an eighth.")] = None,
+           output: Annotated[Optional[str], typer.Option(help="New folder: a copy of the checkpoint that loads with "
+                                                              "these sizes.")] = None,
+           group_size: GroupSize = None, window_size: WindowSize = None, dtype: Dtype = "auto", device: Device = "auto",
+           json: Json = None) -> None:
+    """Find the layers that need small groups, and the group size of each layer at the same cache size."""
+    from corecontext.text import check_output, read_text
+
+    if rows < 1 or length < 2:
+        raise UserError(f"rows must be at least 1 and length at least 2, got {rows} and {length}.")
+    check_output(json, force=True)  # appended to
+    if output is not None and os.path.exists(output):
+        raise UserError(f"output '{output}' already exists. Give a new folder.")
+    text = read_text(file)
+    from corecontext.eval.layers import find_layers, layer_records, print_layers
+    from corecontext.loading import load
+    from corecontext.record import append_records, device_name
+
+    loaded = load(model, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+    found = find_layers(loaded, text, length, rows, count)
+    if json is not None:
+        params = {"model": model, **loaded.sizes(), "length": length}
+        append_records(json, layer_records(found.trials, params, device_name(str(loaded.model.device))))
+    print_layers(found)
+    if output is not None:
+        from corecontext.train.run import convert as copy
+
+        copy(model, output, found.config)
+        print(f"wrote {output}")
 
 
 def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, records, figures, report.html. The "

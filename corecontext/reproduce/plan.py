@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from corecontext.baselines import LMInfinite, MInference, Pattern, StreamingLLM, WindowOnly
 from corecontext.config import LEARNED, CCAConfig
+from corecontext.eval.layers import sizes_at_equal_cache
 from corecontext.text import UserError
 
 
@@ -47,7 +48,7 @@ class Size:
     documents: tuple[int, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
     scratch_seeds: tuple[int, ...] = (0, 1)
-    """Seeds that methods are trained from scratch with."""
+    """Seeds that models are trained from scratch with; further seeds adapt one of these, with batches of their own."""
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
     """Rates from scratch, of which each method takes its best."""
     adapt_lr: float = 1e-3
@@ -79,18 +80,21 @@ class Method(NamedTuple):
     """Learn from the base model's predictions, too."""
     stretch: int = 1
     """Times the steps of others."""
+    layers: int = 0
+    """Small groups in so many layers, those that the base model was found to need; `config` has them in the first."""
 
 
 def methods(size: Size) -> dict[str, Method]:
     """Every method of the tables, by name; those with core tokens have the same cache size within 5 %."""
     g, s, r = size.group, size.window, size.heads // size.kv_heads
     cca = CCAConfig(group_size=g, window_size=s)
-    small, large = max(1, round(g * 10 / 16)), 4 * g  # (1/10 + 1/64) / 2 is 1/17.3
-    half = size.layers // 2
 
-    def by_layer(at: tuple[int, ...], sixteenths: int) -> tuple[int, ...]:
-        """Large groups but in a few layers, whose small ones take what the others save."""
-        return tuple(max(1, round(g * sixteenths / 16)) if i in at else large for i in range(size.layers))
+    def small_groups(layers: int, what: str = "", parameters: tuple[str, ...] = (), **more: Any) -> Method:
+        """Found layers have small groups, the others large ones."""
+        sizes = sizes_at_equal_cache(size.layers, range(layers), cca, size.length)
+        return Method(f"layers_{layers}{what and '_'}{what}", cca.replace(layer_group_sizes=sizes, learned=parameters),
+                      f"CCA, small groups in {layers} of {size.layers} layers{what and ', '}{what}", layers=layers,
+                      **more)
 
     learned = cca.replace(learned=LEARNED)
     found = [
@@ -107,25 +111,17 @@ def methods(size: Size) -> dict[str, Method]:
         Method("mean_query", cca.replace(pooling="mean_query"), "CCA, mean query"),
         Method("query_heads", cca.replace(group_size=g * r, core_heads="query"),
                f"CCA by query head, groups of {g * r}"),
-        Method("small_late", cca.replace(layer_group_sizes=(large,) * half + (small,) * (size.layers - half)),
-               "CCA, small groups in later layers"),
-        Method("small_early", cca.replace(layer_group_sizes=(small,) * half + (large,) * (size.layers - half)),
-               "CCA, small groups in earlier layers"),
-        *(Method(name, cca.replace(layer_group_sizes=by_layer(at, few)), title) for name, at, few, title in (
-            ("one_early", (size.layers // 4,), 3, "CCA, small groups in one early layer"),
-            ("one_middle", (half,), 3, "CCA, small groups in one middle layer"),
-            ("one_late", (3 * size.layers // 4,), 3, "CCA, small groups in one late layer"),
-            ("two_layers", (half - 1, 3 * size.layers // 4), 6, "CCA, small groups in two layers"))),
+        *map(small_groups, range(1, min(4, size.layers))),
         # g raw tokens in place of one core token cost g - 1 entries, which the window gives up.
         Method("sinks", cca.replace(sink_size=g, window_size=s - (g - 1)), f"CCA, the first {g} tokens raw"),
-        Method("bias", cca.replace(learned=("bias",)), "CCA, learned bias"),
         Method("learned", learned, "CCA, all learned parameters"),
         Method("learned_query_heads", learned.replace(group_size=g * r, core_heads="query"),
                f"the same by query head, groups of {g * r}"),
         Method("distilled", cca, "CCA, distilled", distil=True),
-        Method("learned_distilled", learned, "CCA, learned and distilled", distil=True),
         Method("long", cca, "CCA, four times the steps", stretch=4),
-        Method("learned_long", learned, "CCA, learned, four times the steps", stretch=4),
+        small_groups(1, "learned", LEARNED),
+        small_groups(1, "distilled", distil=True),
+        small_groups(1, "long", stretch=4),
     ]
     budget = max(1, size.length // 16)
     pattern = Pattern("vertical_slash", budget, 2 * budget)
@@ -182,27 +178,40 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
         return Stage(from_scratch(name, seed), "scratch", tuple(one.name for one in tries(like)), seed, name)
 
     for seed in size.seeds:
-        base = scratch("full", seed, "full")
-        found += [*(tries("full") if seed == first else ()), base]
+        base, layers = base_of(size, seed), layers_of(size, seed)
+        if seed in size.scratch_seeds:
+            found += [*(tries("full") if seed == first else ()), scratch("full", seed, "full"),
+                      Stage(layers, "layers", (base,), seed)]
         for one in known.values():
             if seed == first or one.name in (*FINALISTS, *finalists):
-                found.append(Stage(adapted(one.name, seed), "adapt" if one.trains else "zero", (base.name,), seed,
-                                   one.name))
+                found.append(Stage(adapted(one.name, seed), "adapt" if one.trains else "zero",
+                                   (base, layers) if one.layers else (base,), seed, one.name))
         if seed == first:
             ours = adapted("cca", seed)
-            found += [Stage(f"g{g}-{seed}", "adapt", (base.name,), seed, "cca", (("group_size", g),))
+            found += [Stage(f"g{g}-{seed}", "adapt", (base,), seed, "cca", (("group_size", g),))
                       for g in size.groups]
-            found += [Stage(f"s{s}-{seed}", "adapt", (base.name,), seed, "cca", (("window_size", s),))
+            found += [Stage(f"s{s}-{seed}", "adapt", (base,), seed, "cca", (("window_size", s),))
                       for s in size.windows]
-            found += [Stage("from-short", "short", (base.name,), seed, "cca"),
+            found += [Stage("from-short", "short", (base,), seed, "cca"),
                       Stage("flexibility", "flexibility", (ours,), seed, "cca"),
                       Stage("cloze", "cloze", (ours, adapted("full", seed)), seed),
-                      Stage("maps", "maps", (base.name,), seed)]
+                      Stage("maps", "maps", (base,), seed)]
         for name in SCRATCH if seed in size.scratch_seeds else ():
             if name != "full":
                 found += [*(tries(name) if seed == first else ()), scratch(name, seed, name)]
-    found.append(scratch("learned", first, "cca"))
+    last = scratch("layers_1", first, "cca")
+    found.append(last._replace(needs=(*last.needs, layers_of(size, first))))
     return found
+
+
+def base_of(size: Size, seed: int) -> str:
+    """Name of the stage whose model, trained with full attention, is adapted under a seed."""
+    return from_scratch("full", size.scratch_seeds[seed % len(size.scratch_seeds)])
+
+
+def layers_of(size: Size, seed: int) -> str:
+    """Name of the stage that finds the layers of this model that need small groups."""
+    return base_of(size, seed).replace("base", "layers")
 
 
 def adapted(method: str, seed: int) -> str:

@@ -18,17 +18,20 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
+from corecontext.config import CCAConfig
+from corecontext.eval.layers import chosen_of, layer_records, search_layers, sizes_at_equal_cache
 from corecontext.inference.fuse import Fused
 from corecontext.integrations.transformers import handle_of
 from corecontext.record import Record, append_records, device_name, make_record, read_records
 from corecontext.reproduce import evaluate as measure
 from corecontext.reproduce.corpus import Corpus
-from corecontext.reproduce.plan import Method, Size, Stage, methods, stages
+from corecontext.reproduce.plan import Method, Size, Stage, base_of, layers_of, methods, stages
 from corecontext.reproduce.train import OutOfTime, add_lora, attention, make_model, merge_lora, train
 from corecontext.terminal import console
-from corecontext.text import UserError, alone_in, atomic_path
+from corecontext.text import UserError, alone_in, atomic_path, write_text
 
 RECORDS = "records.jsonl"
+LAYERS = "layers.json"
 WORTH_STARTING_S = 20.0
 LOOK_AGAIN_S = 1.0  # while other processes are at all that could be done
 
@@ -156,7 +159,7 @@ class Miniature:
         """
         method, levels = self._method(stage), self.size.levels
         tries = [one for name in stage.needs for one in read_records(self.folder / name / RECORDS)
-                 if one.params["bucket"] == "all"]
+                 if one.params.get("bucket") == "all"]
         lr = min(tries, key=lambda one: one.value).params["lr"]
         model = self._new(stage.seed)
         is_base = method.config is None
@@ -179,11 +182,26 @@ class Miniature:
                 self._save(model, folder / "weights.pt")
             yield from self._measure(model, method, stage, folder, lr=lr)
 
+    def _layers(self, stage: Stage, folder: Path) -> Iterator[Record]:
+        """The layers of a base model that need small groups, the neediest first."""
+        model, size = self._load(f"{base_of(self.size, stage.seed)}/weights.pt").eval(), self.size
+        most = max(one.layers for one in self.methods.values())
+
+        def loss(config: CCAConfig) -> float:
+            with attention(model, config):
+                nll = measure.window_nll(model, self.corpus, size, "val", self.device, size.eval_tokens // 8)
+            return float(self._far(nll).mean(dtype=np.float64))
+
+        trials = search_layers(size.layers, most, self.methods["cca"].config, loss)
+        write_text(folder / LAYERS, json.dumps(chosen_of(trials)) + "\n")
+        params = {"model": size.name, "stage": stage.name, "seed": stage.seed, "length": size.length, "split": "val"}
+        yield from layer_records(trials, params, device_name(self.device))
+
     def _adapt(self, stage: Stage, folder: Path) -> Iterator[Record]:
         """From the base model to a method, all with the same batches, steps and rate."""
         method, size = self._method(stage), self.size
         short = bool(stage.sizes) or stage.kind == "short"
-        model = self._load(f"base-{stage.seed}/{'short' if stage.kind == 'short' else 'weights'}.pt")
+        model = self._load(f"{base_of(size, stage.seed)}/{'short' if stage.kind == 'short' else 'weights'}.pt")
         teacher = copy.deepcopy(model).eval().requires_grad_(False) if method.distil else None
         steps = (size.short_steps if short else size.adapt_steps) * method.stretch
         if method.trains == "lora":
@@ -201,7 +219,7 @@ class Miniature:
 
     def _zero(self, stage: Stage, folder: Path) -> Iterator[Record]:
         """The base model under a method that it was never trained with."""
-        model = self._load(f"base-{stage.seed}/weights.pt").eval()
+        model = self._load(f"{base_of(self.size, stage.seed)}/weights.pt").eval()
         method = self._method(stage)
         with attention(model, method.config):
             yield from self._measure(model, method, stage, folder)
@@ -230,7 +248,7 @@ class Miniature:
 
     def _maps(self, stage: Stage, folder: Path) -> Iterator[Record]:
         """Full attention's own weights on a held-out text."""
-        model = self._load(f"base-{stage.seed}/weights.pt").eval()
+        model = self._load(f"{base_of(self.size, stage.seed)}/weights.pt").eval()
         ids = np.asarray(self.corpus.splits["test"][:min(512, self.size.length)], np.int64)
         found = measure.attention_weights(model, torch.from_numpy(ids)[None].to(self.device))
         with atomic_path(folder / "maps.npz") as name:
@@ -244,6 +262,10 @@ class Miniature:
 
     def _method(self, stage: Stage) -> Method:
         method = self.methods[stage.method]
+        if method.layers:
+            chosen = json.loads((self.folder / layers_of(self.size, stage.seed) / LAYERS).read_text())[:method.layers]
+            sizes = sizes_at_equal_cache(self.size.layers, chosen, self.methods["cca"].config, self.size.length)
+            return method._replace(config=method.config.replace(layer_group_sizes=sizes))
         return method._replace(config=method.config.replace(**dict(stage.sizes))) if stage.sizes else method
 
     def _train(self, model: LlamaForCausalLM, method: Method, levels: tuple[tuple[int, int], ...], step_tokens: int,
