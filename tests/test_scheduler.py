@@ -1,7 +1,10 @@
 """Continuous batching: every request gets the tokens it gets alone, whatever runs beside it, and frees what it held."""
 
+import contextlib
+import gc
 import random
 import time
+import types
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from families import tiny_model, tokens
 import corecontext
 from corecontext import CCAConfig
 from corecontext.inference import Engine, Sampling
+from corecontext.inference.batch import _graph_memory
 from corecontext.inference.policy import TablePolicy
 from corecontext.inference.scheduler import Job, QueueFull, Scheduler
 
@@ -484,3 +488,52 @@ def test_steps_of_a_gpu_are_few(model):
         finish(scheduler)
     assert {count for parts in seen for _, count in parts} == {1, 4}
     assert len({frozenset(parts) for parts in seen}) == len(set(seen)) and len({len(parts) for parts in seen}) == 2
+
+
+class Memory:
+    """As PyTorch counts them: memory whose last graph has gone takes no more."""
+
+    used: dict = {}
+
+    def __init__(self):
+        self.pool = None
+
+    def __del__(self):
+        if self.pool is not None:
+            self.used[self.pool] -= 1
+
+    def replay(self):
+        """The fake capture ran its step already."""
+
+
+@contextlib.contextmanager
+def recording(graph, pool=None, stream=None):
+    if Memory.used.get(pool, 1) < 1:
+        raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+    Memory.used[pool], graph.pool = Memory.used.get(pool, 0) + 1, pool
+    yield
+
+
+def test_steps_are_captured_again_after_all_pools_were_given_up(model, monkeypatch, recwarn):
+    """On a CPU graphs are fakes that count as PyTorch does."""
+    if not torch.cuda.is_available():
+        stream = types.SimpleNamespace(wait_stream=lambda other: None)
+        for name, fake in (("graph_pool_handle", object), ("CUDAGraph", Memory), ("graph", recording),
+                           ("Stream", lambda: stream), ("current_stream", lambda: stream),
+                           ("stream", contextlib.nullcontext), ("device", contextlib.nullcontext)):
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    scheduler = Scheduler(model, chunk_size=16)
+    batch = scheduler.batch
+    batch.fixed = True
+    if batch._memory is None:
+        batch._memory, batch._keeper = _graph_memory(model.device)
+    for _ in range(2):
+        scheduler.submit(job(40, 4))
+        finish(scheduler)
+        assert [step.graph is not None for step in batch._steps.values()] == [True]
+        for pool in list(scheduler.pools):
+            scheduler._drop(pool)
+        gc.collect()
+        assert not batch._steps
+    assert not [one for one in recwarn if "cannot be captured" in str(one.message)]

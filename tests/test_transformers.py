@@ -435,6 +435,11 @@ def test_refuses_twice(model):
         corecontext.enable(model, CONFIG)
 
 
+def test_refuses_the_settings_of_rivals():
+    with pytest.raises(TypeError, match="config must be a CCAConfig, got StreamingLLM.*corecontext.baselines.enable"):
+        corecontext.enable(tiny_model(), corecontext.baselines.StreamingLLM())
+
+
 def test_refuses_foreign_caches(model):
     plain, ids = tiny_model(), tokens(1, 20)
     with torch.no_grad():

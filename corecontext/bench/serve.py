@@ -153,6 +153,9 @@ def served(bench: ServeBench, variant: str) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            for line in dict.fromkeys(log.read_text(errors="replace").splitlines()):
+                if "Warning: " in line:  # such as of steps that run uncaptured: times would not be understood without it
+                    print(f"{variant}: {line}", file=sys.stderr)
 
 
 def _wait_for(process: subprocess.Popen, log: Path) -> str:

@@ -95,8 +95,7 @@ class DecodeBatch:
 
     def __init__(self, model: Any, *, capture: bool = True) -> None:
         self.model, self.fixed = model, model.device.type == "cuda"
-        # One memory for all graphs: what a step gives is used before the next one runs.
-        self._memory = torch.cuda.graph_pool_handle() if capture and self.fixed else None
+        self._memory, self._keeper = _graph_memory(model.device) if capture and self.fixed else (None, None)
         self._steps: OrderedDict[tuple, Step] = OrderedDict()
 
     def step(self, pools: Sequence[RowPool], tokens: Sequence[Sequence[int]],
@@ -143,3 +142,12 @@ class DecodeBatch:
         """Drop the captured steps of a pool that is given up."""
         for key in [key for key in self._steps if any(one == id(pool) for one, _ in key)]:
             del self._steps[key]
+
+
+def _graph_memory(device: torch.device) -> tuple[Any, torch.cuda.CUDAGraph]:
+    """Memory for all graphs, since what a step gives is used before the next one runs; and a graph that keeps it alive:
+    PyTorch captures nothing more into memory that has lost its last graph, as when all pools are given up."""
+    memory, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool=memory):
+        torch.zeros(1, device=device)
+    return memory, graph
