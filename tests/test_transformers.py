@@ -436,8 +436,10 @@ def test_refuses_twice(model):
 
 
 def test_refuses_the_settings_of_rivals():
+    from corecontext.baselines import StreamingLLM
+
     with pytest.raises(TypeError, match="config must be a CCAConfig, got StreamingLLM.*corecontext.baselines.enable"):
-        corecontext.enable(tiny_model(), corecontext.baselines.StreamingLLM())
+        corecontext.enable(tiny_model(), StreamingLLM())
 
 
 def test_refuses_foreign_caches(model):

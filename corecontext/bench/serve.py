@@ -154,7 +154,7 @@ def served(bench: ServeBench, variant: str) -> Iterator[str]:
                 process.kill()
                 process.wait()
             for line in dict.fromkeys(log.read_text(errors="replace").splitlines()):
-                if "Warning: " in line:  # such as of steps that run uncaptured: times would not be understood without it
+                if "Warning: " in line:  # such as of steps that run uncaptured, without which times say little
                     print(f"{variant}: {line}", file=sys.stderr)
 
 
