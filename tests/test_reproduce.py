@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -21,14 +22,17 @@ from corecontext.record import make_record, read_records
 from corecontext.reproduce import paper
 from corecontext.reproduce.corpus import Corpus
 from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, top_mass, window_nll
+from corecontext.reproduce.muon import Muon
 from corecontext.reproduce.plan import FULL, SCRATCH, SMOKE, methods, stages, tuned
 from corecontext.reproduce.processes import run_on_gpus
 from corecontext.reproduce.report import gains
 from corecontext.reproduce.run import Miniature
 from corecontext.reproduce.train import (
     OutOfTime,
+    _fused_head,
     add_lora,
     attention,
+    head_loss,
     loss_backward,
     make_model,
     merge_lora,
@@ -264,6 +268,44 @@ def test_training_in_parts_is_training_at_once(corpus, monkeypatch):
     # its own predictions teach nothing new: half of the loss is then zero
     taught, _ = loss_backward(model, ids, weights, "cpu", copy.deepcopy(model))
     assert float(taught) == pytest.approx(float(loss) / 2, rel=1e-4)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
+def test_the_compiled_head_is_the_plain_one():
+    def run(head):
+        generator = torch.Generator().manual_seed(0)
+        weight, hidden, taught = (torch.randn(n, 32, generator=generator) for n in (100, 40, 40))
+        leaves = [weight.requires_grad_(), hidden.requires_grad_()]
+        target, weights = torch.arange(40), 1.0 + torch.arange(40) % 3
+        found = []
+        for more in ((), (weight.detach(), taught)):
+            loss, right = head(weight, hidden, target, weights, *more)
+            found += [loss.detach(), right, *torch.autograd.grad(loss, leaves)]
+        return found
+
+    for ours, plain in zip(run(_fused_head()), run(head_loss)):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_muon_by_shape_is_torchs_muon():
+    """Over several steps with changing rates, tall, wide and square matrices, and one without a gradient."""
+    shapes, models = ((8, 8), (8, 24), (24, 8), (8, 8), (24, 8), (5, 5)), []
+    for kind in (torch.optim.Muon, Muon):
+        generator = torch.Generator().manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        optimizer = kind(weights, lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        for step in range(4):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            for weight in weights[:-1]:
+                weight.grad = torch.randn(weight.shape, generator=generator)
+            optimizer.step()
+        models.append((weights, optimizer.state_dict()))
+    (theirs, state), (ours, own) = models
+    for one, other in zip(theirs, ours):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-3)  # updates are rounded to bfloat16
+    assert torch.equal(theirs[-1], ours[-1]) and own["state"].keys() == state["state"].keys()
+    for key, values in state["state"].items():
+        torch.testing.assert_close(own["state"][key]["momentum_buffer"], values["momentum_buffer"])
 
 
 def test_partial_training_moves_projections_alone(corpus, tmp_path):

@@ -52,7 +52,7 @@ class Fused:
         if fuse is not None:
             # As one graph or not at all: then nothing has run, and the cache is untouched, when it fails.
             self._step = torch.compile(model, dynamic=False, fullgraph=True)
-            self._compiled = [(module, _or_plain(module._call_impl, type(module).__name__))
+            self._compiled = [(module, compiled_or_plain(module._call_impl, type(module).__name__))
                               for module in model.modules() if module._compiled_call_impl is None
                               and type(module).__name__.endswith(("MLP", "RMSNorm"))]
             self._files = {file for module in model.modules() if type(module).__name__.endswith("Attention")
@@ -66,7 +66,7 @@ class Fused:
                 now = getattr(file, _ROTATE)
                 users, own, compiled = _rotating.get(file, (0, None, None))
                 if not users and now is not own:
-                    own, compiled = now, _or_plain(now, _ROTATE)
+                    own, compiled = now, compiled_or_plain(now, _ROTATE)
                 setattr(file, _ROTATE, compiled)
                 _rotating[file] = users + 1, own, compiled  # type: ignore[assignment]
 
@@ -92,7 +92,7 @@ class Fused:
         return self.model(*args, **kwargs)
 
 
-def _or_plain(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def compiled_or_plain(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The compiled function, which has no state to spoil, until the compiler fails."""
     compiled: Callable[..., Any] | None = torch.compile(function, dynamic=True)
 

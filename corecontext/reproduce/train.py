@@ -7,6 +7,7 @@ facts planted in text or in passages; contexts grow, because retrieval is learne
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from corecontext import baselines
+from corecontext.inference.fuse import compiled_or_plain
 from corecontext.reproduce.corpus import Batches, Corpus
+from corecontext.reproduce.muon import Muon
 from corecontext.reproduce.plan import Method, Size
 from corecontext.terminal import progress
 from corecontext.text import UserError, atomic_path
@@ -99,12 +102,32 @@ def nll_of(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(torch.cat(one).view(ids.shape[0], -1) for one in zip(*parts))  # type: ignore[return-value]
 
 
+def head_loss(weight: Tensor, hidden: Tensor, target: Tensor, weights: Tensor, teacher: Tensor | None = None,
+              taught: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The weighted sum of the losses of hidden states [n, C], and how many answer tokens (weight above one) are right.
+
+    With a teacher's head and hidden states half of the loss is the divergence from its predictions.
+    """
+    logits = F.linear(hidden, weight)
+    nll = F.cross_entropy(logits.float(), target, reduction="none")
+    if teacher is not None and taught is not None:
+        wanted = F.linear(taught, teacher).float().log_softmax(-1)
+        far = F.kl_div(logits.float().log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
+        nll = 0.5 * nll + 0.5 * far
+    return (nll * weights).sum(), ((logits.detach().argmax(-1) == target) & (weights > 1)).sum()
+
+
+@functools.cache
+def _fused_head() -> Callable[..., tuple[Tensor, Tensor]]:
+    """`head_loss` compiled: of the logits, 16,384 numbers for each token, no copies in float32 are written."""
+    return compiled_or_plain(head_loss, "head_loss")
+
+
 def loss_backward(model: LlamaForCausalLM, ids: Tensor, weights: Tensor, device: str,
                   teacher: LlamaForCausalLM | None) -> tuple[Tensor, Tensor]:
     """Gradients of the weighted mean loss, its value, and the share of answer tokens right; nothing waits for the GPU.
 
-    With a teacher, half of the loss is the divergence from its predictions. The head is run in parts, backward at once,
-    so that no logits of the whole batch are held.
+    The head is run in parts, backward at once, so that no logits of the whole batch are held.
     """
     target, weights = ids[:, 1:].flatten(), weights[:, 1:].flatten().float()
     with autocast(device):
@@ -114,23 +137,17 @@ def loss_backward(model: LlamaForCausalLM, ids: Tensor, weights: Tensor, device:
             with torch.no_grad():
                 taught = hidden_states(teacher, ids).flatten(0, 1)
     leaf = hidden.detach().requires_grad_()
-    total, right = torch.zeros(2, device=ids.device)
-    asked = weights > 1
-    for start in range(0, len(target), HEAD_TOKENS):
-        part = slice(start, start + HEAD_TOKENS)
+    found, right = torch.zeros(2, device=ids.device)
+    head, total = _fused_head() if device.startswith("cuda") else head_loss, weights.sum()
+    for part in (slice(start, start + HEAD_TOKENS) for start in range(0, len(target), HEAD_TOKENS)):
+        given = () if teacher is None or taught is None else (teacher.lm_head.weight, taught[part])
         with autocast(device):
-            logits = F.linear(leaf.flatten(0, 1)[part], model.lm_head.weight)
-            nll = F.cross_entropy(logits.float(), target[part], reduction="none")
-            if taught is not None:
-                wanted = F.linear(taught[part], teacher.lm_head.weight).float().log_softmax(-1)
-                far = F.kl_div(logits.float().log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
-                nll = 0.5 * nll + 0.5 * far
-            loss = (nll * weights[part]).sum() / weights.sum()
+            loss, hits = head(model.lm_head.weight, leaf.flatten(0, 1)[part], target[part], weights[part], *given)
+            loss = loss / total
         loss.backward()
-        total = total + loss.detach()
-        right = right + ((logits.detach().argmax(-1) == target[part]) & asked[part]).sum()
+        found, right = found + loss.detach(), right + hits
     hidden.backward(leaf.grad)
-    return total, right / asked.sum().clamp(min=1)
+    return found, right / (weights > 1).sum().clamp(min=1)
 
 
 def optimizers(model: LlamaForCausalLM, lr: float, trains: str) -> list[torch.optim.Optimizer]:
@@ -147,7 +164,7 @@ def optimizers(model: LlamaForCausalLM, lr: float, trains: str) -> list[torch.op
     rest = [p for p in named.values() if id(p) not in chosen]
     found: list[torch.optim.Optimizer] = []
     if matrices:
-        found.append(torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+        found.append(Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     if rest:
         found.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
     if few:  # a few numbers that start at zero and have a short time to go far

@@ -1,0 +1,53 @@
+"""Muon with all matrices of one shape at once: the same update as torch.optim.Muon, in a fiftieth of the launches."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon (Nesterov momentum, adjust_lr_fn="match_rms_adamw"), whose state and settings it has.
+
+    A small model has dozens of small matrices, each of which takes about 35 kernels that leave a GPU idle.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """One step over every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            by_shape = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_shape[p.shape].append(p)
+            for shape, params in by_shape.items():
+                grads = [p.grad for p in params]
+                for p in params:
+                    if "momentum_buffer" not in self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+                momenta = [self.state[p]["momentum_buffer"] for p in params]
+                torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+                updates = orthogonal(torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"])),
+                                     group["ns_coefficients"], group["ns_steps"], group["eps"])
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(params, list(updates.to(params[0].dtype).unbind()),
+                                    alpha=-0.2 * math.sqrt(max(shape)) * group["lr"])
+
+
+def orthogonal(updates: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Matrices [n, A, B] with their singular values brought near one (Newton-Schulz), bfloat16."""
+    a, b, c = coefficients
+    x = updates.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
