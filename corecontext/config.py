@@ -38,14 +38,17 @@ class CCAConfig:
     learned: tuple[str, ...] = ()
     """Parameters that `enable` adds to each layer, zero at first, which is the paper's rule: "temperature", "probe" (of
     the values), "distance" and "key_gain" change how core tokens are made, "bias" is added to their scores."""
-    layer_group_sizes: tuple[int, ...] | None = None
-    """g of each full-attention layer, in order, instead of group_size for all."""
+    layer_group_sizes: tuple[int | tuple[int, ...], ...] | None = None
+    """g of each full-attention layer, in order, instead of group_size for all; or for each KV head of a layer, a tuple.
+    A head whose g is 1 keeps every token."""
     sink_size: int = 0
     """First tokens of a sequence that every query sees uncompressed, rounded up to a multiple of g (each layer's own);
     their groups are not pooled. 0, the paper's rule, keeps none."""
     cache_dtype: str = "auto"
     """How caches hold keys and values: "auto" (as they come), or in 8 bits with a scale for each entry and head,
     "int8" or "fp8" (e4m3). What goes through a cache then sees the rounded ones; training without one does not."""
+    head_group_sizes: tuple[int, ...] | None = None
+    """g of each KV head, in order, in every layer."""
     backend: str = "auto"
     """Who computes: "auto", "packed" (plain torch, linear memory), "triton" (GPU kernels) or "reference" (dense)."""
 
@@ -60,7 +63,8 @@ class CCAConfig:
             check_choice(name, getattr(self, name), allowed)
         if isinstance(self.core_bias, bool) or not isinstance(self.core_bias, (int, float)):
             raise TypeError(f"core_bias must be a number, got {self.core_bias!r}. Use 0.0 for none.")
-        for name, value in (("learned", self.learned), ("layer_group_sizes", self.layer_group_sizes)):
+        for name, value in (("learned", self.learned), ("layer_group_sizes", self.layer_group_sizes),
+                            ("head_group_sizes", self.head_group_sizes)):
             if not isinstance(value, (tuple, list)) and (value is not None or name == "learned"):
                 raise TypeError(f"{name} must be a tuple, got {value!r}.")
         object.__setattr__(self, "learned", tuple(self.learned))
@@ -69,12 +73,22 @@ class CCAConfig:
         if self.learned and self.pooling not in ("cca", "mean_query"):
             raise ValueError(f"learned must come with pooling 'cca' or 'mean_query', got {self.pooling!r}: others have "
                              "no weights to learn.")
-        if self.layer_group_sizes is not None:
-            object.__setattr__(self, "layer_group_sizes", tuple(self.layer_group_sizes))
-            for size in self.layer_group_sizes:
-                _check_positive_int("layer_group_sizes", size)
+        for name in ("layer_group_sizes", "head_group_sizes"):
+            sizes = getattr(self, name)
+            if sizes is None:
+                continue
+            if name == "layer_group_sizes":
+                sizes = [tuple(one) if isinstance(one, list) else one for one in sizes]
+            object.__setattr__(self, name, tuple(sizes))
+            if not sizes or () in sizes:
+                raise ValueError(f"{name} must not be empty, got {sizes}.")
+            for one in sizes:
+                for size in one if isinstance(one, tuple) and name == "layer_group_sizes" else (one,):
+                    _check_positive_int(name, size)
             if self.num_groups is not None:
-                raise ValueError("num_groups must not be given with layer_group_sizes: both set g.")
+                raise ValueError(f"num_groups must not be given with {name}: both set g.")
+        if self.layer_group_sizes is not None and self.head_group_sizes is not None:
+            raise ValueError("head_group_sizes must not be given with layer_group_sizes, whose entries may be tuples.")
         if not abs(self.core_bias) < float("inf"):
             raise ValueError(f"core_bias must be finite, got {self.core_bias}. Use 0.0 for none.")
 
@@ -94,9 +108,9 @@ class CCAConfig:
         return cls(**values)
 
     def replace(self, **changes: Any) -> CCAConfig:
-        """A copy with some fields changed, validated again; a new group_size is that of every layer."""
+        """A copy with some fields changed, validated again; a new group_size is that of every layer and head."""
         if changes.get("group_size", self.group_size) != self.group_size:
-            changes = {"layer_group_sizes": None, **changes}
+            changes = {"layer_group_sizes": None, "head_group_sizes": None, **changes}
         return type(self).from_dict({**self.to_dict(), **changes})
 
     def of_layer(self, index: int) -> CCAConfig:
@@ -110,7 +124,10 @@ class CCAConfig:
             return self
         if index >= len(sizes):
             raise ValueError(f"layer_group_sizes must have one g for each full-attention layer, got {len(sizes)}.")
-        return dataclasses.replace(self, group_size=sizes[index], layer_group_sizes=None)
+        size = sizes[index]
+        if isinstance(size, tuple):
+            return dataclasses.replace(self, head_group_sizes=size, layer_group_sizes=None)
+        return dataclasses.replace(self, group_size=size, layer_group_sizes=None)
 
 
 def _check_positive_int(name: str, value: Any) -> None:

@@ -71,6 +71,8 @@ class CompactLayer:
         if config.core_position == "middle" and rotary is None:
             raise ValueError("rotary must be given for core_position='middle', got None. "
                              "Pass rotary=Rotary.from_theta(theta, head_dim), or core_position='token'.")
+        if config.head_group_sizes is not None:
+            raise ValueError("heads of different group sizes need a cache of several parts. Use cache.new_layer.")
         self.config, self.max_length, self.rollback = config, max_length, rollback
         self.rotary = rotary if config.core_position == "middle" else None
         self.learned = learned or {}
@@ -130,6 +132,11 @@ class CompactLayer:
     def nbytes(self) -> int:
         """Bytes in use: the ring, the first tokens and the complete groups' core tokens."""
         return (self.raw_size + self._num_cores() * self._core_width) * self.entry_bytes if self.buffers else 0
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of those the ring and the first tokens, which do not grow."""
+        return self.raw_size * self.entry_bytes
 
     @property
     def allocated_bytes(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from corecontext.cache.layer import CompactLayer
+from corecontext.cache.heads import new_layer
 from corecontext.config import CCAConfig
 from corecontext.ops.rotary import Rotary
 
@@ -21,7 +21,7 @@ class CompactKVCache:
 
     def __init__(self, num_layers: int, config: CCAConfig, rotary: Rotary | None = None, *,
                  max_length: int | None = None, rollback: int = 0) -> None:
-        self.layers = [CompactLayer(config, rotary, max_length=max_length, rollback=rollback)
+        self.layers = [new_layer(config, rotary, max_length=max_length, rollback=rollback)
                        for _ in range(num_layers)]
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

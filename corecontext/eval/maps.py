@@ -61,6 +61,8 @@ def attention_maps(loaded: Loaded, input_ids: Tensor, queries: Sequence[int],
         raise UserError("method must be cca to look at core tokens, got another attention.")
     if handle.config.pooling == "max":
         raise UserError("pooling 'max' has no weights to show: each element comes from a token of its own.")
+    if any(one.head_group_sizes for one in handle.layers):
+        raise UserError("maps show layers with one group size, got heads of different ones.")
     for position in queries:
         if not 0 <= position < length:
             raise UserError(f"query must be a position from 0 to {length - 1}, got {position}.")

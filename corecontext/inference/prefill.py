@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from corecontext.cache import CompactLayer
+from corecontext.cache import CompactLayer, HeadsLayer
 from corecontext.inference.limits import (bytes_per_token, cache_bytes_per_token, check_length, choose_chunk_size,
                                           does_not_fit, free_bytes)
 from corecontext.integrations.hf_cache import CCALayer, cache_bytes
@@ -108,7 +108,7 @@ def read_chunk(model: Any, input_ids: Tensor, attention_mask: Tensor | None, pad
         positions = (positions - torch.tensor(pads, device=input_ids.device)[:, None]).clamp(min=0)
     if end - start > 1:
         for layer in getattr(cache, "layers", ()):
-            if isinstance(layer, CCALayer) and isinstance(layer.compact, CompactLayer):
+            if isinstance(layer, CCALayer) and isinstance(layer.compact, (CompactLayer, HeadsLayer)):
                 layer.compact.expect(start)
     options: dict[str, Any] = {"position_ids": positions, "past_key_values": cache, "use_cache": True,
                                "attention_mask": None if attention_mask is None else attention_mask[:, :end]}
@@ -151,4 +151,4 @@ def _growth(cache: Any, tokens: int) -> float:
     if cache is None or not tokens:
         return 0.0  # nothing to measure yet
     compact = [layer.compact for layer in cache.layers if isinstance(layer, CCALayer) and not layer.compact.is_empty]
-    return (cache_bytes(cache) - sum(one.raw_size * one.entry_bytes for one in compact)) / tokens
+    return (cache_bytes(cache) - sum(one.raw_bytes for one in compact)) / tokens

@@ -132,6 +132,9 @@ class Scheduler:
         if handle.rollback and not full:
             raise NotImplementedError(f"rollback must be 0 in a model that is served, got {handle.rollback}: its rows "
                                       "take nothing back. Enable it without.")
+        if not full and any(one.head_group_sizes for one in handle.layers):
+            raise NotImplementedError("heads of different group sizes cannot be served yet. Use one g for all heads of "
+                                      "a layer, or corecontext.inference.Engine for one request at a time.")
         if chunk_size is None:
             chunk_size = 2048 if model.device.type == "cuda" else 256
         for name, value, least in (("cache_bytes", cache_bytes, 1), ("max_rows", max_rows, 1),

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from corecontext.cache import CompactLayer
+from corecontext.cache import new_layer
 from corecontext.config import CCAConfig
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.rules import Learned
 
 
 class CCALayer(CacheLayerMixin):
-    """One layer's `CompactLayer` behind transformers' interface.
+    """One layer's `CompactLayer` (or `HeadsLayer`) behind transformers' interface.
 
     `update` keeps nothing and hands the new keys and values through; the attention function, which also has the
     queries, appends them. Lengths are slots, padding included, as `generate` counts them.
@@ -26,7 +26,7 @@ class CCALayer(CacheLayerMixin):
     def __init__(self, config: CCAConfig, rotary: Rotary | None, max_length: int | None = None,
                  rollback: int = 0, learned: Learned | None = None) -> None:
         super().__init__()
-        self.compact = CompactLayer(config, rotary, max_length=max_length, rollback=rollback, learned=learned)
+        self.compact = new_layer(config, rotary, max_length=max_length, rollback=rollback, learned=learned)
         self.is_compileable = max_length is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

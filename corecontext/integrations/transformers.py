@@ -86,6 +86,9 @@ class Handle:
         if shard is not None and self.config.sink_size:
             raise NotImplementedError("the first tokens cannot be kept raw on parts of a sequence, got sink_size "
                                       f"{self.config.sink_size}. Use handle.shard = None, or sink_size=0.")
+        if shard is not None and any(one.head_group_sizes for one in self.layers):
+            raise NotImplementedError("heads of different group sizes cannot run on parts of a sequence yet. Use "
+                                      "handle.shard = None, or one g for all heads of a layer.")
         self._shard = shard
 
     def configure(self, **changes: Any) -> None:
@@ -219,7 +222,13 @@ def _by_layer(config: CCAConfig, full: list[nn.Module]) -> list[CCAConfig]:
     if sizes is not None and len(sizes) != len(full):
         raise ValueError(f"layer_group_sizes must have one g for each of the {len(full)} full-attention layers, got "
                          f"{len(sizes)}.")
-    return [config.of_layer(i) for i in range(len(full))]
+    found = [config.of_layer(i) for i in range(len(full))]
+    for module, one in zip(full, found):
+        heads = module.config.num_key_value_heads
+        if one.head_group_sizes is not None and len(one.head_group_sizes) != heads:
+            raise ValueError(f"group sizes by head must be one for each of the {heads} KV heads, got "
+                             f"{one.head_group_sizes}.")
+    return found
 
 
 class _LayerHook:
@@ -279,10 +288,10 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
         raise ValueError(f"attention_mask must be [B, L] with 0 for padding, got {list(attention_mask.shape)}. "
                          "CCA attention is causal and builds no L x L mask.")
     config, compact = call.config, None if call.layer is None else call.layer.compact
-    settings = {"group_size": config.group_size, "window_size": config.window_size, "num_groups": config.num_groups,
-                "pooling": config.pooling, "core_position": config.core_position, "core_heads": config.core_heads,
-                "rotary": call.rotary, "scale": scaling, "softcap": softcap, "core_bias": config.core_bias,
-                "sink_size": config.sink_size, "backend": config.backend}
+    settings = {"group_size": config.head_group_sizes or config.group_size, "window_size": config.window_size,
+                "num_groups": config.num_groups, "pooling": config.pooling, "core_position": config.core_position,
+                "core_heads": config.core_heads, "rotary": call.rotary, "scale": scaling, "softcap": softcap,
+                "core_bias": config.core_bias, "sink_size": config.sink_size, "backend": config.backend}
     if call.handle.shard is not None:
         if attention_mask is not None:
             raise ValueError("attention_mask must be None for a part of a sequence, got one. Pack documents instead of "

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from corecontext.config import BACKENDS, CCAConfig, check_choice
 from corecontext.ops import autograd, packed, reference, rules
+from corecontext.ops.heads import heads_of_each, in_order, take, take_learned
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import SegmentView, find_segments, has_restarts
 from corecontext.visibility import group_size_for, is_full_attention, num_sinks
@@ -68,7 +70,7 @@ def outside_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Ten
     return cast, torch.autocast(device, enabled=False)
 
 
-def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, window_size: int = 1024,
+def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int | Sequence[int] = 16, window_size: int = 1024,
                   num_groups: int | None = None, pooling: str = "cca", core_position: str = "middle",
                   core_heads: str = "kv", rotary: Rotary | None = None, scale: float | None = None,
                   softcap: float | None = None, core_bias: float | Tensor | None = None,
@@ -83,7 +85,7 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
     Args:
         q: Queries, [B, H, L, D]; float32, bfloat16, float16 or float64; rotary applied.
         k, v: Keys (rotary applied) and values, [B, Hkv, L, D], Hkv dividing H.
-        group_size: Tokens per core token (g), >= 1. With 1 this is full attention.
+        group_size: Tokens per core token (g), >= 1, or one for each KV head. With 1 this is full attention.
         window_size: Nearest tokens seen uncompressed (s), >= 1.
         num_groups: Constant number of groups; replaces group_size by max(1, ceil((L - s) / num_groups)).
         pooling: "cca", "mean", "max" or "mean_query".
@@ -114,6 +116,12 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
 
     Cost: 4 D H sum_t (j(t) + t + 1 - j(t) g) operations and memory linear in L (packed backend).
     """
+    if isinstance(group_size, (tuple, list)):
+        return _attend_by_heads(q, k, v, tuple(group_size), core_bias, learned or {}, return_lse, {
+            "window_size": window_size, "num_groups": num_groups, "pooling": pooling, "core_position": core_position,
+            "core_heads": core_heads, "rotary": rotary, "scale": scale, "softcap": softcap, "sink_size": sink_size,
+            "attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "position_ids": position_ids,
+            "backend": backend})
     _validate(group_size, window_size, num_groups, pooling, core_position, core_heads, sink_size=sink_size)
     _check_types(q, k, v)
     (q, k, v), context = outside_autocast(q, k, v)
@@ -122,6 +130,26 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, wind
                            scale, softcap, core_bias, learned or {}, sink_size, attention_mask, cu_seqlens,
                            position_ids, backend, return_lse)
     return (out, lse) if return_lse else out
+
+
+def _attend_by_heads(q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], core_bias: float | Tensor | None,
+                     learned: Mapping[str, Tensor], return_lse: bool, options: dict[str, Any]
+                     ) -> Tensor | tuple[Tensor, Tensor]:
+    """`cca_attention` for the KV heads of each group size by themselves."""
+    _check_types(q, k, v)
+    _check_tensors(q, k, v)
+    if len(sizes) != k.shape[1]:
+        raise ValueError(f"group_size must be a number, or one for each of the {k.shape[1]} KV heads, got {sizes}.")
+    if options["num_groups"] is not None:
+        raise ValueError("num_groups must not be given with a group_size for each head: both set g.")
+    found = []
+    for g, heads in heads_of_each(sizes):
+        bias = take(core_bias, heads, len(sizes), 0) if isinstance(core_bias, Tensor) and core_bias.dim() else core_bias
+        part = cca_attention(*(take(x, heads, len(sizes)) for x in (q, k, v)), group_size=g, core_bias=bias,
+                             learned=take_learned(learned, heads, len(sizes)), return_lse=return_lse, **options)
+        found.append(part if isinstance(part, tuple) else (part,))
+    out, *lse = (in_order(parts, sizes) for parts in zip(*found))
+    return (out, lse[0]) if return_lse else out
 
 
 _known_settings = functools.lru_cache(maxsize=256, typed=True)(CCAConfig)

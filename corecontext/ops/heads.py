@@ -1,0 +1,43 @@
+"""KV heads with group sizes of their own: which go together, and their part of a tensor.
+
+Parts are slices, never made by lists of indexes, which would be copied to the device at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+def heads_of_each(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Every group size with its KV heads, in the order in which they come first."""
+    return [(g, [head for head, one in enumerate(sizes) if one == g]) for g in dict.fromkeys(sizes)]
+
+
+def take(x: Tensor, heads: Sequence[int], kv_heads: int, dim: int = 1) -> Tensor:
+    """These KV heads of a dimension that has one entry for each, or r for its query heads."""
+    repeats = x.shape[dim] // kv_heads
+    parts = [x.narrow(dim, first * repeats, count * repeats) for first, count in _runs(heads)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def take_learned(learned: Mapping[str, Tensor], heads: Sequence[int], kv_heads: int) -> dict[str, Tensor]:
+    """The learned parameters of these KV heads and their query heads."""
+    return {name: take(x, heads, kv_heads, 0) for name, x in learned.items()}
+
+
+def in_order(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """The inverse of `take` for all group sizes: parts [B, ...] by query head, in the order of `heads_of_each`."""
+    order = [head for _, heads in heads_of_each(sizes) for head in heads]
+    return take(torch.cat(list(parts), 1), [order.index(head) for head in range(len(sizes))], len(sizes))
+
+
+def _runs(heads: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours together: (first, count)."""
+    first = 0
+    for at in range(1, len(heads) + 1):
+        if at == len(heads) or heads[at] != heads[at - 1] + 1:
+            yield heads[first], at - first
+            first = at

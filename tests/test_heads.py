@@ -1,0 +1,184 @@
+"""KV heads with group sizes of their own: each head gets what it gets alone, in every way to run it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from families import tiny_model, tokens
+
+import corecontext
+from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.cache import CompactKVCache, CompactLayer
+from corecontext.inference import Engine
+from corecontext.inference.scheduler import Scheduler
+from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.ops.heads import heads_of_each, in_order, take
+
+pytestmark = pytest.mark.usefixtures("default_device")
+SIZES = (5, 1, 5, 9)
+ROTARY = {"core_position": "middle"}
+MIXED = CCAConfig(5, 13, layer_group_sizes=(7, (1, 5)))
+
+
+def inputs(length=90, repeats=2, dtype=torch.float64, batch=2):
+    torch.manual_seed(length)
+    q = torch.randn(batch, 4 * repeats, length, 16, dtype=dtype)
+    k, v = (torch.randn(batch, 4, length, 16, dtype=dtype) for _ in range(2))
+    return [x.requires_grad_() for x in (q, k, v)]
+
+
+def rotary():
+    return Rotary.from_theta(1e4, 16)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, (3, 3, 3, 3), (1, 2, 3, 4), (2, 1, 1, 2)])
+def test_parts_come_together_in_order(sizes):
+    x = torch.arange(2 * 12).view(2, 12)
+    parts = [take(x, heads, 4) for _, heads in heads_of_each(sizes)]
+    assert torch.equal(in_order(parts, sizes), x)
+    for (g, heads), part in zip(heads_of_each(sizes), parts):
+        assert [sizes[head] for head in heads] == [g] * len(heads)
+        assert part[0].tolist() == [3 * head + j for head in heads for j in range(3)]
+
+
+@pytest.mark.parametrize("options", [{}, {"core_heads": "query"}, {"core_bias": torch.arange(8) / 4}, {"sink_size": 3},
+                                     {"learned": ("temperature", "bias", "key_gain")}, {"pooling": "mean_query"}])
+def test_each_head_attends_as_alone_and_so_do_its_gradients(options, default_device):
+    options = {key: value.to(default_device) if isinstance(value, torch.Tensor) else value
+               for key, value in options.items()}
+    if "learned" in options:
+        options["learned"] = {"temperature": torch.linspace(-1, 1, 8), "bias": torch.linspace(0, 1, 8),
+                              "key_gain": torch.linspace(0, 0.2, 4)}
+    leaves = q, k, v = inputs()
+    settings = {"window_size": 13, "rotary": rotary()}
+    out, lse = cca_attention(q, k, v, group_size=SIZES, return_lse=True, **settings, **options)
+    weights = torch.randn_like(out)
+    grads = torch.autograd.grad((out * weights).sum() + lse.sum(), leaves)
+    for head, g in enumerate(SIZES):
+        mine, one = slice(2 * head, 2 * head + 2), slice(head, head + 1)
+        own = {key: value[mine] if isinstance(value, torch.Tensor) and value.dim() else value
+               for key, value in options.items()}
+        if "learned" in own:
+            own["learned"] = {key: x[one if key == "key_gain" else mine] for key, x in options["learned"].items()}
+        parts = [x.detach()[:, at].requires_grad_() for x, at in zip(leaves, (mine, one, one))]
+        alone, alone_lse = cca_attention(*parts, group_size=g, return_lse=True, **settings, **own)
+        torch.testing.assert_close(out[:, mine], alone)
+        torch.testing.assert_close(lse[:, mine], alone_lse)
+        wanted = torch.autograd.grad((alone * weights[:, mine]).sum() + alone_lse.sum(), parts)
+        for grad, at, want in zip(grads, (mine, one, one), wanted):
+            torch.testing.assert_close(grad[:, at], want)
+
+
+def test_a_head_with_groups_of_one_keeps_every_token():
+    q, k, v = (x.detach() for x in inputs())
+    out = cca_attention(q, k, v, group_size=SIZES, window_size=13, rotary=rotary())
+    full = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(out[:, 2:4], full[:, 2:4])
+    assert not torch.allclose(out[:, :2], full[:, :2])
+
+
+@pytest.mark.parametrize("max_length", [None, 120])
+@pytest.mark.parametrize("chunks", [(90,), (1,) * 40, (33, 20, 1, 1, 7), (30, 1, 1, 1, 28)])
+def test_a_cache_gives_what_one_pass_gives(chunks, max_length):
+    q, k, v = (x.detach() for x in inputs())
+    config = CCAConfig(5, 13, head_group_sizes=SIZES)
+    wanted = cca_attention(q, k, v, group_size=SIZES, window_size=13, rotary=rotary())
+    cache = CompactKVCache(1, config, rotary(), max_length=max_length)
+    start = 0
+    for new in chunks:
+        at = slice(start, start + new)
+        torch.testing.assert_close(cache.attend(0, q[:, :, at], k[:, :, at], v[:, :, at]), wanted[:, :, at])
+        start += new
+        assert cache.seq_len == start
+    alone = [CompactLayer(CCAConfig(g, 13), rotary(), max_length=max_length) for g in SIZES]
+    for head, layer in enumerate(alone):
+        layer.attend(q[:, 2 * head:2 * head + 2, :start], k[:, head:head + 1, :start], v[:, head:head + 1, :start])
+    assert cache.nbytes == sum(layer.nbytes for layer in alone)
+
+
+def test_padded_rows_take_back_select_and_save():
+    q, k, v = (x.detach() for x in inputs())
+    config, mask = CCAConfig(5, 13, head_group_sizes=SIZES), torch.ones(2, 60, dtype=torch.long)
+    mask[1, :11] = 0
+    cache, other = (CompactKVCache(1, config, rotary(), rollback=4).layers[0] for _ in range(2))
+    cache.attend(*(x[:, :, :60] for x in (q, k, v)), attention_mask=mask)
+    step = [x[:, :, 60:61] for x in (q, k, v)]
+    wanted = cache.attend(*step)
+    short = [x[1:, :, 11:61] for x in (q, k, v)]
+    torch.testing.assert_close(wanted[1:], cca_attention(*short, group_size=SIZES, window_size=13,
+                                                         rotary=rotary())[:, :, -1:])
+    for _ in range(3):
+        cache.attend(*(torch.randn_like(x) for x in step))
+    cache.crop(4)
+    other.load_state_dict(cache.state_dict())
+    torch.testing.assert_close(cache.attend(*step), wanted)
+    torch.testing.assert_close(other.attend(*step), wanted)
+    with pytest.raises(ValueError, match="crop must leave the window whole"):
+        cache.crop(30)
+    assert cache.seq_len == 61
+    torch.testing.assert_close(cache.attend(*step)[0, 2:4], other.attend(*step)[0, 2:4])  # no part was cropped
+    cache.select(torch.tensor([1, 0]))
+    assert cache.pads == [11, 0]
+    cache.repeat(2)
+    assert cache.pads == [11, 11, 0, 0]
+    cache.reset()
+    assert cache.is_empty and cache.seq_len == 0
+
+
+def test_a_model_generates_what_it_generates_without_a_cache(tmp_path):
+    model, ids = tiny_model("llama"), tokens(2, 50)
+    with corecontext.enabled(model, MIXED) as handle:
+        assert [one.head_group_sizes for one in handle.layers] == [None, (1, 5)] and handle.layers[0].group_size == 7
+        options = {"max_new_tokens": 12, "do_sample": False}
+        wanted = model.generate(ids, use_cache=False, **options)
+        assert torch.equal(model.generate(ids, **options), wanted)
+        assert torch.equal(model.generate(ids, cache_implementation="static", disable_compile=True, **options), wanted)
+        assert model.generate(ids, num_beams=3, **options).shape == wanted.shape
+        assert torch.equal(torch.tensor(Engine(model, chunk_size=16).generate(ids, max_new_tokens=12)),
+                           wanted[:, 50:].cpu())
+        with torch.no_grad():
+            full = model(ids[:1], use_cache=True).past_key_values
+        one = CCAConfig(5, 13)
+        handle.configure(**{**one.to_dict()})
+        with torch.no_grad():
+            assert cache_bytes(full) != cache_bytes(model(ids[:1], use_cache=True).past_key_values)
+        handle.configure(**MIXED.to_dict())
+        model.save_pretrained(tmp_path)
+    again = corecontext.from_pretrained(str(tmp_path)).to(model.device)
+    with torch.no_grad(), corecontext.enabled(model, MIXED):
+        assert corecontext.CCAConfig.from_dict(again.config.cca) == MIXED
+        torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+def test_settings_survive_json_and_are_checked():
+    assert CCAConfig.from_dict(json.loads(json.dumps(MIXED.to_dict()))) == MIXED
+    assert MIXED.of_layer(1).head_group_sizes == (1, 5) and MIXED.of_layer(0) == CCAConfig(7, 13)
+    assert MIXED.replace(group_size=6) == CCAConfig(6, 13)
+    for changes, message in (({"layer_group_sizes": (4, ())}, "must not be empty"),
+                             ({"layer_group_sizes": (4, (0, 2))}, "must be at least 1"),
+                             ({"layer_group_sizes": (4, (True, 2))}, "must be an integer"),
+                             ({"head_group_sizes": (4, (1, 2))}, "must be an integer"),
+                             ({"head_group_sizes": (4, 4)}, "must not be given with layer_group_sizes"),
+                             ({"num_groups": 4}, "num_groups must not be given")):
+        with pytest.raises((ValueError, TypeError), match=message):
+            MIXED.replace(**changes)
+
+
+def test_what_cannot_be_had_is_refused():
+    q, k, v = inputs(20)
+    with pytest.raises(ValueError, match="one for each of the 4 KV heads"):
+        cca_attention(q, k, v, group_size=(4, 5), rotary=rotary())
+    with pytest.raises(ValueError, match="num_groups must not be given"):
+        cca_attention(q, k, v, group_size=SIZES, num_groups=3, rotary=rotary())
+    with pytest.raises(ValueError, match="group_size must be at least 1"):
+        cca_attention(q, k, v, group_size=(4, 0, 1, 1), rotary=rotary())
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="one for each of the 2 KV heads"):
+        corecontext.enable(model, CCAConfig(5, 13, layer_group_sizes=(7, (1, 5, 3))))
+    with corecontext.enabled(model, MIXED) as handle:
+        with pytest.raises(NotImplementedError, match="cannot be served yet"):
+            Scheduler(model)
+        with pytest.raises(NotImplementedError, match="parts of a sequence"):
+            handle.shard = object()
