@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 
 import pytest
@@ -11,7 +12,17 @@ from families import tiny_model, tokens
 import corecontext
 from corecontext import CCAConfig
 from corecontext.cli import main
-from corecontext.eval.layers import COARSE, Trial, chosen_of, far_loss, search_layers, sizes_at_equal_cache
+from corecontext.eval.layers import (
+    COARSE,
+    Shape,
+    Trial,
+    Unit,
+    at_equal_cache,
+    chosen_of,
+    far_loss,
+    search_units,
+    spread,
+)
 from corecontext.integrations.transformers import handle_of
 from corecontext.record import read_records
 from corecontext.visibility import num_complete_groups, window_capacity
@@ -19,40 +30,61 @@ from corecontext.visibility import num_complete_groups, window_capacity
 MODEL, TEXT = "corecontext/assets/demo_model", "corecontext/assets/document.txt"
 
 
-@pytest.mark.parametrize("layers,chosen,g,s,length", [(8, (4,), 16, 256, 4096), (8, (5, 2), 16, 256, 4096),
-                                                      (32, (3, 9, 20, 31), 16, 1024, 131072), (2, (0,), 4, 8, 1000)])
-def test_the_cache_stays_as_large_and_groups_as_small_as_it_allows(layers, chosen, g, s, length):
-    sizes = sizes_at_equal_cache(layers, chosen, CCAConfig(g, s), length)
-    assert {sizes[i] for i in range(layers) if i not in chosen} == {COARSE * g}
-    small, = {sizes[i] for i in chosen}
+@pytest.mark.parametrize("shape,chosen,g,s,length", [
+    ((8, 2), [(4, None)], 16, 256, 4096), ((8, 2), [(4, 1)], 16, 256, 4096), ((8, 2), [(5, 0), (2, 1)], 16, 256, 4096),
+    ((32, 8), [(3, None), (9, None), (20, None)], 16, 1024, 131072), ((2, 1), [(0, None)], 4, 8, 1000)])
+def test_the_cache_stays_as_large_and_groups_as_small_as_it_allows(shape, chosen, g, s, length):
+    shape, chosen = Shape(*shape), [Unit(*one) for one in chosen]
+    config = at_equal_cache(shape, chosen, CCAConfig(g, s), length)
 
-    def entries(of):
-        return sum(num_complete_groups(length, size) + window_capacity(size, s) for size in of)
+    def entries(sizes, window):
+        return sum(num_complete_groups(length, size) + window_capacity(size, window) for one in sizes
+                   for size in (one if isinstance(one, tuple) else (one,) * shape.kv_heads))
 
-    equal = entries([g] * layers)
-    assert 1 <= small < g and entries(sizes) <= 1.05 * equal
-    assert entries(small - 1 if size == small else size for size in sizes) > 1.05 * equal
+    sizes = config.layer_group_sizes
+    for layer in range(shape.layers):
+        by_head = sizes[layer] if isinstance(sizes[layer], tuple) else (sizes[layer],) * shape.kv_heads
+        for head, size in enumerate(by_head):
+            assert (size != COARSE * g) == (Unit(layer) in chosen or Unit(layer, head) in chosen)
+    small = min(size for one in sizes for size in (one if isinstance(one, tuple) else (one,)))
+    equal = entries([g] * shape.layers, s)
+    assert 1 <= small < g and config.window_size == s and entries(sizes, s) <= 1.05 * equal
+    assert entries(spread(shape, chosen, small - 1, COARSE * g), s) > 1.05 * equal if small > 1 else True
 
 
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="groups smaller than 16 fit the same cache; got 1 of 8 layers and 600 tokens"):
-        sizes_at_equal_cache(8, (1,), CCAConfig(16, 256), 600)
+def test_what_keeps_every_token_takes_it_from_the_window():
+    shape, chosen = Shape(8, 2), [Unit(4, 1)]
+    config = at_equal_cache(shape, chosen, CCAConfig(16, 256), 4096, raw=True)
+    assert config.layer_group_sizes == (64,) * 4 + ((64, 1),) + (64,) * 3
+
+    def entries(window):
+        return 4096 + window + 15 * (64 + window + 63)
+
+    assert 128 <= config.window_size < 256
+    assert entries(config.window_size) <= 1.05 * 16 * 527 < entries(config.window_size + 1)
+    many = at_equal_cache(Shape(32, 8), [Unit(3, 1)], CCAConfig(16, 1024), 131072, raw=True)
+    assert many.window_size == 1024  # of many heads one costs little
 
 
-def test_layers_are_chosen_one_beside_the_other():
+@pytest.mark.parametrize("chosen,length,raw", [([(1, None)], 600, False), ([(1, None)], 4096, True)])
+def test_what_does_not_fit_is_refused(chosen, length, raw):
+    with pytest.raises(ValueError, match=f"16 fit the same cache; got 2 of 16 KV heads and {length} tokens"):
+        at_equal_cache(Shape(8, 2), [Unit(*one) for one in chosen], CCAConfig(16, 256), length, raw)
+
+
+def test_units_are_chosen_one_beside_the_other():
     """3 is best alone; beside it 0, which is worst alone."""
-    def loss(config):
-        fine = {i for i, size in enumerate(config.layer_group_sizes) if size == 1}
-        assert set(config.layer_group_sizes) <= {1, 4 * COARSE}
-        return {3: -5, 1: -3, 2: -2, 0: 0}.get(min(fine), 0) if len(fine) == 1 else -9 if fine == {0, 3} else -6
+    def loss(units):
+        fine = {unit.layer for unit in units}
+        return {3: -5, 1: -3, 2: -2, 0: 0}[min(fine)] if len(fine) == 1 else -9 if fine == {0, 3} else -6
 
-    done = []
-    trials = search_layers(4, 2, CCAConfig(4, 8), loss, done.append)
-    assert chosen_of(trials) == (3, 0) and len(done) == len(trials) == 4 + 3
-    assert trials[3] == Trial(3, (), -5) and trials[4] == Trial(0, (3,), -9)
+    done, units = [], [Unit(layer) for layer in range(4)]
+    trials = search_units(units, 2, loss, done.append)
+    assert chosen_of(trials) == (Unit(3), Unit(0)) and len(done) == len(trials) == 4 + 3
+    assert trials[3] == Trial(Unit(3), (), -5) and trials[4] == Trial(Unit(0), (Unit(3),), -9)
     for count in (0, 4):
-        with pytest.raises(ValueError, match=f"count must be 1 .. 3 for 4 full-attention layers, got {count}"):
-            search_layers(4, count, CCAConfig(4, 8), loss)
+        with pytest.raises(ValueError, match=f"count must be 1 .. 3 of 4 to choose from, got {count}"):
+            search_units(units, count, loss)
 
 
 def test_a_layer_that_alone_attends_makes_good_the_whole_loss():
@@ -64,11 +96,13 @@ def test_a_layer_that_alone_attends_makes_good_the_whole_loss():
         nll = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
     assert full == pytest.approx(float(nll[59:].mean()), abs=1e-5)
     with corecontext.enabled(model, CCAConfig(4, 8)) as handle:
-        def loss(config):
-            handle.configure(layer_group_sizes=config.layer_group_sizes)
+        def loss(units):
+            handle.configure(layer_group_sizes=spread(Shape(2, 2), units, 1, 16))
             return far_loss(model, [ids])
 
-        idle, busy = search_layers(2, 1, handle.config, loss)
+        idle, busy = search_units([Unit(0), Unit(1)], 1, loss)
+        assert loss((Unit(1, 0), Unit(1, 1))) == pytest.approx(busy.loss, abs=1e-5)  # both heads are the layer
+        assert len({loss((Unit(1, 0),)), loss((Unit(1, 1),)), busy.loss}) == 3
     assert busy.loss == pytest.approx(full, abs=1e-5) and abs(idle.loss - full) > 1e-3
 
 
@@ -81,14 +115,18 @@ def test_the_command_finds_sizes_that_a_checkpoint_can_hold(tmp_path, capsys):
     sizes = json.loads(printed[printed.index("layer_group_sizes = ") + 20:].splitlines()[0])
     records = read_records(json_path)
     best = min(records, key=lambda one: one.value)
-    assert len(records) == len(sizes) == 8 and sizes.index(min(sizes)) == best.params["layer"]
+    assert len(records) == len(sizes) == 8 and sizes.index(min(sizes)) == int(best.params["unit"])
     assert f"{best.value:.3f} <" in printed
     settings = json.loads((out / "config.json").read_text())["cca"]
     assert settings["layer_group_sizes"] == sizes and settings["window_size"] == 32
     assert list(handle_of(corecontext.from_pretrained(str(out))).config.layer_group_sizes) == sizes
+    assert main([*command, "--heads"]) == 0
+    printed = capsys.readouterr().out
+    sizes = ast.literal_eval(printed[printed.index("layer_group_sizes = ") + 20:].splitlines()[0])
+    assert "layer.head" in printed and sum(isinstance(one, tuple) for one in sizes) == 1
     for wrong, message in ((["--output", str(out)], "already exists. Give a new folder"),
                            (["--length", "100000"], "length must be at most"), (["--length", "64"], "at least"),
                            (["--length", "512"], "groups smaller than 16 fit"),
-                           (["--count", "8"], "count must be 1 .. 7"), (["--rows", "0"], "rows must be")):
+                           (["--count", "8"], "count must be 1 .. 7 of 8"), (["--rows", "0"], "rows must be")):
         assert main([*command, *wrong]) == 2
         assert message in capsys.readouterr().err

@@ -117,9 +117,10 @@ def test_methods_have_one_cache_size():
         for name, one in known.items():
             if getattr(one.config, "pooling", None) is None or name in ("mean", "max"):
                 continue
-            per = one.config.layer_group_sizes or (one.config.group_size,) * size.layers
+            per = [g for one_layer in one.config.layer_group_sizes or (one.config.group_size,) * size.layers
+                   for g in (one_layer if isinstance(one_layer, tuple) else (one_layer,) * size.kv_heads)]
             width, n, s = r if one.config.core_heads == "query" else 1, one.config.sink_size, one.config.window_size
-            entries[name] = sum((size.length - n) // g * width + n + s + g - 1 for g in per) / size.layers
+            entries[name] = sum((size.length - n) // g * width + n + s + g - 1 for g in per) / len(per)
         assert len(entries) >= 12 and entries["sinks"] == entries["cca"] and known["sinks"].config.sink_size
         for name, count in entries.items():
             assert count <= 1.1 * entries["cca"], name  # a larger group also has a larger open end

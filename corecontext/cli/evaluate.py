@@ -107,12 +107,15 @@ def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard in
 def layers(file: Annotated[str, typer.Argument(help="Text like that to come, or - for standard input.")], model: Model,
            length: Annotated[int, typer.Option(help="Tokens of a row; the model's trained length or less.")] = 8192,
            rows: Annotated[int, typer.Option(help="Most rows of the text.")] = 4,
-           count: Annotated[Optional[int], typer.Option(help="Layers to choose. Default: an eighth.")] = None,
+           heads: Annotated[bool, typer.Option("--heads", help="Choose KV heads, of the quarter of the layers that are "
+                                                               "best.")] = False,
+           count: Annotated[Optional[int], typer.Option(help="Layers, or heads, to choose. Default: an eighth of the "
+                                                             "layers, a sixteenth of all heads.")] = None,
            output: Annotated[Optional[str], typer.Option(help="New folder: a copy of the checkpoint that loads with "
                                                               "these sizes.")] = None,
            group_size: GroupSize = None, window_size: WindowSize = None, dtype: Dtype = "auto", device: Device = "auto",
            json: Json = None) -> None:
-    """Find the layers that need small groups, and the group size of each layer at the same cache size."""
+    """Find the layers or KV heads that need small groups, and all group sizes at the same cache size."""
     from corecontext.text import check_output, read_text
 
     if rows < 1 or length < 2:
@@ -126,7 +129,7 @@ def layers(file: Annotated[str, typer.Argument(help="Text like that to come, or 
     from corecontext.record import append_records, device_name
 
     loaded = load(model, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
-    found = find_layers(loaded, text, length, rows, count)
+    found = find_layers(loaded, text, length, rows, count, heads)
     if json is not None:
         params = {"model": model, **loaded.sizes(), "length": length}
         append_records(json, layer_records(found.trials, params, device_name(str(loaded.model.device))))

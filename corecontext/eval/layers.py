@@ -1,9 +1,8 @@
-"""Which layers need small groups: few layers look tokens up far back, and should have the core tokens that tell most.
+"""Which layers, or KV heads, need small groups: few look tokens up far back, and should have what tells most.
 
-The layers are found on a model with full attention, before any training: all layers but one get large groups, one keeps
-every token, and the loss far from the beginning says how much that one layer makes good. Several layers are found one
-after the other. They then get groups so small, and the others groups four times as large, that the cache stays as large
-as it was.
+They are found on a model with full attention, before any training: all get large groups but one, which keeps every
+token, and the loss far from the beginning says how much that one makes good. Several are found one after the other.
+They then get groups so small, and the others groups four times as large, that the cache stays as large as it was.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -27,74 +26,107 @@ from corecontext.text import UserError
 from corecontext.visibility import num_complete_groups, window_capacity
 
 COARSE = 4
-"""Times the group size of layers that were not chosen."""
+"""Times the group size of what was not chosen."""
 MORE_ENTRIES = 1.05
 """Of the cache with equal groups, at most."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A layer that keeps every token, beside those chosen before it."""
+class Unit(NamedTuple):
+    """A layer, counted among those with full attention, or one of its KV heads."""
 
     layer: int
-    before: tuple[int, ...]
+    head: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.layer}" if self.head is None else f"{self.layer}.{self.head}"
+
+
+class Shape(NamedTuple):
+    """Of a model: full-attention layers, and KV heads of each."""
+
+    layers: int
+    kv_heads: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A unit that keeps every token, beside those chosen before it."""
+
+    unit: Unit
+    before: tuple[Unit, ...]
     loss: float
     """Nats per token of the second half of each row."""
 
 
-def sizes_at_equal_cache(layers: int, chosen: Collection[int], config: CCAConfig, length: int) -> tuple[int, ...]:
-    """g of each layer: the smallest for the chosen ones with which a cache of `length` tokens is no larger than with
-    `config.group_size` everywhere (5 % more entries at most), and four times that g for the others.
+def spread(shape: Shape, chosen: Collection[Unit], small: int, large: int) -> tuple[int | tuple[int, ...], ...]:
+    """`CCAConfig.layer_group_sizes` with one g for the chosen units and one for the others."""
+    def size(layer: int) -> int | tuple[int, ...]:
+        if Unit(layer) in chosen:
+            return small
+        heads = tuple(small if Unit(layer, head) in chosen else large for head in range(shape.kv_heads))
+        return heads if small in heads else large
 
-    Raises:
-        ValueError: no smaller g fits: too many layers are chosen, or the length is too short.
-    """
-    g, s = config.group_size, config.window_size
-
-    def entries(size: int) -> int:
-        return num_complete_groups(length, size) + window_capacity(size, s)
-
-    most = MORE_ENTRIES * layers * entries(g) - (layers - len(chosen)) * entries(COARSE * g)
-    for small in range(1, g):
-        if len(chosen) * entries(small) <= most:
-            return tuple(small if i in chosen else COARSE * g for i in range(layers))
-    raise ValueError(f"chosen layers must be so few, and length so large, that groups smaller than {g} fit the same "
-                     f"cache; got {len(chosen)} of {layers} layers and {length} tokens.")
+    return tuple(map(size, range(shape.layers)))
 
 
-def search_layers(layers: int, count: int, config: CCAConfig, loss: Callable[[CCAConfig], float],
-                  on_trial: Callable[[int], Any] = lambda trials: None) -> list[Trial]:
-    """Try every layer as the first, then every other beside the best, and so on; all trials, in order.
+def at_equal_cache(shape: Shape, chosen: Collection[Unit], config: CCAConfig, length: int,
+                   raw: bool = False) -> CCAConfig:
+    """The smallest groups of the chosen units with which a cache of `length` tokens is no larger than with
+    `config.group_size` everywhere (5 % more entries at most); the others' are four times that.
 
     Args:
-        layers: Full-attention layers of the model.
-        count: Layers to choose, at most all but one.
-        config: The settings whose group size is spread anew.
-        loss: The model's, far from the beginning, under a config with `layer_group_sizes`.
+        raw: The chosen ones keep every token; the window of all shrinks as far as that takes.
+
+    Raises:
+        ValueError: none fits: too many are chosen, the length is too short, or less than half of the window would stay.
+    """
+    g, s = config.group_size, config.window_size
+    total = shape.layers * shape.kv_heads
+    few = sum(shape.kv_heads if unit.head is None else 1 for unit in chosen)
+
+    def entries(size: int, window: int) -> int:
+        return num_complete_groups(length, size) + window_capacity(size, window)
+
+    most = MORE_ENTRIES * total * entries(g, s)
+    for small, window in ((1, w) for w in range(s, s // 2, -1)) if raw else ((size, s) for size in range(1, g)):
+        if few * entries(small, window) + (total - few) * entries(COARSE * g, window) <= most:
+            return config.replace(window_size=window, head_group_sizes=None,
+                                  layer_group_sizes=spread(shape, chosen, small, COARSE * g))
+    raise ValueError(f"what is chosen must be so little, and length so large, that groups smaller than {g} fit the "
+                     f"same cache; got {few} of {total} KV heads and {length} tokens.")
+
+
+def search_units(units: Sequence[Unit], count: int, loss: Callable[[tuple[Unit, ...]], float],
+                 on_trial: Callable[[int], Any] = lambda trials: None) -> list[Trial]:
+    """Try every unit as the first, then every other beside the best, and so on; all trials, in order.
+
+    Args:
+        count: Units to choose, at most all but one.
+        loss: The model's, far from the beginning, where these units keep every token.
         on_trial: Called with 1 after each trial.
 
     Raises:
-        ValueError: there are not so many layers.
+        ValueError: there are not so many.
     """
-    if not 1 <= count < layers:
-        raise ValueError(f"count must be 1 .. {layers - 1} for {layers} full-attention layers, got {count}.")
+    if not 1 <= count < len(units):
+        raise ValueError(f"count must be 1 .. {len(units) - 1} of {len(units)} to choose from, got {count}.")
     found: list[Trial] = []
     for _ in range(count):
         before = chosen_of(found)
-        for layer in sorted(set(range(layers)) - set(before)):
-            sizes = tuple(1 if i == layer or i in before else COARSE * config.group_size for i in range(layers))
-            found.append(Trial(layer, before, loss(config.replace(layer_group_sizes=sizes))))
-            on_trial(1)
+        for unit in units:
+            if unit not in before:
+                found.append(Trial(unit, before, loss((*before, unit))))
+                on_trial(1)
     return found
 
 
-def chosen_of(trials: Sequence[Trial]) -> tuple[int, ...]:
+def chosen_of(trials: Sequence[Trial]) -> tuple[Unit, ...]:
     """The best of each round, in order."""
-    rounds: dict[tuple[int, ...], Trial] = {}
+    rounds: dict[tuple[Unit, ...], Trial] = {}
     for one in trials:
         if one.before not in rounds or one.loss < rounds[one.before].loss:
             rounds[one.before] = one
-    return tuple(one.layer for one in rounds.values())
+    return tuple(one.unit for one in rounds.values())
 
 
 def far_loss(model: Any, rows: Sequence[Tensor], chunk_size: int = 1024) -> float:
@@ -105,26 +137,28 @@ def far_loss(model: Any, rows: Sequence[Tensor], chunk_size: int = 1024) -> floa
 
 @dataclass(frozen=True)
 class Found:
-    """The layers of one model."""
+    """What needs small groups in one model."""
 
     trials: list[Trial]
     config: CCAConfig
-    """With the group size of each layer."""
+    """With the group size of each layer or head."""
     equal: float
     """The loss with equal groups."""
     chosen: float
     """The loss under `config`."""
 
 
-def find_layers(loaded: Loaded, text: str, length: int, most_rows: int, count: int | None) -> Found:
-    """The layers of a loaded model that need small groups, on rows of `length` tokens of a text.
+def find_layers(loaded: Loaded, text: str, length: int, most_rows: int, count: int | None,
+                heads: bool = False) -> Found:
+    """The layers of a loaded model that need small groups, or KV heads of these, on rows of `length` tokens of a text.
 
     Args:
         loaded: With CCA enabled, whose settings are the model's again afterwards.
-        count: Layers to choose; None for an eighth of them.
+        count: What to choose; None for an eighth of the layers, or a sixteenth of the heads.
+        heads: Choose KV heads, of the quarter of the layers that are best.
 
     Raises:
-        UserError: the text or the length is too short, or there are not so many layers.
+        UserError: the text or the length is too short, or there is not so much to choose from.
     """
     model, config = loaded.model, loaded.config
     assert config is not None
@@ -138,50 +172,59 @@ def find_layers(loaded: Loaded, text: str, length: int, most_rows: int, count: i
                         f"second half of a row has core tokens to see; got {length}.")
     handle = handle_of(model)
     assert handle is not None
-    layers = len(handle.full)
-    count = max(1, layers // 8) if count is None else count
-    equal = config.replace(layer_group_sizes=None)
-    with one_line(), progress(f"layers, {len(rows)} rows of {length} tokens", 2 + sum(range(layers, layers - count, -1))
-                              ) as advance:
-        sizes_at_equal_cache(layers, range(count), equal, length)  # says what does not fit before it takes long
+    shape = Shape(len(handle.full), handle.full[0].config.num_key_value_heads)
+    layers, best = [Unit(layer) for layer in range(shape.layers)], max(1, shape.layers // 4)
+    wanted = max(1, shape.layers * shape.kv_heads // 16 if heads else shape.layers // 8) if count is None else count
+    equal = config.replace(layer_group_sizes=None, head_group_sizes=None)
+    rounds = [(1, shape.layers), (wanted, best * shape.kv_heads)] if heads else [(wanted, shape.layers)]
+    trials = [many - done for times, many in rounds for done in range(times)]
+    with one_line(), progress(f"{len(rows)} rows of {length} tokens", 2 + sum(trials)) as advance:
+        like = [Unit(0, head) if heads else Unit(head) for head in range(wanted)]
+        at_equal_cache(shape, like, equal, length)  # says what does not fit before it takes long
 
-        def loss(of: CCAConfig) -> float:
-            handle.configure(layer_group_sizes=of.layer_group_sizes)
+        def measured(of: CCAConfig) -> float:
+            handle.configure(layer_group_sizes=of.layer_group_sizes, head_group_sizes=of.head_group_sizes)
             return far_loss(model, rows)
 
+        def loss(units: tuple[Unit, ...]) -> float:
+            return measured(equal.replace(layer_group_sizes=spread(shape, units, 1, COARSE * config.group_size)))
+
         try:
-            before = loss(equal)
+            before = measured(equal)
             advance(1)
-            trials = search_layers(layers, count, equal, loss, advance)
-            sizes = sizes_at_equal_cache(layers, chosen_of(trials), equal, length)
-            chosen = equal.replace(layer_group_sizes=sizes)
-            after = loss(chosen)
+            found = search_units(layers, 1 if heads else wanted, loss, advance)
+            if heads:
+                needy = sorted(found, key=lambda one: one.loss)[:best]
+                found = search_units([Unit(one.unit.layer, head) for one in needy for head in range(shape.kv_heads)],
+                                     wanted, loss, advance)
+            chosen = at_equal_cache(shape, chosen_of(found), equal, length)
+            after = measured(chosen)
             advance(1)
         finally:
-            handle.configure(layer_group_sizes=config.layer_group_sizes)
-    return Found(trials, chosen, before, after)
+            handle.configure(layer_group_sizes=config.layer_group_sizes, head_group_sizes=config.head_group_sizes)
+    return Found(found, chosen, before, after)
 
 
 def layer_records(trials: Sequence[Trial], params: dict[str, Any], device: str) -> list[Record]:
     """quality.perplexity of each trial, with the task "layers"."""
-    return [make_record("quality.perplexity", math.exp(one.loss), {**params, "task": "layers", "layer": one.layer,
-                                                                   "beside": list(one.before)}, device=device)
-            for one in trials]
+    return [make_record("quality.perplexity", math.exp(one.loss), {
+        **params, "task": "layers", "unit": str(one.unit), "beside": [str(unit) for unit in one.before]}, device=device)
+        for one in trials]
 
 
 def print_layers(found: Found) -> None:
-    """Each layer's trials, the chosen ones marked, and the setting to use."""
+    """Every trial, the chosen ones marked, and the setting to use."""
     chosen = chosen_of(found.trials)
-    print("Perplexity of the second halves of rows, where one layer keeps every token:")
+    print("Perplexity of the second halves of rows, where one keeps every token:")
     table = Table(box=SIMPLE_HEAD)
-    table.add_column("layer", justify="right")
+    table.add_column("layer" if chosen[0].head is None else "layer.head", justify="right")
     for i in range(len(chosen)):
         table.add_column("alone" if i == 0 else f"beside {', '.join(map(str, chosen[:i]))}", justify="right")
-    for layer in sorted({one.layer for one in found.trials}):
-        losses = {one.before: one.loss for one in found.trials if one.layer == layer}
-        table.add_row(str(layer), *("" if chosen[:i] not in losses else
-                                    f"{math.exp(losses[chosen[:i]]):.3f}{' <' if chosen[i] == layer else ''}"
-                                    for i in range(len(chosen))))
+    for unit in sorted({one.unit for one in found.trials}):
+        losses = {one.before: one.loss for one in found.trials if one.unit == unit}
+        table.add_row(str(unit), *("" if chosen[:i] not in losses else
+                                   f"{math.exp(losses[chosen[:i]]):.3f}{' <' if chosen[i] == unit else ''}"
+                                   for i in range(len(chosen))))
     console().print(table)
     print(f"equal groups of {found.config.group_size}: {math.exp(found.equal):.3f}; at the same cache size "
           f"{math.exp(found.chosen):.3f} with\nlayer_group_sizes = {list(found.config.layer_group_sizes or ())}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from corecontext.bench import drawing
 from corecontext.record import Record
-from corecontext.reproduce.plan import SCRATCH, Size, from_scratch, methods
+from corecontext.reproduce.plan import SCRATCH, SCRATCH_FINE, Size, from_scratch, methods
 from corecontext.text import atomic_path
 from corecontext.visibility import num_complete_groups, window_capacity
 
@@ -119,7 +119,7 @@ def _curves(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) ->
 def _scratch(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
     """Held-out perplexity of the far half, and answers right, while training from scratch."""
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8))
-    for color, name in zip(("#9a9a9a", "#c65d12", "#1f6fb4", "#5a9a5a"), (*SCRATCH, "layers_1")):
+    for color, name in zip(("#9a9a9a", "#c65d12", "#1f6fb4", "#5a9a5a"), (*SCRATCH, SCRATCH_FINE)):
         for seed in size.seeds:
             path = folder / from_scratch(name, seed) / "curve.jsonl"
             if not path.exists():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from corecontext.baselines import LMInfinite, MInference, Pattern, StreamingLLM, WindowOnly
 from corecontext.config import LEARNED, CCAConfig
-from corecontext.eval.layers import sizes_at_equal_cache
+from corecontext.eval.layers import Shape, Unit, at_equal_cache
 from corecontext.text import UserError
 
 
@@ -60,7 +61,7 @@ FULL = Size(name="mini", layers=8, hidden=512, heads=8, kv_heads=2, ffn=1408, le
             tune_levels=((512, 600), (1024, 250), (2048, 150), (4096, 200)), follow_steps=400,  # 79 million
             adapt_tokens=32768, adapt_steps=1000, short_steps=300, eval_tokens=2_000_000, questions=300,
             groups=(2, 4, 8, 16, 32, 64), windows=(64, 128, 256, 512, 1024), documents=(5, 10, 20))
-SMOKE = Size(name="smoke", layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, length=256, window=32, group=4,
+SMOKE = Size(name="smoke", layers=2, hidden=64, heads=8, kv_heads=4, ffn=64, length=256, window=32, group=4,
              step_tokens=512, levels=((128, 2), (256, 2)), tune_levels=((128, 1),), follow_steps=2, adapt_tokens=512,
              adapt_steps=2, short_steps=1, eval_tokens=1024, questions=4, groups=(2, 8), windows=(16, 64),
              documents=(2,), seeds=(0,), scratch_seeds=(0,), rates=(1e-3, 2e-3), latency_repeats=1)
@@ -80,8 +81,9 @@ class Method(NamedTuple):
     """Learn from the base model's predictions, too."""
     stretch: int = 1
     """Times the steps of others."""
-    layers: int = 0
-    """Small groups in so many layers, those that the base model was found to need; `config` has them in the first."""
+    fine: tuple[str, int] | None = None
+    """Small groups in so many "layers" or "heads", or so many heads with every token ("raw"): those that the base model
+    was found to need. `config` has them in the first ones."""
 
 
 def methods(size: Size) -> dict[str, Method]:
@@ -89,12 +91,14 @@ def methods(size: Size) -> dict[str, Method]:
     g, s, r = size.group, size.window, size.heads // size.kv_heads
     cca = CCAConfig(group_size=g, window_size=s)
 
-    def small_groups(layers: int, what: str = "", parameters: tuple[str, ...] = (), **more: Any) -> Method:
-        """Found layers have small groups, the others large ones."""
-        sizes = sizes_at_equal_cache(size.layers, range(layers), cca, size.length)
-        return Method(f"layers_{layers}{what and '_'}{what}", cca.replace(layer_group_sizes=sizes, learned=parameters),
-                      f"CCA, small groups in {layers} of {size.layers} layers{what and ', '}{what}", layers=layers,
-                      **more)
+    def small_groups(kind: str, count: int, what: str = "", parameters: tuple[str, ...] = (), **more: Any) -> Method:
+        """What was found has small groups, the rest large ones."""
+        units = [Unit(i) if kind == "layers" else Unit(0, i) for i in range(count)]
+        title = {"layers": f"small groups in {count} of {size.layers} layers",
+                 "heads": f"small groups in {count} of {size.layers * size.kv_heads} KV heads",
+                 "raw": f"{count} of {size.layers * size.kv_heads} KV heads keep every token"}[kind]
+        return Method(f"{kind}_{count}{what and '_'}{what}", fine_config(size, kind, units).replace(learned=parameters),
+                      f"CCA, {title}{what and ', '}{what}", fine=(kind, count), **more)
 
     learned = cca.replace(learned=LEARNED)
     found = [
@@ -111,7 +115,9 @@ def methods(size: Size) -> dict[str, Method]:
         Method("mean_query", cca.replace(pooling="mean_query"), "CCA, mean query"),
         Method("query_heads", cca.replace(group_size=g * r, core_heads="query"),
                f"CCA by query head, groups of {g * r}"),
-        *map(small_groups, range(1, min(4, size.layers))),
+        *(small_groups("layers", count) for count in (1, 2) if count < size.layers),
+        *(small_groups("heads", count) for count in (1, 2)),
+        small_groups("raw", 1),
         # g raw tokens in place of one core token cost g - 1 entries, which the window gives up.
         Method("sinks", cca.replace(sink_size=g, window_size=s - (g - 1)), f"CCA, the first {g} tokens raw"),
         Method("learned", learned, "CCA, all learned parameters"),
@@ -119,9 +125,9 @@ def methods(size: Size) -> dict[str, Method]:
                f"the same by query head, groups of {g * r}"),
         Method("distilled", cca, "CCA, distilled", distil=True),
         Method("long", cca, "CCA, four times the steps", stretch=4),
-        small_groups(1, "learned", LEARNED),
-        small_groups(1, "distilled", distil=True),
-        small_groups(1, "long", stretch=4),
+        small_groups("raw", 1, "learned", LEARNED),
+        small_groups("raw", 1, "distilled", distil=True),
+        small_groups("raw", 1, "long", stretch=4),
     ]
     budget = max(1, size.length // 16)
     pattern = Pattern("vertical_slash", budget, 2 * budget)
@@ -134,10 +140,18 @@ def methods(size: Size) -> dict[str, Method]:
     return {one.name: one for one in found + zero}
 
 
+def fine_config(size: Size, kind: str, units: Sequence[Unit]) -> CCAConfig:
+    """Small groups in these layers or heads ("raw": all tokens), with a cache as large as the paper's rule has."""
+    return at_equal_cache(Shape(size.layers, size.kv_heads), units, CCAConfig(size.group, size.window), size.length,
+                          raw=kind == "raw")
+
+
 FINALISTS = ("full", "window", "mean", "max", "cca")
 """Methods of Table 7, run with every seed."""
 SCRATCH = ("full", "cca", "window")
 """Methods trained from scratch, each with its own rate; full attention's models are the base of every adaptation."""
+SCRATCH_FINE = "raw_1"
+"""The same with CCA's rate, and the heads that a base model was found to need."""
 
 
 class Stage(NamedTuple):
@@ -185,7 +199,7 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
         for one in known.values():
             if seed == first or one.name in (*FINALISTS, *finalists):
                 found.append(Stage(adapted(one.name, seed), "adapt" if one.trains else "zero",
-                                   (base, layers) if one.layers else (base,), seed, one.name))
+                                   (base, layers) if one.fine else (base,), seed, one.name))
         if seed == first:
             ours = adapted("cca", seed)
             found += [Stage(f"g{g}-{seed}", "adapt", (base,), seed, "cca", (("group_size", g),))
@@ -199,7 +213,7 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
         for name in SCRATCH if seed in size.scratch_seeds else ():
             if name != "full":
                 found += [*(tries(name) if seed == first else ()), scratch(name, seed, name)]
-    last = scratch("layers_1", first, "cca")
+    last = scratch(SCRATCH_FINE, first, "cca")
     found.append(last._replace(needs=(*last.needs, layers_of(size, first))))
     return found
 
@@ -210,7 +224,7 @@ def base_of(size: Size, seed: int) -> str:
 
 
 def layers_of(size: Size, seed: int) -> str:
-    """Name of the stage that finds the layers of this model that need small groups."""
+    """Name of the stage that finds the layers and heads of this model that need small groups."""
     return base_of(size, seed).replace("base", "layers")
 
 

@@ -14,7 +14,17 @@ import numpy as np
 
 from corecontext.record import Record, make_record
 from corecontext.reproduce import figures, paper
-from corecontext.reproduce.plan import SCRATCH, Method, Size, adapted, from_scratch, layers_of, methods, tuned
+from corecontext.reproduce.plan import (
+    SCRATCH,
+    SCRATCH_FINE,
+    Method,
+    Size,
+    adapted,
+    from_scratch,
+    layers_of,
+    methods,
+    tuned,
+)
 from corecontext.text import atomic_path, write_text
 
 SHAPES = (("LLaMA2-7B", 32, 32, 128), ("Llama-3.1-8B", 32, 8, 128))
@@ -130,7 +140,7 @@ def write_report(folder: Path, records: Sequence[Record], size: Size) -> Path:
     page.section("what", "What this is", f"<p>{_about(size)}</p>", _targets(page, known, size))
     page.section("methods", "Methods, adapted from one model with equal batches, steps and rate",
                  _methods(page, known, size), drawn_image(drawn, "methods", "gain kept by cache size"))
-    page.section("layers", "Which layers need small groups", _layers(page, size))
+    page.section("layers", "Which layers and KV heads need small groups", _layers(page, size))
     page.section("pooling", "Pooling (Table 7)", _seeds(page, [known[m] for m in ("mean", "max", "cca", "mean_query")],
                                                          size))
     page.section("sizes", "Group and window size, each tuned (Tables 8 and 9)", _sizes(page, size),
@@ -215,16 +225,18 @@ def _methods(page: Page, known: dict[str, Method], size: Size) -> str:
 
 def _layers(page: Page, size: Size) -> str:
     """The trials of each base model, in columns of what was chosen before."""
-    parts = ["<p>Validation perplexity, far, of a base model not adapted, where one layer keeps every token and the "
-             "others have groups four times as large.</p>"]
+    parts = ["<p>Validation perplexity, far, of a base model not adapted, where one layer, or one KV head "
+             "(layer.head), keeps every token and the rest has groups four times as large.</p>"]
     for seed in size.scratch_seeds:
         trials = [one for one in page.records if one.params.get("stage") == layers_of(size, seed)]
-        rounds = list(dict.fromkeys(tuple(one.params["beside"]) for one in trials))
-        of = {(one.params["layer"], tuple(one.params["beside"])): one for one in trials}
-        parts.append(table([f"layer, seed {seed}", *(f"beside {', '.join(map(str, some))}" if some else "alone"
-                                                    for some in rounds)],
-                           [[str(layer), *(page.cell(of.get((layer, some))) for some in rounds)]
-                            for layer in range(size.layers)]))
+        for what, some in (("layer", [one for one in trials if "." not in one.params["unit"]]),
+                           ("KV head", [one for one in trials if "." in one.params["unit"]])):
+            rounds = list(dict.fromkeys(tuple(one.params["beside"]) for one in some))
+            of = {(one.params["unit"], tuple(one.params["beside"])): one for one in some}
+            parts.append(table([f"{what}, seed {seed}", *(f"beside {', '.join(before)}" if before else "alone"
+                                                         for before in rounds)],
+                               [[unit, *(page.cell(of.get((unit, before))) for before in rounds)]
+                                for unit in dict.fromkeys(one.params["unit"] for one in some)]))
     return "".join(parts)
 
 
@@ -239,7 +251,7 @@ def _scratch(page: Page, size: Size) -> str:
                 [name, str(seed), f"{found.params['lr']:g}",
                  page.cell(page.find("quality.perplexity", stage=stage, bucket="far", split="val")),
                  *_three(page, stage, size)]
-                for name in (*SCRATCH, "layers_1") for seed in size.seeds
+                for name in (*SCRATCH, SCRATCH_FINE) for seed in size.seeds
                 if (found := page.find("quality.perplexity", stage=(stage := from_scratch(name, seed)), bucket="far"))
                 is not None])
             + f"<p>Validation perplexity of short trainings, by rate:</p>{tries}")

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-from corecontext.config import CCAConfig
-from corecontext.eval.layers import chosen_of, layer_records, search_layers, sizes_at_equal_cache
+from corecontext.eval.layers import COARSE, Shape, Unit, chosen_of, layer_records, search_units, spread
 from corecontext.inference.fuse import Fused
 from corecontext.integrations.transformers import handle_of
 from corecontext.record import Record, append_records, device_name, make_record, read_records
 from corecontext.reproduce import evaluate as measure
 from corecontext.reproduce.corpus import Corpus
-from corecontext.reproduce.plan import Method, Size, Stage, base_of, layers_of, methods, stages
+from corecontext.reproduce.plan import Method, Size, Stage, base_of, fine_config, layers_of, methods, stages
 from corecontext.reproduce.train import OutOfTime, add_lora, attention, make_model, merge_lora, train
 from corecontext.terminal import console
 from corecontext.text import UserError, alone_in, atomic_path, write_text
@@ -183,17 +182,24 @@ class Miniature:
             yield from self._measure(model, method, stage, folder, lr=lr)
 
     def _layers(self, stage: Stage, folder: Path) -> Iterator[Record]:
-        """The layers of a base model that need small groups, the neediest first."""
+        """The layers and KV heads of a base model that need small groups, the neediest first."""
         model, size = self._load(f"{base_of(self.size, stage.seed)}/weights.pt").eval(), self.size
-        most = max(one.layers for one in self.methods.values())
+        shape, config = Shape(size.layers, size.kv_heads), self.methods["cca"].config
+        most = {kind: max(one.fine[1] for one in self.methods.values() if one.fine and (one.fine[0] == kind))
+                for kind in ("layers", "heads")}
 
-        def loss(config: CCAConfig) -> float:
-            with attention(model, config):
+        def loss(units: tuple[Unit, ...]) -> float:
+            sizes = spread(shape, units, 1, COARSE * config.group_size)
+            with attention(model, config.replace(layer_group_sizes=sizes)):
                 nll = measure.window_nll(model, self.corpus, size, "val", self.device, size.eval_tokens // 8)
             return float(self._far(nll).mean(dtype=np.float64))
 
-        trials = search_layers(size.layers, most, self.methods["cca"].config, loss)
-        write_text(folder / LAYERS, json.dumps(chosen_of(trials)) + "\n")
+        by_layer = search_units([Unit(layer) for layer in range(size.layers)], most["layers"], loss)
+        needy = sorted(by_layer[:size.layers], key=lambda one: one.loss)[:max(2, size.layers // 4)]
+        by_head = search_units([Unit(one.unit.layer, head) for one in needy for head in range(size.kv_heads)],
+                               most["heads"], loss)
+        trials = by_layer + by_head
+        write_text(folder / LAYERS, json.dumps({"layers": chosen_of(by_layer), "heads": chosen_of(by_head)}) + "\n")
         params = {"model": size.name, "stage": stage.name, "seed": stage.seed, "length": size.length, "split": "val"}
         yield from layer_records(trials, params, device_name(self.device))
 
@@ -262,9 +268,11 @@ class Miniature:
 
     def _method(self, stage: Stage) -> Method:
         method = self.methods[stage.method]
-        if method.layers:
-            chosen = json.loads((self.folder / layers_of(self.size, stage.seed) / LAYERS).read_text())[:method.layers]
-            sizes = sizes_at_equal_cache(self.size.layers, chosen, self.methods["cca"].config, self.size.length)
+        if method.fine is not None:
+            kind, count = method.fine
+            found = json.loads((self.folder / layers_of(self.size, stage.seed) / LAYERS).read_text(encoding="utf-8"))
+            units = [Unit(*one) for one in found["layers" if kind == "layers" else "heads"][:count]]
+            sizes = fine_config(self.size, kind, units).layer_group_sizes
             return method._replace(config=method.config.replace(layer_group_sizes=sizes))
         return method._replace(config=method.config.replace(**dict(stage.sizes))) if stage.sizes else method
 

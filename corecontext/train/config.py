@@ -54,7 +54,7 @@ class TrainConfig:
     learned: tuple[str, ...] = ()
     """Parameters of core tokens that are learned: temperature, probe, distance, key_gain, bias."""
     layer_group_sizes: tuple[int | tuple[int, ...], ...] = ()
-    """g of each full-attention layer, in order, instead of one for all; in a recipe also a tuple, one for each KV head."""
+    """g of each full-attention layer, in order, instead of one for all; in a recipe also a tuple, by KV head."""
     sink_size: int = 0
     """First tokens that every query sees uncompressed, rounded up to a multiple of g; their groups are not pooled."""
     shape: dict[str, Any] = field(default_factory=dict)
