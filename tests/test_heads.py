@@ -18,7 +18,6 @@ from corecontext.ops.heads import heads_of_each, in_order, take
 
 pytestmark = pytest.mark.usefixtures("default_device")
 SIZES = (5, 1, 5, 9)
-ROTARY = {"core_position": "middle"}
 MIXED = CCAConfig(5, 13, layer_group_sizes=(7, (1, 5)))
 
 
@@ -182,3 +181,29 @@ def test_what_cannot_be_had_is_refused():
             Scheduler(model)
         with pytest.raises(NotImplementedError, match="parts of a sequence"):
             handle.shard = object()
+
+
+@pytest.mark.parametrize("max_length", [None, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_take_slices_of_heads(dtype, max_length, default_device):
+    """On the GPU where there is one, else in Triton's interpreter; as a model gives them, heads behind tokens."""
+    pytest.importorskip("triton")
+    torch.manual_seed(1)
+    q, k, v = (x.transpose(1, 2) for x in torch.randn(2, 90, 16, 16).to(dtype).split((8, 4, 4), 2))
+    settings = {"group_size": SIZES, "window_size": 13, "rotary": rotary()}
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    found = []
+    for backend in ("triton", "packed"):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = cca_attention(*leaves, backend=backend, **settings)
+        found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for ours, plain in zip(*found):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=4 * tolerance)
+    cache = CompactKVCache(1, CCAConfig(5, 13, head_group_sizes=SIZES, backend="triton"), rotary(),
+                           max_length=max_length)
+    start = 0
+    for new in (60, 1, 1, 1, 9, 1):
+        at = slice(start, start + new)
+        got = cache.attend(0, q[:, :, at], k[:, :, at], v[:, :, at])
+        torch.testing.assert_close(got, found[1][0][:, :, at], rtol=0, atol=tolerance)
+        start += new
