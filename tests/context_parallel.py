@@ -25,9 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import StaticCache
+from transformers.cache_utils import Cache
 
 import corecontext
 from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.cache import CompactLayer, HeadsLayer
 from corecontext.config import LEARNED
 from corecontext.distributed.context_parallel import Shard, context_parallel_attention
 from corecontext.distributed.layout import Layout
@@ -91,6 +93,7 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
               {"num_groups": 7, "window_size": 8, "rotary": rotary}, {**base, "group_size": 1, "pooling": "max"},
               {**base, "learned": parameters(), "softcap": 3.0, "core_bias": 0.4},
               {**base, "learned": {"bias": parameters()["bias"]}, "core_heads": "query"},
+              {**base, "group_size": (4, 1)}, {**base, "group_size": (1, 5), "learned": parameters()},
               {**base, "pooling": "mean_query"}, {**base, "learned": {"key_gain": parameters()["key_gain"]},
                                                   "group_size": 1}]
     for group in (dist.group.WORLD, pair):
@@ -137,7 +140,7 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
             positions[:, 20:] -= 20
         whole = tiny_model()
         parallel = copy.deepcopy(whole)
-        config = plain.replace(learned=("probe", "bias"), layer_group_sizes=(4, 8)) if checkpointing else plain
+        config = plain.replace(learned=("probe", "bias"), layer_group_sizes=(4, (1, 8))) if checkpointing else plain
         corecontext.enable(whole, config)
         expected, loss = run(whole, ids, positions, labels, ids.numel())
         handle = corecontext.enable(parallel, config)
@@ -174,6 +177,12 @@ def continued(model: torch.nn.Module, ids: torch.Tensor, read: Prefilled) -> tor
     return model.generate(ids, past_key_values=read.cache, max_new_tokens=7, do_sample=False)
 
 
+def parts_of(cache: Cache) -> list[CompactLayer]:
+    """The compact layers of a cache; several where heads have group sizes of their own."""
+    return [part for layer in cache.layers for part in
+            ([part for _, part in layer.compact.parts] if isinstance(layer.compact, HeadsLayer) else [layer.compact])]
+
+
 def prefilled(pair: dist.ProcessGroup) -> None:
     """A prompt read by two processes leaves each the cache that one process makes, and the same next tokens."""
     config, wire = CCAConfig(group_size=4, window_size=9), Wire(pair)
@@ -182,6 +191,8 @@ def prefilled(pair: dist.ProcessGroup) -> None:
              (config.replace(group_size=5, window_size=40), 67, {"process": 0}),  # the ring lies on both processes
              (config.replace(pooling="mean", num_groups=7, window_size=8), 61, {}),
              (config.replace(core_position="token", layer_group_sizes=(4, 8)), 75, {}),
+             (config.replace(layer_group_sizes=((1, 4), 8)), 70, {}),
+             (config.replace(learned=LEARNED, head_group_sizes=(5, 1)), 80, {"max_length": 200}),
              (config.replace(learned=LEARNED), 90, {}), (config.replace(pooling="mean_query"), 93, {})]
     for (settings, length, options), dtype in itertools.product(cases, (torch.float64, torch.float32)):
         model, rtol = tiny_model().to(dtype), {torch.float64: 1e-9, torch.float32: 2e-4}[dtype]
@@ -200,14 +211,15 @@ def prefilled(pair: dist.ProcessGroup) -> None:
         same(got.logits, want.logits)
         assert got.positions.tolist() == [length] and type(got.cache) is type(want.cache)
         for one, other in zip(got.cache.layers, want.cache.layers, strict=True):
-            state, expected = one.compact.state_dict(), other.compact.state_dict()
             assert int(one.get_seq_length()) == length and one.is_compileable == other.is_compileable
+        for one, other in zip(parts_of(got.cache), parts_of(want.cache), strict=True):
+            state, expected = one.state_dict(), other.state_dict()
             for name, value in expected.items():
                 if isinstance(value, torch.Tensor):
                     same(state[name], value, msg=lambda text, name=name: f"{name} of {length} tokens: {text}")
                 else:
                     assert state[name] == value, name
-            assert [x.shape for x in one.compact.buffers] == [x.shape for x in other.compact.buffers]
+            assert [x.shape for x in one.buffers] == [x.shape for x in other.buffers]
         assert continued(model, ids, got).tolist() == continued(model, ids, want).tolist()
     others = tokens(1, 40, wire.rank)
     for wrong, message in ((others, "the same on every process"), (others[:, :30 + wire.rank], "got lengths"),

@@ -26,6 +26,12 @@ class HeadsLayer:
         self.parts = [(heads, CompactLayer(config.replace(head_group_sizes=None, group_size=g), rotary,
                                            max_length=max_length, rollback=rollback))
                       for g, heads in heads_of_each(config.head_group_sizes)]
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Learned parameters as they are now: they may have been trained since."""
+        for heads, part in self.parts:
+            part.learned = take_learned(self.learned, heads, len(self.config.head_group_sizes or ()))
 
     @property
     def _layers(self) -> list[CompactLayer]:
@@ -81,8 +87,8 @@ class HeadsLayer:
         assert sizes is not None
         if len(sizes) != k.shape[1]:
             raise ValueError(f"head_group_sizes must have one g for each of the {k.shape[1]} KV heads, got {sizes}.")
+        self._hand_out()
         for heads, part in self.parts:
-            part.learned = take_learned(self.learned, heads, k.shape[1])
             outs.append(part.attend(*(take(x, heads, k.shape[1]) for x in (q, k, v)), **options))
         return in_order(outs, sizes)
 
@@ -131,6 +137,7 @@ class HeadsLayer:
         if CCAConfig.from_dict(state["config"]) != self.config:
             raise ValueError(f"the state must come from a cache with config {self.config.to_dict()}, got "
                              f"{state['config']}.")
+        self._hand_out()
         for part, own in zip(self._layers, state["parts"]):
             part.load_state_dict(own)
 

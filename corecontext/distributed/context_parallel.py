@@ -23,6 +23,7 @@ from corecontext.distributed.rules import attend as attend_by_rule
 from corecontext.distributed.wire import Wire
 from corecontext.ops import rules
 from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
+from corecontext.ops.heads import check_sizes, heads_of_each, in_order, take, take_learned
 from corecontext.ops.rotary import Rotary
 from corecontext.visibility import group_size_for
 
@@ -51,7 +52,7 @@ class Shard:
 
 
 @torch.compiler.disable  # the exchanges are Python
-def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *, group_size: int = 16,
+def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *, group_size: int | Sequence[int] = 16,
                                window_size: int = 1024, num_groups: int | None = None, pooling: str = "cca",
                                core_position: str = "middle", core_heads: str = "kv", rotary: Rotary | None = None,
                                scale: float | None = None, softcap: float | None = None, core_bias: float = 0.0,
@@ -77,6 +78,13 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *,
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
         NotImplementedError: sink_size; backend="reference", which has no backward in parts.
     """
+    if isinstance(group_size, (tuple, list)):
+        sizes = check_sizes(group_size, k.shape[1], num_groups)
+        return in_order([context_parallel_attention(
+            *(take(x, heads, len(sizes)) for x in (q, k, v)), shard, group_size=g, window_size=window_size,
+            pooling=pooling, core_position=core_position, core_heads=core_heads, rotary=rotary, scale=scale,
+            softcap=softcap, core_bias=core_bias, learned=take_learned(learned or {}, heads, len(sizes)),
+            sink_size=sink_size, backend=backend) for g, heads in heads_of_each(sizes)], sizes)
     CCAConfig(group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias,
               sink_size=sink_size)  # validates
     if sink_size:

@@ -40,7 +40,8 @@ class Keeper:
     rollback: int = 0
     process: int | None = None
     layers: list[Kept] = field(default_factory=list)
-    """One entry for each attention call so far, in order; none on processes that are to hold nothing."""
+    """One entry for each attention call so far, in order (of a layer with several group sizes one for each of them);
+    none on processes that are to hold nothing."""
 
     def targets(self, size: int) -> list[int]:
         """Who is to hold the caches, of `size` processes."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from corecontext.config import CCAConfig
 from corecontext.distributed.context_parallel import Shard
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.prefill import Keeper
@@ -16,6 +17,7 @@ from corecontext.inference.limits import check_length
 from corecontext.inference.prefill import Prefilled, prefill
 from corecontext.integrations.hf_cache import CCALayer
 from corecontext.integrations.transformers import Handle, handle_of
+from corecontext.ops.heads import heads_of_each
 from corecontext.visibility import window_capacity
 
 
@@ -117,12 +119,24 @@ def _new_cache(model: Any, max_length: int | None) -> Any:
 
 def _filled(handle: Handle, index: int, keeper: Keeper, length: int, max_length: int | None) -> CCALayer:
     """One layer's cache as a prefill on one process leaves it; frees what the keeper holds of the layer."""
-    config, kept = handle.layers[index], keeper.layers.pop(0)
-    ring = window_capacity(kept.group_size, config.window_size) + handle.rollback
-    layer = CCALayer(config, kept.rotary, max_length, handle.rollback, handle.learned(index))
+    config = handle.layers[index]
+
+    def state(of: CCAConfig) -> dict[str, Any]:
+        nonlocal rotary
+        kept = keeper.layers.pop(0)
+        ring, rotary = window_capacity(kept.group_size, of.window_size) + handle.rollback, kept.rotary
+        return {"config": of.to_dict(), "rollback": handle.rollback, "group_size": kept.group_size, "ended": None,
+                "core_width": kept.core_width, "seen": length, "intact_from": max(0, length - ring),
+                "keys": kept.keys, "values": kept.values,
+                "pad": torch.zeros(1, dtype=torch.long, device=kept.keys.device)}
+
+    rotary = None
+    if config.head_group_sizes is None:
+        whole = state(config)
+    else:
+        whole = {"config": config.to_dict(), "parts": [state(config.replace(head_group_sizes=None, group_size=g))
+                                                       for g, _ in heads_of_each(config.head_group_sizes)]}
+    layer = CCALayer(config, rotary, max_length, handle.rollback, handle.learned(index))
     layer.is_initialized = True
-    layer.compact.load_state_dict({
-        "config": config.to_dict(), "rollback": handle.rollback, "group_size": kept.group_size, "ended": None,
-        "core_width": kept.core_width, "seen": length, "intact_from": max(0, length - ring), "keys": kept.keys,
-        "values": kept.values, "pad": torch.zeros(1, dtype=torch.long, device=kept.keys.device)})
+    layer.compact.load_state_dict(whole)
     return layer

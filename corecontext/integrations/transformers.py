@@ -86,9 +86,6 @@ class Handle:
         if shard is not None and self.config.sink_size:
             raise NotImplementedError("the first tokens cannot be kept raw on parts of a sequence, got sink_size "
                                       f"{self.config.sink_size}. Use handle.shard = None, or sink_size=0.")
-        if shard is not None and any(one.head_group_sizes for one in self.layers):
-            raise NotImplementedError("heads of different group sizes cannot run on parts of a sequence yet. Use "
-                                      "handle.shard = None, or one g for all heads of a layer.")
         self._shard = shard
 
     def configure(self, **changes: Any) -> None:

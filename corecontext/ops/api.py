@@ -16,7 +16,7 @@ from torch import Tensor
 
 from corecontext.config import BACKENDS, CCAConfig, check_choice
 from corecontext.ops import autograd, packed, reference, rules
-from corecontext.ops.heads import heads_of_each, in_order, take, take_learned
+from corecontext.ops.heads import check_sizes, heads_of_each, in_order, take, take_learned
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import SegmentView, find_segments, has_restarts
 from corecontext.visibility import group_size_for, is_full_attention, num_sinks
@@ -138,10 +138,7 @@ def _attend_by_heads(q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], co
     """`cca_attention` for the KV heads of each group size by themselves."""
     _check_types(q, k, v)
     _check_tensors(q, k, v)
-    if len(sizes) != k.shape[1]:
-        raise ValueError(f"group_size must be a number, or one for each of the {k.shape[1]} KV heads, got {sizes}.")
-    if options["num_groups"] is not None:
-        raise ValueError("num_groups must not be given with a group_size for each head: both set g.")
+    check_sizes(sizes, k.shape[1], options["num_groups"])
     found = []
     for g, heads in heads_of_each(sizes):
         bias = take(core_bias, heads, len(sizes), 0) if isinstance(core_bias, Tensor) and core_bias.dim() else core_bias

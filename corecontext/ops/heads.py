@@ -11,6 +11,19 @@ import torch
 from torch import Tensor
 
 
+def check_sizes(sizes: Sequence[int], kv_heads: int, num_groups: int | None) -> tuple[int, ...]:
+    """The sizes, if they are one for each KV head.
+
+    Raises:
+        ValueError: they are not, or `num_groups` would set g as well.
+    """
+    if len(sizes) != kv_heads:
+        raise ValueError(f"group_size must be a number, or one for each of the {kv_heads} KV heads, got {sizes}.")
+    if num_groups is not None:
+        raise ValueError("num_groups must not be given with a group_size for each head: both set g.")
+    return tuple(sizes)
+
+
 def heads_of_each(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Every group size with its KV heads, in the order in which they come first."""
     return [(g, [head for head, one in enumerate(sizes) if one == g]) for g in dict.fromkeys(sizes)]
