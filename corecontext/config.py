@@ -113,6 +113,11 @@ class CCAConfig:
             changes = {"layer_group_sizes": None, "head_group_sizes": None, **changes}
         return type(self).from_dict({**self.to_dict(), **changes})
 
+    @property
+    def varies(self) -> bool:
+        """Whether layers or heads have a g of their own."""
+        return self.layer_group_sizes is not None or self.head_group_sizes is not None
+
     def of_layer(self, index: int) -> CCAConfig:
         """The settings of one full-attention layer, counted from 0.
 

@@ -68,7 +68,7 @@ def test_messages(settings, error, message):
 @pytest.mark.parametrize("key, hint", [
     ("group_sise", "Did you mean 'group_size'?"),
     ("zzz", "Known: group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias, "
-             "learned, layer_group_sizes, sink_size, cache_dtype, backend."),
+             "learned, layer_group_sizes, sink_size, cache_dtype, head_group_sizes, backend."),
 ])
 def test_unknown_keys_are_errors(key, hint):
     with pytest.raises(ValueError, match=f"^{re.escape(f'unknown CCA setting {key!r}. {hint}')}$"):

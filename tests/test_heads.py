@@ -12,7 +12,6 @@ import corecontext
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactKVCache, CompactLayer
 from corecontext.inference import Engine
-from corecontext.inference.scheduler import Scheduler
 from corecontext.integrations.hf_cache import cache_bytes
 from corecontext.ops.heads import heads_of_each, in_order, take
 
@@ -176,8 +175,6 @@ def test_what_cannot_be_had_is_refused():
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="one for each of the 2 KV heads"):
         corecontext.enable(model, CCAConfig(5, 13, layer_group_sizes=(7, (1, 5, 3))))
-    with corecontext.enabled(model, MIXED), pytest.raises(NotImplementedError, match="cannot be served yet"):
-        Scheduler(model)
 
 
 @pytest.mark.parametrize("max_length", [None, 100])

@@ -364,7 +364,9 @@ def learn(model):
 SETTINGS = {
     "int8": {"cache_dtype": "int8"}, "fp8-per-query-head": {"cache_dtype": "fp8", "core_heads": "query"},
     "learned": {"learned": ("temperature", "probe", "distance", "key_gain", "bias")}, "bias": {"learned": ("bias",)},
-    "layers": {"layer_group_sizes": (3, 8)}, "sinks": {"sink_size": 10},
+    "layers": {"layer_group_sizes": (3, 8)}, "heads": {"layer_group_sizes": ((3, 1), 8)},
+    "heads-all": {"head_group_sizes": (7, 4), "cache_dtype": "int8", "learned": ("probe", "bias"), "sink_size": 7},
+    "sinks": {"sink_size": 10},
     "all": {"cache_dtype": "int8", "layer_group_sizes": (8, 3), "learned": ("probe", "bias"), "sink_size": 7},
 }
 
@@ -420,7 +422,7 @@ def test_a_g_for_each_layer_leaves_only_s_to_choose():
         assert row == 2 * 2 * 16 * 4 * ((13 + 2 + 64 // 3) + (13 + 7 + 64 // 8))
         more = scheduler.shape.row_bytes(scheduler.handle.config.replace(sink_size=4), 64)  # 6 for 2 groups, 8 for one
         assert more == row + 2 * 2 * 16 * 4 * ((6 - 2) + (8 - 1))
-        with pytest.raises(ValueError, match="^group_size must be left out, got 5 for a model with a g for"):
+        with pytest.raises(ValueError, match="^group_size must be left out, got 5 for a model with a g for each"):
             scheduler.submit(job(9, group_size=5))
         one = job(30)
         scheduler.submit(one)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from corecontext.cache.full import FullLayer
 from corecontext.cache.layer import CompactLayer
 from corecontext.config import CCAConfig
 from corecontext.ops.heads import heads_of_each, in_order, take, take_learned
@@ -21,7 +24,7 @@ class HeadsLayer:
 
     def __init__(self, config: CCAConfig, rotary: Rotary | None = None, *, max_length: int | None = None,
                  rollback: int = 0, learned: Learned | None = None) -> None:
-        assert config.head_group_sizes is not None
+        assert config.head_group_sizes is not None, "one g for all heads takes a CompactLayer"
         self.config, self.max_length, self.rollback, self.learned = config, max_length, rollback, learned or {}
         self.parts = [(heads, CompactLayer(config.replace(head_group_sizes=None, group_size=g), rotary,
                                            max_length=max_length, rollback=rollback))
@@ -32,6 +35,13 @@ class HeadsLayer:
         """Learned parameters as they are now: they may have been trained since."""
         for heads, part in self.parts:
             part.learned = take_learned(self.learned, heads, len(self.config.head_group_sizes or ()))
+
+    def of(self, layers: Sequence[CompactLayer | FullLayer]) -> HeadsLayer:
+        """The same over other parts, one for each of these."""
+        other = copy.copy(self)
+        other.parts = [(heads, layer) for (heads, _), layer in zip(self.parts, layers, strict=True)
+                       if isinstance(layer, CompactLayer)]
+        return other
 
     @property
     def _layers(self) -> list[CompactLayer]:
@@ -140,6 +150,11 @@ class HeadsLayer:
         self._hand_out()
         for part, own in zip(self._layers, state["parts"]):
             part.load_state_dict(own)
+
+
+def parts_of(layer: CompactLayer | HeadsLayer | FullLayer) -> list[CompactLayer | FullLayer]:
+    """What holds the buffers: the layer itself, or its parts."""
+    return list(layer._layers) if isinstance(layer, HeadsLayer) else [layer]
 
 
 def new_layer(config: CCAConfig, rotary: Rotary | None = None, **options: Any) -> CompactLayer | HeadsLayer:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from corecontext.cache.full import FullLayer
+from corecontext.cache.heads import HeadsLayer, parts_of
 from corecontext.cache.layer import CompactLayer
 from corecontext.config import CCAConfig
 from corecontext.visibility import num_complete_groups, num_sinks, window_capacity
@@ -41,17 +42,19 @@ class RowShape:
 
     def row_bytes(self, config: CCAConfig | None, max_length: int) -> int:
         """Bytes of a row of `max_length` tokens over all layers; `config` None is full attention."""
-        if config is None or config.layer_group_sizes is None:
-            entries = self.layers * self.entries(config, max_length)
-        else:
-            entries = sum(self.entries(config.of_layer(i), max_length) for i in range(self.layers))
-        return entries * self.entry_bytes(config)
+        total = 0
+        for layer in range(self.layers):
+            own = config and config.of_layer(layer)
+            sizes = own and own.head_group_sizes
+            total += (self.kv_heads * self.entries(own, max_length) if own is None or sizes is None else
+                      sum(self.entries(own.replace(head_group_sizes=None, group_size=g), max_length) for g in sizes))
+        return total * self.entry_bytes(config)
 
     def entry_bytes(self, config: CCAConfig | None) -> int:
-        """Bytes of a key and a value of all heads; in 8 bits of their scales in float32, too."""
+        """Bytes of a key and a value of one head; in 8 bits of their scales in float32, too."""
         if config is None or config.cache_dtype == "auto":
-            return 2 * self.kv_heads * self.head_dim * self.itemsize
-        return 2 * self.kv_heads * (self.head_dim + torch.float32.itemsize)
+            return 2 * self.head_dim * self.itemsize
+        return 2 * (self.head_dim + torch.float32.itemsize)
 
     def entries(self, config: CCAConfig | None, max_length: int) -> int:
         """Entries of one layer's row, with this layer's settings: the ring, the first tokens kept raw, and a core token
@@ -64,7 +67,7 @@ class RowShape:
 
 
 class RowPool:
-    """A fixed number of rows of one g (or one for each layer) and s; rows 0 .. used - 1 hold requests.
+    """A fixed number of rows of one g (or one for each layer or KV head) and s; rows 0 .. used - 1 hold requests.
 
     Args:
         config: CCA's settings; None for full attention.
@@ -77,11 +80,12 @@ class RowPool:
     def __init__(self, config: CCAConfig | None, rows: int, max_length: int, shape: RowShape, *,
                  fixed: bool) -> None:
         self.config, self.rows, self.max_length, self.shape, self.fixed = config, rows, max_length, shape, fixed
-        self.layers: list[CompactLayer | FullLayer] = []
+        self.layers: list[CompactLayer | HeadsLayer | FullLayer] = []
+        self._parts: list[CompactLayer | FullLayer] = []  # of all layers, in order
         self.used = self.seen = 0
         self._pads = [IDLE] * rows
         self._pad: Tensor | None = None  # [rows], shared by all layers
-        self._buffers: list[list[Tensor]] = []  # of each layer, all rows
+        self._buffers: list[list[Tensor]] = []  # of each of these, all rows
         self.row_bytes = shape.row_bytes(config, max_length)
         """Bytes of a row over all layers."""
 
@@ -90,13 +94,13 @@ class RowPool:
         """Bytes of all rows, allocated with the first request."""
         return self.rows * self.row_bytes
 
-    def add(self, layers: Sequence[CompactLayer | FullLayer]) -> int:
+    def add(self, layers: Sequence[CompactLayer | HeadsLayer | FullLayer]) -> int:
         """Copy a prompt that has been read, one row with a growing cache; returns the row that it got."""
         assert self.used < self.rows, "a row was added to a full pool"
         if not self.layers:
             self._allocate(layers)
         row, self.used = self.used, self.used + 1
-        for one, buffers in zip(layers, self._buffers):
+        for one, buffers in zip(itertools.chain(*map(parts_of, layers)), self._buffers):
             entries = self.shape.entries(one.config, int(one.seen))
             for buffer, read in zip(buffers, one.buffers):
                 buffer[row, :, :entries] = read[0, :, :entries]
@@ -117,7 +121,7 @@ class RowPool:
 
     def hold(self, count: int) -> None:
         """Let the next step take the first `count` rows."""
-        for layer, buffers in zip(self.layers, self._buffers):
+        for layer, buffers in zip(self._parts, self._buffers):
             layer.hold([buffer[:count] for buffer in buffers])
             layer.pad, layer.pads = self._pad[:count], self._pads[:count]
 
@@ -125,25 +129,31 @@ class RowPool:
         self._pads[row] = pad
         self._pad[row] = pad
 
-    def _allocate(self, layers: Sequence[CompactLayer | FullLayer]) -> None:
+    def _allocate(self, layers: Sequence[CompactLayer | HeadsLayer | FullLayer]) -> None:
         """Buffers like those of a first request."""
-        device = layers[0].keys.device
+        device = parts_of(layers[0])[0].keys.device
         self._pad = torch.full((self.rows,), IDLE, dtype=torch.long, device=device)
         for one in layers:
-            entries = self.shape.entries(one.config, self.max_length)
-            # Zeros, not garbage: a masked NaN would still reach the output as 0 x NaN.
-            buffers = [x.new_zeros(self.rows, x.shape[1], entries, x.shape[3]) for x in one.buffers]
-            self._buffers.append(buffers)
-            layer: CompactLayer | FullLayer
-            if isinstance(one, FullLayer):
-                layer = FullLayer(self.max_length, fixed=self.fixed)
-                layer.hold(buffers)
-            else:
-                layer = CompactLayer(one.config, one.rotary, max_length=self.max_length if self.fixed else None,
-                                     learned=one.learned)
-                layer.adopt(buffers, one)
-            layer.seen = torch.zeros((), dtype=torch.long, device=device) if self.fixed else 0
-            self.layers.append(layer)
+            parts = [self._like(part) for part in parts_of(one)]
+            self._parts += parts
+            self.layers.append(one.of(parts) if isinstance(one, HeadsLayer) else parts[0])
+
+    def _like(self, one: CompactLayer | FullLayer) -> CompactLayer | FullLayer:
+        """All rows of what holds one."""
+        entries = self.shape.entries(one.config, self.max_length)
+        # Zeros, not garbage: a masked NaN would still reach the output as 0 x NaN.
+        buffers = [x.new_zeros(self.rows, x.shape[1], entries, x.shape[3]) for x in one.buffers]
+        self._buffers.append(buffers)
+        layer: CompactLayer | FullLayer
+        if isinstance(one, FullLayer):
+            layer = FullLayer(self.max_length, fixed=self.fixed)
+            layer.hold(buffers)
+        else:
+            layer = CompactLayer(one.config, one.rotary, max_length=self.max_length if self.fixed else None,
+                                 learned=one.learned)
+            layer.adopt(buffers, one)
+        layer.seen = torch.zeros((), dtype=torch.long, device=buffers[0].device) if self.fixed else 0
+        return layer
 
 
 class PooledLayer:
@@ -151,7 +161,7 @@ class PooledLayer:
 
     is_empty, padding_known, config = False, True, None
 
-    def __init__(self, parts: Sequence[tuple[int, CompactLayer | FullLayer]]) -> None:
+    def __init__(self, parts: Sequence[tuple[int, CompactLayer | HeadsLayer | FullLayer]]) -> None:
         self.parts = parts
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corecontext.cache import CompactLayer
+from corecontext.cache import CompactLayer, HeadsLayer, parts_of
 from corecontext.config import CCAConfig
 from corecontext.integrations.hf_cache import CCALayer
 from corecontext.visibility import num_complete_groups
@@ -23,13 +23,16 @@ from corecontext.visibility import num_complete_groups
 class Node:
     """A chunk that has been read, after those of its ancestors."""
 
-    def __init__(self, key: tuple, parent: Node | None, layers: Sequence[CompactLayer], used: int) -> None:
+    def __init__(self, key: tuple, parent: Node | None, layers: Sequence[CompactLayer | HeadsLayer],
+                 used: int) -> None:
         self.key, self.parent, self.used, self.children = key, parent, used, 0
         self.length = layers[0].seq_len
         before = 0 if parent is None else parent.length
-        self.given = [(layer.config, layer.rotary, layer.learned, layer._core_width, layer._dtype) for layer in layers]
-        self.raw = [[x[:, :, :layer.raw_size].clone() for x in layer.buffers] for layer in layers]
-        self.cores = [[self._cores(layer, x, before) for x in layer.buffers] for layer in layers]
+        parts = [part for layer in layers for part in parts_of(layer)]
+        self.layers = [(layer.config, parts_of(layer)[0].rotary, layer.learned) for layer in layers]
+        self.given = [(part._core_width, part._dtype) for part in parts]
+        self.raw = [[x[:, :, :part.raw_size].clone() for x in part.buffers] for part in parts]
+        self.cores = [[self._cores(part, x, before) for x in part.buffers] for part in parts]
         self.nbytes = sum(x.nbytes for held in (*self.raw, *self.cores) for x in held)
 
     def _cores(self, layer: CompactLayer, buffer: Tensor, before: int) -> Tensor:
@@ -88,17 +91,18 @@ class PrefixStore:
     def load(self, node: Node, cache: Any) -> None:
         """Fill an empty cache of a model with a beginning."""
         path, cache.layers = node.path, []
-        for index, (config, rotary, learned, width, dtype) in enumerate(node.given):
-            layer = CCALayer(config, rotary, learned=learned)
+        for config, rotary, learned in node.layers:
+            cache.layers.append(CCALayer(config, rotary, learned=learned))
+            cache.layers[-1].is_initialized = True
+        parts = [part for layer in cache.layers for part in parts_of(layer.compact)]
+        for index, (part, (width, dtype)) in enumerate(zip(parts, node.given, strict=True)):
             keys, values, *scales = (torch.cat([raw, *(one.cores[index][i] for one in path)], 2)
                                      for i, raw in enumerate(node.raw[index]))
-            layer.is_initialized = True
-            layer.compact.load_state_dict({
-                "config": config.to_dict(), "rollback": 0, "group_size": config.group_size, "ended": None,
+            part.load_state_dict({
+                "config": part.config.to_dict(), "rollback": 0, "group_size": part.config.group_size, "ended": None,
                 "core_width": width, "seen": node.length, "keys": keys, "values": values, "scales": scales,
-                "dtype": dtype, "intact_from": max(0, node.length - layer.compact.ring_size),
+                "dtype": dtype, "intact_from": max(0, node.length - part.ring_size),
                 "pad": torch.zeros(1, dtype=torch.long, device=keys.device)})
-            cache.layers.append(layer)
 
     def trim(self, limit: int) -> None:
         """Drop beginnings, the least recently used first and no chunk before those behind it, until they fit."""

@@ -132,9 +132,6 @@ class Scheduler:
         if handle.rollback and not full:
             raise NotImplementedError(f"rollback must be 0 in a model that is served, got {handle.rollback}: its rows "
                                       "take nothing back. Enable it without.")
-        if not full and any(one.head_group_sizes for one in handle.layers):
-            raise NotImplementedError("heads of different group sizes cannot be served yet. Use one g for all heads of "
-                                      "a layer, or corecontext.inference.Engine for one request at a time.")
         if chunk_size is None:
             chunk_size = 2048 if model.device.type == "cuda" else 256
         for name, value, least in (("cache_bytes", cache_bytes, 1), ("max_rows", max_rows, 1),
@@ -232,14 +229,14 @@ class Scheduler:
                 raise ValueError("group_size and window_size must be left out, got a server of full attention.")
             return None
         own, g, s = self.handle.config, job.group_size, job.window_size
-        if own.layer_group_sizes is not None and g is not None:
-            raise ValueError(f"group_size must be left out, got {g} for a model with a g for each layer, "
-                             f"{own.layer_group_sizes}.")
+        if own.varies and g is not None:
+            raise ValueError(f"group_size must be left out, got {g} for a model with a g for each layer or head, "
+                             f"{own.layer_group_sizes or own.head_group_sizes}.")
         if load is not None and self.policy is not None and (g is None or s is None):
             policy_g, policy_s = self.policy(load)
             g, s = policy_g if g is None else g, policy_s if s is None else s
         s = own.window_size if s is None else s
-        if own.layer_group_sizes is not None:
+        if own.varies:
             return own.replace(window_size=s)
         if g is None:
             g = own.group_size if own.num_groups is None else group_size_for(len(job.prompt), s, own.num_groups)
@@ -285,7 +282,7 @@ class Scheduler:
         """Run a made-up request with the model's own (g, s) and with each of `sizes`, before the first one comes, so
         that none waits for kernels to be compiled. Nothing of it is kept."""
         own = self.handle.config
-        if self.full or own.layer_group_sizes is not None:
+        if self.full or own.varies:
             sizes = ()
         for g, s in dict.fromkeys([(None, None), *sizes]):
             seen = (g or own.group_size) + (s or own.window_size)  # beyond it core tokens are used, too

@@ -23,7 +23,7 @@ def setting(job: Job) -> tuple[int | None, int | None]:
     """The g and s that a request got; no g where each layer has its own."""
     if job.config is None:
         return None, None
-    return None if job.config.layer_group_sizes else job.config.group_size, job.config.window_size
+    return None if job.config.varies else job.config.group_size, job.config.window_size
 
 
 class Metrics:
