@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 
 import pytest
 import torch
@@ -130,3 +131,19 @@ def test_the_command_finds_sizes_that_a_checkpoint_can_hold(tmp_path, capsys):
                            (["--count", "8"], "count must be 1 .. 7 of 8"), (["--rows", "0"], "rows must be")):
         assert main([*command, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_info_adds_up_what_each_head_costs(capsys, tmp_path):
+    def shown(folder, **settings):
+        shutil.copytree(MODEL, tmp_path / folder)
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        (tmp_path / folder / "config.json").write_text(json.dumps({**config, "cca": {"window_size": 128, **settings}}))
+        code = main(["info", "--model", str(tmp_path / folder), "--length", "65536"])
+        printed = capsys.readouterr()
+        return printed.out if code == 0 else printed.err
+
+    text = shown("mixed", layer_group_sizes=[64] * 6 + [[2, 64], 64])
+    entries = 15 * (65536 // 64 + 128 + 63) + 65536 // 2 + 128 + 1
+    assert "g = 2 or 64" in text and f"{entries * 2 * 64 * 2 / 2 ** 20:.1f} MiB" in text
+    assert "one for each of the 2 KV heads" in shown("heads", layer_group_sizes=[64] * 7 + [[2, 64, 64]])
+    assert "must have one g for each full-attention layer" in shown("layers", layer_group_sizes=[64])

@@ -25,7 +25,8 @@ def write(folder: Path, config: TrainConfig, history: list[dict[str, Any]], metr
     _draw(folder / FIGURE, curve, evaluated)
     commit, dirty = source_version()
     first = f", the first {config.sink_size} tokens raw" if config.sink_size else ""
-    attention = (f"Core Context Aware attention, g = {config.group_size}, s = {config.window_size}{first}"
+    sizes = f"g = {list(config.layer_group_sizes)} by layer" if config.layer_group_sizes else f"g = {config.group_size}"
+    attention = (f"Core Context Aware attention, {sizes}, s = {config.window_size}{first}"
                  if config.method == "cca" else f"{config.method} attention")
     model = Path(config.model).name if Path(config.model).exists() else config.model
     settings = {**config.to_dict(), "model": model, "data": [_public(name) for name in config.data],
