@@ -210,8 +210,8 @@ FAULTS = [
           f"{CACHE}::test_bytes_equal_the_formula_from_the_first_token_on"),
     Fault("sinks: lost on their way into a model", "integrations/transformers.py",
           '"sink_size": config.sink_size, ', "", f"{SINK_MODELS}::test_the_model_sees_the_rule"),
-    Fault("sinks: a shared beginning without them", "inference/prefix.py", "x[:, :, :layer.raw_size].clone()",
-          "x[:, :, :layer.ring_size].clone()", "tests/test_scheduler.py::test_a_branched_cache_is_the_same_bits_under"
+    Fault("sinks: a shared beginning without them", "inference/prefix.py", "x[:, :, :part.raw_size].clone()",
+          "x[:, :, :part.ring_size].clone()", "tests/test_scheduler.py::test_a_branched_cache_is_the_same_bits_under"
           "_every_setting"),
     Fault("arrows: a backend imports another", "ops/packed.py", "from corecontext.ops import compose, partial, pooling",
           "from corecontext.ops import compose, partial, pooling, reference", "tests/test_layers_arrows.py"),

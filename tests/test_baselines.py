@@ -11,9 +11,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 import corecontext
 from corecontext import CCAConfig, baselines
-from corecontext.baselines import LMInfinite, LongLoRA, MInference, Pattern, StreamingLLM, WindowOnly
+from corecontext.baselines import DuoAttention, LMInfinite, LongLoRA, MInference, Pattern, StreamingLLM, WindowOnly
 from corecontext.baselines import blocks as blocks_module
-from corecontext.baselines.cache import SinkLayer
+from corecontext.baselines.cache import DuoLayer, SinkLayer
 from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, sparse_attention
 from corecontext.baselines.search import candidates_for
 from corecontext.inference import Engine
@@ -274,8 +274,8 @@ def test_minference_reads_sparsely_and_decodes_densely(family):
             torch.testing.assert_close(model(ids[:, 60:], past_key_values=copied).logits, step, rtol=1e-4, atol=5e-5)
 
 
-@pytest.mark.parametrize("config", [*SINKS, MInference((MIXED,) * 2, block_size=8, probe=8), LongLoRA(16)],
-                         ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*SINKS, DuoAttention(((1,), ()), 2, 9), LongLoRA(16),
+                                    MInference((MIXED,) * 2, block_size=8, probe=8)], ids=lambda config: config.name)
 def test_autocast_changes_no_more_than_rounding(config):
     """Weights and rotation in float32, products in half precision."""
     model, ids = tiny_model("llama"), tokens(1, 48)
@@ -284,6 +284,65 @@ def test_autocast_changes_no_more_than_rounding(config):
         with torch.autocast("cpu", torch.bfloat16):
             found = logits(model, ids)
     assert (found.float() - wanted).abs().mean() < 0.1
+
+
+def test_duo_heads_see_everything_or_sinks_and_window():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 60, 16) for heads in (8, 4, 4))
+    options = {"far_position": "none", "rotary": None, "scale": 0.25}
+    for full in ((), (2,), (0, 3), (0, 1, 2, 3)):
+        duo, cut = DuoLayer(3, 7, full, 4), 0
+        parts = []
+        for new in (25, 1, 1, 20, 13):
+            at = slice(cut, cut + new)
+            parts.append(duo.attend(q[:, :, at], k[:, :, at], v[:, :, at], None, **options))
+            cut += new
+        out = torch.cat(parts, 2)
+        for head in range(4):
+            mine = q[:, 2 * head:2 * head + 2], k[:, head:head + 1], v[:, head:head + 1]
+            t, j = torch.arange(60)[:, None], torch.arange(60)[None]
+            seen = (j <= t) & ((t - j < 7) | (j < 3)) if head not in full else j <= t
+            expected = masked(*mine, seen.expand(2, 60, 60), 0.25)
+            torch.testing.assert_close(out[:, 2 * head:2 * head + 2], expected, rtol=1e-4, atol=1e-5)
+        held = sum(60 if head in full else 3 + 7 for head in range(4))
+        assert duo.nbytes == 2 * 2 * held * 16 * 4 and duo.get_seq_length() == 60
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+def test_duo_in_models(family):
+    model, ids = tiny_model(family), tokens(2, 45)
+    full, layers = logits(model, ids), len(enable_and_count(model))
+    kv_heads = model.config.get_text_config().num_key_value_heads
+    every = tuple(range(kv_heads))
+    with baselines.enabled(model, DuoAttention((every,) * layers, 2, 9)):
+        torch.testing.assert_close(logits(model, ids), full, rtol=1e-4, atol=5e-5)
+    with baselines.enabled(model, WindowOnly(0, 9)):
+        window = logits(model, ids)
+    with baselines.enabled(model, DuoAttention(((),) * layers, 0, 9)):
+        torch.testing.assert_close(logits(model, ids), window, rtol=1e-4, atol=5e-5)
+    mixed = DuoAttention(((), *((kv_heads - 1,),) * (layers - 1)), 2, 9)
+    with baselines.enabled(model, mixed):
+        stateless = logits(model, ids)
+        parts, cache = [], None
+        for a, b in ((0, 2), (2, 20), (20, 21), (21, 22), (22, 45)):
+            with torch.no_grad():
+                step = model(ids[:, a:b], past_key_values=cache, use_cache=True)
+            parts, cache = [*parts, step.logits], step.past_key_values
+        torch.testing.assert_close(torch.cat(parts, 1), stateless, rtol=1e-4, atol=5e-5)
+        assert cache_bytes(cache) > 0
+        options = {"max_new_tokens": 8, "do_sample": False}
+        assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+        assert model.generate(ids, num_beams=2, **options).shape == (2, 53)
+    for wrong in (DuoAttention(((kv_heads,),) * layers), DuoAttention(())):
+        with pytest.raises(ValueError, match="full_heads must have heads from 0 to"):
+            baselines.enable(model, wrong)
+    assert torch.equal(logits(model, ids), full)
+
+
+def enable_and_count(model):
+    """The full-attention layers of a model."""
+    with corecontext.enabled(model, CCAConfig(4, 8)) as handle:
+        return handle.full
 
 
 def test_search_finds_the_pattern_of_a_head(tmp_path):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from corecontext.baselines.blocks import sink_attention
+from corecontext.ops.heads import put_back, take
 from corecontext.ops.rotary import Rotary
 
 
@@ -100,6 +104,11 @@ class SinkLayer(CacheLayerMixin):
                              "Start a new cache.")
         self.closed = True
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(x.numel() * x.element_size() for x in (self.keys, self.values)) if self.is_initialized else 0
+
     def crop(self, tokens_to_remove: int) -> None:
         """Refused, but for nothing."""
         if tokens_to_remove:
@@ -126,3 +135,46 @@ class SinkLayer(CacheLayerMixin):
     def offload(self) -> None:
         """Refused: transformers offloads before the attention has appended."""
         raise NotImplementedError("an offloaded cache cannot hold sinks and window. Use the default cache.")
+
+
+EVERYTHING = 2 ** 40  # a window that nothing leaves
+
+
+class DuoLayer(SinkLayer):
+    """The same where some KV heads keep every token.
+
+    Args:
+        full: These heads.
+        heads: KV heads in all.
+    """
+
+    def __init__(self, sinks: int, window_size: int, full: Sequence[int], heads: int) -> None:
+        super().__init__(sinks, window_size)
+        self.full, self.heads = tuple(full), heads
+        rest = [head for head in range(heads) if head not in self.full]
+        self.parts = [(some, layer) for some, layer in ((list(self.full), SinkLayer(0, EVERYTHING)),
+                                                        (rest, SinkLayer(sinks, window_size))) if some]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any) -> Tensor:
+        """See `SinkLayer.attend`."""
+        outs = []
+        for heads, layer in self.parts:
+            layer.closed = self.closed
+            outs.append(layer.attend(*(take(x, heads, self.heads) for x in (q, k, v)), attention_mask, **options))
+        self.is_initialized, self.seen = True, self.seen + k.shape[2]
+        return put_back(outs, [heads for heads, _ in self.parts])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(layer.nbytes for _, layer in self.parts)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        for _, layer in self.parts:
+            layer.reset()
+
+    def _each(self, change) -> None:
+        for _, layer in self.parts:
+            layer._each(change)

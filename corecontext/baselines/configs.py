@@ -79,6 +79,43 @@ class WindowOnly(_Sinks):
 
 
 @dataclass(frozen=True)
+class DuoAttention:
+    """Some KV heads see everything, the others sinks and window (arXiv 2410.10819); which ones is given.
+
+    That paper finds the heads by training gates; `corecontext layers --heads` finds them by trial.
+    """
+
+    name: ClassVar[str] = "duo_attention"
+    far_position: ClassVar[str] = "none"
+    full_heads: tuple[tuple[int, ...], ...]
+    """By full-attention layer, the KV heads that see everything; () where none does."""
+    sinks: int = 4
+    window_size: int = 1024
+
+    def __post_init__(self) -> None:
+        _check_int("sinks", self.sinks, 0)
+        _check_int("window_size", self.window_size, 1)
+        object.__setattr__(self, "full_heads", tuple(tuple(layer) for layer in self.full_heads))
+        for head in (head for layer in self.full_heads for head in layer):
+            _check_int("full_heads", head, 0)
+
+    def of(self, index: int, kv_heads: int) -> tuple[int, ...]:
+        """The heads of one layer, counted among those with full attention.
+
+        Raises:
+            ValueError: there are none for this layer, or no such heads.
+        """
+        if index >= len(self.full_heads) or any(head >= kv_heads for head in self.full_heads[index]):
+            raise ValueError(f"full_heads must have heads from 0 to {kv_heads - 1} for each layer, got "
+                             f"{self.full_heads[index] if index < len(self.full_heads) else 'no such layer'}.")
+        return tuple(sorted(set(self.full_heads[index])))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for records."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
 class Pattern:
     """What one head computes while it reads a prompt."""
 
@@ -152,7 +189,7 @@ class LongLoRA:
         return dataclasses.asdict(self)
 
 
-Rival = StreamingLLM | LMInfinite | WindowOnly | MInference | LongLoRA | CCAConfig
+Rival = StreamingLLM | LMInfinite | WindowOnly | DuoAttention | MInference | LongLoRA | CCAConfig
 
 
 def make_rival(name: str, *, group_size: int | None = None, window_size: int | None = None,

@@ -13,8 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, DynamicLayer
 
 from corecontext.baselines.blocks import dense_attention, shifted_attention
-from corecontext.baselines.cache import SinkLayer, left_padding
-from corecontext.baselines.configs import LongLoRA, MInference, Rival
+from corecontext.baselines.cache import DuoLayer, SinkLayer, left_padding
+from corecontext.baselines.configs import DuoAttention, LongLoRA, MInference, Rival
 from corecontext.baselines.minference import sparse_attention
 from corecontext.config import CCAConfig
 from corecontext.integrations import transformers as ours
@@ -35,6 +35,8 @@ class Handle:
         self.previous = model.config._attn_implementation
         full, other = ours._attention_modules(model)
         self.has_own_cache = not isinstance(config, (MInference, LongLoRA))
+        self.indexes = {module.layer_idx: index for index, module in enumerate(full)}
+        self.kv_heads = full[0].config.num_key_value_heads
         self.observer: Observer | None = None
         """Called with each layer's queries, keys and values; then attention is full (the search for patterns)."""
         rotary = None
@@ -46,6 +48,13 @@ class Handle:
         self._removable.append(model.base_model.register_forward_pre_hook(_refuse_weights, with_kwargs=True))
         model.config._attn_implementation = self.name
         model.__dict__["_corecontext_rival"] = self
+
+    def new_layer(self, layer_idx: int) -> SinkLayer:
+        """An empty cache of one layer."""
+        c = self.config
+        if isinstance(c, DuoAttention):
+            return DuoLayer(c.sinks, c.window_size, c.of(self.indexes[layer_idx], self.kv_heads), self.kv_heads)
+        return SinkLayer(c.sinks, c.window_size)
 
     def disable(self) -> None:
         """Give the model its own attention back."""
@@ -62,8 +71,8 @@ def enable(model: nn.Module, config: Rival) -> Any:
 
     Args:
         model: A causal language model of an architecture tested with CCA, or a wrapper around one.
-        config: StreamingLLM, LMInfinite, WindowOnly, MInference or LongLoRA; or a CCAConfig (other poolings), for
-            which this is `corecontext.enable`.
+        config: StreamingLLM, LMInfinite, WindowOnly, DuoAttention, MInference or LongLoRA; or a CCAConfig (other
+            poolings), for which this is `corecontext.enable`.
 
     Returns:
         A handle with `disable()`.
@@ -83,6 +92,9 @@ def enable(model: nn.Module, config: Rival) -> Any:
     if isinstance(config, MInference):
         for module in ours._attention_modules(inner)[0]:
             config.of(module.layer_idx, inner.config.num_attention_heads)
+    if isinstance(config, DuoAttention):
+        for index, module in enumerate(ours._attention_modules(inner)[0]):
+            config.of(index, module.config.num_key_value_heads)
     return Handle(inner, config)
 
 
@@ -126,7 +138,8 @@ def _layer(cache: Cache, index: int, handle: Handle) -> Any:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
     if isinstance(layer, SinkLayer) and handle.has_own_cache:
-        if (layer.sinks, layer.window_size) == (handle.config.sinks, handle.config.window_size):
+        if (layer.sinks, layer.window_size) == (handle.config.sinks, handle.config.window_size) \
+                and getattr(layer, "full", None) == getattr(handle.new_layer(index), "full", None):
             return layer
         raise ValueError(f"a cache must keep its sizes {layer.sinks}, {layer.window_size}, got "
                          f"{handle.config.sinks}, {handle.config.window_size}. Start a new cache.")
@@ -138,7 +151,7 @@ def _layer(cache: Cache, index: int, handle: Handle) -> Any:
     if layer.get_seq_length():
         raise ValueError(f"past_key_values must be empty, got {layer.get_seq_length()} tokens cached by another "
                          "attention. Start a new cache.")
-    cache.layers[index] = SinkLayer(handle.config.sinks, handle.config.window_size)
+    cache.layers[index] = handle.new_layer(index)
     return cache.layers[index]
 
 
@@ -195,7 +208,7 @@ def _one(handle: Handle, module: nn.Module, layer: Any, rotary: Rotary | None, q
         if layer is not None:
             return layer.attend(q, k, v, attention_mask, far_position=config.far_position, rotary=rotary, scale=scale,
                                 softcap=softcap)
-        alone = SinkLayer(config.sinks, config.window_size)  # holds no more than its own sizes when it is dropped
+        alone = handle.new_layer(module.layer_idx)  # holds no more than its own sizes when it is dropped
         return alone.attend(q, k, v, attention_mask, far_position=config.far_position, rotary=rotary, scale=scale,
                             softcap=softcap)
     if attention_mask is not None and bool(left_padding(attention_mask).any()):

@@ -150,4 +150,6 @@ def layer_bytes(layer: CacheLayerMixin) -> int:
     """Bytes in use by one layer of such a cache."""
     if isinstance(layer, CCALayer):
         return layer.compact.nbytes
+    if hasattr(layer, "nbytes"):  # a rival's
+        return layer.nbytes
     return 0 if layer.keys is None else sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))

@@ -43,8 +43,13 @@ def take_learned(learned: Mapping[str, Tensor], heads: Sequence[int], kv_heads: 
 
 def in_order(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """The inverse of `take` for all group sizes: parts [B, ...] by query head, in the order of `heads_of_each`."""
-    order = [head for _, heads in heads_of_each(sizes) for head in heads]
-    return take(torch.cat(list(parts), 1), [order.index(head) for head in range(len(sizes))], len(sizes))
+    return put_back(parts, [heads for _, heads in heads_of_each(sizes)])
+
+
+def put_back(parts: Sequence[Tensor], heads: Sequence[Sequence[int]]) -> Tensor:
+    """The inverse of `take`: parts [B, ...] by query head, and the KV heads of each, all of them once."""
+    order = [head for some in heads for head in some]
+    return take(torch.cat(list(parts), 1), [order.index(head) for head in range(len(order))], len(order))
 
 
 def _runs(heads: Sequence[int]) -> Iterator[tuple[int, int]]:

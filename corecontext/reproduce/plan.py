@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from corecontext.baselines import LMInfinite, MInference, Pattern, StreamingLLM, WindowOnly
+from corecontext.baselines import DuoAttention, LMInfinite, MInference, Pattern, StreamingLLM, WindowOnly
 from corecontext.config import LEARNED, CCAConfig
-from corecontext.eval.layers import Shape, Unit, at_equal_cache
+from corecontext.eval.layers import MORE_ENTRIES, Shape, Unit, at_equal_cache
 from corecontext.text import UserError
+from corecontext.visibility import num_complete_groups, window_capacity
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class Method(NamedTuple):
     stretch: int = 1
     """Times the steps of others."""
     fine: tuple[str, int] | None = None
-    """Small groups in so many "layers" or "heads", or so many heads with every token ("raw"): those that the base model
-    was found to need. `config` has them in the first ones."""
+    """Small groups in so many "layers" or "heads", or so many heads with every token ("raw", and "duo" without core
+    tokens): those that the base model was found to need. `config` has them in the first ones."""
 
 
 def methods(size: Size) -> dict[str, Method]:
@@ -97,7 +98,9 @@ def methods(size: Size) -> dict[str, Method]:
         title = {"layers": f"small groups in {count} of {size.layers} layers",
                  "heads": f"small groups in {count} of {size.layers * size.kv_heads} KV heads",
                  "raw": f"{count} of {size.layers * size.kv_heads} KV heads keep every token"}[kind]
-        return Method(f"{kind}_{count}{what and '_'}{what}", fine_config(size, kind, units).replace(learned=parameters),
+        config = fine_config(size, kind, units)
+        assert isinstance(config, CCAConfig)
+        return Method(f"{kind}_{count}{what and '_'}{what}", config.replace(learned=parameters),
                       f"CCA, {title}{what and ', '}{what}", fine=(kind, count), **more)
 
     learned = cca.replace(learned=LEARNED)
@@ -118,6 +121,8 @@ def methods(size: Size) -> dict[str, Method]:
         *(small_groups("layers", count) for count in (1, 2) if count < size.layers),
         *(small_groups("heads", count) for count in (1, 2)),
         small_groups("raw", 1),
+        Method("duo_1", fine_config(size, "duo", [Unit(0, 0)]),
+               f"DuoAttention, 1 of {size.layers * size.kv_heads} KV heads keeps every token", fine=("duo", 1)),
         # g raw tokens in place of one core token cost g - 1 entries, which the window gives up.
         Method("sinks", cca.replace(sink_size=g, window_size=s - (g - 1)), f"CCA, the first {g} tokens raw"),
         Method("learned", learned, "CCA, all learned parameters"),
@@ -140,8 +145,15 @@ def methods(size: Size) -> dict[str, Method]:
     return {one.name: one for one in found + zero}
 
 
-def fine_config(size: Size, kind: str, units: Sequence[Unit]) -> CCAConfig:
-    """Small groups in these layers or heads ("raw": all tokens), with a cache as large as the paper's rule has."""
+def fine_config(size: Size, kind: str, units: Sequence[Unit]) -> CCAConfig | DuoAttention:
+    """Small groups in these layers or heads ("raw" and "duo": all tokens), with a cache as large as the paper's rule
+    has."""
+    if kind == "duo":
+        heads, sinks = size.layers * size.kv_heads, 4
+        equal = heads * (num_complete_groups(size.length, size.group) + window_capacity(size.group, size.window))
+        window = int(MORE_ENTRIES * equal - len(units) * size.length) // (heads - len(units)) - sinks
+        return DuoAttention(tuple(tuple(unit.head for unit in units if unit.layer == layer and unit.head is not None)
+                                  for layer in range(size.layers)), sinks, window)
     return at_equal_cache(Shape(size.layers, size.kv_heads), units, CCAConfig(size.group, size.window), size.length,
                           raw=kind == "raw")
 

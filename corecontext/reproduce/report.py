@@ -27,6 +27,8 @@ from corecontext.reproduce.plan import (
 )
 from corecontext.text import atomic_path, write_text
 
+RIVALS = ("window", "streaming_llm", "lm_infinite", "mean", "max", "duo_1")
+"""Adapted methods that are not ours."""
 SHAPES = (("LLaMA2-7B", 32, 32, 128), ("Llama-3.1-8B", 32, 8, 128))
 STYLE = """:root { color-scheme: light dark; }
 body { max-width: 70rem; margin: 0 auto; padding: 1rem; font: 15px/1.5 system-ui, sans-serif; }
@@ -342,7 +344,7 @@ def _targets(page: Page, known: dict[str, Method], size: Size) -> str:
     line("full attention answers at least 90 % at the trained length", full and full.value, 0.9,
          page.cell(full, percent))
     cached = [one for one in known.values() if one.trains and one.config is not None and "long" not in one.name
-              and one.name not in ("window", "streaming_llm", "lm_infinite", "mean", "max")]
+              and one.name not in RIVALS]
     gain = max((one for method in cached if (one := page.find("quality.gain_kept", stage=f"{method.name}-{first}"))),
                key=lambda one: one.value, default=None)
     line(f"the best rule keeps 60 % of the long-range gain ({gain.params['method'] if gain else 'none yet'})",
@@ -352,7 +354,7 @@ def _targets(page: Page, known: dict[str, Method], size: Size) -> str:
     ratio = far["cca"].value / far["full"].value if far["cca"] and far["full"] and far["full"].value else None
     line("beyond the window, CCA answers 95 % of what full attention does", ratio, 0.95,
          f"{page.cell(far['cca'], percent)} of {page.cell(far['full'], percent)}")
-    rivals = [one for name in ("window", "streaming_llm", "lm_infinite", "mean", "max")
+    rivals = [one for name in RIVALS
               if (one := page.find("quality.perplexity", stage=f"{name}-{first}", bucket="far"))]
     ours = page.find("quality.perplexity", stage=f"cca-{first}", bucket="far")
     if rivals and ours:

@@ -272,8 +272,9 @@ class Miniature:
             kind, count = method.fine
             found = json.loads((self.folder / layers_of(self.size, stage.seed) / LAYERS).read_text(encoding="utf-8"))
             units = [Unit(*one) for one in found["layers" if kind == "layers" else "heads"][:count]]
-            sizes = fine_config(self.size, kind, units).layer_group_sizes
-            return method._replace(config=method.config.replace(layer_group_sizes=sizes))
+            config = fine_config(self.size, kind, units)
+            return method._replace(config=config if kind == "duo" else method.config.replace(
+                layer_group_sizes=config.layer_group_sizes))
         return method._replace(config=method.config.replace(**dict(stage.sizes))) if stage.sizes else method
 
     def _train(self, model: LlamaForCausalLM, method: Method, levels: tuple[tuple[int, int], ...], step_tokens: int,
