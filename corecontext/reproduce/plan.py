@@ -107,6 +107,8 @@ def methods(size: Size) -> dict[str, Method]:
     found = [
         Method("full", None, "full attention"),
         Method("window", WindowOnly(window_size=s), "window alone"),
+        Method("window_wide", WindowOnly(window_size=num_complete_groups(size.length, g) + window_capacity(g, s)),
+               "a window as large as CCA's cache"),
         Method("streaming_llm", StreamingLLM(4, s), "StreamingLLM"),
         Method("lm_infinite", LMInfinite(min(16, s), s), "LM-Infinite"),
         Method("mean", cca.replace(pooling="mean"), "mean pooling"),

@@ -27,7 +27,7 @@ from corecontext.reproduce.plan import (
 )
 from corecontext.text import atomic_path, write_text
 
-RIVALS = ("window", "streaming_llm", "lm_infinite", "mean", "max", "duo_1")
+RIVALS = ("window", "window_wide", "streaming_llm", "lm_infinite", "mean", "max", "duo_1")
 """Adapted methods that are not ours."""
 SHAPES = (("LLaMA2-7B", 32, 32, 128), ("Llama-3.1-8B", 32, 8, 128))
 STYLE = """:root { color-scheme: light dark; }
