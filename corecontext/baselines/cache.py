@@ -33,6 +33,8 @@ class SinkLayer(CacheLayerMixin):
 
     def __init__(self, sinks: int, window_size: int) -> None:
         super().__init__()
+        self.settings: tuple[Any, ...] = (sinks, window_size)
+        """What it was made with: a cache must keep them."""
         self.sinks, self.window_size, self.seen = sinks, window_size, 0
         self.pads: Tensor | None = None
         self.closed = False
@@ -150,9 +152,9 @@ class DuoLayer(SinkLayer):
 
     def __init__(self, sinks: int, window_size: int, full: Sequence[int], heads: int) -> None:
         super().__init__(sinks, window_size)
-        self.full, self.heads = tuple(full), heads
-        rest = [head for head in range(heads) if head not in self.full]
-        self.parts = [(some, layer) for some, layer in ((list(self.full), SinkLayer(0, EVERYTHING)),
+        self.settings, self.heads = (sinks, window_size, tuple(full), heads), heads
+        rest = [head for head in range(heads) if head not in full]
+        self.parts = [(some, layer) for some, layer in ((list(full), SinkLayer(0, EVERYTHING)),
                                                         (rest, SinkLayer(sinks, window_size))) if some]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any) -> Tensor:

@@ -49,12 +49,15 @@ class Handle:
         model.config._attn_implementation = self.name
         model.__dict__["_corecontext_rival"] = self
 
+    def settings(self, layer_idx: int) -> tuple[Any, ...]:
+        """What a cache of one layer is made with."""
+        c = self.config
+        more = (c.of(self.indexes[layer_idx], self.kv_heads), self.kv_heads) if isinstance(c, DuoAttention) else ()
+        return c.sinks, c.window_size, *more
+
     def new_layer(self, layer_idx: int) -> SinkLayer:
         """An empty cache of one layer."""
-        c = self.config
-        if isinstance(c, DuoAttention):
-            return DuoLayer(c.sinks, c.window_size, c.of(self.indexes[layer_idx], self.kv_heads), self.kv_heads)
-        return SinkLayer(c.sinks, c.window_size)
+        return (DuoLayer if isinstance(self.config, DuoAttention) else SinkLayer)(*self.settings(layer_idx))
 
     def disable(self) -> None:
         """Give the model its own attention back."""
@@ -138,11 +141,10 @@ def _layer(cache: Cache, index: int, handle: Handle) -> Any:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
     if isinstance(layer, SinkLayer) and handle.has_own_cache:
-        if (layer.sinks, layer.window_size) == (handle.config.sinks, handle.config.window_size) \
-                and getattr(layer, "full", None) == getattr(handle.new_layer(index), "full", None):
+        if layer.settings == handle.settings(index):
             return layer
-        raise ValueError(f"a cache must keep its sizes {layer.sinks}, {layer.window_size}, got "
-                         f"{handle.config.sinks}, {handle.config.window_size}. Start a new cache.")
+        raise ValueError(f"a cache must keep its sizes {layer.settings}, got {handle.settings(index)}. "
+                         "Start a new cache.")
     if type(layer) is not DynamicLayer or getattr(cache, "offloading", False):
         raise NotImplementedError(f"past_key_values of layer type {type(layer).__name__} cannot be used here. "
                                   "Use DynamicCache.")

@@ -36,11 +36,10 @@ class HeadsLayer:
         for heads, part in self.parts:
             part.learned = take_learned(self.learned, heads, len(self.config.head_group_sizes or ()))
 
-    def of(self, layers: Sequence[CompactLayer | FullLayer]) -> HeadsLayer:
+    def of(self, layers: Sequence[CompactLayer]) -> HeadsLayer:
         """The same over other parts, one for each of these."""
         other = copy.copy(self)
-        other.parts = [(heads, layer) for (heads, _), layer in zip(self.parts, layers, strict=True)
-                       if isinstance(layer, CompactLayer)]
+        other.parts = [(heads, layer) for (heads, _), layer in zip(self.parts, layers, strict=True)]
         return other
 
     @property
@@ -152,8 +151,8 @@ class HeadsLayer:
             part.load_state_dict(own)
 
 
-def parts_of(layer: CompactLayer | HeadsLayer | FullLayer) -> list[CompactLayer | FullLayer]:
-    """What holds the buffers: the layer itself, or its parts."""
+def parts_of(layer: CompactLayer | HeadsLayer | FullLayer) -> list[Any]:
+    """What holds the buffers: the layer itself, or its `CompactLayer` parts."""
     return list(layer._layers) if isinstance(layer, HeadsLayer) else [layer]
 
 

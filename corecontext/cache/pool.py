@@ -17,6 +17,7 @@ from corecontext.cache.full import FullLayer
 from corecontext.cache.heads import HeadsLayer, parts_of
 from corecontext.cache.layer import CompactLayer
 from corecontext.config import CCAConfig
+from corecontext.ops.heads import heads_of_each
 from corecontext.visibility import num_complete_groups, num_sinks, window_capacity
 
 IDLE = 2 ** 30  # padding of a row without a request: its position stays negative, so a kernel stores nothing
@@ -45,9 +46,11 @@ class RowShape:
         total = 0
         for layer in range(self.layers):
             own = config and config.of_layer(layer)
-            sizes = own and own.head_group_sizes
-            total += (self.kv_heads * self.entries(own, max_length) if own is None or sizes is None else
-                      sum(self.entries(own.replace(head_group_sizes=None, group_size=g), max_length) for g in sizes))
+            if own is None or own.head_group_sizes is None:
+                total += self.kv_heads * self.entries(own, max_length)
+                continue
+            for g, heads in heads_of_each(own.head_group_sizes):
+                total += len(heads) * self.entries(own.replace(head_group_sizes=None, group_size=g), max_length)
         return total * self.entry_bytes(config)
 
     def entry_bytes(self, config: CCAConfig | None) -> int:

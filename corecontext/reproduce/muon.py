@@ -22,6 +22,7 @@ class Muon(torch.optim.Muon):
         """One step over every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
+            assert group["nesterov"] and group["adjust_lr_fn"] == "match_rms_adamw"
             by_shape = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:

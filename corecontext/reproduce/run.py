@@ -185,8 +185,9 @@ class Miniature:
         """The layers and KV heads of a base model that need small groups, the neediest first."""
         model, size = self._load(f"{base_of(self.size, stage.seed)}/weights.pt").eval(), self.size
         shape, config = Shape(size.layers, size.kv_heads), self.methods["cca"].config
-        most = {kind: max(one.fine[1] for one in self.methods.values() if one.fine and (one.fine[0] == kind))
-                for kind in ("layers", "heads")}
+        wanted = [one.fine for one in self.methods.values() if one.fine is not None]
+        most = {by: max(count for kind, count in wanted if (kind == "layers") == (by == "layers"))
+                for by in ("layers", "heads")}
 
         def loss(units: tuple[Unit, ...]) -> float:
             sizes = spread(shape, units, 1, COARSE * config.group_size)
