@@ -177,8 +177,7 @@ def test_what_cannot_be_had_is_refused():
         corecontext.enable(model, CCAConfig(5, 13, layer_group_sizes=(7, (1, 5, 3))))
 
 
-@pytest.mark.parametrize("max_length", [None, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype,max_length", [(torch.float32, None), (torch.float16, 100)])
 def test_kernels_take_slices_of_heads(dtype, max_length, default_device):
     """On the GPU where there is one, else in Triton's interpreter; as a model gives them, heads behind tokens."""
     pytest.importorskip("triton")
