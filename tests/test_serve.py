@@ -110,7 +110,8 @@ def test_a_client_that_disconnects_frees_its_slot(server, stream):
     headers = {"Authorization": f"Bearer {KEY}"}
     if stream:
         with httpx.stream("POST", server.url + "/v1/completions", json=body, headers=headers, timeout=30) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # kept: its end closes the connection
+            next(lines)
             assert server.gauge("corecontext_running") == 1
     else:
         with pytest.raises(httpx.ReadTimeout):
