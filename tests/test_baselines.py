@@ -374,6 +374,28 @@ def test_pooling_rivals_are_our_own_operators(name):
         assert not torch.allclose(logits(model, ids), found)
 
 
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("length, window_size", [(1, 1), (100, 8), (128, 127), (129, 128), (300, 1), (700, 64),
+                                                 (700, 150), (700, 699), (700, 700), (1300, 200)])
+def test_a_window_alone_equals_its_mask(length, window_size, softcap, monkeypatch):
+    monkeypatch.setattr(blocks_module, "SPAN", 500)  # several spans
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(2, heads, length, 8, dtype=torch.float64, generator=generator).requires_grad_()
+               for heads in (4, 2, 2))
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    scores = q @ k.repeat_interleave(2, 1).mT * 0.3
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill((distance < 0) | (distance >= window_size), -torch.inf)
+    wanted = scores.softmax(-1) @ v.repeat_interleave(2, 1)
+    found = blocks_module.sink_attention(q, k, v, k[:, :, :0], v[:, :, :0], first=0, window_size=window_size, scale=0.3,
+                                         softcap=softcap)
+    near = {"rtol": 0, "atol": 1e-12 if softcap is None else 1e-5}  # capped scores are float32
+    torch.testing.assert_close(found, wanted, **near)
+    grad = torch.randn_like(wanted)
+    for one, other in zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (found, wanted))):
+        torch.testing.assert_close(one, other, **near)
+
+
 def test_memory_grows_with_the_length_not_its_square(monkeypatch):
     largest = []
     original = blocks_module.masked_attention

@@ -48,10 +48,9 @@ def this_file_importable(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
-@pytest.mark.parametrize("mib", [8, 64])
-def test_peak_memory_counts_what_was_allocated_and_freed(mib, this_file_importable):
-    peak = measure.peak_bytes_in_subprocess("test_bench", "allocate", {"mib": mib})
-    assert (mib - 1) * MIB <= peak <= (mib + 4) * MIB  # the kernel counts pages in batches
+def test_peak_memory_counts_what_was_allocated_and_freed(this_file_importable):
+    peak = measure.peak_bytes_in_subprocess("test_bench", "allocate", {"mib": 8})
+    assert 7 * MIB <= peak <= 12 * MIB  # the kernel counts pages in batches
 
 
 def test_a_failing_subprocess_says_why(this_file_importable):

@@ -114,10 +114,12 @@ def test_the_childs_errors_are_the_users(settings, monkeypatch):
         run._run_in_process("cca", settings, task)
 
 
-@needs_assets
-def test_the_demo_on_its_own_assets(tmp_path, capfd):
-    records, plot = tmp_path / "demo.jsonl", tmp_path / "demo.png"
-    assert main(["demo", "--max-tokens", "3000", "--json", str(records), "--plot", str(plot)]) == 0
+def test_the_command_writes_what_it_shows(result, tmp_path, capfd, monkeypatch):
+    """That it runs on its own assets is seen where README's commands are run."""
+    records, plot, asked = tmp_path / "demo.jsonl", tmp_path / "demo.png", []
+    monkeypatch.setattr(run, "run_demo", lambda settings: asked.append(settings) or result)
+    assert main(["demo", "--max-tokens", "3000", "--group-size", "8", "--json", str(records), "--plot", str(plot)]) == 0
+    assert asked == [DemoSettings(group_size=8, max_tokens=3000)]
     shown = capfd.readouterr().out
     assert "time to first token" in shown and "equals the formula" in shown
     assert len(read_records(records)) == 12 and plot.stat().st_size > 2000

@@ -13,6 +13,8 @@ from corecontext.ops.rotary import Rotary
 
 ROWS = 1024
 """Query rows of one block."""
+SPAN = 16 * ROWS
+"""Query rows that a window alone takes at once: they need their keys twice."""
 
 
 def expand_heads(x: Tensor, heads: int) -> Tensor:
@@ -87,6 +89,8 @@ def sink_attention(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tens
         [B, H, T, D].
     """
     new, seen, num_sinks = q.shape[2], k.shape[2], sink_k.shape[2]
+    if first == 0 and new == seen and not num_sinks and pads is None:
+        return window_attention(q, k, v, window_size, scale, softcap)
     slots = torch.arange(first, first + new, device=q.device)
     positions = slots[None] if pads is None else slots[None] - pads[:, None]  # [1 or B, T]
     turned_k = sink_k
@@ -119,6 +123,33 @@ def sink_attention(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tens
         else:
             mask = near
         parts.append(masked_attention(block_q, block_k, block_v, mask[:, None], scale, softcap)[..., :q.shape[3]])
+    return torch.cat(parts, 2)
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, window_size: int, scale: float,
+                     softcap: float | None = None) -> Tensor:
+    """Each query of a whole sequence sees its nearest `window_size` tokens: [B, H, L, D] on [B, Hkv, L, D].
+
+    Queries go in blocks as long as the window, each with its own block of keys and the one before: of what is computed,
+    half is seen.
+    """
+    length = q.shape[2]
+    if window_size >= length:
+        return dense_attention(q, k, v, scale, softcap)
+    block = -(-max(window_size, 128) // 64) * 64
+    span = max(1, SPAN // block) * block
+    distance = torch.arange(block, device=q.device)[:, None] - torch.arange(-block, block, device=q.device)
+    mask = (distance >= 0) & (distance < window_size)
+    parts = [masked_attention(q[:, :, :block], k[:, :, :block], v[:, :, :block], mask[:length, block:block + length],
+                              scale, softcap)]
+    for start in range(block, length, span):
+        end = min(start + span, length)
+        blocks = [F.pad(x[:, :, first:end], (0, 0, 0, (start - end) % block)).unflatten(2, (-1, block)).transpose(1, 2)
+                  for x, first in ((q, start), (k, start - block), (v, start - block))]
+        rows, keys, values = (x.flatten(0, 1) for x in (
+            blocks[0], *(torch.cat((x[:, :-1], x[:, 1:]), 3) for x in blocks[1:])))
+        out = masked_attention(rows, keys, values, mask, scale, softcap).unflatten(0, (len(q), -1))
+        parts.append(out.transpose(1, 2).flatten(2, 3)[:, :, :end - start])
     return torch.cat(parts, 2)
 
 

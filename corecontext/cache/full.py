@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from corecontext.cache.slots import write
 from corecontext.ops.api import backend_module, choose_backend
@@ -76,6 +75,7 @@ class FullLayer:
         grouped = q.shape[1] != k.shape[1]
         if start == 0:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        from torch.nn.attention.bias import causal_lower_right  # loads the compiler, which takes a second
         return F.scaled_dot_product_attention(q, self.keys[:, :, :end], self.values[:, :, :end], scale=scale,
                                               attn_mask=causal_lower_right(end - start, end), enable_gqa=grouped)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -72,6 +73,7 @@ def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
         yield some
 
 
+@functools.lru_cache(maxsize=32)
 def fact_rows(corpus: Corpus, length: int, questions: int, seed: int = 0) -> list[Row]:
     """Held-out texts with facts, the same for every model.
 
@@ -86,6 +88,7 @@ def fact_rows(corpus: Corpus, length: int, questions: int, seed: int = 0) -> lis
     return rows
 
 
+@functools.lru_cache(maxsize=32)
 def qa_rows(corpus: Corpus, size: Size, documents: int) -> list[Row]:
     """Held-out questions with so many passages, the right one anywhere; those that fit the length."""
     rng = random.Random(f"qa-{documents}")
@@ -93,6 +96,7 @@ def qa_rows(corpus: Corpus, size: Size, documents: int) -> list[Row]:
     return [row for row in rows if row is not None][:size.questions]
 
 
+@functools.lru_cache(maxsize=32)
 def planted_qa_rows(corpus: Corpus, size: Size, documents: int) -> list[Row]:
     """As many passages, each with a fact of its own, and the question about one of them; those that fit the length."""
     rng = random.Random(f"planted-{documents}")
