@@ -6,15 +6,17 @@ GPU one small case runs in Triton's interpreter, so that the test itself is test
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+from types import SimpleNamespace
 from typing import Any, Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="the triton backend needs triton")
+triton = pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import Rotary, cca_attention  # noqa: E402
 from corecontext.ops import compose  # noqa: E402
@@ -277,3 +279,22 @@ def test_first_tokens_kept_raw_take_the_kernels_that_run_everywhere(monkeypatch)
         found.append([out, *torch.autograd.grad((out * inputs.grad_out).sum(), leaves)])
     for a, b in zip(*found):
         torch.testing.assert_close(a, b, rtol=0, atol=5e-4 if GPU else 2e-5)
+
+
+def test_a_triton_that_cannot_compile_for_hopper_has_the_other_kernels(monkeypatch):
+    """Triton 3.5 imports what the kernels need, and then has other arguments."""
+    def refuse(*args, **options):
+        raise triton.CompilationError(None, ast.parse("f()").body[0], "f() missing 1 required positional argument: 'x'")
+
+    young = SimpleNamespace(unsupported_reason=lambda *args: None, attend=refuse, gradients=refuse)
+    q, k, v = (torch.randn(1, heads, 45, 40, device=DEVICE, requires_grad=True) for heads in (2, 1, 1))
+    found = []
+    for chosen in (None, (young, None), (None, young)):
+        monkeypatch.setattr(backend, "hopper", chosen and chosen[0])
+        monkeypatch.setattr(backend, "hopper_backward", chosen and chosen[1])
+        with pytest.warns(UserWarning, match="cannot compile .*It said: f.. missing 1") if chosen else (
+                contextlib.nullcontext()):
+            out = cca_attention(q, k, v, group_size=7, window_size=10, core_position="token", backend="triton")
+            found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        assert backend.hopper is None and backend.hopper_backward is None
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other))

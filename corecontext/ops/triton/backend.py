@@ -6,6 +6,7 @@ Kernels made for Hopper take the calls they can; those of `attend`, which run ev
 from __future__ import annotations
 
 import contextlib
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,7 +48,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, s
     """As `packed.attend`: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32."""
     with _on(q):
         if hopper is not None and q.numel() and hopper.unsupported_reason(q, scale, softcap) is None:
-            return hopper.attend(q, k, v, core_k, core_v, scale=scale, **sizes)
+            try:
+                return hopper.attend(q, k, v, core_k, core_v, scale=scale, **sizes)
+            except triton.CompilationError as error:
+                _do_without_hopper(error)
         return anywhere.attend(q, k, v, core_k, core_v, scale=scale, softcap=softcap, **sizes)
 
 
@@ -56,8 +60,20 @@ def gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, *tensors: An
     """As `compose.gradients`."""
     with _on(q):
         if hopper_backward is not None and hopper_backward.unsupported_reason(q, scale, softcap) is None:
-            return hopper_backward.gradients(grad_out, grad_lse, q, *tensors, scale=scale, **options)
+            try:
+                return hopper_backward.gradients(grad_out, grad_lse, q, *tensors, scale=scale, **options)
+            except triton.CompilationError as error:
+                _do_without_hopper(error)
         return compose.gradients(Anywhere, grad_out, grad_lse, q, *tensors, scale=scale, softcap=softcap, **options)
+
+
+def _do_without_hopper(error: triton.CompilationError) -> None:
+    """Gluon changes from release to release; nothing has been launched when it cannot compile."""
+    global hopper, hopper_backward
+    hopper = hopper_backward = None
+    why = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+    warnings.warn(f"Triton {triton.__version__} cannot compile the kernels made for Hopper, so those that run on every "
+                  f"GPU are used, which are slower; Triton 3.6 to 3.9 can. It said: {why.strip()}", stacklevel=3)
 
 
 def pool(q_last: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
