@@ -265,9 +265,11 @@ def test_interrupted_runs_resume(data, tmp_path):
     fresh = Stub(False).learn(multidoc_qa.items(data, seeded, Stub(True)))
     run_task("multidoc_qa", data, seeded, fresh, IDENTITY, results=results)
     assert len(fresh.asked) == len(items)
-    results.write_text("not a record\n")
-    with pytest.raises(UserError, match="must be a record"):
-        run_task("multidoc_qa", data, settings, fresh, IDENTITY, results=results)
+    for mine in ("not a record\n", "a thesis in one line", '{"name": "Ann"}', 'x\n{"name": "quality.'):  # stays as it is
+        results.write_text(mine)
+        with pytest.raises(UserError, match="must be a record"):
+            run_task("multidoc_qa", data, settings, fresh, IDENTITY, results=results)
+        assert results.read_text() == mine
 
 
 def test_items_that_do_not_fit_are_left_out_and_said(data, capsys):
