@@ -265,7 +265,7 @@ def test_interrupted_runs_resume(data, tmp_path):
     fresh = Stub(False).learn(multidoc_qa.items(data, seeded, Stub(True)))
     run_task("multidoc_qa", data, seeded, fresh, IDENTITY, results=results)
     assert len(fresh.asked) == len(items)
-    for mine in ("not a record\n", "a thesis in one line", '{"name": "Ann"}', 'x\n{"name": "quality.'):  # stays as it is
+    for mine in ("not a record\n", "a thesis in one line", '{"name": "Ann"}', 'x\n{"name": "quality.'):  # it stays
         results.write_text(mine)
         with pytest.raises(UserError, match="must be a record"):
             run_task("multidoc_qa", data, settings, fresh, IDENTITY, results=results)

@@ -21,7 +21,7 @@ from corecontext.cli import main
 from corecontext.record import make_record, read_records
 from corecontext.reproduce import paper
 from corecontext.reproduce.corpus import Corpus
-from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, top_mass, window_nll
+from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, time_and_cache, top_mass, window_nll
 from corecontext.reproduce.muon import Muon
 from corecontext.reproduce.plan import FULL, SCRATCH, SMOKE, methods, stages, tuned
 from corecontext.reproduce.processes import run_on_gpus
@@ -385,6 +385,18 @@ def test_measurements_know_right_from_wrong(corpus, monkeypatch):
     assert all(cloze(None, corpus, TINY, "cpu")) and known["rows"].shape == (4, 128)
     even = np.full((2, 10, 10), 0.1)
     assert top_mass(even, 0.2) == pytest.approx(0.1 * np.mean([max(1, round(0.2 * (t + 1))) for t in range(5, 10)]))
+
+
+def test_caches_have_one_dtype_whatever_the_method():
+    model, known = make_model(TINY, 264, 0).eval(), methods(TINY)
+    before, entry = copy.deepcopy(model.state_dict()), 2 * TINY.layers * TINY.kv_heads * TINY.hidden // TINY.heads
+    for name, entries in (("full", TINY.length), ("cca", TINY.length // TINY.group + TINY.window + TINY.group - 1),
+                          ("window", TINY.window)):
+        with attention(model, known[name].config):
+            seconds, held = time_and_cache(model, TINY, "cpu", torch.bfloat16)
+        assert held == 2 * entry * entries and len(seconds) == 1
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]) and value.dtype == torch.float32
 
 
 def test_gain_kept_is_a_share(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import time
@@ -126,21 +127,39 @@ def cloze(model: LlamaForCausalLM, corpus: Corpus, size: Size, device: str) -> l
     return found
 
 
-@torch.inference_mode()
-def time_and_cache(model: LlamaForCausalLM, size: Size, device: str) -> tuple[list[float], int]:
-    """Seconds of reading a text of the trained length into a cache, several times, and the cache's bytes."""
+def time_and_cache(model: LlamaForCausalLM, size: Size, device: str,
+                   dtype: torch.dtype | None = None) -> tuple[list[float], int]:
+    """Seconds of reading a text of the trained length into a cache, several times, and the cache's bytes.
+
+    Weights and cache have one dtype for all methods, as when they are served: bfloat16 on a GPU. Under autocast the
+    rotary embedding is float32, and so would be the keys and values that full attention's cache is given.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, size.length), generator=generator).to(device)
     seconds, out = [], None
-    for _ in range(size.latency_repeats + 1):
-        out = None
-        _wait(device)
-        begin = time.perf_counter()
-        with autocast(device):
-            out = model(ids, use_cache=True, logits_to_keep=1)
-        _wait(device)
-        seconds.append(time.perf_counter() - begin)
+    with _weights_as(model, dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)):
+        for _ in range(size.latency_repeats + 1):
+            out = None
+            _wait(device)
+            begin = time.perf_counter()
+            with torch.inference_mode():
+                out = model(ids, use_cache=True, logits_to_keep=1)
+            _wait(device)
+            seconds.append(time.perf_counter() - begin)
     return seconds[1:], cache_bytes(out.past_key_values)
+
+
+@contextlib.contextmanager
+def _weights_as(model: LlamaForCausalLM, dtype: torch.dtype) -> Iterator[None]:
+    """The model's parameters in another dtype, and as they were afterwards; buffers, such as frequencies, stay."""
+    held = [(p, p.data) for p in model.parameters()]
+    try:
+        for p, data in held:
+            p.data = data.to(dtype)
+        yield
+    finally:
+        for p, data in held:
+            p.data = data
 
 
 def _wait(device: str) -> None:
