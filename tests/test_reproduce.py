@@ -20,7 +20,7 @@ from tiny_model import save_tiny_model
 from corecontext.cli import main
 from corecontext.record import make_record, read_records
 from corecontext.reproduce import paper
-from corecontext.reproduce.corpus import Corpus
+from corecontext.reproduce.corpus import Corpus, Row
 from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, time_and_cache, top_mass, window_nll
 from corecontext.reproduce.muon import Muon
 from corecontext.reproduce.plan import FULL, SCRATCH, SMOKE, methods, stages, tuned
@@ -385,6 +385,27 @@ def test_measurements_know_right_from_wrong(corpus, monkeypatch):
     assert all(cloze(None, corpus, TINY, "cpu")) and known["rows"].shape == (4, 128)
     even = np.full((2, 10, 10), 0.1)
     assert top_mass(even, 0.2) == pytest.approx(0.1 * np.mean([max(1, round(0.2 * (t + 1))) for t in range(5, 10)]))
+
+
+def test_rows_are_not_padded_for_a_method_that_would_see_it(corpus, tmp_path, monkeypatch):
+    """MInference picks keys by the last queries: a row's answer must be what it is when the row is alone."""
+    model, method, rows = make_model(TINY, 264, 0).eval(), methods(TINY)["minference_zero"], []
+    with torch.no_grad(), attention(model, method.config):
+        for p in model.parameters():
+            p.mul_(4)
+        for n in (90, 120, 120, 101):
+            ids = torch.randint(1, 264, (1, n), generator=torch.Generator().manual_seed(n + len(rows)))
+            ids[0, -1] = model(ids[:, :-1]).logits[0, -1].argmax()
+            rows.append(Row(ids[0].numpy(), [(n - 1, n, 0)]))
+        assert all(right for _, right in answers_right(model, rows, "cpu", padded=False))
+        assert not all(right for _, right in answers_right(model, rows, "cpu"))
+        run, asked = Miniature(tmp_path / "o", TINY, None, "cpu"), []
+        monkeypatch.setattr("corecontext.reproduce.evaluate.answers_right", lambda *args: asked.append(args[3]) or [])
+        monkeypatch.setattr("corecontext.reproduce.evaluate.fact_rows", lambda *args: rows)
+        run.corpus = corpus
+        list(run._measure(model, method, run.plan[0], tmp_path, brief=True))
+        list(run._measure(model, methods(TINY)["full"], run.plan[0], tmp_path, brief=True))
+        assert asked == [False, True]
 
 
 def test_caches_have_one_dtype_whatever_the_method():

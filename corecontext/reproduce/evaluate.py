@@ -45,13 +45,17 @@ def window_nll(model: LlamaForCausalLM, corpus: Corpus, size: Size, split: str, 
 
 
 @torch.inference_mode()
-def answers_right(model: LlamaForCausalLM, rows: Sequence[Row], device: str) -> list[tuple[int, bool]]:
+def answers_right(model: LlamaForCausalLM, rows: Sequence[Row], device: str,
+                  padded: bool = True) -> list[tuple[int, bool]]:
     """Of each question: tokens back to what answers it, and whether greedy decoding would give the answer.
 
     That is when each of the answer's tokens is the likeliest after the ones before.
+
+    Args:
+        padded: Rows of several lengths may go together. Not under MInference, which picks keys by the last queries.
     """
     found: list[tuple[int, bool]] = []
-    for some in _batches(rows):
+    for some in _batches(rows, padded):
         ids = torch.full((len(some), max(len(row.ids) for row in some)), END)
         for at, row in zip(ids, some):
             at[:len(row.ids)] = torch.from_numpy(row.ids)  # what comes after a row, it does not see
@@ -62,11 +66,12 @@ def answers_right(model: LlamaForCausalLM, rows: Sequence[Row], device: str) -> 
     return found
 
 
-def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows in order, as many at a time as have BATCH_TOKENS with their padding."""
+def _batches(rows: Sequence[Row], padded: bool) -> Iterator[list[Row]]:
+    """Rows in order, as many at a time as have BATCH_TOKENS with their padding, if there may be any."""
     some: list[Row] = []
     for row in rows:
-        if some and (len(some) + 1) * max(len(one.ids) for one in [*some, row]) > BATCH_TOKENS:
+        if some and ((len(some) + 1) * max(len(one.ids) for one in [*some, row]) > BATCH_TOKENS
+                     or not padded and len(row.ids) != len(some[0].ids)):
             yield some
             some = []
         some.append(row)

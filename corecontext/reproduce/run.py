@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
+from corecontext.baselines import MInference
 from corecontext.eval.layers import COARSE, Shape, Unit, chosen_of, layer_records, search_units, spread
 from corecontext.inference.fuse import Fused
 from corecontext.integrations.transformers import handle_of
@@ -308,12 +309,14 @@ class Miniature:
                  brief: bool = False, **params: Any) -> Iterator[Record]:
         """Perplexity near and far, answers by distance and length, time and cache."""
         size, reach = self.size, self.size.window + self.size.group
+        padded = not isinstance(method.config, MInference)
         if brief:
             yield from self._perplexity(model, method, stage, ("test",), **params)
         else:
             yield from self._perplexity(model, method, stage, ("val", "test"), folder, **params)
         for length in (size.length,) if brief else [length for length, _ in size.levels]:
-            found = measure.answers_right(model, measure.fact_rows(self.corpus, length, size.questions), self.device)
+            rows = measure.fact_rows(self.corpus, length, size.questions)
+            found = measure.answers_right(model, rows, self.device, padded)
             for distance, keep in (("all", lambda d: True), ("far", lambda d: d > reach)):
                 some = [right for d, right in found if keep(d)]
                 if some:
@@ -323,7 +326,7 @@ class Miniature:
             for task, rows in (("multidoc_qa", measure.qa_rows(self.corpus, size, documents)),
                                ("multidoc_planted", measure.planted_qa_rows(self.corpus, size, documents))):
                 if rows:
-                    right = [hit for _, hit in measure.answers_right(model, rows, self.device)]
+                    right = [hit for _, hit in measure.answers_right(model, rows, self.device, padded)]
                     yield self._record("quality.accuracy", sum(right) / len(right), method, stage, task=task,
                                        documents=documents, questions=len(right))
         seconds, held = measure.time_and_cache(model, size, self.device)
