@@ -7,6 +7,7 @@ import lzma
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -388,6 +389,28 @@ def test_mistakes_in_files(data, tmp_path):
     assert data_paths(["ruler=x", "y"], ["ruler", "mmlu"]) == {"ruler": "x", "mmlu": "y"}
     assert of_task(Settings(subtasks=("a", "ruler:b")), "mmlu").subtasks == ("a",)
     assert set(data_hashes("mmlu", data)) == {"mmlu_dev.jsonl", "mmlu_test_subset.jsonl"}
+
+
+@pytest.mark.parametrize("task, name, rows, message", [
+    ("perplexity", "lm_test", [{"text": 5}], "text must be a string, got 5 in document 1"),
+    ("mmlu", "mmlu_test", [{"subject": "law", "question": "q", "choices": list("wxyz"), "answer": ""}], "A to D"),
+    ("mmlu", "mmlu_test", [{"subject": "law", "question": "q", "choices": list("wxyz"), "answer": 2}], "A to D"),
+    ("multidoc_qa", "multidoc_qa_test", [{"qid": "q", "question": "q", "answers": ["a"], "gold_doc": "z"}], "gold_doc"),
+    ("multidoc_qa", "multidoc_qa_test", [{"qid": "q", "question": "q", "answers": "ab", "gold_doc": "d1"}], "a list"),
+    ("longbench", "lcc_e", [{"input": "", "context": "", "answers": [], "length": "9"}], "number as length; TypeError"),
+    ("longbench", "longbench_config", [{}], "qasper must have its template .* KeyError"),
+    ("ruler", "haystack_essays", [{"text": " "}], "must hold words in haystack_essays"),
+    ("ruler", "squad", [{"context": "x", "qas": [{"question": "a"}]}], "qas of .* must have question and answers")])
+def test_mistakes_in_rows(task, name, rows, message, data, tmp_path):
+    copy = shutil.copytree(data, tmp_path / "data")
+    (copy / f"{name}.json").unlink(missing_ok=True)
+    write_lines(copy / f"{name}.json{'l' * (name != 'longbench_config')}", rows)
+    subtasks = {"haystack_essays": ("niah_single_2",), "squad": ("qa_1",)}.get(name, ())
+    with pytest.raises(UserError, match=message):
+        run_task(task, copy, Settings(subtasks=subtasks, documents=(2,), shots=1, limit=1), Stub(True), IDENTITY)
+    (tmp_path / "plain.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="must be UTF-8 text"):
+        run_task("perplexity", tmp_path / "plain.txt", Settings(), Stub(True), IDENTITY)
 
 
 def test_summaries_name_sizes_and_draw(data, tmp_path):

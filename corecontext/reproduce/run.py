@@ -28,7 +28,7 @@ from corecontext.reproduce.corpus import Corpus
 from corecontext.reproduce.plan import Method, Size, Stage, base_of, fine_config, layers_of, methods, stages
 from corecontext.reproduce.train import OutOfTime, add_lora, attention, make_model, merge_lora, train
 from corecontext.terminal import console
-from corecontext.text import UserError, alone_in, atomic_path, write_text
+from corecontext.text import UserError, alone_in, atomic_path, make_folder, write_text
 
 RECORDS = "records.jsonl"
 LAYERS = "layers.json"
@@ -60,7 +60,7 @@ class Miniature:
 
     def _claim(self, what: dict[str, Any]) -> None:
         """Take the folder, or find it taken by the same."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         path = self.folder / "run.json"
         if path.exists():
             held = json.loads(path.read_text(encoding="utf-8"))
