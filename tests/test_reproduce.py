@@ -17,15 +17,19 @@ import torch
 from test_eval import write_lines
 from tiny_model import save_tiny_model
 
+from corecontext.bench import drawing
 from corecontext.cli import main
+from corecontext.eval.summary import Row as ScoreRow
+from corecontext.eval.summary import to_records
 from corecontext.record import make_record, read_records
-from corecontext.reproduce import paper
+from corecontext.reproduce import figures, paper
+from corecontext.reproduce.checkpoint import METHODS, _page
 from corecontext.reproduce.corpus import Corpus, Row
 from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, time_and_cache, top_mass, window_nll
 from corecontext.reproduce.muon import Muon
 from corecontext.reproduce.plan import FULL, SCRATCH, SMOKE, methods, stages, tuned
 from corecontext.reproduce.processes import run_on_gpus
-from corecontext.reproduce.report import gains
+from corecontext.reproduce.report import Page, _targets, gains
 from corecontext.reproduce.run import Miniature
 from corecontext.reproduce.train import (
     OutOfTime,
@@ -106,6 +110,7 @@ def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_pat
                                (["--smoke", "--out", str(tmp_path / "b"), "--stage", "zzz"], "stage must be one of"),
                                (["--smoke", "--out", str(tmp_path / "c"), "--finalist", "full_zero"], "finalist must"),
                                (["--smoke", "--out", str(tmp_path / "d"), "--minutes", "0"], "minutes must be above 0"),
+                               (["--smoke", "--out", str(tmp_path / "mine/thesis.tex")], "must be a folder, or"),
                                (["--smoke", "--out", str(tmp_path / "d"), "--gpus", "0"], "gpus must be at least 1")):
         assert main(["reproduce", "--device", "cpu", *arguments]) == 2
         assert message in capsys.readouterr().err
@@ -433,6 +438,46 @@ def test_gain_kept_is_a_share(tmp_path):
     assert set(found) == {"cca", "odd", "scratch-cca"} and found["scratch-cca"].value == pytest.approx(0.75)
     assert found["cca"].value == pytest.approx(0.6) and found["odd"].value == pytest.approx(-0.5)
     assert found["cca"].params["low"] <= 0.6 <= found["cca"].params["high"]
+
+
+def test_targets_are_judged_by_text_that_chose_nothing_and_against_all_rivals():
+    records = []
+
+    def add(name, value, method, **params):
+        records.append(make_record(name, value, {"method": method, "stage": f"{method}-0", **params}))
+    for method, val, test, held in (("cca", 0.3, 0.6, 100), ("learned", 0.5, 0.55, 105), ("log_g", 0.4, 0.7, 100),
+                                    ("learned_query_heads", 0.9, 0.9, 109)):
+        add("quality.gain_kept", val, method, split="val")
+        add("quality.gain_kept", test, method, split="test")
+        add("model.cache_bytes", held, method)
+    for method, far, right, planted, people in (("cca", 9.0, 0.5, 0.3, 0.01), ("mean", 9.5, 0.6, 0.2, 0.01)):
+        add("quality.perplexity", far, method, split="test", bucket="far")
+        add("quality.accuracy", right, method, distance="far", length=FULL.length)
+        add("quality.accuracy", planted, method, task="multidoc_planted", documents=20)
+        add("quality.accuracy", people, method, task="multidoc_qa", documents=20)
+    shown = re.sub(r"<a [^>]*>|</a>", "", _targets(Page(records), methods(FULL), FULL))
+    rows = [re.findall("<td>(.*?)</td>", row) for row in shown.split("<tr>")[2:]]
+    assert "(learned)" in rows[1][0] and rows[1][1:] == ["55.0 %", "missed by 5.0 %"]
+    assert [row[1:] for row in rows[3:]] == [
+        ["9.000 against 9.500 (mean)", "met"], ["50.0 % against 60.0 % (mean)", "missed"],
+        ["30.0 % against 20.0 % (mean)", "met"], ["1.0 % against 1.0 % (mean)", "missed"]]
+
+
+def test_curves_from_two_contexts_have_equal_steps(tmp_path):
+    for name, steps in (("cca-0", FULL.adapt_steps), ("g16-0", FULL.short_steps), ("from-short", FULL.short_steps)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "curve.jsonl").write_text('{"loss": 1.0}\n' * steps)
+    drawn = figures._curves(drawing.pyplot(), tmp_path, [], FULL)
+    one, other = drawn.axes[0].lines
+    assert len(one.get_xdata()) == len(other.get_xdata()) > 200
+    drawing.pyplot().close(drawn)
+
+
+def test_a_checkpoints_page_claims_no_row_that_was_not_run():
+    rows = [ScoreRow(method, "longbench", 4000, "", 0.5, 1, {}) for method in METHODS]
+    page = _page("m", rows, [], to_records(rows, "cpu"))
+    line = re.search(r"<td>Table 5</td><td>LongLoRA</td><td>(.*?)</td>", page)
+    assert line[1] == "none" and '<td>CCA-LLM</td><td><a href="#longbench">' in page
 
 
 def test_the_time_of_a_call_ends_it_cleanly(tmp_path, capsys):

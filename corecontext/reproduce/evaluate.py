@@ -114,7 +114,7 @@ def planted_qa_rows(corpus: Corpus, size: Size, documents: int) -> list[Row]:
 def cloze(model: LlamaForCausalLM, corpus: Corpus, size: Size, device: str) -> list[bool]:
     """Which of four stretches goes on with a text: the likeliest is the right one or not.
 
-    A quarter of the length is prefix, the four endings are a sixteenth each, three of them from other places.
+    The length less a sixteenth is prefix, the four endings are a sixteenth each, three of them from other places.
     """
     ids, rng, found = np.asarray(corpus.splits["test"]), random.Random("cloze"), []
     before, after = size.length - size.length // 16, size.length // 16
