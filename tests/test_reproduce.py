@@ -107,6 +107,8 @@ def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_pat
                                (["--smoke", "--out", str(tmp_path / "mine")], "got other files"),
                                (["--out", str(tmp_path / "a")], "data must be given"),
                                (["--out", str(tmp_path / "a"), "--model", "x"], "data must be given with a model"),
+                               (["--out", str(tmp_path / "a"), "--model", "x", "--minutes", "9"], "without a model"),
+                               (["--smoke", "--out", str(tmp_path / "a"), "--limit", "9"], "must be given with a mod"),
                                (["--smoke", "--out", str(tmp_path / "b"), "--stage", "zzz"], "stage must be one of"),
                                (["--smoke", "--out", str(tmp_path / "c"), "--finalist", "full_zero"], "finalist must"),
                                (["--smoke", "--out", str(tmp_path / "d"), "--minutes", "0"], "minutes must be above 0"),
