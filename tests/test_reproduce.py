@@ -64,6 +64,9 @@ def test_every_stage_leaves_records_and_the_report_ties_numbers_to_them(done):
     assert {stage.name for stage in plan} == {path.parent.name for path in out.glob("*/records.jsonl")}
     records = [one for stage in plan for one in read_records(out / stage.name / "records.jsonl")]
     assert len(records) == len(read_records(json_path)) > 150
+    of_cloze = {one.params.get("num_groups"): one.params.get("group_size") for one in records
+                if one.params.get("task") == "cloze"}
+    assert of_cloze == {None: None, 16: 14, 64: 4}  # 255 tokens, of which 32 are the window's
     page = (out / "report.html").read_text(encoding="utf-8")
     anchors, links = set(re.findall(r'id="([\w-]+)"', page)), re.findall(r'href="#([\w-]+)"', page)
     assert len(links) > 150 and set(links) <= anchors

@@ -30,7 +30,7 @@ from corecontext.text import atomic_path, write_text
 
 RIVALS = ("window", "window_wide", "streaming_llm", "lm_infinite", "mean", "max", "duo_1")
 """Adapted methods that are not ours."""
-SHAPES = (("LLaMA2-7B", 32, 32, 128), ("Llama-3.1-8B", 32, 8, 128))
+SHAPES = (("LLaMA2-7B", 32, 32, 128), ("Llama-3.1-8B", 32, 8, 128), ("Qwen2.5-7B", 28, 4, 128))
 STYLE = """:root { color-scheme: light dark; }
 body { max-width: 70rem; margin: 0 auto; padding: 1rem; font: 15px/1.5 system-ui, sans-serif; }
 table { border-collapse: collapse; margin: .5rem 0 1rem; font-variant-numeric: tabular-nums; display: block;

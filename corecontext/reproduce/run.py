@@ -29,6 +29,7 @@ from corecontext.reproduce.plan import Method, Size, Stage, base_of, fine_config
 from corecontext.reproduce.train import OutOfTime, add_lora, attention, make_model, merge_lora, train
 from corecontext.terminal import console
 from corecontext.text import UserError, alone_in, atomic_path, make_folder, write_text
+from corecontext.visibility import group_size_for
 
 RECORDS = "records.jsonl"
 LAYERS = "layers.json"
@@ -251,8 +252,9 @@ class Miniature:
                 config = method.config and method.config.replace(num_groups=groups)
                 with attention(model, config):
                     right = measure.cloze(model, self.corpus, self.size, self.device)
+                g = group_size_for(self.size.length - 1, self.size.window, groups) if groups else 0
                 yield self._record("quality.accuracy", sum(right) / len(right), method, stage, task="cloze",
-                                   questions=len(right), **({"num_groups": groups} if groups else {}))
+                                   questions=len(right), **({"num_groups": groups, "group_size": g} if groups else {}))
 
     def _maps(self, stage: Stage, folder: Path) -> Iterator[Record]:
         """Full attention's own weights on a held-out text."""
