@@ -16,7 +16,7 @@ from tiny_model import save_tiny_model
 
 from corecontext.cli import main
 from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, runner
-from corecontext.eval.evaluate import data_paths, of_task
+from corecontext.eval.evaluate import data_paths, evaluate, of_task
 from corecontext.data.files import find_file, model_hash, read_lines
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import data_hashes, run_task
@@ -323,6 +323,11 @@ def test_every_task_under_every_method(model, data, tmp_path, monkeypatch, capfd
     assert len(read_records("r.jsonl")) == before and len(read_records("s.jsonl")) == 2 * summaries
     one = [r for r in read_records("s.jsonl") if r.params["task"] == "perplexity" and "part" not in r.params]
     assert one[0].params["data"] and one[0].params["weights"] == model_hash(model) and one[0].params["items"] == 399
+
+
+def test_nothing_counts_twice(model, data):
+    twice = evaluate(model, ["full", "full"], ["mmlu", "mmlu"], [str(data)], Settings(limit=1, shots=1), device="cpu")
+    assert len(twice) == 2  # a question of each subject
 
 
 def test_eval_with_a_constant_number_of_groups(model, data, capfd):

@@ -332,6 +332,8 @@ def test_lora_moves_its_factors_alone_and_is_merged(corpus, tmp_path):
     pytest.importorskip("peft")
     model, method = make_model(TINY, 264, 0), methods(TINY)["lora"]
     add_lora(model)
+    add_lora(other := make_model(TINY, 264, 0))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values()))
     before, ids = copy.deepcopy(model.state_dict()), torch.arange(40)[None]
     with attention(model, method.config):
         train(model, corpus, method, ((128, 2),), 256, 1e-2, 0, "cpu", tmp_path)
@@ -483,6 +485,12 @@ def test_a_checkpoints_page_claims_no_row_that_was_not_run():
     page = _page("m", rows, [], to_records(rows, "cpu"))
     line = re.search(r"<td>Table 5</td><td>LongLoRA</td><td>(.*?)</td>", page)
     assert line[1] == "none" and '<td>CCA-LLM</td><td><a href="#longbench">' in page
+
+
+def test_texts_too_short_for_a_window_are_refused_before_any_training(tmp_path):
+    run = Miniature(tmp_path / "o", dataclasses.replace(SMOKE, length=1 << 20), None, "cpu")
+    with pytest.raises(UserError, match="^lm_val must have a document of at least 1048576 tokens"):
+        run.run(("base-0",))
 
 
 def test_the_time_of_a_call_ends_it_cleanly(tmp_path, capsys):

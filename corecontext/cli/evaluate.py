@@ -131,7 +131,7 @@ def layers(file: Annotated[str, typer.Argument(help="Text like that to come, or 
     loaded = load(model, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
     found = find_layers(loaded, text, length, rows, count, heads)
     if json is not None:
-        params = {"model": model, **loaded.sizes(), "length": length}
+        params = {"model": os.path.basename(os.path.normpath(model)), **loaded.sizes(), "length": length}
         append_records(json, layer_records(found.trials, params, device_name(str(loaded.model.device))))
     print_layers(found)
     if output is not None:

@@ -19,8 +19,23 @@ from corecontext.reproduce.corpus import END, Corpus, Row
 from corecontext.reproduce.plan import Size
 from corecontext.reproduce.train import autocast, nll_of
 from corecontext.terminal import progress
+from corecontext.text import UserError
 
 BATCH_TOKENS = 32768
+
+
+def window_starts(corpus: Corpus, length: int, split: str) -> list[int]:
+    """Where non-overlapping windows inside documents begin, in order.
+
+    Raises:
+        UserError: no document is as long.
+    """
+    ids = np.asarray(corpus.splits[split])
+    edges = [-1, *np.flatnonzero(ids == END).tolist(), len(ids)]
+    starts = [start for a, b in zip(edges, edges[1:]) for start in range(a + 1, b - length + 1, length)]
+    if not starts:
+        raise UserError(f"lm_{split} must have a document of at least {length} tokens, got none.")
+    return starts
 
 
 @torch.no_grad()
@@ -28,8 +43,7 @@ def window_nll(model: LlamaForCausalLM, corpus: Corpus, size: Size, split: str, 
                tokens: int | None = None) -> np.ndarray:
     """Negative log-likelihoods in nats of non-overlapping windows inside documents, [windows, L - 1], float32."""
     ids, length = np.asarray(corpus.splits[split]), size.length
-    edges = [-1, *np.flatnonzero(ids == END).tolist(), len(ids)]
-    starts = [start for a, b in zip(edges, edges[1:]) for start in range(a + 1, b - length + 1, length)]
+    starts = window_starts(corpus, length, split)
     random.Random(0).shuffle(starts)  # a sample over all documents
     starts = sorted(starts[:max(1, (tokens or size.eval_tokens) // length)])
     rows, found = max(1, BATCH_TOKENS // length), []
@@ -39,8 +53,6 @@ def window_nll(model: LlamaForCausalLM, corpus: Corpus, size: Size, split: str, 
             with autocast(device):
                 found.append(nll_of(model, torch.from_numpy(some).to(device))[0].float().cpu().numpy())
             advance(len(some))
-    if not found:
-        raise ValueError(f"the {split} split must have a document of at least {length} tokens.")
     return np.concatenate(found)
 
 

@@ -143,6 +143,8 @@ class Miniature:
 
     def _prepare(self, stage: Stage, folder: Path) -> Iterator[Record]:
         self.corpus.prepare()
+        for split in ("val", "test"):
+            measure.window_starts(self.corpus, self.size.length, split)  # said now, not after the first training
         yield from ()
 
     def _tune(self, stage: Stage, folder: Path) -> Iterator[Record]:
@@ -214,7 +216,7 @@ class Miniature:
         teacher = copy.deepcopy(model).eval().requires_grad_(False) if method.distil else None
         steps = (size.short_steps if short else size.adapt_steps) * method.stretch
         if method.trains == "lora":
-            add_lora(model)
+            add_lora(model, stage.seed)
         with attention(model, method.config):
             self._train(model, method, ((size.length, steps),), size.adapt_tokens, size.adapt_lr, stage, folder,
                         teacher=teacher)
