@@ -131,8 +131,13 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> N
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """The records of a file, oldest first; an error names the line."""
+    return parse_records(Path(path).read_text(encoding="utf-8"), path)
+
+
+def parse_records(text: str, path: str | os.PathLike[str]) -> list[Record]:
+    """The same of the text, or a part of it, that the file holds."""
     records = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
                 records.append(Record.from_json(line))

@@ -59,6 +59,18 @@ def check_output(path: str | None, force: bool = False) -> None:
         raise UserError(f"output '{path}' cannot be written: no permission for '{target.parent}'.")
 
 
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Make a folder where there is none.
+
+    Raises:
+        UserError: a file is in its place, or there is no permission.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out '{path}' must be a folder, or a place for one: {error.strerror}.") from None
+
+
 @contextlib.contextmanager
 def alone_in(folder: str | os.PathLike[str]) -> Iterator[bool]:
     """Whether no other process is in such a block for this folder, which exists; none gets in while this one lasts.

@@ -7,6 +7,7 @@ import lzma
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tiny_model import save_tiny_model
 
 from corecontext.cli import main
 from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, runner
-from corecontext.eval.evaluate import data_paths, of_task
+from corecontext.eval.evaluate import data_paths, evaluate, of_task
 from corecontext.data.files import find_file, model_hash, read_lines
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import data_hashes, run_task
@@ -265,9 +266,11 @@ def test_interrupted_runs_resume(data, tmp_path):
     fresh = Stub(False).learn(multidoc_qa.items(data, seeded, Stub(True)))
     run_task("multidoc_qa", data, seeded, fresh, IDENTITY, results=results)
     assert len(fresh.asked) == len(items)
-    results.write_text("not a record\n")
-    with pytest.raises(UserError, match="must be a record"):
-        run_task("multidoc_qa", data, settings, fresh, IDENTITY, results=results)
+    for mine in ("not a record\n", "a thesis in one line", '{"name": "Ann"}', 'x\n{"name": "quality.'):  # it stays
+        results.write_text(mine)
+        with pytest.raises(UserError, match="must be a record"):
+            run_task("multidoc_qa", data, settings, fresh, IDENTITY, results=results)
+        assert results.read_text() == mine
 
 
 def test_items_that_do_not_fit_are_left_out_and_said(data, capsys):
@@ -320,6 +323,11 @@ def test_every_task_under_every_method(model, data, tmp_path, monkeypatch, capfd
     assert len(read_records("r.jsonl")) == before and len(read_records("s.jsonl")) == 2 * summaries
     one = [r for r in read_records("s.jsonl") if r.params["task"] == "perplexity" and "part" not in r.params]
     assert one[0].params["data"] and one[0].params["weights"] == model_hash(model) and one[0].params["items"] == 399
+
+
+def test_nothing_counts_twice(model, data):
+    twice = evaluate(model, ["full", "full"], ["mmlu", "mmlu"], [str(data)], Settings(limit=1, shots=1), device="cpu")
+    assert len(twice) == 2  # a question of each subject
 
 
 def test_eval_with_a_constant_number_of_groups(model, data, capfd):
@@ -386,6 +394,28 @@ def test_mistakes_in_files(data, tmp_path):
     assert data_paths(["ruler=x", "y"], ["ruler", "mmlu"]) == {"ruler": "x", "mmlu": "y"}
     assert of_task(Settings(subtasks=("a", "ruler:b")), "mmlu").subtasks == ("a",)
     assert set(data_hashes("mmlu", data)) == {"mmlu_dev.jsonl", "mmlu_test_subset.jsonl"}
+
+
+@pytest.mark.parametrize("task, name, rows, message", [
+    ("perplexity", "lm_test", [{"text": 5}], "text must be a string, got 5 in document 1"),
+    ("mmlu", "mmlu_test", [{"subject": "law", "question": "q", "choices": list("wxyz"), "answer": ""}], "A to D"),
+    ("mmlu", "mmlu_test", [{"subject": "law", "question": "q", "choices": list("wxyz"), "answer": 2}], "A to D"),
+    ("multidoc_qa", "multidoc_qa_test", [{"qid": "q", "question": "q", "answers": ["a"], "gold_doc": "z"}], "gold_doc"),
+    ("multidoc_qa", "multidoc_qa_test", [{"qid": "q", "question": "q", "answers": "ab", "gold_doc": "d1"}], "a list"),
+    ("longbench", "lcc_e", [{"input": "", "context": "", "answers": [], "length": "9"}], "number as length; TypeError"),
+    ("longbench", "longbench_config", [{}], "qasper must have its template .* KeyError"),
+    ("ruler", "haystack_essays", [{"text": " "}], "must hold words in haystack_essays"),
+    ("ruler", "squad", [{"context": "x", "qas": [{"question": "a"}]}], "qas of .* must have question and answers")])
+def test_mistakes_in_rows(task, name, rows, message, data, tmp_path):
+    copy = shutil.copytree(data, tmp_path / "data")
+    (copy / f"{name}.json").unlink(missing_ok=True)
+    write_lines(copy / f"{name}.json{'l' * (name != 'longbench_config')}", rows)
+    subtasks = {"haystack_essays": ("niah_single_2",), "squad": ("qa_1",)}.get(name, ())
+    with pytest.raises(UserError, match=message):
+        run_task(task, copy, Settings(subtasks=subtasks, documents=(2,), shots=1, limit=1), Stub(True), IDENTITY)
+    (tmp_path / "plain.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="must be UTF-8 text"):
+        run_task("perplexity", tmp_path / "plain.txt", Settings(), Stub(True), IDENTITY)
 
 
 def test_summaries_name_sizes_and_draw(data, tmp_path):

@@ -115,6 +115,7 @@ def test_the_command_finds_sizes_that_a_checkpoint_can_hold(tmp_path, capsys):
     printed = capsys.readouterr().out
     sizes = json.loads(printed[printed.index("layer_group_sizes = ") + 20:].splitlines()[0])
     records = read_records(json_path)
+    assert {one.params["model"] for one in records} == {"demo_model"}  # not where it lies
     best = min(records, key=lambda one: one.value)
     assert len(records) == len(sizes) == 8 and sizes.index(min(sizes)) == int(best.params["unit"])
     assert f"{best.value:.3f} <" in printed

@@ -17,15 +17,19 @@ import torch
 from test_eval import write_lines
 from tiny_model import save_tiny_model
 
+from corecontext.bench import drawing
 from corecontext.cli import main
+from corecontext.eval.summary import Row as ScoreRow
+from corecontext.eval.summary import to_records
 from corecontext.record import make_record, read_records
-from corecontext.reproduce import paper
-from corecontext.reproduce.corpus import Corpus
-from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, top_mass, window_nll
+from corecontext.reproduce import figures, paper
+from corecontext.reproduce.checkpoint import METHODS, _page
+from corecontext.reproduce.corpus import Corpus, Row
+from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, time_and_cache, top_mass, window_nll
 from corecontext.reproduce.muon import Muon
 from corecontext.reproduce.plan import FULL, SCRATCH, SMOKE, methods, stages, tuned
 from corecontext.reproduce.processes import run_on_gpus
-from corecontext.reproduce.report import gains
+from corecontext.reproduce.report import Page, _targets, gains
 from corecontext.reproduce.run import Miniature
 from corecontext.reproduce.train import (
     OutOfTime,
@@ -60,6 +64,9 @@ def test_every_stage_leaves_records_and_the_report_ties_numbers_to_them(done):
     assert {stage.name for stage in plan} == {path.parent.name for path in out.glob("*/records.jsonl")}
     records = [one for stage in plan for one in read_records(out / stage.name / "records.jsonl")]
     assert len(records) == len(read_records(json_path)) > 150
+    of_cloze = {one.params.get("num_groups"): one.params.get("group_size") for one in records
+                if one.params.get("task") == "cloze"}
+    assert of_cloze == {None: None, 16: 14, 64: 4}  # 255 tokens, of which 32 are the window's
     page = (out / "report.html").read_text(encoding="utf-8")
     anchors, links = set(re.findall(r'id="([\w-]+)"', page)), re.findall(r'href="#([\w-]+)"', page)
     assert len(links) > 150 and set(links) <= anchors
@@ -103,9 +110,12 @@ def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_pat
                                (["--smoke", "--out", str(tmp_path / "mine")], "got other files"),
                                (["--out", str(tmp_path / "a")], "data must be given"),
                                (["--out", str(tmp_path / "a"), "--model", "x"], "data must be given with a model"),
+                               (["--out", str(tmp_path / "a"), "--model", "x", "--minutes", "9"], "without a model"),
+                               (["--smoke", "--out", str(tmp_path / "a"), "--limit", "9"], "must be given with a mod"),
                                (["--smoke", "--out", str(tmp_path / "b"), "--stage", "zzz"], "stage must be one of"),
                                (["--smoke", "--out", str(tmp_path / "c"), "--finalist", "full_zero"], "finalist must"),
                                (["--smoke", "--out", str(tmp_path / "d"), "--minutes", "0"], "minutes must be above 0"),
+                               (["--smoke", "--out", str(tmp_path / "mine/thesis.tex")], "must be a folder, or"),
                                (["--smoke", "--out", str(tmp_path / "d"), "--gpus", "0"], "gpus must be at least 1")):
         assert main(["reproduce", "--device", "cpu", *arguments]) == 2
         assert message in capsys.readouterr().err
@@ -322,6 +332,8 @@ def test_lora_moves_its_factors_alone_and_is_merged(corpus, tmp_path):
     pytest.importorskip("peft")
     model, method = make_model(TINY, 264, 0), methods(TINY)["lora"]
     add_lora(model)
+    add_lora(other := make_model(TINY, 264, 0))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values()))
     before, ids = copy.deepcopy(model.state_dict()), torch.arange(40)[None]
     with attention(model, method.config):
         train(model, corpus, method, ((128, 2),), 256, 1e-2, 0, "cpu", tmp_path)
@@ -387,6 +399,39 @@ def test_measurements_know_right_from_wrong(corpus, monkeypatch):
     assert top_mass(even, 0.2) == pytest.approx(0.1 * np.mean([max(1, round(0.2 * (t + 1))) for t in range(5, 10)]))
 
 
+def test_rows_are_not_padded_for_a_method_that_would_see_it(corpus, tmp_path, monkeypatch):
+    """MInference picks keys by the last queries: a row's answer must be what it is when the row is alone."""
+    model, method, rows = make_model(TINY, 264, 0).eval(), methods(TINY)["minference_zero"], []
+    with torch.no_grad(), attention(model, method.config):
+        for p in model.parameters():
+            p.mul_(4)
+        for n in (90, 120, 120, 101):
+            ids = torch.randint(1, 264, (1, n), generator=torch.Generator().manual_seed(n + len(rows)))
+            ids[0, -1] = model(ids[:, :-1]).logits[0, -1].argmax()
+            rows.append(Row(ids[0].numpy(), [(n - 1, n, 0)]))
+        assert all(right for _, right in answers_right(model, rows, "cpu", padded=False))
+        assert not all(right for _, right in answers_right(model, rows, "cpu"))
+        run, asked = Miniature(tmp_path / "o", TINY, None, "cpu"), []
+        monkeypatch.setattr("corecontext.reproduce.evaluate.answers_right", lambda *args: asked.append(args[3]) or [])
+        monkeypatch.setattr("corecontext.reproduce.evaluate.fact_rows", lambda *args: rows)
+        run.corpus = corpus
+        list(run._measure(model, method, run.plan[0], tmp_path, brief=True))
+        list(run._measure(model, methods(TINY)["full"], run.plan[0], tmp_path, brief=True))
+        assert asked == [False, True]
+
+
+def test_caches_have_one_dtype_whatever_the_method():
+    model, known = make_model(TINY, 264, 0).eval(), methods(TINY)
+    before, entry = copy.deepcopy(model.state_dict()), 2 * TINY.layers * TINY.kv_heads * TINY.hidden // TINY.heads
+    for name, entries in (("full", TINY.length), ("cca", TINY.length // TINY.group + TINY.window + TINY.group - 1),
+                          ("window", TINY.window)):
+        with attention(model, known[name].config):
+            seconds, held = time_and_cache(model, TINY, "cpu", torch.bfloat16)
+        assert held == 2 * entry * entries and len(seconds) == 1
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]) and value.dtype == torch.float32
+
+
 def test_gain_kept_is_a_share(tmp_path):
     for name, nll in (("window-0", 2.0), ("full-0", 1.0), ("cca-0", 1.4), ("odd-0", 2.5), ("base-0", 0.0),
                       ("scratch-window-0", 4.0), ("scratch-cca-0", 1.0)):
@@ -400,6 +445,52 @@ def test_gain_kept_is_a_share(tmp_path):
     assert set(found) == {"cca", "odd", "scratch-cca"} and found["scratch-cca"].value == pytest.approx(0.75)
     assert found["cca"].value == pytest.approx(0.6) and found["odd"].value == pytest.approx(-0.5)
     assert found["cca"].params["low"] <= 0.6 <= found["cca"].params["high"]
+
+
+def test_targets_are_judged_by_text_that_chose_nothing_and_against_all_rivals():
+    records = []
+
+    def add(name, value, method, **params):
+        records.append(make_record(name, value, {"method": method, "stage": f"{method}-0", **params}))
+    for method, val, test, held in (("cca", 0.3, 0.6, 100), ("learned", 0.5, 0.55, 105), ("log_g", 0.4, 0.7, 100),
+                                    ("learned_query_heads", 0.9, 0.9, 109)):
+        add("quality.gain_kept", val, method, split="val")
+        add("quality.gain_kept", test, method, split="test")
+        add("model.cache_bytes", held, method)
+    for method, far, right, planted, people in (("cca", 9.0, 0.5, 0.3, 0.01), ("mean", 9.5, 0.6, 0.2, 0.01)):
+        add("quality.perplexity", far, method, split="test", bucket="far")
+        add("quality.accuracy", right, method, distance="far", length=FULL.length)
+        add("quality.accuracy", planted, method, task="multidoc_planted", documents=20)
+        add("quality.accuracy", people, method, task="multidoc_qa", documents=20)
+    shown = re.sub(r"<a [^>]*>|</a>", "", _targets(Page(records), methods(FULL), FULL))
+    rows = [re.findall("<td>(.*?)</td>", row) for row in shown.split("<tr>")[2:]]
+    assert "(learned)" in rows[1][0] and rows[1][1:] == ["55.0 %", "missed by 5.0 %"]
+    assert [row[1:] for row in rows[3:]] == [
+        ["9.000 against 9.500 (mean)", "met"], ["50.0 % against 60.0 % (mean)", "missed"],
+        ["30.0 % against 20.0 % (mean)", "met"], ["1.0 % against 1.0 % (mean)", "missed"]]
+
+
+def test_curves_from_two_contexts_have_equal_steps(tmp_path):
+    for name, steps in (("cca-0", FULL.adapt_steps), ("g16-0", FULL.short_steps), ("from-short", FULL.short_steps)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "curve.jsonl").write_text('{"loss": 1.0}\n' * steps)
+    drawn = figures._curves(drawing.pyplot(), tmp_path, [], FULL)
+    one, other = drawn.axes[0].lines
+    assert len(one.get_xdata()) == len(other.get_xdata()) > 200
+    drawing.pyplot().close(drawn)
+
+
+def test_a_checkpoints_page_claims_no_row_that_was_not_run():
+    rows = [ScoreRow(method, "longbench", 4000, "", 0.5, 1, {}) for method in METHODS]
+    page = _page("m", rows, [], to_records(rows, "cpu"))
+    line = re.search(r"<td>Table 5</td><td>LongLoRA</td><td>(.*?)</td>", page)
+    assert line[1] == "none" and '<td>CCA-LLM</td><td><a href="#longbench">' in page
+
+
+def test_texts_too_short_for_a_window_are_refused_before_any_training(tmp_path):
+    run = Miniature(tmp_path / "o", dataclasses.replace(SMOKE, length=1 << 20), None, "cpu")
+    with pytest.raises(UserError, match="^lm_val must have a document of at least 1048576 tokens"):
+        run.run(("base-0",))
 
 
 def test_the_time_of_a_call_ends_it_cleanly(tmp_path, capsys):

@@ -131,7 +131,7 @@ def layers(file: Annotated[str, typer.Argument(help="Text like that to come, or 
     loaded = load(model, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
     found = find_layers(loaded, text, length, rows, count, heads)
     if json is not None:
-        params = {"model": model, **loaded.sizes(), "length": length}
+        params = {"model": os.path.basename(os.path.normpath(model)), **loaded.sizes(), "length": length}
         append_records(json, layer_records(found.trials, params, device_name(str(loaded.model.device))))
     print_layers(found)
     if output is not None:
@@ -168,6 +168,10 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
         raise UserError(f"minutes must be above 0, got {minutes}.")
     if gpus < 1 or (gpus > 1 and model is not None):
         raise UserError(f"gpus must be at least 1, and 1 with a model, got {gpus}.")
+    if model is not None and (smoke or minutes is not None or stage or finalist):
+        raise UserError("smoke, minutes, stage and finalist must be given without a model, which is not trained.")
+    if model is None and (limit is not None or length or documents or dtype != "auto"):
+        raise UserError("limit, length, documents and dtype must be given with a model: the miniature has its own.")
     from corecontext.bench.drawing import check_plot
     from corecontext.loading import pick_device
 

@@ -120,10 +120,18 @@ def read_documents(path: str | Path) -> Iterator[tuple[str, str, str]]:
     """Name, domain and text of each document: objects with "text" in a JSON-lines file, or one plain text file."""
     path = Path(path)
     if ".jsonl" not in path.suffixes:
-        with open_text(path) as file:
-            yield path.name, "", file.read()
+        try:
+            with open_text(path) as file:
+                text = file.read()
+        except Exception as error:
+            if not is_broken(error):
+                raise
+            raise UserError(f"file '{path}' must be UTF-8 text: {error}.") from None
+        yield path.name, "", text
         return
     for number, one in enumerate(read_lines(path, ("text",))):
+        if not isinstance(one["text"], str):
+            raise UserError(f"file '{path}': text must be a string, got {one['text']!r} in document {number + 1}.")
         yield str(one.get("id", number)), str(one.get("domain", "")), one["text"]
 
 

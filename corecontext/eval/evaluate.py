@@ -60,6 +60,7 @@ def evaluate(model: str, methods: Sequence[str], tasks: Sequence[str], data: Seq
     Raises:
         UserError: something given is wrong.
     """
+    methods, tasks = list(dict.fromkeys(methods)), list(dict.fromkeys(tasks))  # none counts twice
     paths, records = data_paths(data, tasks), []
     for method in methods:
         given = dict(sizes or {})

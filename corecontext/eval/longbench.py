@@ -51,13 +51,21 @@ def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item
                 raise
             continue
         rows = list(read_lines(path, ("input", "context", "answers", "length")))[:settings.limit]
+        try:
+            template, most = config["dataset2prompt"][task], config["dataset2maxlen"][task]
+            for row in rows:
+                template.format(**row)
+                next(name for end, name in BUCKETS if row["length"] < end)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise UserError(f"{task} must have its template and limit in longbench_config, and rows that fit the "
+                            f"template, with a number as length; {type(error).__name__}: {error}.") from None
         for length in lengths:
             for number, row in enumerate(rows):
                 bucket = next(name for end, name in BUCKETS if row["length"] < end)
                 found.append(Generated(
                     f"{task}/{length}/{row.get('_id', number)}", {"length": length, "subtask": task, "bucket": bucket},
-                    partial(_question, config["dataset2prompt"][task], row, length, subject),
-                    settings.max_new_tokens or config["dataset2maxlen"][task], scorer(task, row)))
+                    partial(_question, template, row, length, subject),
+                    settings.max_new_tokens or most, scorer(task, row)))
     if not found:
         raise UserError(f"data '{folder}' must hold files such as {SUBTASKS[0]}_e.jsonl, got none.")
     return found

@@ -33,7 +33,7 @@ def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item
         counts[field] = counts.get(field, 0) + 1
         if settings.limit is not None and counts[field] > settings.limit:
             continue
-        if one["answer"] not in LETTERS or len(one["choices"]) != len(LETTERS):
+        if one["answer"] not in tuple(LETTERS) or len(one["choices"]) != len(LETTERS):
             raise UserError("answers must be A to D with four choices, got "
                             f"{one['answer']!r} in question {number + 1}.")
         shots = examples.get(field, [])[:settings.shots]

@@ -26,6 +26,10 @@ def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item
     """Each question with the right passage at each of several places among so many passages."""
     pool = {one["doc_id"]: one for one in read_lines(find_file(folder, FILES[:1]), ("doc_id", "title", "text"))}
     questions = list(read_lines(find_file(folder, FILES[1:]), ("qid", "question", "answers", "gold_doc")))
+    for one in questions:
+        if one["gold_doc"] not in pool or not isinstance(one["answers"], list):
+            raise UserError(f"gold_doc must be a passage of the pool and answers a list, got {one['gold_doc']!r} and "
+                            f"{one['answers']!r} in question {one['qid']}.")
     found: list[Item] = []
     for count in settings.documents:
         if not 1 <= count <= len(pool):

@@ -71,8 +71,11 @@ class Source:
     @cached_property
     def essay_words(self) -> list[str]:
         """All essays as one list of words."""
-        return [word for one in read_lines(find_file(self.folder, FILES[1:2]), ("text",)) for word in
-                one["text"].split()]
+        words = [word for one in read_lines(find_file(self.folder, FILES[1:2]), ("text",)) for word in
+                 one["text"].split()]
+        if not words:
+            raise UserError(f"data '{self.folder}' must hold words in haystack_essays, got none.")
+        return words
 
     @cached_property
     def squad(self) -> tuple[list[str], list[tuple[str, list[str], list[int]]]]:
@@ -80,6 +83,8 @@ class Source:
         passages, questions = [], []
         for one in read_lines(find_file(self.folder, FILES[2:4]), ("context", "qas")):
             for ask in one["qas"]:
+                if not {"question", "answers"} <= set(ask):
+                    raise UserError(f"qas of '{self.folder}' must have question and answers, got {ask!r}"[:300])
                 answers = [x["text"] if isinstance(x, dict) else x for x in ask["answers"]]
                 questions.append((ask["question"], answers, [len(passages)]))
             passages.append(one["context"])

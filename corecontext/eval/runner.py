@@ -16,7 +16,7 @@ from corecontext.data.files import OPENERS, file_hash, model_hash
 from corecontext.eval.items import Item, Settings, TooLong
 from corecontext.eval.subject import Subject
 from corecontext.loading import Loaded
-from corecontext.record import Record, append_records, device_name, make_record, read_records
+from corecontext.record import Record, append_records, device_name, make_record, parse_records
 from corecontext.terminal import progress
 from corecontext.text import UserError
 
@@ -126,20 +126,23 @@ def finished(path: str | os.PathLike[str]) -> dict[str, Record]:
     """Items that a results file holds, by fingerprint; a last line that was cut off by an interruption is removed.
 
     Raises:
-        UserError: the file holds something else.
+        UserError: the file holds something else, and stays as it is.
     """
     path = Path(path)
     if not path.exists():
         return {}
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        with path.open("r+b") as file:
-            file.truncate(whole)
+    cut, begins = data[whole:], b'{"name": "quality.'
     try:
-        records = read_records(path)
+        records = parse_records(data[:whole].decode(), path)
+        if not cut.startswith(begins[:len(cut)]):
+            raise ValueError(f"{path}: the last line must be a record, got {cut[:60]!r}.")
     except (ValueError, UnicodeDecodeError) as error:
         raise UserError(str(error)) from None
+    if cut:
+        with path.open("r+b") as file:
+            file.truncate(whole)
     return {one.params["run"]: one for one in records if "run" in one.params}
 
 

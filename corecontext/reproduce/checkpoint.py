@@ -14,7 +14,7 @@ from corecontext.record import Record, append_records
 from corecontext.reproduce import paper
 from corecontext.reproduce.report import Page, table
 from corecontext.terminal import console
-from corecontext.text import UserError, write_text
+from corecontext.text import UserError, make_folder, write_text
 
 METHODS = ("full", "cca", "streaming_llm", "lm_infinite", "minference")
 WHERE = {"perplexity": "Tables 7 to 9", "multidoc_qa": "Table 3", "ruler": "Table 4", "mmlu": "Table 6",
@@ -42,7 +42,7 @@ def reproduce_checkpoint(model: str, data: str, folder: Path, *, settings: Setti
              and (task != "longbench" or len(data_hashes(task, data)) > 1)]
     if not tasks:
         raise UserError(f"data '{data}' must hold the files of a task (docs/evaluation.md), got none.")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     settings = settings or Settings()
     items, found = str(folder / "items.jsonl"), []
     options = {"dtype": dtype, "device": device, "results": items}
@@ -95,10 +95,10 @@ def _page(model: str, rows: Sequence[Row], grid: Sequence[Row], records: Sequenc
     lines = []
     for one in paper.rows():
         anchor = wanted.get(one.where)
-        if anchor in have:
+        if anchor in have and one.here:
             lines.append([one.where, html.escape(one.row), f'<a href="#{anchor}">{anchor}</a>', "this checkpoint"])
         else:
-            why = ("No files of this task were given." if anchor else
+            why = (one.why if not one.here else "No files of this task were given." if anchor else
                    "It needs training or a benchmark: see the miniature (`corecontext reproduce` without --model) and "
                    "docs/benchmarks.md.")
             lines.append([one.where, html.escape(one.row), "none", why])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import time
@@ -18,8 +19,23 @@ from corecontext.reproduce.corpus import END, Corpus, Row
 from corecontext.reproduce.plan import Size
 from corecontext.reproduce.train import autocast, nll_of
 from corecontext.terminal import progress
+from corecontext.text import UserError
 
 BATCH_TOKENS = 32768
+
+
+def window_starts(corpus: Corpus, length: int, split: str) -> list[int]:
+    """Where non-overlapping windows inside documents begin, in order.
+
+    Raises:
+        UserError: no document is as long.
+    """
+    ids = np.asarray(corpus.splits[split])
+    edges = [-1, *np.flatnonzero(ids == END).tolist(), len(ids)]
+    starts = [start for a, b in zip(edges, edges[1:]) for start in range(a + 1, b - length + 1, length)]
+    if not starts:
+        raise UserError(f"lm_{split} must have a document of at least {length} tokens, got none.")
+    return starts
 
 
 @torch.no_grad()
@@ -27,8 +43,7 @@ def window_nll(model: LlamaForCausalLM, corpus: Corpus, size: Size, split: str, 
                tokens: int | None = None) -> np.ndarray:
     """Negative log-likelihoods in nats of non-overlapping windows inside documents, [windows, L - 1], float32."""
     ids, length = np.asarray(corpus.splits[split]), size.length
-    edges = [-1, *np.flatnonzero(ids == END).tolist(), len(ids)]
-    starts = [start for a, b in zip(edges, edges[1:]) for start in range(a + 1, b - length + 1, length)]
+    starts = window_starts(corpus, length, split)
     random.Random(0).shuffle(starts)  # a sample over all documents
     starts = sorted(starts[:max(1, (tokens or size.eval_tokens) // length)])
     rows, found = max(1, BATCH_TOKENS // length), []
@@ -38,19 +53,21 @@ def window_nll(model: LlamaForCausalLM, corpus: Corpus, size: Size, split: str, 
             with autocast(device):
                 found.append(nll_of(model, torch.from_numpy(some).to(device))[0].float().cpu().numpy())
             advance(len(some))
-    if not found:
-        raise ValueError(f"the {split} split must have a document of at least {length} tokens.")
     return np.concatenate(found)
 
 
 @torch.inference_mode()
-def answers_right(model: LlamaForCausalLM, rows: Sequence[Row], device: str) -> list[tuple[int, bool]]:
+def answers_right(model: LlamaForCausalLM, rows: Sequence[Row], device: str,
+                  padded: bool = True) -> list[tuple[int, bool]]:
     """Of each question: tokens back to what answers it, and whether greedy decoding would give the answer.
 
     That is when each of the answer's tokens is the likeliest after the ones before.
+
+    Args:
+        padded: Rows of several lengths may go together. Not under MInference, which picks keys by the last queries.
     """
     found: list[tuple[int, bool]] = []
-    for some in _batches(rows):
+    for some in _batches(rows, padded):
         ids = torch.full((len(some), max(len(row.ids) for row in some)), END)
         for at, row in zip(ids, some):
             at[:len(row.ids)] = torch.from_numpy(row.ids)  # what comes after a row, it does not see
@@ -61,11 +78,12 @@ def answers_right(model: LlamaForCausalLM, rows: Sequence[Row], device: str) -> 
     return found
 
 
-def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows in order, as many at a time as have BATCH_TOKENS with their padding."""
+def _batches(rows: Sequence[Row], padded: bool) -> Iterator[list[Row]]:
+    """Rows in order, as many at a time as have BATCH_TOKENS with their padding, if there may be any."""
     some: list[Row] = []
     for row in rows:
-        if some and (len(some) + 1) * max(len(one.ids) for one in [*some, row]) > BATCH_TOKENS:
+        if some and ((len(some) + 1) * max(len(one.ids) for one in [*some, row]) > BATCH_TOKENS
+                     or not padded and len(row.ids) != len(some[0].ids)):
             yield some
             some = []
         some.append(row)
@@ -108,7 +126,7 @@ def planted_qa_rows(corpus: Corpus, size: Size, documents: int) -> list[Row]:
 def cloze(model: LlamaForCausalLM, corpus: Corpus, size: Size, device: str) -> list[bool]:
     """Which of four stretches goes on with a text: the likeliest is the right one or not.
 
-    A quarter of the length is prefix, the four endings are a sixteenth each, three of them from other places.
+    The length less a sixteenth is prefix, the four endings are a sixteenth each, three of them from other places.
     """
     ids, rng, found = np.asarray(corpus.splits["test"]), random.Random("cloze"), []
     before, after = size.length - size.length // 16, size.length // 16
@@ -126,21 +144,39 @@ def cloze(model: LlamaForCausalLM, corpus: Corpus, size: Size, device: str) -> l
     return found
 
 
-@torch.inference_mode()
-def time_and_cache(model: LlamaForCausalLM, size: Size, device: str) -> tuple[list[float], int]:
-    """Seconds of reading a text of the trained length into a cache, several times, and the cache's bytes."""
+def time_and_cache(model: LlamaForCausalLM, size: Size, device: str,
+                   dtype: torch.dtype | None = None) -> tuple[list[float], int]:
+    """Seconds of reading a text of the trained length into a cache, several times, and the cache's bytes.
+
+    Weights and cache have one dtype for all methods, as when they are served: bfloat16 on a GPU. Under autocast the
+    rotary embedding is float32, and so would be the keys and values that full attention's cache is given.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, size.length), generator=generator).to(device)
     seconds, out = [], None
-    for _ in range(size.latency_repeats + 1):
-        out = None
-        _wait(device)
-        begin = time.perf_counter()
-        with autocast(device):
-            out = model(ids, use_cache=True, logits_to_keep=1)
-        _wait(device)
-        seconds.append(time.perf_counter() - begin)
+    with _weights_as(model, dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)):
+        for _ in range(size.latency_repeats + 1):
+            out = None
+            _wait(device)
+            begin = time.perf_counter()
+            with torch.inference_mode():
+                out = model(ids, use_cache=True, logits_to_keep=1)
+            _wait(device)
+            seconds.append(time.perf_counter() - begin)
     return seconds[1:], cache_bytes(out.past_key_values)
+
+
+@contextlib.contextmanager
+def _weights_as(model: LlamaForCausalLM, dtype: torch.dtype) -> Iterator[None]:
+    """The model's parameters in another dtype, and as they were afterwards; buffers, such as frequencies, stay."""
+    held = [(p, p.data) for p in model.parameters()]
+    try:
+        for p, data in held:
+            p.data = data.to(dtype)
+        yield
+    finally:
+        for p, data in held:
+            p.data = data
 
 
 def _wait(device: str) -> None:

@@ -39,18 +39,17 @@ def _of(records: Sequence[Record], name: str, **params: Any) -> list[Record]:
 
 
 def _methods(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
-    """Gain kept against cache."""
+    """Gain kept, by method."""
     points = []
     for name, method in methods(size).items():
         gain = _of(records, "quality.gain_kept", stage=f"{name}-{size.seeds[0]}")
-        held = _of(records, "model.cache_bytes", stage=f"{name}-{size.seeds[0]}")
-        if gain and held and method.trains:
-            points.append((held[-1].value / 2 ** 20, 100 * gain[-1].value, method.title))
+        if gain and method.trains:
+            points.append((100 * gain[-1].value, method.title))
     if not points:
         return None
     figure, panel = pyplot.subplots(figsize=(8, 0.3 * len(points) + 1.2))
-    points.sort(key=lambda one: one[1])
-    panel.barh([title for _, _, title in points], [gain for _, gain, _ in points], color="#c65d12")
+    points.sort(key=lambda one: one[0])
+    panel.barh([title for _, title in points], [gain for gain, _ in points], color="#c65d12")
     panel.axvline(60, color="gray", ls=":")
     panel.set_xlabel("share of the long-range gain kept, %")
     return figure
@@ -98,9 +97,10 @@ def _flexibility(pyplot: Any, folder: Path, records: Sequence[Record], size: Siz
 
 
 def _curves(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
-    """Loss of adapting a model of the same and of a shorter context."""
+    """Loss of adapting a model of the same and of a shorter context, in as many steps."""
+    same = f"g{size.group}-{size.seeds[0]}" if size.group in size.groups else f"cca-{size.seeds[0]}"
     curves = [(label, path) for label, path in (
-        ("from a model of the same context", folder / f"cca-{size.seeds[0]}" / "curve.jsonl"),
+        ("from a model of the same context", folder / same / "curve.jsonl"),
         ("from a model of a shorter context", folder / "from-short" / "curve.jsonl")) if path.exists()]
     if not curves:
         return None

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
+from corecontext.baselines import MInference
 from corecontext.eval.layers import COARSE, Shape, Unit, chosen_of, layer_records, search_units, spread
 from corecontext.inference.fuse import Fused
 from corecontext.integrations.transformers import handle_of
@@ -27,7 +28,8 @@ from corecontext.reproduce.corpus import Corpus
 from corecontext.reproduce.plan import Method, Size, Stage, base_of, fine_config, layers_of, methods, stages
 from corecontext.reproduce.train import OutOfTime, add_lora, attention, make_model, merge_lora, train
 from corecontext.terminal import console
-from corecontext.text import UserError, alone_in, atomic_path, write_text
+from corecontext.text import UserError, alone_in, atomic_path, make_folder, write_text
+from corecontext.visibility import group_size_for
 
 RECORDS = "records.jsonl"
 LAYERS = "layers.json"
@@ -59,7 +61,7 @@ class Miniature:
 
     def _claim(self, what: dict[str, Any]) -> None:
         """Take the folder, or find it taken by the same."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         path = self.folder / "run.json"
         if path.exists():
             held = json.loads(path.read_text(encoding="utf-8"))
@@ -141,6 +143,8 @@ class Miniature:
 
     def _prepare(self, stage: Stage, folder: Path) -> Iterator[Record]:
         self.corpus.prepare()
+        for split in ("val", "test"):
+            measure.window_starts(self.corpus, self.size.length, split)  # said now, not after the first training
         yield from ()
 
     def _tune(self, stage: Stage, folder: Path) -> Iterator[Record]:
@@ -212,7 +216,7 @@ class Miniature:
         teacher = copy.deepcopy(model).eval().requires_grad_(False) if method.distil else None
         steps = (size.short_steps if short else size.adapt_steps) * method.stretch
         if method.trains == "lora":
-            add_lora(model)
+            add_lora(model, stage.seed)
         with attention(model, method.config):
             self._train(model, method, ((size.length, steps),), size.adapt_tokens, size.adapt_lr, stage, folder,
                         teacher=teacher)
@@ -250,8 +254,9 @@ class Miniature:
                 config = method.config and method.config.replace(num_groups=groups)
                 with attention(model, config):
                     right = measure.cloze(model, self.corpus, self.size, self.device)
+                g = group_size_for(self.size.length - 1, self.size.window, groups) if groups else 0
                 yield self._record("quality.accuracy", sum(right) / len(right), method, stage, task="cloze",
-                                   questions=len(right), **({"num_groups": groups} if groups else {}))
+                                   questions=len(right), **({"num_groups": groups, "group_size": g} if groups else {}))
 
     def _maps(self, stage: Stage, folder: Path) -> Iterator[Record]:
         """Full attention's own weights on a held-out text."""
@@ -308,12 +313,14 @@ class Miniature:
                  brief: bool = False, **params: Any) -> Iterator[Record]:
         """Perplexity near and far, answers by distance and length, time and cache."""
         size, reach = self.size, self.size.window + self.size.group
+        padded = not isinstance(method.config, MInference)
         if brief:
             yield from self._perplexity(model, method, stage, ("test",), **params)
         else:
             yield from self._perplexity(model, method, stage, ("val", "test"), folder, **params)
         for length in (size.length,) if brief else [length for length, _ in size.levels]:
-            found = measure.answers_right(model, measure.fact_rows(self.corpus, length, size.questions), self.device)
+            rows = measure.fact_rows(self.corpus, length, size.questions)
+            found = measure.answers_right(model, rows, self.device, padded)
             for distance, keep in (("all", lambda d: True), ("far", lambda d: d > reach)):
                 some = [right for d, right in found if keep(d)]
                 if some:
@@ -323,7 +330,7 @@ class Miniature:
             for task, rows in (("multidoc_qa", measure.qa_rows(self.corpus, size, documents)),
                                ("multidoc_planted", measure.planted_qa_rows(self.corpus, size, documents))):
                 if rows:
-                    right = [hit for _, hit in measure.answers_right(model, rows, self.device)]
+                    right = [hit for _, hit in measure.answers_right(model, rows, self.device, padded)]
                     yield self._record("quality.accuracy", sum(right) / len(right), method, stage, task=task,
                                        documents=documents, questions=len(right))
         seconds, held = measure.time_and_cache(model, size, self.device)

@@ -53,7 +53,7 @@ def attention(model: LlamaForCausalLM, config: Any) -> contextlib.AbstractContex
     return contextlib.nullcontext() if config is None else baselines.enabled(model, config)
 
 
-def add_lora(model: LlamaForCausalLM) -> None:
+def add_lora(model: LlamaForCausalLM, seed: int = 0) -> None:
     """LoRA's factors beside all attention projections, as `corecontext train --strategy lora` has them.
 
     Raises:
@@ -65,8 +65,10 @@ def add_lora(model: LlamaForCausalLM) -> None:
         raise UserError("LoRA needs the package peft. Install corecontext[train].") from None
     from corecontext.train.config import TrainConfig
 
-    peft.inject_adapter_in_model(peft.LoraConfig(r=TrainConfig.lora_rank, lora_alpha=TrainConfig.lora_alpha,
-                                                 target_modules=list(TrainConfig.lora_targets)), model)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(peft.LoraConfig(r=TrainConfig.lora_rank, lora_alpha=TrainConfig.lora_alpha,
+                                                     target_modules=list(TrainConfig.lora_targets)), model)
     model.to(model.device)
 
 
