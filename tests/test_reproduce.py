@@ -24,7 +24,7 @@ from corecontext.eval.summary import to_records
 from corecontext.record import make_record, read_records
 from corecontext.reproduce import figures, paper
 from corecontext.reproduce.checkpoint import METHODS, _page
-from corecontext.reproduce.corpus import Corpus, Row
+from corecontext.reproduce.corpus import END, SPLITS, Corpus, Row
 from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, time_and_cache, top_mass, window_nll
 from corecontext.reproduce.muon import Muon
 from corecontext.reproduce.plan import FULL, SCRATCH, SMOKE, methods, stages, tuned
@@ -433,18 +433,25 @@ def test_caches_have_one_dtype_whatever_the_method():
 
 
 def test_gain_kept_is_a_share(tmp_path):
-    for name, nll in (("window-0", 2.0), ("full-0", 1.0), ("cca-0", 1.4), ("odd-0", 2.5), ("base-0", 0.0),
+    text = np.arange(1, SMOKE.length + 1, dtype=np.uint16)
+    for split in SPLITS:
+        np.save(tmp_path / f"tokens_{split}.npy", np.concatenate((text, text, [END], text[:9], [END], text, text)))
+    for name, nll in (("window-0", 2.0), ("full-0", 1.0), ("cca-0", [1.4] * 4), ("odd-0", 2.5), ("base-0", 0.0),
+                      ("mean-0", [1.1, 1.9, 1.9, 1.1]), ("max-0", [1.9, 1.9, 1.1, 1.1]),
                       ("scratch-window-0", 4.0), ("scratch-cca-0", 1.0)):
         (tmp_path / name).mkdir()
-        np.save(tmp_path / name / "far_val.npy", np.array([nll - 0.01, nll, nll + 0.01]))
+        np.save(tmp_path / name / "far_val.npy", np.zeros(4) + nll)
     records = [make_record("quality.perplexity", math.exp(2.0), {"bucket": "far", "method": name, "seed": 0,
                                                                 "stage": stage, "split": "val"})
-               for name, stage in (*((name, f"{name}-0") for name in ("window", "full", "cca", "odd", "absent")),
-                                   ("cca", "scratch-cca-0"))]
-    found = {one.params["stage"].removesuffix("-0"): one for one in gains(tmp_path, records, SMOKE)}
-    assert set(found) == {"cca", "odd", "scratch-cca"} and found["scratch-cca"].value == pytest.approx(0.75)
+               for name, stage in (*((name, f"{name}-0") for name in ("window", "full", "cca", "odd", "absent", "mean",
+                                                                      "max")), ("cca", "scratch-cca-0"))]
+    size = dataclasses.replace(SMOKE, eval_tokens=4 * SMOKE.length)
+    found = {one.params["stage"].removesuffix("-0"): one for one in gains(tmp_path, records, size)}
+    assert set(found) == {"cca", "odd", "mean", "max", "scratch-cca"}
+    assert found["scratch-cca"].value == pytest.approx(0.75)
     assert found["cca"].value == pytest.approx(0.6) and found["odd"].value == pytest.approx(-0.5)
-    assert found["cca"].params["low"] <= 0.6 <= found["cca"].params["high"]
+    for name, low, high in (("cca", 0.6, 0.6), ("mean", 0.5, 0.5), ("max", 0.1, 0.9)):  # documents of two windows each
+        assert found[name].params["low"] == pytest.approx(low) and found[name].params["high"] == pytest.approx(high)
 
 
 def test_targets_are_judged_by_text_that_chose_nothing_and_against_all_rivals():

@@ -24,18 +24,21 @@ from corecontext.text import UserError
 BATCH_TOKENS = 32768
 
 
-def window_starts(corpus: Corpus, length: int, split: str) -> list[int]:
-    """Where non-overlapping windows inside documents begin, in order.
+def windows(corpus: Corpus, size: Size, split: str, tokens: int | None = None) -> list[tuple[int, int]]:
+    """Where windows begin and the number of the document that each is in, in order: a sample, of `size.eval_tokens`
+    unless told, of the non-overlapping windows inside all documents.
 
     Raises:
         UserError: no document is as long.
     """
-    ids = np.asarray(corpus.splits[split])
+    ids, length = np.asarray(corpus.splits[split]), size.length
     edges = [-1, *np.flatnonzero(ids == END).tolist(), len(ids)]
-    starts = [start for a, b in zip(edges, edges[1:]) for start in range(a + 1, b - length + 1, length)]
-    if not starts:
+    found = [(start, document) for document, (a, b) in enumerate(zip(edges, edges[1:]))
+             for start in range(a + 1, b - length + 1, length)]
+    if not found:
         raise UserError(f"lm_{split} must have a document of at least {length} tokens, got none.")
-    return starts
+    random.Random(0).shuffle(found)
+    return sorted(found[:max(1, (tokens or size.eval_tokens) // length)])
 
 
 @torch.no_grad()
@@ -43,9 +46,7 @@ def window_nll(model: LlamaForCausalLM, corpus: Corpus, size: Size, split: str, 
                tokens: int | None = None) -> np.ndarray:
     """Negative log-likelihoods in nats of non-overlapping windows inside documents, [windows, L - 1], float32."""
     ids, length = np.asarray(corpus.splits[split]), size.length
-    starts = window_starts(corpus, length, split)
-    random.Random(0).shuffle(starts)  # a sample over all documents
-    starts = sorted(starts[:max(1, (tokens or size.eval_tokens) // length)])
+    starts = [start for start, _ in windows(corpus, size, split, tokens)]
     rows, found = max(1, BATCH_TOKENS // length), []
     with progress(f"perplexity on {split}", max(1, len(starts))) as advance:
         for i in range(0, len(starts), rows):

@@ -15,6 +15,8 @@ import numpy as np
 from corecontext.eval.layers import MORE_ENTRIES
 from corecontext.record import Record, make_record
 from corecontext.reproduce import figures, paper
+from corecontext.reproduce.corpus import Corpus
+from corecontext.reproduce.evaluate import windows
 from corecontext.reproduce.plan import (
     SCRATCH,
     SCRATCH_FINE,
@@ -102,10 +104,10 @@ def gains(folder: Path, records: Sequence[Record], size: Size) -> list[Record]:
 
     Over the second half of each window; the window and full attention are those that were adapted, or trained from
     scratch, too. Of stages that try a rate or are measured in brief there is none.
-    `low` and `high` are the 95 % interval over the windows, drawn again a thousand times, the same for all methods.
-    Nothing is recorded where full attention gains nothing.
+    `low` and `high` are the 95 % interval over documents, drawn again a thousand times with all their windows, the same
+    for all methods. Nothing is recorded where full attention gains nothing.
     """
-    found = []
+    found, corpus = [], Corpus(folder, None)  # the tokens are in the folder
     for one in records:
         p = one.params
         if one.name != "quality.perplexity" or p.get("bucket") != "far" or p["method"] in ("full", "window"):
@@ -118,12 +120,14 @@ def gains(folder: Path, records: Sequence[Record], size: Size) -> list[Record]:
         window, full, ours = (np.load(path).astype(np.float64) for path in paths)
         if (window - full).mean() <= 0:
             continue
+        documents = [document for _, document in windows(corpus, size, p["split"])]
+        kept, all_of = (np.array([sum(x[i] for i, one in enumerate(documents) if one == document)
+                                  for document in dict.fromkeys(documents)]) for x in (window - ours, window - full))
         rng, drawn = random.Random(0), []
         for _ in range(1000):
-            some = np.array(rng.choices(range(len(ours)), k=len(ours)))
-            gain = (window - full)[some].mean()
-            if gain > 0:
-                drawn.append((window - ours)[some].mean() / gain)
+            some = rng.choices(range(len(kept)), k=len(kept))
+            if all_of[some].sum() > 0:
+                drawn.append(kept[some].sum() / all_of[some].sum())
         drawn.sort()
         interval = {"low": drawn[len(drawn) // 40], "high": drawn[-1 - len(drawn) // 40]} if drawn else {}
         found.append(make_record("quality.gain_kept", float((window - ours).mean() / (window - full).mean()),

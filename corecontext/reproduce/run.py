@@ -144,7 +144,7 @@ class Miniature:
     def _prepare(self, stage: Stage, folder: Path) -> Iterator[Record]:
         self.corpus.prepare()
         for split in ("val", "test"):
-            measure.window_starts(self.corpus, self.size.length, split)  # said now, not after the first training
+            measure.windows(self.corpus, self.size, split)  # said now, not after the first training
         yield from ()
 
     def _tune(self, stage: Stage, folder: Path) -> Iterator[Record]:
