@@ -212,6 +212,27 @@ def test_a_run_is_continued_as_it_was_begun_and_by_one_process(setting, tmp_path
             train(config.replace(output=str(tmp_path / output)))
 
 
+def test_a_continued_run_saves_and_logs_as_often_as_it_is_told_now(setting, tmp_path):
+    config = setting.replace(output=str(tmp_path / "run"), steps=5, save_every=3, log_every=4)
+    stop_at(3, config)
+    result = train(config.replace(save_every=1, log_every=9))
+    assert [path.name for path in checkpoints(Path(config.output))] == [f"checkpoint-{i}" for i in (3, 4, 5)]
+    assert [step for step, _ in result.losses] == [5]  # a finished run has a loss, whatever log_every is
+    assert f"{result.losses[0][1]:.4f} at step 5" in (result.model / "README.md").read_text()
+
+
+def test_settings_of_generation_that_cannot_be_saved_do_no_harm(setting, tmp_path):
+    config = setting.replace(output=str(tmp_path / "run"), model=save_tiny_model(tmp_path / "model"), steps=1,
+                             strategy="lora")
+    path = tmp_path / "model/generation_config.json"
+    path.write_text('{"temperature": 0.9, "top_p": 0.6, "eos_token_id": 7}')  # as older models have, without do_sample
+    saved = json.loads((train(config).model / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == 7 and "temperature" not in saved and not saved.get("do_sample")
+    path.write_text('{"num_return_sequences": 3}')
+    with pytest.raises(UserError, match="model '.*' cannot be loaded: Greedy methods .* do not support"):
+        train(config.replace(output=str(tmp_path / "other")))
+
+
 def test_shapes_that_make_no_model_are_said(setting, tmp_path):
     for shape, strategy, message in (({"hidden_size": 65}, "scratch", "shape does not make a model: The hidden size"),
                                      ({"hidden_size": 32}, "full", "which changes model.embed_tokens.weight. Use --s"),
@@ -363,6 +384,43 @@ def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch)
         given.update(options), SimpleNamespace(device=torch.device("cpu")))[1])
     arguments.arguments_of(config)
     assert given["deepspeed"] == {"zero_optimization": {"stage": 2}} and not (tmp_path / "run").exists()
+
+
+def test_fsdp_sums_gradients_split_and_in_float32(setting, monkeypatch):
+    given = {}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(transformers, "TrainingArguments", lambda **options: (given.update(options), SimpleNamespace(
+        device=torch.device("cuda"), bf16=options["bf16"], fsdp_plugin_args={}))[1])
+    made = arguments.arguments_of(setting.replace(fsdp=True, accumulation=8))
+    assert given["accelerator_config"]["gradient_accumulation_kwargs"] == {"sync_each_batch": True}
+    policy = made.fsdp_plugin_args["mixed_precision_policy"]
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert policy.output_dtype is None  # else the loss is rounded
+    assert not arguments.arguments_of(setting.replace(fsdp=True, precision="float32")).fsdp_plugin_args
+
+
+def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, monkeypatch):
+    """Under FSDP the process that writes takes part in the gathering of all parts, whichever it could not write."""
+    gathered = []
+
+    def no_room(*args, **kwargs):
+        gathered.append("model")
+        raise OSError(28, "No space left on device")
+
+    def no_weights(self, *args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer, "save_fsdp_model", no_room)
+    monkeypatch.setattr(trainer, "save_fsdp_optimizer", lambda *args: gathered.append("optimizer"))
+    monkeypatch.setattr(transformers.Trainer, "_save", no_weights)
+    one = trainer.CCATrainer(torch.nn.Linear(2, 2), transformers.TrainingArguments(str(tmp_path), use_cpu=True))
+    one.is_fsdp_enabled, one.accelerator.state.fsdp_plugin, one.lr_scheduler = True, None, mock.Mock()
+    monkeypatch.setattr(trainer.CCATrainer, "save_model", lambda self, folder, **_: self._save(folder))
+    with mock.patch.object(torch, "save"):
+        one._save_checkpoint(one.model, None)
+    assert gathered == ["model", "optimizer"] and "No space left" in str(one.save_error)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
