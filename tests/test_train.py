@@ -9,13 +9,16 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_model import save_tiny_model
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -398,6 +401,25 @@ def test_fsdp_sums_gradients_split_and_in_float32(setting, monkeypatch):
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert policy.output_dtype is None  # else the loss is rounded
     assert not arguments.arguments_of(setting.replace(fsdp=True, precision="float32")).fsdp_plugin_args
+
+
+def test_processes_wait_for_the_one_that_tokenises_without_a_collective(monkeypatch):
+    """A process group gives up collectives after half an hour; a store waits for as long as it is told."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "barrier", mock.Mock(side_effect=AssertionError))
+    done = []
+
+    def process(rank):
+        for turn in range(2):
+            arguments = SimpleNamespace(world_size=4, process_index=2 + rank, local_process_index=rank)
+            with run._one_first(arguments):
+                time.sleep(0 if rank else 0.1)
+                done.append((turn, rank))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(process, (1, 0), timeout=20))
+    assert [rank for turn, rank in done if turn == 0] == [rank for turn, rank in done if turn == 1] == [0, 1]
 
 
 def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, monkeypatch):
