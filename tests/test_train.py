@@ -32,7 +32,7 @@ import corecontext  # noqa: E402
 from corecontext.cli import main  # noqa: E402
 from corecontext.integrations.transformers import handle_of  # noqa: E402
 from corecontext.text import UserError  # noqa: E402
-from corecontext.train import TrainConfig, arguments, card, run, trainer  # noqa: E402
+from corecontext.train import TrainConfig, arguments, card, folder, run, trainer  # noqa: E402
 from corecontext.train.checkpoint import checkpoints  # noqa: E402
 from corecontext.train.config import load_recipe  # noqa: E402
 from corecontext.train.run import train  # noqa: E402
@@ -197,6 +197,10 @@ def test_a_run_is_continued_as_it_was_begun_and_by_one_process(setting, tmp_path
     settings = saved.read_text()
     saved.write_text(settings.replace('"processes": 1', '"processes": 8'))
     with pytest.raises(UserError, match="holds a run of 8 processes, got 1: a step would have other rows"):
+        train(config)
+    saved.write_text(settings)
+    with (mock.patch.object(folder, "write_text", side_effect=OSError(28, "No space left on device")),
+          pytest.raises(UserError, match="run' cannot be written: No space left on device. Free space")):
         train(config)
     older = json.loads(settings)
     del older["config"]["streaming"], older["processes"], older["rows"]
