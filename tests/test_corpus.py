@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import random
 
 import numpy as np
 import pytest
@@ -114,7 +115,12 @@ def test_what_is_broken_is_said_with_file_and_line(tmp_path, tokenizer):
     refused("l.jsonl", b'{"text": "x"}\n' * 3 + b'{"text": "\xe9"}\n', "l.jsonl', line 4: must be UTF-8, got byte 0xe9")
     refused("m.jsonl", b'{"text": "x"}\n{"text": "a \\ud800"}\n', "m.jsonl', line 2: .* half a character, '.ud800'")
     refused("n.txt.xz", b"no xz", "n.txt.xz' must be UTF-8 text: Input format not supported")
-    refused("o.txt.zst", b"no zst", "o.txt.zst' must be UTF-8 text: zstd decompress error")
+    refused("o.txt.zst", b"no zst", "o.txt.zst' must be UTF-8 text: zstd decompress")
+    zstandard = pytest.importorskip("zstandard")
+    frames = 2 * zstandard.compress(random.Random(0).randbytes(300_000).hex().encode())  # of several blocks each
+    for cut in (2, len(frames) // 4, len(frames) // 2 + 9, len(frames) - 1):
+        refused(f"p{cut}.txt.zst", frames[:cut], f"p{cut}.txt.zst' must be UTF-8 text: Compressed file ended before")
+    refused("q.jsonl.zst", zstandard.compress(b'{"text": "x"}\n')[:-1], "q.jsonl.zst', line 1: Compressed file ended")
     refused("h.parquet", b"nothing", "h.parquet' cannot be read as parquet")
     refused("i.csv", b"text\nx\n", "i.csv' must end in .txt, .md, .text, .jsonl")
     refused("j.jsonl", b'{"text": " "}\n', "data must hold text, got none")

@@ -9,13 +9,16 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_model import save_tiny_model
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -29,7 +32,7 @@ import corecontext  # noqa: E402
 from corecontext.cli import main  # noqa: E402
 from corecontext.integrations.transformers import handle_of  # noqa: E402
 from corecontext.text import UserError  # noqa: E402
-from corecontext.train import TrainConfig, arguments, card, run, trainer  # noqa: E402
+from corecontext.train import TrainConfig, arguments, card, folder, run, trainer  # noqa: E402
 from corecontext.train.checkpoint import checkpoints  # noqa: E402
 from corecontext.train.config import load_recipe  # noqa: E402
 from corecontext.train.run import train  # noqa: E402
@@ -195,6 +198,10 @@ def test_a_run_is_continued_as_it_was_begun_and_by_one_process(setting, tmp_path
     saved.write_text(settings.replace('"processes": 1', '"processes": 8'))
     with pytest.raises(UserError, match="holds a run of 8 processes, got 1: a step would have other rows"):
         train(config)
+    saved.write_text(settings)
+    with (mock.patch.object(folder, "write_text", side_effect=OSError(28, "No space left on device")),
+          pytest.raises(UserError, match="run' cannot be written: No space left on device. Free space")):
+        train(config)
     older = json.loads(settings)
     del older["config"]["streaming"], older["processes"], older["rows"]
     path.write_text(path.read_text().replace("License", "licence"))
@@ -210,6 +217,27 @@ def test_a_run_is_continued_as_it_was_begun_and_by_one_process(setting, tmp_path
     for output, message in (("file", "must be a folder, got a file"), ("file/run", "cannot be made: Not a directory")):
         with pytest.raises(UserError, match=message):
             train(config.replace(output=str(tmp_path / output)))
+
+
+def test_a_continued_run_saves_and_logs_as_often_as_it_is_told_now(setting, tmp_path):
+    config = setting.replace(output=str(tmp_path / "run"), steps=5, save_every=3, log_every=4)
+    stop_at(3, config)
+    result = train(config.replace(save_every=1, log_every=9))
+    assert [path.name for path in checkpoints(Path(config.output))] == [f"checkpoint-{i}" for i in (3, 4, 5)]
+    assert [step for step, _ in result.losses] == [5]  # a finished run has a loss, whatever log_every is
+    assert f"{result.losses[0][1]:.4f} at step 5" in (result.model / "README.md").read_text()
+
+
+def test_settings_of_generation_that_cannot_be_saved_do_no_harm(setting, tmp_path):
+    config = setting.replace(output=str(tmp_path / "run"), model=save_tiny_model(tmp_path / "model"), steps=1,
+                             strategy="lora")
+    path = tmp_path / "model/generation_config.json"
+    path.write_text('{"temperature": 0.9, "top_p": 0.6, "eos_token_id": 7}')  # as older models have, without do_sample
+    saved = json.loads((train(config).model / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == 7 and "temperature" not in saved and not saved.get("do_sample")
+    path.write_text('{"num_return_sequences": 3}')
+    with pytest.raises(UserError, match="model '.*' cannot be loaded: Greedy methods .* do not support"):
+        train(config.replace(output=str(tmp_path / "other")))
 
 
 def test_shapes_that_make_no_model_are_said(setting, tmp_path):
@@ -363,6 +391,62 @@ def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch)
         given.update(options), SimpleNamespace(device=torch.device("cpu")))[1])
     arguments.arguments_of(config)
     assert given["deepspeed"] == {"zero_optimization": {"stage": 2}} and not (tmp_path / "run").exists()
+
+
+def test_fsdp_sums_gradients_split_and_in_float32(setting, monkeypatch):
+    given = {}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(transformers, "TrainingArguments", lambda **options: (given.update(options), SimpleNamespace(
+        device=torch.device("cuda"), bf16=options["bf16"], fsdp_plugin_args={}))[1])
+    made = arguments.arguments_of(setting.replace(fsdp=True, accumulation=8))
+    assert given["accelerator_config"]["gradient_accumulation_kwargs"] == {"sync_each_batch": True}
+    policy = made.fsdp_plugin_args["mixed_precision_policy"]
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert policy.output_dtype is None  # else the loss is rounded
+    assert not arguments.arguments_of(setting.replace(fsdp=True, precision="float32")).fsdp_plugin_args
+
+
+def test_processes_wait_for_the_one_that_tokenises_without_a_collective(monkeypatch):
+    """A process group gives up collectives after half an hour; a store waits for as long as it is told."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "barrier", mock.Mock(side_effect=AssertionError))
+    done = []
+
+    def process(rank):
+        for turn in range(2):
+            arguments = SimpleNamespace(world_size=4, process_index=2 + rank, local_process_index=rank)
+            with run._one_first(arguments):
+                time.sleep(0 if rank else 0.1)
+                done.append((turn, rank))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(process, (1, 0), timeout=20))
+    assert [rank for turn, rank in done if turn == 0] == [rank for turn, rank in done if turn == 1] == [0, 1]
+
+
+def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, monkeypatch):
+    """Under FSDP the process that writes takes part in the gathering of all parts, whichever it could not write."""
+    gathered = []
+
+    def no_room(*args, **kwargs):
+        gathered.append("model")
+        raise OSError(28, "No space left on device")
+
+    def no_weights(self, *args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer, "save_fsdp_model", no_room)
+    monkeypatch.setattr(trainer, "save_fsdp_optimizer", lambda *args: gathered.append("optimizer"))
+    monkeypatch.setattr(transformers.Trainer, "_save", no_weights)
+    one = trainer.CCATrainer(torch.nn.Linear(2, 2), transformers.TrainingArguments(str(tmp_path), use_cpu=True))
+    one.is_fsdp_enabled, one.accelerator.state.fsdp_plugin, one.lr_scheduler = True, None, mock.Mock()
+    monkeypatch.setattr(trainer.CCATrainer, "save_model", lambda self, folder, **_: self._save(folder))
+    with mock.patch.object(torch, "save"):
+        one._save_checkpoint(one.model, None)
+    assert gathered == ["model", "optimizer"] and "No space left" in str(one.save_error)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from families import tiny_model, tokens
 
 from corecontext.cli import main
+from corecontext.config import LEARNED
 from corecontext.text import UserError
 from corecontext.train.checkpoint import checkpoints, keep_newest, latest, publish
 from corecontext.train.config import TrainConfig, field_help, load_recipe
 from corecontext.train.loss import chunked_cross_entropy, compute_loss_in_chunks
+from corecontext.train.model import make_model, read_config
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -64,6 +66,39 @@ def test_a_model_computes_its_own_loss_in_chunks(family):
     shifted = chunked(ids, shift_labels=F.pad(labels, (0, 1), value=-100)[:, 1:]).loss
     torch.testing.assert_close(shifted, whole(ids, labels=labels).loss, rtol=1e-6, atol=1e-6)
     assert torch.equal(chunked(ids).logits, whole(ids).logits)  # without labels nothing changes
+
+
+def test_heads_that_are_no_plain_matrix_are_not_taken_for_one():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    inner, ids = model.base_model.model, tokens(1, 30)
+    expected = model(ids, labels=ids).loss
+    compute_loss_in_chunks(inner, 7)
+    torch.testing.assert_close(model(ids, labels=ids).loss, expected)
+    shifted = F.pad(ids, (0, 1), value=-100)[:, 1:]
+    torch.testing.assert_close(model(ids, shift_labels=shifted).loss, expected)
+    split, asked = tiny_model(), []
+    split.lm_head.unshard = lambda: asked.append("whole")  # as FSDP's modules have it
+    compute_loss_in_chunks(split, 7)
+    split(ids, labels=ids)
+    assert asked == ["whole"]
+
+
+def test_what_learns_is_kept_in_float32_and_only_matrices_decay(tmp_path):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    from transformers import TrainingArguments
+
+    from corecontext.train.trainer import CCATrainer
+
+    tiny_model("phi3").bfloat16().save_pretrained(tmp_path)  # its attention begins with a frozen matrix
+    config = TrainConfig(model=str(tmp_path), strategy="partial", learned=LEARNED, group_size=4, window_size=8)
+    model = make_model(config, read_config(config), bfloat16=True)
+    learns = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.rpartition("_attn.")[2] for name in learns} == {"qkv_proj.weight", *(f"cca.{one}" for one in LEARNED)}
+    assert set(learns.values()) == {torch.float32} and model.dtype == torch.bfloat16
+    trainer = CCATrainer(model, TrainingArguments(str(tmp_path / "run"), use_cpu=True))
+    decay = [name for name in trainer.get_decay_parameter_names(model) if name in learns]
+    assert {name.rpartition("_attn.")[2] for name in decay} == {"qkv_proj.weight", "cca.probe"}
 
 
 def test_settings_are_checked_and_travel():

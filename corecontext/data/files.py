@@ -16,13 +16,44 @@ from typing import Any
 from corecontext.text import UserError
 
 
+class _Unpacked(io.RawIOBase):
+    """What a Zstandard file holds, frame after frame; to zstandard's own reader a file that was cut is a short one."""
+
+    def __init__(self, file: Any, new_frame: Any) -> None:
+        self._file, self._new_frame, self._left = file, new_frame, memoryview(b"")
+        self._frame: Any = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            ended = self._frame is None or self._frame.eof
+            packed = (self._frame.unused_data if self._frame and ended else b"") or self._file.read(1 << 16)
+            if not packed and not ended:
+                raise EOFError("Compressed file ended before the end of a frame")
+            if not packed:
+                return 0
+            if ended:
+                self._frame = self._new_frame()
+            self._left = memoryview(self._frame.decompress(packed))
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def _open_zst(path: str | Path, mode: str, encoding: str) -> Any:
-    """As gzip.open, for Zstandard, which Python has from 3.14 on."""
+    """As gzip.open for reading, for Zstandard, which Python has from 3.14 on."""
     try:
         import zstandard
     except ImportError:
         raise UserError(f"file '{path}' needs the package zstandard to be read. Install corecontext[train].") from None
-    return io.TextIOWrapper(io.BufferedReader(zstandard.open(path, mode.replace("t", "b"))), encoding=encoding)
+    unpacked = _Unpacked(open(path, "rb"), lambda: zstandard.ZstdDecompressor().decompressobj())
+    return io.TextIOWrapper(io.BufferedReader(unpacked), encoding=encoding)
 
 
 OPENERS: dict[str, Any] = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open, ".zst": _open_zst}

@@ -21,8 +21,10 @@ def arguments_of(config: TrainConfig) -> Any:
 
     hf_logging.set_verbosity_error()
     gpu = torch.cuda.is_available()
+    # Gradients are summed split, and so after each pass: no process ever keeps all of them.
     fsdp: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2,
-                                                          "activation_checkpointing": config.checkpointing}}
+                                                          "activation_checkpointing": config.checkpointing},
+                            "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if config.fsdp and (world == 1 or not gpu):
         raise UserError(f"fsdp needs several processes with a GPU each, got {world} on "
@@ -44,6 +46,10 @@ def arguments_of(config: TrainConfig) -> Any:
             logging_steps=config.log_every, logging_nan_inf_filter=False,
             report_to=list(config.report_to), seed=config.seed, data_seed=config.seed, remove_unused_columns=False,
             prediction_loss_only=True, deepspeed=deepspeed, dataloader_pin_memory=gpu, ddp_find_unused_parameters=False)
+        if config.fsdp and made.bf16:  # accelerate's own would also sum gradients in it, and round the loss
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            made.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if made.device.type == "cpu":  # several processes have "cpu:0", to which torch loads no checkpoint
             made.__dict__["_setup_devices"] = torch.device("cpu")
         return made

@@ -60,8 +60,12 @@ def claim(folder: Path, config: TrainConfig, facts: dict[str, Any]) -> None:
     check_folder(folder, config, facts)
     clear_staging(folder)
     commit, dirty = source_version()
-    write_text(folder / SETTINGS, json.dumps({"config": config.to_dict(), **facts, "commit": commit,
-                                              "dirty": dirty, "versions": versions()}, indent=1) + "\n")
+    try:
+        write_text(folder / SETTINGS, json.dumps({"config": config.to_dict(), **facts, "commit": commit,
+                                                  "dirty": dirty, "versions": versions()}, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"output '{folder}' cannot be written: {error.strerror}. Free space, or give another "
+                        "--output.") from None
 
 
 @contextlib.contextmanager

@@ -81,7 +81,8 @@ def compute_loss_in_chunks(model: PreTrainedModel, chunk: int) -> None:
 
     `shift_labels` (already moved by one: what each token is to predict) may stand for `labels`, and
     `num_items_in_batch` is what the sum is divided by, as in transformers. Calls without either are as before.
-    Only this instance changes; what cannot be done in chunks (a head with bias, a router's loss) is left to the model.
+    Only this instance changes; what cannot be done in chunks (a head with bias or LoRA's matrices, a router's loss) is
+    left to the model.
     """
     whole = model.forward
 
@@ -91,13 +92,16 @@ def compute_loss_in_chunks(model: PreTrainedModel, chunk: int) -> None:
         head = model.get_output_embeddings()
         if labels is None and shift_labels is None:
             return whole(*args, **kwargs)
-        if getattr(head, "bias", None) is not None or getattr(model.config, "output_router_logits", False):
-            return whole(*args, labels=labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch,
-                         **kwargs)
+        plain = isinstance(head, torch.nn.Linear) and head.bias is None
+        if not plain or getattr(model.config, "output_router_logits", False):
+            return whole(*args, labels=shift_labels if labels is None else labels, shift_labels=shift_labels,
+                         num_items_in_batch=num_items_in_batch, **kwargs)
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         kwargs.pop("logits_to_keep", None)
         hidden = model.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1)
+        if hasattr(head, "unshard"):  # FSDP gathers a module's weights when it is called, which the head is not
+            head.unshard()
         weight, device = head.weight, hidden.device.type
         count = (shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype

@@ -13,6 +13,7 @@ from corecontext.train.config import TrainConfig
 
 PARTIAL = ("q_proj", "k_proj", "v_proj")
 """W^Q, W^K and W^V; models with one matrix for all three call it qkv_proj."""
+_SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 def read_config(config: TrainConfig) -> Any:
@@ -88,13 +89,29 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
             frozen = bfloat16 and config.strategy in ("partial", "lora")
             model = AutoModelForCausalLM.from_pretrained(config.model, config=hf_config, attn_implementation="sdpa",
                                                          dtype=torch.bfloat16 if frozen else torch.float32)
+        _make_savable(model.generation_config)
     model.config.use_cache = False  # while it trains
     if config.strategy == "partial":
         _train_only(model, PARTIAL)
     elif config.strategy == "lora":
         model = _add_lora(model, config)
     replace_attention(model, config)
+    for parameter in model.parameters():  # what was added to a frozen layer learns, too
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
     return model
+
+
+def _make_savable(settings: Any) -> None:
+    """Take out of a GenerationConfig what greedy generation leaves alone, and transformers refuses to save with it.
+
+    Raises:
+        ValueError: something else is wrong with it.
+    """
+    if not settings.do_sample:
+        for name in _SAMPLING:
+            setattr(settings, name, None)
+    settings.validate(strict=True)
 
 
 def _check_sizes(config: TrainConfig, hf_config: Any) -> None:
@@ -139,9 +156,7 @@ def _train_only(model: Any, endings: tuple[str, ...]) -> None:
         learns = "attn" in parts[0] and parts[2] in (*endings, "qkv_proj")
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(learns)
-            if learns:
-                parameter.data = parameter.data.float()
-                found += 1
+            found += learns
     if not found:
         raise UserError(f"strategy 'partial' needs layers {', '.join(endings)}, got none in {type(model).__name__}.")
 
@@ -171,6 +186,7 @@ def export(config: TrainConfig, saved: Path, target: Path, tokenizer: Any, dtype
         import peft
 
         model = AutoModelForCausalLM.from_pretrained(config.model, config=read_config(config), dtype=torch.float32)
+        _make_savable(model.generation_config)
         model = peft.PeftModel.from_pretrained(model, str(saved)).merge_and_unload()
     else:
         model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)

@@ -8,11 +8,14 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from corecontext.config import CCAConfig
 from corecontext.data.corpus import encoder, read_corpus
@@ -69,7 +72,7 @@ def train(config: TrainConfig) -> Result:
     arguments = arguments_of(config)
     main = arguments.process_index == 0
     check_folder(folder, config)
-    with arguments.main_process_first(desc="data"):
+    with _one_first(arguments):
         rows, eval_rows = _rows(config, tokenizer, arguments.world_size)
     make(folder)
     with held(folder) if main else contextlib.nullcontext():
@@ -120,6 +123,24 @@ def _export(config: TrainConfig, last: Path, staged: Path, tokenizer: Any, dtype
     export(config, last, staged, tokenizer, dtype if isinstance(dtype, torch.dtype) else torch.float32)
     card.write(staged, config, history, metrics, tokens)
     publish(staged, Path(config.output) / MODEL)
+
+
+@contextlib.contextmanager
+def _one_first(arguments: Any) -> Iterator[None]:
+    """One process of each machine first, as Trainer's main_process_first, but for as long as it takes: to tokenise a
+    large corpus takes longer than collectives, which that one waits with, may last."""
+    if arguments.world_size == 1:
+        yield
+        return
+    store, machine = dist.distributed_c10d._get_default_store(), arguments.process_index - arguments.local_process_index
+    ready = f"corecontext data {store.add(f'corecontext data of {arguments.process_index}', 1)} on {machine}"
+    if arguments.local_process_index:
+        store.wait([ready], timedelta(days=365))
+    try:
+        yield
+    finally:
+        if not arguments.local_process_index:
+            store.set(ready, "")
 
 
 def _rows(config: TrainConfig, tokenizer: Any, world_size: int) -> tuple[PackedRows | StreamedRows, PackedRows | None]:

@@ -8,13 +8,16 @@ import json
 import logging
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.distributed.fsdp import get_fsdp_ckpt_kwargs
 
 from corecontext.data.packing import IGNORED, PackedRows, RunOrder, collate
 from corecontext.data.stream import StreamedRows
@@ -50,6 +53,22 @@ class CCATrainer(Trainer):
         """Rows that all processes together see in one step."""
         groups = self.args.world_size // self.context_parallel
         return self._train_batch_size * self.args.gradient_accumulation_steps * groups
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
+        """Trainer's; a continued run logs, evaluates and saves as often as it is told now, not as it was at first."""
+        found = super()._init_training_state(max_steps, *args)
+        self.state.compute_steps(self.args, max_steps)
+        return found
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's; the last step is always logged, so that a finished run has a loss."""
+        self.control.should_log |= self.state.global_step >= self.state.max_steps
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Trainer's without vectors, which some learned parameters of core tokens are."""
+        matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+        return [name for name in super().get_decay_parameter_names(model) if name in matrices]
 
     # Context parallelism ---------------------------------------------------------------------------------------------
 
@@ -148,38 +167,62 @@ class CCATrainer(Trainer):
         """Trainer's, into a folder aside that gets its name once it is complete. What cannot be written (a full disk)
         is left to the next time: the older checkpoints stay, and training goes on."""
         folder, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
-        staging = folder / STAGING
+        staging, self.save_error = folder / STAGING, None
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
-        self._barrier()
-        error = None
-        self._staging = staging
-        try:
-            super()._save_checkpoint(model, trial)
-            if self.args.should_save and isinstance(self.train_dataset, StreamedRows):
-                rows = self.state.global_step * self._rows_per_step()
-                (staging / name / STREAM).write_text(json.dumps(self.train_dataset.state_dict(rows)), encoding="utf-8")
-        except Exception as caught:
-            if not is_write_failure(caught):
-                raise
-            error = caught
-        finally:
-            self._staging = None
-        if self._everywhere(error is None) and self.args.should_save:
+            with self._noted():
+                (staging / name).mkdir(parents=True)
+        if self._everywhere(self.save_error is None):
+            self._staging = staging
             try:
+                with self._noted():
+                    super()._save_checkpoint(model, trial)
+                    if self.args.should_save and isinstance(self.train_dataset, StreamedRows):
+                        rows = self.state.global_step * self._rows_per_step()
+                        (staging / name / STREAM).write_text(json.dumps(self.train_dataset.state_dict(rows)),
+                                                             encoding="utf-8")
+            finally:
+                self._staging = None
+        if self._everywhere(self.save_error is None) and self.args.should_save:
+            with self._noted():
                 publish(staging / name, folder / name)
                 shutil.rmtree(staging)
                 keep_newest(folder, self.keep)
-            except OSError as caught:
-                error = caught
-        if not self._everywhere(error is None):
-            error = error or OSError("another process could not write its part")
+        if not self._everywhere(self.save_error is None):
+            self.save_error = self.save_error or OSError("another process could not write its part")
             if self.args.should_save:
                 shutil.rmtree(staging, ignore_errors=True)
                 last = latest(folder)
                 _log.warning("checkpoint %s could not be written: %s. The last one is %s; training goes on.", name,
-                             " ".join(str(error).split())[:200], last.name if last else "none")
-        self.save_error = error
+                             " ".join(str(self.save_error).split())[:200], last.name if last else "none")
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's; under FSDP all gather the optimizer next, also the one process that could not write the model."""
+        with self._noted():
+            super()._save(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Trainer's; under FSDP in parts, because all gather the second where one could not write the first."""
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        plugin = self.accelerator.state.fsdp_plugin
+        with self._noted():
+            save_fsdp_model(plugin, self.accelerator, self.model, output_dir, **get_fsdp_ckpt_kwargs())
+        with self._noted():
+            save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keep what could not be written in `save_error`, and go on."""
+        try:
+            yield
+        except Exception as error:
+            if not is_write_failure(error):
+                raise
+            self.save_error = error
 
     def _everywhere(self, here: bool) -> bool:
         """Whether something is true on every process."""
@@ -188,10 +231,6 @@ class CCATrainer(Trainer):
         flag = torch.tensor(float(here), device=self.args.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
-
-    def _barrier(self) -> None:
-        if self.args.world_size > 1:
-            dist.barrier()
 
 
 def _wire(size: int, world: int) -> Any:
