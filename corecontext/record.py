@@ -132,7 +132,11 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> N
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """The records of a file, oldest first; an error names the line."""
     records = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must hold records, got a byte that is no UTF-8 text at {error.start}.") from None
+    for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
                 records.append(Record.from_json(line))

@@ -51,6 +51,8 @@ def check_output(path: str | None, force: bool = False) -> None:
     target = Path(path)
     if target.is_dir():
         raise UserError(f"output '{path}' must be a file, got a folder.")
+    if target.exists() and not target.is_file():
+        raise UserError(f"output '{path}' must be a file, got a device or a pipe.")
     if target.exists() and not force:
         raise UserError(f"output '{path}' already exists. Use --force to overwrite it.")
     if not target.parent.is_dir():

@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # a disk that filled up, a file that was taken away, meanwhile
+        return _fail(f"{error.filename or 'the output'} cannot be read or written: {error.strerror or error}.")
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # what the command line's parser refuses
             return _fail(error.format_message())

@@ -54,8 +54,11 @@ def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text t
 
     if max_new_tokens < 1:
         raise UserError(f"max-new-tokens must be at least 1, got {max_new_tokens}.")
-    if not 0 <= temperature < float("inf"):
-        raise UserError(f"temperature must be at least 0, got {temperature}.")
+    if not 0 <= temperature <= 1e30:
+        raise UserError(f"temperature must be at least 0{' and at most 1e30' if temperature > 0 else ''}, got "
+                        f"{temperature}.")
+    if not -2 ** 63 <= seed < 2 ** 63:
+        raise UserError(f"seed must be from -2**63 to 2**63 - 1, got {seed}.")
     if chunk_size is not None and chunk_size < 1:
         raise UserError(f"chunk-size must be at least 1, got {chunk_size}.")
     check_output(output, force)

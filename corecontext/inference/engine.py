@@ -113,6 +113,8 @@ class Engine:
         seeds = [seed] if isinstance(seed, int) else list(seed)
         if not isinstance(seed, int) and len(seeds) != batch:
             raise ValueError(f"seed must be one number or one for each of {batch} rows, got {len(seeds)}.")
+        if not all(-2 ** 63 <= one < 2 ** 63 for one in seeds):
+            raise ValueError(f"seed must be from -2**63 to 2**63 - 1, got {seed}.")
         check_length(self.model.config, length - min(pads), max_new_tokens)
         if self.max_length is not None and length + max_new_tokens > self.max_length:
             raise ValueError(f"max_length must hold prompt and answer, got {self.max_length} for {length} and "

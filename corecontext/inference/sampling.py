@@ -10,20 +10,26 @@ import torch
 from torch import Tensor
 
 
+COLDEST, HOTTEST = 1e-5, 1e30
+"""Below the first only the likeliest token is left, and logits over the temperature would leave float32's range."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen. The default takes the likeliest."""
 
     temperature: float = 0.0
-    """0 takes the likeliest token; otherwise logits are divided by it."""
+    """0, or less than 1e-5, takes the likeliest token; otherwise logits are divided by it."""
     top_k: int | None = None
     """Sample among so many likeliest tokens; None among all."""
     top_p: float = 1.0
     """Sample among the likeliest tokens that together reach this probability."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}. Use 0 for the likeliest token.")
+        if not 0 <= self.temperature <= HOTTEST:
+            most = f" and at most {HOTTEST:g}" if self.temperature > 0 else ""
+            raise ValueError(f"temperature must be at least 0{most}, got {self.temperature}. Use 0 for the likeliest "
+                             "token.")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}. Use None for all tokens.")
         if not 0 < self.top_p <= 1:
@@ -32,7 +38,7 @@ class Sampling:
     @property
     def kind(self) -> str:
         """What is computed, and captured by: "greedy", "plain", or "filtered" (a sort for top-k and top-p)."""
-        if self.temperature == 0:
+        if self.temperature < COLDEST:
             return "greedy"
         return "plain" if self.top_k is None and self.top_p == 1 else "filtered"
 

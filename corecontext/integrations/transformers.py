@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 NAME = "cca"
 TESTED = ("gemma", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
+NO_FULL_ATTENTION = ("model must have full-attention layers, got {} attention layers, all with a sliding window. Set "
+                     "config.sliding_window = None if the model was meant for full attention.")
 
 
 class Handle:
@@ -198,16 +200,19 @@ def _inner_model(model: nn.Module) -> PreTrainedModel:
     raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}.")
 
 
+def has_full_attention(config: Any, layer_idx: int) -> bool:
+    """Whether a layer of a model of this Hugging Face config sees everything, not a sliding window."""
+    types = getattr(config, "layer_types", None)
+    return types[layer_idx] == "full_attention" if types else getattr(config, "sliding_window", None) is None
+
+
 def _attention_modules(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
     """Attention modules with full causal attention, and the others (sliding window)."""
     modules = [m for name, m in model.named_modules() if hasattr(m, "layer_idx") and name.endswith("self_attn")]
     config = model.config
-    types = getattr(config, "layer_types", None)
-    sliding = getattr(config, "sliding_window", None) is not None
-    full = [m for m in modules if (types[m.layer_idx] == "full_attention" if types else not sliding)]
+    full = [m for m in modules if has_full_attention(config, m.layer_idx)]
     if not full:
-        raise ValueError(f"model must have full-attention layers, got {len(modules)} attention layers, all with a "
-                         "sliding window. Set config.sliding_window = None if the model was meant for full attention.")
+        raise ValueError(NO_FULL_ATTENTION.format(len(modules)))
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise NotImplementedError("bidirectional attention cannot be replaced by CCA, which is causal.")
     return full, [m for m in modules if m not in full]
