@@ -60,7 +60,7 @@ class CCAConfig:
             _check_positive_int(name, getattr(self, name))
         if self.num_groups is not None:
             _check_positive_int("num_groups", self.num_groups)
-        _check_int("sink_size", self.sink_size, 0)
+        check_int("sink_size", self.sink_size, 0)
         for name, allowed in (("pooling", POOLINGS), ("core_position", CORE_POSITIONS),
                               ("core_heads", CORE_HEADS), ("cache_dtype", CACHE_DTYPES), ("backend", BACKENDS)):
             check_choice(name, getattr(self, name), allowed)
@@ -142,10 +142,10 @@ class CCAConfig:
 
 def _check_positive_int(name: str, value: Any) -> None:
     """Raise unless value is an int of at least 1."""
-    _check_int(name, value, 1, " (a query sees itself)" if name == "window_size" else "")
+    check_int(name, value, 1, " (a query sees itself)" if name == "window_size" else "")
 
 
-def _check_int(name: str, value: Any, least: int, why: str = "") -> None:
+def check_int(name: str, value: Any, least: int, why: str = "") -> None:
     """Raise unless value is an int of at least `least` (a bool is no size)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")

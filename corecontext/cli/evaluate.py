@@ -61,6 +61,8 @@ def _evaluate(model: str, methods: list[str], tasks: list[str], data: list[str],
     chunk_size = options["chunk_size"]
     if chunk_size is not None and chunk_size < 1:
         raise UserError(f"chunk-size must be at least 1, got {chunk_size}.")
+    if chunk_size is not None and options["num_groups"] is not None:
+        raise UserError("chunk-size must not be given with num-groups, which follows from the whole prompt at once.")
     for path in (results, json):
         check_output(path, force=True)  # appended to
     from corecontext.eval.evaluate import evaluate as run

@@ -135,7 +135,7 @@ def read_documents(path: str | Path) -> Iterator[tuple[str, str, str]]:
         return
     for number, (line, one) in enumerate(numbered_lines(path, ("text",))):
         if not isinstance(one["text"], str):
-            raise UserError(f"file '{path}', line {line}: text must be a string, got a {type(one['text']).__name__}.")
+            raise UserError(f"file '{path}', line {line}: text must be a string, got {one['text']!r:.40}.")
         yield str(one.get("id", number)), str(one.get("domain", "")), one["text"]
 
 

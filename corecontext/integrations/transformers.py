@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from corecontext.config import CCAConfig
+from corecontext.config import CCAConfig, check_int
 from corecontext.integrations.hf_cache import CCALayer, compact_layer
 from corecontext.integrations.hf_learned import add_learned, remove_learned
 from corecontext.integrations.hf_rotary import find_rotary
@@ -148,13 +148,14 @@ def enable(model: nn.Module, config: CCAConfig | None = None, *, rollback: int =
 
     Raises:
         NotImplementedError: the architecture is not tested, or its rotary embedding changes with length.
-        TypeError: the model is no transformers model, or the config no CCAConfig.
+        TypeError: the model is no transformers model, the config no CCAConfig, or rollback no integer.
         ValueError: the model is already enabled, or has no full-attention layer.
     """
     inner = _inner_model(model)
     if not isinstance(config, CCAConfig | None):
         raise TypeError(f"config must be a CCAConfig, got {type(config).__name__}. Rivals are enabled by "
                         "corecontext.baselines.enable.")
+    check_int("rollback", rollback, 0)
     if "_corecontext" in inner.__dict__:
         raise ValueError("model must not be enabled twice. Use handle.configure(...) or handle.disable() first.")
     if inner.config.model_type not in TESTED:
@@ -194,7 +195,7 @@ def handle_of(model: nn.Module) -> Handle | None:
 
 def _inner_model(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face model itself or inside a wrapper."""
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel):
             return module
     raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}.")
@@ -335,6 +336,9 @@ def _mask(previous: str, batch_size: int, q_length: int, kv_length: int, q_offse
                                                       attention_mask=attention_mask, **kwargs)
     if kv_length == 0:  # CCALayer.get_mask_sizes
         return None
+    if attention_mask is not None and (attention_mask.shape[0] != batch_size or attention_mask.shape[-1] < q_length):
+        raise ValueError(f"attention_mask must be [B, L] with B = {batch_size} and L at least {q_length}, got "
+                         f"{list(attention_mask.shape)}. Give 1 for tokens and 0 for padding.")
     if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
         return None
     return attention_mask
