@@ -249,6 +249,21 @@ PERPLEXITY = ["perplexity", "good.txt"]
     ([*GENERATE, "--model", "MODEL", "--output", "."], "output '.' must be a file, got a folder."),
     (["demo", "--group-size", "0"], "group_size must be at least 1, got 0."),
     (["demo", "--questions", "0"], "questions must be at least 1, got 0."),
+    (["demo", "--questions", "1000000"], "questions must be at most 300, got 1000000."),
+    (["demo", "--max-tokens", "0"], "max-tokens must be at least "),
+    ([*GENERATE, "--model", "MODEL", "--temperature", "1e300"], "temperature must be at least 0 and at most 1e30, got"),
+    ([*GENERATE, "--model", "MODEL", "--seed", "99999999999999999999"], "seed must be from -2**63 to 2**63 - 1, got"),
+    ([*GENERATE, "--model", "MODEL", "--device", "meta"], "device 'meta' is not here"),
+    ([*GENERATE, "--model", "MODEL", "--output", "pipe", "--force"], "output 'pipe' must be a file, got a device or a"),
+    ([*GENERATE, "--model", "wordless"], "the tokenizer of model 'wordless' cannot be loaded (tokenizer.json, as a"),
+    (["info", "--model", "listed"], "model 'listed' cannot be loaded: "),
+    (["info", "--model", "sliding"], "model must have full-attention layers, got 2 attention layers, all with a"),
+    (["convert", "sliding", "new"], "model must have full-attention layers, got 2 attention layers, all with a"),
+    (["eval", "--model", "MODEL", "--task", "perplexity", "--data", "binary.txt"], "file 'binary.txt' must be"),
+    (["eval", "--model", "MODEL", "--task", "perplexity", "--data", "number.jsonl"],
+     "file 'number.jsonl', line 1: text must be a string, got 5."),
+    (["eval", "--model", "MODEL", "--task", "perplexity", "--data", "good.txt", "--num-groups", "3", "--chunk-size",
+      "9"], "chunk-size must not be given with num-groups"),
     (["demo", "--plot", "a.gif"], "plot must end in .png, .svg, .pdf, got 'a.gif'."),
     (["demo", "--json", "no/a.jsonl"], "output 'no/a.jsonl' must lie in an existing folder."),
     (["bench", "operator", "--device", "cpu", "--kv-heads", "3"], "kv_heads must divide query_heads, got 3 and 8."),
@@ -262,12 +277,20 @@ def test_a_mistake_is_one_line(argv, message, model, here, capfd, monkeypatch):
     (here / "zeros.txt").write_bytes(b"text\0text")
     (here / "long.txt").write_text("x" * 2000)
     (here / "one.txt").write_text("x")
-    for folder in ("broken", "weightless", "truncated", "gpt2"):
+    os.mkfifo(here / "pipe")
+    (here / "number.jsonl").write_text('{"text": 5}\n')
+    for folder in ("broken", "weightless", "truncated", "gpt2", "wordless", "listed", "sliding"):
         shutil.copytree(model, folder)
     (here / "broken" / "config.json").write_text("{")
     (here / "weightless" / "model.safetensors").unlink()
     weights = here / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
+    for file in (here / "wordless").glob("*token*"):
+        file.unlink()
+    (here / "listed" / "config.json").write_text("[1]")
+    settings = json.loads((here / "sliding" / "config.json").read_text())
+    (here / "sliding" / "config.json").write_text(json.dumps({
+        **settings, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8}))
     (here / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     found = refuse(capfd, here, *[model if part == "MODEL" else part for part in argv])
     assert found.startswith(message), found

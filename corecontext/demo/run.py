@@ -80,6 +80,8 @@ def plan(settings: DemoSettings) -> Task:
         CCAConfig(settings.group_size, settings.window_size)
     if settings.num_questions < 1:
         raise UserError(f"questions must be at least 1, got {settings.num_questions}.")
+    if settings.num_questions > 300:  # no two ask the same, and names are not without end
+        raise UserError(f"questions must be at most 300, got {settings.num_questions}.")
     limit = load_config(settings.model).get_text_config(decoder=True).max_position_embeddings
     from transformers import AutoTokenizer
 
