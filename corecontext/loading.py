@@ -78,8 +78,7 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
         chosen = pick_rival(method, group_size, window_size, sinks, patterns)
     elif patterns is not None or (sinks is not None and method == "full"):
         raise UserError(f"sinks and patterns must be given for methods that have them, got method {method!r}.")
-    if dtype not in DTYPES:
-        raise UserError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {dtype!r}.")
+    check_dtype(dtype)
     if method != "cca" and cache_dtype is not None:
         raise UserError(f"cache-dtype must be given for method cca, got method {method!r}.")
     # Bad sizes fail before anything is loaded.
@@ -206,6 +205,12 @@ def encode(loaded: Loaded, text: str, *, room_for: int = 0, at_least: int = 1) -
         raise UserError(f"text must fit the model's {limit} tokens, got {count}{more}. Shorten it"
                         f"{', ask for fewer new tokens,' if room_for else ''} or take a model with a longer limit.")
     return ids.to(loaded.model.device)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise a UserError unless a model can be loaded in it."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {dtype!r}.")
 
 
 def pick_device(device: str) -> str:

@@ -24,6 +24,8 @@ def read_text(path: str) -> str:
         UserError: the file is missing, not readable, empty, or not UTF-8 text.
     """
     name = "standard input" if path == "-" else f"file '{path}'"
+    if path == "-" and sys.stdin is None:
+        raise UserError(f"{name} must hold text, but it is closed.")
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except FileNotFoundError:

@@ -256,6 +256,7 @@ PERPLEXITY = ["perplexity", "good.txt"]
     ([*GENERATE, "--model", "MODEL", "--device", "meta"], "device 'meta' is not here"),
     ([*GENERATE, "--model", "MODEL", "--output", "pipe", "--force"], "output 'pipe' must be a file, got a device or a"),
     ([*GENERATE, "--model", "wordless"], "the tokenizer of model 'wordless' cannot be loaded (tokenizer.json, as a"),
+    (["serve", "--model", "MODEL", "--random-weights", "--dtype", "int8"], "dtype must be auto, float32, bfloat16 or"),
     (["info", "--model", "listed"], "model 'listed' cannot be loaded: "),
     (["info", "--model", "sliding"], "model must have full-attention layers, got 2 attention layers, all with a"),
     (["convert", "sliding", "new"], "model must have full-attention layers, got 2 attention layers, all with a"),
@@ -323,6 +324,22 @@ def allocator_error() -> RuntimeError:
     with pytest.raises(RuntimeError) as error:
         torch.empty(2 ** 55)
     return error.value
+
+
+def test_streams_may_be_closed(model, here, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert refuse(capfd, here, "perplexity", "-", "--model", model) == ("standard input must hold text, but it is "
+                                                                        "closed.")
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["info", "--model", model]) == 0
+
+
+def test_a_disk_that_filled_up_is_one_line(model, here, capfd, monkeypatch):
+    def fail(*args):
+        raise OSError(28, "No space left on device", "r.jsonl")
+    monkeypatch.setattr("corecontext.record.append_records", fail)
+    found = refuse(capfd, here, *PERPLEXITY, "--model", model, "--json", "r.jsonl")
+    assert found == "r.jsonl cannot be read or written: No space left on device."
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), allocator_error()],

@@ -67,6 +67,9 @@ def build() -> typer.Typer:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0, or 2 after printing one line that says what to put right."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us; what is printed goes nowhere
+            setattr(sys, name, open(os.devnull, "w"))
     try:
         command = typer.main.get_command(build())
         code = command.main(args=arguments or ["--help"], prog_name="corecontext", standalone_mode=False)
