@@ -12,6 +12,7 @@ from corecontext.config import CCAConfig
 from corecontext.text import UserError
 
 METHODS = ("cca", "full")
+WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -167,7 +168,6 @@ def test_positions_are_covered_once():
 
 
 def test_settings_saved_with_the_model_are_used(model, here, capfd, tmp_path_factory):
-    import shutil
 
     from corecontext.loading import load
     folder = tmp_path_factory.mktemp("saved") / "model"
@@ -179,6 +179,21 @@ def test_settings_saved_with_the_model_are_used(model, here, capfd, tmp_path_fac
     assert load(str(folder), sinks=3).sizes()["sinks"] == 3 and "sinks" not in load(str(folder)).sizes()
     assert load(str(folder), group_size=8).config == load(str(folder)).config.replace(group_size=8)
     assert load(model).config.window_size == 1024
+
+
+def test_a_constant_number_of_groups(model, here, capfd):
+    shutil.copytree(model, "groups")
+    settings = json.loads(Path("groups/config.json").read_text())
+    Path("groups/config.json").write_text(json.dumps({**settings, "cca": {"num_groups": 10, "window_size": 41}}))
+    Path("long.txt").write_text("x" * 1024)
+    assert main(["perplexity", "long.txt", "--model", "groups"]) == 0
+    assert main(["info", "--model", "groups", "--length", "541"]) == 0
+    entries = 541 // 50 + 41 + 49  # g = (541 - 41) / 10
+    shown = capfd.readouterr().out
+    assert "10 groups, s = 41" in shown and f"{2 * 2 * 2 * 16 * 4 * entries / 1024:.1f} KiB" in shown
+    for argv in (["perplexity", "good.txt"], ["eval", "--task", "perplexity", "--data", "good.txt", "--length", "64"]):
+        found = refuse(capfd, here, *argv, "--model", "groups", "--chunk-size", "32")
+        assert found == "chunk-size must not be given with num-groups, which needs the whole text at once."
 
 
 def test_info_needs_no_weights(model, here, capfd):
@@ -272,7 +287,6 @@ PERPLEXITY = ["perplexity", "good.txt"]
     (["bench", "operator", "--dtype", "int8"], "dtype must be float32, bfloat16 or float16, got 'int8'."),
 ], ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "")
 def test_a_mistake_is_one_line(argv, message, model, here, capfd, monkeypatch):
-    import shutil
     (here / "empty.txt").write_text(" \n")
     (here / "binary.txt").write_bytes(bytes(range(256)))
     (here / "zeros.txt").write_bytes(b"text\0text")
