@@ -168,7 +168,6 @@ def test_positions_are_covered_once():
 
 
 def test_settings_saved_with_the_model_are_used(model, here, capfd, tmp_path_factory):
-
     from corecontext.loading import load
     folder = tmp_path_factory.mktemp("saved") / "model"
     shutil.copytree(model, folder)

@@ -102,6 +102,7 @@ def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_pat
     for arguments, message in ((["--data", str(tmp_path), "--out", str(out)], "must be a folder of this run"),
                                (["--smoke", "--out", str(tmp_path / "mine")], "got other files"),
                                (["--out", str(tmp_path / "a")], "data must be given"),
+                               (["--out", str(tmp_path / "a"), "--data", str(tmp_path)], "must hold lm_train.jsonl"),
                                (["--out", str(tmp_path / "a"), "--model", "x"], "data must be given with a model"),
                                (["--smoke", "--out", str(tmp_path / "b"), "--stage", "zzz"], "stage must be one of"),
                                (["--smoke", "--out", str(tmp_path / "c"), "--finalist", "full_zero"], "finalist must"),

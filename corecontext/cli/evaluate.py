@@ -189,10 +189,10 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
         return
     if data is None and not smoke:
         raise UserError("data must be given, got none. Use --data FOLDER, or --smoke to try the machinery.")
-    if data is not None:
+    if data is not None and not os.path.exists(out):
         from corecontext.data.files import find_file
 
-        for name in ("lm_train", "lm_val", "lm_test"):  # before the work folder becomes this data's
+        for name in ("lm_train", "lm_val", "lm_test"):  # before a new work folder becomes this data's
             find_file(data, (name,))
     from corecontext.reproduce.plan import FULL, SMOKE
     from corecontext.reproduce.processes import run_on_gpus

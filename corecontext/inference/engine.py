@@ -139,14 +139,15 @@ class Engine:
 
     def _check_tokens(self, input_ids: Tensor) -> None:
         """Raise unless all are numbers of the model's vocabulary: a GPU would stop for good at another one."""
-        count = getattr(self.model.get_input_embeddings(), "num_embeddings", None)
-        if input_ids.device != self.model.device:
+        share = getattr(self.model.get_input_embeddings(), "num_embeddings", 0)  # here, where processes split it
+        count = max(share, self.model.config.get_text_config(decoder=True).vocab_size)
+        if input_ids.device != self.model.device and not hasattr(self.model, "hf_device_map"):
             raise ValueError(f"input_ids must be on the model's device {self.model.device}, got {input_ids.device}. "
                              "Use input_ids.to(model.device).")
         low, high = torch.stack(input_ids.aminmax()).tolist()
-        if low < 0 or (count is not None and high >= count):
-            raise ValueError(f"input_ids must be from 0 to {count - 1 if count else 'the vocabulary'}, got {low} to "
-                             f"{high}. Use the model's own tokenizer.")
+        if low < 0 or high >= count:
+            raise ValueError(f"input_ids must be from 0 to {count - 1}, got {low} to {high}. Use the model's own "
+                             "tokenizer.")
 
     def _choose(self, pads: list[int], length: int, group_size: int | None, window_size: int | None,
                 queue_length: int) -> Any:
