@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from difflib import get_close_matches
+from sys import float_info
 from typing import Any, Mapping
 
 POOLINGS = ("cca", "mean", "max", "mean_query")
@@ -13,6 +14,8 @@ LEARNED = (*LEARNED_WEIGHTS, "bias")
 CORE_POSITIONS = ("middle", "token")
 CORE_HEADS = ("kv", "query")
 CACHE_DTYPES = ("auto", "int8", "fp8")
+MOST = 2 ** 31 - 1
+"""The largest size: what kernels count tokens with."""
 BACKENDS = ("auto", "reference", "packed", "triton")
 
 
@@ -57,7 +60,7 @@ class CCAConfig:
             _check_positive_int(name, getattr(self, name))
         if self.num_groups is not None:
             _check_positive_int("num_groups", self.num_groups)
-        _check_int("sink_size", self.sink_size, 0)
+        check_int("sink_size", self.sink_size, 0)
         for name, allowed in (("pooling", POOLINGS), ("core_position", CORE_POSITIONS),
                               ("core_heads", CORE_HEADS), ("cache_dtype", CACHE_DTYPES), ("backend", BACKENDS)):
             check_choice(name, getattr(self, name), allowed)
@@ -89,7 +92,7 @@ class CCAConfig:
                 raise ValueError(f"num_groups must not be given with {name}: both set g.")
         if self.layer_group_sizes is not None and self.head_group_sizes is not None:
             raise ValueError("head_group_sizes must not be given with layer_group_sizes, whose entries may be tuples.")
-        if not abs(self.core_bias) < float("inf"):
+        if not abs(self.core_bias) <= float_info.max:
             raise ValueError(f"core_bias must be finite, got {self.core_bias}. Use 0.0 for none.")
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,10 +102,12 @@ class CCAConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CCAConfig:
         """The inverse of `to_dict`; unknown keys are errors."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"CCA settings must map names to values, got {values!r}.")
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                near = get_close_matches(key, known, 1)
+                near = get_close_matches(str(key), known, 1)
                 raise ValueError(f"unknown CCA setting {key!r}. " +
                                  (f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."))
         return cls(**values)
@@ -137,15 +142,17 @@ class CCAConfig:
 
 def _check_positive_int(name: str, value: Any) -> None:
     """Raise unless value is an int of at least 1."""
-    _check_int(name, value, 1, " (a query sees itself)" if name == "window_size" else "")
+    check_int(name, value, 1, " (a query sees itself)" if name == "window_size" else "")
 
 
-def _check_int(name: str, value: Any, least: int, why: str = "") -> None:
+def check_int(name: str, value: Any, least: int, why: str = "") -> None:
     """Raise unless value is an int of at least `least` (a bool is no size)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
     if value < least:
         raise ValueError(f"{name} must be at least {least}{why}, got {value}.")
+    if value > MOST:
+        raise ValueError(f"{name} must be at most {MOST}, got {value}.")
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -48,13 +48,14 @@ def generate(loaded: Loaded, input_ids: Any, *, max_new_tokens: int, temperature
                 on_text(text)
 
     streamer = Streamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    from corecontext.inference import Engine, Sampling
+
+    temperature = 0.0 if Sampling(temperature).kind == "greedy" else temperature
     settings = loaded.model.generation_config
     plain = all(getattr(settings, name, None) in (None, value) for name, value in PLAIN.items())
     if loaded.config is None or not plain:
         return _with_transformers(loaded, input_ids, max_new_tokens, temperature, seed, chunk_size, streamer)
     import torch
-
-    from corecontext.inference import Engine, Sampling
 
     sampling = Sampling.from_generation_config(settings, do_sample=temperature > 0, temperature=temperature)
     made = 0

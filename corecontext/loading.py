@@ -12,6 +12,7 @@ from corecontext.config import CCAConfig
 from corecontext.text import UserError
 
 METHODS = ("cca", "full")
+WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -78,8 +79,7 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
         chosen = pick_rival(method, group_size, window_size, sinks, patterns)
     elif patterns is not None or (sinks is not None and method == "full"):
         raise UserError(f"sinks and patterns must be given for methods that have them, got method {method!r}.")
-    if dtype not in DTYPES:
-        raise UserError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {dtype!r}.")
+    check_dtype(dtype)
     if method != "cca" and cache_dtype is not None:
         raise UserError(f"cache-dtype must be given for method cca, got method {method!r}.")
     # Bad sizes fail before anything is loaded.
@@ -89,8 +89,10 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
     hf_config = load_config(name)
     if method != "full":
         check_architecture(hf_config)
-    with one_line(f"model '{name}' cannot be loaded"):
+    with one_line(f"the tokenizer of model '{name}' cannot be loaded (tokenizer.json, as a rule, lies beside "
+                  "config.json)"):
         tokenizer = AutoTokenizer.from_pretrained(name)
+    with one_line(f"model '{name}' cannot be loaded"):
         quantized = getattr(hf_config, "quantization_config", None) is not None  # such weights are put in place at once
         model: Any = AutoModelForCausalLM.from_pretrained(name, config=hf_config, dtype=wanted,
                                                           attn_implementation="sdpa",
@@ -156,17 +158,19 @@ def load_config(name: str) -> Any:
             raise UserError(f"model '{name}' cannot be loaded: {first_line(error)}") from None
         raise UserError(f"model '{name}' was not found: it is no folder here, and the Hugging Face hub does not give "
                         "it. Check the name, the network, and for gated models your login.") from None
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # whatever is in config.json, or in the name
         raise UserError(f"model '{name}' cannot be loaded: {first_line(error)}") from None
 
 
 def check_architecture(hf_config: Any) -> None:
     """Raise a UserError before weights are loaded, if `enable` would refuse the architecture after."""
-    from corecontext.integrations.transformers import TESTED
+    from corecontext.integrations.transformers import NO_FULL_ATTENTION, TESTED, has_full_attention
 
     if hf_config.model_type not in TESTED:
         raise UserError(f"architecture {hf_config.model_type!r} is not tested with CCA attention. "
                         f"Tested: {', '.join(TESTED)}.")
+    if not any(has_full_attention(hf_config, layer) for layer in range(hf_config.num_hidden_layers)):
+        raise UserError(NO_FULL_ATTENTION.format(hf_config.num_hidden_layers))
 
 
 def cca_config(hf_config: Any, group_size: int | None, window_size: int | None,
@@ -204,6 +208,12 @@ def encode(loaded: Loaded, text: str, *, room_for: int = 0, at_least: int = 1) -
     return ids.to(loaded.model.device)
 
 
+def check_dtype(dtype: str) -> None:
+    """Raise a UserError unless a model can be loaded in it."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {dtype!r}.")
+
+
 def pick_device(device: str) -> str:
     """The device by name, "auto" resolved.
 
@@ -220,6 +230,14 @@ def pick_device(device: str) -> str:
         raise UserError(f"device must be auto, cpu or cuda, got {device!r}.") from None
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {device!r} is not here: this machine or this PyTorch has no GPU. Use --device cpu.")
+    if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {device!r} is not here: GPUs are counted from 0, and there are "
+                        f"{torch.cuda.device_count()}.")
+    if kind not in ("cpu", "cuda"):
+        try:
+            torch.zeros(1, device=device).item()
+        except Exception:  # PyTorch raises anything where a kind of device was not built in
+            raise UserError(f"device {device!r} is not here, or holds no numbers. Use --device cpu.") from None
     return device
 
 

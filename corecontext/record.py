@@ -131,11 +131,15 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> N
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """The records of a file, oldest first; an error names the line."""
-    return parse_records(Path(path).read_text(encoding="utf-8"), path)
+    return parse_records(Path(path).read_bytes(), path)
 
 
-def parse_records(text: str, path: str | os.PathLike[str]) -> list[Record]:
-    """The same of the text, or a part of it, that the file holds."""
+def parse_records(data: bytes, path: str | os.PathLike[str]) -> list[Record]:
+    """The same of what the file holds, or a part of it."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must hold records, got a byte that is no UTF-8 text at {error.start}.") from None
     records = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():

@@ -24,6 +24,8 @@ def read_text(path: str) -> str:
         UserError: the file is missing, not readable, empty, or not UTF-8 text.
     """
     name = "standard input" if path == "-" else f"file '{path}'"
+    if path == "-" and sys.stdin is None:
+        raise UserError(f"{name} must hold text, but it is closed.")
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except FileNotFoundError:
@@ -51,6 +53,8 @@ def check_output(path: str | None, force: bool = False) -> None:
     target = Path(path)
     if target.is_dir():
         raise UserError(f"output '{path}' must be a file, got a folder.")
+    if target.exists() and not target.is_file():
+        raise UserError(f"output '{path}' must be a file, got a device or a pipe.")
     if target.exists() and not force:
         raise UserError(f"output '{path}' already exists. Use --force to overwrite it.")
     if not target.parent.is_dir():

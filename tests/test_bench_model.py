@@ -224,6 +224,9 @@ def test_the_command_on_a_checkpoint(tmp_path, capsys):
     (["--shape", "tiny", "--what", "speed"], "what must be one of 'ftl', 'itl', got 'speed'"),
     (["--shape", "tiny", "--fuse", "all"], "fuse must be one of 'none', 'compile', got 'all'"),
     (["--shape", "tiny", "--length", "0"], "length must be at least 1, got 0"),
+    (["--shape", "tiny", "--steps", "0"], "steps must be at least 1, got 0"),
+    (["--shape", "tiny", "--chunk-size", "0"], "chunk_size must be at least 1, got 0"),
+    (["--shape", "tiny", "--length", "99999999"], "input_ids must fit the model's "),
     (["--shape", "tiny", "--cache-dtype", "int4"], "cache_dtype must be one of 'auto', 'int8', 'fp8', got 'int4'"),
     (["--shape", "tiny", "--dtype", "int8"], "dtype must be one of 'float32', "),
     (["--shape", "tiny", "--baseline-limit-s", "0"], "baseline_limit_s must be above 0")], ids=str)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -167,8 +168,6 @@ def test_positions_are_covered_once():
 
 
 def test_settings_saved_with_the_model_are_used(model, here, capfd, tmp_path_factory):
-    import shutil
-
     from corecontext.loading import load
     folder = tmp_path_factory.mktemp("saved") / "model"
     shutil.copytree(model, folder)
@@ -179,6 +178,21 @@ def test_settings_saved_with_the_model_are_used(model, here, capfd, tmp_path_fac
     assert load(str(folder), sinks=3).sizes()["sinks"] == 3 and "sinks" not in load(str(folder)).sizes()
     assert load(str(folder), group_size=8).config == load(str(folder)).config.replace(group_size=8)
     assert load(model).config.window_size == 1024
+
+
+def test_a_constant_number_of_groups(model, here, capfd):
+    shutil.copytree(model, "groups")
+    settings = json.loads(Path("groups/config.json").read_text())
+    Path("groups/config.json").write_text(json.dumps({**settings, "cca": {"num_groups": 10, "window_size": 41}}))
+    Path("long.txt").write_text("x" * 1024)
+    assert main(["perplexity", "long.txt", "--model", "groups"]) == 0
+    assert main(["info", "--model", "groups", "--length", "541"]) == 0
+    entries = 541 // 50 + 41 + 49  # g = (541 - 41) / 10
+    shown = capfd.readouterr().out
+    assert "10 groups, s = 41" in shown and f"{2 * 2 * 2 * 16 * 4 * entries / 1024:.1f} KiB" in shown
+    for argv in (["perplexity", "good.txt"], ["eval", "--task", "perplexity", "--data", "good.txt", "--length", "64"]):
+        found = refuse(capfd, here, *argv, "--model", "groups", "--chunk-size", "32")
+        assert found == "chunk-size must not be given with num-groups, which needs the whole text at once."
 
 
 def test_info_needs_no_weights(model, here, capfd):
@@ -249,6 +263,22 @@ PERPLEXITY = ["perplexity", "good.txt"]
     ([*GENERATE, "--model", "MODEL", "--output", "."], "output '.' must be a file, got a folder."),
     (["demo", "--group-size", "0"], "group_size must be at least 1, got 0."),
     (["demo", "--questions", "0"], "questions must be at least 1, got 0."),
+    (["demo", "--questions", "1000000"], "questions must be at most 300, got 1000000."),
+    (["demo", "--max-tokens", "0"], "max-tokens must be at least "),
+    ([*GENERATE, "--model", "MODEL", "--temperature", "1e300"], "temperature must be at least 0 and at most 1e30, got"),
+    ([*GENERATE, "--model", "MODEL", "--seed", "99999999999999999999"], "seed must be from -2**63 to 2**63 - 1, got"),
+    ([*GENERATE, "--model", "MODEL", "--device", "meta"], "device 'meta' is not here"),
+    ([*GENERATE, "--model", "MODEL", "--output", "pipe", "--force"], "output 'pipe' must be a file, got a device or a"),
+    ([*GENERATE, "--model", "wordless"], "the tokenizer of model 'wordless' cannot be loaded (tokenizer.json, as a"),
+    (["serve", "--model", "MODEL", "--random-weights", "--dtype", "int8"], "dtype must be auto, float32, bfloat16 or"),
+    (["info", "--model", "listed"], "model 'listed' cannot be loaded: "),
+    (["info", "--model", "sliding"], "model must have full-attention layers, got 2 attention layers, all with a"),
+    (["convert", "sliding", "new"], "model must have full-attention layers, got 2 attention layers, all with a"),
+    (["eval", "--model", "MODEL", "--task", "perplexity", "--data", "binary.txt"], "file 'binary.txt' must be"),
+    (["eval", "--model", "MODEL", "--task", "perplexity", "--data", "number.jsonl"],
+     "file 'number.jsonl', line 1: text must be a string, got 5."),
+    (["eval", "--model", "MODEL", "--task", "perplexity", "--data", "good.txt", "--num-groups", "3", "--chunk-size",
+      "9"], "chunk-size must not be given with num-groups"),
     (["demo", "--plot", "a.gif"], "plot must end in .png, .svg, .pdf, got 'a.gif'."),
     (["demo", "--json", "no/a.jsonl"], "output 'no/a.jsonl' must lie in an existing folder."),
     (["bench", "operator", "--device", "cpu", "--kv-heads", "3"], "kv_heads must divide query_heads, got 3 and 8."),
@@ -256,18 +286,25 @@ PERPLEXITY = ["perplexity", "good.txt"]
     (["bench", "operator", "--dtype", "int8"], "dtype must be float32, bfloat16 or float16, got 'int8'."),
 ], ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "")
 def test_a_mistake_is_one_line(argv, message, model, here, capfd, monkeypatch):
-    import shutil
     (here / "empty.txt").write_text(" \n")
     (here / "binary.txt").write_bytes(bytes(range(256)))
     (here / "zeros.txt").write_bytes(b"text\0text")
     (here / "long.txt").write_text("x" * 2000)
     (here / "one.txt").write_text("x")
-    for folder in ("broken", "weightless", "truncated", "gpt2"):
+    os.mkfifo(here / "pipe")
+    (here / "number.jsonl").write_text('{"text": 5}\n')
+    for folder in ("broken", "weightless", "truncated", "gpt2", "wordless", "listed", "sliding"):
         shutil.copytree(model, folder)
     (here / "broken" / "config.json").write_text("{")
     (here / "weightless" / "model.safetensors").unlink()
     weights = here / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
+    for file in (here / "wordless").glob("*token*"):
+        file.unlink()
+    (here / "listed" / "config.json").write_text("[1]")
+    settings = json.loads((here / "sliding" / "config.json").read_text())
+    (here / "sliding" / "config.json").write_text(json.dumps({
+        **settings, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8}))
     (here / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     found = refuse(capfd, here, *[model if part == "MODEL" else part for part in argv])
     assert found.startswith(message), found
@@ -300,6 +337,22 @@ def allocator_error() -> RuntimeError:
     with pytest.raises(RuntimeError) as error:
         torch.empty(2 ** 55)
     return error.value
+
+
+def test_streams_may_be_closed(model, here, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert refuse(capfd, here, "perplexity", "-", "--model", model) == ("standard input must hold text, but it is "
+                                                                        "closed.")
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["info", "--model", model]) == 0
+
+
+def test_a_disk_that_filled_up_is_one_line(model, here, capfd, monkeypatch):
+    def fail(*args):
+        raise OSError(28, "No space left on device", "r.jsonl")
+    monkeypatch.setattr("corecontext.record.append_records", fail)
+    found = refuse(capfd, here, *PERPLEXITY, "--model", model, "--json", "r.jsonl")
+    assert found == "r.jsonl cannot be read or written: No space left on device."
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), allocator_error()],

@@ -55,6 +55,7 @@ def test_frozen_and_replaced():
     ({"learned": None}, TypeError, "learned must be a tuple, got None."),
     ({"core_bias": "log"}, TypeError, "core_bias must be a number, got 'log'. Use 0.0 for none."),
     ({"core_bias": True}, TypeError, "core_bias must be a number, got True. Use 0.0 for none."),
+    ({"window_size": 10 ** 20}, ValueError, "window_size must be at most 2147483647, got 100000000000000000000."),
     ({"core_bias": float("nan")}, ValueError, "core_bias must be finite, got nan. Use 0.0 for none."),
     ({"core_bias": float("inf")}, ValueError, "core_bias must be finite, got inf. Use 0.0 for none."),
 ])
@@ -75,3 +76,9 @@ def test_unknown_keys_are_errors(key, hint):
         CCAConfig.from_dict({key: 1})
     with pytest.raises(TypeError, match=key):
         CCAConfig(**{key: 1})
+
+
+@pytest.mark.parametrize("values", [None, 5, ["group_size"]], ids=str)
+def test_settings_that_are_no_mapping_are_refused(values):
+    with pytest.raises(TypeError, match=re.escape(f"CCA settings must map names to values, got {values!r}.")):
+        CCAConfig.from_dict(values)

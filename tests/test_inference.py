@@ -399,12 +399,42 @@ def test_too_long_prompts_are_refused(model):
     ({"stop_strings": ["a"]}, "tokenizer must be given with stop_strings"),
     ({"stop_strings": [""], "tokenizer": Letters()}, "stop_strings must not be empty"),
     ({"seed": [1, 2, 3]}, "seed must be one number or one for each of 2 rows, got 3"),
+    ({"seed": 2 ** 64}, "seed must be from -2\\*\\*63 to 2\\*\\*63 - 1, got 18446744073709551616"),
+    ({"input_ids": tokens(2, 8) + 10 ** 6}, "input_ids must be from 0 to "),
+    ({"input_ids": tokens(2, 8) - 10 ** 6}, "input_ids must be from 0 to "),
     ({"group_size": 0}, "group_size must be at least 1"), ({"window_size": -1}, "window_size must be at least 1")],
     ids=str)
 def test_wrong_requests_are_refused(model, arguments, message):
     options = {"input_ids": tokens(2, 8), "max_new_tokens": 2, **arguments}
     with pytest.raises(ValueError, match=f"^{message}"):
         Engine(model, static=True, max_length=40).stream(**options)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"input_ids": [[1, 2]]}, "input_ids must be a tensor \\[B, L\\], got list"),
+    ({"input_ids": tokens(2, 8).float()}, "input_ids must be integers, got torch.float32"),
+    ({"attention_mask": [[1] * 8]}, "attention_mask must be a tensor \\[B, L\\], got list"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
+    ({"seed": "a"}, "seed must be an integer or one for each row, got 'a'"),
+    ({"sampling": {"temperature": 1}}, "sampling must be a Sampling, got {"),
+    ({"eos_token_id": "</s>"}, "eos_token_id must be token numbers, got '</s>'. Use stop_strings")], ids=str)
+def test_requests_of_another_kind_are_refused(model, arguments, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        Engine(model).stream(**{"input_ids": tokens(2, 8), "max_new_tokens": 2, **arguments})
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1e-320), Sampling(1e-6), Sampling(1.0, top_p=1e-320)], ids=str)
+def test_numbers_that_float32_does_not_have_take_the_likeliest_token(model, sampling):
+    ids = tokens(2, 40)
+    assert Engine(model).generate(ids, max_new_tokens=5, sampling=sampling) == Engine(model).generate(
+        ids, max_new_tokens=5)
+
+
+def test_one_text_may_end_a_row(model):
+    ids, engine = tokens(1, 40), Engine(model)
+    free = engine.generate(ids, max_new_tokens=6)[0]
+    stop = Letters().decode(free[:3])
+    assert engine.generate(ids, max_new_tokens=6, stop_strings=stop, tokenizer=Letters()) == [free[:3]]
 
 
 def test_wrong_settings_are_refused(model):
@@ -418,6 +448,7 @@ def test_wrong_settings_are_refused(model):
     with pytest.raises(ValueError, match="^cache must be empty, got 4 tokens"):
         prefill(model, tokens(1, 4), cache=filled)
     for options, message in (({"temperature": -1.0}, "temperature must be at least 0"),
+                             ({"temperature": 1e300}, "temperature must be at least 0 and at most 1e\\+30"),
                              ({"top_k": 0}, "top_k must be at least 1"), ({"top_p": 0.0}, "top_p must be more than 0")):
         with pytest.raises(ValueError, match=f"^{message}"):
             Sampling(**options)

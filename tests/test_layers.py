@@ -129,7 +129,8 @@ def test_the_command_finds_sizes_that_a_checkpoint_can_hold(tmp_path, capsys):
     for wrong, message in ((["--output", str(out)], "already exists. Give a new folder"),
                            (["--length", "100000"], "length must be at most"), (["--length", "64"], "at least"),
                            (["--length", "512"], "groups smaller than 16 fit"),
-                           (["--count", "8"], "count must be 1 .. 7 of 8"), (["--rows", "0"], "rows must be")):
+                           (["--count", "8"], "count must be 1 .. 7 of 8"),
+                           (["--count", "0"], "count must be 1 .. 7 of 8"), (["--rows", "0"], "rows must be")):
         assert main([*command, *wrong]) == 2
         assert message in capsys.readouterr().err
 

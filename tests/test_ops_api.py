@@ -46,13 +46,29 @@ SETTING_ERRORS = [
     ({"pooling": "sum"}, ValueError, "pooling must be one of 'cca', 'mean', 'max', 'mean_query', got 'sum'."),
     ({"core_position": "end"}, ValueError, "core_position must be one of 'middle', 'token', got 'end'."),
     ({"core_heads": "k"}, ValueError, "core_heads must be one of 'kv', 'query', got 'k'. Did you mean 'kv'?"),
+    ({"rotary": ROTARY.inv_freq}, TypeError, "rotary must be a corecontext.ops.rotary.Rotary, got Tensor. Pass "
+                                             "Rotary.from_theta(theta, head_dim)."),
     ({"softcap": 0.0}, ValueError, "softcap must be above 0, got 0.0. Use None for none."),
+    ({"softcap": float("inf")}, ValueError, "softcap must be above 0 and finite, got inf. Use None for none."),
+    ({"scale": 0.0}, ValueError, "scale must be above 0, got 0.0. Use None for 1 / sqrt(D)."),
+    ({"scale": float("nan")}, ValueError, "scale must be above 0, got nan. Use None for 1 / sqrt(D)."),
+    ({"scale": "0.1"}, TypeError, "scale must be a number, got '0.1'. Use None for 1 / sqrt(D)."),
     ({"backend": "tritn"}, ValueError, "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'tritn'."),
 ]
 CALL_ERRORS = [
     ({"window_size": 0}, ValueError, "window_size must be at least 1 (a query sees itself), got 0."),
     ({"num_groups": 0}, ValueError, "num_groups must be at least 1, got 0."),
     ({"core_bias": torch.zeros(2)}, ValueError, "core_bias must be a number or have shape [H] = [4], got [2]."),
+    ({"core_bias": float("nan")}, ValueError, "core_bias must be finite, got nan. Use 0.0 for none."),
+    ({"core_bias": [0.0] * 4}, TypeError, "core_bias must be a number or a tensor [H], got [0.0, 0.0, 0.0, 0.0]."),
+    ({"learned": ["bias"]}, TypeError, "learned must map names to tensors, got list."),
+    ({"learned": {"bias": 0.0}}, TypeError, "learned 'bias' must be a tensor, got float."),
+    ({"learned": {"bias": torch.zeros(4)}, "pooling": "max"}, ValueError,
+     "learned must come with pooling 'cca' or 'mean_query', got 'max': others have no weights to learn."),
+    ({"attention_mask": [[1] * 6] * 2}, TypeError, "attention_mask must be a tensor, got list."),
+    ({"attention_mask": -1e9 * ones(2, 6).float()}, ValueError,
+     "attention_mask must hold 1 for tokens and 0 for padding, got other numbers, as of a mask that is added to "
+     "scores."),
     ({"attention_mask": ones(2, 5)}, ValueError,
      "attention_mask must be [B, L] = [2, 6], got [2, 5]. Give 1 for tokens and 0 for padding; no L x L mask is "
      "needed, attention is causal."),
@@ -93,6 +109,16 @@ def test_messages_about_a_call(backend, settings, error, message):
 def test_message_about_document_edges(edges):
     with pytest.raises(ValueError, match=re.escape(f"cu_seqlens must rise from 0 to the length 6, got {edges}.")):
         cca_attention(X[:1], KV[:1], KV[:1], rotary=ROTARY, cu_seqlens=torch.tensor(edges))
+
+
+@pytest.mark.parametrize("theta, head_dim, message", [
+    (0.0, 16, "theta must be finite and above 0, got 0.0. Take the model's rope_theta."),
+    (float("nan"), 16, "theta must be finite and above 0, got nan. Take the model's rope_theta."),
+    (10000.0, 15, "head_dim must be even and at least 2, got 15."),
+])
+def test_messages_about_a_rotation(theta, head_dim, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Rotary.from_theta(theta, head_dim)
 
 
 def test_unknown_keywords_are_errors():

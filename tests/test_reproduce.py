@@ -109,6 +109,7 @@ def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_pat
     for arguments, message in ((["--data", str(tmp_path), "--out", str(out)], "must be a folder of this run"),
                                (["--smoke", "--out", str(tmp_path / "mine")], "got other files"),
                                (["--out", str(tmp_path / "a")], "data must be given"),
+                               (["--out", str(tmp_path / "a"), "--data", str(tmp_path)], "must hold lm_train.jsonl"),
                                (["--out", str(tmp_path / "a"), "--model", "x"], "data must be given with a model"),
                                (["--out", str(tmp_path / "a"), "--model", "x", "--minutes", "9"], "without a model"),
                                (["--smoke", "--out", str(tmp_path / "a"), "--limit", "9"], "must be given with a mod"),

@@ -11,17 +11,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from corecontext.config import CCAConfig, check_choice
+from corecontext.config import CCAConfig, check_choice, check_int
 
 NAMES = ("window", "streaming_llm", "lm_infinite", "minference", "longlora", "mean", "max")
 KINDS = ("a_shape", "vertical_slash", "block_sparse")
-
-
-def _check_int(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}.")
 
 
 @dataclass(frozen=True)
@@ -35,8 +28,8 @@ class _Sinks:
     window_size: int
 
     def __post_init__(self) -> None:
-        _check_int("sinks", self.sinks, 0)
-        _check_int("window_size", self.window_size, 1)
+        check_int("sinks", self.sinks, 0)
+        check_int("window_size", self.window_size, 1)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for records."""
@@ -93,11 +86,11 @@ class DuoAttention:
     window_size: int = 1024
 
     def __post_init__(self) -> None:
-        _check_int("sinks", self.sinks, 0)
-        _check_int("window_size", self.window_size, 1)
+        check_int("sinks", self.sinks, 0)
+        check_int("window_size", self.window_size, 1)
         object.__setattr__(self, "full_heads", tuple(tuple(layer) for layer in self.full_heads))
         for head in (head for layer in self.full_heads for head in layer):
-            _check_int("full_heads", head, 0)
+            check_int("full_heads", head, 0)
 
     def of(self, index: int, kv_heads: int) -> tuple[int, ...]:
         """The heads of one layer, counted among those with full attention.
@@ -128,8 +121,8 @@ class Pattern:
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
-        _check_int("first", self.first, 0 if self.kind == "a_shape" else 1)
-        _check_int("second", self.second, 0 if self.kind == "block_sparse" else 1)
+        check_int("first", self.first, 0 if self.kind == "a_shape" else 1)
+        check_int("second", self.second, 0 if self.kind == "block_sparse" else 1)
 
 
 @dataclass(frozen=True)
@@ -145,8 +138,8 @@ class MInference:
     """Last queries, from which columns and diagonals are estimated."""
 
     def __post_init__(self) -> None:
-        _check_int("block_size", self.block_size, 1)
-        _check_int("probe", self.probe, 1)
+        check_int("block_size", self.block_size, 1)
+        check_int("probe", self.probe, 1)
         if self.patterns is not None:
             object.__setattr__(self, "patterns", tuple(tuple(layer) for layer in self.patterns))
 
@@ -182,7 +175,7 @@ class LongLoRA:
 
     def __post_init__(self) -> None:
         if self.group_size is not None:
-            _check_int("group_size", self.group_size, 2)
+            check_int("group_size", self.group_size, 2)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for records."""

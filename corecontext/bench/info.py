@@ -11,7 +11,7 @@ from corecontext.bench.cost import ModelCost, attention_flops
 from corecontext.config import CCAConfig
 from corecontext.loading import cca_config, check_architecture, load_config, one_line
 from corecontext.terminal import console
-from corecontext.visibility import num_sinks
+from corecontext.visibility import group_size_for, num_sinks
 
 
 def print_info(name: str, group_size: int | None, window_size: int | None, lengths: Sequence[int] | None,
@@ -48,13 +48,18 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
     n = num_sinks(config.sink_size, max(shares))
     width = cost.query_heads // cost.kv_heads if config.core_heads == "query" else 1
     table = Table(title=f"{kind}: {cost.num_layers} full-attention layers, {cost.query_heads} query and "
-                        f"{cost.kv_heads} KV heads of {cost.head_dim}, g = {' or '.join(map(str, shares))}, s = {s}" +
+                        f"{cost.kv_heads} KV heads of {cost.head_dim}, " +
+                        (f"{config.num_groups} groups" if config.num_groups else
+                         f"g = {' or '.join(map(str, shares))}") + f", s = {s}" +
                         (f", the first {n} tokens raw" if n else ""), box=SIMPLE_HEAD,
                   caption="operations: a multiplication or an addition each")
     parts = [(f"{part}\nfull", "\nCCA", "") for part in ("attention", "first token", "cache")]
     for column in ("length", *sum(parts, ())):
         table.add_column(column, justify="right", no_wrap=True)
     for length in lengths:
+        if config.num_groups:  # g follows from the length
+            shares = {group_size_for(length, s, config.num_groups): 1.0}
+
         def costs(g: int, s: int, first: int, length: int = length) -> tuple[float, float, float]:
             return (cost.num_layers * attention_flops(length, cost.query_heads, cost.head_dim, group_size=g,
                                                       window_size=s, sinks=first),

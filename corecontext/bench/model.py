@@ -23,9 +23,9 @@ from corecontext.bench.model_settings import ModelBench
 from corecontext.bench.operator import free_memory
 from corecontext.bench.shapes import make_model, make_prompt
 from corecontext.config import CCAConfig
-from corecontext.inference.limits import free_bytes
+from corecontext.inference.limits import check_length, free_bytes
 from corecontext.integrations.hf_cache import cache_bytes
-from corecontext.loading import is_out_of_memory
+from corecontext.loading import is_out_of_memory, one_line
 from corecontext.ops.api import choose_backend
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
@@ -48,6 +48,9 @@ class _Run:
     def __post_init__(self) -> None:
         bench = self.bench
         self.model, self.of_model = make_model(bench.shape, bench.dtype, bench.device)
+        if bench.mode != "throughput":  # which fills caches without a prompt
+            with one_line():  # said before anything is measured
+                check_length(self.model.config, max(bench.lengths), WARM_STEPS + bench.repeats * bench.steps + 2)
         self.cuda = torch.device(bench.device).type == "cuda"
         self.device = device_name(bench.device)
         self.cost = cost.ModelCost.of(self.model.config, self.model)
@@ -112,7 +115,8 @@ def run_model_bench(bench: ModelBench, on_records: Callable[[list[Record]], None
     """
     run = _Run(bench, on_records)
     if "cca" in bench.methods:
-        check_model(run.model, bench.config())
+        with one_line():  # the window may reach beyond the model's positions
+            check_model(run.model, bench.config())
     jobs = list({"lengths": _lengths, "sweep": _sweep, "throughput": _throughput}[bench.mode](run))
     with progress(f"corecontext bench model, {run.of_model['shape']}", sum(weight for weight, _ in jobs)) as advance:
         for weight, job in jobs:

@@ -48,7 +48,8 @@ class ModelBench:
     def __post_init__(self) -> None:
         self.config()  # validates
         for name, values in (("length", self.lengths), ("repeats", (self.repeats,)), ("steps", (self.steps,)),
-                             ("max_batch", (self.max_batch,)), ("chunk_size", (self.chunk_size or 1,))):
+                             ("max_batch", (self.max_batch,)),
+                             ("chunk_size", () if self.chunk_size is None else (self.chunk_size,))):
             for value in values:
                 if value < 1:
                     raise ValueError(f"{name} must be at least 1, got {value}.")

@@ -64,6 +64,8 @@ class TrainingBench:
         for name, value in (("length", min(self.lengths)), ("repeats", self.repeats)):
             if value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}.")
+        if not self.limit_s > 0:
+            raise UserError(f"limit_s must be above 0, got {self.limit_s}.")
         CCAConfig(self.group_size, self.window_size)
 
     @property

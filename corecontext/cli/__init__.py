@@ -67,6 +67,9 @@ def build() -> typer.Typer:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0, or 2 after printing one line that says what to put right."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us; what is printed goes nowhere
+            setattr(sys, name, open(os.devnull, "w"))
     try:
         command = typer.main.get_command(build())
         code = command.main(args=arguments or ["--help"], prog_name="corecontext", standalone_mode=False)
@@ -81,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # a disk that filled up, a file that was taken away, meanwhile
+        return _fail(f"{error.filename or 'the output'} cannot be read or written: {error.strerror or error}.")
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # what the command line's parser refuses
             return _fail(error.format_message())

@@ -124,7 +124,7 @@ def bench_model(shape: Annotated[str, typer.Option(help="llama2-7b, llama3.1-8b,
         bench = model_defaults(pick_device(device), shape, mode="sweep" if sweep else "throughput" if throughput else
                                "lengths", group_size=group_size, window_size=window_size, cache_dtype=cache_dtype,
                                fuses=fuse, chunk_size=chunk_size, repeats=repeats, baseline_limit_s=baseline_limit_s,
-                               **{name: value for name, value in given.items() if value})
+                               **{name: value for name, value in given.items() if value is not None and value != []})
     # What is measured is kept at once: a long run that is cut short has not been for nothing.
     records = run_model_bench(bench, lambda new: append_records(json, new) if json is not None else None)
     if plot is not None:

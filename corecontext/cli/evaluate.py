@@ -61,6 +61,9 @@ def _evaluate(model: str, methods: list[str], tasks: list[str], data: list[str],
     chunk_size = options["chunk_size"]
     if chunk_size is not None and chunk_size < 1:
         raise UserError(f"chunk-size must be at least 1, got {chunk_size}.")
+    if chunk_size is not None and options["num_groups"] is not None:
+        from corecontext.loading import WHOLE
+        raise UserError(WHOLE)
     for path in (results, json):
         check_output(path, force=True)  # appended to
     from corecontext.eval.evaluate import evaluate as run
@@ -190,6 +193,11 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
         return
     if data is None and not smoke:
         raise UserError("data must be given, got none. Use --data FOLDER, or --smoke to try the machinery.")
+    if data is not None and not os.path.exists(out):
+        from corecontext.data.files import find_file
+
+        for name in ("lm_train", "lm_val", "lm_test"):  # before a new work folder becomes this data's
+            find_file(data, (name,))
     from corecontext.reproduce.plan import FULL, SMOKE
     from corecontext.reproduce.processes import run_on_gpus
     from corecontext.reproduce.report import write_report

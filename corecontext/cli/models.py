@@ -25,6 +25,7 @@ def convert(model: Annotated[str, typer.Argument(help="Folder of a checkpoint.")
     from corecontext.train.run import convert as run
 
     run(model, output, cca_config(hf_config, group_size, window_size, sinks=sinks) if method == "cca" else None)
+    print(f"wrote {output}")
 
 
 def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Hugging Face format, or an identifier "

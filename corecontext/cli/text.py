@@ -54,8 +54,11 @@ def generate(model: Model, prompt_file: Annotated[str, typer.Option(help="Text t
 
     if max_new_tokens < 1:
         raise UserError(f"max-new-tokens must be at least 1, got {max_new_tokens}.")
-    if not 0 <= temperature < float("inf"):
-        raise UserError(f"temperature must be at least 0, got {temperature}.")
+    if not 0 <= temperature <= 1e30:
+        raise UserError(f"temperature must be at least 0{' and at most 1e30' if temperature > 0 else ''}, got "
+                        f"{temperature}.")
+    if not -2 ** 63 <= seed < 2 ** 63:
+        raise UserError(f"seed must be from -2**63 to 2**63 - 1, got {seed}.")
     if chunk_size is not None and chunk_size < 1:
         raise UserError(f"chunk-size must be at least 1, got {chunk_size}.")
     check_output(output, force)
@@ -86,17 +89,19 @@ def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard
                method: Method = "cca",
                compare: Annotated[bool, typer.Option("--compare", help="Measure full attention and CCA.")] = False,
                group_size: GroupSize = None, window_size: WindowSize = None,
-               chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass; bounds the memory.")] = 1024,
+               chunk_size: Annotated[Optional[int], typer.Option(
+                   help="Tokens per forward pass; bounds the memory. Default: 1024; all of the text under num_groups.")
+               ] = None,
                sinks: Sinks = None, cache_dtype: CacheDtype = None, dtype: Dtype = "auto", device: Device = "auto",
                json: Json = None) -> None:
     """Perplexity of a whole text in one causal pass, by position."""
     from corecontext.text import check_output, read_text
 
-    if chunk_size < 1:
+    if chunk_size is not None and chunk_size < 1:
         raise UserError(f"chunk-size must be at least 1, got {chunk_size}.")
     check_output(json, force=True)  # appended to
     text = read_text(file)
-    from corecontext.loading import METHODS, encode, load
+    from corecontext.loading import METHODS, WHOLE, encode, load
     from corecontext.perplexity import Perplexity, document_nll, print_table, to_records
     from corecontext.terminal import progress
 
@@ -106,8 +111,12 @@ def perplexity(file: Annotated[str, typer.Argument(help="Text, or - for standard
         loaded = load(model, method=one, group_size=group_size, window_size=window_size, dtype=dtype, device=device,
                       **own)
         input_ids = encode(loaded, text, at_least=2)
+        whole = loaded.config is not None and loaded.config.num_groups is not None
+        if whole and chunk_size is not None:
+            raise UserError(WHOLE)
+        chunk = chunk_size or (input_ids.shape[1] if whole else 1024)
         with progress(f"{one}, {input_ids.shape[1]} tokens", input_ids.shape[1]) as advance:
-            nll = document_nll(loaded.model, input_ids, chunk_size=chunk_size, on_chunk=advance)
+            nll = document_nll(loaded.model, input_ids, chunk_size=chunk, on_chunk=advance)
         found[one] = Perplexity(nll, len(text.encode()), loaded.sizes())
     if json is not None:
         from corecontext.record import append_records

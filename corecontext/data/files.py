@@ -148,7 +148,11 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_documents(path: str | Path) -> Iterator[tuple[str, str, str]]:
-    """Name, domain and text of each document: objects with "text" in a JSON-lines file, or one plain text file."""
+    """Name, domain and text of each document: objects with "text" in a JSON-lines file, or one plain text file.
+
+    Raises:
+        UserError: the file cannot be read, or holds no text; says which line.
+    """
     path = Path(path)
     if ".jsonl" not in path.suffixes:
         try:
@@ -157,12 +161,12 @@ def read_documents(path: str | Path) -> Iterator[tuple[str, str, str]]:
         except Exception as error:
             if not is_broken(error):
                 raise
-            raise UserError(f"file '{path}' must be UTF-8 text: {error}.") from None
+            raise UserError(f"file '{path}' must be UTF-8 text: {error}") from None
         yield path.name, "", text
         return
-    for number, one in enumerate(read_lines(path, ("text",))):
+    for number, (line, one) in enumerate(numbered_lines(path, ("text",))):
         if not isinstance(one["text"], str):
-            raise UserError(f"file '{path}': text must be a string, got {one['text']!r} in document {number + 1}.")
+            raise UserError(f"file '{path}', line {line}: text must be a string, got {one['text']!r:.40}.")
         yield str(one.get("id", number)), str(one.get("domain", "")), one["text"]
 
 

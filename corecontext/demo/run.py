@@ -80,6 +80,8 @@ def plan(settings: DemoSettings) -> Task:
         CCAConfig(settings.group_size, settings.window_size)
     if settings.num_questions < 1:
         raise UserError(f"questions must be at least 1, got {settings.num_questions}.")
+    if settings.num_questions > 300:  # no two ask the same, and names are not without end
+        raise UserError(f"questions must be at most 300, got {settings.num_questions}.")
     limit = load_config(settings.model).get_text_config(decoder=True).max_position_embeddings
     from transformers import AutoTokenizer
 
@@ -89,7 +91,7 @@ def plan(settings: DemoSettings) -> Task:
     if settings.max_tokens is not None and settings.max_tokens > limit - spare:
         raise UserError(f"max-tokens must be at most {limit - spare} for this model, got {settings.max_tokens}.")
     task = make_task(tokenizer, read_text(settings.document), num_questions=settings.num_questions,
-                     max_tokens=min(settings.max_tokens or limit, limit - spare))
+                     max_tokens=min(limit if settings.max_tokens is None else settings.max_tokens, limit - spare))
     needed = settings.window_size + settings.group_size + task.document_mask.count(False)
     if len(task.token_ids) < needed:
         raise UserError(f"max-tokens must be at least {needed}: the planted facts, and window-size + group-size tokens "

@@ -8,7 +8,7 @@ from typing import Any
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import TASKS, describe, run_task
 from corecontext.eval.subject import ModelSubject
-from corecontext.loading import load
+from corecontext.loading import WHOLE, load
 from corecontext.record import Record
 from corecontext.text import UserError
 
@@ -68,6 +68,8 @@ def evaluate(model: str, methods: Sequence[str], tasks: Sequence[str], data: Seq
             have = {"sinks": ("cca", "streaming_llm", "lm_infinite"), "patterns": ("minference",)}
             given = {k: v for k, v in given.items() if method in have.get(k, methods)}
         loaded = load(model, method=method, dtype=dtype, device=device, **given)
+        if chunk_size is not None and loaded.config is not None and loaded.config.num_groups is not None:
+            raise UserError(WHOLE)
         groups = num_groups if loaded.config is not None or len(methods) == 1 else None
         subject = ModelSubject(loaded, num_groups=groups, chunk_size=chunk_size)
         identity = describe(loaded, model, method)

@@ -175,6 +175,12 @@ def find_layers(loaded: Loaded, text: str, length: int, most_rows: int, count: i
     shape = Shape(len(handle.full), handle.full[0].config.num_key_value_heads)
     layers, best = [Unit(layer) for layer in range(shape.layers)], max(1, shape.layers // 4)
     wanted = max(1, shape.layers * shape.kv_heads // 16 if heads else shape.layers // 8) if count is None else count
+    choices = best * shape.kv_heads if heads else shape.layers
+    if choices < 2:
+        raise UserError(f"the model must have at least 2 {'KV heads' if heads else 'full-attention layers'} to choose "
+                        f"from, got {choices}.")
+    if not 1 <= wanted < choices:
+        raise UserError(f"count must be 1 .. {choices - 1} of {choices} to choose from, got {wanted}.")
     equal = config.replace(layer_group_sizes=None, head_group_sizes=None)
     rounds = [(1, shape.layers), (wanted, best * shape.kv_heads)] if heads else [(wanted, shape.layers)]
     trials = [many - done for times, many in rounds for done in range(times)]

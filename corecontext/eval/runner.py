@@ -135,7 +135,7 @@ def finished(path: str | os.PathLike[str]) -> dict[str, Record]:
     whole = data.rfind(b"\n") + 1
     cut, begins = data[whole:], b'{"name": "quality.'
     try:
-        records = parse_records(data[:whole].decode(), path)
+        records = parse_records(data[:whole], path)
         if not cut.startswith(begins[:len(cut)]):
             raise ValueError(f"{path}: the last line must be a record, got {cut[:60]!r}.")
     except (ValueError, UnicodeDecodeError) as error:

@@ -38,6 +38,9 @@ def items(data: str | Path, settings: Settings, subject: Subject) -> list[Item]:
                 some.append(Window(f"{name}/{length}/{start}", {"length": length, "domain": domain}, part,
                                    len(subject.decode(part).encode())))
     for length, some in found.items():
+        if not some and settings.subtasks:
+            raise UserError(f"subtask must be a domain with a document of {length} tokens in '{path}', got "
+                            f"{', '.join(settings.subtasks)}.")
         if not some:
             raise UserError(f"length must be at most that of a document, got {length} and none as long in '{path}'.")
     return [one for some in found.values() for one in some]

@@ -6,8 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from corecontext.config import check_int
 from corecontext.inference.fuse import Fused
 from corecontext.inference.limits import check_length
 from corecontext.inference.policy import Load, Policy
@@ -49,8 +51,8 @@ class Engine:
                  static: bool | None = None, capture: bool = True, fuse: str | None = None,
                  policy: Policy | None = None, cache_bytes_budget: int | None = None, keep: int = 2) -> None:
         for name, value, least in (("max_length", max_length, 1), ("keep", keep, 0)):
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}.")
+            if value is not None:
+                check_int(name, value, least)
         self.model, self.handle = model, handle_of(model)
         if policy is not None and self.handle is None:
             raise ValueError("policy must be used with CCA enabled, got a model without. "
@@ -78,7 +80,7 @@ class Engine:
 
     def stream(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int,
                sampling: Sampling | None = None, seed: int | Sequence[int] = 0,
-               eos_token_id: int | Sequence[int] | None = None, stop_strings: Sequence[str] = (),
+               eos_token_id: int | Sequence[int] | None = None, stop_strings: str | Sequence[str] = (),
                tokenizer: Any = None, group_size: int | None = None, window_size: int | None = None,
                queue_length: int = 0, on_chunk: Callable[[int], Any] = lambda tokens: None) -> Stream:
         """Start a request; the prompt is read when its first token is asked for.
@@ -90,13 +92,14 @@ class Engine:
             sampling: How tokens are chosen; None takes the likeliest.
             seed: One for the batch, or one for each row: then a row's tokens do not depend on its neighbours.
             eos_token_id: Tokens that end a row; None takes the model's generation config's. [] for none.
-            stop_strings: Texts that end a row with the token that completes them. Needs `tokenizer`.
+            stop_strings: Texts, or one, that end a row with the token that completes them. Needs `tokenizer`.
             tokenizer: Decodes tokens for `stop_strings`.
             group_size, window_size: This request's g and s; what is None comes from the policy, else the handle.
             queue_length: Waiting requests, for the policy.
             on_chunk: Called with the tokens a row that have been read, after each chunk of the prompt.
 
         Raises:
+            TypeError: an argument is of another kind.
             ValueError: an argument breaks a rule, or prompt and answer exceed the positions or `max_length`.
         """
         pads = read_left_padding(input_ids, attention_mask)
@@ -104,26 +107,47 @@ class Engine:
             raise ValueError("model must stay as it was when the engine was made, got CCA enabled or disabled since. "
                              "Make a new engine.")
         batch, length = input_ids.shape
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+        check_int("max_new_tokens", max_new_tokens, 1)
+        self._check_tokens(input_ids)
+        stop_strings = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a Sampling, got {sampling!r}. Use Sampling(temperature=...).")
         if stop_strings and tokenizer is None:
             raise ValueError("tokenizer must be given with stop_strings, got None. Pass the model's tokenizer.")
         if not all(stop_strings):
             raise ValueError("stop_strings must not be empty strings, got ''. Leave them out for none.")
+        if isinstance(seed, (str, float)) or not (isinstance(seed, int) or all(isinstance(one, int) for one in seed)):
+            raise TypeError(f"seed must be an integer or one for each row, got {seed!r}.")
         seeds = [seed] if isinstance(seed, int) else list(seed)
         if not isinstance(seed, int) and len(seeds) != batch:
             raise ValueError(f"seed must be one number or one for each of {batch} rows, got {len(seeds)}.")
+        if not all(-2 ** 63 <= one < 2 ** 63 for one in seeds):
+            raise ValueError(f"seed must be from -2**63 to 2**63 - 1, got {seed}.")
         check_length(self.model.config, length - min(pads), max_new_tokens)
         if self.max_length is not None and length + max_new_tokens > self.max_length:
             raise ValueError(f"max_length must hold prompt and answer, got {self.max_length} for {length} and "
                              f"{max_new_tokens} tokens. Make the engine with a larger max_length.")
         if eos_token_id is None:
             eos_token_id = self.model.generation_config.eos_token_id
+        if isinstance(eos_token_id, str):
+            raise TypeError(f"eos_token_id must be token numbers, got {eos_token_id!r}. Use stop_strings for texts.")
         eos = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
         config = self._choose(pads, length, group_size, window_size, queue_length)
         room = self.max_length or rounded_up(length + max_new_tokens)
         return Stream(self, (batch, room, config, len(seeds)), input_ids, attention_mask if max(pads) else None, pads,
                       max_new_tokens, sampling or Sampling(), seeds, eos, tuple(stop_strings), tokenizer, on_chunk)
+
+    def _check_tokens(self, input_ids: Tensor) -> None:
+        """Raise unless all are numbers of the model's vocabulary: a GPU would stop for good at another one."""
+        share = getattr(self.model.get_input_embeddings(), "num_embeddings", 0)  # here, where processes split it
+        count = max(share, self.model.config.get_text_config(decoder=True).vocab_size)
+        if input_ids.device != self.model.device and not hasattr(self.model, "hf_device_map"):
+            raise ValueError(f"input_ids must be on the model's device {self.model.device}, got {input_ids.device}. "
+                             "Use input_ids.to(model.device).")
+        low, high = torch.stack(input_ids.aminmax()).tolist()
+        if low < 0 or high >= count:
+            raise ValueError(f"input_ids must be from 0 to {count - 1}, got {low} to {high}. Use the model's own "
+                             "tokenizer.")
 
     def _choose(self, pads: list[int], length: int, group_size: int | None, window_size: int | None,
                 queue_length: int) -> Any:

@@ -33,11 +33,18 @@ def read_left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[
         attention_mask: [B, L], 0 for padding; None means no padding.
 
     Raises:
+        TypeError: these are no tensors, or no integers.
         ValueError: shapes disagree, or a row is not padding followed by at least one token.
     """
+    for name, x in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if not isinstance(x, Tensor) and (x is not None or name == "input_ids"):
+            raise TypeError(f"{name} must be a tensor [B, L], got {type(x).__name__}. Use the tokenizer with "
+                            "return_tensors='pt'.")
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids must be [B, L] with at least one token a row, got shape {list(input_ids.shape)}. "
                          "Put a single prompt into a batch of one.")
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise TypeError(f"input_ids must be integers, got {input_ids.dtype}. Give the tokenizer's numbers.")
     if attention_mask is None:
         return [0] * input_ids.shape[0]
     if attention_mask.shape != input_ids.shape:
@@ -72,8 +79,8 @@ def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
             chunk_size is less than 1.
         MemoryError: GPU memory ran out; says what length, batch or chunk would fit.
     """
-    batch, length = input_ids.shape if input_ids.dim() == 2 else (0, 0)
     pads = read_left_padding(input_ids, attention_mask)
+    batch, length = input_ids.shape
     check_length(model.config, length - min(pads))
     if cache is not None and int(cache.get_seq_length()):
         raise ValueError(f"cache must be empty, got {int(cache.get_seq_length())} tokens. Reset it or make a new one.")

@@ -10,20 +10,31 @@ import torch
 from torch import Tensor
 
 
+COLDEST, HOTTEST = 1e-5, 1e30
+"""Below the first only the likeliest token is left, and logits over the temperature would leave float32's range."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen. The default takes the likeliest."""
 
     temperature: float = 0.0
-    """0 takes the likeliest token; otherwise logits are divided by it."""
+    """0, or less than 1e-5, takes the likeliest token; otherwise logits are divided by it."""
     top_k: int | None = None
     """Sample among so many likeliest tokens; None among all."""
     top_p: float = 1.0
     """Sample among the likeliest tokens that together reach this probability."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}. Use 0 for the likeliest token.")
+        for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, got {value!r}.")
+        if not 0 <= self.temperature <= HOTTEST:
+            most = f" and at most {HOTTEST:g}" if self.temperature > 0 else ""
+            raise ValueError(f"temperature must be at least 0{most}, got {self.temperature}. Use 0 for the likeliest "
+                             "token.")
+        if self.top_k is not None and (isinstance(self.top_k, bool) or not isinstance(self.top_k, int)):
+            raise TypeError(f"top_k must be an integer, got {self.top_k!r}. Use None for all tokens.")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}. Use None for all tokens.")
         if not 0 < self.top_p <= 1:
@@ -32,7 +43,7 @@ class Sampling:
     @property
     def kind(self) -> str:
         """What is computed, and captured by: "greedy", "plain", or "filtered" (a sort for top-k and top-p)."""
-        if self.temperature == 0:
+        if self.temperature < COLDEST:
             return "greedy"
         return "plain" if self.top_k is None and self.top_p == 1 else "filtered"
 
@@ -108,7 +119,7 @@ def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     ordered = ordered.masked_fill(ordered < last, -torch.inf)
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # of the likelier ones: 0 for the first, which always stays
-    kept = (before < top_p) & (ordered >= last)
+    kept = (before < top_p.clamp(min=1e-30)) & (ordered >= last)  # a smaller one may be 0 in float32
     return torch.zeros_like(kept).scatter(-1, order, kept)
 
 

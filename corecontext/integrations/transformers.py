@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from corecontext.config import CCAConfig
+from corecontext.config import CCAConfig, check_int
 from corecontext.integrations.hf_cache import CCALayer, compact_layer
 from corecontext.integrations.hf_learned import add_learned, remove_learned
 from corecontext.integrations.hf_rotary import find_rotary
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 NAME = "cca"
 TESTED = ("gemma", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
+NO_FULL_ATTENTION = ("model must have full-attention layers, got {} attention layers, all with a sliding window. Set "
+                     "config.sliding_window = None if the model was meant for full attention.")
 
 
 class Handle:
@@ -146,13 +148,14 @@ def enable(model: nn.Module, config: CCAConfig | None = None, *, rollback: int =
 
     Raises:
         NotImplementedError: the architecture is not tested, or its rotary embedding changes with length.
-        TypeError: the model is no transformers model, or the config no CCAConfig.
+        TypeError: the model is no transformers model, the config no CCAConfig, or rollback no integer.
         ValueError: the model is already enabled, or has no full-attention layer.
     """
     inner = _inner_model(model)
     if not isinstance(config, CCAConfig | None):
         raise TypeError(f"config must be a CCAConfig, got {type(config).__name__}. Rivals are enabled by "
                         "corecontext.baselines.enable.")
+    check_int("rollback", rollback, 0)
     if "_corecontext" in inner.__dict__:
         raise ValueError("model must not be enabled twice. Use handle.configure(...) or handle.disable() first.")
     if inner.config.model_type not in TESTED:
@@ -192,22 +195,25 @@ def handle_of(model: nn.Module) -> Handle | None:
 
 def _inner_model(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face model itself or inside a wrapper."""
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel):
             return module
     raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}.")
+
+
+def has_full_attention(config: Any, layer_idx: int) -> bool:
+    """Whether a layer of a model of this Hugging Face config sees everything, not a sliding window."""
+    types = getattr(config, "layer_types", None)
+    return types[layer_idx] == "full_attention" if types else getattr(config, "sliding_window", None) is None
 
 
 def _attention_modules(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
     """Attention modules with full causal attention, and the others (sliding window)."""
     modules = [m for name, m in model.named_modules() if hasattr(m, "layer_idx") and name.endswith("self_attn")]
     config = model.config
-    types = getattr(config, "layer_types", None)
-    sliding = getattr(config, "sliding_window", None) is not None
-    full = [m for m in modules if (types[m.layer_idx] == "full_attention" if types else not sliding)]
+    full = [m for m in modules if has_full_attention(config, m.layer_idx)]
     if not full:
-        raise ValueError(f"model must have full-attention layers, got {len(modules)} attention layers, all with a "
-                         "sliding window. Set config.sliding_window = None if the model was meant for full attention.")
+        raise ValueError(NO_FULL_ATTENTION.format(len(modules)))
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise NotImplementedError("bidirectional attention cannot be replaced by CCA, which is causal.")
     return full, [m for m in modules if m not in full]
@@ -330,6 +336,9 @@ def _mask(previous: str, batch_size: int, q_length: int, kv_length: int, q_offse
                                                       attention_mask=attention_mask, **kwargs)
     if kv_length == 0:  # CCALayer.get_mask_sizes
         return None
+    if attention_mask is not None and (attention_mask.shape[0] != batch_size or attention_mask.shape[-1] < q_length):
+        raise ValueError(f"attention_mask must be [B, L] with B = {batch_size} and L at least {q_length}, got "
+                         f"{list(attention_mask.shape)}. Give 1 for tokens and 0 for padding.")
     if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
         return None
     return attention_mask

@@ -167,11 +167,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, 
     chosen = choose_backend(backend, q)
     batch_size, num_heads, seq_len, head_dim = q.shape
     rotary = _check_rotary(rotary, core_position, head_dim)
-    _check_softcap(softcap)
+    _check_positive("softcap", softcap, "Use None for none.")
+    _check_positive("scale", scale, "Use None for 1 / sqrt(D).")
     scale = head_dim ** -0.5 if scale is None else float(scale)
     bias = _bias_tensor(core_bias, q)
+    for name, x in (("attention_mask", attention_mask), ("cu_seqlens", cu_seqlens), ("position_ids", position_ids)):
+        if x is not None:
+            _check_tensor(name, x)
     if learned:
-        rules.check(learned, num_heads, k.shape[1], head_dim)
+        rules.check(learned, num_heads, k.shape[1], head_dim, pooling)
         if "bias" in learned:
             bias = learned["bias"] if bias is None else bias + learned["bias"]
         elif bias is None and "key_gain" in learned:  # groups of one token are then no plain attention either
@@ -232,7 +236,8 @@ def pool_core_tokens(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, p
     _check_tensors(q, k, v)
     module = backend_module(backend, q)
     rotary = _check_rotary(rotary, core_position, q.shape[3])
-    _check_softcap(softcap)
+    _check_positive("softcap", softcap, "Use None for none.")
+    _check_positive("scale", scale, "Use None for 1 / sqrt(D).")
     num_groups, head_dim, repeats = q.shape[2] // group_size, q.shape[3], q.shape[1] // k.shape[1]
     k, v = (x[:, :, :num_groups * group_size].flatten(0, 1).unflatten(1, (num_groups, group_size)) for x in (k, v))
     q_last = q[:, :, group_size - 1::group_size].reshape(k.shape[0], repeats, num_groups, head_dim)
@@ -250,15 +255,22 @@ def _check_rotary(rotary: Rotary | None, core_position: str, head_dim: int) -> R
     if rotary is None:
         raise ValueError("rotary must be given for core_position='middle', got None. "
                          "Pass rotary=Rotary.from_theta(theta, head_dim), or core_position='token'.")
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary must be a corecontext.ops.rotary.Rotary, got {type(rotary).__name__}. "
+                        "Pass Rotary.from_theta(theta, head_dim).")
     if 2 * rotary.inv_freq.numel() > head_dim:
         raise ValueError(f"rotary must turn at most head_dim {head_dim} dimensions, got {2 * rotary.inv_freq.numel()}.")
     return rotary
 
 
-def _check_softcap(softcap: float | None) -> None:
-    """Raise unless scores can be capped by it."""
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be above 0, got {softcap}. Use None for none.")
+def _check_positive(name: str, value: float | None, way_out: str) -> None:
+    """Raise unless value is None or a finite number above 0: others make NaN of the scores."""
+    if value is None:
+        return
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number, got {value!r}. {way_out}")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be above 0{' and finite' if value > 0 else ''}, got {value}. {way_out}")
 
 
 def _bias_tensor(core_bias: float | Tensor | None, q: Tensor) -> Tensor | None:
@@ -266,6 +278,10 @@ def _bias_tensor(core_bias: float | Tensor | None, q: Tensor) -> Tensor | None:
     if core_bias is None or (not isinstance(core_bias, Tensor) and core_bias == 0):
         return None
     if not isinstance(core_bias, Tensor):
+        if not isinstance(core_bias, (int, float)):
+            raise TypeError(f"core_bias must be a number or a tensor [H], got {core_bias!r}.")
+        if not abs(core_bias) < float("inf"):
+            raise ValueError(f"core_bias must be finite, got {core_bias}. Use 0.0 for none.")
         return torch.full((q.shape[1],), float(core_bias), dtype=torch.promote_types(q.dtype, torch.float32),
                           device=q.device)
     if core_bias.shape != (q.shape[1],):
@@ -276,8 +292,13 @@ def _bias_tensor(core_bias: float | Tensor | None, q: Tensor) -> Tensor | None:
 def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless q, k and v are tensors at all."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}.")
+        _check_tensor(name, x)
+
+
+def _check_tensor(name: str, x: object) -> None:
+    """Raise unless x is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}.")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

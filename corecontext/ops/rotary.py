@@ -24,7 +24,15 @@ class Rotary:
 
     @classmethod
     def from_theta(cls, theta: float, head_dim: int, device: torch.device | str | None = None) -> Rotary:
-        """The usual frequencies theta^(-2i / D) over all D dimensions."""
+        """The usual frequencies theta^(-2i / D) over all D dimensions.
+
+        Raises:
+            ValueError: theta is no finite number above 0, or head_dim is odd or less than 2.
+        """
+        if not 0 < theta < float("inf"):
+            raise ValueError(f"theta must be finite and above 0, got {theta}. Take the model's rope_theta.")
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(f"head_dim must be even and at least 2, got {head_dim}.")
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
         return cls((theta ** -exponent).float())
 

@@ -29,15 +29,23 @@ def shapes(names: tuple[str, ...], num_heads: int, num_kv_heads: int, head_dim: 
     return {name: known[name] for name in names}
 
 
-def check(learned: Learned, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+def check(learned: Learned, num_heads: int, num_kv_heads: int, head_dim: int, pooling: str = "cca") -> None:
     """Raise unless these are a layer's learned parameters.
 
     Raises:
-        ValueError: an unknown name or a wrong shape.
+        TypeError: no tensors by name.
+        ValueError: an unknown name, a wrong shape, or a pooling without weights to learn.
     """
+    if not isinstance(learned, Mapping):
+        raise TypeError(f"learned must map names to tensors, got {type(learned).__name__}.")
+    if pooling not in ("cca", "mean_query"):
+        raise ValueError(f"learned must come with pooling 'cca' or 'mean_query', got {pooling!r}: others have no "
+                         "weights to learn.")
     for name, value in learned.items():
         if name not in LEARNED:
             raise ValueError(f"learned must hold {', '.join(LEARNED)}, got {name!r}.")
+        if not isinstance(value, Tensor):
+            raise TypeError(f"learned {name!r} must be a tensor, got {type(value).__name__}.")
         wanted = shapes((name,), num_heads, num_kv_heads, head_dim)[name]
         if tuple(value.shape) != wanted:
             raise ValueError(f"learned {name!r} must have shape {list(wanted)}, got {list(value.shape)}. Tensor "

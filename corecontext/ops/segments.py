@@ -98,6 +98,9 @@ def _row_segments(mask: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
     if mask.dim() != 2 or tuple(mask.shape) != (batch_size, seq_len):
         raise ValueError(f"attention_mask must be [B, L] = [{batch_size}, {seq_len}], got {list(mask.shape)}. "
                          "Give 1 for tokens and 0 for padding; no L x L mask is needed, attention is causal.")
+    if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError("attention_mask must hold 1 for tokens and 0 for padding, got other numbers, as of a mask "
+                         "that is added to scores.")
     mask = mask.bool()
     lengths = mask.sum(1)
     starts = torch.where(lengths > 0, mask.int().argmax(1), 0)

@@ -9,7 +9,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from corecontext.loading import Loaded, cca_config, check_architecture, load, load_config, one_line, pick_device
+from corecontext.loading import (Loaded, cca_config, check_architecture, check_dtype, load, load_config, one_line,
+                                 pick_device)
 from corecontext.text import UserError
 
 BUNDLED = Path(__file__).resolve().parents[1] / "assets" / "demo_model"
@@ -121,6 +122,7 @@ def _random(serving: Serving) -> Loaded:
 
     hf_config = load_config(serving.model or str(BUNDLED))
     check_architecture(hf_config)
+    check_dtype(serving.dtype)
     device = pick_device(serving.device)
     dtype = serving.dtype if serving.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     with one_line("random weights cannot be made"), torch.device(device), torch.random.fork_rng(
