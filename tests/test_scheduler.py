@@ -5,6 +5,7 @@ import gc
 import random
 import time
 import types
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from families import tiny_model, tokens
 
 import corecontext
 from corecontext import CCAConfig
+from corecontext.cache.pool import RowPool
 from corecontext.inference import Engine, Sampling
 from corecontext.inference.batch import _graph_memory
 from corecontext.inference.policy import TablePolicy
@@ -330,6 +332,62 @@ def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):
     finish(scheduler)
     assert again.tokens == alone(model, again, 8)
     assert_empty(scheduler)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_prompt_that_is_read_outlives_a_step_that_fails(model, monkeypatch, fixed):
+    scheduler = Scheduler(model, chunk_size=8, capture=False)
+    scheduler.batch.fixed = fixed
+    lost, read = job(20, 20), job(40, 9, seed=2)
+    scheduler.submit(lost)
+    while not lost.tokens:
+        scheduler.step()
+    scheduler.submit(read)
+    scheduler.step()
+    assert scheduler.reading == [read] and read.pool is lost.pool
+    held = scheduler.cache_bytes_allocated
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.batch, "step", lambda *args: 1 / 0)
+        scheduler._decode()
+    assert lost.ended == "error" and read.pool in scheduler.pools and scheduler.cache_bytes_allocated == held
+    finish(scheduler, 100)
+    assert read.tokens == alone(model, read, 8)
+    assert_empty(scheduler)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_rows_that_could_not_be_allocated_are_allocated_for_the_next(model, monkeypatch, fixed):
+    scheduler, layers, original = Scheduler(model, chunk_size=8, capture=False), [], RowPool._like
+    scheduler.batch.fixed = fixed
+
+    def second_fails(pool, layer):
+        layers.append(layer)
+        if len(layers) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(pool, layer)
+
+    monkeypatch.setattr(RowPool, "_like", second_fails)
+    bad, good = job(9, 5), job(20, 5, seed=2)
+    for one in (bad, good):
+        scheduler.submit(one)
+    finish(scheduler)
+    assert isinstance(bad.error, torch.OutOfMemoryError) and good.tokens == alone(model, good, 8)
+    assert_empty(scheduler)
+
+
+def test_what_a_call_that_failed_had_computed_is_freed(model, monkeypatch):
+    computed = []
+
+    def failing(*args, **kwargs):
+        activations = torch.zeros(5)
+        computed.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(model.model, "forward", failing)
+    scheduler, one = Scheduler(model), job(9)
+    scheduler.submit(one)
+    finish(scheduler)
+    assert isinstance(one.error, torch.OutOfMemoryError) and [gone() for gone in computed] == [None]
 
 
 def test_models_that_cannot_be_served_are_refused(model):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -430,6 +431,7 @@ class Scheduler:
             for pool in pools:  # half a step may have been written
                 if pool in self.pools:
                     self._drop(pool)
+                self._replace(pool)
             return True
         for job, token in zip(jobs, tokens):
             try:
@@ -440,6 +442,15 @@ class Scheduler:
             if reason is not None:
                 self._end(job, reason)
         return True
+
+    def _replace(self, pool: RowPool) -> None:
+        """Give prompts that are being read a new pool for one that was dropped."""
+        promised = [job for job in self.reading if job.pool is pool]
+        if promised:
+            fresh = RowPool(pool.config, pool.rows, pool.max_length, self.shape, fixed=pool.fixed)
+            self.pools.append(fresh)
+            for job in promised:
+                job.pool = fresh
 
     def _end(self, job: Job, reason: str, error: BaseException | None = None) -> None:
         """Free what a request holds, then say so."""
@@ -457,5 +468,7 @@ class Scheduler:
         if pool is not None and not pool.used and not self._promised(pool) and not self.batch.fixed:
             self._drop(pool)  # with captured steps it is kept until its memory is needed
         job.cache = job.node = job.ids = job.generator = None
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # else what the call that failed had computed stays in memory
         job.ended, job.error = reason, error
         job.on_end(reason)
