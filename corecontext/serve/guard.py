@@ -46,17 +46,19 @@ class Guard:
                 self.metrics.refused.labels(str(message["status"])).inc()
             await send(message)
 
-        refusal = self._refuse(scope) if scope["path"].startswith("/v1/") else None
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # which a proxy may have put before it
+        refusal = self._refuse(scope) if path.startswith("/v1/") else None
         if refusal is not None:
             return await refusal(scope, receive, counted)
         size = 0
 
         async def limited() -> Any:
-            """Parts of the body; one that is too long ends early, and what the application says of it is not sent."""
+            """Parts of the body. Of one that is too long nothing is run: it ends as if its client had gone, and what
+            the application says of it is not sent."""
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            return message if size <= self.max_bytes else {"type": "http.request", "body": b"", "more_body": False}
+            return message if size <= self.max_bytes else {"type": "http.disconnect"}
 
         async def unless_too_large(message: Any) -> None:
             if size <= self.max_bytes:
