@@ -262,6 +262,22 @@ def test_the_queue_has_a_limit_and_the_budget_makes_requests_wait(model):
         scheduler.submit(job(5, window_size=0))
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_rows_and_beginnings_share_one_budget(model, fixed):
+    row = Scheduler(model).shape.row_bytes(CONFIG, 64)
+    scheduler = Scheduler(model, cache_bytes=12 * row, rows_per_pool=16, chunk_size=16, capture=False)
+    scheduler.batch.fixed = fixed
+    jobs = [job(0, 5, prompt=prompt(40) + prompt(9, seed)) for seed in range(3)]
+    jobs += [job(0, 5, prompt=prompt(40) + prompt(9, seed), window_size=11) for seed in range(3)]
+    for one in jobs:
+        scheduler.submit(one)
+        while not scheduler.idle:
+            scheduler.step()
+            assert scheduler.cache_bytes_allocated <= 12 * row
+    assert [one.cached_tokens for one in jobs] == [0, 32, 32] * 2 and jobs[2].tokens == alone(model, jobs[2])
+    assert_empty(scheduler)
+
+
 def test_the_policy_sees_the_load_and_chooses_for_requests_that_start_now(model):
     seen = []
 

@@ -252,8 +252,8 @@ class Scheduler:
             return fitting[0] if self._free(fitting[0].row_bytes, keep=fitting[0]) else None
         row = self.shape.row_bytes(config, room)
         if self._free(2 * row, evict=not fitting):
-            spare = self.cache_bytes - self.cache_bytes_allocated - row
-            pool = RowPool(config, min(self.rows_per_pool, self.max_rows, spare // row), room, self.shape,
+            spare = self.cache_bytes - self.cache_bytes_allocated - row - self._share_left()  # for rows after the first
+            pool = RowPool(config, max(1, min(self.rows_per_pool, self.max_rows, spare // row)), room, self.shape,
                            fixed=self.batch.fixed)
             self.pools.append(pool)
             return pool
@@ -264,12 +264,17 @@ class Scheduler:
         def missing() -> int:
             return wanted - (self.cache_bytes - self.cache_bytes_allocated)
 
-        if missing() > 0 and evict:
+        if missing() + self._share_left() > 0 and evict:
             for pool in [pool for pool in self.pools if not pool.used and not self._promised(pool)]:
                 if pool is not keep:
                     self._drop(pool)
+        if missing() > 0 and evict:
             self.prefixes.trim(max(0, self.prefixes.nbytes - max(0, missing())))
         return missing() <= 0
+
+    def _share_left(self) -> int:
+        """Bytes of their share that beginnings do not hold yet; only requests that need it take it from them."""
+        return self.prefixes.limit - self.prefixes.nbytes
 
     def _promised(self, pool: RowPool) -> int:
         """Rows of a pool that prompts being read will take."""
@@ -375,7 +380,8 @@ class Scheduler:
             self.handle.configure(**before.to_dict())
         start, job.read = job.read, end
         if end - start == self.chunk_size and not self.full and (job.node is None) == (start == 0):
-            job.node = self.prefixes.add(job.config, job.node, tuple(job.prompt[start:end]), job.cache)
+            room = self.cache_bytes - self.cache_bytes_allocated + self.prefixes.nbytes
+            job.node = self.prefixes.add(job.config, job.node, tuple(job.prompt[start:end]), job.cache, room)
         return out.logits[:, -1] if end == len(job.prompt) else None
 
     def _begin(self, job: Job) -> None:
