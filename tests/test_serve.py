@@ -285,6 +285,7 @@ def test_the_key_is_asked_for_and_large_bodies_are_not_read(folder):
         assert response.status_code == 413 and "at most" in response.json()["error"]["message"]
     page = served.ask(("GET", "/metrics", {}))[0].text
     assert 'corecontext_refused_total{status="401"} 4.0' in page and 'refused_total{status="413"} 2.0' in page
+    assert 'refused_total{status="503"}' not in page  # the probe's
 
 
 def test_a_body_that_grows_too_large_runs_nothing(tiny, monkeypatch):
@@ -423,7 +424,8 @@ def test_the_time_limit_and_errors_inside(folder, monkeypatch):
     assert response.status_code == 408 and "took longer than its time limit" in response.json()["error"]["message"]
     events = [line for line in served.complete(max_tokens=400, stream=True).text.splitlines() if line]
     assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "timeout" and len(events) > 1
-    for error, status in ((torch.OutOfMemoryError("no"), 503), (RuntimeError("broken: abc"), 500)):
+    for error, status in ((torch.OutOfMemoryError("no"), 503), (RuntimeError("broken: abc"), 500),
+                          (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."), 503)):
         def failing(*args, error=error, **kwargs):
             raise error
         with monkeypatch.context() as patch:

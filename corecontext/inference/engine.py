@@ -110,6 +110,8 @@ class Engine:
             raise ValueError("tokenizer must be given with stop_strings, got None. Pass the model's tokenizer.")
         if not all(stop_strings):
             raise ValueError("stop_strings must not be empty strings, got ''. Leave them out for none.")
+        if isinstance(stop_strings, str):  # a sequence of its characters otherwise
+            stop_strings = (stop_strings,)
         seeds = [seed] if isinstance(seed, int) else list(seed)
         if not isinstance(seed, int) and len(seeds) != batch:
             raise ValueError(f"seed must be one number or one for each of {batch} rows, got {len(seeds)}.")

@@ -24,7 +24,7 @@ def error_body(status: int, message: str, headers: Any = None, **more: Any) -> J
 
 
 class Guard:
-    """ASGI middleware in front of /v1; counts every refusal of the server.
+    """ASGI middleware in front of /v1; counts every refusal there.
 
     Args:
         api_key: What clients must send as `Authorization: Bearer KEY`; compared in constant time. None asks nothing.
@@ -41,13 +41,15 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
 
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # which a proxy may have put before it
+        asks = path.startswith("/v1/")  # and is no probe, which is told of a shutdown, too
+
         async def counted(message: Any) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
+            if message["type"] == "http.response.start" and message["status"] >= 400 and asks:
                 self.metrics.refused.labels(str(message["status"])).inc()
             await send(message)
 
-        path = scope["path"].removeprefix(scope.get("root_path", ""))  # which a proxy may have put before it
-        refusal = self._refuse(scope) if path.startswith("/v1/") else None
+        refusal = self._refuse(scope) if asks else None
         if refusal is not None:
             return await refusal(scope, receive, counted)
         size = 0
