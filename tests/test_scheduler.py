@@ -525,6 +525,25 @@ def test_an_empty_pool_that_is_wanted_is_not_given_up_for_itself(model):
     assert_empty(scheduler)
 
 
+def test_nobody_waits_for_the_memory_of_an_empty_pool_that_is_too_long(model):
+    row = Scheduler(model).shape.row_bytes(CONFIG, 256)
+    scheduler = Scheduler(model, cache_bytes=int(3.5 * row), rows_per_pool=1, chunk_size=64, capture=False)
+    scheduler.batch.fixed = True
+    scheduler.prefixes.limit = 0
+    scheduler.submit(job(200, 3))
+    finish(scheduler)
+    scheduler.rows_per_pool = 8
+    other, short = job(30, 30, group_size=4), job(20, 3)
+    for one in (other, short):
+        scheduler.submit(one)
+        for _ in range(3):
+            scheduler.step()
+    assert short.started is not None and other.ended is None
+    finish(scheduler)
+    assert short.tokens == alone(model, short, 64)
+    assert_empty(scheduler)
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("full", [False, True])
 def test_warming_up_leaves_nothing_behind(model, full, fixed):

@@ -244,20 +244,25 @@ class Scheduler:
         return own.replace(group_size=g, window_size=s, num_groups=None)
 
     def _place(self, config: CCAConfig | None, length: int) -> RowPool | None:
-        """A pool with a free row: one that is not far too long, else a new one, else any, else None."""
+        """A pool with a free row: one that is not far too long, else a new one, else any, else a new one in place of
+        those that nobody uses, else None."""
         room = rounded_up(length)
         fitting = sorted((pool for pool in self.pools if pool.config == config and pool.max_length >= length
                           and pool.used + self._promised(pool) < pool.rows), key=lambda pool: pool.max_length)
-        if fitting and fitting[0].max_length <= 2 * room:
-            return fitting[0] if self._free(fitting[0].row_bytes, keep=fitting[0]) else None
+        if fitting and fitting[0].max_length <= 2 * room and self._free(fitting[0].row_bytes, keep=fitting[0]):
+            return fitting[0]
         row = self.shape.row_bytes(config, room)
-        if self._free(2 * row, evict=not fitting):
+        for evict in ((False, True) if fitting else (True,)):  # what fits is given up, too, before anybody waits
+            if not self._free(2 * row, evict):
+                if not evict and self._free(fitting[0].row_bytes, keep=fitting[0]):
+                    return fitting[0]
+                continue
             spare = self.cache_bytes - self.cache_bytes_allocated - row - self._share_left()  # for rows after the first
             pool = RowPool(config, max(1, min(self.rows_per_pool, self.max_rows, spare // row)), room, self.shape,
                            fixed=self.batch.fixed)
             self.pools.append(pool)
             return pool
-        return fitting[0] if fitting and self._free(fitting[0].row_bytes, keep=fitting[0]) else None
+        return None
 
     def _free(self, wanted: int, evict: bool = True, keep: RowPool | None = None) -> bool:
         """Whether so many bytes are free, after giving up what nobody uses now."""
