@@ -234,6 +234,7 @@ def test_stop_strings_end_with_the_token_that_completes_them(model):
         for row, own in zip(free, made):
             ends = (n for n in range(1, 31) if stop in Letters().decode(row[:n]))
             assert own == row[:next(ends, 30)]
+    assert engine.generate(ids, max_new_tokens=30, stop_strings=stop, tokenizer=Letters()) == made  # one as it is
 
 
 def test_sampling_is_reproducible_and_that_of_generate(model):

@@ -5,6 +5,7 @@ import gc
 import random
 import time
 import types
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from families import tiny_model, tokens
 
 import corecontext
 from corecontext import CCAConfig
+from corecontext.cache.pool import RowPool
 from corecontext.inference import Engine, Sampling
 from corecontext.inference.batch import _graph_memory
 from corecontext.inference.policy import TablePolicy
@@ -260,6 +262,22 @@ def test_the_queue_has_a_limit_and_the_budget_makes_requests_wait(model):
         scheduler.submit(job(5, window_size=0))
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_rows_and_beginnings_share_one_budget(model, fixed):
+    row = Scheduler(model).shape.row_bytes(CONFIG, 64)
+    scheduler = Scheduler(model, cache_bytes=12 * row, rows_per_pool=16, chunk_size=16, capture=False)
+    scheduler.batch.fixed = fixed
+    jobs = [job(0, 5, prompt=prompt(40) + prompt(9, seed)) for seed in range(3)]
+    jobs += [job(0, 5, prompt=prompt(40) + prompt(9, seed), window_size=11) for seed in range(3)]
+    for one in jobs:
+        scheduler.submit(one)
+        while not scheduler.idle:
+            scheduler.step()
+            assert scheduler.cache_bytes_allocated <= 12 * row
+    assert [one.cached_tokens for one in jobs] == [0, 32, 32] * 2 and jobs[2].tokens == alone(model, jobs[2])
+    assert_empty(scheduler)
+
+
 def test_the_policy_sees_the_load_and_chooses_for_requests_that_start_now(model):
     seen = []
 
@@ -330,6 +348,62 @@ def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):
     finish(scheduler)
     assert again.tokens == alone(model, again, 8)
     assert_empty(scheduler)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_prompt_that_is_read_outlives_a_step_that_fails(model, monkeypatch, fixed):
+    scheduler = Scheduler(model, chunk_size=8, capture=False)
+    scheduler.batch.fixed = fixed
+    lost, read = job(20, 20), job(40, 9, seed=2)
+    scheduler.submit(lost)
+    while not lost.tokens:
+        scheduler.step()
+    scheduler.submit(read)
+    scheduler.step()
+    assert scheduler.reading == [read] and read.pool is lost.pool
+    held = scheduler.cache_bytes_allocated
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.batch, "step", lambda *args: 1 / 0)
+        scheduler._decode()
+    assert lost.ended == "error" and read.pool in scheduler.pools and scheduler.cache_bytes_allocated == held
+    finish(scheduler, 100)
+    assert read.tokens == alone(model, read, 8)
+    assert_empty(scheduler)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_rows_that_could_not_be_allocated_are_allocated_for_the_next(model, monkeypatch, fixed):
+    scheduler, layers, original = Scheduler(model, chunk_size=8, capture=False), [], RowPool._like
+    scheduler.batch.fixed = fixed
+
+    def second_fails(pool, layer):
+        layers.append(layer)
+        if len(layers) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(pool, layer)
+
+    monkeypatch.setattr(RowPool, "_like", second_fails)
+    bad, good = job(9, 5), job(20, 5, seed=2)
+    for one in (bad, good):
+        scheduler.submit(one)
+    finish(scheduler)
+    assert isinstance(bad.error, torch.OutOfMemoryError) and good.tokens == alone(model, good, 8)
+    assert_empty(scheduler)
+
+
+def test_what_a_call_that_failed_had_computed_is_freed(model, monkeypatch):
+    computed = []
+
+    def failing(*args, **kwargs):
+        activations = torch.zeros(5)
+        computed.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(model.model, "forward", failing)
+    scheduler, one = Scheduler(model), job(9)
+    scheduler.submit(one)
+    finish(scheduler)
+    assert isinstance(one.error, torch.OutOfMemoryError) and [gone() for gone in computed] == [None]
 
 
 def test_models_that_cannot_be_served_are_refused(model):
@@ -448,6 +522,25 @@ def test_an_empty_pool_that_is_wanted_is_not_given_up_for_itself(model):
         assert scheduler.cache_bytes_allocated <= scheduler.cache_bytes
         assert all(one.pool in scheduler.pools for one in scheduler.active())
     assert other.tokens == alone(model, other) and again.tokens == alone(model, again)
+    assert_empty(scheduler)
+
+
+def test_nobody_waits_for_the_memory_of_an_empty_pool_that_is_too_long(model):
+    row = Scheduler(model).shape.row_bytes(CONFIG, 256)
+    scheduler = Scheduler(model, cache_bytes=int(3.5 * row), rows_per_pool=1, chunk_size=64, capture=False)
+    scheduler.batch.fixed = True
+    scheduler.prefixes.limit = 0
+    scheduler.submit(job(200, 3))
+    finish(scheduler)
+    scheduler.rows_per_pool = 8
+    other, short = job(30, 30, group_size=4), job(20, 3)
+    for one in (other, short):
+        scheduler.submit(one)
+        for _ in range(3):
+            scheduler.step()
+    assert short.started is not None and other.ended is None
+    finish(scheduler)
+    assert short.tokens == alone(model, short, 64)
     assert_empty(scheduler)
 
 

@@ -7,10 +7,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_model import save_tiny_model
+from tokenizers import Tokenizer, decoders, models, processors
+from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("fastapi")
 httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")
@@ -18,9 +21,11 @@ httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")
 from corecontext.cli import main  # noqa: E402
 from corecontext.inference import Engine, Load, TablePolicy  # noqa: E402
 from corecontext.inference.policy import load_policy, table_around  # noqa: E402
-from corecontext.inference.scheduler import Job, Scheduler  # noqa: E402
+from corecontext.inference.scheduler import Job, QueueFull, Scheduler  # noqa: E402
 from corecontext.loading import load  # noqa: E402
 from corecontext.serve.app import Options, create_app  # noqa: E402
+from corecontext.serve.guard import Guard  # noqa: E402
+from corecontext.serve.metrics import Metrics  # noqa: E402
 from corecontext.serve.run import BUNDLED, Serving  # noqa: E402
 from corecontext.serve.text import TextStream, chat_prompt  # noqa: E402
 
@@ -280,6 +285,113 @@ def test_the_key_is_asked_for_and_large_bodies_are_not_read(folder):
         assert response.status_code == 413 and "at most" in response.json()["error"]["message"]
     page = served.ask(("GET", "/metrics", {}))[0].text
     assert 'corecontext_refused_total{status="401"} 4.0' in page and 'refused_total{status="413"} 2.0' in page
+    assert 'refused_total{status="503"}' not in page  # the probe's
+
+
+def test_a_body_that_grows_too_large_runs_nothing(tiny, monkeypatch):
+    """The beginning of the body is a whole request."""
+    taken = []
+
+    def submit(job):
+        taken.append(job)
+        raise QueueFull("none is taken")
+
+    monkeypatch.setattr(tiny.scheduler, "submit", submit)
+
+    async def parts():
+        yield b'{"model": "tiny", "prompt": "abc", "max_tokens": 9, "stream": true}'
+        for _ in range(12):
+            yield b" " * 100000
+
+    response = tiny.ask(("POST", "/v1/completions", {"content": parts(), "headers": {
+        "content-type": "application/json"}}))[0]
+    assert response.status_code == 413 and not taken
+
+
+def test_a_client_that_leaves_a_body_that_is_too_large_is_seen_to_leave():
+    """Otherwise whoever waits for its leaving would be told of parts for ever, and nothing else would run."""
+    told = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"12345", "more_body": True}
+
+    async def app(scope, receive, send):
+        told.extend([await receive(), await receive()])
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+    guard = Guard(app, None, SimpleNamespace(draining=False), Metrics(SimpleNamespace(
+        waiting=[], pools=[], cache_bytes=0, cache_bytes_used=0, cache_bytes_allocated=0,
+        prefixes=SimpleNamespace(nbytes=0), active=list)), 4)
+    asyncio.run(guard(scope, receive, send))
+    assert [message["type"] for message in told] == ["http.disconnect"] * 2
+
+
+def test_the_key_is_asked_for_behind_a_prefix_of_paths(folder):
+    served = Asgi(folder, start=False, api_key="right")
+
+    async def send() -> list:
+        transport = httpx.ASGITransport(served.app, root_path="/llm")
+        async with httpx.AsyncClient(transport=transport, base_url="http://test/llm") as client:
+            return [(await client.get("/v1/models", headers=headers)).status_code
+                    for headers in ({}, {"Authorization": "Bearer right"})]
+
+    assert asyncio.run(send()) == [401, 200]
+
+
+def test_an_answer_can_be_sent_back_in_the_next_chat(tiny):
+    async def talk() -> None:
+        transport = httpx.ASGITransport(tiny.app)
+        async with httpx.AsyncClient(transport=transport) as http:
+            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", max_retries=0, http_client=http)
+            turns = [{"role": "user", "content": "hi"}]
+            said = (await client.chat.completions.create(model="tiny", messages=turns, max_tokens=3)).choices[0].message
+            for form in (said, said.model_dump()):
+                again = [*turns, form, {"role": "user", "content": "and"}]
+                await client.chat.completions.create(model="tiny", messages=again, max_tokens=3)
+
+    asyncio.run(talk())
+
+
+def test_templates_write_special_tokens_themselves(folder):
+    served, prompts = Asgi(folder), []
+    tokenizer, submit = served.loaded.tokenizer, served.scheduler.submit
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single="Q $A", special_tokens=[
+        ("Q", tokenizer.convert_tokens_to_ids("Q"))])
+    served.scheduler.submit = lambda job: prompts.append(tokenizer.decode(job.prompt)) or submit(job)
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    served.ask(("POST", "/v1/chat/completions", {"json": chat}))
+    tokenizer.bos_token, tokenizer.chat_template = "Q", "{{ bos_token }}<{{ messages[0].content }}>"
+    served.ask(("POST", "/v1/chat/completions", {"json": chat}))
+    served.complete(max_tokens=2)
+    served.worker.stop()
+    assert prompts == ["Quser: hi\nassistant:", "Q<hi>", "Qabc"]
+
+
+def test_tokens_that_only_the_tokenizer_knows_are_refused(folder):
+    served = Asgi(folder, start=False)
+    served.loaded.tokenizer.add_tokens(["<pad>"])
+    response = served.complete(prompt="abc<pad>")
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "prompt must hold token numbers below 256, got 256."
+
+
+def test_an_event_is_one_line_for_every_client(tiny, monkeypatch):
+    monkeypatch.setattr(TextStream, "push", lambda self, token: "a\u2028b\x85c")
+    lines = tiny.complete(max_tokens=2, stream=True).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+    assert "".join(event["choices"][0]["text"] for event in events) == "a\u2028b\x85c" * 2
+
+
+def test_what_is_stopped_is_not_called_late(folder):
+    served = Asgi(folder)
+    step = served.scheduler.step
+    served.scheduler.step = lambda: time.sleep(0.01) or step()
+    threading.Timer(0.2, served.worker.stop).start()
+    response = served.complete(max_tokens=400)
+    assert response.status_code == 503 and "the server was stopped before" in response.json()["error"]["message"]
 
 
 def test_a_full_queue_and_a_closed_door(folder):
@@ -312,7 +424,8 @@ def test_the_time_limit_and_errors_inside(folder, monkeypatch):
     assert response.status_code == 408 and "took longer than its time limit" in response.json()["error"]["message"]
     events = [line for line in served.complete(max_tokens=400, stream=True).text.splitlines() if line]
     assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "timeout" and len(events) > 1
-    for error, status in ((torch.OutOfMemoryError("no"), 503), (RuntimeError("broken: abc"), 500)):
+    for error, status in ((torch.OutOfMemoryError("no"), 503), (RuntimeError("broken: abc"), 500),
+                          (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."), 503)):
         def failing(*args, error=error, **kwargs):
             raise error
         with monkeypatch.context() as patch:
@@ -344,6 +457,31 @@ def test_text_comes_in_whole_characters_and_stops_are_held_back(tiny):
     broken = TextStream(tokenizer)
     byte = ids[2]  # the first of two bytes
     assert "".join([*(broken.push(byte) for _ in range(20)), broken.end()]).count("\ufffd") >= 10
+
+
+def test_spaces_between_words_are_kept():
+    """As in tokenizers of Llama 2, which write a word with the space before it and drop that of the first one."""
+    words = ["<s>", "▁The", "▁sea", "▁was", "▁calm", "</s>", "▁then", "▁"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>"))
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    inner.add_special_tokens(["<s>", "</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+
+    def text(prompt: list[int], answer: list[int]) -> str:
+        stream = TextStream(tokenizer, (), prompt)
+        return "".join([*map(stream.push, answer), stream.end()])
+
+    assert text([0, 1, 2], [3, 4]) == " was calm" and text([0], [1, 2]) == text([], [1, 2]) == "The sea"
+    assert text([0, 1, 2], [3, 5, 6]) == text([0, 1, 2], [3, 5, 5, 5, 6]) == " was then"
+    many = TextStream(tokenizer)
+    assert "".join(map(many.push, [1] + [5] * 500)) == "The" and len(many._ids) - many._context < 40
+
+
+def test_an_answer_that_ends_a_character_of_the_prompt_keeps_its_text(tiny):
+    tokenizer = tiny.loaded.tokenizer
+    half, rest = tokenizer("a\u00ef")["input_ids"][:-1], tokenizer("bcd")["input_ids"]
+    stream = TextStream(tokenizer, (), half)
+    assert "".join(map(stream.push, rest)) == "bcd"
 
 
 def test_chats_without_a_template_are_lines(tiny, monkeypatch):
@@ -398,6 +536,24 @@ def test_a_taken_port_is_one_line(folder, capfd):
         taken.listen()
         assert main(["serve", "--model", folder, "--device", "cpu", "--port", str(taken.getsockname()[1])]) == 2
     assert "cannot listen on 127.0.0.1 port" in capfd.readouterr().err
+
+
+def test_a_server_that_says_it_listens_does(monkeypatch):
+    import socket
+
+    from corecontext.serve import run as runs
+    reached = []
+
+    def says(event, *, host="", port=0, **fields):
+        if event == "listening":
+            socket.create_connection((host, port), timeout=5).close()
+            reached.append(port)
+
+    monkeypatch.setattr(runs, "make_app", lambda serving: None)
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: sockets[0].close())
+    monkeypatch.setattr("corecontext.serve.logs.start_logging", lambda: None)
+    monkeypatch.setattr("corecontext.serve.logs.log_event", says)
+    assert runs.run(Serving(port=0)) == 0 and len(reached) == 1
 
 
 def test_random_weights_and_names(folder):

@@ -133,20 +133,21 @@ class RowPool:
         self._pad[row] = pad
 
     def _allocate(self, layers: Sequence[CompactLayer | HeadsLayer | FullLayer]) -> None:
-        """Buffers like those of a first request."""
+        """Buffers like those of a first request; where memory runs out, none, so that a later one can try again."""
         device = parts_of(layers[0])[0].keys.device
         self._pad = torch.full((self.rows,), IDLE, dtype=torch.long, device=device)
+        made, held = [], []
         for one in layers:
             parts = [self._like(part) for part in parts_of(one)]
-            self._parts += parts
-            self.layers.append(one.of(parts) if isinstance(one, HeadsLayer) else parts[0])
+            made.append(one.of(parts) if isinstance(one, HeadsLayer) else parts[0])
+            held += parts
+        self.layers, self._parts, self._buffers = made, held, [part.buffers for part in held]
 
     def _like(self, one: CompactLayer | FullLayer) -> CompactLayer | FullLayer:
         """All rows of what holds one."""
         entries = self.shape.entries(one.config, self.max_length)
         # Zeros, not garbage: a masked NaN would still reach the output as 0 x NaN.
         buffers = [x.new_zeros(self.rows, x.shape[1], entries, x.shape[3]) for x in one.buffers]
-        self._buffers.append(buffers)
         layer: CompactLayer | FullLayer
         if isinstance(one, FullLayer):
             layer = FullLayer(self.max_length, fixed=self.fixed)

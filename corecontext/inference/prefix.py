@@ -71,10 +71,12 @@ class PrefixStore:
             node.used = next(self._clock)
         return node
 
-    def add(self, config: CCAConfig, parent: Node | None, tokens: Sequence[int], cache: Any) -> Node | None:
-        """Keep what has been read up to the end of a chunk; None where its parent is gone, or it does not fit."""
-        layers = [layer.compact for layer in cache.layers]
-        if (parent is None) != (layers[0].seq_len == self.chunk_size) or not self.limit:
+    def add(self, config: CCAConfig, parent: Node | None, tokens: Sequence[int], cache: Any,
+            room: int) -> Node | None:
+        """Keep what has been read up to the end of a chunk; None where its parent is gone, or it does not fit `room`
+        (bytes, of which what is held is a part) or the limit."""
+        layers, limit = [layer.compact for layer in cache.layers], min(self.limit, room)
+        if (parent is None) != (layers[0].seq_len == self.chunk_size) or limit <= 0:
             return None
         if parent is not None and self._nodes.get(parent.key) is not parent:
             return None
@@ -85,7 +87,7 @@ class PrefixStore:
             self.nbytes += node.nbytes
             if parent is not None:
                 parent.children += 1
-            self.trim(self.limit)
+            self.trim(limit)
         return node if self._nodes.get(key) is node else None
 
     def load(self, node: Node, cache: Any) -> None:

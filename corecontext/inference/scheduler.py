@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -243,32 +244,42 @@ class Scheduler:
         return own.replace(group_size=g, window_size=s, num_groups=None)
 
     def _place(self, config: CCAConfig | None, length: int) -> RowPool | None:
-        """A pool with a free row: one that is not far too long, else a new one, else any, else None."""
+        """A pool with a free row: one that is not far too long, else a new one, else any, else a new one in place of
+        those that nobody uses, else None."""
         room = rounded_up(length)
         fitting = sorted((pool for pool in self.pools if pool.config == config and pool.max_length >= length
                           and pool.used + self._promised(pool) < pool.rows), key=lambda pool: pool.max_length)
-        if fitting and fitting[0].max_length <= 2 * room:
-            return fitting[0] if self._free(fitting[0].row_bytes, keep=fitting[0]) else None
+        if fitting and fitting[0].max_length <= 2 * room and self._free(fitting[0].row_bytes, keep=fitting[0]):
+            return fitting[0]
         row = self.shape.row_bytes(config, room)
-        if self._free(2 * row, evict=not fitting):
-            spare = self.cache_bytes - self.cache_bytes_allocated - row
-            pool = RowPool(config, min(self.rows_per_pool, self.max_rows, spare // row), room, self.shape,
+        for evict in ((False, True) if fitting else (True,)):  # what fits is given up, too, before anybody waits
+            if not self._free(2 * row, evict):
+                if not evict and self._free(fitting[0].row_bytes, keep=fitting[0]):
+                    return fitting[0]
+                continue
+            spare = self.cache_bytes - self.cache_bytes_allocated - row - self._share_left()  # for rows after the first
+            pool = RowPool(config, max(1, min(self.rows_per_pool, self.max_rows, spare // row)), room, self.shape,
                            fixed=self.batch.fixed)
             self.pools.append(pool)
             return pool
-        return fitting[0] if fitting and self._free(fitting[0].row_bytes, keep=fitting[0]) else None
+        return None
 
     def _free(self, wanted: int, evict: bool = True, keep: RowPool | None = None) -> bool:
         """Whether so many bytes are free, after giving up what nobody uses now."""
         def missing() -> int:
             return wanted - (self.cache_bytes - self.cache_bytes_allocated)
 
-        if missing() > 0 and evict:
+        if missing() + self._share_left() > 0 and evict:
             for pool in [pool for pool in self.pools if not pool.used and not self._promised(pool)]:
                 if pool is not keep:
                     self._drop(pool)
+        if missing() > 0 and evict:
             self.prefixes.trim(max(0, self.prefixes.nbytes - max(0, missing())))
         return missing() <= 0
+
+    def _share_left(self) -> int:
+        """Bytes of their share that beginnings do not hold yet; only requests that need it take it from them."""
+        return self.prefixes.limit - self.prefixes.nbytes
 
     def _promised(self, pool: RowPool) -> int:
         """Rows of a pool that prompts being read will take."""
@@ -374,7 +385,8 @@ class Scheduler:
             self.handle.configure(**before.to_dict())
         start, job.read = job.read, end
         if end - start == self.chunk_size and not self.full and (job.node is None) == (start == 0):
-            job.node = self.prefixes.add(job.config, job.node, tuple(job.prompt[start:end]), job.cache)
+            room = self.cache_bytes - self.cache_bytes_allocated + self.prefixes.nbytes
+            job.node = self.prefixes.add(job.config, job.node, tuple(job.prompt[start:end]), job.cache, room)
         return out.logits[:, -1] if end == len(job.prompt) else None
 
     def _begin(self, job: Job) -> None:
@@ -430,6 +442,7 @@ class Scheduler:
             for pool in pools:  # half a step may have been written
                 if pool in self.pools:
                     self._drop(pool)
+                self._replace(pool)
             return True
         for job, token in zip(jobs, tokens):
             try:
@@ -440,6 +453,15 @@ class Scheduler:
             if reason is not None:
                 self._end(job, reason)
         return True
+
+    def _replace(self, pool: RowPool) -> None:
+        """Give prompts that are being read a new pool for one that was dropped."""
+        promised = [job for job in self.reading if job.pool is pool]
+        if promised:
+            fresh = RowPool(pool.config, pool.rows, pool.max_length, self.shape, fixed=pool.fixed)
+            self.pools.append(fresh)
+            for job in promised:
+                job.pool = fresh
 
     def _end(self, job: Job, reason: str, error: BaseException | None = None) -> None:
         """Free what a request holds, then say so."""
@@ -457,5 +479,7 @@ class Scheduler:
         if pool is not None and not pool.used and not self._promised(pool) and not self.batch.fixed:
             self._drop(pool)  # with captured steps it is kept until its memory is needed
         job.cache = job.node = job.ids = job.generator = None
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # else what the call that failed had computed stays in memory
         job.ended, job.error = reason, error
         job.on_end(reason)

@@ -24,7 +24,7 @@ from corecontext.inference.scheduler import Job, QueueFull, Scheduler
 from corecontext.serve import protocol
 from corecontext.serve.guard import Guard, Refusal, error_body
 from corecontext.serve.metrics import Metrics, setting
-from corecontext.serve.text import TextStream, chat_prompt
+from corecontext.serve.text import TextStream, chat_prompt, token_numbers
 from corecontext.serve.worker import Answer, Draining, Failed, Worker, error_of
 
 log = logging.getLogger("corecontext.serve")
@@ -167,7 +167,7 @@ class Service:
         if body.stream_options is not None and not body.stream:
             raise Refusal(400, "stream_options must be given with stream, got it without.", param="stream_options")
         arrived = time.monotonic()
-        ids = await self._tokens(prompt)
+        ids = await self._tokens(prompt, chat)
         if limit is None:
             limit = max(1, min(self.options.default_max_tokens, self.scheduler.max_length - len(ids)))
         cold = body.temperature is not None and body.temperature < COLDEST
@@ -177,7 +177,7 @@ class Service:
                   frozenset() if body.ignore_eos else self._eos, body.group_size, body.window_size,
                   deadline=arrived + self.options.time_limit_s, arrived=arrived)
         try:
-            answer = self.worker.submit(job, TextStream(self.tokenizer, body.stops))
+            answer = self.worker.submit(job, TextStream(self.tokenizer, body.stops, () if chat else ids))
         except (ValueError, TypeError) as error:
             code = "context_length_exceeded" if "must fit" in str(error) else None
             raise Refusal(400, str(error), code=code) from None
@@ -195,17 +195,15 @@ class Service:
             self.worker.cancel(answer)  # changes nothing where the request has ended
         return JSONResponse(text)
 
-    async def _tokens(self, prompt: str | list[int]) -> list[int]:
+    async def _tokens(self, prompt: str | list[int], chat: bool) -> list[int]:
         """Token numbers of a prompt."""
-        if isinstance(prompt, list):
-            if max(prompt) >= self._vocabulary:
-                raise Refusal(400, f"prompt must hold token numbers below {self._vocabulary}, got {max(prompt)}.",
-                              param="prompt")
-            return prompt
-        loop = asyncio.get_running_loop()
-        ids = await loop.run_in_executor(self._tokenizing, lambda: self.tokenizer(prompt, verbose=False)["input_ids"])
+        ids = prompt if isinstance(prompt, list) else await asyncio.get_running_loop().run_in_executor(
+            self._tokenizing, token_numbers, self.tokenizer, prompt, chat)
         if not ids:
             raise Refusal(400, "prompt must have at least one token, got an empty one.", param="prompt")
+        if max(ids) >= self._vocabulary:  # a tokenizer may know tokens, too, that its model does not
+            raise Refusal(400, f"prompt must hold token numbers below {self._vocabulary}, got {max(ids)}.",
+                          param="prompt")
         return ids
 
     def _ended(self, job: Job) -> None:
@@ -275,7 +273,7 @@ class Reply:
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(body)}\n\n"  # in ASCII, since many clients take U+2028 and its like for ends of lines
 
 
 def _as_refusal(error: Failed, job: Job) -> Refusal:

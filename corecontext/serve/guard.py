@@ -24,7 +24,7 @@ def error_body(status: int, message: str, headers: Any = None, **more: Any) -> J
 
 
 class Guard:
-    """ASGI middleware in front of /v1; counts every refusal of the server.
+    """ASGI middleware in front of /v1; counts every refusal there.
 
     Args:
         api_key: What clients must send as `Authorization: Bearer KEY`; compared in constant time. None asks nothing.
@@ -41,22 +41,26 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
 
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # which a proxy may have put before it
+        asks = path.startswith("/v1/")  # and is no probe, which is told of a shutdown, too
+
         async def counted(message: Any) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
+            if message["type"] == "http.response.start" and message["status"] >= 400 and asks:
                 self.metrics.refused.labels(str(message["status"])).inc()
             await send(message)
 
-        refusal = self._refuse(scope) if scope["path"].startswith("/v1/") else None
+        refusal = self._refuse(scope) if asks else None
         if refusal is not None:
             return await refusal(scope, receive, counted)
         size = 0
 
         async def limited() -> Any:
-            """Parts of the body; one that is too long ends early, and what the application says of it is not sent."""
+            """Parts of the body. Of one that is too long nothing is run: it ends as if its client had gone, and what
+            the application says of it is not sent."""
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            return message if size <= self.max_bytes else {"type": "http.request", "body": b"", "more_body": False}
+            return message if size <= self.max_bytes else {"type": "http.disconnect"}
 
         async def unless_too_large(message: Any) -> None:
             if size <= self.max_bytes:

@@ -33,8 +33,8 @@ class Metrics:
         self.scheduler, self.registry = scheduler, CollectorRegistry()
         self.requests = Counter("corecontext_requests", "Requests that ended, by how.", ["outcome"],
                                 registry=self.registry)
-        self.refused = Counter("corecontext_refused", "Requests that were not taken, by HTTP status.", ["status"],
-                               registry=self.registry)
+        self.refused = Counter("corecontext_refused", "Answers under /v1 that were errors, by HTTP status (of streams "
+                               "only those that did not begin).", ["status"], registry=self.registry)
         self.tokens = Counter("corecontext_tokens", "Tokens: of prompts read, of prompts found read, and made.",
                               ["kind"], registry=self.registry)
         self.settings = Counter("corecontext_settings", "Requests that ended, by the g and s they got.",

@@ -103,6 +103,12 @@ class Message(Fields):
     role: Literal["system", "developer", "user", "assistant"]
     content: Union[Text, Annotated[list[Part], Field(min_length=1)]]
     name: Optional[Text] = None
+    # What the official client adds to an answer that it sends back as part of the next chat:
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
 
     @property
     def text(self) -> str:

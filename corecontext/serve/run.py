@@ -169,6 +169,7 @@ def run(serving: Serving) -> int:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((serving.host, serving.port))
+        listener.listen(2048)  # before it is said; who comes before the server is up waits
     except OSError as error:
         raise UserError(f"cannot listen on {serving.host} port {serving.port}: {error.strerror}. Choose another with "
                         "--port.") from None

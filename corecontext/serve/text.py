@@ -24,19 +24,29 @@ def chat_prompt(tokenizer: Any, messages: Sequence[tuple[str, str]]) -> str:
     return "".join(SAMPLE.format(role=role, text=text) for role, text in messages) + "assistant:"
 
 
+def token_numbers(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    """Token numbers of a prompt, or of what `chat_prompt` made: a chat template writes special tokens itself, so the
+    tokenizer must not add them (a second beginning of text) again."""
+    templated = chat and bool(getattr(tokenizer, "chat_template", None))
+    return tokenizer(text, add_special_tokens=not templated, verbose=False)["input_ids"]
+
+
 class TextStream:
     """Turns tokens into pieces of text.
 
     Args:
         tokenizer: Decodes.
         stops: Texts that end the answer; they are not part of it, nor is what follows.
+        prompt: Tokens that the answer continues; of a first word some tokenizers drop the space before it.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, stops
         self.stopped = False
-        self._ids: list[int] = []
-        self._context = self._done = 0  # tokens before _done are text already; those from _context on join with more
+        self._ids: list[int] = list(prompt[-HELD_TOKENS:])
+        self._context, self._done = 0, len(self._ids)  # what is before _done is text already, from _context on it joins
+        if self._decode(self._done).endswith("\ufffd"):  # half a character, which would make the answer's text shorter
+            self._context = self._done
         self._held = ""  # may be the beginning of a stop text
 
     def push(self, token: int) -> str:
@@ -45,7 +55,9 @@ class TextStream:
         before, now = self._decode(self._done), self._decode(len(self._ids))
         if now.endswith("\ufffd") and len(self._ids) - self._done < HELD_TOKENS:
             return ""
-        self._context, self._done = self._done, len(self._ids)
+        if now != before or len(self._ids) - self._context > 4 * HELD_TOKENS:  # special tokens join with nothing
+            self._context = self._done
+        self._done = len(self._ids)
         return self._release(now[len(before):])
 
     def end(self) -> str:

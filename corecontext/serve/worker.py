@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from corecontext.inference.scheduler import Job, Scheduler
+from corecontext.loading import is_out_of_memory
 from corecontext.serve.text import TextStream
 
 log = logging.getLogger("corecontext.serve")
@@ -19,7 +20,7 @@ class Draining(Exception):
 
 
 class Failed(Exception):
-    """A request ended without its answer: "timeout" or "error", said for the client."""
+    """A request ended without its answer: "timeout", "cancelled" or "error", said for the client."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -68,9 +69,11 @@ class Answer:
         if reason in ("stop", "length"):
             self.finish_reason = reason
         elif reason == "error":
-            memory = isinstance(self.job.error, MemoryError) or "OutOfMemory" in type(self.job.error).__name__
+            memory = self.job.error is not None and is_out_of_memory(self.job.error)
             raise Failed(reason, "the request ran out of memory. Shorten the prompt, or try again when fewer requests "
                                  "run." if memory else "the request failed inside the server, which has noted why.")
+        elif reason == "cancelled":
+            raise Failed(reason, "the server was stopped before the request came to its end. Try another one.")
         else:
             raise Failed(reason, f"the request took longer than its time limit; {self.job.made} tokens were made. "
                                  "Ask for fewer new tokens, or try again when fewer requests run.")
