@@ -545,7 +545,9 @@ class CompactLayer:
         left, undo = end - num_tokens, self._undo
         # Undoing the last append, as far as needed, brings back what it pushed out of the ring.
         base = left if undo is None else max(left, undo.start)
-        intact_from = self._intact_from if undo is None else max(undo.intact_from, base - self.ring_size)
+        # Steps on a cache of fixed length do not count on the host what they push out: all before the ring's beginning.
+        known, furthest = (self._intact_from, end) if undo is None else (undo.intact_from, base)
+        intact_from = max(known, furthest - self.ring_size)
         # Rows of first tokens only need nothing of the ring.
         n, g, s = self.num_sinks, self.group_size, self.config.window_size
         needed = min((pad + n + local_start(left - pad - n, g, s) for pad in self.pads if left > pad + n), default=None)
