@@ -29,6 +29,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, bias: Tensor | Non
         out [N, h, T, D] in q's dtype, log-sum-exp [N, h, T] in float32 (float64 for float64).
     """
     kernel = _kernel(q, k, bias, softcap)
+    q, k, v = map(_last_contiguous, (q, k, v))
     if kernel == "cudnn":
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False,
                                                                  scale=scale)
@@ -52,6 +53,7 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     """
     kernel = _kernel(q, k, bias, softcap) if grad_lse is None else "plain"
     shape = k.shape
+    grad_out, q, k, v, out = map(_last_contiguous, (grad_out, q, k, v, out))
     k, v = _expand(k, q), _expand(v, q)
     if kernel == "cudnn":
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # serves dropout, which is 0
@@ -97,6 +99,11 @@ def _cudnn_stats_dim() -> int:
     """Dimensions of cuDNN's log-sum-exp: torch's versions differ in whether there is a fourth, of one."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.float16, device="cuda")
     return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    """torch's kernels take the elements of a row for neighbours, unasked on the CPU; anything else is copied."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _expand(x: Tensor, q: Tensor) -> Tensor:
