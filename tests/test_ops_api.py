@@ -47,6 +47,9 @@ SETTING_ERRORS = [
     ({"core_position": "end"}, ValueError, "core_position must be one of 'middle', 'token', got 'end'."),
     ({"core_heads": "k"}, ValueError, "core_heads must be one of 'kv', 'query', got 'k'. Did you mean 'kv'?"),
     ({"softcap": 0.0}, ValueError, "softcap must be above 0, got 0.0. Use None for none."),
+    ({"softcap": float("inf")}, ValueError, "softcap must be above 0, got inf. Use None for none."),
+    ({"scale": 0.0}, ValueError, "scale must be above 0, got 0.0. Use None for 1 / sqrt(D)."),
+    ({"scale": -0.5}, ValueError, "scale must be above 0, got -0.5. Use None for 1 / sqrt(D)."),
     ({"backend": "tritn"}, ValueError, "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'tritn'."),
 ]
 CALL_ERRORS = [

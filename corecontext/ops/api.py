@@ -93,7 +93,7 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int | Sequence
             the keys as they are.
         core_heads: One core token per "kv" head, or per "query" head.
         rotary: How the keys were rotated.
-        scale: Factor of the scores; default 1 / sqrt(D).
+        scale: Factor of the scores, above 0; default 1 / sqrt(D).
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2.
         core_bias: Added to the scores of core tokens, a number or a tensor [H].
         learned: Parameters of `CCAConfig.learned`: "temperature", "distance", "bias" [H], "probe" [H, D], "key_gain"
@@ -168,7 +168,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, 
     batch_size, num_heads, seq_len, head_dim = q.shape
     rotary = _check_rotary(rotary, core_position, head_dim)
     _check_softcap(softcap)
-    scale = head_dim ** -0.5 if scale is None else float(scale)
+    scale = _scale_of(scale, head_dim)
     bias = _bias_tensor(core_bias, q)
     if learned:
         rules.check(learned, num_heads, k.shape[1], head_dim)
@@ -236,7 +236,7 @@ def pool_core_tokens(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, p
     num_groups, head_dim, repeats = q.shape[2] // group_size, q.shape[3], q.shape[1] // k.shape[1]
     k, v = (x[:, :, :num_groups * group_size].flatten(0, 1).unflatten(1, (num_groups, group_size)) for x in (k, v))
     q_last = q[:, :, group_size - 1::group_size].reshape(k.shape[0], repeats, num_groups, head_dim)
-    options = {"scale": head_dim ** -0.5 if scale is None else float(scale), "pooling": pooling,
+    options = {"scale": _scale_of(scale, head_dim), "pooling": pooling,
                "core_heads": core_heads, "rotary": rotary, "softcap": softcap}
     own = rules.is_own_rule(pooling, None)
     cores = rules.pool(q_last, k, v, {}, **options) if own else module.pool(q_last, k, v, **options)
@@ -255,9 +255,16 @@ def _check_rotary(rotary: Rotary | None, core_position: str, head_dim: int) -> R
     return rotary
 
 
+def _scale_of(scale: float | None, head_dim: int) -> float:
+    """The factor of the scores; torch's kernels multiply masked scores by it too, which only a positive one leaves."""
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"scale must be above 0, got {scale}. Use None for 1 / sqrt(D).")
+    return head_dim ** -0.5 if scale is None else float(scale)
+
+
 def _check_softcap(softcap: float | None) -> None:
     """Raise unless scores can be capped by it."""
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"softcap must be above 0, got {softcap}. Use None for none.")
 
 
