@@ -102,6 +102,32 @@ def test_assisted_decoding(model):
     assert torch.equal(model.generate(ids, assistant_model=assistant, max_new_tokens=25, do_sample=False), expected)
 
 
+@pytest.mark.parametrize("draft", [1, 6])
+@pytest.mark.parametrize("turns", [(37,), (3, 300)], ids=str)
+def test_a_first_draft_is_taken_back(model, turns, draft):
+    """It comes in one call with the prompt, or with a long turn on a filled cache."""
+    ids, cache = tokens(1, sum(turns)), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for turn in turns[:-1]:
+            model(ids[:, :turn], past_key_values=cache)
+        for length in range(ids.shape[1] - 5, ids.shape[1] + 1):  # each way of groups and draft to lie
+            branch = copy.deepcopy(cache)
+            both = torch.cat((ids[:, sum(turns[:-1]):length], tokens(1, draft, seed=length)), 1)
+            kept = model(both, past_key_values=branch, logits_to_keep=draft + 1).logits
+            torch.testing.assert_close(kept[:, :1], stateless(model, ids[:, :length])[:, -1:], rtol=1e-4, atol=3e-5)
+            branch.crop(-draft)
+            after = torch.cat((ids[:, :length], tokens(1, 1)), 1)
+            torch.testing.assert_close(model(after[:, -1:], past_key_values=branch).logits,
+                                       stateless(model, after)[:, -1:], rtol=1e-4, atol=3e-5)
+
+
+def test_prompt_lookup_with_a_wrong_first_draft(model):
+    ids = tokens(1, PROMPT)
+    ids[:, -4:] = ids[:, 5:9]
+    out = model.generate(ids, max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=5)
+    assert torch.equal(out, recompute(model, ids, 4))
+
+
 def test_beam_search_and_sampling(model):
     ids = tokens(2, PROMPT)
     for options in ({"num_beams": 4}, {"num_beams": 4, "num_return_sequences": 3},

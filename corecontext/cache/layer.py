@@ -552,8 +552,8 @@ class CompactLayer:
         self._note_padding(end - num_tokens)
 
     def check_crop(self, num_tokens: int) -> tuple[int, int]:
-        """Raise where `crop` would; else the slot up to which the last append is to be undone, and the oldest slot whose
-        token is in the ring then."""
+        """Raise where `crop` would; else the slot from which the last append is to be undone, and the oldest slot whose
+        token the ring then has."""
         end, undo = self.seq_len, self._undo
         if not 0 <= num_tokens <= end:
             raise ValueError(f"crop must take back 0 to {end} tokens, got {num_tokens}.")
