@@ -128,10 +128,10 @@ def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None, is_causal: 
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in dtype; on CUDA half-precision inputs are not rounded back on the way, as fused kernels do not either."""
+    """a @ b in dtype; half-precision inputs are not rounded back on the way, as fused kernels do not either."""
     if a.device.type == "cuda" and a.dtype != dtype:
         return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(0, a.shape[:2])
-    return (a @ b).to(dtype)
+    return a.to(dtype) @ b.to(dtype)
 
 
 def _row_chunks(q: Tensor, k: Tensor) -> list[slice]:
