@@ -344,6 +344,17 @@ def test_packed_documents_do_not_see_each_other(model):
             model(ids[:, :1], past_key_values=cached.past_key_values)
 
 
+def test_packed_documents_beside_sliding_layers_need_no_cache():
+    model, docs = tiny_model("gemma2"), [tokens(1, n, seed=n) for n in (20, 13)]
+    ids, positions = torch.cat(docs, 1), torch.cat([torch.arange(20), torch.arange(13)])[None]
+    with corecontext.enabled(model, CONFIG), torch.no_grad():
+        alone = torch.cat([stateless(model, doc) for doc in docs], 1)
+        torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, alone, rtol=1e-4,
+                                   atol=3e-5)
+        with pytest.raises(ValueError, match="use_cache must be False for packed documents"):
+            model(ids, position_ids=positions)
+
+
 def test_deepcopied_model_is_independent(model):
     ids = tokens(1, 40)
     twin = copy.deepcopy(model)

@@ -315,6 +315,9 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
             out = _append(compact, query, key, value, kwargs.get(DRAFT, 0), attention_mask, scale=scaling,
                           softcap=softcap)
             return out.transpose(1, 2), None
+        if call.handle.hybrid:
+            raise ValueError("use_cache must be False for packed documents in a model with sliding-window layers, got "
+                             "True: transformers lets these layers see across documents then. Pass use_cache=False.")
         compact.close("documents packed in one row")
     elif call.handle.observer is not None:
         call.handle.observer(call.index, query, key, value, scaling, softcap, call.rotary, call.learned)
