@@ -180,8 +180,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, 
         position_ids = None
     ragged = attention_mask is not None or cu_seqlens is not None or position_ids is not None
     if q.numel() == 0:
-        out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-        return out, lse
+        out = q + (k.sum() + v.sum())  # holds nothing, but a backward reaches all three
+        return out, out.sum(-1, dtype=torch.promote_types(q.dtype, torch.float32))
     size = group_size_for(seq_len, window_size, num_groups) if num_groups else group_size
     plain = not ragged and not return_lse and softcap is None and bias is None
     if plain and chosen != "reference" and is_full_attention(seq_len, size, window_size, num_sinks(sink_size, size)):
