@@ -110,6 +110,8 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         for documents in ((0, 31, 33, 120), (0, 5, 100, 110, 120), (0, 60, 120)):
             for settings in (base, {**base, "learned": parameters()}):
                 check(group, Layout.balanced(120, size, here), tensors, settings, documents)
+        for documents in ((), (0, 30, 40)):  # all of it on one process
+            check(group, Layout((40,), (1,), here), inputs(40, batch=1), base, documents)
         check(group, Layout.balanced(157, size, here), inputs(157, dtype=torch.float32), base, rtol=2e-5)
         layout = Layout.contiguous((64,) * size, here)
         sizes = {"batch_size": 2, "num_kv_heads": 2, "head_dim": D, "item_bytes": 8}

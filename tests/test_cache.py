@@ -127,6 +127,19 @@ def test_crop_refuses_what_has_left_the_window():
         layer.crop(long)
 
 
+def test_crop_of_fixed_length_knows_what_steps_pushed_out():
+    """Such steps count on the device only; what they wrote over must not be taken for the window."""
+    tensors = qkv(1, 2, 1, 60)
+    expected = reference(CCAConfig(4, 9), *tensors)
+    layer = CompactLayer(CCAConfig(4, 9), ROTARY, max_length=60, rollback=6)
+    fed(layer, tensors, [30] + [1] * 30)
+    with pytest.raises(ValueError, match="Give it a larger rollback"):
+        layer.crop(10)
+    layer.crop(6)
+    out = fed(layer, [x[:, :, 54:] for x in tensors], [1] * 6)
+    torch.testing.assert_close(out, expected[:, :, 54:], rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("core_heads, width", [("kv", 1), ("query", 2)])
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("sinks", [0, 8])

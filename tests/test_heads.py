@@ -125,6 +125,18 @@ def test_padded_rows_take_back_select_and_save():
     assert cache.is_empty and cache.seq_len == 0
 
 
+def test_a_crop_that_one_group_size_refuses_changes_no_part():
+    """At 9 tokens groups of 3 need nothing before, groups of 5 the tokens from 5 on, which have left the ring."""
+    q, k, v = (x.detach()[:1, :, :13] for x in inputs())
+    cache = CompactKVCache(1, CCAConfig(window_size=1, head_group_sizes=(3, 5, 5, 3)), rotary()).layers[0]
+    for t in range(12):
+        cache.attend(*(x[:, :, t:t + 1] for x in (q, k, v)))
+    with pytest.raises(ValueError, match="crop must leave the window whole"):
+        cache.crop(3)
+    wanted = cca_attention(q, k, v, group_size=(3, 5, 5, 3), window_size=1, rotary=rotary())
+    torch.testing.assert_close(cache.attend(*(x[:, :, 12:] for x in (q, k, v))), wanted[:, :, 12:])
+
+
 def test_a_model_generates_what_it_generates_without_a_cache(tmp_path):
     model, ids = tiny_model("llama"), tokens(2, 50)
     with corecontext.enabled(model, MIXED) as handle:

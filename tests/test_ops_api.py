@@ -53,6 +53,7 @@ SETTING_ERRORS = [
     ({"scale": 0.0}, ValueError, "scale must be above 0, got 0.0. Use None for 1 / sqrt(D)."),
     ({"scale": float("nan")}, ValueError, "scale must be above 0, got nan. Use None for 1 / sqrt(D)."),
     ({"scale": "0.1"}, TypeError, "scale must be a number, got '0.1'. Use None for 1 / sqrt(D)."),
+    ({"scale": -0.5}, ValueError, "scale must be above 0, got -0.5. Use None for 1 / sqrt(D)."),
     ({"backend": "tritn"}, ValueError, "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'tritn'."),
 ]
 CALL_ERRORS = [
@@ -145,6 +146,9 @@ def test_sizes_that_hold_nothing(device, backend):
             out, lse = cca_attention(x.q, x.k, x.v, rotary=rotary, group_size=4, window_size=5, backend=backend,
                                      attention_mask=mask, return_lse=True)
             assert out.shape == x.q.shape and lse.shape == x.q.shape[:-1] and lse.dtype == torch.float32
+        leaves = [y.requires_grad_() for y in x[:3]]  # a process without tokens calls backward, too
+        out, lse = cca_attention(*leaves, rotary=rotary, backend=backend, return_lse=True)
+        assert [y.shape for y in torch.autograd.grad(out.sum() + lse.sum(), leaves)] == [y.shape for y in leaves]
     x = make_inputs(3, device=device)
     core_k, core_v = pool_core_tokens(x.q, x.k, x.v, rotary=rotary, group_size=4, backend=backend)
     assert core_k.shape == core_v.shape == (1, 2, 0, 16)

@@ -289,6 +289,21 @@ def test_a_batch_gives_what_its_rows_give_alone(device):
         torch.testing.assert_close(run(*(y[row:row + 1] for y in x[:3])), out[row:row + 1], rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("sink_size", [0, 4])
+@pytest.mark.parametrize("strided", [lambda x: x.repeat_interleave(2, -1)[..., ::2], lambda x: x.mT.contiguous().mT],
+                         ids=["every other element", "transposed"])
+def test_how_tensors_lie_in_memory_changes_nothing(device, strided, sink_size):
+    """torch's own kernels on the CPU take the elements of a row for neighbours."""
+    x = make_inputs(45, device=device, with_lse=False)
+    settings = {"group_size": 4, "window_size": 7, "rotary": rotary_on(device), "sink_size": sink_size}
+    run = functools.partial(cca_attention, return_lse=True, backend="packed")
+    lying = Inputs(*map(strided, x[:4]), None)
+    assert all(y.stride(-1) != 1 for y in lying[:4])
+    expected, found = (results_and_gradients(run, y, **settings) for y in (x, lying))
+    for name, value in found.items():
+        assert_equal(value, expected[name], name)
+
+
 def test_what_all_layers_ask_is_answered_once_and_anew_after_a_change():
     asked = []
 

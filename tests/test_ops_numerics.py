@@ -105,6 +105,21 @@ def test_large_scores_do_not_overflow(device):
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
+def test_a_gradient_of_the_log_sum_exp_under_large_scores(device, dtype):
+    """Scores that the backward rounds to half precision are not those whose log-sum-exp the forward found."""
+    x = make_inputs(70, dtype=dtype, device=device, num_kv_heads=4)
+    x = x._replace(q=x.q * 20, k=x.k * 10)  # scores of some hundreds
+    results = []
+    for y in (x, x.to(torch.float64)):
+        out, lse = partial.forward(y.q, y.k, y.v, scale=0.25, is_causal=True)
+        results.append(partial.backward(y.grad_out, y.q, y.k, y.v, out, lse, scale=0.25, is_causal=True,
+                                        grad_lse=y.grad_lse))
+    for found, truth in zip(*results):
+        tolerance = 4 * torch.finfo(dtype).eps + 1e-3  # that of a log-sum-exp of some hundreds
+        assert (found.double() - truth).norm() < tolerance * truth.norm()
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
 @pytest.mark.parametrize("core_heads", ["kv", "query"])
 @pytest.mark.parametrize("backend", ["packed", "triton"])
 def test_pooling_alone(device, dtype, core_heads, backend):

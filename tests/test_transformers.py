@@ -102,6 +102,32 @@ def test_assisted_decoding(model):
     assert torch.equal(model.generate(ids, assistant_model=assistant, max_new_tokens=25, do_sample=False), expected)
 
 
+@pytest.mark.parametrize("draft", [1, 6])
+@pytest.mark.parametrize("turns", [(37,), (3, 300)], ids=str)
+def test_a_first_draft_is_taken_back(model, turns, draft):
+    """It comes in one call with the prompt, or with a long turn on a filled cache."""
+    ids, cache = tokens(1, sum(turns)), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for turn in turns[:-1]:
+            model(ids[:, :turn], past_key_values=cache)
+        for length in range(ids.shape[1] - 5, ids.shape[1] + 1):  # each way of groups and draft to lie
+            branch = copy.deepcopy(cache)
+            both = torch.cat((ids[:, sum(turns[:-1]):length], tokens(1, draft, seed=length)), 1)
+            kept = model(both, past_key_values=branch, logits_to_keep=draft + 1).logits
+            torch.testing.assert_close(kept[:, :1], stateless(model, ids[:, :length])[:, -1:], rtol=1e-4, atol=3e-5)
+            branch.crop(-draft)
+            after = torch.cat((ids[:, :length], tokens(1, 1)), 1)
+            torch.testing.assert_close(model(after[:, -1:], past_key_values=branch).logits,
+                                       stateless(model, after)[:, -1:], rtol=1e-4, atol=3e-5)
+
+
+def test_prompt_lookup_with_a_wrong_first_draft(model):
+    ids = tokens(1, PROMPT)
+    ids[:, -4:] = ids[:, 5:9]
+    out = model.generate(ids, max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=5)
+    assert torch.equal(out, recompute(model, ids, 4))
+
+
 def test_beam_search_and_sampling(model):
     ids = tokens(2, PROMPT)
     for options in ({"num_beams": 4}, {"num_beams": 4, "num_return_sequences": 3},
@@ -316,6 +342,17 @@ def test_packed_documents_do_not_see_each_other(model):
             torch.testing.assert_close(out, alone, rtol=1e-4, atol=2e-5)
         with pytest.raises(ValueError, match="documents packed in one row"):
             model(ids[:, :1], past_key_values=cached.past_key_values)
+
+
+def test_packed_documents_beside_sliding_layers_need_no_cache():
+    model, docs = tiny_model("gemma2"), [tokens(1, n, seed=n) for n in (20, 13)]
+    ids, positions = torch.cat(docs, 1), torch.cat([torch.arange(20), torch.arange(13)])[None]
+    with corecontext.enabled(model, CONFIG), torch.no_grad():
+        alone = torch.cat([stateless(model, doc) for doc in docs], 1)
+        torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, alone, rtol=1e-4,
+                                   atol=3e-5)
+        with pytest.raises(ValueError, match="use_cache must be False for packed documents"):
+            model(ids, position_ids=positions)
 
 
 def test_deepcopied_model_is_independent(model):

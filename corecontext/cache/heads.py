@@ -112,8 +112,10 @@ class HeadsLayer:
             part.close(what)
 
     def crop(self, num_tokens: int) -> None:
-        """See `CompactLayer.crop`; where the smallest g, which has the least at hand, refuses, no part has changed."""
-        for part in sorted(self._layers, key=lambda part: part.ring_size):
+        """See `CompactLayer.crop`; where one g refuses, no part has changed."""
+        for part in self._layers:
+            part.check_crop(num_tokens)
+        for part in self._layers:
             part.crop(num_tokens)
 
     def shrink_window(self, window_size: int) -> None:

@@ -536,31 +536,40 @@ class CompactLayer:
         Raises:
             ValueError: fewer tokens are cached, or what the next query needs has left the ring.
         """
-        end = self.seq_len
-        if not 0 <= num_tokens <= end:
-            raise ValueError(f"crop must take back 0 to {end} tokens, got {num_tokens}.")
+        end, undo = self.seq_len, self._undo
+        base, intact_from = self.check_crop(num_tokens)
         if num_tokens == 0:
             return
         self._expected = None
-        left, undo = end - num_tokens, self._undo
-        # Undoing the last append, as far as needed, brings back what it pushed out of the ring.
-        base = left if undo is None else max(left, undo.start)
-        intact_from = self._intact_from if undo is None else max(undo.intact_from, base - self.ring_size)
-        # Rows of first tokens only need nothing of the ring.
-        n, g, s = self.num_sinks, self.group_size, self.config.window_size
-        needed = min((pad + n + local_start(left - pad - n, g, s) for pad in self.pads if left > pad + n), default=None)
-        if needed is not None and needed < intact_from:
-            raise ValueError(f"crop must leave the window whole, got {num_tokens} tokens to take back from a cache "
-                             f"made with rollback={self.rollback}. Give it a larger rollback.")
         if undo is not None:
             kept, count = base - undo.start, min(end - base, self.ring_size)
             slots = (base - self.pad[:, None] + torch.arange(count, device=self.pad.device)) % self.ring_size
             for cached, lost in zip(self.buffers, undo.lost):
                 write(cached, slots, lost[:, :, kept:kept + count])
             self._undo = undo._replace(lost=[x[:, :, :kept] for x in undo.lost]) if kept else None
-        self._intact_from = 0 if needed is None else intact_from
+        self._intact_from = intact_from
         self._advance(-num_tokens)
-        self._note_padding(left)
+        self._note_padding(end - num_tokens)
+
+    def check_crop(self, num_tokens: int) -> tuple[int, int]:
+        """Raise where `crop` would; else the slot from which the last append is to be undone, and the oldest slot whose
+        token the ring then has."""
+        end, undo = self.seq_len, self._undo
+        if not 0 <= num_tokens <= end:
+            raise ValueError(f"crop must take back 0 to {end} tokens, got {num_tokens}.")
+        left = end - num_tokens
+        # Undoing the last append, as far as needed, brings back what it pushed out of the ring.
+        base = left if undo is None else max(left, undo.start)
+        # Steps on a cache of fixed length do not count on the host what they push out: all before the ring's beginning.
+        known, furthest = (self._intact_from, end) if undo is None else (undo.intact_from, base)
+        intact_from = max(known, furthest - self.ring_size)
+        # Rows of first tokens only need nothing of the ring.
+        n, g, s = self.num_sinks, self.group_size, self.config.window_size
+        needed = min((pad + n + local_start(left - pad - n, g, s) for pad in self.pads if left > pad + n), default=None)
+        if num_tokens and needed is not None and needed < intact_from:
+            raise ValueError(f"crop must leave the window whole, got {num_tokens} tokens to take back from a cache "
+                             f"made with rollback={self.rollback}. Give it a larger rollback.")
+        return base, 0 if needed is None else intact_from
 
     def shrink_window(self, window_size: int) -> None:
         """Let all later queries see only the nearest `window_size` tokens uncompressed, and free the rest of the ring.

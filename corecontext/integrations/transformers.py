@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from corecontext.cache import UNDO_LIMIT
 from corecontext.config import CCAConfig, check_int
 from corecontext.integrations.hf_cache import CCALayer, compact_layer
 from corecontext.integrations.hf_learned import add_learned, remove_learned
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from corecontext.distributed.context_parallel import Shard
 
 NAME = "cca"
+DRAFT = "cca_draft"  # among a call's keyword arguments: how many of its tokens may be taken back
 TESTED = ("gemma", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
 NO_FULL_ATTENTION = ("model must have full-attention layers, got {} attention layers, all with a sliding window. Set "
                      "config.sliding_window = None if the model was meant for full attention.")
@@ -62,6 +64,7 @@ class Handle:
         self._removable = [module.register_forward_pre_hook(hook, with_kwargs=True)
                            for module, hook in zip(full + other, self._hooks)]
         self._removable.append(model.base_model.register_forward_pre_hook(self._refuse_unsupported, with_kwargs=True))
+        self._removable.append(model.register_forward_pre_hook(_note_draft, with_kwargs=True))
         self._needs_rotary = rotary is not None
         self._shard: Shard | None = None
         self._set(config)
@@ -234,6 +237,12 @@ def _by_layer(config: CCAConfig, full: list[nn.Module]) -> list[CCAConfig]:
     return found
 
 
+def _note_draft(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Assisted decoding sends its first draft together with the prompt, and keeps one logit more than it drafted."""
+    kept = kwargs.get("logits_to_keep", 0)
+    return args, {**kwargs, DRAFT: kept - 1} if isinstance(kept, int) and kept > 1 else kwargs
+
+
 class _LayerHook:
     """Hands to one attention module's attention function what transformers does not: cache, rotation, settings."""
 
@@ -309,14 +318,31 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
     if compact is not None:
         packed = cu_seqlens is not None or (compact.is_empty and has_restarts(position_ids))
         if not packed:
-            out = compact.attend(query, key, value, attention_mask=attention_mask, scale=scaling, softcap=softcap)
+            out = _append(compact, query, key, value, kwargs.get(DRAFT, 0), attention_mask, scale=scaling,
+                          softcap=softcap)
             return out.transpose(1, 2), None
+        if call.handle.hybrid:
+            raise ValueError("use_cache must be False for packed documents in a model with sliding-window layers, got "
+                             "True: transformers lets these layers see across documents then. Pass use_cache=False.")
         compact.close("documents packed in one row")
     elif call.handle.observer is not None:
         call.handle.observer(call.index, query, key, value, scaling, softcap, call.rotary, call.learned)
     out = cca_attention(query, key, value, attention_mask=attention_mask, cu_seqlens=cu_seqlens,
                         position_ids=position_ids, learned=call.learned, **settings)
     return out.transpose(1, 2), None
+
+
+def _append(compact: Any, q: Tensor, k: Tensor, v: Tensor, draft: int, mask: Tensor | None, **options: Any) -> Tensor:
+    """Append to a cache and attend; a long beginning before the draft and the token it follows, since a filled cache
+    takes back a short append only."""
+    count = q.shape[2]
+    first = max(count - draft - 1, int(compact.is_empty))
+    apart = 0 < draft < count and first and (compact.is_empty or count > UNDO_LIMIT) and not torch.is_grad_enabled()
+    if not apart or compact.max_length is not None or compact.config.num_groups is not None:
+        return compact.attend(q, k, v, attention_mask=mask, **options)
+    start = None if mask is None else mask[:, :mask.shape[1] - count + first]
+    before = compact.attend(*(x[:, :, :first] for x in (q, k, v)), attention_mask=start, **options)
+    return torch.cat((before, compact.attend(*(x[:, :, first:] for x in (q, k, v)), attention_mask=mask, **options)), 2)
 
 
 def _eager_of(module: nn.Module) -> Any:

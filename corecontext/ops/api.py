@@ -93,7 +93,7 @@ def cca_attention(q: Tensor, k: Tensor, v: Tensor, *, group_size: int | Sequence
             the keys as they are.
         core_heads: One core token per "kv" head, or per "query" head.
         rotary: How the keys were rotated.
-        scale: Factor of the scores; default 1 / sqrt(D).
+        scale: Factor of the scores, above 0; default 1 / sqrt(D).
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2.
         core_bias: Added to the scores of core tokens, a number or a tensor [H].
         learned: Parameters of `CCAConfig.learned`: "temperature", "distance", "bias" [H], "probe" [H, D], "key_gain"
@@ -184,8 +184,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, 
         position_ids = None
     ragged = attention_mask is not None or cu_seqlens is not None or position_ids is not None
     if q.numel() == 0:
-        out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-        return out, lse
+        out = q + (k.sum() + v.sum())  # holds nothing, but a backward reaches all three
+        return out, out.sum(-1, dtype=torch.promote_types(q.dtype, torch.float32))
     size = group_size_for(seq_len, window_size, num_groups) if num_groups else group_size
     plain = not ragged and not return_lse and softcap is None and bias is None
     if plain and chosen != "reference" and is_full_attention(seq_len, size, window_size, num_sinks(sink_size, size)):
@@ -241,7 +241,7 @@ def pool_core_tokens(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, p
     num_groups, head_dim, repeats = q.shape[2] // group_size, q.shape[3], q.shape[1] // k.shape[1]
     k, v = (x[:, :, :num_groups * group_size].flatten(0, 1).unflatten(1, (num_groups, group_size)) for x in (k, v))
     q_last = q[:, :, group_size - 1::group_size].reshape(k.shape[0], repeats, num_groups, head_dim)
-    options = {"scale": head_dim ** -0.5 if scale is None else float(scale), "pooling": pooling,
+    options = {"scale": _scale_of(scale, head_dim), "pooling": pooling,
                "core_heads": core_heads, "rotary": rotary, "softcap": softcap}
     own = rules.is_own_rule(pooling, None)
     cores = rules.pool(q_last, k, v, {}, **options) if own else module.pool(q_last, k, v, **options)

@@ -29,6 +29,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, bias: Tensor | Non
         out [N, h, T, D] in q's dtype, log-sum-exp [N, h, T] in float32 (float64 for float64).
     """
     kernel = _kernel(q, k, bias, softcap)
+    q, k, v = map(_last_contiguous, (q, k, v))
     if kernel == "cudnn":
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False,
                                                                  scale=scale)
@@ -52,6 +53,7 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     """
     kernel = _kernel(q, k, bias, softcap) if grad_lse is None else "plain"
     shape = k.shape
+    grad_out, q, k, v, out = map(_last_contiguous, (grad_out, q, k, v, out))
     k, v = _expand(k, q), _expand(v, q)
     if kernel == "cudnn":
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # serves dropout, which is 0
@@ -99,6 +101,11 @@ def _cudnn_stats_dim() -> int:
     return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
 
 
+def _last_contiguous(x: Tensor) -> Tensor:
+    """torch's kernels take the elements of a row for neighbours, unasked on the CPU; anything else is copied."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _expand(x: Tensor, q: Tensor) -> Tensor:
     """One key head for several query heads, without a copy."""
     return x if x.shape[1] == q.shape[1] else x.expand(-1, q.shape[1], -1, -1)
@@ -121,10 +128,10 @@ def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None, is_causal: 
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in dtype; on CUDA half-precision inputs are not rounded back on the way, as fused kernels do not either."""
+    """a @ b in dtype; half-precision inputs are not rounded back on the way, as fused kernels do not either."""
     if a.device.type == "cuda" and a.dtype != dtype:
         return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(0, a.shape[:2])
-    return (a @ b).to(dtype)
+    return a.to(dtype) @ b.to(dtype)
 
 
 def _row_chunks(q: Tensor, k: Tensor) -> list[slice]:
