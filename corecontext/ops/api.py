@@ -241,7 +241,7 @@ def pool_core_tokens(q: Tensor, k: Tensor, v: Tensor, *, group_size: int = 16, p
     num_groups, head_dim, repeats = q.shape[2] // group_size, q.shape[3], q.shape[1] // k.shape[1]
     k, v = (x[:, :, :num_groups * group_size].flatten(0, 1).unflatten(1, (num_groups, group_size)) for x in (k, v))
     q_last = q[:, :, group_size - 1::group_size].reshape(k.shape[0], repeats, num_groups, head_dim)
-    options = {"scale": _scale_of(scale, head_dim), "pooling": pooling,
+    options = {"scale": head_dim ** -0.5 if scale is None else float(scale), "pooling": pooling,
                "core_heads": core_heads, "rotary": rotary, "softcap": softcap}
     own = rules.is_own_rule(pooling, None)
     cores = rules.pool(q_last, k, v, {}, **options) if own else module.pool(q_last, k, v, **options)
