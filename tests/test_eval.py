@@ -397,7 +397,7 @@ def test_mistakes_in_files(data, tmp_path):
 
 
 @pytest.mark.parametrize("task, name, rows, message", [
-    ("perplexity", "lm_test", [{"text": 5}], "text must be a string, got 5 in document 1"),
+    ("perplexity", "lm_test", [{"text": 5}], "line 1: text must be a string, got 5"),
     ("mmlu", "mmlu_test", [{"subject": "law", "question": "q", "choices": list("wxyz"), "answer": ""}], "A to D"),
     ("mmlu", "mmlu_test", [{"subject": "law", "question": "q", "choices": list("wxyz"), "answer": 2}], "A to D"),
     ("multidoc_qa", "multidoc_qa_test", [{"qid": "q", "question": "q", "answers": ["a"], "gold_doc": "z"}], "gold_doc"),

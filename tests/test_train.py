@@ -506,5 +506,7 @@ def test_learned_core_tokens_are_trained_saved_and_loaded(setting, tmp_path):
     train(again)  # begins with what was learned
     for name, p in found.items():
         torch.testing.assert_close(weights(again)[name], p, rtol=0, atol=1e-6)
+    with pytest.raises(UserError, match="learned must name what .* has learned, probe, bias, got probe: the rest"):
+        train(again.replace(output=str(tmp_path / "less"), learned=("probe",)))
     with pytest.raises(ValueError, match="learned must be left out with strategy 'lora'"):
         setting.replace(strategy="lora", learned=("probe",))

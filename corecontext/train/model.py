@@ -40,6 +40,10 @@ def read_config(config: TrainConfig) -> Any:
         hf_config.attention_dropout = 0.0  # attention weights are never formed
     if hasattr(hf_config, "cca") and (config.method != "cca" or config.strategy == "scratch"):
         del hf_config.cca  # else `enable` finds the learned parameters that it names
+    held = (getattr(hf_config, "cca", None) or {}).get("learned") or ()
+    if set(held) - set(config.learned):
+        raise UserError(f"learned must name what '{config.model}' has learned, {', '.join(held)}, got "
+                        f"{', '.join(config.learned) or 'nothing'}: the rest would be lost.")
     return hf_config
 
 
