@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import subprocess
 from contextlib import contextmanager
 
 import pytest
@@ -125,6 +126,11 @@ def test_a_day_and_a_rise_on_one_server(tmp_path, monkeypatch, capfd):
     kept = newest_run(records)
     assert {r.params["variant"] for r in kept} == {"fixed", "cca:4:16"}
     draw_serve(records, "again.svg")
-    with pytest.raises(UserError, match="^the server did not start: "):
-        with original(ServeBench(model="nowhere/at/all"), "fixed"):
-            pass
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path):
+    (tmp_path / "log").write_text("Loading\nerror: model 'nowhere' does not exist.\n")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with pytest.raises(UserError, match="^the server did not start: model 'nowhere' does not exist.$"):
+        serve._wait_for(ended, tmp_path / "log")

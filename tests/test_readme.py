@@ -28,6 +28,8 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 BLOCK = re.compile(r"(?:<!-- test: skip because (?P<reason>[^>]+) -->\n)?```(?P<kind>\w+)\n(?P<body>.*?)^```",
                    re.S | re.M)
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install "
+ELSEWHERE = ("corecontext layers", "corecontext reproduce --smoke")
+"""Commands that other tests run, on less."""
 needs_assets = pytest.mark.skipif(not (ROOT / "corecontext/assets/demo_model/config.json").is_file(),
                                   reason="the bundled model is not here")
 
@@ -46,8 +48,10 @@ def blocks(*kinds: str) -> list:
 
 def commands() -> list:
     """Each line of each shell block."""
-    return [pytest.param(line, block.values[1], id=f"{block.id}:{line[:40]}") for block in blocks("bash", "sh", "shell")
-            for line in block.values[0].replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
+    return [pytest.param(line, block.values[1], id=f"{block.id}:{line[:40]}",
+                         marks=[pytest.mark.slow] if line.startswith(ELSEWHERE) else [])
+            for block in blocks("bash", "sh", "shell") for line in block.values[0].replace("\\\n", " ").splitlines()
+            if line.strip() and not line.startswith("#")]
 
 
 @pytest.fixture
