@@ -25,6 +25,16 @@ MIXED = (Pattern("a_shape", 2, 6), Pattern("vertical_slash", 5, 16), Pattern("bl
          Pattern("vertical_slash", 3, 8))
 
 
+def in_parts(model, ids):
+    """Logits of 45 tokens that come in parts, and the cache that is then filled."""
+    parts, cache = [], None
+    for a, b in ((0, 2), (2, 20), (20, 21), (21, 22), (22, 45)):
+        with torch.no_grad():
+            step = model(ids[:, a:b], past_key_values=cache, use_cache=True)
+        parts, cache = [*parts, step.logits], step.past_key_values
+    return torch.cat(parts, 1), cache
+
+
 def oracle_logits(model, ids, config):
     """Logits by loops over queries, from keys BEFORE rotary turned to the positions that the method names."""
     previous = model.config._attn_implementation
@@ -102,12 +112,8 @@ def test_sinks_and_window_equal_the_dense_definition(family, config, monkeypatch
     assert (full - expected).abs().max() > 0.3
     with baselines.enabled(model, config):
         torch.testing.assert_close(logits(model, ids), expected, rtol=1e-4, atol=5e-5)
-        parts, cache = [], None
-        for a, b in ((0, 2), (2, 20), (20, 21), (21, 22), (22, 45)):
-            with torch.no_grad():
-                step = model(ids[:, a:b], past_key_values=cache, use_cache=True)
-            parts, cache = [*parts, step.logits], step.past_key_values
-        torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=5e-5)
+        found, cache = in_parts(model, ids)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-5)
     assert torch.equal(logits(model, ids), full)
     held = [layer for layer in cache.layers if isinstance(layer, SinkLayer)]
     assert held and all(layer.keys.shape[2] == config.sinks + config.window_size for layer in held)
@@ -323,12 +329,8 @@ def test_duo_in_models(family):
     mixed = DuoAttention(((), *((kv_heads - 1,),) * (layers - 1)), 2, 9)
     with baselines.enabled(model, mixed):
         stateless = logits(model, ids)
-        parts, cache = [], None
-        for a, b in ((0, 2), (2, 20), (20, 21), (21, 22), (22, 45)):
-            with torch.no_grad():
-                step = model(ids[:, a:b], past_key_values=cache, use_cache=True)
-            parts, cache = [*parts, step.logits], step.past_key_values
-        torch.testing.assert_close(torch.cat(parts, 1), stateless, rtol=1e-4, atol=5e-5)
+        found, cache = in_parts(model, ids)
+        torch.testing.assert_close(found, stateless, rtol=1e-4, atol=5e-5)
         assert cache_bytes(cache) > 0
         options = {"max_new_tokens": 8, "do_sample": False}
         assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))

@@ -28,7 +28,6 @@ from corecontext.serve.text import TextStream, chat_prompt, token_numbers
 from corecontext.serve.worker import Answer, Draining, Failed, Worker, error_of
 
 log = logging.getLogger("corecontext.serve")
-COLDEST = 1e-4  # temperatures below are 0: their logits would overflow
 REFUSALS = {400: "The request breaks a rule; the message says which.", 401: "The key is missing or wrong.",
             404: "No such model.", 408: "The request took longer than its time limit.", 413: "The body is too large.",
             429: "The queue is full.", 503: "The server shuts down, or ran out of memory."}
@@ -170,9 +169,8 @@ class Service:
         ids = await self._tokens(prompt, chat)
         if limit is None:
             limit = max(1, min(self.options.default_max_tokens, self.scheduler.max_length - len(ids)))
-        cold = body.temperature is not None and body.temperature < COLDEST
-        job = Job(ids, limit, Sampling(0.0 if cold else 1.0 if body.temperature is None else body.temperature,
-                                       body.top_k, body.top_p or 1.0),
+        job = Job(ids, limit, Sampling(1.0 if body.temperature is None else body.temperature, body.top_k,
+                                       body.top_p or 1.0),
                   random.getrandbits(63) if body.seed is None else body.seed,
                   frozenset() if body.ignore_eos else self._eos, body.group_size, body.window_size,
                   deadline=arrived + self.options.time_limit_s, arrived=arrived)
