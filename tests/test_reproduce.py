@@ -33,14 +33,17 @@ from corecontext.reproduce.report import Page, _targets, gains
 from corecontext.reproduce.run import Miniature
 from corecontext.reproduce.train import (
     OutOfTime,
+    Step,
     _fused_head,
     add_lora,
     attention,
+    half_stream,
     head_loss,
     loss_backward,
     make_model,
     merge_lora,
     nll_of,
+    optimizers,
     train,
 )
 from corecontext.text import UserError, alone_in
@@ -320,6 +323,32 @@ def test_muon_by_shape_is_torchs_muon():
         torch.testing.assert_close(own["state"][key]["momentum_buffer"], values["momentum_buffer"])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["full", "cca", "window", "streaming_llm", "learned", "query_heads", "raw_1", "duo_1"])
+def test_captured_steps_are_the_uncaptured_ones(name):
+    """Several contexts one after the other, rates that change; to the rounding of gradients summed in any order."""
+    def losses(captures):
+        model = make_model(FULL, 1024, 0).cuda().train()
+        with attention(model, methods(FULL)[name].config):
+            opts = optimizers(model, 1e-3, "all")
+            run = Step(model, opts, "cuda", None)
+            run._captures = captures
+            draw, found = torch.Generator().manual_seed(0), []
+            with half_stream(model, "cuda"), run.on_stream():
+                for length in (512, 1024):
+                    for i in range(12):
+                        ids = torch.randint(1024, (4, length), generator=draw, dtype=torch.int32)
+                        ids[:, length // 2:] = ids[:, :length // 2]  # something to learn
+                        for group in (g for one in opts for g in one.param_groups):
+                            group["lr"].fill_(group["peak"] / (1 + i))
+                        found.append(run(ids, torch.ones(4, length, dtype=torch.uint8))[0])
+            assert (run._graph is not None) == captures
+        return torch.stack(found).tolist()
+    plain, captured = losses(False), losses(True)
+    assert captured == pytest.approx(plain, rel=2e-3) and plain[-1] < plain[0] - 0.02
+
+
 def test_partial_training_moves_projections_alone(corpus, tmp_path):
     model, method = make_model(TINY, 264, 0), methods(TINY)["partial"]
     before = copy.deepcopy(model.state_dict())
@@ -464,7 +493,7 @@ def test_targets_are_judged_by_text_that_chose_nothing_and_against_all_rivals():
                                     ("learned_query_heads", 0.9, 0.9, 109)):
         add("quality.gain_kept", val, method, split="val")
         add("quality.gain_kept", test, method, split="test")
-        add("model.cache_bytes", held, method)
+        add("model.cache_bytes", held, method, of="methods")
     for method, far, right, planted, people in (("cca", 9.0, 0.5, 0.3, 0.01), ("mean", 9.5, 0.6, 0.2, 0.01)):
         add("quality.perplexity", far, method, split="test", bucket="far")
         add("quality.accuracy", right, method, distance="far", length=FULL.length)

@@ -87,7 +87,7 @@ def _flexibility(pyplot: Any, folder: Path, records: Sequence[Record], size: Siz
             points = []
             for one in quality:
                 if one.params["window_size"] == s:
-                    cost = _of(records, name, stage="flexibility", group_size=one.params["group_size"], window_size=s)
+                    cost = _of(records, name, of="sizes", group_size=one.params["group_size"], window_size=s)
                     points.append((cost[-1].value / unit, one.value))
             panel.plot(*zip(*sorted(points)), "o-", label=f"s = {s}")
         panel.set_xlabel(label)

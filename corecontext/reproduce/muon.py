@@ -36,9 +36,10 @@ class Muon(torch.optim.Muon):
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 updates = orthogonal(torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"])),
                                      group["ns_coefficients"], group["ns_steps"], group["eps"])
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, list(updates.to(params[0].dtype).unbind()),
-                                    alpha=-0.2 * math.sqrt(max(shape)) * group["lr"])
+                lr = torch.as_tensor(group["lr"], device=updates.device)
+                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+                updates = updates.to(params[0].dtype) * (-0.2 * math.sqrt(max(shape)) * lr)
+                torch._foreach_add_(params, list(updates.unbind()))
 
 
 def orthogonal(updates: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

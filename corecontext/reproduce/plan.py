@@ -169,6 +169,13 @@ SCRATCH_FINE = "raw_1"
 """The same with CCA's rate, and the heads that a base model was found to need."""
 
 
+def sizes_of(size: Size) -> list[tuple[int, int]]:
+    """Every (g, s) whose cost is asked for: the grid at test time, and Tables 8 and 9."""
+    found = [(g, s) for g in size.groups for s in size.windows]
+    more = [*((g, size.window) for g in size.groups), *((size.group, s) for s in size.windows)]
+    return found + [one for one in dict.fromkeys(more) if one not in found]
+
+
 class Stage(NamedTuple):
     """A piece of work with records of its own."""
 
@@ -197,7 +204,7 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
         if name not in known or not known[name].trains:
             raise UserError(f"finalist must be one of {', '.join(m.name for m in known.values() if m.trains)}, got "
                             f"{name!r}.")
-    found = [Stage("prepare", "prepare")]
+    found = [Stage("prepare", "prepare"), Stage("cost", "cost", (), first)]
 
     def tries(name: str) -> list[Stage]:
         return [Stage(tuned(name, rate), "tune", ("prepare",), first, name, lr=rate) for rate in size.rates]

@@ -219,8 +219,8 @@ def _mean(page: Page, name: str, method: str, size: Size, **params: Any) -> tupl
 def _methods(page: Page, known: dict[str, Method], size: Size) -> str:
     rows = []
     for one in known.values():
-        held = page.find("model.cache_bytes", stage=f"{one.name}-{size.seeds[0]}")
-        time = page.find("model.first_token_s", stage=f"{one.name}-{size.seeds[0]}")
+        held, time = (page.find(name, of="methods", method=one.name)
+                      for name in ("model.cache_bytes", "model.first_token_s"))
         gain = page.find("quality.gain_kept", stage=f"{one.name}-{size.seeds[0]}")
         shown = _mean(page, "quality.gain_kept", one.name, size)[1]
         if gain is not None and "low" in gain.params:
@@ -284,10 +284,12 @@ def _sizes(page: Page, size: Size) -> str:
     for letter, values in (("g", size.groups), ("s", size.windows)):
         for value in values:
             stage = f"{letter}{value}-{size.seeds[0]}"
+            cost = {"of": "sizes", "group_size": size.group, "window_size": size.window,
+                    "group_size" if letter == "g" else "window_size": value}
             rows.append([f"{letter} = {value}", page.cell(page.find("quality.perplexity", stage=stage, bucket="all")),
                          page.cell(page.find("quality.perplexity", stage=stage, bucket="far")),
-                         page.cell(page.find("model.first_token_s", stage=stage), lambda x: f"{1000 * x:.1f}"),
-                         page.cell(page.find("model.cache_bytes", stage=stage), lambda x: f"{x / 2 ** 20:.2f}")])
+                         page.cell(page.find("model.first_token_s", **cost), lambda x: f"{1000 * x:.1f}"),
+                         page.cell(page.find("model.cache_bytes", **cost), lambda x: f"{x / 2 ** 20:.2f}")])
     return table(["size", "perplexity", "perplexity, far", "prompt, ms", "cache, MiB"], rows)
 
 
@@ -350,7 +352,7 @@ def _targets(page: Page, known: dict[str, Method], size: Size) -> str:
     full = page.find("quality.accuracy", stage=f"full-{first}", distance="all", length=size.length)
     line("full attention answers at least 90 % at the trained length", full and full.value, 0.9,
          page.cell(full, percent))
-    held = {one.name: page.find("model.cache_bytes", stage=f"{one.name}-{first}") for one in known.values()}
+    held = {one.name: page.find("model.cache_bytes", of="methods", method=one.name) for one in known.values()}
     cached = [one for one in known.values() if one.trains and one.config is not None and "long" not in one.name
               and one.name not in RIVALS and (have := held[one.name]) and (as_large := held["cca"])
               and have.value <= MORE_ENTRIES * as_large.value]

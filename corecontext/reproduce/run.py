@@ -25,9 +25,19 @@ from corecontext.integrations.transformers import handle_of
 from corecontext.record import Record, append_records, device_name, make_record, read_records
 from corecontext.reproduce import evaluate as measure
 from corecontext.reproduce.corpus import Corpus
-from corecontext.reproduce.plan import Method, Size, Stage, base_of, fine_config, layers_of, methods, stages
+from corecontext.reproduce.plan import (
+    Method,
+    Size,
+    Stage,
+    base_of,
+    fine_config,
+    layers_of,
+    methods,
+    sizes_of,
+    stages,
+)
 from corecontext.reproduce.train import OutOfTime, add_lora, attention, make_model, merge_lora, train
-from corecontext.terminal import console
+from corecontext.terminal import console, progress
 from corecontext.text import UserError, alone_in, atomic_path, make_folder, write_text
 from corecontext.visibility import group_size_for
 
@@ -146,6 +156,22 @@ class Miniature:
         for split in ("val", "test"):
             measure.windows(self.corpus, self.size, split)  # said now, not after the first training
         yield from ()
+
+    def _cost(self, stage: Stage, folder: Path) -> Iterator[Record]:
+        """Time and cache of every method and size, which do not depend on weights; measured in one stage, so that no
+        other stage is beside some of them on a GPU."""
+        model, cca = self._new(stage.seed).eval(), self.methods["cca"]
+        known = [(one, "methods") for one in self.methods.values()]
+        known += [(cca._replace(config=cca.config.replace(group_size=g, window_size=s)), "sizes")
+                  for g, s in sizes_of(self.size)]
+        with progress("time and cache", len(known)) as advance:
+            for method, what in known:
+                with attention(model, method.config):
+                    seconds, held = measure.time_and_cache(model, self.size, self.device)
+                yield self._record("model.first_token_s", seconds if len(seconds) > 1 else seconds[0], method, stage,
+                                   of=what)
+                yield self._record("model.cache_bytes", held, method, stage, of=what)
+                advance(1)
 
     def _tune(self, stage: Stage, folder: Path) -> Iterator[Record]:
         """A short training from scratch with one rate, for choosing the rate on validation text."""
@@ -311,7 +337,7 @@ class Miniature:
 
     def _measure(self, model: LlamaForCausalLM, method: Method, stage: Stage, folder: Path,
                  brief: bool = False, **params: Any) -> Iterator[Record]:
-        """Perplexity near and far, answers by distance and length, time and cache."""
+        """Perplexity near and far, answers by distance and length."""
         size, reach = self.size, self.size.window + self.size.group
         padded = not isinstance(method.config, MInference)
         if brief:
@@ -333,9 +359,6 @@ class Miniature:
                     right = [hit for _, hit in measure.answers_right(model, rows, self.device, padded)]
                     yield self._record("quality.accuracy", sum(right) / len(right), method, stage, task=task,
                                        documents=documents, questions=len(right))
-        seconds, held = measure.time_and_cache(model, size, self.device)
-        yield self._record("model.first_token_s", seconds if len(seconds) > 1 else seconds[0], method, stage)
-        yield self._record("model.cache_bytes", held, method, stage)
 
     def _record(self, name: str, value: Any, method: Method, stage: Stage, **params: Any) -> Record:
         """A record with everything that tells this measurement from others."""

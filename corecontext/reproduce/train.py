@@ -10,7 +10,8 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,17 @@ def autocast(device: str) -> contextlib.AbstractContextManager:
 
 
 def hidden_states(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """[B, L - 1, C], without a cache."""
-    return model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    """[B, L - 1, C], without a cache.
+
+    The layers one after the other, as transformers runs them, but for its search for packed documents: rows here are
+    one sequence each, and an answer from the GPU is what a captured step cannot wait for.
+    """
+    inner = model.model
+    hidden = inner.embed_tokens(ids[:, :-1])
+    rotation = inner.rotary_emb(hidden, position_ids=torch.arange(hidden.shape[1], device=ids.device)[None])
+    for layer in inner.layers:
+        hidden = layer(hidden, attention_mask=None, position_embeddings=rotation)
+    return inner.norm(hidden)
 
 
 def losses(weight: Tensor, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,8 +162,30 @@ def loss_backward(model: LlamaForCausalLM, ids: Tensor, weights: Tensor, device:
     return found, right / (weights > 1).sum().clamp(min=1)
 
 
+@contextlib.contextmanager
+def half_stream(model: LlamaForCausalLM, device: str) -> Iterator[None]:
+    """What goes from layer to layer is bfloat16 on a GPU, as in a model of that dtype: autocast alone leaves it
+    float32, as the weights of embedding and norms are, which is twice the bytes and a copy before every product."""
+    wanted = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)
+              or type(module).__name__.endswith("RMSNorm")] if device.startswith("cuda") else []
+    for module in wanted:  # not by a hook, which a compiler would run by itself
+        module.forward = _to_half(module.forward)
+    try:
+        yield
+    finally:
+        for module in wanted:
+            del module.forward
+
+
+def _to_half(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: forward(x).to(torch.bfloat16)
+
+
 def optimizers(model: LlamaForCausalLM, lr: float, trains: str) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the rest (LoRA's factors too); of what is trained."""
+    """Muon for the matrices of the layers, AdamW for the rest (LoRA's factors too); of what is trained.
+
+    Rates are tensors beside the weights, so that a captured step reads what they are then.
+    """
     wanted = {"all": ("",), "qkv": ("q_proj", "k_proj", "v_proj", ".cca."), "lora": ("lora_",)}[trains]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(one in name for one in wanted))
@@ -167,12 +199,12 @@ def optimizers(model: LlamaForCausalLM, lr: float, trains: str) -> list[torch.op
     found: list[torch.optim.Optimizer] = []
     if matrices:
         found.append(Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
-    if rest:
-        found.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
-    if few:  # a few numbers that start at zero and have a short time to go far
-        found.append(torch.optim.AdamW(few, lr=10 * lr, betas=(0.9, 0.95), weight_decay=0.0))
+    for some, rate in ((rest, lr), (few, 10 * lr)):  # few start at zero and have a short time to go far
+        if some:
+            found.append(torch.optim.AdamW(some, lr=rate, betas=(0.9, 0.95), weight_decay=0.0,
+                                           capturable=model.device.type == "cuda"))
     for group in (g for one in found for g in one.param_groups):
-        group["peak"] = group["lr"]
+        group["peak"], group["lr"] = group["lr"], torch.tensor(group["lr"], device=model.device)
     return found
 
 
@@ -180,6 +212,78 @@ def lr_factor(step: int, steps: int) -> float:
     """Warm-up over 50 steps or a tenth, then a cosine to 10 %."""
     warm = max(1, min(50, steps // 10))
     return min(1.0, (step + 1) / warm) * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps)))))
+
+
+class Step:
+    """One optimizer step on a batch; returns the loss and the share of answer tokens right, not waited for.
+
+    On a GPU, steps after the first few of a batch shape are replayed from a CUDA graph: launching the kernels of a
+    model this small takes Python about as long as running them. All work is on a stream of its own, `stream`.
+    """
+
+    WARM = 3  # steps not captured: kernels are compiled in them, optimizers make their state
+
+    def __init__(self, model: LlamaForCausalLM, opts: list[torch.optim.Optimizer], device: str,
+                 teacher: LlamaForCausalLM | None) -> None:
+        self.model, self.opts, self.device, self.teacher = model, opts, device, teacher
+        self.trained = [p for one in opts for group in one.param_groups for p in group["params"]]
+        self.stream = torch.cuda.Stream() if device.startswith("cuda") else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._given: tuple[Tensor, ...] = ()
+        self._found: tuple[Tensor, ...] = ()
+        self._warm, self._captures = 0, self.stream is not None
+
+    def __call__(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        if self._given and self._given[0].shape != ids.shape:
+            self._graph, self._given, self._found = None, (), ()
+        if not self._given:
+            self._warm, self._given = self.WARM, (ids.to(self.device), weights.to(self.device))
+        for held, given in zip(self._given, (ids, weights)):
+            held.copy_(given, non_blocking=True)
+        if self._warm or not self._captures:
+            self._warm -= bool(self._warm)
+            return self._run()
+        if self._graph is None:
+            self._capture()
+        if self._graph is None:
+            return self._run()
+        self._graph.replay()
+        return self._found[0].clone(), self._found[1].clone()
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """All that is done within goes to `stream`, after what was before and before what comes after."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _run(self) -> tuple[Tensor, Tensor]:
+        ids, weights = self._given
+        loss, right = loss_backward(self.model, ids.long(), weights, self.device, self.teacher)
+        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+        for one in self.opts:
+            one.step()
+            one.zero_grad(set_to_none=True)
+        return loss, right
+
+    def _capture(self) -> None:
+        """Capture a step; nothing runs yet. Where that cannot be, steps stay as they are."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream):
+                self._found = self._run()
+            self._graph = graph
+        except RuntimeError as error:
+            warnings.warn(f"a step cannot be captured, so all run as they are, which is slower: {error}", stacklevel=2)
+            self._captures = False
+            for one in self.opts:
+                one.zero_grad(set_to_none=True)
 
 
 def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple[tuple[int, int], ...],
@@ -203,6 +307,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple
     """
     model.train()
     opts = optimizers(model, lr, method.trains)
+    run = Step(model, opts, device, teacher)
     state_file, history = folder / "state.pt", []
     level, step, steps = 0, 0, sum(count for _, count in levels)
     if state_file.exists():
@@ -229,7 +334,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple
                         "step": step, "history": history}, name)
 
     saved_at, tokens = time.monotonic(), history[-1]["tokens"] if history else 0
-    with progress(f"train {folder.name}", steps) as advance:
+    with half_stream(model, device), run.on_stream(), progress(f"train {folder.name}", steps) as advance:
         advance(step)
         while level < len(levels):
             length, most = levels[level]
@@ -245,13 +350,8 @@ def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple
                     raise OutOfTime(folder.name)
                 spent = sum(count for _, count in levels[:level]) + done
                 for group in (g for one in opts for g in one.param_groups):
-                    group["lr"] = group["peak"] * lr_factor(spent, steps)
-                ids, weights = (x.to(device, non_blocking=True) for x in (ids, weights))
-                loss, right = loss_backward(model, ids.long(), weights, device, teacher)
-                torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
-                for one in opts:
-                    one.step()
-                    one.zero_grad(set_to_none=True)
+                    group["lr"].fill_(group["peak"] * lr_factor(spent, steps))
+                loss, right = run(ids, weights)
                 step, done, tokens = step + 1, done + 1, tokens + ids.numel()
                 waiting.append(({"step": step, "level": level, "length": length, "tokens": tokens, **on_step(step)},
                                 loss, right))
