@@ -137,13 +137,15 @@ def _attend_by_heads(q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], co
                      ) -> Tensor | tuple[Tensor, Tensor]:
     """`cca_attention` for the KV heads of each group size by themselves."""
     _check_types(q, k, v)
+    (q, k, v), context = outside_autocast(q, k, v)
     _check_tensors(q, k, v)
     check_sizes(sizes, k.shape[1], options["num_groups"])
     found = []
     for g, heads in heads_of_each(sizes):
         bias = take(core_bias, heads, len(sizes), 0) if isinstance(core_bias, Tensor) and core_bias.dim() else core_bias
-        part = cca_attention(*(take(x, heads, len(sizes)) for x in (q, k, v)), group_size=g, core_bias=bias,
-                             learned=take_learned(learned, heads, len(sizes)), return_lse=return_lse, **options)
+        with context:
+            part = cca_attention(*(take(x, heads, len(sizes)) for x in (q, k, v)), group_size=g, core_bias=bias,
+                                 learned=take_learned(learned, heads, len(sizes)), return_lse=return_lse, **options)
         found.append(part if isinstance(part, tuple) else (part,))
     out, *lse = (in_order(parts, sizes) for parts in zip(*found))
     return (out, lse[0]) if return_lse else out

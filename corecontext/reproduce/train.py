@@ -275,8 +275,8 @@ class Step:
     def _capture(self) -> None:
         """Capture a step; nothing runs yet. Where that cannot be, steps stay as they are."""
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, stream=self.stream):
+        try:  # "thread_local": meanwhile the loader's thread takes pinned memory
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self._found = self._run()
             self._graph = graph
         except RuntimeError as error:
