@@ -5,6 +5,7 @@ Batches follow from seed and step alone, so an interrupted training continues as
 
 from __future__ import annotations
 
+import hashlib
 import random
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from corecontext.data.retrieval import KINDS, make_facts
-from corecontext.data.files import find_file, read_documents, read_lines
+from corecontext.data.files import file_hash, find_file, read_documents, read_lines
 from corecontext.eval.multidoc_qa import passages, prompt_of
 from corecontext.terminal import progress
 from corecontext.text import UserError, atomic_path
@@ -60,11 +61,26 @@ class Corpus:
         """Token numbers."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
+    def identity(self) -> str | None:
+        """What tells these data from others, wherever they lie; None for the bundled document."""
+        if self.data is None:
+            return None
+        names = ("lm_*", "tokenizer*.json", "multidoc_qa_*")
+        files = sorted({path for name in names for path in Path(self.data).glob(name)})
+        return hashlib.sha256(" ".join(f"{path.name} {file_hash(path)}" for path in files).encode()).hexdigest()
+
+    def is_prepared(self) -> bool:
+        """Whether all token files are there."""
+        return all(self._tokens(split).exists() for split in SPLITS)
+
+    def _tokens(self, split: str) -> Path:
+        return self.folder / f"tokens_{split}.npy"
+
     def prepare(self) -> dict[str, int]:
         """Write tokens_SPLIT.npy where missing; returns tokens by split."""
         counts = {}
         for split in SPLITS:
-            path = self.folder / f"tokens_{split}.npy"
+            path = self._tokens(split)
             if not path.exists():
                 ids = self._read(split)
                 with atomic_path(path) as name:
@@ -91,7 +107,7 @@ class Corpus:
     @cached_property
     def splits(self) -> dict[str, np.ndarray]:
         """Tokens by split, mapped from disk."""
-        return {split: np.load(self.folder / f"tokens_{split}.npy", mmap_mode="r") for split in SPLITS}
+        return {split: np.load(self._tokens(split), mmap_mode="r") for split in SPLITS}
 
     @cached_property
     def _ends(self) -> np.ndarray:

@@ -147,13 +147,13 @@ def cloze(model: LlamaForCausalLM, corpus: Corpus, size: Size, device: str) -> l
 
 def time_and_cache(model: LlamaForCausalLM, size: Size, device: str,
                    dtype: torch.dtype | None = None) -> tuple[list[float], int]:
-    """Seconds of reading a text of the trained length into a cache, several times, and the cache's bytes.
+    """Seconds of reading texts of the trained length into a cache, several times, and the cache's bytes; of one text.
 
     Weights and cache have one dtype for all methods, as when they are served: bfloat16 on a GPU. Under autocast the
     rotary embedding is float32, and so would be the keys and values that full attention's cache is given.
     """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, size.length), generator=generator).to(device)
+    ids = torch.randint(model.config.vocab_size, (size.latency_rows, size.length), generator=generator).to(device)
     seconds, out = [], None
     with _weights_as(model, dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)):
         for _ in range(size.latency_repeats + 1):
@@ -163,8 +163,8 @@ def time_and_cache(model: LlamaForCausalLM, size: Size, device: str,
             with torch.inference_mode():
                 out = model(ids, use_cache=True, logits_to_keep=1)
             _wait(device)
-            seconds.append(time.perf_counter() - begin)
-    return seconds[1:], cache_bytes(out.past_key_values)
+            seconds.append((time.perf_counter() - begin) / len(ids))
+    return seconds[1:], cache_bytes(out.past_key_values) // len(ids)
 
 
 @contextlib.contextmanager

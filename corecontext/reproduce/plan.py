@@ -48,13 +48,17 @@ class Size:
     groups: tuple[int, ...]
     windows: tuple[int, ...]
     documents: tuple[int, ...]
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (1, 2, 0)
+    """Seeds of adaptations; every method has the first."""
     scratch_seeds: tuple[int, ...] = (0, 1)
-    """Seeds that models are trained from scratch with; further seeds adapt one of these, with batches of their own."""
+    """Seeds that models are trained from scratch with; further seeds adapt the last one's, with batches of their own.
+    Rates are tried with the first."""
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
     """Rates from scratch, of which each method takes its best."""
     adapt_lr: float = 1e-3
     latency_repeats: int = 5
+    latency_rows: int = 16
+    """Prompts that are read at once when time is taken: one of a model this small would be launches alone."""
 
 
 FULL = Size(name="mini", layers=8, hidden=512, heads=8, kv_heads=2, ffn=1408, length=4096, window=256, group=16,
@@ -65,7 +69,8 @@ FULL = Size(name="mini", layers=8, hidden=512, heads=8, kv_heads=2, ffn=1408, le
 SMOKE = Size(name="smoke", layers=2, hidden=64, heads=8, kv_heads=4, ffn=64, length=256, window=32, group=4,
              step_tokens=512, levels=((128, 2), (256, 2)), tune_levels=((128, 1),), follow_steps=2, adapt_tokens=512,
              adapt_steps=2, short_steps=1, eval_tokens=1024, questions=4, groups=(2, 8), windows=(16, 64),
-             documents=(2,), seeds=(0,), scratch_seeds=(0,), rates=(1e-3, 2e-3), latency_repeats=1)
+             documents=(2,), seeds=(0,), scratch_seeds=(0,), rates=(1e-3, 2e-3), latency_repeats=1,
+             latency_rows=2)
 SIZES = {one.name: one for one in (FULL, SMOKE)}
 
 
@@ -207,7 +212,8 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
     found = [Stage("prepare", "prepare"), Stage("cost", "cost", (), first)]
 
     def tries(name: str) -> list[Stage]:
-        return [Stage(tuned(name, rate), "tune", ("prepare",), first, name, lr=rate) for rate in size.rates]
+        return [Stage(tuned(name, rate), "tune", ("prepare",), size.scratch_seeds[0], name, lr=rate)
+                for rate in size.rates]
 
     def scratch(name: str, seed: int, like: str) -> Stage:
         """With the rate that is best of those tried for the method `like`."""
@@ -242,7 +248,7 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
 
 def base_of(size: Size, seed: int) -> str:
     """Name of the stage whose model, trained with full attention, is adapted under a seed."""
-    return from_scratch("full", size.scratch_seeds[seed % len(size.scratch_seeds)])
+    return from_scratch("full", seed if seed in size.scratch_seeds else size.scratch_seeds[-1])
 
 
 def layers_of(size: Size, seed: int) -> str:

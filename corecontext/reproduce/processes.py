@@ -43,10 +43,7 @@ def run_on_gpus(gpus: int, arguments: dict[str, Any], only: Sequence[str] = ()) 
             done = sum(run.is_done(stage.name) for stage in run.plan)
             advance(done - shown)
             shown = done
-            if any(one.exitcode for one in processes):  # the others would take up what it failed at
-                for one in processes:
-                    one.terminate()
-    failed = [gpu for gpu, one in enumerate(processes) if one.exitcode and one.exitcode > 0]
+    failed = [gpu for gpu, one in enumerate(processes) if one.exitcode]
     if failed:
         raise UserError(f"reproducing failed on GPU {failed[0]}: see {folder}/gpu-{failed[0]}.log. What was done is "
                         "kept.")

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class Miniature:
         self.corpus, self.json_path = Corpus(folder, data), json_path
         self.end = time.monotonic() + 60 * minutes
         self.workers = 0 if size.name == "smoke" else max(1, min(12, (os.cpu_count() or 2) - 2))
-        self._claim({"size": size.name, "data": None if data is None else str(Path(data).resolve())})
+        self._claim({"size": size.name, "data": self.corpus.identity()})
 
     def _claim(self, what: dict[str, Any]) -> None:
         """Take the folder, or find it taken by the same."""
@@ -87,8 +88,8 @@ class Miniature:
         return self.end - time.monotonic()
 
     def is_done(self, name: str) -> bool:
-        """Whether a stage has left its records."""
-        return (self.folder / name / RECORDS).exists()
+        """Whether a stage has left its records; the tokens, which are large, may have been left behind since."""
+        return (self.folder / name / RECORDS).exists() and (name != "prepare" or self.corpus.is_prepared())
 
     def is_all_done(self, only: Sequence[str] = ()) -> bool:
         """Whether `run` would have nothing to do."""
@@ -108,12 +109,14 @@ class Miniature:
     def run(self, only: Sequence[str] = ()) -> bool:
         """Run what is not done, or of that only some stages and what they need; returns whether all of it is done now.
 
-        Stages that another process is at are waited for.
+        Stages that another process is at are waited for. One that fails keeps only those waiting that need it.
 
         Raises:
             UserError: no such stage.
+            Exception: what the first failed stage raised, once nothing else is left to do.
         """
-        while todo := self._to_do(only):
+        failed: dict[str, Exception] = {}
+        while todo := [stage for stage in self._to_do(only) if not self._is_lost(stage, failed)]:
             if self.time_left() < WORTH_STARTING_S and math.isfinite(self.end):
                 return False
             for stage in todo:
@@ -123,12 +126,28 @@ class Miniature:
                     with alone_in(folder) as alone:
                         if alone and not self.is_done(stage.name):
                             console().print(f"{stage.name} ({len(todo)} to go)")
-                            if not self._finish(stage):
-                                return False
+                            try:
+                                if not self._finish(stage):
+                                    return False
+                            except Exception as error:
+                                failed[stage.name] = error
+                                console().print(f"{stage.name} failed: {error}")
+                                if not isinstance(error, UserError):
+                                    traceback.print_exc()
+                                if self.device.startswith("cuda"):
+                                    torch.cuda.synchronize()  # raises where the GPU is of no more use to this process
                             break
             else:
                 time.sleep(LOOK_AGAIN_S)
+        for error in failed.values():
+            raise error
         return True
+
+    def _is_lost(self, stage: Stage, failed: Container[str]) -> bool:
+        """Whether a stage, or one that it needs, has failed."""
+        by_name = {one.name: one for one in self.plan}
+        return stage.name in failed or any(not self.is_done(need) and self._is_lost(by_name[need], failed)
+                                           for need in stage.needs)
 
     def _finish(self, stage: Stage) -> bool:
         """Run one stage to its end; False where the time is over, and what was done is kept."""
@@ -316,7 +335,7 @@ class Miniature:
             history = train(model, self.corpus, method, levels, step_tokens, lr, stage.seed, self.device, folder,
                             workers=self.workers, time_left=self.time_left, **more)
         with atomic_path(folder / "curve.jsonl") as name:
-            Path(name).write_text("".join(json.dumps(one) + "\n" for one in history), encoding="utf-8")
+            Path(name).write_text("".join(json.dumps(one) + "\n" for one in thinned(history)), encoding="utf-8")
 
     def _far(self, nll: np.ndarray) -> np.ndarray:
         """Of windows [n, L - 1], the second half."""
@@ -379,6 +398,21 @@ class Miniature:
 
     def _load(self, path: str) -> LlamaForCausalLM:
         """A model with the weights of an earlier stage."""
+        if not (self.folder / path).exists():
+            raise UserError(f"'{self.folder / path}' is needed and was left behind, though its stage is done. Remove "
+                            "the stage's folder to train it again.")
         model = self._new(0)
         model.load_state_dict(torch.load(self.folder / path, map_location="cpu", weights_only=True))
         return model
+
+
+def thinned(history: Sequence[dict[str, Any]], most: int = 250) -> list[dict[str, Any]]:
+    """A curve of about so many points: the means of as many steps each, which end where held-out text was looked at."""
+    found: list[dict[str, Any]] = []
+    some: list[dict[str, Any]] = []
+    for one in history:
+        some.append(one)
+        if len(some) >= len(history) / most or "val" in one or one is history[-1]:
+            found.append({**one, **{key: round(sum(x[key] for x in some) / len(some), 5) for key in ("loss", "right")}})
+            some = []
+    return found
