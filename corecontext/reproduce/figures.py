@@ -120,18 +120,17 @@ def _scratch(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -
     """Held-out perplexity of the far half, and answers right, while training from scratch."""
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8))
     for color, name in zip(("#9a9a9a", "#c65d12", "#1f6fb4", "#5a9a5a"), (*SCRATCH, SCRATCH_FINE)):
-        for seed in size.seeds:
-            path = folder / from_scratch(name, seed) / "curve.jsonl"
-            if not path.exists():
-                continue
+        paths = [folder / from_scratch(name, seed) / "curve.jsonl" for seed in size.seeds]
+        label: str | None = name
+        for path in (path for path in paths if path.exists()):
             steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            label = name if seed == size.seeds[0] else None
             looks = [(one["tokens"] / 1e6, np.exp(one["val_far"])) for one in steps if "val_far" in one]
             if looks:
                 panels[0].plot(*zip(*looks), color=color, label=label)
             width = max(1, len(steps) // 100)
             right = np.convolve([one["right"] for one in steps], np.ones(width) / width, "valid")
             panels[1].plot([one["tokens"] / 1e6 for one in steps[width - 1:]], 100 * right, color=color, label=label)
+            label = None
     panels[0].set_yscale("log")
     for panel, label in zip(panels, ("validation perplexity, far", "answer tokens right in training, %")):
         panel.set_xlabel("million tokens")
