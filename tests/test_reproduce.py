@@ -29,7 +29,7 @@ from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, time
 from corecontext.reproduce.muon import Muon
 from corecontext.reproduce.plan import FULL, SCRATCH, SMOKE, methods, stages, tuned
 from corecontext.reproduce.processes import run_on_gpus
-from corecontext.reproduce.report import Page, _targets, gains
+from corecontext.reproduce.report import Page, _targets, gains, write_report
 from corecontext.reproduce.run import Miniature, thinned
 from corecontext.reproduce.train import (
     OutOfTime,
@@ -100,6 +100,17 @@ def test_the_papers_rows_are_all_there():
     assert {where: found.count(where) for where in found} == {
         "Table 1": 10, "Table 2": 6, "Table 3": 5, "Table 4": 3, "Table 5": 3, "Table 6": 4, "Table 7": 3, "Table 8": 6,
         "Table 9": 5, "Table 10": 2, "Figure 1": 1, "Figure 3": 1, "Figure 4": 1, "Figure 5": 1, "Figure 6": 1}
+
+
+def test_a_report_says_what_is_not_measured_yet(done, tmp_path):
+    out, _ = done
+    records = [one for stage in stages(SMOKE) for one in read_records(out / stage.name / "records.jsonl")]
+    for split in SPLITS:
+        shutil.copy(out / f"tokens_{split}.npy", tmp_path)
+    for left in ("cost", "flexibility", "full-0", "maps", "cloze"):
+        page = write_report(tmp_path, [one for one in records if one.params["stage"] != left], SMOKE).read_text()
+        assert "not measured" in page.lower() and "nan" not in re.findall(r">([^<]*)</a>", page)
+    assert "Not measured yet" in write_report(tmp_path, [], SMOKE).read_text()
 
 
 def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_path):

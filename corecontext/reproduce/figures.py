@@ -78,7 +78,7 @@ def _sizes(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> 
 def _flexibility(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
     """Perplexity against cache and time."""
     quality = _of(records, "quality.perplexity", stage="flexibility", bucket="far")
-    if not quality:
+    if not quality or not _of(records, "model.cache_bytes", of="sizes"):
         return None
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.8))
     for panel, name, label, unit in ((panels[0], "model.cache_bytes", "cache, MiB", 2 ** 20),
