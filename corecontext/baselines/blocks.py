@@ -24,7 +24,16 @@ def expand_heads(x: Tensor, heads: int) -> Tensor:
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float,
                      softcap: float | None = None) -> Tensor:
-    """Softmax attention under a mask [..., T, S] (True where seen); memory for a gradient does not grow with T x S."""
+    """Softmax attention under a mask [T, S] or [1 or B, 1 or H, T, S] (True where seen); memory for a gradient does
+    not grow with T x S."""
+    repeats = q.shape[1] // k.shape[1]
+    if softcap is None and mask is not None and repeats > 1:  # a KV head's query heads are more rows: no key is copied
+        mask = mask[None, None] if mask.dim() == 2 else mask
+        many = mask.shape[1] > 1
+        folded = mask.unflatten(1, (-1, repeats)).flatten(2, 3) if many else mask.repeat(1, 1, repeats, 1)
+        out = F.scaled_dot_product_attention(q.unflatten(1, (-1, repeats)).flatten(2, 3), k, v, attn_mask=folded,
+                                             scale=scale)
+        return out.unflatten(2, (repeats, -1)).flatten(1, 2)
     k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)

@@ -60,7 +60,8 @@ class SinkLayer(CacheLayerMixin):
             self.pads = left_padding(attention_mask)
         sink_k, sink_v = (self._with_sinks(old[:, :, :self.sinks], new)
                           for old, new in ((self.keys, k), (self.values, v)))
-        all_k, all_v = (torch.cat((old[:, :, self.sinks:], new), 2) for old, new in ((self.keys, k), (self.values, v)))
+        all_k, all_v = (torch.cat((old[:, :, self.sinks:], new), 2) if self.seen else new
+                        for old, new in ((self.keys, k), (self.values, v)))
         out = sink_attention(q, all_k, all_v, sink_k, sink_v, first=self.seen, window_size=self.window_size,
                              pads=self.pads, far_position=far_position, rotary=rotary, scale=scale, softcap=softcap)
         self.keys, self.values = (torch.cat((sinks, every[:, :, -self.window_size:]), 2).detach()
