@@ -289,6 +289,17 @@ def test_a_batch_gives_what_its_rows_give_alone(device):
         torch.testing.assert_close(run(*(y[row:row + 1] for y in x[:3])), out[row:row + 1], rtol=0, atol=1e-14)
 
 
+def test_what_must_be_copied_is_copied_once_for_both_passes(device):
+    """As transformers lays tensors out: one row is taken as it is, several are not, but the backward has the copies."""
+    for rows in (1, 3):
+        q, k, v = (torch.randn(rows, 90, heads, 16, device=device).transpose(1, 2).requires_grad_()
+                   for heads in (4, 2, 2))
+        out = cca_attention(q, k, v, group_size=4, window_size=13, core_position="token", backend="packed")
+        for given, saved in zip((q, k, v), out.grad_fn.saved_tensors):
+            assert (saved.data_ptr() == given.data_ptr()) == (rows == 1)
+            assert saved.flatten(0, 1).data_ptr() == saved.data_ptr() and torch.equal(saved, given)
+
+
 @pytest.mark.parametrize("sink_size", [0, 4])
 @pytest.mark.parametrize("strided", [lambda x: x.repeat_interleave(2, -1)[..., ::2], lambda x: x.mT.contiguous().mT],
                          ids=["every other element", "transposed"])

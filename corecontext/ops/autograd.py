@@ -106,12 +106,19 @@ def _gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, 
     return *(grad.result() for grad in grads), grad_bias
 
 
+def _heads_in_rows(x: Tensor) -> Tensor:
+    """x [B, H, L, D] with one stride from head to head through all rows, as the backends need it; of several rows that
+    transformers' layout has otherwise, a copy, which the backward then need not make again."""
+    return x.flatten(0, 1).view(x.shape)
+
+
 class _Eager(torch.autograd.Function):
     """The operator outside torch.compile."""
 
     @staticmethod
     def forward(ctx, *inputs):
         *tensors, settings = inputs
+        tensors[:3] = (_heads_in_rows(x) for x in tensors[:3])
         out, lse, cores = _forward(*tensors, settings)
         ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:], *cores)
         ctx.set_materialize_grads(False)
