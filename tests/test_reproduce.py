@@ -26,26 +26,14 @@ from corecontext.reproduce import figures, paper
 from corecontext.reproduce.checkpoint import METHODS, _page
 from corecontext.reproduce.corpus import END, SPLITS, Corpus, Row
 from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, time_and_cache, top_mass, window_nll
+from corecontext.reproduce.model import add_lora, attention, make_model, merge_lora, nll_of
 from corecontext.reproduce.muon import Muon
 from corecontext.reproduce.plan import FULL, SCRATCH, SMOKE, methods, stages, tuned
 from corecontext.reproduce.processes import run_on_gpus
 from corecontext.reproduce.report import Page, _targets, gains, write_report
-from corecontext.reproduce.run import Miniature, thinned
-from corecontext.reproduce.train import (
-    OutOfTime,
-    Step,
-    _fused_head,
-    add_lora,
-    attention,
-    half_stream,
-    head_loss,
-    loss_backward,
-    make_model,
-    merge_lora,
-    nll_of,
-    optimizers,
-    train,
-)
+from corecontext.reproduce.run import Miniature
+from corecontext.reproduce.step import Step, _fused_head, half_stream, head_loss, loss_backward, optimizers
+from corecontext.reproduce.train import OutOfTime, thinned, train
 from corecontext.text import UserError, alone_in
 
 TINY = dataclasses.replace(SMOKE, levels=((64, 2), (128, 3)), length=128, step_tokens=256)
@@ -321,7 +309,8 @@ def test_training_in_parts_is_training_at_once(corpus, monkeypatch):
     ids, weights = corpus.batch(0, 0, 400, 4)
     assert (weights > 1).any()
     ids = ids.long()
-    monkeypatch.setattr("corecontext.reproduce.train.HEAD_TOKENS", 50)
+    for module in ("model", "step"):
+        monkeypatch.setattr(f"corecontext.reproduce.{module}.HEAD_TOKENS", 50)
     loss, right = loss_backward(model, ids, weights, "cpu", None)
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()

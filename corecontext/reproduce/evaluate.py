@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM
 
 from corecontext.integrations.hf_cache import cache_bytes
 from corecontext.reproduce.corpus import END, Corpus, Row
+from corecontext.reproduce.model import autocast, nll_of
 from corecontext.reproduce.plan import Size
-from corecontext.reproduce.train import autocast, nll_of
 from corecontext.terminal import progress
 from corecontext.text import UserError
 

@@ -26,6 +26,7 @@ from corecontext.integrations.transformers import handle_of
 from corecontext.record import Record, append_records, device_name, make_record, read_records
 from corecontext.reproduce import evaluate as measure
 from corecontext.reproduce.corpus import Corpus
+from corecontext.reproduce.model import add_lora, attention, make_model, merge_lora
 from corecontext.reproduce.plan import (
     Method,
     Size,
@@ -37,7 +38,7 @@ from corecontext.reproduce.plan import (
     sizes_of,
     stages,
 )
-from corecontext.reproduce.train import OutOfTime, add_lora, attention, make_model, merge_lora, train
+from corecontext.reproduce.train import OutOfTime, thinned, train
 from corecontext.terminal import console, progress
 from corecontext.text import UserError, alone_in, atomic_path, make_folder, write_text
 from corecontext.visibility import group_size_for
@@ -404,15 +405,3 @@ class Miniature:
         model = self._new(0)
         model.load_state_dict(torch.load(self.folder / path, map_location="cpu", weights_only=True))
         return model
-
-
-def thinned(history: Sequence[dict[str, Any]], most: int = 250) -> list[dict[str, Any]]:
-    """A curve of about so many points: the means of as many steps each, which end where held-out text was looked at."""
-    found: list[dict[str, Any]] = []
-    some: list[dict[str, Any]] = []
-    for one in history:
-        some.append(one)
-        if len(some) >= len(history) / most or "val" in one or one is history[-1]:
-            found.append({**one, **{key: round(sum(x[key] for x in some) / len(some), 5) for key in ("loss", "right")}})
-            some = []
-    return found
