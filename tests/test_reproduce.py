@@ -206,6 +206,11 @@ def test_questions_come_with_passages(corpus, tmp_path):
     assert own.planted_qa_row(random.Random(0), 4, 200) is None
     batch, weights = own.batch(0, 0, 600, 10)
     assert "Answer: word" in own.tokenizer.decode(batch[9].tolist()) and weights[9].max() > 1
+    for rows, texts, questions in ((8, 4, 1), (16, 8, 2), (10, 5, 1), (4, 2, 0)):
+        batch, weights = own.batch(0, 1, 600, rows)
+        assert (weights[:texts] == 1).all()
+        assert ["Answer: word" in own.tokenizer.decode(row.tolist()) for row in batch] == (
+            [False] * (rows - questions) + [True] * questions)
     with pytest.raises(UserError, match="must hold tokenizer.json"):
         Corpus(tmp_path / "x", str(tmp_path)).encode("a")
 
