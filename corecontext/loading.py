@@ -54,7 +54,7 @@ class Loaded:
 
 def load(name: str, *, method: str = "cca", group_size: int | None = None, window_size: int | None = None,
          sinks: int | None = None, patterns: str | None = None, cache_dtype: str | None = None, dtype: str = "auto",
-         device: str = "auto") -> Loaded:
+         device: str = "auto", tensor_parallel: bool = False) -> Loaded:
     """Load a causal language model and give it CCA or a rival's attention, or leave it full attention.
 
     Args:
@@ -68,6 +68,7 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
         cache_dtype: How CCA's cache holds keys and values; default what the checkpoint's config.json holds, or "auto".
         dtype: A torch dtype by name; "auto" is float32 on a CPU and the checkpoint's own on a GPU.
         device: A torch device; "auto" is the first GPU, or the CPU.
+        tensor_parallel: Split the model over the processes of torch.distributed, each on its device.
 
     Raises:
         UserError: the model is missing, broken, of an unsupported architecture, or a setting breaks a rule.
@@ -93,11 +94,16 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
                   "config.json)"):
         tokenizer = AutoTokenizer.from_pretrained(name)
     with one_line(f"model '{name}' cannot be loaded"):
-        quantized = getattr(hf_config, "quantization_config", None) is not None  # such weights are put in place at once
+        placed: dict[str, Any] = {}
+        if tensor_parallel:
+            from transformers.distributed import DistributedConfig
+
+            placed = {"distributed_config": DistributedConfig(tp_plan="auto")}
+        elif getattr(hf_config, "quantization_config", None) is not None:  # such weights are put in place at once
+            placed = {"device_map": device}
         model: Any = AutoModelForCausalLM.from_pretrained(name, config=hf_config, dtype=wanted,
-                                                          attn_implementation="sdpa",
-                                                          **({"device_map": device} if quantized else {}))
-        (model if quantized else model.to(device)).eval()
+                                                          attn_implementation="sdpa", **placed)
+        (model if placed else model.to(device)).eval()
     config = None
     if method == "cca":
         config = cca_config(hf_config, group_size, window_size, cache_dtype, sinks)

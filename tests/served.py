@@ -21,11 +21,13 @@ class Served:
     Args:
         log: File for what it writes.
         options: Of the command.
+        gpus: It sees this machine's GPUs.
     """
 
-    def __init__(self, log: Path, *options: str) -> None:
+    def __init__(self, log: Path, *options: str, gpus: bool = False) -> None:
         self.log = log
-        env = {**os.environ, "CORECONTEXT_API_KEY": KEY, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        env = {**os.environ, "CORECONTEXT_API_KEY": KEY, "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path[1:]))}
+        env |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         with log.open("w") as out:
             self.process = subprocess.Popen([sys.executable, "-m", "corecontext", "serve", "--port", "0", *options],
                                             stderr=out, stdout=out, env=env)

@@ -5,6 +5,7 @@ import sys
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import corecontext
 from corecontext import CCAConfig
@@ -14,7 +15,8 @@ from corecontext.inference import Engine, prefill
 def main(folder: str, output: str) -> None:
     """Logits of a prompt and tokens after it, split over the processes where there are several."""
     split = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    model = AutoModelForCausalLM.from_pretrained(folder, **({"tp_plan": "auto"} if split else {})).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, **(
+        {"distributed_config": DistributedConfig(tp_plan="auto")} if split else {})).eval()
     if torch.cuda.is_available() and not split:
         model.cuda()
     corecontext.enable(model, CCAConfig(4, 10))

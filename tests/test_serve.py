@@ -5,6 +5,7 @@ import json
 import signal
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -549,11 +550,15 @@ def test_a_server_that_says_it_listens_does(monkeypatch):
             socket.create_connection((host, port), timeout=5).close()
             reached.append(port)
 
-    monkeypatch.setattr(runs, "make_app", lambda serving: None)
+    worker = types.SimpleNamespace(failed=False)
+    monkeypatch.setattr(runs, "make_app", lambda serving: types.SimpleNamespace(
+        state=types.SimpleNamespace(worker=worker)))
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: sockets[0].close())
     monkeypatch.setattr("corecontext.serve.logs.start_logging", lambda: None)
     monkeypatch.setattr("corecontext.serve.logs.log_event", says)
     assert runs.run(Serving(port=0)) == 0 and len(reached) == 1
+    worker.failed = True
+    assert runs.run(Serving(port=0)) == 1
 
 
 def test_random_weights_and_names(folder):

@@ -34,11 +34,19 @@ class RowShape:
     itemsize: int
 
     @classmethod
-    def of(cls, config, dtype: torch.dtype) -> RowShape:
-        """Read off a Hugging Face config."""
+    def of(cls, config, dtype: torch.dtype, processes: int = 1) -> RowShape:
+        """Read off a Hugging Face config; of a model split over processes, what one of them has.
+
+        Raises:
+            ValueError: its KV heads cannot be split so.
+        """
         text = config.get_text_config(decoder=True)
         heads = text.num_attention_heads
-        return cls(text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or heads, heads,
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        if kv_heads % processes:
+            raise ValueError(f"a model must be split over a number of processes that divides its {kv_heads} KV heads, "
+                             f"got {processes}.")
+        return cls(text.num_hidden_layers, kv_heads // processes, heads // processes,
                    getattr(text, "head_dim", None) or text.hidden_size // heads, dtype.itemsize)
 
     def row_bytes(self, config: CCAConfig | None, max_length: int) -> int:

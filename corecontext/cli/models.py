@@ -57,8 +57,10 @@ def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Huggi
           time_limit: Annotated[float, typer.Option(help="Seconds after which a request is ended.")] = 600.0,
           dtype: Dtype = "auto", device: Device = "auto",
           random_weights: Annotated[bool, typer.Option("--random-weights", help="Make weights up; --model needs only "
-                                                                                "config.json. For benchmarks.")] = False
-          ) -> None:
+                                                                                "config.json. For benchmarks.")
+                                    ] = False,
+          tensor_parallel: Annotated[int, typer.Option(help="Processes of this machine, a GPU each, that the model is "
+                                                            "split over.")] = 1) -> None:
     """Serve a model to many users by the OpenAI protocol; needs the extra 'serve'."""
     from corecontext.serve.run import Serving, run
     from corecontext.text import read_text
@@ -66,6 +68,8 @@ def serve(model: Annotated[Optional[str], typer.Option(help="Folder in the Huggi
     key = os.environ.get("CORECONTEXT_API_KEY") or None
     if api_key_file is not None:
         key = read_text(api_key_file).strip()
-    run(Serving(model, name, method, group_size, window_size, policy, first_token_limit, host, port, key, cache_mib,
-                max_running, rows_per_pool, queue_limit, chunk_size, max_length, time_limit, dtype, device,
-                random_weights, sinks))
+    code = run(Serving(model, name, method, group_size, window_size, policy, first_token_limit, host, port, key,
+                       cache_mib, max_running, rows_per_pool, queue_limit, chunk_size, max_length, time_limit, dtype,
+                       device, random_weights, sinks, tensor_parallel))
+    if code:
+        raise typer.Exit(code)

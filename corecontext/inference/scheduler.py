@@ -9,6 +9,7 @@ The file is long because where a request is (queue, reading, a row) and which me
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import traceback
@@ -32,6 +33,7 @@ from corecontext.inference.prefill import read_chunk
 from corecontext.inference.prefix import Node, PrefixStore
 from corecontext.inference.sampling import Sampling, choose_rows
 from corecontext.inference.session import WARM_UP
+from corecontext.inference.together import Apart, Together
 from corecontext.integrations.hf_cache import GivenLayer
 from corecontext.integrations.transformers import handle_of
 from corecontext.visibility import group_size_for
@@ -79,6 +81,8 @@ class Job:
     first_token_at: float | None = None
     ended: str | None = None
     cancelled: bool = False
+    number: int = 0
+    """By which several processes know it, from when it leaves the queue."""
     # Where it is:
     read: int = 0
     cache: Any = None
@@ -114,7 +118,8 @@ class Scheduler:
         policy: Gives (g, s) of requests that choose none; None leaves the model's own. Of a model with a g for each
             layer only s is chosen.
         max_length: Most tokens of prompt and answer; None is what the model was built for.
-        capture: As for `DecodeBatch`.
+        capture: As for `DecodeBatch`; of a model split over processes nothing is captured.
+        together: The processes that a model is split over. The first one schedules, the others have a `Follower`.
 
     Raises:
         ValueError: a setting breaks a rule, or the model is not enabled.
@@ -123,7 +128,8 @@ class Scheduler:
 
     def __init__(self, model: Any, *, full: bool = False, cache_bytes: int = 2 ** 30, max_rows: int = 64,
                  rows_per_pool: int = 8, queue_limit: int = 256, chunk_size: int | None = None,
-                 policy: Policy | None = None, max_length: int | None = None, capture: bool = True) -> None:
+                 policy: Policy | None = None, max_length: int | None = None, capture: bool = True,
+                 together: Together | None = None) -> None:
         handle = handle_of(model)
         if handle is None:
             raise ValueError("model must have CCA enabled, got one without. Call corecontext.enable(model).")
@@ -140,14 +146,21 @@ class Scheduler:
                                    ("chunk_size", chunk_size, 1), ("max_length", max_length or 1, 1)):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
+        own = handle.config
+        if together is not None and (own.learned or own.head_group_sizes or any(
+                isinstance(one, tuple) for one in own.layer_group_sizes or ())):
+            raise NotImplementedError("a model whose heads have learned parameters or group sizes of their own cannot "
+                                      "be split over processes yet. Serve it on one.")
+        self.together, self._numbers = together, itertools.count(1)
         self.model, self.handle, self.full, self.policy = model, handle, full, None if full else policy
-        self.cache_bytes, self.max_rows, self.rows_per_pool = cache_bytes, max_rows, rows_per_pool
+        self.cache_bytes = cache_bytes if together is None else together.least(cache_bytes)
+        self.max_rows, self.rows_per_pool = max_rows, rows_per_pool
         self.queue_limit, self.chunk_size = queue_limit, chunk_size
         limit = position_limit(model.config)
         self.max_length = min(x for x in (limit, max_length, 2 ** 40) if x is not None)
-        self.shape = RowShape.of(model.config, model.dtype)
-        self.batch = DecodeBatch(model, capture=capture)
-        self.prefixes = PrefixStore(chunk_size, 0 if full else int(PREFIX_SHARE * cache_bytes))
+        self.shape = RowShape.of(model.config, model.dtype, 1 if together is None else together.size)
+        self.batch = DecodeBatch(model, capture=capture and together is None)
+        self.prefixes = PrefixStore(chunk_size, 0 if full else int(PREFIX_SHARE * self.cache_bytes))
         self.pools: list[RowPool] = []
         self.waiting: deque[Job] = deque()
         self.reading: list[Job] = []
@@ -246,6 +259,7 @@ class Scheduler:
     def _place(self, config: CCAConfig | None, length: int) -> RowPool | None:
         """A pool with a free row: one that is not far too long, else a new one, else any, else a new one in place of
         those that nobody uses, else None."""
+        self._note("place", config, length)  # what is given up for it is so even where it is not enough
         room = rounded_up(length)
         fitting = sorted((pool for pool in self.pools if pool.config == config and pool.max_length >= length
                           and pool.used + self._promised(pool) < pool.rows), key=lambda pool: pool.max_length)
@@ -307,10 +321,15 @@ class Scheduler:
                 self.step()
             if job.error is not None:
                 raise job.error
+        self._clear()
+        self._first_token = None
+
+    def _clear(self) -> None:
+        """Give up all that no request holds; none is there."""
+        self._note("clear")
         for pool in list(self.pools):
             self._drop(pool)
         self.prefixes.trim(0)
-        self._first_token = None
 
     # A turn ----------------------------------------------------------------------------------------------------
 
@@ -318,8 +337,32 @@ class Scheduler:
         """One turn; returns whether there was anything to do."""
         self._end_the_unwanted()
         self._admit()
+        if self.together is None:
+            worked = self._read()
+            return self._decode() or worked
+        if not (self.reading or self.running or self.together.has_news):
+            return False
+        self.together.tell([job.last_token for job in self._in_rows()])
         worked = self._read()
+        self.together.tell([job.last_token for job in self._in_rows()])
         return self._decode() or worked
+
+    def _note(self, *event: Any) -> None:
+        """Something that the other processes of this model must do, too."""
+        if self.together is not None:
+            self.together.note(*event)
+
+    def _in_rows(self) -> list[Job]:
+        """Running requests in the order of a step, which recurs."""
+        return [job for pool in self.pools if pool in self.running for job in self.running[pool]]
+
+    def abandon(self, error: BaseException) -> None:
+        """End all requests with this error: nothing can be run any more."""
+        with self._lock:
+            waiting = list(self.waiting)
+            self.waiting.clear()
+        for job in [*waiting, *self.active()]:
+            self._end(job, "error", error)
 
     def _end_the_unwanted(self) -> None:
         """End requests that were cancelled or have no time left, wherever they are."""
@@ -352,7 +395,8 @@ class Scheduler:
                 self._end(job, "error", MemoryError(f"{job.length} tokens do not fit the cache with the settings that "
                                                     f"the policy chose, {job.config}."))
                 continue
-            job.pool, job.started = pool, time.monotonic()
+            job.pool, job.started, job.number = pool, time.monotonic(), next(self._numbers)
+            self._note("start", job.number, job.config, list(job.prompt), job.max_new_tokens, job.sampling, job.seed)
             self.reading.append(job)  # first: whoever asks from another thread finds it in one place or the other
             with self._lock:
                 self.waiting.popleft()
@@ -430,13 +474,14 @@ class Scheduler:
         """One token for each running request."""
         if not self.running:
             return False
-        pools = [pool for pool in self.pools if pool in self.running]  # in an order that recurs
-        jobs = [job for pool in pools for job in self.running[pool]]
+        pools, jobs = [pool for pool in self.pools if pool in self.running], self._in_rows()
         try:
             logits = self.batch.step(pools, [[job.last_token for job in self.running[pool]] for pool in pools],
                                      [[len(job.prompt) + job.made - 1 for job in self.running[pool]] for pool in pools])
             tokens = choose_rows(logits, [job.sampling for job in jobs], [job.generator for job in jobs]).tolist()
         except Exception as error:
+            if self.together is not None:  # whether the others failed, and where, is not known
+                raise Apart("a step failed in one of the processes of this model.") from error
             for job in jobs:
                 self._end(job, "error", error)
             for pool in pools:  # half a step may have been written
@@ -465,6 +510,8 @@ class Scheduler:
 
     def _end(self, job: Job, reason: str, error: BaseException | None = None) -> None:
         """Free what a request holds, then say so."""
+        if job.number:
+            self._note("end", job.number)
         if job in self.reading:
             self.reading.remove(job)
         if job.row is not None:

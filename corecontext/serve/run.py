@@ -11,6 +11,7 @@ from typing import Any
 
 from corecontext.loading import (Loaded, cca_config, check_architecture, check_dtype, load, load_config, one_line,
                                  pick_device)
+from corecontext.serve.parallel import follow, join, leads
 from corecontext.text import UserError
 
 BUNDLED = Path(__file__).resolve().parents[1] / "assets" / "demo_model"
@@ -49,6 +50,8 @@ class Serving:
     """Make weights up instead of loading them: `model` needs only its config.json. For benchmarks."""
     sinks: int | None = None
     """First tokens of every request that stay uncompressed."""
+    tensor_parallel: int = 1
+    """Processes of this machine that the model is split over."""
 
     def __post_init__(self) -> None:
         if self.method not in ("cca", "full"):
@@ -62,6 +65,9 @@ class Serving:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name.replace('_', '-')} must be at least 1, got {value}.")
+        if self.tensor_parallel < 1 or (self.tensor_parallel > 1 and (self.device != "auto" or self.random_weights)):
+            raise UserError("tensor-parallel must be at least 1, and 1 with --device or --random-weights, got "
+                            f"{self.tensor_parallel}.")
         if self.queue_limit < 0:
             raise UserError(f"queue-limit must be at least 0, got {self.queue_limit}.")
         if self.api_key is not None and (not self.api_key or not self.api_key.isascii() or " " in self.api_key):
@@ -86,30 +92,44 @@ def make_app(serving: Serving) -> Any:
     except ImportError as error:
         raise UserError(f"serve needs {error.name}, which is not installed. Install it with: "
                         "pip install 'corecontext[serve]'") from None
-    from corecontext.inference.policy import TablePolicy, load_policy, table_around
+    from corecontext.inference.policy import TablePolicy
+
+    scheduler, tokenizer = make_scheduler(serving)
+    if scheduler.model.device.type == "cuda":
+        scheduler.warm_up(scheduler.policy.sizes if isinstance(scheduler.policy, TablePolicy) else ())
+    return create_app(scheduler, tokenizer, Options(serving.model_name, serving.api_key, serving.time_limit_s))
+
+
+def make_scheduler(serving: Serving) -> tuple[Any, Any]:
+    """Load the model, or this process's part of it: its scheduler and its tokenizer.
+
+    Raises:
+        UserError: as `make_app`.
+    """
+    from corecontext.inference.follower import Follower
+    from corecontext.inference.policy import load_policy, table_around
     from corecontext.inference.scheduler import Scheduler
 
     policy = None
     with one_line():
         if serving.policy not in ("elastic", "fixed"):
             policy = load_policy(serving.policy)
+    together = join(serving)
     loaded = _random(serving) if serving.random_weights else load(
         serving.model or str(BUNDLED), group_size=serving.group_size, window_size=serving.window_size,
-        sinks=serving.sinks, dtype=serving.dtype, device=serving.device)
+        sinks=serving.sinks, dtype=serving.dtype, device=serving.device, tensor_parallel=together is not None)
     config = loaded.config
     assert config is not None, "a server's model has CCA enabled, whose place its own caches take under method 'full'"
     if serving.policy == "elastic":
         policy = table_around(config.group_size, config.window_size, first_token_limit=serving.first_token_limit)
     cuda = loaded.model.device.type == "cuda"
     with one_line():
-        scheduler = Scheduler(loaded.model, full=serving.method == "full", policy=policy,
-                              cache_bytes=_cache_bytes(serving, loaded.model.device), max_rows=serving.max_running,
-                              rows_per_pool=serving.rows_per_pool or (16 if cuda else 8),
-                              queue_limit=serving.queue_limit, chunk_size=serving.chunk_size,
-                              max_length=serving.max_length)
-    if cuda:
-        scheduler.warm_up(policy.sizes if isinstance(policy, TablePolicy) else ())
-    return create_app(scheduler, loaded.tokenizer, Options(serving.model_name, serving.api_key, serving.time_limit_s))
+        kind = Scheduler if together is None or together.leads else Follower
+        scheduler = kind(loaded.model, full=serving.method == "full", policy=policy,
+                         cache_bytes=_cache_bytes(serving, loaded.model.device), max_rows=serving.max_running,
+                         rows_per_pool=serving.rows_per_pool or (16 if cuda else 8), queue_limit=serving.queue_limit,
+                         chunk_size=serving.chunk_size, max_length=serving.max_length, together=together)
+    return scheduler, loaded.tokenizer
 
 
 def _random(serving: Serving) -> Loaded:
@@ -160,6 +180,8 @@ def run(serving: Serving) -> int:
     Raises:
         UserError: as `make_app`, or the port is taken.
     """
+    if serving.tensor_parallel > 1 and not leads():
+        return follow(serving)
     app = make_app(serving)
     import uvicorn
 
@@ -195,4 +217,4 @@ def run(serving: Serving) -> int:
     if serving.api_key is None and host not in ("127.0.0.1", "::1"):
         log_event("open to the network without an API key: set CORECONTEXT_API_KEY", level="warning")
     Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=30)).run([listener])
-    return 0
+    return int(app.state.worker.failed)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from corecontext.inference.scheduler import Job, Scheduler
+from corecontext.inference.together import BEAT_S, Apart
 from corecontext.loading import is_out_of_memory
 from corecontext.serve.text import TextStream
 
@@ -89,6 +90,8 @@ class Worker:
 
     def __init__(self, scheduler: Scheduler, on_end: Callable[[Job], None] = lambda job: None) -> None:
         self.scheduler, self.on_end, self.draining = scheduler, on_end, False
+        self.failed = False
+        """Whether the thread has ended because nothing can be run any more."""
         self._wake, self._stop = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="corecontext-model", daemon=True)
 
@@ -133,20 +136,31 @@ class Worker:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        while not self._stop:
-            if self._turn():
-                continue
-            self._wake.wait()
-            self._wake.clear()
-        for job in [*self.scheduler.waiting, *self.scheduler.active()]:
-            self.scheduler.cancel(job)
-        while not self.scheduler.idle and self._turn():
-            pass
+        together = self.scheduler.together
+        try:
+            while not self._stop:
+                if self._turn():
+                    continue
+                if not self._wake.wait(BEAT_S) and together is not None:
+                    together.beat()
+                self._wake.clear()
+            for job in [*self.scheduler.waiting, *self.scheduler.active()]:
+                self.scheduler.cancel(job)
+            while not self.scheduler.idle and self._turn():
+                pass
+            if together is not None:
+                together.close()
+        except Apart as error:  # health then says so, and whatever watches over the server starts another one
+            log.exception("a process that has a part of the model is gone")
+            self.draining = self.failed = True
+            self.scheduler.abandon(error)
 
     def _turn(self) -> bool:
         """One turn; an error that no request could be blamed for is noted, and ends none of the others."""
         try:
             return self.scheduler.step()
+        except Apart:
+            raise
         except Exception:
             log.exception("a turn of the scheduler failed")
             return not self.scheduler.idle

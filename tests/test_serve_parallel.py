@@ -1,0 +1,152 @@
+"""A server whose model is split over processes: the answers of one process, whatever comes at once; when one goes."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from served import KEY, ROOT, Served
+from tiny_model import save_tiny_model
+
+from corecontext.serve.run import Serving
+from corecontext.text import UserError
+
+pytestmark = [pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed"),
+              pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes in /proc"),
+              pytest.mark.timeout(300)]
+OPTIONS = ("--name", "tiny", "--cache-mib", "4", "--chunk-size", "32", "--rows-per-pool", "3", "--max-length", "512",
+           "--window-size", "16", "--group-size", "4", "--policy", "fixed",
+           "--dtype", "float32")
+ASKED = [{"prompt": "abcdefghij" * (3 + 5 * (i % 7)) + "xyz" * i, "max_tokens": 5 + 11 * (i % 5), "temperature": 0,
+          "ignore_eos": True, **({"group_size": 2, "window_size": 20} if i % 4 == 1 else {}),
+          **({"temperature": 0.8, "seed": i} if i % 5 == 2 else {}), **({"stop": ["a", "e"]} if i % 3 == 0 else {})}
+         for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("parallel") / "m", max_length=512)
+
+
+def ask(client, body):
+    answer = client.post("/v1/completions", json={"model": "tiny", **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def open_client(server):
+    return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
+
+
+def others_of(server):
+    """Processes that the server has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            status, command = (folder / "status").read_text(), (folder / "cmdline").read_text()
+        except OSError:  # it has ended meanwhile
+            continue
+        if f"PPid:\t{server.process.pid}\n" in status and "serve.parallel" in command:
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize("gpus", [False, pytest.param(True, marks=[pytest.mark.multi_gpu, pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two GPUs")])], ids=["cpu", "gpus"])
+def test_two_processes_answer_as_one_does(model, tmp_path, gpus):
+    """With little memory, so that pools come and go; requests at once, some of which leave, some that are ended by
+    their text; the first process ends well and so does the other."""
+    one = Served(tmp_path / "one", "--model", model, *OPTIONS, gpus=gpus)
+    with open_client(one) as client:
+        alone = [ask(client, body) for body in ASKED]
+    one.kill()
+    two = Served(tmp_path / "two", "--model", model, *OPTIONS, "--tensor-parallel", "2", gpus=gpus)
+    try:
+        followers, found = others_of(two), [None] * len(ASKED)
+        assert len(followers) == 1
+
+        def user(numbers):
+            with open_client(two) as client:
+                for i in numbers:
+                    found[i] = ask(client, ASKED[i])
+
+        def leaver():
+            with open_client(two) as client:
+                for _ in range(4):
+                    with client.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "abc" * 30,
+                                                                        "max_tokens": 300, "stream": True}) as answer:
+                        next(answer.iter_lines())
+
+        users = [threading.Thread(target=user, args=(range(first, len(ASKED), 6),)) for first in range(6)]
+        users.append(threading.Thread(target=leaver))
+        for one in users:
+            one.start()
+        for one in users:
+            one.join(120)
+        assert found == alone
+        assert two.gauge("corecontext_requests_running") == 0
+        two.process.send_signal(signal.SIGTERM)
+        assert two.process.wait(60) == 0
+        assert not os.path.exists(f"/proc/{followers[0]}")
+    finally:
+        two.kill()
+
+
+def test_a_server_without_one_of_its_processes_ends_with_an_error(model, tmp_path):
+    server = Served(tmp_path / "log", "--model", model, *OPTIONS, "--tensor-parallel", "2")
+    try:
+        with open_client(server) as client:
+            with client.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "abc", "max_tokens": 400,
+                                                                "ignore_eos": True, "stream": True}) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                os.kill(others_of(server)[0], signal.SIGKILL)
+                assert any('"error"' in line for line in lines)
+        assert server.process.wait(60) == 1
+    finally:
+        server.kill()
+
+
+def test_torchrun_starts_them_too(model, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "CORECONTEXT_API_KEY": KEY,
+                   "OMP_NUM_THREADS": "1"}
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        run = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                                "-m", "corecontext", "serve", "--model", model, "--port", "0", *OPTIONS,
+                                "--tensor-parallel", "2"], stdout=out, stderr=out, env=environment)
+    server = Served.__new__(Served)
+    server.log, server.process = log, run
+    try:
+        deadline = time.monotonic() + 120
+        while not (up := [line for line in server.lines() if line["event"] == "listening"]):
+            assert run.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        server.url = f"http://127.0.0.1:{up[0]['port']}"
+        with open_client(server) as client:
+            assert len(ask(client, ASKED[1])) > 0
+        run.send_signal(signal.SIGTERM)
+        run.wait(60)
+    finally:
+        run.kill()
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel": 0}, {"tensor_parallel": 2, "device": "cpu"},
+                                     {"tensor_parallel": 2, "random_weights": True}])
+def test_what_cannot_be_split_is_refused(options):
+    with pytest.raises(UserError, match="^tensor-parallel must be at least 1, and 1 with"):
+        Serving(**options)
+
+
+def test_a_number_that_does_not_divide_the_heads_is_one_line(model, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "corecontext", "serve", "--model", model, "--port", "0",
+                           "--tensor-parallel", "3"], capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 2 and "divides its 2 KV heads, got 3" in done.stderr
+    assert "Traceback" not in done.stderr
