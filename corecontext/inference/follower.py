@@ -24,8 +24,8 @@ class Follower(Scheduler):
             Apart: the first process is gone, or this one failed where that one did not.
         """
         while self._hear():
-            self._read()
-            self._hear()
+            if self._read():
+                self._hear()
             self._decode()
 
     def _hear(self) -> bool:

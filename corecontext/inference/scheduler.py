@@ -344,7 +344,8 @@ class Scheduler:
             return False
         self.together.tell([job.last_token for job in self._in_rows()])
         worked = self._read()
-        self.together.tell([job.last_token for job in self._in_rows()])
+        if worked:
+            self.together.tell([job.last_token for job in self._in_rows()])
         return self._decode() or worked
 
     def _note(self, *event: Any) -> None:

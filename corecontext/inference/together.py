@@ -2,7 +2,7 @@
 
 Transformers splits a model over processes; each has its heads and their cache. What depends on time, on clients or on
 text is known to the first process alone: who leaves the queue with which settings, who ends, which tokens were made.
-It tells the others before a chunk of a prompt is read and again before a step, and they do the same.
+It tells the others at the beginning of a turn, and again where a prompt was read in it, and they do the same.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Together:
         self._exchange((news, list(tokens)))
 
     def beat(self) -> None:
-        """Let the others hear, between two turns, that the first process lives."""
-        self.tell(())
+        """Let the others hear, while nothing is to be done, that the first process lives."""
         self.tell(())
 
     def close(self) -> None:
