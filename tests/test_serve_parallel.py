@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,11 @@ import pytest
 import torch
 from served import KEY, ROOT, Served
 from tiny_model import save_tiny_model
+from transformers import LlamaForCausalLM
 
+import corecontext
+from corecontext import CCAConfig
+from corecontext.inference.scheduler import Scheduler
 from corecontext.serve.run import Serving
 from corecontext.text import UserError
 
@@ -135,6 +140,14 @@ def test_torchrun_starts_them_too(model, tmp_path):
         run.wait(60)
     finally:
         run.kill()
+
+
+@pytest.mark.parametrize("config", [CCAConfig(4, 8, layer_group_sizes=(4, (2, 8))), CCAConfig(4, 8, learned=("bias",))])
+def test_heads_with_something_of_their_own_are_not_split(model, config):
+    """Which heads are this process's is not known to what belongs to each."""
+    loaded = LlamaForCausalLM.from_pretrained(model).eval()
+    with corecontext.enabled(loaded, config), pytest.raises(NotImplementedError, match="cannot be split over proc"):
+        Scheduler(loaded, together=types.SimpleNamespace(size=2, leads=True))
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel": 0}, {"tensor_parallel": 2, "device": "cpu"},

@@ -82,6 +82,8 @@ def _start_others(serving: Serving) -> None:
         port = free.getsockname()[1]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(serving.tensor_parallel), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
+    if sys.platform == "linux":  # else it looks for this machine's name in the network
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     given = json.dumps(dataclasses.asdict(dataclasses.replace(serving, api_key=None)))  # a command line is no secret
     others = [subprocess.Popen([sys.executable, "-m", "corecontext.serve.parallel", given],
                                env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
