@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from corecontext.inference.together import Together
     from corecontext.serve.run import Serving
 
-WAIT_S = 30.0  # for the others to end after the first
+WAIT_S = 5.0  # for the others to end by themselves, once the first one has told them or has failed
 
 
 def leads() -> bool:
