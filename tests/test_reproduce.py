@@ -220,7 +220,7 @@ def test_questions_come_with_passages(corpus, tmp_path):
 
 def test_processes_share_a_folder_and_do_nothing_twice(tmp_path):
     out, stages_wanted = str(tmp_path / "o"), ("cca-0", "window-0", "mean-0", "maps")
-    arguments = {"folder": out, "size": dataclasses.replace(SMOKE, seeds=(0,)), "data": None, "device": "cpu",
+    arguments = {"folder": out, "size": SMOKE, "data": None, "device": "cpu",
                  "json_path": str(tmp_path / "all.jsonl")}
     assert run_on_gpus(2, arguments, stages_wanted)
     run = Miniature(**arguments)
@@ -232,11 +232,11 @@ def test_processes_share_a_folder_and_do_nothing_twice(tmp_path):
     assert sorted(begun) == sorted({"prepare", "tune-full-0.001", "tune-full-0.002", "base-0", *stages_wanted})
     with pytest.raises(UserError, match="^reproducing failed on GPU 0: see .*gpu-0.log"):
         run_on_gpus(1, {**arguments, "folder": str(tmp_path / "p"),
-                        "size": dataclasses.replace(SMOKE, seeds=(0,), rates=(math.nan,))}, ("base-0",))
+                        "size": dataclasses.replace(SMOKE, rates=(math.nan,))}, ("base-0",))
 
 
 def test_a_stage_that_fails_stops_only_those_that_need_it(tmp_path, monkeypatch, capsys):
-    run = Miniature(tmp_path / "o", dataclasses.replace(SMOKE, seeds=(0,)), None, "cpu")
+    run = Miniature(tmp_path / "o", SMOKE, None, "cpu")
     own, tried = run._adapt, []
 
     def adapt(stage, folder):
@@ -262,7 +262,7 @@ def test_a_folder_moves_with_its_data_and_says_what_was_left_behind(tmp_path):
     Miniature(tmp_path / "o", SMOKE, str(tmp_path / "copied"), "cpu")
     with pytest.raises(UserError, match="must be a folder of this run"):
         Miniature(tmp_path / "o", SMOKE, str(tmp_path / "there"), "cpu")
-    run = Miniature(tmp_path / "p", dataclasses.replace(SMOKE, seeds=(0,)), None, "cpu")
+    run = Miniature(tmp_path / "p", SMOKE, None, "cpu")
     assert run.run(("maps",))
     (tmp_path / "p/tokens_val.npy").unlink()
     assert not run.is_done("prepare")
@@ -547,20 +547,51 @@ def test_targets_are_judged_by_text_that_chose_nothing_and_against_all_rivals():
         add("quality.accuracy", right, method, distance="far", length=FULL.length)
         add("quality.accuracy", planted, method, task="multidoc_planted", documents=20)
         add("quality.accuracy", people, method, task="multidoc_qa", documents=20)
-    size = dataclasses.replace(FULL, seeds=(0,))
-    shown = re.sub(r"<a [^>]*>|</a>", "", _targets(Page(records), methods(size), size))
-    rows = [re.findall("<td>(.*?)</td>", row) for row in shown.split("<tr>")[2:]]
-    assert "(learned)" in rows[1][0] and rows[1][1:] == ["55.0 %", "missed by 5.0 %"]
-    assert [row[1:] for row in rows[3:]] == [
-        ["9.000 against 9.500 (mean)", "met"], ["50.0 % against 60.0 % (mean)", "missed"],
-        ["30.0 % against 20.0 % (mean)", "met"], ["1.0 % against 1.0 % (mean)", "missed"]]
+    size = dataclasses.replace(FULL, seeds=(0,), bases=(0,))
+    add("quality.accuracy", 1.0, "learned", distance="far", length=FULL.length)
+    add("quality.accuracy", 0.8, "full", distance="far", length=FULL.length)
+
+    def shown():
+        text = re.sub(r"<a [^>]*>|</a>", "", _targets(Page(records), methods(size), size))
+        return [re.findall("<td>(.*?)</td>", row) for row in text.split("<tr>")[2:]]
+    rows = shown()
+    assert "(CCA, all learned parameters)" in rows[1][0] and rows[1][1:] == ["55.0 %", "missed by 5.0 %"]
+    assert [row[1:] for row in rows[2:]] == [
+        ["50.0 % against 80.0 %", "missed by 32.5 %"],
+        ["9.000 against 9.500 (mean pooling)", "met"], ["50.0 % against 60.0 % (mean pooling)", "missed"],
+        ["30.0 % against 20.0 % (mean pooling)", "met"], ["1.0 % against 1.0 % (mean pooling)", "the same"],
+        ["100.0 % against 80.0 %", "met"], ["100.0 % against 60.0 % (mean pooling)", "met"]]
+    # a rule trained otherwise costs what its attention costs; what has more seeds is preferred, and compared by them
+    size = dataclasses.replace(FULL, seeds=(0, 1), bases=(0, 0))
+    for seed, ours, rival in ((0, 8.0, 8.5), (1, 9.0, 8.6)):
+        for method, far in (("distilled", ours), ("window", rival)):
+            more = {"method": method, "stage": f"{method}-{seed}", "bucket": "far"}
+            records.append(make_record("quality.perplexity", far, {**more, "split": "test"}))
+            for split in ("val", "test"):
+                records.append(make_record("quality.gain_kept", 0.2, {**more, "split": split}))
+    rows = shown()
+    assert "(CCA, distilled)" in rows[1][0] and rows[1][1].startswith("20.0 % &plusmn; 0.0 %")
+    assert rows[-1][1:] == ["8.500 (8.000, 9.000) against 8.550 (8.500, 8.600) (window alone)", "met"]
+
+
+def test_later_methods_have_the_second_seed_and_finalists_all_from_there():
+    plan = stages(FULL)
+    seeds = {name: [one.seed for one in plan if one.method == name and one.kind in ("adapt", "zero") and not one.sizes]
+             for name in methods(FULL)}
+    assert seeds["cca"] == [1, 0, 2] and seeds["learned"] == [1] and seeds["sinks"] == [0]
+    assert seeds["duo_1_distilled"] == [0, 2] and all(seeds.values())
+    needs = {one.name: one.needs for one in plan}
+    assert needs["cca-2"] == ("base-0",) and needs["raw_1-2"] == ("base-0", "layers-0")
+    names = [one.name for one in plan]
+    assert len(set(names)) == len(names) and all(need in names for one in plan for need in one.needs)
+    assert all(names.index(need) < names.index(one.name) for one in plan for need in one.needs)
 
 
 def test_curves_from_two_contexts_have_equal_steps(tmp_path):
     for name, steps in (("cca-0", FULL.adapt_steps), ("g16-0", FULL.short_steps), ("from-short", FULL.short_steps)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "curve.jsonl").write_text('{"loss": 1.0}\n' * steps)
-    drawn = figures._curves(drawing.pyplot(), tmp_path, [], dataclasses.replace(FULL, seeds=(0,)))
+    drawn = figures._curves(drawing.pyplot(), tmp_path, [], dataclasses.replace(FULL, seeds=(0,), bases=(0,)))
     one, other = drawn.axes[0].lines
     assert len(one.get_xdata()) == len(other.get_xdata()) > 200
     drawing.pyplot().close(drawn)

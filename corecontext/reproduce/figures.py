@@ -11,7 +11,7 @@ import numpy as np
 
 from corecontext.bench import drawing
 from corecontext.record import Record
-from corecontext.reproduce.plan import SCRATCH, SCRATCH_FINE, Size, from_scratch, methods
+from corecontext.reproduce.plan import SCRATCH, SCRATCH_FINE, Size, from_scratch, later_seed, methods
 from corecontext.text import atomic_path
 from corecontext.visibility import num_complete_groups, window_capacity
 
@@ -42,9 +42,10 @@ def _methods(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -
     """Gain kept, by method."""
     points = []
     for name, method in methods(size).items():
-        gain = _of(records, "quality.gain_kept", stage=f"{name}-{size.seeds[0]}")
-        if gain and method.trains:
-            points.append((100 * gain[-1].value, method.title))
+        gains = [one[-1].value for seed in size.seeds
+                 if (one := _of(records, "quality.gain_kept", stage=f"{name}-{seed}"))]
+        if gains and method.trains:
+            points.append((100 * sum(gains) / len(gains), method.title))
     if not points:
         return None
     figure, panel = pyplot.subplots(figsize=(8, 0.3 * len(points) + 1.2))
@@ -62,7 +63,7 @@ def _sizes(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> 
     for panel, letter, values in ((panels[0], "g", size.groups), (panels[1], "s", size.windows)):
         points = []
         for value in values:
-            some = _of(records, "quality.perplexity", stage=f"{letter}{value}-{size.seeds[0]}", bucket="far")
+            some = _of(records, "quality.perplexity", stage=f"{letter}{value}-{later_seed(size)}", bucket="far")
             points += [(value, some[-1].value)] if some else []
         if points:
             drawn = True
@@ -98,7 +99,7 @@ def _flexibility(pyplot: Any, folder: Path, records: Sequence[Record], size: Siz
 
 def _curves(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
     """Loss of adapting a model of the same and of a shorter context, in as many steps."""
-    same = f"g{size.group}-{size.seeds[0]}" if size.group in size.groups else f"cca-{size.seeds[0]}"
+    same = f"g{size.group}-{later_seed(size)}" if size.group in size.groups else f"cca-{later_seed(size)}"
     curves = [(label, path) for label, path in (
         ("from a model of the same context", folder / same / "curve.jsonl"),
         ("from a model of a shorter context", folder / "from-short" / "curve.jsonl")) if path.exists()]
@@ -120,7 +121,7 @@ def _scratch(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -
     """Held-out perplexity of the far half, and answers right, while training from scratch."""
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8))
     for color, name in zip(("#9a9a9a", "#c65d12", "#1f6fb4", "#5a9a5a"), (*SCRATCH, SCRATCH_FINE)):
-        paths = [folder / from_scratch(name, seed) / "curve.jsonl" for seed in size.seeds]
+        paths = [folder / from_scratch(name, seed) / "curve.jsonl" for seed in dict.fromkeys(size.bases)]
         label: str | None = name
         for path in (path for path in paths if path.exists()):
             steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
