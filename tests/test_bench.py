@@ -108,7 +108,8 @@ def test_the_operator_bench_records_time_floor_and_memory(records):
     peaks = [r for r in records if r.name == "operator.peak_bytes"]
     assert {(r.params["method"], r.params["length"], r.params["backward"]) for r in peaks} == {
         (m, n, b) for m in ("full", "cca") for n in (256, 300) for b in (False, True)}
-    assert all(r.value > 0 for r in records)
+    assert all(r.value > 0 for r in records if r.unit == "ms")
+    assert all(r.value >= 0 for r in peaks)  # Linux counts resident pages by batches, more than these sizes may need
     times = [r for r in records if r.params["method"] in ("full", "cca") and r.unit == "ms"]
     assert all(r.q20 <= r.value <= r.q80 for r in times)
     assert "group_size" not in next(r for r in records if r.params["method"] == "full").params

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from families import tiny_model, tokens
+from tiny_model import save_tiny_model
 
 import corecontext
 from corecontext import CCAConfig
@@ -21,10 +24,12 @@ from corecontext.eval.layers import (
     at_equal_cache,
     chosen_of,
     far_loss,
+    find_layers,
     search_units,
     spread,
 )
 from corecontext.integrations.transformers import handle_of
+from corecontext.loading import load
 from corecontext.record import read_records
 from corecontext.visibility import num_complete_groups, window_capacity
 
@@ -67,10 +72,23 @@ def test_what_keeps_every_token_takes_it_from_the_window():
     assert many.window_size == 1024  # of many heads one costs little
 
 
-@pytest.mark.parametrize("chosen,length,raw", [([(1, None)], 600, False), ([(1, None)], 4096, True)])
-def test_what_does_not_fit_is_refused(chosen, length, raw):
-    with pytest.raises(ValueError, match=f"16 fit the same cache; got 2 of 16 KV heads and {length} tokens"):
-        at_equal_cache(Shape(8, 2), [Unit(*one) for one in chosen], CCAConfig(16, 256), length, raw)
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="16 fit the same cache; got 2 of 16 KV heads and 600 tokens"):
+        at_equal_cache(Shape(8, 2), [Unit(1)], CCAConfig(16, 256), 600)
+
+
+@pytest.mark.parametrize("kv_heads,chosen,length,room", [(2, 2, 4096, 1), (8, 9, 4096, 4), (8, 9, 65536, 3),
+                                                         (1, 2, 65536, 0)])
+def test_so_many_heads_may_keep_every_token(kv_heads, chosen, length, room):
+    shape, config = Shape(8, kv_heads), CCAConfig(16, 256)
+    units = [Unit(layer, head) for layer in range(8) for head in range(kv_heads)]
+    with pytest.raises(ValueError, match=f"at most {room} of {8 * kv_heads} KV heads, so that more than half of the "
+                                         f"window of 256 stays with {length} tokens, got {chosen}. Choose fewer"):
+        at_equal_cache(shape, units[:chosen], config, length, raw=True)
+    if room:
+        assert at_equal_cache(shape, units[:room], config, length, raw=True).window_size > 128
+    with pytest.raises(ValueError, match=f"at most {room} of"):
+        at_equal_cache(shape, units[:room + 1], config, length, raw=True)
 
 
 def test_units_are_chosen_one_beside_the_other():
@@ -133,6 +151,41 @@ def test_the_command_finds_sizes_that_a_checkpoint_can_hold(tmp_path, capsys):
                            (["--count", "0"], "count must be 1 .. 7 of 8"), (["--rows", "0"], "rows must be")):
         assert main([*command, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, capsys):
+    tiny, out = save_tiny_model(tmp_path / "tiny"), tmp_path / "model"
+    text = Path(TEXT).read_text(encoding="utf-8")[:400]
+    loaded = load(tiny, group_size=4, window_size=32, device="cpu")
+    found = find_layers(loaded, text, 128, 2, None, heads=True, raw=True)
+    assert handle_of(loaded.model).config == loaded.config == CCAConfig(4, 32)
+    (unit,) = chosen_of(found.trials)
+    assert found.config == at_equal_cache(Shape(2, 2), [unit], CCAConfig(4, 32), 128, raw=True)
+    assert found.config.layer_group_sizes[unit.layer][unit.head] == 1 and 16 < found.config.window_size < 32
+
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    command = ["layers", str(tmp_path / "text.txt"), "--model", tiny, "--length", "128", "--rows", "2", "--group-size",
+               "4", "--window-size", "32", "--device", "cpu", "--raw"]
+    assert main([*command, "--heads", "--output", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert f"window_size = {found.config.window_size}\nlayer_group_sizes = " in printed
+    assert f"at the same cache size {math.exp(found.chosen):.3f} with" in printed
+    model = corecontext.from_pretrained(str(out)).eval()
+    assert handle_of(model).config == found.config
+    ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"]
+    rows = [ids[:, :128], ids[:, 128:256]]
+    assert far_loss(model, rows) == pytest.approx(found.chosen, abs=1e-6)
+    with torch.no_grad():
+        whole = model(ids[:, :200], use_cache=False).logits[:, -1].argmax(-1)
+        made = model.generate(ids[:, :200], max_new_tokens=8, do_sample=False)
+    assert made.shape == (1, 208) and made[0, 200] == whole
+    handle_of(model).configure(window_size=32)
+    assert abs(far_loss(model, rows) - found.chosen) > 1e-5  # it was not measured with the window as it was
+
+    for wrong, room in ((["--heads", "--window-size", "8"], 0), ([], 1)):  # one layer has two heads
+        assert main([*command, *wrong]) == 2
+        error = capsys.readouterr().err.splitlines()
+        assert len(error) == 1 and f"must be at most {room} of 4 KV heads" in error[0]
 
 
 def test_info_adds_up_what_each_head_costs(capsys, tmp_path):

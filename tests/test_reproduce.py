@@ -33,6 +33,7 @@ from corecontext.reproduce.processes import run_on_gpus
 from corecontext.reproduce.report import Page, _targets, gains, write_report
 from corecontext.reproduce.run import Miniature
 from corecontext.reproduce.step import Step, _fused_head, half_stream, head_loss, loss_backward, optimizers
+from corecontext.reproduce.summary import quality_markdown
 from corecontext.reproduce.train import OutOfTime, thinned, train
 from corecontext.text import UserError, alone_in
 
@@ -585,6 +586,23 @@ def test_later_methods_have_the_second_seed_and_finalists_all_from_there():
     names = [one.name for one in plan]
     assert len(set(names)) == len(names) and all(need in names for one in plan for need in one.needs)
     assert all(names.index(need) < names.index(one.name) for one in plan for need in one.needs)
+
+
+def test_the_published_table_has_means_over_seeds_and_shares_of_each_seeds_own_gain():
+    records = []
+    for seed, scale in ((1, 1.0), (0, 2.0)):
+        for method, far in (("window", 8 * scale), ("full", 2 * scale), ("cca", 4 * scale)):
+            stage = {"method": method, "stage": f"{method}-{seed}", "seed": seed}
+            records += [make_record("quality.perplexity", far, {**stage, "split": "test", "bucket": "far"}),
+                        make_record("quality.accuracy", 0.25, {**stage, "distance": "far", "length": FULL.length})]
+    records.append(make_record("quality.perplexity", 3.0, {"method": "distilled", "stage": "distilled-1", "seed": 1,
+                                                           "split": "test", "bucket": "far"}))
+    records.append(make_record("model.cache_bytes", 2 ** 20, {"method": "cca", "of": "methods"}))
+    rows = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in quality_markdown(records).splitlines()[4:]}
+    assert rows["CCA, the paper's rule"] == ["1, 0", "6.000 ± 2.828", "50.0 % ± 0.0 %", "25.0 % ± 0.0 %", "", "1.00 |"]
+    assert rows["CCA, distilled"][0] == "1" and rows["CCA, distilled"][-1] == "1.00 |"  # its cache is CCA's
+    assert rows["CCA, distilled"][2] == f"{100 * math.log(8 / 3) / math.log(4):.1f} %"
+    assert len(rows) == 4 and rows["full attention"][2] == ""
 
 
 def test_curves_from_two_contexts_have_equal_steps(tmp_path):

@@ -228,6 +228,52 @@ def test_a_continued_run_saves_and_logs_as_often_as_it_is_told_now(setting, tmp_
     assert f"{result.losses[0][1]:.4f} at step 5" in (result.model / "README.md").read_text()
 
 
+@pytest.fixture(scope="module")
+def sharp(setting, tmp_path_factory) -> TrainConfig:
+    """The setting with a model to whose predictions it matters what attention sees."""
+    folder = tmp_path_factory.mktemp("sharp")
+    name = save_tiny_model(folder / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 5 if parameter.dim() > 1 else 1
+    model.save_pretrained(name)
+    return setting.replace(model=name, output=str(folder / "whole"), distil=1.0)
+
+
+def test_distilled_a_model_comes_to_predict_as_it_did_under_full_attention(sharp, tmp_path):
+    def losses(name, **changes):
+        result = train(sharp.replace(output=str(tmp_path / name), **changes))
+        return [loss for _, loss in result.losses], result.metrics
+
+    wide, _ = losses("wide", window_size=96, steps=1)
+    assert abs(wide[0]) < 1e-6  # CCA that sees every token is full attention
+    based, _ = losses("based", window_size=96, steps=1, rope_theta=5e5)
+    assert based[0] > 1e-3  # the base is the student's alone
+    narrow, _ = losses("narrow", steps=6, data=sharp.data[:1], batch_size=15, learning_rate=2e-4)  # always all rows
+    assert narrow[0] > 0.01 and narrow[-1] < 0.9 * narrow[0]
+    # Nothing learns at rate 0: the loss is a mixture of both, and what is evaluated is none.
+    still = {"learning_rate": 0.0, "steps": 2, "eval_data": sharp.data[:1]}
+    found = [losses(f"still{share}", distil=share, **still) for share in (0.0, 1.0, 0.25)]
+    for none, whole, quarter in zip(*(training for training, _ in found)):
+        assert quarter == pytest.approx(0.75 * none + 0.25 * whole, rel=1e-5)
+    assert found[0][1] == found[1][1] == found[2][1]
+    card = (tmp_path / "still0.25/model/README.md").read_text()
+    assert "- distilled: 0.25 of this loss is the divergence from the predictions of `model` as it was" in card
+    assert "distilled" not in (tmp_path / "still0.0/model/README.md").read_text()
+
+
+def test_distilled_it_continues_bit_for_bit(sharp, tmp_path):
+    """The teacher of a continued run is the model that the run began with."""
+    for strategy in ("full", "lora"):
+        config = sharp.replace(strategy=strategy, output=str(tmp_path / f"{strategy}-whole"), distil=0.5, steps=4)
+        train(config)
+        stopped = config.replace(output=str(tmp_path / strategy))
+        stop_at(3, stopped)
+        assert train(stopped).resumed_from == 2
+        assert_equal(weights(stopped), weights(config))
+
+
 def test_settings_of_generation_that_cannot_be_saved_do_no_harm(setting, tmp_path):
     config = setting.replace(output=str(tmp_path / "run"), model=save_tiny_model(tmp_path / "model"), steps=1,
                              strategy="lora")
@@ -276,7 +322,10 @@ def test_a_loss_that_is_no_number_stops_with_its_rows(setting, whole, tmp_path, 
     ("partial", {"rope_theta": 5e5}, ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
     ("lora", {"lora_rank": 2, "lora_targets": ("q_proj", "down_proj"), "accumulation": 2},
      ("q_proj.weight", "down_proj.weight")),
-    ("full", {"precision": "bfloat16", "checkpointing": False}, ("",))])
+    ("full", {"precision": "bfloat16", "checkpointing": False}, ("",)),
+    ("partial", {"distil": 1.0, "rope_theta": 5e5}, ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
+    ("lora", {"distil": 0.5, "lora_targets": ("q_proj",), "lora_rank": 2, "accumulation": 2}, ("q_proj.weight",)),
+    ("full", {"distil": 0.5, "precision": "bfloat16"}, ("",))])
 def test_strategies_train_only_what_they_say(setting, tmp_path, strategy, changes, trained):
     config = setting.replace(output=str(tmp_path / "run"), strategy=strategy, steps=2, eval_data=setting.data[:1],
                              **changes)
@@ -305,6 +354,9 @@ def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, whole, tmp
                             ({"fsdp": True}, "fsdp needs several processes with a GPU each"),
                             ({"context_parallel": 2}, "context_parallel must divide the number of processes 1, got 2"),
                             ({"long_tokens": 9}, "source_field must be given with long_tokens"),
+                            ({"distil": 0.5, "context_length": 9999}, "context_length must be at most the model's 8192 "
+                             "tokens with distil 0.5, got 9999: it cannot teach beyond them"),
+                            ({"output": setting.output, "distil": 0.5}, "other settings: distil was 0.0, got 0.5"),
                             ({"shape": {"heads": 3}}, "shape must name settings of llama, got 'heads'"),
                             ({"context_length": 9999}, "must hold at least one row of 9999 tokens, got 4500 tokens"),
                             ({"data": ()}, "data must name at least one file")):
@@ -484,11 +536,32 @@ def test_compiled_parts_train_alike(setting, whole, tmp_path):
         torch.testing.assert_close(fused[key], value, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["full", "window", "longlora"])
-def test_rivals_train_too(setting, tmp_path, method):
-    config = setting.replace(output=str(tmp_path / "run"), method=method, steps=2)
+@pytest.mark.parametrize("method, distil", [("full", 0.0), ("window", 0.0), ("longlora", 0.0), ("window", 0.5)])
+def test_rivals_train_too(setting, tmp_path, method, distil):
+    config = setting.replace(output=str(tmp_path / "run"), method=method, steps=2, distil=distil)
     train(config)
     assert not hasattr(transformers.AutoConfig.from_pretrained(Path(config.output) / "model"), "cca")
+
+
+@pytest.mark.parametrize("options, expected", [
+    ((), {"window_size": 13, "layer_group_sizes": ((8, 1), 8)}),
+    (("--strategy", "lora"), {"window_size": 13, "layer_group_sizes": ((8, 1), 8)}),
+    (("--window-size", "9"), {"window_size": 9, "layer_group_sizes": ((8, 1), 8)}),
+    (("--group-size", "2"), {"group_size": 2, "window_size": 13}),
+    (("--strategy", "scratch"), {"group_size": 16, "window_size": 1024}), (("--method", "full"), None)])
+def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options, expected):
+    """As `corecontext layers --output` writes them; what an option says counts more."""
+    model, out = save_tiny_model(tmp_path / "model"), tmp_path / "run"
+    held = json.loads((tmp_path / "model" / "config.json").read_text())
+    held["cca"] = corecontext.CCAConfig(8, 13, layer_group_sizes=((8, 1), 8)).to_dict()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(held))
+    assert main(["train", "--model", model, "--data", setting.data[0], "--output", str(out), "--steps", "1",
+                 "--context-length", "64", "--cache-dir", setting.cache_dir, *options]) == 0
+    saved = getattr(transformers.AutoConfig.from_pretrained(out / "model"), "cca", None)
+    if expected is None:
+        assert saved is None
+    else:
+        assert corecontext.CCAConfig.from_dict(saved) == corecontext.CCAConfig(**{"group_size": 8, **expected})
 
 
 def test_learned_core_tokens_are_trained_saved_and_loaded(setting, tmp_path):

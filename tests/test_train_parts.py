@@ -16,8 +16,9 @@ from corecontext.config import LEARNED
 from corecontext.text import UserError
 from corecontext.train.checkpoint import checkpoints, keep_newest, latest, publish
 from corecontext.train.config import TrainConfig, field_help, load_recipe
-from corecontext.train.loss import chunked_cross_entropy, compute_loss_in_chunks
+from corecontext.train.loss import Taught, chunked_cross_entropy, compute_loss_in_chunks
 from corecontext.train.model import make_model, read_config
+from corecontext.train.teacher import Teacher
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -44,6 +45,83 @@ def test_the_loss_in_chunks_is_the_loss(dtype, softcap):
     frozen = chunked_cross_entropy(hidden, weight.detach(), labels, 35, 8, softcap=softcap)
     torch.testing.assert_close(torch.autograd.grad(frozen, hidden)[0], wanted[0], rtol=3e-2, atol=1e-3)
     assert not chunked_cross_entropy(hidden.detach(), weight.detach(), labels, 35, 8).requires_grad
+
+
+def mixed(logits, labels, taught, share):
+    """The loss of a distilled run, dense: [T, V] logits of student and teacher in float64."""
+    counted = labels != -100
+    p = taught[counted].softmax(-1)
+    far = (p * (p.log() - logits[counted].log_softmax(-1))).sum()
+    return (1 - share) * F.cross_entropy(logits, labels, reduction="sum") + share * far
+
+
+@pytest.mark.parametrize("softcap, teachers", [(None, None), (3.0, 3.0), (None, 2.0)])
+def test_a_teacher_gives_the_divergence_and_its_gradient(softcap, teachers):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, taught, head = (torch.randn(rows, width, generator=generator)
+                                    for rows, width in ((37, 16), (50, 16), (37, 24), (50, 24)))
+    hidden.requires_grad_(), weight.requires_grad_()
+    labels = torch.randint(0, 50, (37,), generator=generator)
+    labels[[3, 20]] = -100
+
+    def capped(logits, cap):
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    wanted = capped(F.linear(taught.double(), head.double()), teachers)
+    for share in (0.25, 1.0):
+        expected = mixed(capped(F.linear(hidden.double(), weight.double()), softcap), labels, wanted, share) / 35
+        want = torch.autograd.grad(expected, (hidden, weight))
+        for chunk in (1, 8, 100):
+            loss = chunked_cross_entropy(hidden, weight, labels, 35, chunk, softcap=softcap,
+                                         taught=Taught(taught, head, share, teachers))
+            torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-6)
+            for got, one in zip(torch.autograd.grad(loss, (hidden, weight)), want):
+                torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-6)
+    plain, none = (chunked_cross_entropy(hidden, weight, labels, 35, 8, softcap=softcap, taught=one)
+                   for one in (None, Taught(taught, head, 0.0, teachers)))
+    assert torch.equal(plain, none)
+    for a, b in zip(torch.autograd.grad(plain, (hidden, weight)), torch.autograd.grad(none, (hidden, weight))):
+        assert torch.equal(a, b)
+    itself = Taught(hidden.detach(), weight.detach(), 1.0, softcap)
+    same = chunked_cross_entropy(hidden, weight, labels, 35, 8, softcap=softcap, taught=itself)
+    assert same.abs() < 1e-6 and torch.autograd.grad(same, hidden)[0].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2-hybrid"])
+def test_a_teacher_is_the_model_under_full_attention_with_documents_apart(family, tmp_path):
+    tiny_model(family).save_pretrained(tmp_path)
+    config = TrainConfig(model=str(tmp_path), distil=0.5, group_size=4, window_size=8, rope_theta=5e5,
+                         context_length=40)
+    student = make_model(config, read_config(config), bfloat16=False)
+    teacher = Teacher(config, bfloat16=False, device=torch.device("cpu"))
+    assert not teacher.model.training and not any(p.requires_grad for p in teacher.model.parameters())
+    assert teacher.model.config._attn_implementation == "sdpa" and student.config._attn_implementation == "cca"
+    ids, labels = tokens(2, 40), tokens(2, 40, 1)
+    labels[0, 5:9] = -100
+    positions = torch.cat((torch.arange(13), torch.arange(27))).expand(2, 40)  # two documents in each row
+    with torch.no_grad():
+        whole = tiny_model(family)
+        wanted = torch.cat([whole(ids[:, part]).logits for part in (slice(13), slice(13, 40))], 1).double()
+    logits = student.train()(ids, position_ids=positions).logits.double()
+    expected = mixed(logits.flatten(0, 1), labels.flatten(), wanted.flatten(0, 1), 0.5) / 76
+    want = torch.autograd.grad(expected, list(student.parameters()))
+    compute_loss_in_chunks(student, 7, teacher)
+    loss = student(ids, position_ids=positions, shift_labels=labels).loss
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-5)
+    for got, one in zip(torch.autograd.grad(loss, list(student.parameters())), want):
+        torch.testing.assert_close(got, one, rtol=1e-3, atol=1e-5)
+    plain = F.cross_entropy(logits.flatten(0, 1), labels.flatten()).float()
+    torch.testing.assert_close(student.eval()(ids, position_ids=positions, shift_labels=labels).loss, plain)
+
+
+def test_a_teacher_is_refused_where_the_loss_is_not_in_chunks():
+    peft = pytest.importorskip("peft")
+    routed, biased = tiny_model("qwen3_moe", output_router_logits=True), tiny_model()
+    biased.lm_head = torch.nn.Linear(48, 96)
+    wrapped = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    for model in (routed, biased, wrapped.base_model.model):
+        with pytest.raises(UserError, match="distil must be 0 where the loss cannot be computed in chunks, got a mode"):
+            compute_loss_in_chunks(model, 7, lambda: None)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
@@ -116,6 +194,11 @@ def test_settings_are_checked_and_travel():
                             ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
                             ({"seed": 2**32}, "seed must be below 2"), ({"rope_theta": 0.0}, "rope_theta must be a nu"),
                             ({"method": "full", "learned": ("bias",)}, "learned and layer_group_sizes must be left ou"),
+                            ({"distil": 1.5}, "distil must be at most 1, the whole loss, got 1.5"),
+                            ({"distil": -0.5}, "distil must be at least 0, got -0.5"),
+                            ({"distil": 0.5, "strategy": "scratch"}, "distil must be 0 with strategy 'scratch', whose"),
+                            ({"distil": 0.5, "method": "full"}, "distil must be 0 with method 'full', which is the te"),
+                            ({"distil": 0.5, "context_parallel": 2}, "distil must be 0 with context_parallel 2: the "),
                             ({"stepz": 3}, "unknown recipe key 'stepz'. Did you mean 'steps'")):
         with pytest.raises(ValueError, match=message):
             config.replace(**change)
@@ -150,6 +233,8 @@ def test_recipes_are_what_the_paper_says(tmp_path, capsys):
     assert main(["train", f"{tmp_path}/mine.py"]) == 2 and main(["train", "--steps", "0"]) == 2
     assert main(["train", "--shape", "{"]) == 2 and main(["train"]) == 2
     assert "output must be given" in capsys.readouterr().err
+    assert main(["train", f"{RECIPES}/tiny_cpu.py", "--distil", "0.5"]) == 2
+    assert "distil must be 0 with strategy 'scratch', whose random weights are no teacher" in capsys.readouterr().err
 
 
 def test_a_checkpoint_has_its_name_when_it_is_whole(tmp_path):

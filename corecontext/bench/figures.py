@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from corecontext.bench.serve_figure import draw_serve
 from corecontext.bench.tables import operator_markdown
 from corecontext.bench.training_figure import draw_training, training_markdown
 from corecontext.record import Record, read_records
+from corecontext.reproduce.summary import SHORT, quality_markdown
 from corecontext.text import write_text
 
 __all__ = ["SUFFIXES", "check_plot", "demo_table", "draw_demo", "draw_model", "draw_operator", "draw_sweep", "main",
@@ -75,9 +77,11 @@ def newest(records: Iterable[Record], name: str, **params: Any) -> Record:
 
 def update_tables(text: str, results: Path) -> str:
     """A page with its tables made anew from the records; a table without records stays as it is."""
-    for name, draw in (("demo", demo_table), ("operator", operator_markdown), ("model", model_markdown),
-                       ("training", training_markdown)):
-        path = results / f"{name}.jsonl"
+    for name, file, draw in (("demo", "demo", demo_table), ("operator", "operator", operator_markdown),
+                             ("model", "model", model_markdown), ("training", "training", training_markdown),
+                             ("quality", "quality", quality_markdown),
+                             ("quality, short", "quality", partial(quality_markdown, names=SHORT))):
+        path = results / f"{file}.jsonl"
         if path.exists():
             before, mark, rest = text.partition(f"<!-- table: {name} -->\n")
             if mark:

@@ -114,11 +114,13 @@ def layers(file: Annotated[str, typer.Argument(help="Text like that to come, or 
                                                                "best.")] = False,
            count: Annotated[Optional[int], typer.Option(help="Layers, or heads, to choose. Default: an eighth of the "
                                                              "layers, a sixteenth of all heads.")] = None,
+           raw: Annotated[bool, typer.Option("--raw", help="What is chosen keeps every token; the window shrinks for "
+                                                           "it.")] = False,
            output: Annotated[Optional[str], typer.Option(help="New folder: a copy of the checkpoint that loads with "
                                                               "these sizes.")] = None,
            group_size: GroupSize = None, window_size: WindowSize = None, dtype: Dtype = "auto", device: Device = "auto",
            json: Json = None) -> None:
-    """Find the layers or KV heads that need small groups, and all group sizes at the same cache size."""
+    """Find the layers or KV heads that need small groups, or every token, and all sizes at the same cache size."""
     from corecontext.text import check_output, read_text
 
     if rows < 1 or length < 2:
@@ -132,7 +134,7 @@ def layers(file: Annotated[str, typer.Argument(help="Text like that to come, or 
     from corecontext.record import append_records, device_name
 
     loaded = load(model, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
-    found = find_layers(loaded, text, length, rows, count, heads)
+    found = find_layers(loaded, text, length, rows, count, heads, raw)
     if json is not None:
         params = {"model": os.path.basename(os.path.normpath(model)), **loaded.sizes(), "length": length}
         append_records(json, layer_records(found.trials, params, device_name(str(loaded.model.device))))

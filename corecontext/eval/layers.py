@@ -2,7 +2,8 @@
 
 They are found on a model with full attention, before any training: all get large groups but one, which keeps every
 token, and the loss far from the beginning says how much that one makes good. Several are found one after the other.
-They then get groups so small, and the others groups four times as large, that the cache stays as large as it was.
+They then get groups so small, and the others groups four times as large, that the cache stays as large as it was; or
+they go on keeping every token, and the window gives up what that takes.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def at_equal_cache(shape: Shape, chosen: Collection[Unit], config: CCAConfig, le
         raw: The chosen ones keep every token; the window of all shrinks as far as that takes.
 
     Raises:
-        ValueError: none fits: too many are chosen, the length is too short, or less than half of the window would stay.
+        ValueError: none fits: too many are chosen, the length is too short, or half of the window or less would stay.
     """
     g, s = config.group_size, config.window_size
     total = shape.layers * shape.kv_heads
@@ -88,10 +89,19 @@ def at_equal_cache(shape: Shape, chosen: Collection[Unit], config: CCAConfig, le
         return num_complete_groups(length, size) + window_capacity(size, window)
 
     most = MORE_ENTRIES * total * entries(g, s)
+
+    def fits(heads: int, small: int, window: int) -> bool:
+        return heads * entries(small, window) + (total - heads) * entries(COARSE * g, window) <= most
+
     for small, window in ((1, w) for w in range(s, s // 2, -1)) if raw else ((size, s) for size in range(1, g)):
-        if few * entries(small, window) + (total - few) * entries(COARSE * g, window) <= most:
+        if fits(few, small, window):
             return config.replace(window_size=window, head_group_sizes=None,
                                   layer_group_sizes=spread(shape, chosen, small, COARSE * g))
+    if raw:
+        room = max((heads for heads in range(few) if fits(heads, 1, s // 2 + 1)), default=0)
+        raise ValueError(f"what keeps every token must be at most {room} of {total} KV heads, so that more than half "
+                         f"of the window of {s} stays with {length} tokens, got {few}. Choose fewer, or give a larger "
+                         "window or smaller groups.")
     raise ValueError(f"what is chosen must be so little, and length so large, that groups smaller than {g} fit the "
                      f"same cache; got {few} of {total} KV heads and {length} tokens.")
 
@@ -141,7 +151,7 @@ class Found:
 
     trials: list[Trial]
     config: CCAConfig
-    """With the group size of each layer or head."""
+    """With the group size of each layer or head, and the window beside them."""
     equal: float
     """The loss with equal groups."""
     chosen: float
@@ -149,16 +159,18 @@ class Found:
 
 
 def find_layers(loaded: Loaded, text: str, length: int, most_rows: int, count: int | None,
-                heads: bool = False) -> Found:
+                heads: bool = False, raw: bool = False) -> Found:
     """The layers of a loaded model that need small groups, or KV heads of these, on rows of `length` tokens of a text.
 
     Args:
         loaded: With CCA enabled, whose settings are the model's again afterwards.
         count: What to choose; None for an eighth of the layers, or a sixteenth of the heads.
         heads: Choose KV heads, of the quarter of the layers that are best.
+        raw: What is chosen keeps every token, and the window of all is smaller for it.
 
     Raises:
-        UserError: the text or the length is too short, or there is not so much to choose from.
+        UserError: the text or the length is too short, there is not so much to choose from, or the cache has no room
+            for it.
     """
     model, config = loaded.model, loaded.config
     assert config is not None
@@ -186,10 +198,14 @@ def find_layers(loaded: Loaded, text: str, length: int, most_rows: int, count: i
     trials = [many - done for times, many in rounds for done in range(times)]
     with one_line(), progress(f"{len(rows)} rows of {length} tokens", 2 + sum(trials)) as advance:
         like = [Unit(0, head) if heads else Unit(head) for head in range(wanted)]
-        at_equal_cache(shape, like, equal, length)  # says what does not fit before it takes long
+        at_equal_cache(shape, like, equal, length, raw)  # says what does not fit before it takes long
+
+        def configure(of: CCAConfig) -> None:
+            handle.configure(window_size=of.window_size, layer_group_sizes=of.layer_group_sizes,
+                             head_group_sizes=of.head_group_sizes)
 
         def measured(of: CCAConfig) -> float:
-            handle.configure(layer_group_sizes=of.layer_group_sizes, head_group_sizes=of.head_group_sizes)
+            configure(of)
             return far_loss(model, rows)
 
         def loss(units: tuple[Unit, ...]) -> float:
@@ -203,11 +219,11 @@ def find_layers(loaded: Loaded, text: str, length: int, most_rows: int, count: i
                 needy = sorted(found, key=lambda one: one.loss)[:best]
                 found = search_units([Unit(one.unit.layer, head) for one in needy for head in range(shape.kv_heads)],
                                      wanted, loss, advance)
-            chosen = at_equal_cache(shape, chosen_of(found), equal, length)
+            chosen = at_equal_cache(shape, chosen_of(found), equal, length, raw)
             after = measured(chosen)
             advance(1)
         finally:
-            handle.configure(layer_group_sizes=config.layer_group_sizes, head_group_sizes=config.head_group_sizes)
+            configure(config)
     return Found(found, chosen, before, after)
 
 
@@ -233,4 +249,5 @@ def print_layers(found: Found) -> None:
                                    for i in range(len(chosen))))
     console().print(table)
     print(f"equal groups of {found.config.group_size}: {math.exp(found.equal):.3f}; at the same cache size "
-          f"{math.exp(found.chosen):.3f} with\nlayer_group_sizes = {list(found.config.layer_group_sizes or ())}")
+          f"{math.exp(found.chosen):.3f} with\nwindow_size = {found.config.window_size}\n"
+          f"layer_group_sizes = {list(found.config.layer_group_sizes or ())}")

@@ -248,7 +248,8 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
                       for g in size.groups]
             found += [Stage(f"s{s}-{seed}", "adapt", (base,), seed, "cca", (("window_size", s),))
                       for s in size.windows]
-            found.append(Stage("from-short", "short", (base,), seed, "cca"))
+            found += [Stage("from-short", "short", (base,), seed, "cca"),
+                      Stage("flexibility-base", "flexibility", (base,), seed, "cca_zero")]
         if seed == first:
             ours = adapted("cca", seed)
             found += [Stage("flexibility", "flexibility", (ours,), seed, "cca"),

@@ -169,7 +169,9 @@ def write_report(folder: Path, records: Sequence[Record], size: Size) -> Path:
          for label, method, more in (("full attention", "full", {}), ("CCA, 16 groups", "cca", {"num_groups": 16}),
                                      ("CCA, 64 groups", "cca", {"num_groups": 64}))]))
     page.section("flexibility", "Other sizes at test time, same weights (Figure 3)",
-                 drawn_image(drawn, "flexibility", "perplexity against time for other g and s"), _grid(page, size))
+                 f"<p>Adapted at g = {size.group}, s = {size.window}:</p>", _grid(page, size, "flexibility"),
+                 drawn_image(drawn, "flexibility", "perplexity against time for other g and s"),
+                 "<p>A base model, not adapted:</p>", _grid(page, size, "flexibility-base"))
     page.section("curves", "Training curves (Figure 6)", drawn_image(drawn, "curves", "loss by step"))
     page.section("maps", "Attention is sparse (Figures 1 and 5)", drawn_image(drawn, "maps", "attention maps"),
                  table(["layer", "weight on the tenth of the keys that has most of it"], [
@@ -308,10 +310,10 @@ def _sizes(page: Page, size: Size) -> str:
     return table(["size", "perplexity", "perplexity, far", "prompt, ms", "cache, MiB"], rows)
 
 
-def _grid(page: Page, size: Size) -> str:
+def _grid(page: Page, size: Size, stage: str) -> str:
     rows = []
     for g in size.groups:
-        rows.append([f"g = {g}", *(page.cell(page.find("quality.perplexity", stage="flexibility", bucket="far",
+        rows.append([f"g = {g}", *(page.cell(page.find("quality.perplexity", stage=stage, bucket="far",
                                                        group_size=g, window_size=s)) for s in size.windows)])
     return table(["perplexity, far", *(f"s = {s}" for s in size.windows)], rows)
 

@@ -283,7 +283,7 @@ class Miniature:
 
     def _flexibility(self, stage: Stage, folder: Path) -> Iterator[Record]:
         """One set of weights at other group and window sizes, untrained for them (paper 4.3)."""
-        model, method = self._load(f"cca-{stage.seed}/weights.pt").eval(), self.methods["cca"]
+        model, method = self._load(f"{stage.needs[0]}/weights.pt").eval(), self._method(stage)
         with attention(model, method.config):
             for g in self.size.groups:
                 for s in self.size.windows:

@@ -22,7 +22,7 @@ def write(folder: Path, config: TrainConfig, history: list[dict[str, Any]], metr
           tokens: int) -> None:
     """README.md and the loss curve beside a final checkpoint."""
     curve, evaluated = losses(history), losses(history, "eval_loss")
-    _draw(folder / FIGURE, curve, evaluated)
+    _draw(folder / FIGURE, curve, evaluated, config.distil)
     commit, dirty = source_version()
     first = f", the first {config.sink_size} tokens raw" if config.sink_size else ""
     sizes = f"g = {list(config.layer_group_sizes)} by layer" if config.layer_group_sizes else f"g = {config.group_size}"
@@ -47,6 +47,8 @@ def write(folder: Path, config: TrainConfig, history: list[dict[str, Any]], metr
              f"{config.context_length} tokens with documents kept apart",
              f"- data: {', '.join(f'`{name}`' for name in settings['data'])}",
              f"- loss: {curve[0][1]:.4f} at step {curve[0][0]}, {curve[-1][1]:.4f} at step {curve[-1][0]}",
+             *([f"- distilled: {config.distil:g} of this loss is the divergence from the predictions of `{model}` as "
+                "it was, under full attention"] if config.distil else []),
              *([f"- evaluation: loss {metrics['eval_loss']:.4f}, perplexity {metrics['eval_perplexity']:.3f}"]
                if metrics else []),
              f"- code: commit {commit or 'unknown'}{' with changes' if dirty else ''}, "
@@ -66,13 +68,14 @@ def _datasets(config: TrainConfig) -> list[str]:
     return [HubName.parse(name).identifier for name in config.data if name.startswith(HUB) and _public(name) == name]
 
 
-def _draw(path: Path, curve: list[tuple[int, float]], evaluated: list[tuple[int, float]]) -> None:
-    """Training and evaluation loss by step."""
+def _draw(path: Path, curve: list[tuple[int, float]], evaluated: list[tuple[int, float]], distil: float) -> None:
+    """Training and evaluation loss by step; only the former has a share that is a divergence."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(*zip(*curve), color="tab:blue", linewidth=1, label="training")
+    axes.plot(*zip(*curve), color="tab:blue", linewidth=1,
+              label=f"training, {distil:g} of it divergence" if distil else "training")
     if evaluated:
         axes.plot(*zip(*evaluated), color="tab:red", marker="o", markersize=3, label="evaluation")
         axes.legend(frameon=False)

@@ -22,10 +22,13 @@ def train_command() -> Callable[..., None]:
 
         given = {name: value for name, value in options.items() if value not in (None, [])}
         with one_line():
-            config = TrainConfig() if recipe is None else load_recipe(recipe)
             if "shape" in given:
                 given["shape"] = json.loads(given["shape"])
-            config = config.replace(**given)
+            if recipe is None:
+                from corecontext.train.model import held_settings
+
+                given = held_settings(TrainConfig().replace(**given), given) | given
+            config = (TrainConfig() if recipe is None else load_recipe(recipe)).replace(**given)
         from corecontext.train.run import train as run
 
         result = run(config)

@@ -57,6 +57,8 @@ class TrainConfig:
     """g of each full-attention layer, in order, instead of one for all; in a recipe also a tuple, by KV head."""
     sink_size: int = 0
     """First tokens that every query sees uncompressed, rounded up to a multiple of g; their groups are not pooled."""
+    distil: float = 0.0
+    """Share of the loss that is the divergence from the predictions of the model as it was, under full attention."""
     shape: dict[str, Any] = field(default_factory=dict)
     """Settings put over the model's config, as JSON; changes of size only from scratch."""
     rope_theta: float | None = None
@@ -146,7 +148,7 @@ class TrainConfig:
         _check_number("context_length", self.context_length, 2, int)
         for name in ("warmup_steps", "eval_every", "seed"):
             _check_number(name, getattr(self, name), 0, int)
-        for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_grad_norm", "beta2"):
+        for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_grad_norm", "beta2", "distil"):
             _check_number(name, getattr(self, name), 0, (int, float))
         if self.beta2 >= 1:
             raise ValueError(f"beta2 must be below 1, got {self.beta2}.")
@@ -170,12 +172,27 @@ class TrainConfig:
             other = "fsdp" if self.fsdp else "context_parallel"
             raise ValueError(f"deepspeed must be left out with {other}, got {self.deepspeed!r}: both would split the "
                              "run. Use --fsdp with --context-parallel.")
+        self._check_distil()
         if self.method != "cca" and (self.learned or self.layer_group_sizes):
             raise ValueError(f"learned and layer_group_sizes must be left out with method {self.method!r}, which has "
                              "no core tokens.")
         if self.learned and self.strategy == "lora":
             raise ValueError("learned must be left out with strategy 'lora', whose checkpoints hold LoRA's matrices "
                              "only. Use strategy 'partial'.")
+
+    def _check_distil(self) -> None:
+        """Raise where a teacher is asked for that cannot be, or can teach nothing."""
+        if self.distil > 1:
+            raise ValueError(f"distil must be at most 1, the whole loss, got {self.distil}.")
+        reason = None
+        if self.strategy == "scratch":
+            reason = "strategy 'scratch', whose random weights are no teacher"
+        elif self.method == "full":
+            reason = "method 'full', which is the teacher's own attention"
+        elif self.context_parallel > 1:
+            reason = f"context_parallel {self.context_parallel}: the teacher needs the whole row"
+        if self.distil and reason is not None:
+            raise ValueError(f"distil must be 0 with {reason}, got {self.distil}. Leave --distil out.")
 
     def cca(self) -> CCAConfig:
         """The settings of the attention, as they stand in the checkpoint."""

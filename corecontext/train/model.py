@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from corecontext.config import CCAConfig
 from corecontext.loading import check_architecture, load_config, one_line, pick_rival
 from corecontext.text import UserError
 from corecontext.train.config import TrainConfig
@@ -26,6 +29,8 @@ def read_config(config: TrainConfig) -> Any:
         raise UserError("model must be given, got none. Use --model FOLDER, or an identifier on the hub.")
     hf_config = load_config(config.model)
     check_architecture(hf_config)
+    if config.distil:
+        _check_teacher(config, hf_config)
     for name, value in config.shape.items():
         if not hasattr(hf_config, name):
             raise UserError(f"shape must name settings of {hf_config.model_type}, got {name!r}.")
@@ -45,6 +50,29 @@ def read_config(config: TrainConfig) -> Any:
         raise UserError(f"learned must name what '{config.model}' has learned, {', '.join(held)}, got "
                         f"{', '.join(config.learned) or 'nothing'}: the rest would be lost.")
     return hf_config
+
+
+def held_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
+    """CCA's settings in the checkpoint's config.json, as far as a run has them: what no option says stays.
+
+    A `group_size` given is that of every layer. Another method, and random weights, take none of them.
+    """
+    saved = getattr(load_config(config.model), "cca", None) if config.model else None
+    if saved is None or config.method != "cca" or config.strategy == "scratch":
+        return {}
+    names = {one.name for one in fields(TrainConfig)} - ({"layer_group_sizes"} if "group_size" in given else set())
+    return {k: v for k, v in CCAConfig.from_dict(saved).to_dict().items() if k in names and v is not None}
+
+
+def _check_teacher(config: TrainConfig, hf_config: Any) -> None:
+    """Raise where rows are longer than the model was built for: its predictions there are none to learn from."""
+    from corecontext.inference.limits import position_limit
+
+    limit = position_limit(hf_config)
+    if limit is not None and config.context_length > limit:
+        raise UserError(f"context_length must be at most the model's {limit} tokens with distil {config.distil:g}, got "
+                        f"{config.context_length}: it cannot teach beyond them. Extend it by a run with --method full "
+                        "first, and distil from the result.")
 
 
 def extend_context(hf_config: Any, rope_theta: float | None, context_length: int) -> None:

@@ -1,0 +1,69 @@
+"""The miniature's result in Markdown, for README and docs: one line a method, from the records of its stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from corecontext.record import Record
+from corecontext.reproduce.plan import SIZES, Method, adapted, methods
+
+SHORT = ("full", "window", "window_wide", "duo_1", "cca", "distilled", "raw_1", "raw_1_distilled")
+"""Of README."""
+
+
+def quality_markdown(records: Sequence[Record], names: Sequence[str] = ()) -> str:
+    """Every adapted method, or these: perplexity far from the beginning, the share of full attention's gain over a
+    window that it keeps, what it finds; means over its seeds, the newest record of each stage."""
+    size = SIZES["mini"]
+    known = methods(size)
+    held = {one.params["method"]: one.value for one in records
+            if one.name == "model.cache_bytes" and one.params.get("of") == "methods"}
+    lines = [f"Far: the second half of windows of {size.length} tokens. Gain kept: 0 is the window of {size.window} "
+             "tokens alone, 100 % is full attention.", "",
+             "| | seeds | perplexity, far | gain kept | facts found beyond the window | facts in "
+             f"{size.documents[-1]} passages | cache, MiB |", "|---|---|---:|---:|---:|---:|---:|"]
+    for name, one in known.items():
+        if not one.trains or names and name not in names:
+            continue
+        found = {seed: _of(records, adapted(name, seed)) for seed in size.seeds}
+        found = {seed: values for seed, values in found.items() if values}
+        if not found:
+            continue
+        ends = {seed: (_of(records, adapted("window", seed)), _of(records, adapted("full", seed))) for seed in found}
+        gains = [math.log(window["far"] / found[seed]["far"]) / math.log(window["far"] / full["far"])
+                 for seed, (window, full) in ends.items() if window and full and name not in ("full", "window")]
+        cells = [one.title, ", ".join(map(str, found)), _shown([x["far"] for x in found.values()], "{:.3f}"),
+                 _shown([100 * x for x in gains], "{:.1f} %"),
+                 *(_shown([100 * x[what] for x in found.values() if what in x], "{:.1f} %")
+                   for what in ("facts", "passages")), _cache(held, known, one)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _of(records: Sequence[Record], stage: str) -> dict[str, float]:
+    """What a stage measured on held-out test text, by short names; empty where it has not been run."""
+    size, found = SIZES["mini"], {}
+    wanted = {"far": {"split": "test", "bucket": "far"}, "facts": {"distance": "far", "length": size.length},
+              "passages": {"task": "multidoc_planted", "documents": size.documents[-1]}}
+    for one in records:
+        for name, params in wanted.items():
+            if one.params.get("stage") == stage and all(one.params.get(key) == value for key, value in params.items()) \
+                    and one.name != "quality.gain_kept":
+                found[name] = one.value
+    return found
+
+
+def _shown(values: Sequence[float], form: str) -> str:
+    """The mean, and from two values on the spread between seeds."""
+    if not values:
+        return ""
+    mean = sum(values) / len(values)
+    spread = math.sqrt(sum((x - mean) ** 2 for x in values) / max(1, len(values) - 1))
+    return form.format(mean) + (f" ± {form.format(spread)}" if len(values) > 1 else "")
+
+
+def _cache(held: dict[str, float], known: dict[str, Method], method: Method) -> str:
+    """Of one text of the trained length; what weights were trained to does not matter."""
+    alike = [held[name] for name, one in known.items() if one.config == method.config and name in held]
+    return f"{alike[0] / 2 ** 20:.2f}" if alike else ""
