@@ -539,7 +539,7 @@ def test_targets_are_judged_by_text_that_chose_nothing_and_against_all_rivals():
     def add(name, value, method, **params):
         records.append(make_record(name, value, {"method": method, "stage": f"{method}-0", **params}))
     for method, val, test, held in (("cca", 0.3, 0.6, 100), ("learned", 0.5, 0.55, 105), ("log_g", 0.4, 0.7, 100),
-                                    ("learned_query_heads", 0.9, 0.9, 109)):
+                                    ("query_heads", 0.9, 0.9, 109)):
         add("quality.gain_kept", val, method, split="val")
         add("quality.gain_kept", test, method, split="test")
         add("model.cache_bytes", held, method, of="methods")
