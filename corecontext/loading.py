@@ -102,7 +102,7 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
         elif getattr(hf_config, "quantization_config", None) is not None:  # such weights are put in place at once
             placed = {"device_map": device}
         model: Any = AutoModelForCausalLM.from_pretrained(name, config=hf_config, dtype=wanted,
-                                                          attn_implementation="sdpa", **placed)
+                                                          attn_implementation=full_attention(hf_config), **placed)
         (model if placed else model.to(device)).eval()
     config = None
     if method == "cca":
@@ -177,6 +177,14 @@ def check_architecture(hf_config: Any) -> None:
                         f"Tested: {', '.join(TESTED)}.")
     if not any(has_full_attention(hf_config, layer) for layer in range(hf_config.num_hidden_layers)):
         raise UserError(NO_FULL_ATTENTION.format(hf_config.num_hidden_layers))
+
+
+def full_attention(hf_config: Any) -> str:
+    """Transformers' attention to load a model with: SDPA, but for architectures that it refuses there (Gemma 2)."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+    return "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
 
 
 def cca_config(hf_config: Any, group_size: int | None, window_size: int | None,

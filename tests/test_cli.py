@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import tiny_model, tokens
 from tiny_model import save_tiny_model
 
 from corecontext import cli, generation, perplexity
 from corecontext.cli import main
+from corecontext.loading import load
 from corecontext.record import read_records
 from corecontext.text import UserError, atomic_path, write_text
 
@@ -178,6 +180,20 @@ def test_settings_saved_with_the_model_are_used(model, here, capfd, tmp_path_fac
     assert load(str(folder), sinks=3).sizes()["sinks"] == 3 and "sinks" not in load(str(folder)).sizes()
     assert load(str(folder), group_size=8).config == load(str(folder)).config.replace(group_size=8)
     assert load(model).config.window_size == 1024
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+def test_models_are_loaded_with_the_attention_that_they_have(family, model, tmp_path):
+    """Transformers refuses SDPA for Gemma 2."""
+    saved = tiny_model(family, vocab_size=512)
+    saved.save_pretrained(tmp_path)
+    for path in Path(model).glob("tokenizer*"):
+        shutil.copy(path, tmp_path)
+    ids = tokens(1, 40)
+    for method in ("full", "cca", "window"):
+        loaded = load(str(tmp_path), method=method, device="cpu")
+        with torch.no_grad():
+            torch.testing.assert_close(loaded.model(ids).logits, saved(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_constant_number_of_groups(model, here, capfd):

@@ -35,7 +35,7 @@ def make_model(shape: str, dtype: str, device: str) -> tuple[Any, dict[str, Any]
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    from corecontext.loading import check_architecture, load_config, one_line
+    from corecontext.loading import check_architecture, full_attention, load_config, one_line
 
     logging.set_verbosity_error()
     wanted = getattr(torch, dtype)
@@ -52,7 +52,8 @@ def make_model(shape: str, dtype: str, device: str) -> tuple[Any, dict[str, Any]
         config = load_config(shape)
         check_architecture(config)
         with one_line(f"model '{shape}' cannot be loaded"):
-            model = AutoModelForCausalLM.from_pretrained(shape, dtype=wanted, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_pretrained(shape, dtype=wanted,
+                                                         attn_implementation=full_attention(config))
         model.to(torch.device(device)).eval()  # type: ignore[arg-type]
         config.dtype = wanted
     model.generation_config.eos_token_id = None  # every request makes as many tokens as it is to be timed for

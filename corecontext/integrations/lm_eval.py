@@ -18,6 +18,7 @@ from typing import Any
 
 from corecontext.config import CCAConfig
 from corecontext.integrations.transformers import NAME, enable
+from corecontext.loading import full_attention
 from corecontext.text import UserError
 
 MODEL = "corecontext"
@@ -55,7 +56,7 @@ def register() -> type:
             given = {name: kwargs.pop(name) for name in SETTINGS if name in kwargs}
             try:
                 CCAConfig(**given)  # bad sizes fail before anything is loaded
-                super()._create_model(pretrained, *args, attn_implementation="sdpa", **kwargs)
+                super()._create_model(pretrained, *args, attn_implementation=full_attention(self._config), **kwargs)
                 saved = getattr(self._model.config, NAME, None) or {}
                 enable(self._model, CCAConfig.from_dict({**saved, **given}))
             except (ValueError, TypeError, NotImplementedError, OSError) as error:

@@ -138,7 +138,7 @@ def _random(serving: Serving) -> Loaded:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from corecontext.loading import enable_cca
+    from corecontext.loading import enable_cca, full_attention
 
     hf_config = load_config(serving.model or str(BUNDLED))
     check_architecture(hf_config)
@@ -148,7 +148,8 @@ def _random(serving: Serving) -> Loaded:
     with one_line("random weights cannot be made"), torch.device(device), torch.random.fork_rng(
             [] if device == "cpu" else [torch.device(device)]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, dtype),
+                                                 attn_implementation=full_attention(hf_config))
     config = cca_config(hf_config, serving.group_size, serving.window_size, sinks=serving.sinks)
     enable_cca(model.eval(), config)
     count = hf_config.get_text_config(decoder=True).vocab_size

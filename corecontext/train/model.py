@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from corecontext.config import CCAConfig
-from corecontext.loading import check_architecture, load_config, one_line, pick_rival
+from corecontext.loading import check_architecture, full_attention, load_config, one_line, pick_rival
 from corecontext.text import UserError
 from corecontext.train.config import TrainConfig
 
@@ -114,12 +114,14 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
     torch.manual_seed(config.seed)
     with one_line(f"model '{config.model}' cannot be loaded"):
         if config.strategy == "scratch":
-            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation=full_attention(hf_config),
+                                                     dtype=torch.float32)
         else:
             if config.shape:
                 _check_sizes(config, hf_config)
             frozen = bfloat16 and config.strategy in ("partial", "lora")
-            model = AutoModelForCausalLM.from_pretrained(config.model, config=hf_config, attn_implementation="sdpa",
+            model = AutoModelForCausalLM.from_pretrained(config.model, config=hf_config,
+                                                         attn_implementation=full_attention(hf_config),
                                                          dtype=torch.bfloat16 if frozen else torch.float32)
         _make_savable(model.generation_config)
     model.config.use_cache = False  # while it trains

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corecontext.loading import one_line
+from corecontext.loading import full_attention, load_config, one_line
 from corecontext.train.config import TrainConfig
 from corecontext.train.loss import Taught
 
@@ -28,7 +28,8 @@ class Teacher:
         from transformers import AutoModelForCausalLM
 
         with one_line(f"model '{config.model}' cannot be loaded"):
-            model = AutoModelForCausalLM.from_pretrained(config.model, attn_implementation="sdpa",
+            model = AutoModelForCausalLM.from_pretrained(config.model,
+                                                         attn_implementation=full_attention(load_config(config.model)),
                                                          dtype=torch.bfloat16 if bfloat16 else torch.float32)
         self.model, self.share = model.to(device).eval().requires_grad_(False), config.distil
 
