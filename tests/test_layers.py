@@ -25,6 +25,7 @@ from corecontext.eval.layers import (
     chosen_of,
     far_loss,
     find_layers,
+    raw_heads,
     search_units,
     spread,
 )
@@ -151,6 +152,15 @@ def test_the_command_finds_sizes_that_a_checkpoint_can_hold(tmp_path, capsys):
                            (["--count", "0"], "count must be 1 .. 7 of 8"), (["--rows", "0"], "rows must be")):
         assert main([*command, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_heads_that_keep_every_token_fit_where_nobody_says_how_many():
+    for length, window, count in ((4096, 256, 1), (8192, 1024, 16), (32768, 1024, 12), (131072, 1024, 9),
+                                  (2 ** 20, 1024, 8)):
+        shape, config = (Shape(8, 2) if length == 4096 else Shape(32, 8)), CCAConfig(16, window)
+        assert raw_heads(shape, config, length) == count
+        some = [Unit(i % shape.layers, i // shape.layers) for i in range(count)]
+        assert at_equal_cache(shape, some, config, length, raw=True).window_size > window // 2
 
 
 def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, capsys):

@@ -17,8 +17,8 @@ from corecontext.bench import cost
 from corecontext.bench.check import short
 from corecontext.bench.measure import PeakMemory, copy_bytes_per_s, matmul_flops_per_s, synchronize
 from corecontext.bench.model_check import check_model
-from corecontext.bench.model_methods import (FULL, ROWS, CompactRun, FilledRun, PlainRun, RowsRun, StaticRun,
-                                             attention)
+from corecontext.bench.model_methods import (FULL, OURS, RAW, ROWS, CompactRun, FilledRun, PlainRun, RowsRun,
+                                             StaticRun, attention, raw_config)
 from corecontext.bench.model_settings import ModelBench
 from corecontext.bench.operator import free_memory
 from corecontext.bench.shapes import make_model, make_prompt
@@ -62,7 +62,7 @@ class _Run:
     def params(self, method: str, length: int, config: CCAConfig, **more: Any) -> dict[str, Any]:
         """What a record says besides its value; g and s belong to CCA only."""
         own: dict[str, Any] = {}
-        if method == "cca":
+        if method in OURS:
             own = {"group_size": config.group_size, "window_size": config.window_size}
             own |= {"cache_dtype": config.cache_dtype} if config.cache_dtype != "auto" else {}
         elif method == "streaming_llm":
@@ -72,7 +72,7 @@ class _Run:
 
     def backend(self, method: str) -> str:
         """What computes a method's attention: for CCA, what `backend="auto"` chooses here."""
-        if method == "cca":
+        if method in OURS:
             return choose_backend("auto", torch.empty(1, 1, 1, self.cost.head_dim, dtype=self.model.dtype,
                                                       device=self.bench.device))
         return {"sdpa_flash": "flash", "sdpa_cudnn": "cudnn", ROWS: "rows"}.get(method, "sdpa")
@@ -94,7 +94,7 @@ class _Run:
         except Exception as error:
             if is_out_of_memory(error):
                 reason = "out of memory" + (": " + str(error) if isinstance(error, MemoryError) and str(error) else "")
-            elif params["method"] == "cca":
+            elif params["method"] in OURS:
                 raise
             else:
                 reason = short(error)
@@ -114,7 +114,7 @@ def run_model_bench(bench: ModelBench, on_records: Callable[[list[Record]], None
         UserError: the checkpoint is missing or unsupported.
     """
     run = _Run(bench, on_records)
-    if "cca" in bench.methods:
+    if set(OURS) & set(bench.methods):
         with one_line():  # the window may reach beyond the model's positions
             check_model(run.model, bench.config())
     jobs = list({"lengths": _lengths, "sweep": _sweep, "throughput": _throughput}[bench.mode](run))
@@ -130,7 +130,7 @@ def _lengths(run: _Run) -> Iterator[tuple[float, Callable[[], None]]]:
     bench = run.bench
     for length in sorted(bench.lengths):
         for method in bench.methods:
-            for fuse in bench.fuses if method == "cca" else ("none",):
+            for fuse in bench.fuses if method in OURS else ("none",):
                 yield length, lambda length=length, method=method, fuse=fuse: _method(  # type: ignore[misc]
                     run, method, length, bench.config(), fuse)
         yield 0, lambda length=length: _floors(run, length)  # type: ignore[misc]
@@ -147,15 +147,24 @@ def _sweep(run: _Run) -> Iterator[tuple[float, Callable[[], None]]]:
 def _method(run: _Run, method: str, length: int, config: CCAConfig, fuse: str) -> None:
     """First token, memory and next tokens of one method at one length."""
     bench = run.bench
-    own = {"fuse": fuse, "chunk_size": bench.chunk_size} if method == "cca" else {}
+    own: dict[str, Any] = {"fuse": fuse, "chunk_size": bench.chunk_size} if method in OURS else {}
+    if method == RAW:
+        try:
+            with attention(run.model, method, config):
+                config_of, count = raw_config(run.model, config, length)
+        except ValueError as error:
+            return run.skip("prompt", short(error), run.params(method, length, config, **own))
+        own |= {"raw_heads": count, "raw_window_size": config_of.window_size}
+    else:
+        config_of = config
     params = run.params(method, length, config, **own)
     known = run.last.get(method)
     estimate = known and known[1] * (length / known[0]) ** 2
     if method in FULL and estimate and estimate > bench.baseline_limit_s:
         run.skip("growing cache", f"over the limit of {bench.baseline_limit_s:g} s a prompt", params)
     elif method != ROWS:
-        with attention(run.model, method, config):
-            run.attempt("growing cache" if method != "cca" else "prompt", params,
+        with attention(run.model, method, config_of):
+            run.attempt("growing cache" if method not in OURS else "prompt", params,
                         lambda: _prompt_and_steps(run, method, params, length, fuse))
     if method in (*FULL, ROWS) and "itl" in bench.what:
         static = {**params, "cache": "static"}
@@ -170,7 +179,7 @@ def _prompt_and_steps(run: _Run, method: str, params: dict[str, Any], length: in
     fusing = None if fuse == "none" else fuse
 
     def start(ids: torch.Tensor, new_tokens: int) -> PlainRun | CompactRun:
-        if method != "cca":
+        if method not in OURS:
             return PlainRun(run.model, method, ids)
         return CompactRun(run.model, ids, new_tokens, fuse=fusing, chunk_size=bench.chunk_size)
 
@@ -190,7 +199,7 @@ def _prompt_and_steps(run: _Run, method: str, params: dict[str, Any], length: in
             break
     assert going is not None
     run.last[method] = length, min(seconds)
-    kind = {"cache": "compact" if method == "cca" else "dynamic"}
+    kind = {"cache": "compact" if method in OURS else "dynamic"}
     if "ftl" in bench.what:
         run.record("model.first_token_s", seconds, params)
         run.record("model.peak_bytes", run.weight_bytes + max(peaks), params)
@@ -234,7 +243,7 @@ def _throughput(run: _Run) -> Iterator[tuple[float, Callable[[], None]]]:
     """Every method that has a static step, at every length."""
     for length in run.bench.lengths:
         for method in run.bench.methods:
-            if method != "streaming_llm":
+            if method not in ("streaming_llm", RAW):
                 yield 1, lambda length=length, method=method: _batches(run, method, length)  # type: ignore[misc]
 
 

@@ -22,10 +22,13 @@ from corecontext.cache.full import FullLayer
 from corecontext.config import CCAConfig
 from corecontext.inference import Engine, prefill
 from corecontext.integrations.hf_cache import GivenLayer
+from corecontext.integrations.transformers import handle_of
 
 FULL = ("full", *KERNELS)
 ROWS = "full_rows"  # decodes only
-METHODS = (*FULL, ROWS, "streaming_llm", "cca")
+RAW = "cca_raw"
+OURS = ("cca", RAW)
+METHODS = (*FULL, ROWS, "streaming_llm", *OURS)
 DECODERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # where the kernel asked for takes no mask
 
 
@@ -36,6 +39,24 @@ def attention(model: Any, method: str, config: CCAConfig) -> contextlib.Abstract
     from corecontext.baselines import StreamingLLM, enabled
 
     return enabled(model, StreamingLLM(window_size=config.window_size) if method == "streaming_llm" else config)
+
+
+def raw_config(model: Any, config: CCAConfig, length: int) -> tuple[CCAConfig, int]:
+    """As many KV heads as `corecontext layers --raw` chooses keep every token, at the cache size of equal groups; and
+    how many. Which they are makes no difference to time and memory: the first of every so many layers.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    from corecontext.eval.layers import Shape, Unit, at_equal_cache, raw_heads
+
+    handle = handle_of(model)
+    assert handle is not None, "the model is under CCA"
+    own: Any = handle.full[0].config
+    shape = Shape(len(handle.full), own.num_key_value_heads)
+    count = raw_heads(shape, config, length)
+    units = [Unit(i * shape.layers // count % shape.layers, i // shape.layers) for i in range(count)]
+    return at_equal_cache(shape, units, config, length, raw=True), count
 
 
 class PlainRun:

@@ -61,6 +61,8 @@ def label_of(params: Any) -> str:
         return "CCA" + (", fused" if params.get("fuse") == "compile" else "") + (
             f", {params['cache_dtype']}" if "cache_dtype" in params else "") + (
             f", chunks of {params['chunk_size']}" if "chunk_size" in params else "")
+    if method == "cca_raw":
+        return "CCA, some heads raw" + (", fused" if params.get("fuse") == "compile" else "")
     if method == "streaming_llm":
         return "StreamingLLM"
     kernel = {"sdpa_flash": "full (flash)", "sdpa_cudnn": "full (cuDNN)", "full_rows": "full (rows)"}.get(
@@ -81,7 +83,7 @@ def places(records: Iterable[Record]) -> list[Place]:
         p = r.params
         for key in ours:
             mine = _key(r)
-            sized = p["method"] == "cca" or p.get("of") == "cca"
+            sized = p["method"] in ("cca", "cca_raw") or p.get("of") == "cca"
             if mine != key and (sized or mine[:-2] != key[:-2]):
                 continue
             place = found[key]

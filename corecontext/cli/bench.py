@@ -80,8 +80,9 @@ def bench_model(shape: Annotated[str, typer.Option(help="llama2-7b, llama3.1-8b,
                          "16384, for --throughput 32768.")] = None,
                 method: Annotated[Optional[list[str]], typer.Option(
                     help="full, sdpa_flash, sdpa_cudnn, full_rows (full attention decoding with this package's own "
-                         "kernel), streaming_llm or cca; may be repeated. Default: full, "
-                         "streaming_llm and cca; on a GPU all but full.")] = None,
+                         "kernel), streaming_llm, cca or cca_raw (some KV heads keep every token, at the same cache "
+                         "size); may be repeated. Default: full, streaming_llm and cca; on a GPU all but full and "
+                         "cca_raw.")] = None,
                 what: Annotated[Optional[list[str]], typer.Option(
                     help="ftl (first token, peak memory, cache) or itl (next tokens); may be repeated. Default: both.")
                 ] = None,

@@ -113,7 +113,8 @@ def layers(file: Annotated[str, typer.Argument(help="Text like that to come, or 
            heads: Annotated[bool, typer.Option("--heads", help="Choose KV heads, of the quarter of the layers that are "
                                                                "best.")] = False,
            count: Annotated[Optional[int], typer.Option(help="Layers, or heads, to choose. Default: an eighth of the "
-                                                             "layers, a sixteenth of all heads.")] = None,
+                                                             "layers, a sixteenth of all heads; with --raw at most "
+                                                             "what takes half of the cache.")] = None,
            raw: Annotated[bool, typer.Option("--raw", help="What is chosen keeps every token; the window shrinks for "
                                                            "it.")] = False,
            output: Annotated[Optional[str], typer.Option(help="New folder: a copy of the checkpoint that loads with "

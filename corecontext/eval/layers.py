@@ -106,6 +106,14 @@ def at_equal_cache(shape: Shape, chosen: Collection[Unit], config: CCAConfig, le
                      f"same cache; got {few} of {total} KV heads and {length} tokens.")
 
 
+def raw_heads(shape: Shape, config: CCAConfig, length: int) -> int:
+    """How many KV heads keep every token where nobody says: a sixteenth of all, or what takes half of the cache with
+    equal groups, if that is less; one at least."""
+    total, entries = shape.layers * shape.kv_heads, (num_complete_groups(length, config.group_size)
+                                                     + window_capacity(config.group_size, config.window_size))
+    return max(1, min(total // 16, total * entries // (2 * length)))
+
+
 def search_units(units: Sequence[Unit], count: int, loss: Callable[[tuple[Unit, ...]], float],
                  on_trial: Callable[[int], Any] = lambda trials: None) -> list[Trial]:
     """Try every unit as the first, then every other beside the best, and so on; all trials, in order.
@@ -164,7 +172,8 @@ def find_layers(loaded: Loaded, text: str, length: int, most_rows: int, count: i
 
     Args:
         loaded: With CCA enabled, whose settings are the model's again afterwards.
-        count: What to choose; None for an eighth of the layers, or a sixteenth of the heads.
+        count: What to choose; None for an eighth of the layers, or a sixteenth of the heads; with `raw` what
+            `raw_heads` says.
         heads: Choose KV heads, of the quarter of the layers that are best.
         raw: What is chosen keeps every token, and the window of all is smaller for it.
 
@@ -186,7 +195,9 @@ def find_layers(loaded: Loaded, text: str, length: int, most_rows: int, count: i
     assert handle is not None
     shape = Shape(len(handle.full), handle.full[0].config.num_key_value_heads)
     layers, best = [Unit(layer) for layer in range(shape.layers)], max(1, shape.layers // 4)
-    wanted = max(1, shape.layers * shape.kv_heads // 16 if heads else shape.layers // 8) if count is None else count
+    wanted = count if count is not None else max(1, (
+        raw_heads(shape, config, length) // (1 if heads else shape.kv_heads) if raw else
+        shape.layers * shape.kv_heads // 16 if heads else shape.layers // 8))
     choices = best * shape.kv_heads if heads else shape.layers
     if choices < 2:
         raise UserError(f"the model must have at least 2 {'KV heads' if heads else 'full-attention layers'} to choose "
