@@ -75,6 +75,8 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from corecontext.integrations.transformers import full_attention
+
     chosen = None
     if method not in METHODS:
         chosen = pick_rival(method, group_size, window_size, sinks, patterns)
@@ -177,14 +179,6 @@ def check_architecture(hf_config: Any) -> None:
                         f"Tested: {', '.join(TESTED)}.")
     if not any(has_full_attention(hf_config, layer) for layer in range(hf_config.num_hidden_layers)):
         raise UserError(NO_FULL_ATTENTION.format(hf_config.num_hidden_layers))
-
-
-def full_attention(hf_config: Any) -> str:
-    """Transformers' attention to load a model with: SDPA, but for architectures that it refuses there (Gemma 2)."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
-    return "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
 
 
 def cca_config(hf_config: Any, group_size: int | None, window_size: int | None,

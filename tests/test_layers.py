@@ -15,20 +15,9 @@ from tiny_model import save_tiny_model
 
 import corecontext
 from corecontext import CCAConfig
+from corecontext.cache.allocation import COARSE, Shape, Unit, at_equal_cache, raw_heads, spread
 from corecontext.cli import main
-from corecontext.eval.layers import (
-    COARSE,
-    Shape,
-    Trial,
-    Unit,
-    at_equal_cache,
-    chosen_of,
-    far_loss,
-    find_layers,
-    raw_heads,
-    search_units,
-    spread,
-)
+from corecontext.eval.layers import Trial, chosen_of, far_loss, find_layers, search_units
 from corecontext.integrations.transformers import handle_of
 from corecontext.loading import load
 from corecontext.record import read_records

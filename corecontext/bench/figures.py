@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from corecontext.bench.serve_figure import draw_serve
 from corecontext.bench.tables import operator_markdown
 from corecontext.bench.training_figure import draw_training, training_markdown
 from corecontext.record import Record, read_records
-from corecontext.reproduce.summary import SHORT, quality_markdown
 from corecontext.text import write_text
 
 __all__ = ["SUFFIXES", "check_plot", "demo_table", "draw_demo", "draw_model", "draw_operator", "draw_sweep", "main",
@@ -63,6 +61,12 @@ def demo_table(records: Sequence[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
+OneTable = tuple[str, str, Callable[[Sequence[Record]], str]]
+"""What stands in the page's mark, the file of its records in results/, and what makes it of them."""
+TABLES: Sequence[OneTable] = (("demo", "demo", demo_table), ("operator", "operator", operator_markdown),
+                              ("model", "model", model_markdown), ("training", "training", training_markdown))
+
+
 def newest(records: Iterable[Record], name: str, **params: Any) -> Record:
     """The last record of this name and these params.
 
@@ -75,12 +79,9 @@ def newest(records: Iterable[Record], name: str, **params: Any) -> Record:
     raise ValueError(f"records must hold {name} with {params}, got none.")
 
 
-def update_tables(text: str, results: Path) -> str:
+def update_tables(text: str, results: Path, tables: Sequence[OneTable] = TABLES) -> str:
     """A page with its tables made anew from the records; a table without records stays as it is."""
-    for name, file, draw in (("demo", "demo", demo_table), ("operator", "operator", operator_markdown),
-                             ("model", "model", model_markdown), ("training", "training", training_markdown),
-                             ("quality", "quality", quality_markdown),
-                             ("quality, short", "quality", partial(quality_markdown, names=SHORT))):
+    for name, file, draw in tables:
         path = results / f"{file}.jsonl"
         if path.exists():
             before, mark, rest = text.partition(f"<!-- table: {name} -->\n")
@@ -107,9 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for mode in {r.params["mode"] for r in records} & {"day", "rising"}:
             draw_serve([r for r in records if r.params["mode"] == mode], str(results / f"serve-{mode}.svg"))
     if options.readme:
-        for page in (Path(options.readme), *sorted(Path(options.readme).parent.glob("docs/*.md"))):
-            write_text(page, update_tables(page.read_text(encoding="utf-8"), results))
+        update_pages(options.readme, results)
     return 0
+
+
+def update_pages(readme: str | Path, results: Path, tables: Sequence[OneTable] = TABLES) -> None:
+    """Rewrite the tables of README and of docs/ beside it."""
+    for page in (Path(readme), *sorted(Path(readme).parent.glob("docs/*.md"))):
+        write_text(page, update_tables(page.read_text(encoding="utf-8"), results, tables))
 
 
 if __name__ == "__main__":

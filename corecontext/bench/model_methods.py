@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from corecontext.bench.measure import capture
 from corecontext.bench.methods import KERNELS
 from corecontext.bench.shapes import make_prompt
+from corecontext.cache.allocation import Shape, Unit, at_equal_cache, raw_heads
 from corecontext.cache.full import FullLayer
 from corecontext.config import CCAConfig
 from corecontext.inference import Engine, prefill
@@ -48,8 +49,6 @@ def raw_config(model: Any, config: CCAConfig, length: int) -> tuple[CCAConfig, i
     Raises:
         ValueError: they do not fit.
     """
-    from corecontext.eval.layers import Shape, Unit, at_equal_cache, raw_heads
-
     handle = handle_of(model)
     assert handle is not None, "the model is under CCA"
     own: Any = handle.full[0].config

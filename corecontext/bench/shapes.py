@@ -35,7 +35,8 @@ def make_model(shape: str, dtype: str, device: str) -> tuple[Any, dict[str, Any]
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    from corecontext.loading import check_architecture, full_attention, load_config, one_line
+    from corecontext.integrations.transformers import full_attention
+    from corecontext.loading import check_architecture, load_config, one_line
 
     logging.set_verbosity_error()
     wanted = getattr(torch, dtype)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.config import CCAConfig
-from corecontext.integrations.transformers import NAME, enable
-from corecontext.loading import full_attention
+from corecontext.integrations.transformers import NAME, enable, full_attention
 from corecontext.text import UserError
 
 MODEL = "corecontext"

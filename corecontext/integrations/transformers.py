@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM,
+                          PreTrainedModel)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from corecontext.cache import UNDO_LIMIT
@@ -202,6 +203,12 @@ def _inner_model(model: nn.Module) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel):
             return module
     raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}.")
+
+
+def full_attention(hf_config: Any) -> str:
+    """Transformers' attention to load a model with: SDPA, but for architectures that it refuses there (Gemma 2)."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+    return "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
 
 
 def has_full_attention(config: Any, layer_idx: int) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from corecontext.baselines import DuoAttention, LMInfinite, MInference, Pattern, StreamingLLM, WindowOnly
+from corecontext.cache.allocation import COARSE, MORE_ENTRIES, Shape, Unit, at_equal_cache
 from corecontext.config import LEARNED, CCAConfig
-from corecontext.eval.layers import COARSE, MORE_ENTRIES, Shape, Unit, at_equal_cache
 from corecontext.text import UserError
 from corecontext.visibility import num_complete_groups, window_capacity
 

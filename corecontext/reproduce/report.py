@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from corecontext.eval.layers import MORE_ENTRIES
+from corecontext.cache.allocation import MORE_ENTRIES
 from corecontext.record import Record, make_record
 from corecontext.reproduce import figures, paper
 from corecontext.reproduce.corpus import Corpus

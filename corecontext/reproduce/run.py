@@ -20,7 +20,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from corecontext.baselines import MInference
-from corecontext.eval.layers import COARSE, Shape, Unit, chosen_of, layer_records, search_units, spread
+from corecontext.cache.allocation import COARSE, Shape, Unit, spread
+from corecontext.eval.layers import chosen_of, layer_records, search_units
 from corecontext.inference.fuse import Fused
 from corecontext.integrations.transformers import handle_of
 from corecontext.record import Record, append_records, device_name, make_record, read_records

@@ -1,10 +1,17 @@
-"""The miniature's result in Markdown, for README and docs: one line a method, from the records of its stages."""
+"""The miniature's result in Markdown, for README and docs: one line a method, from the records of its stages.
+
+`python -m corecontext.reproduce.summary` writes the tables anew.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
+from corecontext.bench.figures import OneTable, update_pages
 from corecontext.record import Record
 from corecontext.reproduce.plan import SIZES, Method, adapted, methods
 
@@ -67,3 +74,10 @@ def _cache(held: dict[str, float], known: dict[str, Method], method: Method) -> 
     """Of one text of the trained length; what weights were trained to does not matter."""
     alike = [held[name] for name, one in known.items() if one.config == method.config and name in held]
     return f"{alike[0] / 2 ** 20:.2f}" if alike else ""
+
+
+TABLES: Sequence[OneTable] = (("quality", "quality", quality_markdown),
+                              ("quality, short", "quality", partial(quality_markdown, names=SHORT)))
+
+if __name__ == "__main__":
+    sys.exit(update_pages("README.md", Path("results"), TABLES))

@@ -138,7 +138,8 @@ def _random(serving: Serving) -> Loaded:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from corecontext.loading import enable_cca, full_attention
+    from corecontext.integrations.transformers import full_attention
+    from corecontext.loading import enable_cca
 
     hf_config = load_config(serving.model or str(BUNDLED))
     check_architecture(hf_config)

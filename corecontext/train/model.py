@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from corecontext.config import CCAConfig
-from corecontext.loading import check_architecture, full_attention, load_config, one_line, pick_rival
+from corecontext.loading import check_architecture, load_config, one_line, pick_rival
 from corecontext.text import UserError
 from corecontext.train.config import TrainConfig
 
@@ -110,6 +110,8 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
         UserError: the weights are missing or do not fit.
     """
     from transformers import AutoModelForCausalLM
+
+    from corecontext.integrations.transformers import full_attention
 
     torch.manual_seed(config.seed)
     with one_line(f"model '{config.model}' cannot be loaded"):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corecontext.loading import full_attention, load_config, one_line
+from corecontext.loading import load_config, one_line
 from corecontext.train.config import TrainConfig
 from corecontext.train.loss import Taught
 
@@ -26,6 +26,8 @@ class Teacher:
             UserError: the weights are missing or do not fit.
         """
         from transformers import AutoModelForCausalLM
+
+        from corecontext.integrations.transformers import full_attention
 
         with one_line(f"model '{config.model}' cannot be loaded"):
             model = AutoModelForCausalLM.from_pretrained(config.model,
