@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import pytest
 import torch
@@ -121,6 +122,22 @@ def more() -> list[Record]:
         patch.setattr("corecontext.bench.model_settings.SWEEP_GROUPS", (2, 4))
         patch.setattr("corecontext.bench.model_settings.SWEEP_WINDOWS", (16, 32))
         return found + model.run_model_bench(dataclasses.replace(TINY, lengths=(96,), mode="sweep", methods=("cca",)))
+
+
+@pytest.mark.parametrize("layers, kv_heads, count", [(2, 16, 2), (2, 48, 6), (1, 48, 3), (3, 16, 3)])
+def test_the_raw_heads_are_so_many_heads_also_where_there_are_more_than_layers(monkeypatch, layers, kv_heads, count):
+    full = types.SimpleNamespace(config=types.SimpleNamespace(num_key_value_heads=kv_heads))
+    monkeypatch.setattr(model_methods, "handle_of", lambda model: types.SimpleNamespace(full=[full] * layers))
+    config, found = model_methods.raw_config(None, CCAConfig(16, 1024), 4096)
+    assert found == count
+    assert sum(size.count(1) for size in config.layer_group_sizes if isinstance(size, tuple)) == count
+
+
+@pytest.mark.parametrize("mode", ["sweep", "throughput"])
+def test_what_does_not_measure_raw_heads_says_so(capsys, mode):
+    assert main(["bench", "model", "--shape", "tiny", "--method", "cca_raw", f"--{mode}", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1 and f"method must be without 'cca_raw' for a {mode} run" in error[0]
 
 
 def test_some_heads_raw_have_the_cache_of_equal_groups(tmp_path):

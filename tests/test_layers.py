@@ -185,6 +185,7 @@ def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, c
         assert main([*command, *wrong]) == 2
         error = capsys.readouterr().err.splitlines()
         assert len(error) == 1 and f"must be at most {room} of 4 KV heads" in error[0]
+        assert "heads in place of layers (--heads)" in error[0]
 
 
 def test_info_adds_up_what_each_head_costs(capsys, tmp_path):

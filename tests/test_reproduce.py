@@ -605,6 +605,16 @@ def test_the_published_table_has_means_over_seeds_and_shares_of_each_seeds_own_g
     assert len(rows) == 4 and rows["full attention"][2] == ""
 
 
+def test_sizes_without_a_cost_are_left_out_of_the_figure(tmp_path):
+    records = [make_record("quality.perplexity", 10.0 + g, {"stage": "flexibility", "bucket": "far", "split": "test",
+                                                            "group_size": g, "window_size": 64}) for g in (2, 4)]
+    records += [make_record(name, 1024.0, {"of": "sizes", "group_size": 4, "window_size": 64})
+                for name in ("model.cache_bytes", "model.first_token_s")]
+    drawn = figures._flexibility(drawing.pyplot(), tmp_path, records, FULL)
+    assert [[tuple(line.get_xydata()[0]) for line in panel.lines] for panel in drawn.axes] == [
+        [(2 ** -10, 14.0)], [(1024e3, 14.0)]]
+
+
 def test_curves_from_two_contexts_have_equal_steps(tmp_path):
     for name, steps in (("cca-0", FULL.adapt_steps), ("g16-0", FULL.short_steps), ("from-short", FULL.short_steps)):
         (tmp_path / name).mkdir()

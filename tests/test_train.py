@@ -564,6 +564,26 @@ def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options
         assert corecontext.CCAConfig.from_dict(saved) == corecontext.CCAConfig(**{"group_size": 8, **expected})
 
 
+def test_sizes_by_head_and_constant_groups_of_a_checkpoint_are_not_lost(setting, tmp_path, capsys):
+    model = save_tiny_model(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    plain = json.loads(path.read_text())
+
+    def run(name, *options, **cca):
+        path.write_text(json.dumps({**plain, "cca": corecontext.CCAConfig(**cca).to_dict()}))
+        code = main(["train", "--model", model, "--data", setting.data[0], "--output", str(tmp_path / name), "--steps",
+                     "1", "--context-length", "64", "--cache-dir", setting.cache_dir, *options])
+        saved = tmp_path / name / "model"
+        return code, corecontext.CCAConfig(**transformers.AutoConfig.from_pretrained(saved).cca) if code == 0 else None
+    assert run("heads", window_size=13, head_group_sizes=(1, 8)) == (0, corecontext.CCAConfig(
+        16, 13, layer_group_sizes=((1, 8), (1, 8))))
+    equal = run("equal", "--group-size", "4", window_size=13, head_group_sizes=(1, 8))
+    assert equal == (0, corecontext.CCAConfig(4, 13))
+    assert run("groups", num_groups=4) == (2, None)
+    assert f"error: group_size must be given for '{model}', whose groups are 4 at any" in capsys.readouterr().err
+    assert run("sized", "--group-size", "4", num_groups=4) == (0, corecontext.CCAConfig(4))
+
+
 def test_learned_core_tokens_are_trained_saved_and_loaded(setting, tmp_path):
     config = setting.replace(output=str(tmp_path / "run"), strategy="partial", learned=("probe", "bias"), steps=3,
                              layer_group_sizes=(4, 8), save_every=1)

@@ -243,7 +243,7 @@ def _throughput(run: _Run) -> Iterator[tuple[float, Callable[[], None]]]:
     """Every method that has a static step, at every length."""
     for length in run.bench.lengths:
         for method in run.bench.methods:
-            if method not in ("streaming_llm", RAW):
+            if method != "streaming_llm":
                 yield 1, lambda length=length, method=method: _batches(run, method, length)  # type: ignore[misc]
 
 

@@ -44,7 +44,7 @@ def attention(model: Any, method: str, config: CCAConfig) -> contextlib.Abstract
 
 def raw_config(model: Any, config: CCAConfig, length: int) -> tuple[CCAConfig, int]:
     """As many KV heads as `corecontext layers --raw` chooses keep every token, at the cache size of equal groups; and
-    how many. Which they are makes no difference to time and memory: the first of every so many layers.
+    how many. Which they are makes no difference to memory: they are spread over all layers evenly.
 
     Raises:
         ValueError: they do not fit.
@@ -54,7 +54,7 @@ def raw_config(model: Any, config: CCAConfig, length: int) -> tuple[CCAConfig, i
     own: Any = handle.full[0].config
     shape = Shape(len(handle.full), own.num_key_value_heads)
     count = raw_heads(shape, config, length)
-    units = [Unit(i * shape.layers // count % shape.layers, i // shape.layers) for i in range(count)]
+    units = [Unit(*divmod(i * shape.layers * shape.kv_heads // count, shape.kv_heads)) for i in range(count)]
     return at_equal_cache(shape, units, config, length, raw=True), count
 
 

@@ -58,6 +58,9 @@ class ModelBench:
                                    ("dtype", (self.dtype,), ("float32", "bfloat16", "float16"))):
             for word in given:
                 check_choice(name, word, known)
+        if "cca_raw" in self.methods and self.mode != "lengths":
+            raise ValueError(f"method must be without 'cca_raw' for a {self.mode} run, which does not measure it, got "
+                             f"{', '.join(self.methods)}. Leave it out.")
         if not self.baseline_limit_s > 0:
             raise ValueError(f"baseline_limit_s must be above 0, got {self.baseline_limit_s}.")
 

@@ -72,8 +72,8 @@ def at_equal_cache(shape: Shape, chosen: Collection[Unit], config: CCAConfig, le
     if raw:
         room = max((heads for heads in range(few) if fits(heads, 1, s // 2 + 1)), default=0)
         raise ValueError(f"what keeps every token must be at most {room} of {total} KV heads, so that more than half "
-                         f"of the window of {s} stays with {length} tokens, got {few}. Choose fewer, or give a larger "
-                         "window or smaller groups.")
+                         f"of the window of {s} stays with {length} tokens, got {few}. Choose fewer, heads in place of "
+                         "layers (--heads), or give a larger window or smaller groups.")
     raise ValueError(f"what is chosen must be so little, and length so large, that groups smaller than {g} fit the "
                      f"same cache; got {few} of {total} KV heads and {length} tokens.")
 

@@ -89,8 +89,9 @@ def _flexibility(pyplot: Any, folder: Path, records: Sequence[Record], size: Siz
             for one in quality:
                 if one.params["window_size"] == s:
                     cost = _of(records, name, of="sizes", group_size=one.params["group_size"], window_size=s)
-                    points.append((cost[-1].value / unit, one.value))
-            panel.plot(*zip(*sorted(points)), "o-", label=f"s = {s}")
+                    points += [(cost[-1].value / unit, one.value)] if cost else []
+            if points:  # else the form would be taken for a value
+                panel.plot(*zip(*sorted(points)), "o-", label=f"s = {s}")
         panel.set_xlabel(label)
         panel.set_ylabel("perplexity, far")
     panels[0].legend(fontsize=7)

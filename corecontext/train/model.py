@@ -56,12 +56,25 @@ def held_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     """CCA's settings in the checkpoint's config.json, as far as a run has them: what no option says stays.
 
     A `group_size` given is that of every layer. Another method, and random weights, take none of them.
+
+    Raises:
+        UserError: its groups follow from each sequence's length, which a run's cannot.
     """
-    saved = getattr(load_config(config.model), "cca", None) if config.model else None
-    if saved is None or config.method != "cca" or config.strategy == "scratch":
+    from corecontext.integrations.transformers import has_full_attention
+
+    hf_config = load_config(config.model) if config.model else None
+    saved = getattr(hf_config, "cca", None)
+    if hf_config is None or saved is None or config.method != "cca" or config.strategy == "scratch":
         return {}
+    held, sized = CCAConfig.from_dict(saved), "group_size" in given or "layer_group_sizes" in given
+    if held.num_groups is not None and not sized:
+        raise UserError(f"group_size must be given for '{config.model}', whose groups are {held.num_groups} at any "
+                        "length, got none. Use --group-size.")
+    if held.head_group_sizes is not None and not sized:  # a run has them by layer
+        layers = sum(has_full_attention(hf_config, i) for i in range(hf_config.num_hidden_layers))
+        held = held.replace(head_group_sizes=None, layer_group_sizes=(held.head_group_sizes,) * layers)
     names = {one.name for one in fields(TrainConfig)} - ({"layer_group_sizes"} if "group_size" in given else set())
-    return {k: v for k, v in CCAConfig.from_dict(saved).to_dict().items() if k in names and v is not None}
+    return {k: v for k, v in held.to_dict().items() if k in names and v is not None}
 
 
 def _check_teacher(config: TrainConfig, hf_config: Any) -> None:
