@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import html
-import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -213,9 +213,7 @@ def _mean(page: Page, name: str, method: str, size: Size, **params: Any) -> tupl
     if len(found) == 1:
         return found, cells
     values = [one.value for one in found]
-    mean = sum(values) / len(values)
-    spread = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1))
-    return found, f"{show(mean)} &plusmn; {show(spread)} ({cells})"
+    return found, f"{show(fmean(values))} &plusmn; {show(stdev(values))} ({cells})"
 
 
 def _methods(page: Page, known: dict[str, Method], size: Size) -> str:
@@ -372,7 +370,7 @@ def _targets(page: Page, known: dict[str, Method], size: Size) -> str:
     title = best.title if best else "none yet"
     gains, shown = _mean(page, "quality.gain_kept", best.name, size) if best else ([], "&ndash;")
     line(f"the rule that is best on validation text ({title}) keeps 60 % of the long-range gain",
-         sum(one.value for one in gains) / len(gains) if gains else None, 0.6, shown)
+         fmean(one.value for one in gains) if gains else None, 0.6, shown)
     passages = size.documents[-1]
     for ours in dict.fromkeys((known["cca"], best or known["cca"])):
         far, cell = _beside(page, "quality.accuracy", ours.name, "full", size, distance="far", length=size.length)
@@ -405,7 +403,7 @@ def _best(page: Page, known: dict[str, Method], size: Size) -> Method | None:
         held, gains = _cache(page, known, one), _mean(page, "quality.gain_kept", one.name, size, split="val")[0]
         if (one.trains and one.config is not None and one.stretch == 1 and one.name not in RIVALS and gains and held
                 and least and held.value <= MORE_ENTRIES * least.value):
-            found.append((len(gains), sum(gain.value for gain in gains) / len(gains), one))
+            found.append((len(gains), fmean(gain.value for gain in gains), one))
     return max(found, key=lambda one: one[:2], default=(0, 0.0, None))[2]
 
 
@@ -417,7 +415,7 @@ def _beside(page: Page, name: str, ours: str, other: str, size: Size,
     if not pairs:
         return None, "&ndash;"
     show: Callable[[float], str] = "{:.3f}".format if name == "quality.perplexity" else percent
-    means = [sum(one.value for one in side) / len(side) for side in zip(*pairs)]
+    means = [fmean(one.value for one in side) for side in zip(*pairs)]
     cells = [f"{show(mean)} ({', '.join(page.cell(one, show) for one in side)})" if len(pairs) > 1
              else page.cell(side[0], show) for mean, side in zip(means, zip(*pairs))]
     return (means[0], means[1]), f"{cells[0]} against {cells[1]}"

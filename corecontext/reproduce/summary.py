@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 
 from corecontext.bench.figures import OneTable, update_pages
 from corecontext.record import Record
@@ -65,9 +66,7 @@ def _shown(values: Sequence[float], form: str) -> str:
     """The mean, and from two values on the spread between seeds."""
     if not values:
         return ""
-    mean = sum(values) / len(values)
-    spread = math.sqrt(sum((x - mean) ** 2 for x in values) / max(1, len(values) - 1))
-    return form.format(mean) + (f" ± {form.format(spread)}" if len(values) > 1 else "")
+    return form.format(fmean(values)) + (f" ± {form.format(stdev(values))}" if len(values) > 1 else "")
 
 
 def _cache(held: dict[str, float], known: dict[str, Method], method: Method) -> str:
