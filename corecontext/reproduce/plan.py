@@ -150,6 +150,8 @@ def methods(size: Size) -> dict[str, Method]:
         small_groups("raw", 1, "learned", LEARNED),
         small_groups("raw", 1, "distilled", distil=True),
         small_groups("raw", 1, "learned_distilled", LEARNED, distil=True, later=True),
+        small_groups("raw", 1, "distilled_gentle", distil=True, rate=0.25, later=True),
+        small_groups("raw", 1, "distilled_LoRA", distil=True, trains="lora", later=True),
     ]
     budget = max(1, size.length // 16)
     pattern = Pattern("vertical_slash", budget, 2 * budget)
