@@ -15,12 +15,13 @@ from tiny_model import save_tiny_model
 
 import corecontext
 from corecontext import CCAConfig
-from corecontext.cache.allocation import COARSE, Shape, Unit, at_equal_cache, raw_heads, spread
+from corecontext.cache.allocation import COARSE, Shape, Unit, at_equal_cache, raw_heads, spread, untrained_heads
 from corecontext.cli import main
-from corecontext.eval.layers import Trial, chosen_of, far_loss, find_layers, search_units
+from corecontext.eval.layers import find_layers
 from corecontext.integrations.transformers import handle_of
 from corecontext.loading import load
 from corecontext.record import read_records
+from corecontext.search import Trial, far_loss, num_trials, rounds_of, search_units
 from corecontext.visibility import num_complete_groups, window_capacity
 
 MODEL, TEXT = "corecontext/assets/demo_model", "corecontext/assets/document.txt"
@@ -88,12 +89,27 @@ def test_units_are_chosen_one_beside_the_other():
         return {3: -5, 1: -3, 2: -2, 0: 0}[min(fine)] if len(fine) == 1 else -9 if fine == {0, 3} else -6
 
     done, units = [], [Unit(layer) for layer in range(4)]
-    trials = search_units(units, 2, loss, done.append)
-    assert chosen_of(trials) == (Unit(3), Unit(0)) and len(done) == len(trials) == 4 + 3
+    trials, chosen = search_units(units, 2, loss, done.append)
+    assert chosen == (Unit(3), Unit(0)) and len(done) == len(trials) == 4 + 3
     assert trials[3] == Trial(Unit(3), (), -5) and trials[4] == Trial(Unit(0), (Unit(3),), -9)
     for count in (0, 4):
         with pytest.raises(ValueError, match=f"count must be 1 .. 3 of 4 to choose from, got {count}"):
             search_units(units, count, loss)
+
+
+def test_many_are_chosen_in_few_rounds():
+    """Each round takes as many as there are, the last one what is left; those already chosen are not tried again."""
+    assert [rounds_of(count) for count in (1, 2, 3, 7, 16)] == [[1], [1, 1], [1, 1, 1], [1, 1, 2, 3], [1, 1, 2, 4, 8]]
+    units, seen = [Unit(layer) for layer in range(12)], []
+
+    def loss(fine):
+        seen.append(fine)
+        return -sum(unit.layer for unit in fine)
+
+    trials, chosen = search_units(units, 6, loss)
+    assert chosen == tuple(Unit(layer) for layer in (11, 10, 9, 8, 7, 6))
+    assert len(trials) == num_trials(12, 6) == len(set(seen)) == 12 + 11 + 10 + 8
+    assert [len(one.before) for one in trials] == [0] * 12 + [1] * 11 + [2] * 10 + [4] * 8
 
 
 def test_a_layer_that_alone_attends_makes_good_the_whole_loss():
@@ -109,7 +125,7 @@ def test_a_layer_that_alone_attends_makes_good_the_whole_loss():
             handle.configure(layer_group_sizes=spread(Shape(2, 2), units, 1, 16))
             return far_loss(model, [ids])
 
-        idle, busy = search_units([Unit(0), Unit(1)], 1, loss)
+        idle, busy = search_units([Unit(0), Unit(1)], 1, loss).trials
         assert loss((Unit(1, 0), Unit(1, 1))) == pytest.approx(busy.loss, abs=1e-5)  # both heads are the layer
         assert len({loss((Unit(1, 0),)), loss((Unit(1, 1),)), busy.loss}) == 3
     assert busy.loss == pytest.approx(full, abs=1e-5) and abs(idle.loss - full) > 1e-3
@@ -152,13 +168,19 @@ def test_heads_that_keep_every_token_fit_where_nobody_says_how_many():
         assert at_equal_cache(shape, some, config, length, raw=True).window_size > window // 2
 
 
+def test_random_weights_have_their_heads_in_the_middle():
+    assert untrained_heads(Shape(8, 2), 1) == (Unit(5, 0),)
+    assert untrained_heads(Shape(2, 2), 3) == (Unit(1, 0), Unit(1, 1), Unit(0, 0))
+    assert {unit.layer for unit in untrained_heads(Shape(32, 8), 16)} == {20, 21}
+
+
 def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, capsys):
     tiny, out = save_tiny_model(tmp_path / "tiny"), tmp_path / "model"
     text = Path(TEXT).read_text(encoding="utf-8")[:400]
     loaded = load(tiny, group_size=4, window_size=32, device="cpu")
     found = find_layers(loaded, text, 128, 2, None, heads=True, raw=True)
     assert handle_of(loaded.model).config == loaded.config == CCAConfig(4, 32)
-    (unit,) = chosen_of(found.trials)
+    (unit,) = found.search.chosen
     assert found.config == at_equal_cache(Shape(2, 2), [unit], CCAConfig(4, 32), 128, raw=True)
     assert found.config.layer_group_sizes[unit.layer][unit.head] == 1 and 16 < found.config.window_size < 32
 

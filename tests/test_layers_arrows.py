@@ -15,7 +15,7 @@ ROOT = Path(corecontext.__file__).parent
 BASE = ("config", "visibility", "record", "text", "terminal", "progress")
 LAYERS = [BASE, ("ops",), ("cache", "layers", "testing"),
           ("distributed",), ("integrations", "data"), ("baselines", "inference"), ("loading", "perplexity"),
-          ("train",), ("eval", "bench", "serve", "generation"), ("demo", "reproduce"), ("cli",),
+          ("search",), ("train",), ("eval", "bench", "serve", "generation"), ("demo", "reproduce"), ("cli",),
           ("__init__", "__main__")]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 BACKENDS = {"reference": set(), "packed": {"compose", "partial", "pooling", "merge"}, "partial": set(),

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ import corecontext  # noqa: E402
 from corecontext.cli import main  # noqa: E402
 from corecontext.integrations.transformers import handle_of  # noqa: E402
 from corecontext.text import UserError  # noqa: E402
-from corecontext.train import TrainConfig, arguments, card, folder, run, trainer  # noqa: E402
+from corecontext.train import TrainConfig, arguments, card, folder, heads, run, trainer  # noqa: E402
 from corecontext.train.checkpoint import checkpoints  # noqa: E402
 from corecontext.train.config import load_recipe  # noqa: E402
 from corecontext.train.run import train  # noqa: E402
@@ -272,6 +273,81 @@ def test_distilled_it_continues_bit_for_bit(sharp, tmp_path):
         stop_at(3, stopped)
         assert train(stopped).resumed_from == 2
         assert_equal(weights(stopped), weights(config))
+
+
+@pytest.fixture(scope="module")
+def one_head(sharp, tmp_path_factory) -> TrainConfig:
+    """A model of whose four KV heads one attends, and a run that is to find it."""
+    name = save_tiny_model(tmp_path_factory.mktemp("one_head") / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(sharp.model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[1].self_attn.o_proj.weight[:, :32] = 0
+    model.save_pretrained(name)
+    return sharp.replace(model=name, output=f"{name}-run", distil=0.0, context_length=128, window_size=32,
+                         raw_heads=None, steps=4)
+
+
+def test_the_head_that_keeps_every_token_is_found_once_on_the_runs_text(one_head, tmp_path, monkeypatch, capsys):
+    train(one_head)
+    assert "keep every token (layer.head): 1.1; s = " in capsys.readouterr().out
+    written = json.loads(Path(one_head.output, "train_config.json").read_text())
+    sizes = written["heads"]
+    assert sizes["layer_group_sizes"] == [16, [16, 1]] and 16 < sizes["window_size"] < 32
+    assert written["config"]["raw_heads"] is None and written["config"]["window_size"] == 32
+    assert handle_of(corecontext.from_pretrained(f"{one_head.output}/model")).config == corecontext.CCAConfig(
+        4, sizes["window_size"], layer_group_sizes=(16, (16, 1)))
+    assert "g = [16, (16, 1)] by layer" in Path(one_head.output, "model/README.md").read_text()
+
+    # The same as a run that is told; and a continued one does not look again.
+    told = one_head.replace(output=str(tmp_path / "told"), raw_heads=0, window_size=sizes["window_size"],
+                            layer_group_sizes=(16, (16, 1)))
+    train(told)
+    assert_equal(weights(told), weights(one_head))
+    streamed = one_head.replace(output=str(tmp_path / "streamed"), streaming=True)  # looking moves no row
+    train(streamed)
+    train(told.replace(output=str(tmp_path / "told_streamed"), streaming=True))
+    assert_equal(weights(streamed), load_file(tmp_path / "told_streamed/model/model.safetensors"))
+    stopped = one_head.replace(output=str(tmp_path / "stopped"))
+    stop_at(3, stopped)
+    monkeypatch.setattr(heads, "_find", mock.Mock(side_effect=AssertionError))
+    assert train(stopped).resumed_from == 2
+    assert_equal(weights(stopped), weights(one_head))
+
+
+def test_heads_cannot_be_found_in_short_text_or_paid_for_in_a_short_context(one_head, tmp_path):
+    changes = {"output": str(tmp_path / "run"), "steps": 1}
+    with pytest.raises(UserError, match=r"documents of 136 tokens or more .* got 128 tokens at most in \d+ rows\. Give "
+                                        r"longer .* the paper's rule, which needs none: --raw-heads 0\.$"):
+        train(one_head.replace(window_size=52, **changes))
+    for many, window, told in ((None, 10, "what keeps every token must be at most 0 of 4 KV heads"),
+                               (2, 32, "count must be 1 .. 1 of 2 to choose from, got 2")):
+        with pytest.raises(UserError, match=rf"^raw_heads: {told}.* --raw-heads 0\.$"):
+            train(one_head.replace(raw_heads=many, window_size=window, **changes))
+
+
+def test_processes_wait_for_the_one_that_finds_the_heads(one_head, tmp_path, monkeypatch):
+    store, found = dist.HashStore(), {"window_size": 9, "layer_group_sizes": [8, [8, 1]]}
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    config = one_head.replace(output=str(tmp_path))
+
+    def process(rank):
+        return heads.with_heads(config, None, SimpleNamespace(world_size=2, process_index=rank), None)
+
+    def find(*_):
+        time.sleep(0.1)
+        return found
+
+    monkeypatch.setattr(heads, "_find", find)
+    with ThreadPoolExecutor(2) as pool:
+        for one in pool.map(process, (1, 0), timeout=20):
+            assert (one.window_size, one.layer_group_sizes, one.raw_heads) == (9, (8, (8, 1)), 0)
+        monkeypatch.setattr(heads, "_find", mock.Mock(side_effect=UserError("too short")))
+        second, first = pool.submit(process, 1), pool.submit(process, 0)
+        with pytest.raises(UserError, match="too short"):
+            first.result(20)
+        with pytest.raises(UserError, match="the first process says why"):
+            second.result(20)
 
 
 def test_settings_of_generation_that_cannot_be_saved_do_no_harm(setting, tmp_path):
@@ -548,7 +624,8 @@ def test_rivals_train_too(setting, tmp_path, method, distil):
     (("--strategy", "lora"), {"window_size": 13, "layer_group_sizes": ((8, 1), 8)}),
     (("--window-size", "9"), {"window_size": 9, "layer_group_sizes": ((8, 1), 8)}),
     (("--group-size", "2"), {"group_size": 2, "window_size": 13}),
-    (("--strategy", "scratch"), {"group_size": 16, "window_size": 1024}), (("--method", "full"), None)])
+    (("--strategy", "scratch"), {"group_size": 16, "layer_group_sizes": (64, (1, 64))}),  # none of it: a new model
+    (("--method", "full"), None)])
 def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options, expected):
     """As `corecontext layers --output` writes them; what an option says counts more."""
     model, out = save_tiny_model(tmp_path / "model"), tmp_path / "run"
@@ -562,6 +639,34 @@ def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options
         assert saved is None
     else:
         assert corecontext.CCAConfig.from_dict(saved) == corecontext.CCAConfig(**{"group_size": 8, **expected})
+
+
+def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
+    """As far as it can have it; the paper's rule by its name, and what options say."""
+    def run(name, *options):
+        command = ["train", *(["paper"] if name == "paper" else []), "--model", one_head.model, "--data",
+                   one_head.data[0], "--output", str(tmp_path / name), "--steps", "1", "--context-length", "128",
+                   "--group-size", "4", "--window-size", "32", "--cache-dir", one_head.cache_dir, *options]
+        assert main(command) == 0
+        config = json.loads((tmp_path / name / "train_config.json").read_text())["config"]
+        return config["raw_heads"], config["distil"]
+
+    assert run("best") == (None, 0.5)
+    saved = corecontext.CCAConfig(**transformers.AutoConfig.from_pretrained(tmp_path / "best/model").cca)
+    assert saved.layer_group_sizes == (16, (16, 1))
+    assert run("paper") == run("none", "--raw-heads", "0", "--distil", "0") == (0, 0.0)
+    assert run("window", "--method", "window") == (0, 0.0)
+    assert run("scratch", "--strategy", "scratch") == (None, 0.0)
+    assert corecontext.CCAConfig(**transformers.AutoConfig.from_pretrained(
+        tmp_path / "scratch/model").cca) == saved.replace(layer_group_sizes=(16, (1, 16)))
+    assert run("query", "--core-heads", "query") == (0, 0.5)
+    assert run("lora", "--strategy", "lora", "--distil", "0.25") == (None, 0.25)
+    config = json.loads(Path(one_head.model, "config.json").read_text())
+    short = tmp_path / "short"
+    shutil.copytree(one_head.model, short)
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
+    assert run("long", "--model", str(short)) == (None, 0.0)  # it cannot teach what it was not built for
+    assert run("sized", "--layer-group-sizes", "8", "--layer-group-sizes", "8") == (0, 0.5)
 
 
 def test_sizes_by_head_and_constant_groups_of_a_checkpoint_are_not_lost(setting, tmp_path, capsys):

@@ -199,6 +199,9 @@ def test_settings_are_checked_and_travel():
                             ({"distil": 0.5, "strategy": "scratch"}, "distil must be 0 with strategy 'scratch', whose"),
                             ({"distil": 0.5, "method": "full"}, "distil must be 0 with method 'full', which is the te"),
                             ({"distil": 0.5, "context_parallel": 2}, "distil must be 0 with context_parallel 2: the "),
+                            ({"raw_heads": -1}, "raw_heads must be at least 0, got -1"),
+                            ({"raw_heads": 2, "method": "window"}, "raw_heads must be 0 with method 'window', which "),
+                            ({"raw_heads": 2, "layer_group_sizes": (4, 8)}, "raw_heads must be 0 with layer_group_siz"),
                             ({"stepz": 3}, "unknown recipe key 'stepz'. Did you mean 'steps'")):
         with pytest.raises(ValueError, match=message):
             config.replace(**change)

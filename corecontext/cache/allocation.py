@@ -78,6 +78,14 @@ def at_equal_cache(shape: Shape, chosen: Collection[Unit], config: CCAConfig, le
                      f"same cache; got {few} of {total} KV heads and {length} tokens.")
 
 
+def untrained_heads(shape: Shape, count: int) -> tuple[Unit, ...]:
+    """KV heads that shall keep every token in a model with random weights, whose heads are all alike: those of the
+    layers from five eighths of the depth on, where the miniature's base models have theirs."""
+    first = 5 * shape.layers // 8
+    order = [*range(first, shape.layers), *range(first - 1, -1, -1)]
+    return tuple(Unit(layer, head) for layer in order for head in range(shape.kv_heads))[:count]
+
+
 def raw_heads(shape: Shape, config: CCAConfig, length: int) -> int:
     """How many KV heads keep every token where nobody says: a sixteenth of all, or what takes half of the cache with
     equal groups, if that is less; one at least."""

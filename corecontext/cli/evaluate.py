@@ -138,7 +138,7 @@ def layers(file: Annotated[str, typer.Argument(help="Text like that to come, or 
     found = find_layers(loaded, text, length, rows, count, heads, raw)
     if json is not None:
         params = {"model": os.path.basename(os.path.normpath(model)), **loaded.sizes(), "length": length}
-        append_records(json, layer_records(found.trials, params, device_name(str(loaded.model.device))))
+        append_records(json, layer_records(found.search.trials, params, device_name(str(loaded.model.device))))
     print_layers(found)
     if output is not None:
         from corecontext.train.run import convert as copy

@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 
 from corecontext.baselines import MInference
 from corecontext.cache.allocation import COARSE, Shape, Unit, spread
-from corecontext.eval.layers import chosen_of, layer_records, search_units
+from corecontext.eval.layers import layer_records
 from corecontext.inference.fuse import Fused
 from corecontext.integrations.transformers import handle_of
 from corecontext.record import Record, append_records, device_name, make_record, read_records
@@ -40,6 +40,7 @@ from corecontext.reproduce.plan import (
     stages,
 )
 from corecontext.reproduce.train import OutOfTime, thinned, train
+from corecontext.search import search_units
 from corecontext.terminal import console, progress
 from corecontext.text import UserError, alone_in, atomic_path, make_folder, write_text
 from corecontext.visibility import group_size_for
@@ -247,11 +248,11 @@ class Miniature:
             return float(self._far(nll).mean(dtype=np.float64))
 
         by_layer = search_units([Unit(layer) for layer in range(size.layers)], most["layers"], loss)
-        needy = sorted(by_layer[:size.layers], key=lambda one: one.loss)[:max(2, size.layers // 4)]
+        needy = sorted(by_layer.trials[:size.layers], key=lambda one: one.loss)[:max(2, size.layers // 4)]
         by_head = search_units([Unit(one.unit.layer, head) for one in needy for head in range(size.kv_heads)],
                                most["heads"], loss)
-        trials = by_layer + by_head
-        write_text(folder / LAYERS, json.dumps({"layers": chosen_of(by_layer), "heads": chosen_of(by_head)}) + "\n")
+        trials = by_layer.trials + by_head.trials
+        write_text(folder / LAYERS, json.dumps({"layers": by_layer.chosen, "heads": by_head.chosen}) + "\n")
         params = {"model": size.name, "stage": stage.name, "seed": stage.seed, "length": size.length, "split": "val"}
         yield from layer_records(trials, params, device_name(self.device))
 

@@ -24,11 +24,7 @@ def train_command() -> Callable[..., None]:
         with one_line():
             if "shape" in given:
                 given["shape"] = json.loads(given["shape"])
-            if recipe is None:
-                from corecontext.train.model import held_settings
-
-                given = held_settings(TrainConfig().replace(**given), given) | given
-            config = (TrainConfig() if recipe is None else load_recipe(recipe)).replace(**given)
+            config = load_recipe(recipe).replace(**given) if recipe is not None else _by_default(given)
         from corecontext.train.run import train as run
 
         result = run(config)
@@ -39,7 +35,10 @@ def train_command() -> Callable[..., None]:
               ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items()))
 
     texts = {name: " ".join(text.split()) for name, text in field_help().items()}
-    recipe = typer.Argument(help="FILE.py:FUNCTION that returns a TrainConfig, or a run's train_config.json.")
+    recipe = typer.Argument(help="raw (some KV heads keep every token, and the model as it was teaches) or paper (its "
+                                 "rule alone); FILE.py:FUNCTION that returns a TrainConfig; or a run's "
+                                 "train_config.json. Default: what the checkpoint says of CCA, or else raw, as far as "
+                                 "a run can have it.")
     parameters = [inspect.Parameter("recipe", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None,
                                     annotation=Annotated[Optional[str], recipe])]
     for one in fields(TrainConfig):
@@ -48,6 +47,15 @@ def train_command() -> Callable[..., None]:
     train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     train.__annotations__ = {one.name: one.annotation for one in parameters}
     return train
+
+
+def _by_default(given: dict[str, Any]) -> TrainConfig:
+    """What a run has where no recipe is named: the checkpoint's own settings of the attention, or the recipe `raw`."""
+    from corecontext.train.model import best_settings, held_settings
+
+    held = held_settings(TrainConfig().replace(**given), given)
+    config = TrainConfig().replace(**held | given)
+    return config if held else config.replace(**best_settings(config, given))
 
 
 def _annotation(one: Field, text: str) -> Any:

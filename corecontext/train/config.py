@@ -18,6 +18,8 @@ from corecontext.text import UserError
 STRATEGIES = ("scratch", "full", "partial", "lora")
 METHODS = ("cca", "full", "window", "streaming_llm", "lm_infinite", "longlora")
 REPORTS = ("tensorboard", "wandb")
+RECIPES: dict[str, dict[str, Any]] = {"raw": {"raw_heads": None, "distil": 0.5}, "paper": {}}
+"""What `corecontext train` knows by name: what worked best in docs/reproduction.md, and the rule of the paper."""
 PRECISIONS = ("auto", "float32", "bfloat16")
 
 
@@ -55,6 +57,10 @@ class TrainConfig:
     """Parameters of core tokens that are learned: temperature, probe, distance, key_gain, bias."""
     layer_group_sizes: tuple[int | tuple[int, ...], ...] = ()
     """g of each full-attention layer, in order, instead of one for all; in a recipe also a tuple, by KV head."""
+    raw_heads: int | None = 0
+    """KV heads that keep every token, found on the training text before the first step (from scratch: those of middle
+    layers); the other heads and the window pay for them. None, which the recipe `raw` has: as many as `corecontext
+    layers --raw` takes."""
     sink_size: int = 0
     """First tokens that every query sees uncompressed, rounded up to a multiple of g; their groups are not pooled."""
     distil: float = 0.0
@@ -173,12 +179,25 @@ class TrainConfig:
             raise ValueError(f"deepspeed must be left out with {other}, got {self.deepspeed!r}: both would split the "
                              "run. Use --fsdp with --context-parallel.")
         self._check_distil()
+        self._check_raw_heads()
         if self.method != "cca" and (self.learned or self.layer_group_sizes):
             raise ValueError(f"learned and layer_group_sizes must be left out with method {self.method!r}, which has "
                              "no core tokens.")
         if self.learned and self.strategy == "lora":
             raise ValueError("learned must be left out with strategy 'lora', whose checkpoints hold LoRA's matrices "
                              "only. Use strategy 'partial'.")
+
+    def _check_raw_heads(self) -> None:
+        """Raise where heads that keep every token cannot be looked for, or have been already."""
+        if self.raw_heads is not None:
+            _check_number("raw_heads", self.raw_heads, 0, int)
+        reason = None
+        if self.method != "cca":
+            reason = f"method {self.method!r}, which has no core tokens"
+        elif self.layer_group_sizes:
+            reason = "layer_group_sizes, which say which heads keep every token"
+        if self.raw_heads != 0 and reason is not None:
+            raise ValueError(f"raw_heads must be 0 with {reason}, got {self.raw_heads}. Use --raw-heads 0.")
 
     def _check_distil(self) -> None:
         """Raise where a teacher is asked for that cannot be, or can teach nothing."""
@@ -192,7 +211,7 @@ class TrainConfig:
         elif self.context_parallel > 1:
             reason = f"context_parallel {self.context_parallel}: the teacher needs the whole row"
         if self.distil and reason is not None:
-            raise ValueError(f"distil must be 0 with {reason}, got {self.distil}. Leave --distil out.")
+            raise ValueError(f"distil must be 0 with {reason}, got {self.distil}. Use --distil 0.")
 
     def cca(self) -> CCAConfig:
         """The settings of the attention, as they stand in the checkpoint."""
@@ -232,15 +251,19 @@ def load_recipe(name: str) -> TrainConfig:
     """The TrainConfig that a recipe returns.
 
     Args:
-        name: FILE.py:FUNCTION, or FILE.py where the function is called as the file; or a train_config.json of a run.
+        name: "raw" or "paper"; FILE.py:FUNCTION, or FILE.py where the function is called as the file; or a
+            train_config.json of a run.
 
     Raises:
         UserError: there is none.
     """
+    if name in RECIPES:
+        return TrainConfig().replace(**RECIPES[name])
     file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise UserError(f"recipe '{file}' does not exist. Give FILE.py:FUNCTION, or a run's train_config.json.")
+        raise UserError(f"recipe '{file}' does not exist. Give {', '.join(RECIPES)}, FILE.py:FUNCTION, or a run's "
+                        "train_config.json.")
     if path.suffix == ".json":
         try:
             values = json.loads(path.read_text(encoding="utf-8"))

@@ -26,6 +26,12 @@ def make(folder: Path) -> None:
         raise UserError(f"output '{folder}' cannot be made: {error.strerror}. Give another --output.") from None
 
 
+def held_heads(folder: Path) -> dict[str, Any] | None:
+    """The sizes by head that were found for the run in this folder, which `check_folder` has let pass."""
+    path = folder / SETTINGS
+    return json.loads(path.read_text(encoding="utf-8")).get("heads") if path.is_file() else None
+
+
 def check_folder(folder: Path, config: TrainConfig, facts: dict[str, Any] | None = None) -> None:
     """Raise unless the folder is free, or holds part of this run, of the same `facts` as far as these are known."""
     path = folder / SETTINGS

@@ -129,7 +129,7 @@ def compute_loss_in_chunks(model: PreTrainedModel, chunk: int, teacher: Callable
     whole = model.forward
     if teacher is not None and not _in_chunks(model):
         raise UserError("distil must be 0 where the loss cannot be computed in chunks, got a model whose head has a "
-                        "bias or LoRA's matrices, or with a router's loss. Leave --distil out.")
+                        "bias or LoRA's matrices, or with a router's loss. Use --distil 0.")
 
     @functools.wraps(whole)
     def forward(*args: Any, labels: Tensor | None = None, shift_labels: Tensor | None = None,

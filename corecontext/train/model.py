@@ -12,7 +12,7 @@ import torch
 from corecontext.config import CCAConfig
 from corecontext.loading import check_architecture, load_config, one_line, pick_rival
 from corecontext.text import UserError
-from corecontext.train.config import TrainConfig
+from corecontext.train.config import RECIPES, TrainConfig
 
 PARTIAL = ("q_proj", "k_proj", "v_proj")
 """W^Q, W^K and W^V; models with one matrix for all three call it qkv_proj."""
@@ -77,15 +77,39 @@ def held_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     return {k: v for k, v in held.to_dict().items() if k in names and v is not None}
 
 
-def _check_teacher(config: TrainConfig, hf_config: Any) -> None:
-    """Raise where rows are longer than the model was built for: its predictions there are none to learn from."""
+def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
+    """The recipe `raw`, as far as the run can have it and no option says otherwise.
+
+    Rivals have none of it, a core token for each query head no sizes by head. Random weights cannot teach, nor can a
+    model beyond its length, or where several processes share a row.
+    """
+    best = dict(RECIPES["raw"])
+    if config.method != "cca" or not config.model:
+        return {}
+    if "layer_group_sizes" in given or config.core_heads != "kv":
+        del best["raw_heads"]
+    if (config.strategy == "scratch" or config.context_parallel > 1
+            or not _can_teach(config, load_config(config.model))):
+        del best["distil"]
+    return {name: value for name, value in best.items() if name not in given}
+
+
+def _can_teach(config: TrainConfig, hf_config: Any) -> bool:
+    """Whether rows are no longer than the model was built for: its predictions there are none to learn from."""
     from corecontext.inference.limits import position_limit
 
     limit = position_limit(hf_config)
-    if limit is not None and config.context_length > limit:
-        raise UserError(f"context_length must be at most the model's {limit} tokens with distil {config.distil:g}, got "
-                        f"{config.context_length}: it cannot teach beyond them. Extend it by a run with --method full "
-                        "first, and distil from the result.")
+    return limit is None or config.context_length <= limit
+
+
+def _check_teacher(config: TrainConfig, hf_config: Any) -> None:
+    """Raise where the model cannot teach rows of this length."""
+    from corecontext.inference.limits import position_limit
+
+    if not _can_teach(config, hf_config):
+        raise UserError(f"context_length must be at most the model's {position_limit(hf_config)} tokens with distil "
+                        f"{config.distil:g}, got {config.context_length}: it cannot teach beyond them. Extend it by a "
+                        "run with --method full first, and distil from the result.")
 
 
 def extend_context(hf_config: Any, rope_theta: float | None, context_length: int) -> None:

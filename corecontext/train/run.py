@@ -27,6 +27,7 @@ from corecontext.train.arguments import arguments_of
 from corecontext.train.checkpoint import STAGING, STREAM, clear_staging, is_write_failure, latest, publish, step_of
 from corecontext.train.config import TrainConfig
 from corecontext.train.folder import MODEL, check_folder, claim, held, make
+from corecontext.train.heads import with_heads
 from corecontext.train.model import export, make_model, make_tokenizer, read_config
 
 WAIT_S, PATIENCE_S = 10, 3600  # how often and how long a full disk is waited for at the end
@@ -79,16 +80,20 @@ def train(config: TrainConfig) -> Result:
         return _run(config, arguments, hf_config, tokenizer, rows, eval_rows)
 
 
-def _run(config: TrainConfig, arguments: Any, hf_config: Any, tokenizer: Any, rows: PackedRows | StreamedRows,
+def _run(asked: TrainConfig, arguments: Any, hf_config: Any, tokenizer: Any, rows: PackedRows | StreamedRows,
          eval_rows: PackedRows | None) -> Result:
     """The training itself, in a folder that is this run's."""
     from corecontext.inference.fuse import Fused
 
-    folder, main = Path(config.output), arguments.process_index == 0
+    folder, main = Path(asked.output), arguments.process_index == 0
+    config = with_heads(asked, hf_config, arguments, rows)
+    facts = {"processes": arguments.world_size, "rows": rows.mark()}
+    if asked.raw_heads != 0:
+        facts["heads"] = {name: getattr(config, name) for name in ("window_size", "layer_group_sizes")}
     trainer = _trainer(config, arguments, make_model(config, hf_config, bfloat16=arguments.bf16), rows, eval_rows)
     with arguments.main_process_first(desc="run folder"):
         if main:
-            claim(folder, config, {"processes": arguments.world_size, "rows": rows.mark()})
+            claim(folder, asked, facts)
         if main and config.push_to is not None:
             hub.prepare(config.push_to)
     resume = latest(folder)
