@@ -33,7 +33,7 @@ from corecontext.reproduce.processes import run_on_gpus
 from corecontext.reproduce.report import Page, _targets, gains, write_report
 from corecontext.reproduce.run import Miniature
 from corecontext.reproduce.step import Step, _fused_head, half_stream, head_loss, loss_backward, optimizers
-from corecontext.reproduce.summary import quality_markdown
+from corecontext.reproduce.summary import quality_markdown, scratch_markdown
 from corecontext.reproduce.train import OutOfTime, thinned, train
 from corecontext.text import UserError, alone_in
 
@@ -603,6 +603,13 @@ def test_the_published_table_has_means_over_seeds_and_shares_of_each_seeds_own_g
     assert rows["CCA, distilled"][0] == "1" and rows["CCA, distilled"][-1] == "1.00 |"  # its cache is CCA's
     assert rows["CCA, distilled"][2] == f"{100 * math.log(8 / 3) / math.log(4):.1f} %"
     assert len(rows) == 4 and rows["full attention"][2] == ""
+
+    for method, stage, far in (("window", "scratch-window-0", 9.0), ("full", "base-0", 1.0), ("cca", "scratch-cca-0",
+                                                                                              3.0)):
+        records.append(make_record("quality.perplexity", far, {"method": method, "stage": stage, "seed": 0,
+                                                               "split": "test", "bucket": "far"}))
+    scratch = scratch_markdown(records).splitlines()
+    assert len(scratch) == 5 and scratch[3] == "| CCA, the paper's rule | 0 | 3.000 | 50.0 % |  |  | 1.00 |"
 
 
 def test_sizes_without_a_cost_are_left_out_of_the_figure(tmp_path):

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
 from corecontext.bench.figures import OneTable, update_pages
 from corecontext.record import Record
-from corecontext.reproduce.plan import SIZES, Method, adapted, methods
+from corecontext.reproduce.plan import SCRATCH, SCRATCH_FINE, SIZES, Method, adapted, from_scratch, methods
 
 SHORT = ("full", "window", "window_wide", "duo_1", "cca", "distilled", "raw_1", "raw_1_distilled")
 """Of README."""
@@ -24,27 +24,33 @@ def quality_markdown(records: Sequence[Record], names: Sequence[str] = ()) -> st
     """Every adapted method, or these: perplexity far from the beginning, the share of full attention's gain over a
     window that it keeps, what it finds; means over its seeds, the newest record of each stage."""
     size = SIZES["mini"]
-    known = methods(size)
-    held = {one.params["method"]: one.value for one in records
-            if one.name == "model.cache_bytes" and one.params.get("of") == "methods"}
-    lines = [f"Far: the second half of windows of {size.length} tokens. Gain kept: 0 is the window of {size.window} "
-             "tokens alone, 100 % is full attention.", "",
-             "| | seeds | perplexity, far | gain kept | facts found beyond the window | facts in "
+    chosen = [one for one in methods(size).values() if one.trains and (not names or one.name in names)]
+    return (f"Far: the second half of windows of {size.length} tokens. Gain kept: 0 is the window of {size.window} "
+            "tokens alone, 100 % is full attention.\n\n" + _table(records, chosen, adapted))
+
+
+def scratch_markdown(records: Sequence[Record]) -> str:
+    """The same for models trained from random weights, each measured by the window and full attention so trained."""
+    known = methods(SIZES["mini"])
+    return _table(records, [known[name] for name in (*SCRATCH, SCRATCH_FINE)], from_scratch)
+
+
+def _table(records: Sequence[Record], chosen: Sequence[Method], stage: Callable[[str, int], str]) -> str:
+    """A line for each method that has been run; `stage` names that of a method and a seed."""
+    size = SIZES["mini"]
+    lines = ["| | seeds | perplexity, far | gain kept | facts found beyond the window | facts in "
              f"{size.documents[-1]} passages | cache, MiB |", "|---|---|---:|---:|---:|---:|---:|"]
-    for name, one in known.items():
-        if not one.trains or names and name not in names:
-            continue
-        found = {seed: _of(records, adapted(name, seed)) for seed in size.seeds}
-        found = {seed: values for seed, values in found.items() if values}
+    for one in chosen:
+        found = {seed: values for seed in size.seeds if (values := _of(records, stage(one.name, seed)))}
         if not found:
             continue
-        ends = {seed: (_of(records, adapted("window", seed)), _of(records, adapted("full", seed))) for seed in found}
+        ends = {seed: (_of(records, stage("window", seed)), _of(records, stage("full", seed))) for seed in found}
         gains = [math.log(window["far"] / found[seed]["far"]) / math.log(window["far"] / full["far"])
-                 for seed, (window, full) in ends.items() if window and full and name not in ("full", "window")]
+                 for seed, (window, full) in ends.items() if window and full and one.name not in ("full", "window")]
         cells = [one.title, ", ".join(map(str, found)), _shown([x["far"] for x in found.values()], "{:.3f}"),
                  _shown([100 * x for x in gains], "{:.1f} %"),
                  *(_shown([100 * x[what] for x in found.values() if what in x], "{:.1f} %")
-                   for what in ("facts", "passages")), _cache(held, known, one)]
+                   for what in ("facts", "passages")), _cache(records, one)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -69,13 +75,16 @@ def _shown(values: Sequence[float], form: str) -> str:
     return form.format(fmean(values)) + (f" ± {form.format(stdev(values))}" if len(values) > 1 else "")
 
 
-def _cache(held: dict[str, float], known: dict[str, Method], method: Method) -> str:
+def _cache(records: Sequence[Record], method: Method) -> str:
     """Of one text of the trained length; what weights were trained to does not matter."""
-    alike = [held[name] for name, one in known.items() if one.config == method.config and name in held]
-    return f"{alike[0] / 2 ** 20:.2f}" if alike else ""
+    known = methods(SIZES["mini"])
+    held = [one.value for one in records if one.name == "model.cache_bytes" and one.params.get("of") == "methods"
+            and one.params["method"] in known and known[one.params["method"]].config == method.config]
+    return f"{held[-1] / 2 ** 20:.2f}" if held else ""
 
 
 TABLES: Sequence[OneTable] = (("quality", "quality", quality_markdown),
+                              ("quality, scratch", "quality", scratch_markdown),
                               ("quality, short", "quality", partial(quality_markdown, names=SHORT)))
 
 if __name__ == "__main__":
