@@ -140,6 +140,18 @@ class CCAConfig:
         return dataclasses.replace(self, group_size=size, layer_group_sizes=None)
 
 
+    def of_process(self, rank: int, processes: int) -> CCAConfig:
+        """A layer's settings for the KV heads of one of the processes that share them evenly (tensor parallelism)."""
+        sizes = self.head_group_sizes
+        if sizes is None or processes == 1:
+            return self
+        count = len(sizes) // processes
+        own = sizes[rank * count:(rank + 1) * count]
+        if len(set(own)) == 1:
+            return dataclasses.replace(self, group_size=own[0], head_group_sizes=None)
+        return dataclasses.replace(self, head_group_sizes=own)
+
+
 def _check_positive_int(name: str, value: Any) -> None:
     """Raise unless value is an int of at least 1."""
     check_int(name, value, 1, " (a query sees itself)" if name == "window_size" else "")

@@ -9,6 +9,7 @@ from transformers.distributed import DistributedConfig
 
 import corecontext
 from corecontext import CCAConfig
+from corecontext.cache import parts_of
 from corecontext.inference import Engine, prefill
 
 
@@ -19,19 +20,22 @@ def main(folder: str, output: str) -> None:
         {"distributed_config": DistributedConfig(tp_plan="auto")} if split else {})).eval()
     if torch.cuda.is_available() and not split:
         model.cuda()
-    corecontext.enable(model, CCAConfig(4, 10))
     ids = torch.randint(2, 256, (2, 60), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :17] = 0
     ids, mask = ids.to(model.device), mask.to(model.device)
-    with torch.no_grad():
-        whole = model(ids, use_cache=False).logits
-    out = prefill(model, ids, mask, chunk_size=25)
-    heads = out.cache.layers[0].compact.keys.shape[1]
-    tokens = Engine(model).generate(ids, mask, max_new_tokens=16)
-    if int(os.environ.get("RANK", "0")) == 0:
-        torch.save({"whole": whole.cpu(), "last": out.logits.cpu(), "tokens": tokens, "heads": heads,
-                    "device": model.device.type}, output)
+    found = {}
+    for name, config in (("equal", CCAConfig(4, 10)), ("by head", CCAConfig(8, 10, layer_group_sizes=(4, (8, 1))))):
+        with corecontext.enabled(model, config):
+            with torch.no_grad():
+                whole = model(ids, use_cache=False).logits
+            out = prefill(model, ids, mask, chunk_size=25)
+            parts = [part for layer in out.cache.layers for part in parts_of(layer.compact)]
+            tokens = Engine(model).generate(ids, mask, max_new_tokens=16)
+            found[name] = {"whole": whole.cpu(), "last": out.logits.cpu(), "tokens": tokens,
+                           "heads": [(part.keys.shape[1], part.group_size) for part in parts],
+                           "device": model.device.type}
+    torch.save(found, f"{output}.{os.environ.get('RANK', '0')}")
 
 
 if __name__ == "__main__":

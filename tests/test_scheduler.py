@@ -88,6 +88,7 @@ def test_requests_that_come_and_go_get_the_tokens_they_get_alone(family, fixed):
         assert {one.ended for one in jobs} == {"stop", "length"}
         for one in jobs:
             assert one.tokens == alone(model, one)
+        assert_counted(scheduler.prefixes)
         assert_empty(scheduler)
 
 
@@ -168,6 +169,7 @@ def test_a_shared_beginning_is_read_once_and_changes_no_bit(model):
     assert other.cached_tokens == 0  # other settings have other caches
     held = scheduler.prefixes.nbytes
     assert held == sum(node.nbytes for node in scheduler.prefixes._nodes.values()) > 0
+    assert_counted(scheduler.prefixes)
     scheduler.prefixes.trim(held - 1)
     assert 0 < scheduler.prefixes.nbytes < held
     again = job(0, 6, prompt=jobs[0].prompt)
@@ -175,6 +177,12 @@ def test_a_shared_beginning_is_read_once_and_changes_no_bit(model):
     finish(scheduler)
     assert again.tokens == jobs[0].tokens
     assert_empty(scheduler)
+
+
+def assert_counted(prefixes):
+    """Beginnings are counted by their sizes, which are what they take."""
+    for node in prefixes._nodes.values():
+        assert node.nbytes == sum(x.nbytes for held in (*node.raw, *node.cores) for x in held)
 
 
 def test_a_long_prompt_delays_the_others_by_a_chunk_only(model):
@@ -470,6 +478,7 @@ def test_eight_bits_learned_core_tokens_and_a_g_for_each_layer(setting, fixed):
         for one in jobs:
             assert one.config.layer_group_sizes == config.layer_group_sizes
             assert one.tokens == alone(model, one)
+        assert_counted(scheduler.prefixes)
         assert_empty(scheduler)
 
 

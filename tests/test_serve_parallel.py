@@ -1,6 +1,8 @@
 """A server whose model is split over processes: the answers of one process, whatever comes at once; when one goes."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from transformers import LlamaForCausalLM
 
 import corecontext
 from corecontext import CCAConfig
+from corecontext.cache.pool import RowShape
 from corecontext.inference.scheduler import Scheduler
 from corecontext.serve.run import Serving
 from corecontext.text import UserError
@@ -62,24 +65,42 @@ def others_of(server):
     return found
 
 
-@pytest.mark.parametrize("gpus", [False, pytest.param(True, marks=[pytest.mark.multi_gpu, pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="needs two GPUs")])], ids=["cpu", "gpus"])
-def test_two_processes_answer_as_one_does(model, tmp_path, gpus):
+@pytest.fixture(scope="module")
+def raw_head(model, tmp_path_factory):
+    """The same model of which one KV head keeps every token."""
+    folder = tmp_path_factory.mktemp("parallel") / "raw"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["cca"] = CCAConfig(8, 16, layer_group_sizes=(4, (8, 1))).to_dict()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind, gpus", [("model", False), ("raw_head", False), pytest.param(
+    "model", True, marks=[pytest.mark.multi_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
+                                                                    reason="needs two GPUs")])],
+                         ids=["cpu", "cpu-raw", "gpus"])
+def test_two_processes_answer_as_one_does(kind, gpus, tmp_path, request):
     """With little memory, so that pools come and go; requests at once, some of which leave, some that are ended by
     their text; the first process ends well and so does the other."""
-    one = Served(tmp_path / "one", "--model", model, *OPTIONS, gpus=gpus)
+    model, options, asked = request.getfixturevalue(kind), OPTIONS, ASKED
+    if kind == "raw_head":  # its sizes are its own
+        at = OPTIONS.index("--group-size")
+        options = OPTIONS[:at] + OPTIONS[at + 2:]
+        asked = [{key: value for key, value in body.items() if key != "group_size"} for body in ASKED]
+    one = Served(tmp_path / "one", "--model", model, *options, gpus=gpus)
     with open_client(one) as client:
-        alone = [ask(client, body) for body in ASKED]
+        alone = [ask(client, body) for body in asked]
     one.kill()
-    two = Served(tmp_path / "two", "--model", model, *OPTIONS, "--tensor-parallel", "2", gpus=gpus)
+    two = Served(tmp_path / "two", "--model", model, *options, "--tensor-parallel", "2", gpus=gpus)
     try:
-        followers, found = others_of(two), [None] * len(ASKED)
+        followers, found = others_of(two), [None] * len(asked)
         assert len(followers) == 1
 
         def user(numbers):
             with open_client(two) as client:
                 for i in numbers:
-                    found[i] = ask(client, ASKED[i])
+                    found[i] = ask(client, asked[i])
 
         def leaver():
             with open_client(two) as client:
@@ -88,7 +109,7 @@ def test_two_processes_answer_as_one_does(model, tmp_path, gpus):
                                                                         "max_tokens": 300, "stream": True}) as answer:
                         next(answer.iter_lines())
 
-        users = [threading.Thread(target=user, args=(range(first, len(ASKED), 6),)) for first in range(6)]
+        users = [threading.Thread(target=user, args=(range(first, len(asked), 6),)) for first in range(6)]
         users.append(threading.Thread(target=leaver))
         for one in users:
             one.start()
@@ -142,12 +163,27 @@ def test_torchrun_starts_them_too(model, tmp_path):
         run.kill()
 
 
-@pytest.mark.parametrize("config", [CCAConfig(4, 8, layer_group_sizes=(4, (2, 8))), CCAConfig(4, 8, learned=("bias",))])
-def test_heads_with_something_of_their_own_are_not_split(model, config):
+def test_heads_with_learned_parameters_are_not_split(model):
     """Which heads are this process's is not known to what belongs to each."""
     loaded = LlamaForCausalLM.from_pretrained(model).eval()
-    with corecontext.enabled(loaded, config), pytest.raises(NotImplementedError, match="cannot be split over proc"):
-        Scheduler(loaded, together=types.SimpleNamespace(size=2, leads=True))
+    with corecontext.enabled(loaded, CCAConfig(4, 8, learned=("bias",))):
+        with pytest.raises(NotImplementedError, match="cannot be split over proc"):
+            Scheduler(loaded, together=types.SimpleNamespace(size=2, leads=True))
+
+
+def test_a_row_is_as_large_as_in_the_process_that_has_most():
+    """One with the head that keeps every token, whichever it is: all decide alike, and find room."""
+    hf_config = types.SimpleNamespace(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=2, head_dim=2)
+    hf_config.get_text_config = lambda decoder: hf_config
+    config = CCAConfig(8, 16, layer_group_sizes=((8, 8, 8, 1), (8, 1, 8, 1)))
+    whole, half, quarter = (RowShape.of(hf_config, torch.float16, processes) for processes in (1, 2, 4))
+
+    def entries(size, length=100, before=0):
+        return 16 + size - 1 + length // size - before // size
+
+    for sizes, shape in (((8, 8, 8, 1, 8, 1, 8, 1), whole), ((8, 1, 8, 1), half), ((1, 1), quarter)):
+        assert shape.row_bytes(config, 100) == sum(map(entries, sizes)) * 2 * 2 * 2
+        assert shape.row_bytes(config, 100, 32) == sum(entries(size, 100, 32) for size in sizes) * 2 * 2 * 2
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel": 0}, {"tensor_parallel": 2, "device": "cpu"},

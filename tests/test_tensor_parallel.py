@@ -45,9 +45,13 @@ def test_two_processes_equal_one(tmp_path, device):
     wait(start(folder, tmp_path / "one.pt", device))
     wait(*(start(folder, tmp_path / "two.pt", device, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2",
                  MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in "01"))
-    one, two = (torch.load(tmp_path / name) for name in ("one.pt", "two.pt"))
-    assert (one["heads"], two["heads"]) == (2, 1)  # each process keeps its own KV heads only
-    assert one["device"] == two["device"] == device
-    for name in ("whole", "last"):
-        torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-5)
-    assert two["tokens"] == one["tokens"]
+    one, two, second = (torch.load(tmp_path / name) for name in ("one.pt.0", "two.pt.0", "two.pt.1"))
+    # Each process keeps its own KV heads only, each with its g.
+    assert [x["equal"]["heads"] for x in (one, two, second)] == [[(2, 4)] * 2, [(1, 4)] * 2, [(1, 4)] * 2]
+    assert [set(x["by head"]["heads"]) for x in (one, two, second)] == [{(2, 4), (1, 8), (1, 1)}, {(1, 4), (1, 8)},
+                                                                        {(1, 4), (1, 1)}]
+    for name in ("equal", "by head"):
+        assert one[name]["device"] == two[name]["device"] == device
+        for what in ("whole", "last"):
+            torch.testing.assert_close(two[name][what], one[name][what], rtol=1e-5, atol=1e-5)
+        assert two[name]["tokens"] == one[name]["tokens"] == second[name]["tokens"]

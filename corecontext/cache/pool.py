@@ -32,6 +32,8 @@ class RowShape:
     query_heads: int
     head_dim: int
     itemsize: int
+    processes: int = 1
+    """That share the heads; the numbers of heads are those of one of them."""
 
     @classmethod
     def of(cls, config, dtype: torch.dtype, processes: int = 1) -> RowShape:
@@ -47,19 +49,32 @@ class RowShape:
             raise ValueError(f"a model must be split over a number of processes that divides its {kv_heads} KV heads, "
                              f"got {processes}.")
         return cls(text.num_hidden_layers, kv_heads // processes, heads // processes,
-                   getattr(text, "head_dim", None) or text.hidden_size // heads, dtype.itemsize)
+                   getattr(text, "head_dim", None) or text.hidden_size // heads, dtype.itemsize, processes)
 
-    def row_bytes(self, config: CCAConfig | None, max_length: int) -> int:
-        """Bytes of a row of `max_length` tokens over all layers; `config` None is full attention."""
+    def row_bytes(self, config: CCAConfig | None, max_length: int, before: int = 0) -> int:
+        """Bytes of a row of `max_length` tokens over all layers; `config` None is full attention. Of several processes
+        those of the one that has most, so that all find room for as many rows.
+
+        Args:
+            before: Tokens whose core tokens are held elsewhere.
+        """
+        def entries(rank: int) -> int:
+            elsewhere = self._row_entries(config, before, rank) - self._row_entries(config, 0, rank) if before else 0
+            return self._row_entries(config, max_length, rank) - elsewhere
+
+        return max(map(entries, range(self.processes))) * self.entry_bytes(config)
+
+    def _row_entries(self, config: CCAConfig | None, max_length: int, rank: int) -> int:
+        """Keys of a row over all layers and the heads of a process."""
         total = 0
         for layer in range(self.layers):
-            own = config and config.of_layer(layer)
+            own = config and config.of_layer(layer).of_process(rank, self.processes)
             if own is None or own.head_group_sizes is None:
                 total += self.kv_heads * self.entries(own, max_length)
                 continue
             for g, heads in heads_of_each(own.head_group_sizes):
                 total += len(heads) * self.entries(own.replace(head_group_sizes=None, group_size=g), max_length)
-        return total * self.entry_bytes(config)
+        return total
 
     def entry_bytes(self, config: CCAConfig | None) -> int:
         """Bytes of a key and a value of one head; in 8 bits of their scales in float32, too."""

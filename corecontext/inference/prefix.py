@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from corecontext.cache import CompactLayer, HeadsLayer, parts_of
+from corecontext.cache.pool import RowShape
 from corecontext.config import CCAConfig
 from corecontext.integrations.hf_cache import CCALayer
 from corecontext.visibility import num_complete_groups
@@ -24,7 +25,7 @@ class Node:
     """A chunk that has been read, after those of its ancestors."""
 
     def __init__(self, key: tuple, parent: Node | None, layers: Sequence[CompactLayer | HeadsLayer],
-                 used: int) -> None:
+                 used: int, shape: RowShape) -> None:
         self.key, self.parent, self.used, self.children = key, parent, used, 0
         self.length = layers[0].seq_len
         before = 0 if parent is None else parent.length
@@ -33,7 +34,7 @@ class Node:
         self.given = [(part._core_width, part._dtype) for part in parts]
         self.raw = [[x[:, :, :part.raw_size].clone() for x in part.buffers] for part in parts]
         self.cores = [[self._cores(part, x, before) for x in part.buffers] for part in parts]
-        self.nbytes = sum(x.nbytes for held in (*self.raw, *self.cores) for x in held)
+        self.nbytes = shape.row_bytes(key[0], self.length, before)
 
     def _cores(self, layer: CompactLayer, buffer: Tensor, before: int) -> Tensor:
         """Core tokens of the groups that closed in this chunk."""
@@ -53,10 +54,11 @@ class PrefixStore:
     Args:
         chunk_size: Tokens of a chunk.
         limit: Bytes that it may hold; 0 keeps nothing.
+        shape: Sizes of the model's cache. Of several processes all count alike: what one drops, all do.
     """
 
-    def __init__(self, chunk_size: int, limit: int) -> None:
-        self.chunk_size, self.limit, self.nbytes = chunk_size, limit, 0
+    def __init__(self, chunk_size: int, limit: int, shape: RowShape) -> None:
+        self.chunk_size, self.limit, self.shape, self.nbytes = chunk_size, limit, shape, 0
         self._nodes: dict[tuple, Node] = {}
         self._clock = itertools.count()
 
@@ -83,7 +85,7 @@ class PrefixStore:
         key = (config, parent and parent.key, tuple(tokens))
         node = self._nodes.get(key)
         if node is None:
-            node = self._nodes[key] = Node(key, parent, layers, next(self._clock))
+            node = self._nodes[key] = Node(key, parent, layers, next(self._clock), self.shape)
             self.nbytes += node.nbytes
             if parent is not None:
                 parent.children += 1

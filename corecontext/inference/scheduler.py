@@ -147,10 +147,9 @@ class Scheduler:
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
         own = handle.config
-        if together is not None and (own.learned or own.head_group_sizes or any(
-                isinstance(one, tuple) for one in own.layer_group_sizes or ())):
-            raise NotImplementedError("a model whose heads have learned parameters or group sizes of their own cannot "
-                                      "be split over processes yet. Serve it on one.")
+        if together is not None and own.learned:
+            raise NotImplementedError("a model whose heads have learned parameters cannot be split over processes yet. "
+                                      "Serve it on one.")
         self.together, self._numbers = together, itertools.count(1)
         self.model, self.handle, self.full, self.policy = model, handle, full, None if full else policy
         self.cache_bytes = cache_bytes if together is None else together.least(cache_bytes)
@@ -160,7 +159,7 @@ class Scheduler:
         self.max_length = min(x for x in (limit, max_length, 2 ** 40) if x is not None)
         self.shape = RowShape.of(model.config, model.dtype, 1 if together is None else together.size)
         self.batch = DecodeBatch(model, capture=capture and together is None)
-        self.prefixes = PrefixStore(chunk_size, 0 if full else int(PREFIX_SHARE * self.cache_bytes))
+        self.prefixes = PrefixStore(chunk_size, 0 if full else int(PREFIX_SHARE * self.cache_bytes), self.shape)
         self.pools: list[RowPool] = []
         self.waiting: deque[Job] = deque()
         self.reading: list[Job] = []

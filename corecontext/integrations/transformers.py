@@ -74,7 +74,7 @@ class Handle:
         model.__dict__["_corecontext"] = self
 
     def _set(self, config: CCAConfig) -> None:
-        self.layers, self.config = _by_layer(config, self.full), config
+        self.layers, self.config = _by_layer(config, self.full, *_split_of(self.model)), config
         self.model.config.cca = config.to_dict()
 
     @property
@@ -229,8 +229,14 @@ def _attention_modules(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn
     return full, [m for m in modules if m not in full]
 
 
-def _by_layer(config: CCAConfig, full: list[nn.Module]) -> list[CCAConfig]:
-    """The settings of each full-attention layer."""
+def _split_of(model: PreTrainedModel) -> tuple[int, int]:
+    """Which of how many processes this one is that share each layer's heads (tensor parallelism)."""
+    size = getattr(model, "tp_size", None) or 1
+    return (torch.distributed.get_rank() % size, size) if size > 1 else (0, 1)
+
+
+def _by_layer(config: CCAConfig, full: list[nn.Module], rank: int = 0, processes: int = 1) -> list[CCAConfig]:
+    """The settings of each full-attention layer, as one of the processes that share its heads has them."""
     sizes = config.layer_group_sizes
     if sizes is not None and len(sizes) != len(full):
         raise ValueError(f"layer_group_sizes must have one g for each of the {len(full)} full-attention layers, got "
@@ -241,7 +247,7 @@ def _by_layer(config: CCAConfig, full: list[nn.Module]) -> list[CCAConfig]:
         if one.head_group_sizes is not None and len(one.head_group_sizes) != heads:
             raise ValueError(f"group sizes by head must be one for each of the {heads} KV heads, got "
                              f"{one.head_group_sizes}.")
-    return found
+    return [one.of_process(rank, processes) for one in found]
 
 
 def _note_draft(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
