@@ -31,6 +31,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("settings", [{}, {"pooling": "mean"}, {"pooling": "mean_query"}, {"core_heads": "query"},
                                       {"num_groups": 5}, {"core_bias": 0.7}, {"layer_group_sizes": (3, 5)},
+                                      {"layer_group_sizes": (5, (1, 5)), "sink_size": 5, "learned": ("bias",)},
                                       {"sink_size": 8, "core_bias": 0.7}, {"sink_size": 60},
                                       {"learned": ("temperature", "distance", "bias", "key_gain")}], ids=str)
 def test_maps_are_the_weights_of_attention(model, settings):
@@ -46,16 +47,17 @@ def test_maps_are_the_weights_of_attention(model, settings):
     handle.observer = lambda index, *call: seen.setdefault(index, call)
     with torch.no_grad():
         loaded.model(ids, use_cache=False)
-    for index, one in found.items():
-        q, k, _, _, _, rotary, learned = seen[index]
-        own = handle.layers[index]
-        wanted = effective_map(q, k, **{name: getattr(own, name) for name in (
-            "group_size", "window_size", "num_groups", "pooling", "core_heads", "core_bias", "sink_size")},
-            rotary=rotary,
-            learned=learned)[0]
+    assert sorted((one.layer, head) for one in found for head in one.heads) == [(layer, head) for layer in (0, 1)
+                                                                                for head in range(4)]
+    for one in found:
+        q, k, _, _, _, rotary, learned = seen[one.layer]
+        own = handle.layers[one.layer]
+        wanted = effective_map(q, k, group_size=own.head_group_sizes or own.group_size, rotary=rotary, learned=learned,
+                               **{name: getattr(own, name) for name in ("window_size", "num_groups", "pooling",
+                                                                        "core_heads", "core_bias", "sink_size")})[0]
         for i, position in enumerate(queries):
-            for head in range(4):
-                torch.testing.assert_close(one.spread(head, i, position), wanted[head, position, :position + 1],
+            for at, head in enumerate(one.heads):
+                torch.testing.assert_close(one.spread(at, i, position), wanted[head, position, :position + 1],
                                            rtol=0, atol=2e-6)
             seen_cores, without = num_visible_cores(position, one.group_size, 9), own.sink_size // one.group_size
             assert not one.core[:, i, seen_cores:].any() and not one.core[:, i, :without].any()
@@ -80,7 +82,7 @@ def test_the_page_holds_the_maps(model, tmp_path, capsys):
     assert "".join(data["tokens"]) == loaded.tokenizer.decode(ids) and len(data["tokens"]) == 80
     assert data["queries"] == [15, 31, 47, 63, 79]
     found = attention_maps(loaded, torch.tensor([ids], device=loaded.model.device), data["queries"])
-    for one, layer in zip(found.values(), data["layers"]):
+    for one, layer in zip(found, data["layers"]):
         assert (layer["groups"], layer["heads"], layer["shared"]) == (20, 4, 2)
         assert layer["kept"] == 8
         for name in ("pooling", "core", "raw", "first"):
@@ -113,4 +115,4 @@ def test_tokens_are_told_apart(model):
     ids = tokenizer("a\u00e9b \u20ac")["input_ids"]
     assert split_text(tokenizer, ids) == ["a", "", "\u00e9", "b", " ", "", "", "\u20ac"]
     assert split_text(tokenizer, ids[:2])[:1] == ["a"]
-    assert make_page("t", [], [], {}, {}).startswith("<!doctype html>")
+    assert make_page("t", [], [], [], {}).startswith("<!doctype html>")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,13 +12,19 @@ from torch import Tensor
 from corecontext.loading import Loaded
 from corecontext.ops import rules
 from corecontext.ops.api import pool_core_tokens
+from corecontext.ops.heads import heads_of_each, take, take_learned
 from corecontext.text import UserError
 from corecontext.visibility import group_size_for, local_start, num_complete_groups, num_sinks, num_visible_cores
 
 
 class LayerMap(NamedTuple):
-    """One layer's weights on one text, float32 on the CPU; M groups, Q queries, R raw tokens at most."""
+    """Weights of a layer's heads of one group size on one text, float32 on the CPU; H query heads, M groups, Q queries,
+    R raw tokens at most."""
 
+    layer: int
+    """Counted among those with full attention."""
+    heads: tuple[int, ...]
+    """Numbers of these query heads."""
     group_size: int
     pooling: Tensor
     """Weights of each query head's last query inside each group, [H, M, g]."""
@@ -42,8 +49,8 @@ class LayerMap(NamedTuple):
 
 
 def attention_maps(loaded: Loaded, input_ids: Tensor, queries: Sequence[int],
-                   layers: Sequence[int] = ()) -> dict[int, LayerMap]:
-    """The maps of a text's layers, by the layer's number.
+                   layers: Sequence[int] = ()) -> list[LayerMap]:
+    """The maps of a text's layers in order, several of a layer whose heads have group sizes of their own.
 
     Args:
         loaded: A model under CCA.
@@ -61,8 +68,6 @@ def attention_maps(loaded: Loaded, input_ids: Tensor, queries: Sequence[int],
         raise UserError("method must be cca to look at core tokens, got another attention.")
     if handle.config.pooling == "max":
         raise UserError("pooling 'max' has no weights to show: each element comes from a token of its own.")
-    if any(one.head_group_sizes for one in handle.layers):
-        raise UserError("maps show layers with one group size, got heads of different ones.")
     for position in queries:
         if not 0 <= position < length:
             raise UserError(f"query must be a position from 0 to {length - 1}, got {position}.")
@@ -70,13 +75,21 @@ def attention_maps(loaded: Loaded, input_ids: Tensor, queries: Sequence[int],
         if not 0 <= layer < len(handle.full):
             raise UserError(f"layer must be one of the {len(handle.full)} with full attention, counted from 0, got "
                             f"{layer}.")
-    found: dict[int, LayerMap] = {}
+    found: dict[int, list[LayerMap]] = {}
 
     def look(index: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None, rotary: Any,
              learned: rules.Learned) -> None:
-        if not layers or index in layers:
-            found[index] = _map(handle.layers[index], q, k, v, q.shape[3] ** -0.5 if scale is None else scale, softcap,
-                                rotary, learned, queries)
+        if layers and index not in layers:
+            return
+        own, kv_heads = handle.layers[index], k.shape[1]
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        numbers = torch.arange(q.shape[1])
+        found[index] = []
+        for g, heads in heads_of_each(own.head_group_sizes or (own.group_size,) * kv_heads):
+            config = dataclasses.replace(own, group_size=g, head_group_sizes=None)
+            some = _map(config, *(take(x, heads, kv_heads) for x in (q, k, v)), scale, softcap, rotary,
+                        take_learned(learned, heads, kv_heads), queries)
+            found[index].append(some._replace(layer=index, heads=tuple(take(numbers, heads, kv_heads, 0).tolist())))
 
     handle.observer = look
     try:
@@ -84,12 +97,13 @@ def attention_maps(loaded: Loaded, input_ids: Tensor, queries: Sequence[int],
             loaded.model(input_ids, use_cache=False, logits_to_keep=1)
     finally:
         handle.observer = None
-    return dict(sorted(found.items()))
+    return [one for _, maps in sorted(found.items()) for one in maps]
 
 
 def _map(config: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, rotary: Any,
          learned: rules.Learned, queries: Sequence[int]) -> LayerMap:
-    """One layer's map, from its queries [1, H, L, D], keys and values."""
+    """The map of heads of one group size, from their queries [1, H, L, D], keys and values; `layer` and `heads` are the
+    caller's to say."""
     q, k, v = q.float(), k.float(), v.float()
     heads, kv_heads, length = q.shape[1], k.shape[1], q.shape[2]
     s, g = config.window_size, config.group_size
@@ -124,4 +138,4 @@ def _map(config: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: fl
         scores[:, :seen - cores.start] += bias
         parts = scores.softmax(-1).cpu().split([seen - cores.start, kept, t + 1 - low], 1)
         core[:, i, cores], first[:, i, :kept], raw[:, i, widest - (t + 1 - low):] = parts
-    return LayerMap(g, weights.flatten(0, 1).cpu(), used.flatten(0, 1).cpu(), core, raw, first)
+    return LayerMap(0, tuple(range(heads)), g, weights.flatten(0, 1).cpu(), used.flatten(0, 1).cpu(), core, raw, first)

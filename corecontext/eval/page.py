@@ -45,26 +45,28 @@ def split_text(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return parts
 
 
-def make_page(title: str, tokens: Sequence[str], queries: Sequence[int], maps: Mapping[int, LayerMap],
+def make_page(title: str, tokens: Sequence[str], queries: Sequence[int], maps: Sequence[LayerMap],
               settings: Mapping[str, Any]) -> str:
     """The page as text.
 
     Args:
         tokens: The text's tokens, as they are to be read.
         queries: Positions that the maps were made for.
-        maps: By layer.
+        maps: In order.
         settings: What the page says of model and sizes.
 
     Raises:
         UserError: it would be larger than a browser likes.
     """
-    size = sum(2 * x.numel() for one in maps.values() for x in (one.pooling, one.core, one.raw, one.first)) * 4 // 3
+    size = sum(2 * x.numel() for one in maps for x in (one.pooling, one.core, one.raw, one.first)) * 4 // 3
     if size > MOST_BYTES:
         raise UserError(f"the page must hold at most {MOST_BYTES >> 20} MB, got {size >> 20}. Take fewer --layer, "
                         "fewer --queries or a shorter text (--max-tokens).")
     layers = []
-    for number, one in maps.items():
-        layers.append({"layer": number, "group_size": one.group_size, "heads": one.core.shape[0],
+    for one in maps:
+        several = sum(other.layer == one.layer for other in maps) > 1
+        layers.append({"name": f"layer {one.layer}" + (f", heads with g = {one.group_size}" if several else ""),
+                       "group_size": one.group_size, "heads": one.core.shape[0], "numbers": one.heads,
                        "groups": one.core.shape[2], "reach": one.raw.shape[2],
                        "kept": one.first.shape[2], "shared": _shared(one), "pooling": _packed(one.pooling),
                        "core": _packed(one.core), "raw": _packed(one.raw), "first": _packed(one.first)})
