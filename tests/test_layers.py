@@ -203,6 +203,12 @@ def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, c
     handle_of(model).configure(window_size=32)
     assert abs(far_loss(model, rows) - found.chosen) > 1e-5  # it was not measured with the window as it was
 
+    again = [*command, "--heads", "--model", str(out)]  # the window has paid already
+    again = [one for one in again if one not in ("--group-size", "4", "--window-size", "32")]
+    assert main(again) == 2 and "window-size must be given with --raw for a check" in capsys.readouterr().err
+    assert main([*again, "--window-size", "32"]) == 0
+    assert f"window_size = {found.config.window_size}\nlayer_group_sizes = " in capsys.readouterr().out
+
     for wrong, room in ((["--heads", "--window-size", "8"], 0), ([], 1)):  # one layer has two heads
         assert main([*command, *wrong]) == 2
         error = capsys.readouterr().err.splitlines()

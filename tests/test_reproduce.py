@@ -623,13 +623,24 @@ def test_sizes_without_a_cost_are_left_out_of_the_figure(tmp_path):
 
 
 def test_curves_from_two_contexts_have_equal_steps(tmp_path):
-    for name, steps in (("cca-0", FULL.adapt_steps), ("g16-0", FULL.short_steps), ("from-short", FULL.short_steps)):
+    def write(name, steps):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "curve.jsonl").write_text('{"loss": 1.0}\n' * steps)
-    drawn = figures._curves(drawing.pyplot(), tmp_path, [], dataclasses.replace(FULL, seeds=(0,), bases=(0,)))
-    one, other = drawn.axes[0].lines
-    assert len(one.get_xdata()) == len(other.get_xdata()) > 200
-    drawing.pyplot().close(drawn)
+        lines = [{"step": step, "loss": 1.0} for step in range(4, steps + 1, 4)]
+        (tmp_path / name / "curve.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+    size = dataclasses.replace(FULL, seeds=(0,), bases=(0,))
+    write("cca-0", FULL.adapt_steps)
+    drawn = [figures._curves(drawing.pyplot(), tmp_path, [], size)]
+    assert drawn[0].axes[0].lines[0].get_xdata()[-1] == FULL.adapt_steps
+    write("from-short", FULL.short_steps)
+    for name in ("cca-0", "g16-0"):  # the sizes' own stage is as short, and taken where it is there
+        if name != "cca-0":
+            write(name, FULL.short_steps)
+        drawn.append(figures._curves(drawing.pyplot(), tmp_path, [], size))
+        one, other = drawn[-1].axes[0].lines
+        assert list(one.get_xdata()) == list(other.get_xdata()) and one.get_xdata()[-1] == FULL.short_steps
+    for figure in drawn:
+        drawing.pyplot().close(figure)
 
 
 def test_a_checkpoints_page_claims_no_row_that_was_not_run():

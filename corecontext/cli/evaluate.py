@@ -135,6 +135,10 @@ def layers(file: Annotated[str, typer.Argument(help="Text like that to come, or 
     from corecontext.record import append_records, device_name
 
     loaded = load(model, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
+    if raw and window_size is None and loaded.config is not None and loaded.config.varies:
+        raise UserError(f"window-size must be given with --raw for a checkpoint that has sizes by layer or head, whose "
+                        f"window of {loaded.config.window_size} may have paid for heads already; got none. Use "
+                        "--window-size.")
     found = find_layers(loaded, text, length, rows, count, heads, raw)
     if json is not None:
         params = {"model": os.path.basename(os.path.normpath(model)), **loaded.sizes(), "length": length}

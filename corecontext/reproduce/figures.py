@@ -99,19 +99,22 @@ def _flexibility(pyplot: Any, folder: Path, records: Sequence[Record], size: Siz
 
 
 def _curves(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
-    """Loss of adapting a model of the same and of a shorter context, in as many steps."""
-    same = f"g{size.group}-{later_seed(size)}" if size.group in size.groups else f"cca-{later_seed(size)}"
+    """Loss of adapting a model of the same and of a shorter context, in as many steps where both have been run."""
+    seed = later_seed(size)
+    same = [folder / name / "curve.jsonl" for name in (f"g{size.group}-{seed}", f"cca-{seed}")]
     curves = [(label, path) for label, path in (
-        ("from a model of the same context", folder / same / "curve.jsonl"),
+        ("from a model of the same context", next((path for path in same if path.exists()), same[0])),
         ("from a model of a shorter context", folder / "from-short" / "curve.jsonl")) if path.exists()]
     if not curves:
         return None
     figure, panel = pyplot.subplots(figsize=(6.5, 3.6))
-    for label, path in curves:
-        loss = np.array([json.loads(line)["loss"] for line in path.read_text(encoding="utf-8").splitlines()])
-        width = max(1, len(loss) // 50)
-        smooth = np.convolve(loss, np.ones(width) / width, "valid")
-        panel.plot(np.arange(len(smooth)) + width, smooth, label=label)
+    looks = [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for _, path in curves]
+    last = min(steps[-1]["step"] for steps in looks)
+    for (label, _), steps in zip(curves, looks):
+        steps = [one for one in steps if one["step"] <= last]
+        width = max(1, len(steps) // 25)  # a batch is few texts
+        smooth = np.convolve([one["loss"] for one in steps], np.ones(width) / width, "valid")
+        panel.plot([one["step"] for one in steps[width - 1:]], smooth, label=label)
     panel.set_xlabel("step")
     panel.set_ylabel("training loss")
     panel.legend()
@@ -134,6 +137,8 @@ def _scratch(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -
             panels[1].plot([one["tokens"] / 1e6 for one in steps[width - 1:]], 100 * right, color=color, label=label)
             label = None
     panels[0].set_yscale("log")
+    for axis_format in (panels[0].yaxis.set_major_formatter, panels[0].yaxis.set_minor_formatter):
+        axis_format("{x:.0f}")
     for panel, label in zip(panels, ("validation perplexity, far", "answer tokens right in training, %")):
         panel.set_xlabel("million tokens")
         panel.set_ylabel(label)
