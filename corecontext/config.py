@@ -139,7 +139,6 @@ class CCAConfig:
             return dataclasses.replace(self, head_group_sizes=size, layer_group_sizes=None)
         return dataclasses.replace(self, group_size=size, layer_group_sizes=None)
 
-
     def of_process(self, rank: int, processes: int) -> CCAConfig:
         """A layer's settings for the KV heads of one of the processes that share them evenly (tensor parallelism)."""
         sizes = self.head_group_sizes

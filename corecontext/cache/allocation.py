@@ -80,7 +80,7 @@ def at_equal_cache(shape: Shape, chosen: Collection[Unit], config: CCAConfig, le
 
 def untrained_heads(shape: Shape, count: int) -> tuple[Unit, ...]:
     """KV heads that shall keep every token in a model with random weights, whose heads are all alike: those of the
-    layers from five eighths of the depth on, where the miniature's base models have theirs."""
+    layers from five eighths of the depth on, where the miniature has its one (docs/reproduction.md)."""
     first = 5 * shape.layers // 8
     order = [*range(first, shape.layers), *range(first - 1, -1, -1)]
     return tuple(Unit(layer, head) for layer in order for head in range(shape.kv_heads))[:count]

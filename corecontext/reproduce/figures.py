@@ -124,7 +124,7 @@ def _curves(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) ->
 def _scratch(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
     """Held-out perplexity of the far half, and answers right, while training from scratch."""
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8))
-    for color, name in zip(("#9a9a9a", "#c65d12", "#1f6fb4", "#5a9a5a"), (*SCRATCH, SCRATCH_FINE)):
+    for color, name in zip(("#9a9a9a", "#c65d12", "#1f6fb4", "#5a9a5a", "#8458a6"), (*SCRATCH, *SCRATCH_FINE)):
         paths = [folder / from_scratch(name, seed) / "curve.jsonl" for seed in dict.fromkeys(size.bases)]
         label: str | None = name
         for path in (path for path in paths if path.exists()):

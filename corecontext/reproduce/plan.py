@@ -182,7 +182,7 @@ FINALISTS = ("full", "window", "cca", "raw_1", "raw_1_distilled", "duo_1", "duo_
 and what comes nearest to it."""
 SCRATCH = ("full", "cca", "window")
 """Methods trained from scratch, each with its own rate; full attention's models are the base of every adaptation."""
-SCRATCH_FINE = "raw_1"
+SCRATCH_FINE = ("raw_1", "duo_1")
 """The same with CCA's rate, and the heads that a base model was found to need."""
 
 
@@ -256,8 +256,9 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
         for name in SCRATCH if is_new else ():
             if name != "full":
                 found += [*(tries(name) if seed == first else ()), scratch(name, own, name)]
-    last = scratch(SCRATCH_FINE, second, "cca")
-    found.append(last._replace(needs=(*last.needs, layers_of(size, second))))
+    for name in SCRATCH_FINE:
+        last = scratch(name, second, "cca")
+        found.append(last._replace(needs=(*last.needs, layers_of(size, second))))
     return found
 
 

@@ -269,7 +269,7 @@ def _scratch(page: Page, size: Size) -> str:
                 [name, str(seed), f"{found.params['lr']:g}",
                  page.cell(page.find("quality.perplexity", stage=stage, bucket="far", split="val")),
                  *_three(page, stage, size)]
-                for name in (*SCRATCH, SCRATCH_FINE) for seed in dict.fromkeys(size.bases)
+                for name in (*SCRATCH, *SCRATCH_FINE) for seed in dict.fromkeys(size.bases)
                 if (found := page.find("quality.perplexity", stage=(stage := from_scratch(name, seed)), bucket="far"))
                 is not None])
             + f"<p>Validation perplexity of short trainings, by rate:</p>{tries}")

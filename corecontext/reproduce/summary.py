@@ -32,7 +32,7 @@ def quality_markdown(records: Sequence[Record], names: Sequence[str] = ()) -> st
 def scratch_markdown(records: Sequence[Record]) -> str:
     """The same for models trained from random weights, each measured by the window and full attention so trained."""
     known = methods(SIZES["mini"])
-    return _table(records, [known[name] for name in (*SCRATCH, SCRATCH_FINE)], from_scratch)
+    return _table(records, [known[name] for name in (*SCRATCH, *SCRATCH_FINE)], from_scratch)
 
 
 def _table(records: Sequence[Record], chosen: Sequence[Method], stage: Callable[[str, int], str]) -> str:
