@@ -652,10 +652,11 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
         return config["raw_heads"], config["distil"]
 
     assert run("best") == (None, 0.5)
+    assert "by default: KV heads that keep every token, the model as it was teaches. " in capsys.readouterr().out
     saved = corecontext.CCAConfig(**transformers.AutoConfig.from_pretrained(tmp_path / "best/model").cca)
     assert saved.layer_group_sizes == (16, (16, 1))
     assert run("paper") == run("none", "--raw-heads", "0", "--distil", "0") == (0, 0.0)
-    assert run("window", "--method", "window") == (0, 0.0)
+    assert run("window", "--method", "window") == (0, 0.0) and "by default" not in capsys.readouterr().out
     assert run("scratch", "--strategy", "scratch") == (None, 0.0)
     assert corecontext.CCAConfig(**transformers.AutoConfig.from_pretrained(
         tmp_path / "scratch/model").cca) == saved.replace(layer_group_sizes=(16, (1, 16)))

@@ -55,7 +55,11 @@ def _by_default(given: dict[str, Any]) -> TrainConfig:
 
     held = held_settings(TrainConfig().replace(**given), given)
     config = TrainConfig().replace(**held | given)
-    return config if held else config.replace(**best_settings(config, given))
+    best = {} if held else best_settings(config, given)
+    if best and not int(os.environ.get("RANK", "0")):
+        told = {"raw_heads": "KV heads that keep every token", "distil": "the model as it was teaches"}
+        print(f"by default: {', '.join(told[name] for name in best)}. The paper's rule: corecontext train paper")
+    return config.replace(**best)
 
 
 def _annotation(one: Field, text: str) -> Any:
