@@ -11,7 +11,8 @@ from corecontext.record import Record
 
 PANELS = (("model.first_token_s", "first token, s", 1), ("model.next_token_ms", "next token, ms", 1),
           ("model.cache_bytes", "cache, GiB", 2 ** 30), ("model.peak_bytes", "peak memory, GiB", 2 ** 30))
-SHADES = {"full": FULL, "full (flash)": FULL, "full (cuDNN)": "#4d4d4d", "full (rows)": "#a0a0a0", "StreamingLLM": FLEX}
+SHADES = {"full": FULL, "full (flash)": FULL, "full (cuDNN)": "#4d4d4d", "full (rows)": "#a0a0a0", "StreamingLLM": FLEX,
+          "CCA, some heads raw": "#8458a6"}
 
 
 def draw_model(records: Sequence[Record], path: str) -> None:
@@ -24,7 +25,8 @@ def draw_model(records: Sequence[Record], path: str) -> None:
     for line, of_model in zip(axes, models):
         for axis, (name, title, unit) in zip(line, PANELS):
             for label in labels(of_model, name):
-                color = CCA if label.startswith("CCA") else SHADES[label.removesuffix(", static cache")]
+                kind = label.removesuffix(", static cache").removesuffix(", fused")
+                color = SHADES.get(kind) or CCA  # CCA has many labels
                 style = "--" if label.endswith((", static cache", ", fused")) else "-"
                 _line(axis, {p.length: p.value(name, label) for p in of_model}, unit, label, color, style)
             _line(axis, {p.length: p.floors.get((name, "cca")) for p in of_model}, unit, "least for CCA", FLOOR, ":")
