@@ -630,7 +630,7 @@ def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options
     """As `corecontext layers --output` writes them; what an option says counts more."""
     model, out = save_tiny_model(tmp_path / "model"), tmp_path / "run"
     held = json.loads((tmp_path / "model" / "config.json").read_text())
-    held["cca"] = corecontext.CCAConfig(8, 13, layer_group_sizes=((8, 1), 8)).to_dict()
+    held["cca"] = corecontext.CCAConfig(8, 13, layer_group_sizes=((8, 1), 8), cache_dtype="int8").to_dict()
     (tmp_path / "model" / "config.json").write_text(json.dumps(held))
     assert main(["train", "--model", model, "--data", setting.data[0], "--output", str(out), "--steps", "1",
                  "--context-length", "64", "--cache-dir", setting.cache_dir, *options]) == 0
@@ -638,7 +638,9 @@ def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options
     if expected is None:
         assert saved is None
     else:
-        assert corecontext.CCAConfig.from_dict(saved) == corecontext.CCAConfig(**{"group_size": 8, **expected})
+        cache_dtype = "auto" if "scratch" in options else "int8"
+        assert corecontext.CCAConfig.from_dict(saved) == corecontext.CCAConfig(**{
+            "group_size": 8, "cache_dtype": cache_dtype, **expected})
 
 
 def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
