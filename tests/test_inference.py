@@ -407,6 +407,7 @@ def test_too_long_prompts_are_refused(model):
     ids=str)
 def test_wrong_requests_are_refused(model, arguments, message):
     options = {"input_ids": tokens(2, 8), "max_new_tokens": 2, **arguments}
+    options["input_ids"] = options["input_ids"].to(model.device)
     with pytest.raises(ValueError, match=f"^{message}"):
         Engine(model, static=True, max_length=40).stream(**options)
 
