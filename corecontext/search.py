@@ -1,10 +1,10 @@
-"""Which layers, or KV heads, need small groups or every token: few look tokens up far back, and should have what tells
-most.
+"""Which layers, or KV heads, need small groups or every token.
 
-They are found on a model with full attention, before any training: all get large groups but one, which keeps every
-token, and the loss far from the beginning says how much that one makes good. Several are found one after the other,
-twice as many at a time. They then get groups so small, and the others groups four times as large, that the cache stays
-as large as it was; or they go on keeping every token, and the window gives up what that takes.
+Few look tokens up far back, and should have what tells most. They are found on a model with full attention, before any
+training: all get large groups but one, which keeps every token, and the loss far from the beginning says how much that
+one makes good. Several are found in rounds, each beside those of the rounds before. They then get groups so small, and
+the others groups four times as large, that the cache stays as large as it was; or they go on keeping every token, and
+the window gives up what that takes.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from corecontext.cache.allocation import Shape, at_equal_cache, raw_heads, untrained_heads
+from corecontext.cache.allocation import COARSE, Shape, at_equal_cache, raw_heads, untrained_heads
 from corecontext.config import CCAConfig
 from corecontext.data.packing import PackedRows
 from corecontext.data.stream import StreamedRows
@@ -86,7 +86,7 @@ def _find(config: TrainConfig, arguments: Any, rows: PackedRows | StreamedRows) 
         torch.cuda.empty_cache()
     heads = ", ".join(map(str, found.search.chosen))
     print(f"KV heads that keep every token (layer.head): {heads}; s = {found.config.window_size} for all, "
-          f"g = {max(map(_largest, found.config.layer_group_sizes or ()))} for the others")
+          f"g = {COARSE * config.group_size} for the others")
     return _sizes(found.config)
 
 
@@ -104,10 +104,6 @@ def _untrained(config: TrainConfig, hf_config: Any) -> CCAConfig:
 
 def _sizes(config: CCAConfig) -> dict[str, Any]:
     return {"window_size": config.window_size, "layer_group_sizes": config.layer_group_sizes}
-
-
-def _largest(size: int | tuple[int, ...]) -> int:
-    return size if isinstance(size, int) else max(size)
 
 
 def _texts(rows: PackedRows | StreamedRows, config: CCAConfig, limit: int | None) -> list[Tensor]:

@@ -264,8 +264,8 @@ def export(config: TrainConfig, saved: Path, target: Path, tokenizer: Any, dtype
     else:
         model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     if config.method == "cca":
-        saved = {} if config.strategy == "scratch" else getattr(load_config(config.model), "cca", None) or {}
-        cache_dtype = saved.get("cache_dtype", CCAConfig.cache_dtype)  # no matter of training: it stays
+        before = {} if config.strategy == "scratch" else getattr(load_config(config.model), "cca", None) or {}
+        cache_dtype = before.get("cache_dtype", CCAConfig.cache_dtype)  # no matter of training: it stays
         enable(model, config.cca().replace(cache_dtype=cache_dtype))  # reads learned parameters, which stay behind
     model.config.use_cache = True
     model.to(dtype).save_pretrained(target)
