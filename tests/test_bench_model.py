@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import types
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from tiny_model import save_tiny_model
 from corecontext.bench import figures, model, model_check, model_methods, model_report, model_tables, shapes
 from corecontext.bench.cost import ModelCost, cache_bytes
 from corecontext.bench.model_settings import ModelBench, model_defaults
+from corecontext.cache.allocation import Shape
 from corecontext.cli import main
 from corecontext.config import CCAConfig
 from corecontext.inference import limits
@@ -125,10 +125,8 @@ def more() -> list[Record]:
 
 
 @pytest.mark.parametrize("layers, kv_heads, count", [(2, 16, 2), (2, 48, 6), (1, 48, 3), (3, 16, 3)])
-def test_the_raw_heads_are_so_many_heads_also_where_there_are_more_than_layers(monkeypatch, layers, kv_heads, count):
-    full = types.SimpleNamespace(config=types.SimpleNamespace(num_key_value_heads=kv_heads))
-    monkeypatch.setattr(model_methods, "handle_of", lambda model: types.SimpleNamespace(full=[full] * layers))
-    config, found = model_methods.raw_config(None, CCAConfig(16, 1024), 4096)
+def test_the_raw_heads_are_so_many_heads_also_where_there_are_more_than_layers(layers, kv_heads, count):
+    config, found = model_methods.raw_config(Shape(layers, kv_heads), CCAConfig(16, 1024), 4096)
     assert found == count
     assert sum(size.count(1) for size in config.layer_group_sizes if isinstance(size, tuple)) == count
 

@@ -18,7 +18,7 @@ from corecontext.train.checkpoint import checkpoints, keep_newest, latest, publi
 from corecontext.train.config import TrainConfig, field_help, load_recipe
 from corecontext.train.loss import Taught, chunked_cross_entropy, compute_loss_in_chunks
 from corecontext.train.model import make_model, read_config
-from corecontext.train.teacher import Teacher
+from corecontext.train.teacher import load_teacher
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -93,7 +93,7 @@ def test_a_teacher_is_the_model_under_full_attention_with_documents_apart(family
     config = TrainConfig(model=str(tmp_path), distil=0.5, group_size=4, window_size=8, rope_theta=5e5,
                          context_length=40)
     student = make_model(config, read_config(config), bfloat16=False)
-    teacher = Teacher(config, bfloat16=False, device=torch.device("cpu"))
+    teacher = load_teacher(config, bfloat16=False, device=torch.device("cpu"))
     assert not teacher.model.training and not any(p.requires_grad for p in teacher.model.parameters())
     assert teacher.model.config._attn_implementation == "sdpa" and student.config._attn_implementation == "cca"
     ids, labels = tokens(2, 40), tokens(2, 40, 1)

@@ -22,6 +22,7 @@ from corecontext.bench.model_methods import (FULL, OURS, RAW, ROWS, CompactRun, 
 from corecontext.bench.model_settings import ModelBench
 from corecontext.bench.operator import free_memory
 from corecontext.bench.shapes import make_model, make_prompt
+from corecontext.cache.allocation import Shape
 from corecontext.config import CCAConfig
 from corecontext.inference.limits import check_length, free_bytes
 from corecontext.integrations.hf_cache import cache_bytes
@@ -150,8 +151,7 @@ def _method(run: _Run, method: str, length: int, config: CCAConfig, fuse: str) -
     own: dict[str, Any] = {"fuse": fuse, "chunk_size": bench.chunk_size} if method in OURS else {}
     if method == RAW:
         try:
-            with attention(run.model, method, config):
-                config_of, count = raw_config(run.model, config, length)
+            config_of, count = raw_config(Shape(run.cost.num_layers, run.cost.kv_heads), config, length)
         except ValueError as error:
             return run.skip("prompt", short(error), run.params(method, length, config, **own))
         own |= {"raw_heads": count, "raw_window_size": config_of.window_size}

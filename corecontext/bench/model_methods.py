@@ -23,7 +23,6 @@ from corecontext.cache.full import FullLayer
 from corecontext.config import CCAConfig
 from corecontext.inference import Engine, prefill
 from corecontext.integrations.hf_cache import GivenLayer
-from corecontext.integrations.transformers import handle_of
 
 FULL = ("full", *KERNELS)
 ROWS = "full_rows"  # decodes only
@@ -42,17 +41,13 @@ def attention(model: Any, method: str, config: CCAConfig) -> contextlib.Abstract
     return enabled(model, StreamingLLM(window_size=config.window_size) if method == "streaming_llm" else config)
 
 
-def raw_config(model: Any, config: CCAConfig, length: int) -> tuple[CCAConfig, int]:
+def raw_config(shape: Shape, config: CCAConfig, length: int) -> tuple[CCAConfig, int]:
     """As many KV heads as `corecontext layers --raw` chooses keep every token, at the cache size of equal groups; and
     how many. Which they are makes no difference to memory: they are spread over all layers evenly.
 
     Raises:
         ValueError: they do not fit.
     """
-    handle = handle_of(model)
-    assert handle is not None, "the model is under CCA"
-    own: Any = handle.full[0].config
-    shape = Shape(len(handle.full), own.num_key_value_heads)
     count = raw_heads(shape, config, length)
     units = [Unit(*divmod(i * shape.layers * shape.kv_heads // count, shape.kv_heads)) for i in range(count)]
     return at_equal_cache(shape, units, config, length, raw=True), count

@@ -8,9 +8,11 @@ processes, so many tokens on each, and FSDP2 spreads the weights: weak scaling (
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import sdpa_kernel
 
+from corecontext.bench.check import short
 from corecontext.bench.cost import ModelCost
 from corecontext.bench.measure import PeakMemory, queue_seconds
 from corecontext.bench.methods import KERNELS
+from corecontext.bench.model_methods import RAW, raw_config
 from corecontext.bench.shapes import ROTARY, SHAPES
+from corecontext.cache.allocation import Shape
 from corecontext.config import CCAConfig
 from corecontext.loading import is_out_of_memory
 from corecontext.record import Record, device_name, make_record
@@ -29,7 +34,11 @@ from corecontext.terminal import progress
 from corecontext.text import UserError
 
 LENGTHS = {"cuda": (8192, 32_768, 131_072, 262_144, 524_288), "cpu": (1024, 4096)}
+DEFAULT = "cca_default"
+"""What `corecontext train` does where no recipe is named: heads that keep every token, and a teacher."""
+OURS = ("cca", RAW, DEFAULT)
 LOSS_CHUNK = 2048
+TEACHES = 0.5  # of the loss; what it is makes no difference to time
 CHECK_LENGTH, CHECK_TOLERANCE = 512, {"float32": 1e-4, "bfloat16": 2e-2}
 
 
@@ -42,7 +51,8 @@ class TrainingBench:
     """Tokens of the sequence; with context parallelism, of each process's part."""
     shape: str = "llama-1b"
     methods: Sequence[str] = ()
-    """cca, and full attention by kernel: full, sdpa_flash, sdpa_cudnn; () for those that suit the device."""
+    """cca, cca_raw, cca_default, and full attention by kernel: full, sdpa_flash, sdpa_cudnn; () for those that suit the
+    device."""
     group_size: int = 16
     window_size: int = 1024
     repeats: int = 3
@@ -55,7 +65,7 @@ class TrainingBench:
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise UserError(f"shape must be one of {', '.join(SHAPES)}, got {self.shape!r}.")
-        known = ("cca", "full", *KERNELS)
+        known = (*OURS, "full", *KERNELS)
         for method in self.methods:
             if method not in known:
                 raise UserError(f"method must be {', '.join(known)}, got {method!r}.")
@@ -121,6 +131,7 @@ class _Trial:
 
         from corecontext.integrations.transformers import enable
         from corecontext.train.loss import compute_loss_in_chunks
+        from corecontext.train.teacher import Teacher
 
         self.bench, self.rank, self.world = bench, rank, world
         kind, sizes = SHAPES[bench.shape]
@@ -133,7 +144,13 @@ class _Trial:
         with torch.device(bench.device):
             self.model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32,
                                                                attn_implementation="sdpa").train()
-        compute_loss_in_chunks(self.model, LOSS_CHUNK)
+        self.teacher: Teacher | None = None
+        if DEFAULT in bench.wanted():
+            with torch.device(bench.device):
+                self.teacher = Teacher(AutoModelForCausalLM.from_config(
+                    copy.deepcopy(hf_config), dtype=getattr(torch, bench.dtype), attn_implementation="sdpa"), TEACHES)
+        self.teaches = False
+        compute_loss_in_chunks(self.model, LOSS_CHUNK, self._taught)
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.config = CCAConfig(bench.group_size, bench.window_size)
         self.handle: Any = None
@@ -158,14 +175,41 @@ class _Trial:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
 
-    def _attention(self, method: str, config: CCAConfig | None = None) -> Any:
-        """The context in which the model attends by a method."""
-        if self.handle is not None:
-            return contextlib.nullcontext()
-        if method == "cca":
-            from corecontext.integrations.transformers import enabled
-            return enabled(self.model, config or self.config)
-        return sdpa_kernel(KERNELS[method]) if method in KERNELS else contextlib.nullcontext()
+    def _taught(self, input_ids: torch.Tensor, **rest: Any) -> Any:
+        """The teacher's view, in the steps that have one."""
+        if not self.teaches or self.teacher is None:
+            return None
+        return self.teacher(input_ids, torch.arange(input_ids.shape[1], device=input_ids.device)[None])
+
+    @contextlib.contextmanager
+    def _attention(self, method: str, config: CCAConfig) -> Iterator[None]:
+        """The context in which the model attends, and learns, by a method; `config` is CCA's."""
+        from corecontext.integrations.transformers import enabled
+
+        self.teaches = method == DEFAULT
+        with (contextlib.nullcontext() if self.handle is not None else enabled(self.model, config) if method in OURS
+              else sdpa_kernel(KERNELS[method]) if method in KERNELS else contextlib.nullcontext()):
+            yield
+        self.teaches = False
+
+    def _config(self, method: str, length: int) -> CCAConfig:
+        """CCA's settings: with heads that keep every token, the cache is as large as with equal groups.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        shape = Shape(self.cost.num_layers, self.cost.kv_heads)
+        return self.config if method not in (RAW, DEFAULT) else raw_config(shape, self.config, length)[0]
+
+    def _step_flops(self, method: str, length: int, config: CCAConfig) -> float:
+        """Operations of a step; a teacher adds a pass of full attention, and the head for each token."""
+        if method not in OURS:
+            return self.cost.step_flops(length)
+        sizes = [size for one in config.layer_group_sizes or (config.group_size,)
+                 for size in (one if isinstance(one, tuple) else (one,) * self.cost.kv_heads)]
+        own = statistics.mean(self.cost.step_flops(length, size, config.window_size) for size in sizes)
+        teacher = self.cost.prefill_flops(length) + 2 * (length - 1) * self.cost.head_weights
+        return own + teacher * (method == DEFAULT)
 
     def _loss(self, length: int, whole: bool = False) -> torch.Tensor:
         """This process's share of the mean loss on random tokens, which are the same everywhere; length of all."""
@@ -198,9 +242,10 @@ class _Trial:
                 share, expected = (self._loss(CHECK_LENGTH, whole=whole) for whole in (False, True))
                 dist.all_reduce(share)
             else:
-                with self._attention("full"):
+                wide = CCAConfig(self.config.group_size, CHECK_LENGTH)
+                with self._attention("full", wide):
                     expected = self._loss(CHECK_LENGTH)
-                with self._attention("cca", CCAConfig(self.config.group_size, CHECK_LENGTH)):
+                with self._attention("cca", wide):
                     share = self._loss(CHECK_LENGTH)
         error = abs(float(share - expected) / float(expected))
         if not error <= CHECK_TOLERANCE[self.bench.dtype]:
@@ -210,21 +255,26 @@ class _Trial:
     def measure(self, method: str, length: int, last: dict[str, tuple[int, float]]) -> list[Record]:
         """Records of one method at one length."""
         bench, total = self.bench, length * self.world
-        g, s = (bench.group_size, bench.window_size) if method == "cca" else (1, 1)
         params: dict[str, Any] = {
             "method": method, "backend": self._backend(method), "shape": bench.shape, "strategy": "full",
             "length": total, "tokens_per_gpu": length, "gpus": self.world, "batch": 1, "dtype": bench.dtype,
-            "checkpointing": True, "fsdp": self.wire is not None, "fuse": bench.fuse,
-            "step_flops": self.cost.step_flops(total, g, s)}
-        if method == "cca":
-            params |= {"group_size": g, "window_size": s}
+            "checkpointing": True, "fsdp": self.wire is not None, "fuse": bench.fuse}
         device = device_name(bench.device)
+        if method in OURS:
+            params |= {"group_size": bench.group_size, "window_size": bench.window_size}
+        try:
+            config = self._config(method, total)
+        except ValueError as error:
+            return [make_record("training.skipped", 1, {**params, "reason": short(error)}, device=device)]
+        if config is not self.config:
+            params |= {"raw_window_size": config.window_size}
+        params["step_flops"] = self._step_flops(method, total, config)
         known = last.get(method)
-        if known is not None and known[1] * self.cost.step_flops(total, g, s) / known[0] > bench.limit_s:
+        if known is not None and known[1] * params["step_flops"] / known[0] > bench.limit_s:
             return [make_record("training.skipped", 1, {**params, "reason": "time"}, device=device)]
         received = self.wire.received_bytes if self.wire else 0
         try:
-            with self._attention(method):
+            with self._attention(method, config):
                 self.step(total)
                 gc.collect()
                 if self.wire:
@@ -260,7 +310,7 @@ class _Trial:
 
     def _backend(self, method: str) -> str:
         """What computes the attention."""
-        if method != "cca":
+        if method not in OURS:
             return {"full": "sdpa"}.get(method, method.removeprefix("sdpa_"))
         from corecontext.ops.api import choose_backend
 

@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from corecontext.bench.drawing import CCA, FLOOR, FULL, pyplot, save
+from corecontext.bench.training import DEFAULT, OURS
 from corecontext.record import Record, latest
 from corecontext.terminal import console
 
@@ -32,6 +33,8 @@ class Step:
     """Operations per second and GPU, against one process with as many tokens: a longer sequence has more attention to
     compute per token, so tokens per second alone would not compare."""
     received: Record | None
+    default: Record | None
+    """With heads that keep every token and a teacher, as `corecontext train` does where no recipe is named."""
 
     @property
     def speedup(self) -> float | None:
@@ -58,7 +61,7 @@ def steps(records: Sequence[Record]) -> list[Step]:
         def newest(name: str, method: str, here: dict[str, Any] = here) -> Record | None:
             return latest(records, f"training.{name}", method=method, **here)
 
-        full = [one for method in sorted({r.params["method"] for r in rates} - {"cca"})
+        full = [one for method in sorted({r.params["method"] for r in rates} - set(OURS))
                 if (one := newest("tokens_per_s", method)) is not None]
         best = max(full, key=lambda r: r.value, default=None)
         ours, ours_bytes = newest("tokens_per_s", "cca"), newest("peak_bytes", "cca")
@@ -68,7 +71,8 @@ def steps(records: Sequence[Record]) -> list[Step]:
         alone = newest("tokens_per_s", "cca", {**here, "gpus": 1, "length": tokens}) if gpus > 1 else None
         found.append(Step(length, gpus, fsdp, fuse, ours, ours_bytes.value, best,
                           None if theirs_bytes is None else theirs_bytes.value,
-                          None if alone is None else _rate(ours) / _rate(alone), newest("received_bytes", "cca")))
+                          None if alone is None else _rate(ours) / _rate(alone), newest("received_bytes", "cca"),
+                          newest("tokens_per_s", DEFAULT)))
     return found
 
 
@@ -77,8 +81,8 @@ def _rate(record: Record) -> float:
     return record.value / record.params["length"] * record.params["step_flops"] / record.params["gpus"]
 
 
-COLUMNS = ("length", "GPUs", "full attention, tokens/s", "CCA, tokens/s", "", "of allowed", "full attention, GiB",
-           "CCA, GiB", "scaling", "received, of ring attention")
+COLUMNS = ("length", "GPUs", "full attention, tokens/s", "CCA, tokens/s", "", "of allowed", "the default, tokens/s",
+           "full attention, GiB", "CCA, GiB", "scaling", "received, of ring attention")
 
 
 def _cells(one: Step) -> tuple[str, ...]:
@@ -90,6 +94,7 @@ def _cells(one: Step) -> tuple[str, ...]:
         f"1/{one.received.params['ring_bytes'] / max(1, one.received.value):.1f}"
     run = f"{one.gpus}{', FSDP2' if one.fsdp else ''}{', compiled' if one.fuse else ''}"
     return (str(one.length), run, best, f"{one.cca.value:.0f}", ratio, share,
+            "" if one.default is None else f"{one.default.value:.0f}",
             "" if one.full_bytes is None else f"{one.full_bytes / 2 ** 30:.1f}", f"{one.cca_bytes / 2 ** 30:.1f}",
             "" if one.efficiency is None else f"{one.efficiency:.0%}", ring)
 

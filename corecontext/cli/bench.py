@@ -140,7 +140,9 @@ def bench_train(length: Annotated[Optional[list[int]], typer.Option(
                 shape: Annotated[str, typer.Option(help="llama-1b, llama2-7b, llama3.1-8b, qwen2.5-7b or tiny.")
                                  ] = "llama-1b",
                 method: Annotated[Optional[list[str]], typer.Option(
-                    help="cca, full, sdpa_flash or sdpa_cudnn; may be repeated. Default: all that suit.")] = None,
+                    help="cca, full, sdpa_flash, sdpa_cudnn, cca_raw (some KV heads keep every token, at the same "
+                         "cache size) or cca_default (these, and distilled, as corecontext train does by default); may "
+                         "be repeated. Default: cca and the full attention that suits.")] = None,
                 context_parallel: Annotated[bool, typer.Option(
                     "--context-parallel", help="One sequence on all processes that torchrun started.")] = False,
                 group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = 16,

@@ -150,6 +150,7 @@ def methods(size: Size) -> dict[str, Method]:
         small_groups("raw", 1, "learned", LEARNED),
         small_groups("raw", 1, "distilled", distil=True),
         small_groups("raw", 1, "learned_distilled", LEARNED, distil=True, later=True),
+        small_groups("raw", 1, "distilled_long", distil=True, stretch=4, later=True),
         small_groups("raw", 1, "distilled_gentle", distil=True, rate=0.25, later=True),
         small_groups("raw", 1, "distilled_LoRA", distil=True, trains="lora", later=True),
     ]
@@ -256,9 +257,9 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
         for name in SCRATCH if is_new else ():
             if name != "full":
                 found += [*(tries(name) if seed == first else ()), scratch(name, own, name)]
-    for name in SCRATCH_FINE:
-        last = scratch(name, second, "cca")
-        found.append(last._replace(needs=(*last.needs, layers_of(size, second))))
+    for own in dict.fromkeys(size.bases):
+        fine = [scratch(name, own, "cca") for name in SCRATCH_FINE]
+        found += [one._replace(needs=(*one.needs, layers_of(size, own))) for one in fine]
     return found
 
 

@@ -182,10 +182,10 @@ def _trainer(config: TrainConfig, arguments: Any, model: Any, rows: PackedRows |
     """Trainer on the model, whose loss comes in chunks, with a teacher if it is distilled."""
     from corecontext.integrations.transformers import _inner_model
     from corecontext.train.loss import compute_loss_in_chunks
-    from corecontext.train.teacher import Teacher
+    from corecontext.train.teacher import load_teacher
     from corecontext.train.trainer import CCATrainer
 
-    teacher = Teacher(config, bfloat16=arguments.bf16, device=arguments.device) if config.distil else None
+    teacher = load_teacher(config, bfloat16=arguments.bf16, device=arguments.device) if config.distil else None
     compute_loss_in_chunks(_inner_model(model), config.loss_chunk, teacher)
     return CCATrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=eval_rows, data_collator=collate,
                       context_parallel=config.context_parallel, keep=config.keep)

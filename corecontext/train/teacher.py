@@ -6,34 +6,41 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from corecontext.loading import load_config, one_line
 from corecontext.train.config import TrainConfig
 from corecontext.train.loss import Taught
 
 
-class Teacher:
-    """A frozen copy of what lies at `config.model`, which also a continued run reads again, never a checkpoint.
+def load_teacher(config: TrainConfig, *, bfloat16: bool, device: torch.device) -> Teacher:
+    """What lies at `config.model`, which also a continued run reads again, never a checkpoint.
 
     Its config is the model's own: a new rotary base or other settings are the student's, who learns them, while the
     teacher would predict worse under what it was not trained with.
+
+    Args:
+        bfloat16: Whether the arithmetic is, and so the weights; float32 otherwise.
+
+    Raises:
+        UserError: the weights are missing or do not fit.
     """
+    from transformers import AutoModelForCausalLM
 
-    def __init__(self, config: TrainConfig, *, bfloat16: bool, device: torch.device) -> None:
-        """bfloat16: whether the arithmetic is, and so the weights; float32 otherwise.
+    from corecontext.integrations.transformers import full_attention
 
-        Raises:
-            UserError: the weights are missing or do not fit.
-        """
-        from transformers import AutoModelForCausalLM
+    with one_line(f"model '{config.model}' cannot be loaded"):
+        model = AutoModelForCausalLM.from_pretrained(config.model,
+                                                     attn_implementation=full_attention(load_config(config.model)),
+                                                     dtype=torch.bfloat16 if bfloat16 else torch.float32)
+    return Teacher(model.to(device), config.distil)
 
-        from corecontext.integrations.transformers import full_attention
 
-        with one_line(f"model '{config.model}' cannot be loaded"):
-            model = AutoModelForCausalLM.from_pretrained(config.model,
-                                                         attn_implementation=full_attention(load_config(config.model)),
-                                                         dtype=torch.bfloat16 if bfloat16 else torch.float32)
-        self.model, self.share = model.to(device).eval().requires_grad_(False), config.distil
+class Teacher:
+    """A model under full attention, frozen, and its share of the loss."""
+
+    def __init__(self, model: PreTrainedModel, share: float) -> None:
+        self.model, self.share = model.eval().requires_grad_(False), share
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, position_ids: Tensor, **empty: Any) -> Taught:
