@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import math
 from types import SimpleNamespace
 from typing import Any, Callable
 
@@ -23,7 +24,7 @@ from corecontext.ops import compose  # noqa: E402
 from corecontext.ops.triton import attend as anywhere  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
 from corecontext.testing import (Inputs, assert_accurate, assert_within_budget, make_inputs, plain_cca,  # noqa: E402
-                                 row_errors)
+                                 results_and_gradients, row_errors)
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and backend.hopper is not None
@@ -112,7 +113,7 @@ class _Direct(torch.autograd.Function):
         bias = None if core_bias is None else core_bias.view(kv_heads, -1).repeat(q.shape[0] // kv_heads, 1)
         cores = surface.pool(*groups, **options)
         out, lse = surface.attend(q, k, v, *cores, **sizes, scale=options["scale"], core_bias=bias)
-        ctx.surface, ctx.place, ctx.kept = surface, place, (q, k, v, out, lse, groups, cores)
+        ctx.surface, ctx.place, ctx.kept = surface, place, (q, k, v, place(out), place(lse), groups, cores)
         ctx.sizes, ctx.options, ctx.bias = sizes, options, bias
         return out.view(ctx.shapes[0]), lse.view(ctx.shapes[0][:-1])
 
@@ -246,6 +247,60 @@ def test_chunks_of_queries(r, dim, g, s, core_heads, q_start, count, dtype, way)
         actual = got[0][index].reshape(expected.shape)
         error = torch.stack([row_errors(here(run[index]), expected) for run in plain]).amax(0)
         assert_within_budget(actual, expected, error, name, dtype, roundings, size)
+
+
+@DTYPE
+@pytest.mark.parametrize("how", ["packed", "padded"])
+def test_gradients_of_a_part_of_a_row_are_those_of_the_part_alone(how, dtype):
+    """Documents in a row, and rows with padding, are slices of the batch: of its log-sum-exp, too."""
+    length, edges = (500, (0, 130, 131, 420, 500)) if GPU else (60, (0, 25, 26, 60))
+    dim, g, s = (64, 16, 33) if GPU else (40, 4, 9)
+    inputs = make_inputs(length, num_heads=4, num_kv_heads=2, head_dim=dim, dtype=dtype, device=DEVICE, with_lse=False)
+    run = functools.partial(cca_attention, backend="triton", return_lse=True, group_size=g, window_size=s,
+                            rotary=Rotary.from_theta(1e4, dim, DEVICE))
+    if how == "packed":
+        parts, where = list(zip(edges, edges[1:])), {"cu_seqlens": torch.tensor(edges, device=DEVICE)}
+    else:
+        parts, mask = [(edges[1], length)], torch.arange(length, device=DEVICE)[None] >= edges[1]
+        where = {"attention_mask": mask}
+    found = results_and_gradients(run, inputs, **where)
+    for start, end in parts:
+        alone = type(inputs)(*(x if x is None else x[:, :, start:end].contiguous() for x in inputs))
+        for name, value in results_and_gradients(run, alone).items():
+            torch.testing.assert_close(found[name][:, :, start:end], value, rtol=1e-2, atol=1e-2, msg=lambda why: (
+                f"{name} of {start} to {end}: {why}"))
+
+
+@pytest.mark.skipif(backend.hopper_backward is None, reason="this Triton has no Gluon")
+@DTYPE
+def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch):
+    """The kernels for Hopper run nowhere else, but what comes before them does."""
+    from corecontext.ops.triton import hopper_backward
+
+    taken, dim, length = [], 40, 45
+
+    def launch(kernel, grid, arguments, exact=(), *, num_warps, **constants):
+        if kernel is hopper_backward._prepare_kernel:
+            kernel[grid](*arguments, *exact, **constants, num_warps=num_warps)
+            taken.append(arguments[4])
+
+    monkeypatch.setattr(hopper_backward, "launch", launch)
+    monkeypatch.setattr(hopper_backward, "pool_backward", lambda *args, **options: (None, None, None))
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    row = {name: torch.randn(2, *shape, device=DEVICE, generator=generator).to(dtype) for name, shape in {
+        "grad_out": (2, 80, dim), "q": (2, 80, dim), "k": (80, dim), "v": (80, dim), "out": (2, 80, dim)}.items()}
+    lse, grad_lse = (torch.randn(2, 2, 80, device=DEVICE, generator=generator) for _ in range(2))
+    some = {name: x[..., 20:20 + length, :] for name, x in row.items()}
+    some_lse, some_grad_lse = lse[..., 20:20 + length], grad_lse[..., 20:20 + length]
+    cores = tuple(torch.zeros(2, 1, length // 7, dim, dtype=dtype, device=DEVICE) for _ in range(2))
+    groups = (some["q"][:, :, 6:42:7], *(some[name][:, :42].unflatten(1, (6, 7)) for name in "kv"))
+    hopper_backward.gradients(some["grad_out"], some_grad_lse, some["q"], some["k"], some["v"], some["out"], some_lse,
+                              groups, cores, group_size=7, window_size=10, scale=0.2, core_bias=None, pooling="cca",
+                              core_heads="kv", rotary=None)
+    stats = taken[0].unflatten(-1, (2, -1)).transpose(2, 3).flatten(3)[..., :length]
+    torch.testing.assert_close(stats[:, :, 0], -some_lse / math.log(2), rtol=1e-6, atol=1e-6)
+    delta = some_grad_lse - (some["out"].float() * some["grad_out"].float()).sum(-1)
+    torch.testing.assert_close(stats[:, :, 1], delta, rtol=1e-4, atol=1e-4)
 
 
 class _OneChip:
