@@ -21,7 +21,7 @@ from corecontext.bench import drawing
 from corecontext.cli import main
 from corecontext.eval.summary import Row as ScoreRow
 from corecontext.eval.summary import to_records
-from corecontext.record import make_record, read_records
+from corecontext.record import append_records, make_record, read_records
 from corecontext.reproduce import figures, paper
 from corecontext.reproduce.checkpoint import METHODS, _page
 from corecontext.reproduce.corpus import END, SPLITS, Corpus, Row
@@ -586,6 +586,16 @@ def test_later_methods_have_the_second_seed_and_finalists_all_from_there():
     names = [one.name for one in plan]
     assert len(set(names)) == len(names) and all(need in names for one in plan for need in one.needs)
     assert all(names.index(need) < names.index(one.name) for one in plan for need in one.needs)
+
+
+def test_a_report_has_the_finalists_of_other_calls(tmp_path):
+    size = dataclasses.replace(SMOKE, seeds=(0, 1), bases=(0, 0))
+    asked, other = (Miniature(tmp_path, size, None, "cpu", finalists=names) for names in (("mean",), ()))
+    stage = next(one.name for one in asked.plan if one.method == "mean" and one.seed == 1)
+    assert stage not in [one.name for one in other.plan]
+    (tmp_path / stage).mkdir()
+    append_records(tmp_path / stage / "records.jsonl", [make_record("quality.perplexity", 3.0, {"stage": stage})])
+    assert [one.params["stage"] for one in other.records()] == [stage]
 
 
 def test_the_published_table_has_means_over_seeds_and_shares_of_each_seeds_own_gain():

@@ -11,7 +11,7 @@ import numpy as np
 
 from corecontext.bench import drawing
 from corecontext.record import Record
-from corecontext.reproduce.plan import SCRATCH, SCRATCH_FINE, Size, from_scratch, later_seed, methods
+from corecontext.reproduce.plan import RIVALS, SCRATCH, SCRATCH_FINE, Size, from_scratch, later_seed, methods
 from corecontext.text import atomic_path
 from corecontext.visibility import num_complete_groups, window_capacity
 
@@ -39,18 +39,19 @@ def _of(records: Sequence[Record], name: str, **params: Any) -> list[Record]:
 
 
 def _methods(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
-    """Gain kept, by method."""
+    """Gain kept, by method; rivals in gray."""
     points = []
     for name, method in methods(size).items():
         gains = [one[-1].value for seed in size.seeds
                  if (one := _of(records, "quality.gain_kept", stage=f"{name}-{seed}"))]
         if gains and method.trains:
-            points.append((100 * sum(gains) / len(gains), method.title))
+            points.append((100 * sum(gains) / len(gains), method.title, "#9a9a9a" if name in RIVALS else "#c65d12"))
     if not points:
         return None
     figure, panel = pyplot.subplots(figsize=(8, 0.3 * len(points) + 1.2))
     points.sort(key=lambda one: one[0])
-    panel.barh([title for _, title in points], [gain for gain, _ in points], color="#c65d12")
+    gains, titles, colors = zip(*points)
+    panel.barh(titles, gains, color=colors)
     panel.axvline(60, color="gray", ls=":")
     panel.set_xlabel("share of the long-range gain kept, %")
     return figure

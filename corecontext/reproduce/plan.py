@@ -107,10 +107,12 @@ def methods(size: Size) -> dict[str, Method]:
         title = {"layers": f"small groups in {count} of {size.layers} layers",
                  "heads": f"small groups in {count} of {size.layers * size.kv_heads} KV heads",
                  "raw": f"{count} of {size.layers * size.kv_heads} KV heads keeps every token"}[kind]
+        said = {"gentle": "a quarter of the rate", "long": "four times the steps"}
         config = fine_config(size, kind, units)
         assert isinstance(config, CCAConfig)
-        return Method(f"{kind}_{count}{what and '_'}{what}", config.replace(learned=parameters),
-                      f"CCA, {title}{what and ', '}{what.replace('_', ', ')}", fine=(kind, count), **more)
+        return Method("_".join([f"{kind}_{count}", *what.split()]), config.replace(learned=parameters),
+                      ", ".join([f"CCA, {title}", *(said.get(one, one) for one in what.split())]), fine=(kind, count),
+                      **more)
 
     learned, coarse = cca.replace(learned=LEARNED), COARSE * g
     entries = lambda g: num_complete_groups(size.length, g) + window_capacity(g, s)  # noqa: E731
@@ -149,10 +151,10 @@ def methods(size: Size) -> dict[str, Method]:
         Method("long", cca, "CCA, four times the steps", stretch=4, later=True),
         small_groups("raw", 1, "learned", LEARNED),
         small_groups("raw", 1, "distilled", distil=True),
-        small_groups("raw", 1, "learned_distilled", LEARNED, distil=True, later=True),
-        small_groups("raw", 1, "distilled_long", distil=True, stretch=4, later=True),
-        small_groups("raw", 1, "distilled_gentle", distil=True, rate=0.25, later=True),
-        small_groups("raw", 1, "distilled_LoRA", distil=True, trains="lora", later=True),
+        small_groups("raw", 1, "learned distilled", LEARNED, distil=True, later=True),
+        small_groups("raw", 1, "distilled long", distil=True, stretch=4, later=True),
+        small_groups("raw", 1, "distilled gentle", distil=True, rate=0.25, later=True),
+        small_groups("raw", 1, "distilled LoRA", distil=True, trains="lora", later=True),
     ]
     budget = max(1, size.length // 16)
     pattern = Pattern("vertical_slash", budget, 2 * budget)
@@ -178,6 +180,9 @@ def fine_config(size: Size, kind: str, units: Sequence[Unit]) -> CCAConfig | Duo
                           raw=kind == "raw")
 
 
+DUO = ("duo_1", "duo_1_distilled")
+RIVALS = ("window", "window_wide", "streaming_llm", "lm_infinite", "mean", "max", *DUO)
+"""Adapted methods that are not ours; DuoAttention the paper does not have."""
 FINALISTS = ("full", "window", "cca", "raw_1", "raw_1_distilled", "duo_1", "duo_1_distilled")
 """Run with every seed: what gains are measured by, the paper's rule, what was best on the first seed's validation text
 and what comes nearest to it."""

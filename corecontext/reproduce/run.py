@@ -167,8 +167,9 @@ class Miniature:
         return True
 
     def records(self) -> list[Record]:
-        """The records of all stages that are done."""
-        return [one for stage in self.plan if self.is_done(stage.name)
+        """The records of all stages that are done, of other calls' finalists, too."""
+        trained = tuple(one.name for one in self.methods.values() if one.trains)
+        return [one for stage in stages(self.size, trained) if self.is_done(stage.name)
                 for one in read_records(self.folder / stage.name / RECORDS)]
 
     # Stages ----------------------------------------------------------------------------------------------------
