@@ -131,7 +131,6 @@ class _Trial:
 
         from corecontext.integrations.transformers import enable
         from corecontext.train.loss import compute_loss_in_chunks
-        from corecontext.train.teacher import Teacher
 
         self.bench, self.rank, self.world = bench, rank, world
         kind, sizes = SHAPES[bench.shape]
@@ -144,12 +143,7 @@ class _Trial:
         with torch.device(bench.device):
             self.model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32,
                                                                attn_implementation="sdpa").train()
-        self.teacher: Teacher | None = None
-        if DEFAULT in bench.wanted():
-            with torch.device(bench.device):
-                self.teacher = Teacher(AutoModelForCausalLM.from_config(
-                    copy.deepcopy(hf_config), dtype=getattr(torch, bench.dtype), attn_implementation="sdpa"), TEACHES)
-        self.teaches = False
+        self.hf_config, self.teacher = hf_config, None
         compute_loss_in_chunks(self.model, LOSS_CHUNK, self._taught)
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.config = CCAConfig(bench.group_size, bench.window_size)
@@ -177,7 +171,7 @@ class _Trial:
 
     def _taught(self, input_ids: torch.Tensor, **rest: Any) -> Any:
         """The teacher's view, in the steps that have one."""
-        if not self.teaches or self.teacher is None:
+        if self.teacher is None:
             return None
         return self.teacher(input_ids, torch.arange(input_ids.shape[1], device=input_ids.device)[None])
 
@@ -186,11 +180,22 @@ class _Trial:
         """The context in which the model attends, and learns, by a method; `config` is CCA's."""
         from corecontext.integrations.transformers import enabled
 
-        self.teaches = method == DEFAULT
+        self.teacher = self._make_teacher() if method == DEFAULT else None
         with (contextlib.nullcontext() if self.handle is not None else enabled(self.model, config) if method in OURS
               else sdpa_kernel(KERNELS[method]) if method in KERNELS else contextlib.nullcontext()):
             yield
-        self.teaches = False
+        self.teacher = None
+
+    def _make_teacher(self) -> Any:
+        """Random weights of the student's shape; no other method shares the device with them."""
+        from transformers import AutoModelForCausalLM
+
+        from corecontext.train.teacher import Teacher
+
+        with torch.device(self.bench.device):
+            return Teacher(AutoModelForCausalLM.from_config(
+                copy.deepcopy(self.hf_config), dtype=getattr(torch, self.bench.dtype), attn_implementation="sdpa"),
+                TEACHES)
 
     def _config(self, method: str, length: int) -> CCAConfig:
         """CCA's settings: with heads that keep every token, the cache is as large as with equal groups.
