@@ -274,17 +274,23 @@ def test_gradients_of_a_part_of_a_row_are_those_of_the_part_alone(how, dtype):
 @pytest.mark.skipif(backend.hopper_backward is None, reason="this Triton has no Gluon")
 @DTYPE
 def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch):
-    """The kernels for Hopper run nowhere else, but what comes before them does."""
-    from corecontext.ops.triton import hopper_backward
+    """The kernels for Hopper run nowhere else, but what comes before them does; and what they are given lies as they
+    take it to lie: whatever comes without its strides, element by element."""
+    from corecontext.ops.triton import hopper, hopper_backward
 
-    taken, dim, length = [], 40, 45
+    taken, launched, dim, length = [], [], 40, 45
 
     def launch(kernel, grid, arguments, exact=(), *, num_warps, **constants):
+        launched.append(kernel)
+        with_strides = 2 if kernel is hopper_backward._prepare_kernel else 0  # the output and its gradient
+        assert all(x.is_contiguous() for x in arguments[with_strides:] if isinstance(x, Tensor))
         if kernel is hopper_backward._prepare_kernel:
             kernel[grid](*arguments, *exact, **constants, num_warps=num_warps)
             taken.append(arguments[4])
 
-    monkeypatch.setattr(hopper_backward, "launch", launch)
+    for module in (hopper, hopper_backward):
+        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(hopper, "num_programs", lambda device: 132)
     monkeypatch.setattr(hopper_backward, "pool_backward", lambda *args, **options: (None, None, None))
     generator = torch.Generator(DEVICE).manual_seed(0)
     row = {name: torch.randn(2, *shape, device=DEVICE, generator=generator).to(dtype) for name, shape in {
@@ -294,9 +300,12 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
     some_lse, some_grad_lse = lse[..., 20:20 + length], grad_lse[..., 20:20 + length]
     cores = tuple(torch.zeros(2, 1, length // 7, dim, dtype=dtype, device=DEVICE) for _ in range(2))
     groups = (some["q"][:, :, 6:42:7], *(some[name][:, :42].unflatten(1, (6, 7)) for name in "kv"))
+    bias, sizes = torch.ones(4, 2, device=DEVICE)[::2], {"group_size": 7, "window_size": 10, "scale": 0.2}
+    hopper.attend(some["q"], some["k"], some["v"], *cores, core_bias=bias, **sizes)
     hopper_backward.gradients(some["grad_out"], some_grad_lse, some["q"], some["k"], some["v"], some["out"], some_lse,
-                              groups, cores, group_size=7, window_size=10, scale=0.2, core_bias=None, pooling="cca",
-                              core_heads="kv", rotary=None)
+                              groups, cores, core_bias=bias, pooling="cca", core_heads="kv", rotary=None, **sizes)
+    assert launched == [hopper._attend_fwd_hopper, hopper_backward._prepare_kernel, hopper_backward._attend_bwd_hopper,
+                        hopper_backward._finish_kernel]
     stats = taken[0].unflatten(-1, (2, -1)).transpose(2, 3).flatten(3)[..., :length]
     torch.testing.assert_close(stats[:, :, 0], -some_lse / math.log(2), rtol=1e-6, atol=1e-6)
     delta = some_grad_lse - (some["out"].float() * some["grad_out"].float()).sum(-1)
