@@ -11,6 +11,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from corecontext.text import UserError
 from corecontext.train.config import TrainConfig, field_help, load_recipe
 
 
@@ -54,7 +55,14 @@ def _by_default(given: dict[str, Any]) -> TrainConfig:
     from corecontext.train.model import best_settings, held_settings
 
     held = held_settings(TrainConfig().replace(**given), given)
-    config = TrainConfig().replace(**held | given)
+    try:
+        config = TrainConfig().replace(**held | given)
+    except ValueError as error:
+        own = [name for name in held if name not in given and name in str(error)]
+        if not own:
+            raise
+        raise UserError(f"{error} '{given['model']}' was adapted with {' and '.join(own)} of its own: leave the option "
+                        "out, or begin with a model that was not adapted.") from None
     best = {} if held else best_settings(config, given)
     if best and not int(os.environ.get("RANK", "0")):
         told = {"raw_heads": "KV heads that keep every token", "distil": "the model as it was teaches"}
