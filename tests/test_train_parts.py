@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from corecontext.config import LEARNED
 from corecontext.text import UserError
 from corecontext.train.checkpoint import checkpoints, keep_newest, latest, publish
 from corecontext.train.config import TrainConfig, field_help, load_recipe
+from corecontext.train import loss as loss_module
 from corecontext.train.loss import Taught, chunked_cross_entropy, compute_loss_in_chunks
 from corecontext.train.model import make_model, read_config
 from corecontext.train.teacher import load_teacher
@@ -85,6 +87,24 @@ def test_a_teacher_gives_the_divergence_and_its_gradient(softcap, teachers):
     itself = Taught(hidden.detach(), weight.detach(), 1.0, softcap)
     same = chunked_cross_entropy(hidden, weight, labels, 35, 8, softcap=softcap, taught=itself)
     assert same.abs() < 1e-6 and torch.autograd.grad(same, hidden)[0].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_logits_of_one_chunk_exist_at_a_time(share, monkeypatch):
+    """The student's and, where there is one, the teacher's; those of a large vocabulary are what memory is short of."""
+    hidden, weight = torch.randn(40, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    taught = share and Taught(torch.randn(40, 8), torch.randn(50, 8), share)
+    real, alive, most = loss_module._logits, [], []
+
+    def watched(*args):
+        logits, slope = real(*args)
+        alive.append(weakref.ref(logits))
+        most.append(sum(one() is not None for one in alive))
+        return logits, slope
+
+    monkeypatch.setattr(loss_module, "_logits", watched)
+    chunked_cross_entropy(hidden, weight, torch.zeros(40, dtype=torch.long), 40, 10, taught=taught)
+    assert most == ([1, 2] * 4 if share else [1] * 4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2-hybrid"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,35 +61,17 @@ class _ChunkedLoss(torch.autograd.Function):
         matrix, total = weight.to(hidden.dtype), torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        share = 0.0 if taught is None else taught.share
         for low in range(0, hidden.shape[0], chunk):
             rows = slice(low, low + chunk)
-            logits, slope = _logits(hidden[rows], matrix, softcap)
-            wanted = labels[rows].clamp(min=0)[:, None]
-            shares = (labels[rows] != IGNORED).float() / count  # before rounding to the dtype of hidden
-            lse = logits.logsumexp(-1)
-            losses = (1 - share) * (lse - logits.gather(1, wanted)[:, 0])
-            log_p = logits.sub_(lse[:, None])
-            p_teacher = None
-            if taught is not None and share:
-                log_teacher = _logits(taught.hidden[rows], taught.weight, taught.softcap)[0].log_softmax(-1)
-                p_teacher = log_teacher.exp()
-                losses += share * log_teacher.sub_(log_p).mul_(p_teacher).sum(-1)
-            total += (losses * shares).sum()
-            if grad_hidden is None and grad_weight is None:
-                continue
-            grad = log_p.exp_()  # less (1 - share) at the label and share of the teacher's probabilities
-            grad.scatter_add_(1, wanted, grad.new_full(wanted.shape, share - 1))
-            if p_teacher is not None:
-                grad.sub_(p_teacher, alpha=share)
-            grad *= shares[:, None]
-            if slope is not None:
-                grad *= slope
-            grad = grad.to(hidden.dtype)
+            part = None if taught is None or not taught.share else replace(taught, hidden=taught.hidden[rows])
+            loss, grad = _of_chunk(hidden[rows], matrix, labels[rows], count, softcap, part,
+                                   grad_hidden is not None or grad_weight is not None)
+            total += loss
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ matrix
             if grad_weight is not None:
                 grad_weight += grad.mT @ hidden[rows]
+            del grad  # or it would be there beside the next chunk's logits
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
         return total
@@ -100,6 +82,35 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         return (None if grad_hidden is None else grad_hidden * grad.to(grad_hidden.dtype),
                 None if grad_weight is None else (grad_weight * grad).to(ctx.dtype), None, None, None, None, None)
+
+
+def _of_chunk(hidden: Tensor, matrix: Tensor, labels: Tensor, count: Tensor, softcap: float | None,
+              taught: Taught | None, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """A chunk's part of the loss and, or None, the gradient of its logits [n, V] in the dtype of hidden; what else has
+    that many numbers is gone with the call."""
+    share = 0.0 if taught is None else taught.share
+    logits, slope = _logits(hidden, matrix, softcap)
+    wanted = labels.clamp(min=0)[:, None]
+    shares = (labels != IGNORED).float() / count  # before rounding to the dtype of hidden
+    lse = logits.logsumexp(-1)
+    losses = (1 - share) * (lse - logits.gather(1, wanted)[:, 0])
+    log_p = logits.sub_(lse[:, None])
+    p_teacher = None
+    if taught is not None:
+        log_teacher = _logits(taught.hidden, taught.weight, taught.softcap)[0].log_softmax(-1)
+        p_teacher = log_teacher.exp()
+        losses += share * log_teacher.sub_(log_p).mul_(p_teacher).sum(-1)
+    loss = (losses * shares).sum()
+    if not with_gradient:
+        return loss, None
+    grad = log_p.exp_()  # less (1 - share) at the label and share of the teacher's probabilities
+    grad.scatter_add_(1, wanted, grad.new_full(wanted.shape, share - 1))
+    if p_teacher is not None:
+        grad.sub_(p_teacher, alpha=share)
+    grad *= shares[:, None]
+    if slope is not None:
+        grad *= slope
+    return loss, grad.to(hidden.dtype)
 
 
 def _logits(hidden: Tensor, matrix: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
