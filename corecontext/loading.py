@@ -172,12 +172,12 @@ def load_config(name: str) -> Any:
 
 def check_architecture(hf_config: Any) -> None:
     """Raise a UserError before weights are loaded, if `enable` would refuse the architecture after."""
-    from corecontext.integrations.transformers import NO_FULL_ATTENTION, TESTED, has_full_attention
+    from corecontext.integrations.transformers import NO_FULL_ATTENTION, TESTED, full_layers
 
     if hf_config.model_type not in TESTED:
         raise UserError(f"architecture {hf_config.model_type!r} is not tested with CCA attention. "
                         f"Tested: {', '.join(TESTED)}.")
-    if not any(has_full_attention(hf_config, layer) for layer in range(hf_config.num_hidden_layers)):
+    if not full_layers(hf_config):
         raise UserError(NO_FULL_ATTENTION.format(hf_config.num_hidden_layers))
 
 

@@ -217,6 +217,11 @@ def has_full_attention(config: Any, layer_idx: int) -> bool:
     return types[layer_idx] == "full_attention" if types else getattr(config, "sliding_window", None) is None
 
 
+def full_layers(config: Any) -> list[int]:
+    """The layers of a model of this Hugging Face config that see everything."""
+    return [layer for layer in range(config.num_hidden_layers) if has_full_attention(config, layer)]
+
+
 def _attention_modules(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
     """Attention modules with full causal attention, and the others (sliding window)."""
     modules = [m for name, m in model.named_modules() if hasattr(m, "layer_idx") and name.endswith("self_attn")]

@@ -16,7 +16,7 @@ from corecontext.config import CCAConfig
 from corecontext.data.packing import PackedRows
 from corecontext.data.stream import StreamedRows
 from corecontext.inference.limits import position_limit
-from corecontext.integrations.transformers import enable, full_attention, has_full_attention
+from corecontext.integrations.transformers import enable, full_attention, full_layers
 from corecontext.loading import load_config, one_line
 from corecontext.search import find_units, least_length
 from corecontext.text import UserError
@@ -93,8 +93,7 @@ def _find(config: TrainConfig, arguments: Any, rows: PackedRows | StreamedRows) 
 def _untrained(config: TrainConfig, hf_config: Any) -> CCAConfig:
     """The same for random weights."""
     text = hf_config.get_text_config(decoder=True)
-    shape = Shape(sum(has_full_attention(hf_config, layer) for layer in range(text.num_hidden_layers)),
-                  getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    shape = Shape(len(full_layers(hf_config)), getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     count = config.raw_heads or raw_heads(shape, config.cca(), config.context_length)
     try:
         return at_equal_cache(shape, untrained_heads(shape, count), config.cca(), config.context_length, raw=True)

@@ -60,7 +60,7 @@ def held_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     Raises:
         UserError: its groups follow from each sequence's length, which a run's cannot.
     """
-    from corecontext.integrations.transformers import has_full_attention
+    from corecontext.integrations.transformers import full_layers
 
     hf_config = load_config(config.model) if config.model else None
     saved = getattr(hf_config, "cca", None)
@@ -71,8 +71,8 @@ def held_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
         raise UserError(f"group_size must be given for '{config.model}', whose groups are {held.num_groups} at any "
                         "length, got none. Use --group-size.")
     if held.head_group_sizes is not None and not sized:  # a run has them by layer
-        layers = sum(has_full_attention(hf_config, i) for i in range(hf_config.num_hidden_layers))
-        held = held.replace(head_group_sizes=None, layer_group_sizes=(held.head_group_sizes,) * layers)
+        held = held.replace(head_group_sizes=None,
+                            layer_group_sizes=(held.head_group_sizes,) * len(full_layers(hf_config)))
     names = {one.name for one in fields(TrainConfig)} - ({"layer_group_sizes"} if "group_size" in given else set())
     return {k: v for k, v in held.to_dict().items() if k in names and v is not None}
 
