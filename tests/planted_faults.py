@@ -213,6 +213,9 @@ FAULTS = [
     Fault("sinks: a shared beginning without them", "inference/prefix.py", "x[:, :, :part.raw_size].clone()",
           "x[:, :, :part.ring_size].clone()", "tests/test_scheduler.py::test_a_branched_cache_is_the_same_bits_under"
           "_every_setting"),
+    Fault("5: of a document in a row the log-sum-exp of other tokens, Hopper", "ops/triton/hopper_backward.py",
+          "lse = lse.contiguous()", "lse = lse",
+          "tests/test_triton_dispatch.py::test_what_the_hopper_backward_prepares_is_of_its_own_rows"),
     Fault("arrows: a backend imports another", "ops/packed.py", "from corecontext.ops import compose, partial, pooling",
           "from corecontext.ops import compose, partial, pooling, reference", "tests/test_layers_arrows.py"),
 ]
