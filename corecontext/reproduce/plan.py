@@ -167,6 +167,12 @@ def methods(size: Size) -> dict[str, Method]:
     return {one.name: one for one in found + zero}
 
 
+def alike(known: dict[str, Method], method: Method) -> list[str]:
+    """The methods with this one's attention, itself among them: what it costs does not depend on how its weights were
+    trained."""
+    return [one.name for one in known.values() if one.config == method.config]
+
+
 def fine_config(size: Size, kind: str, units: Sequence[Unit]) -> CCAConfig | DuoAttention:
     """Small groups in these layers or heads ("raw" and "duo": all tokens), with a cache as large as the paper's rule
     has."""

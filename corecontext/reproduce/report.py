@@ -25,6 +25,7 @@ from corecontext.reproduce.plan import (
     Method,
     Size,
     adapted,
+    alike,
     from_scratch,
     later_seed,
     layers_of,
@@ -235,9 +236,7 @@ def _methods(page: Page, known: dict[str, Method], size: Size) -> str:
 
 
 def _cost_of(page: Page, name: str, known: dict[str, Method], method: Method) -> Record | None:
-    """What a method costs does not depend on how its weights were trained."""
-    alike = (one.name for one in known.values() if one.config == method.config)
-    return next((found for one in alike if (found := page.find(name, of="methods", method=one))), None)
+    return next((found for one in alike(known, method) if (found := page.find(name, of="methods", method=one))), None)
 
 
 def _cache(page: Page, known: dict[str, Method], method: Method) -> Record | None:

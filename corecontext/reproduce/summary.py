@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 
 from corecontext.bench.figures import OneTable, update_pages
 from corecontext.record import Record
-from corecontext.reproduce.plan import SCRATCH, SCRATCH_FINE, SIZES, Method, adapted, from_scratch, methods
+from corecontext.reproduce.plan import SCRATCH, SCRATCH_FINE, SIZES, Method, adapted, alike, from_scratch, methods
 
 SHORT = ("full", "window", "window_wide", "duo_1", "cca", "distilled", "raw_1", "raw_1_distilled")
 """Of README."""
@@ -76,10 +76,10 @@ def _shown(values: Sequence[float], form: str) -> str:
 
 
 def _cache(records: Sequence[Record], method: Method) -> str:
-    """Of one text of the trained length; what weights were trained to does not matter."""
-    known = methods(SIZES["mini"])
+    """Of one text of the trained length."""
+    names = alike(methods(SIZES["mini"]), method)
     held = [one.value for one in records if one.name == "model.cache_bytes" and one.params.get("of") == "methods"
-            and one.params["method"] in known and known[one.params["method"]].config == method.config]
+            and one.params["method"] in names]
     return f"{held[-1] / 2 ** 20:.2f}" if held else ""
 
 
