@@ -183,8 +183,10 @@ class _Trial:
         self.teacher = self._make_teacher() if method == DEFAULT else None
         with (contextlib.nullcontext() if self.handle is not None else enabled(self.model, config) if method in OURS
               else sdpa_kernel(KERNELS[method]) if method in KERNELS else contextlib.nullcontext()):
-            yield
-        self.teacher = None
+            try:
+                yield
+            finally:
+                self.teacher = None
 
     def _make_teacher(self) -> Any:
         """Random weights of the student's shape; no other method shares the device with them."""

@@ -19,6 +19,7 @@ from corecontext.reproduce.corpus import Corpus
 from corecontext.reproduce.evaluate import windows
 from corecontext.reproduce.plan import (
     DUO,
+    PAPER_RIVALS,
     RIVALS,
     SCRATCH,
     SCRATCH_FINE,
@@ -385,7 +386,7 @@ def _targets(page: Page, known: dict[str, Method], size: Size) -> str:
                  {"task": "multidoc_planted", "documents": passages}),
                 (f"more is right of people's questions about {passages} passages", "quality.accuracy", 1,
                  {"task": "multidoc_qa", "documents": passages})):
-            for others, rivals in (("any of the paper's rivals, or a window,", RIVALS[:-len(DUO)]),
+            for others, rivals in (("any of the paper's rivals, or a window,", PAPER_RIVALS),
                                    ("DuoAttention", DUO)):
                 found = [(*both, rival) for rival in rivals
                          if (both := _beside(page, name, ours.name, rival, size, **params))[0] is not None]
