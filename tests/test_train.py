@@ -6,12 +6,10 @@ import importlib.util
 import json
 import os
 import resource
-import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,30 +26,22 @@ pytest.importorskip("datasets", reason="training reads its data with datasets")
 import datasets  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from train_runs import ROOT, STEPS, assert_equal, make_setting, stop_at, weights  # noqa: E402
 
 import corecontext  # noqa: E402
 from corecontext.cli import main  # noqa: E402
 from corecontext.integrations.transformers import handle_of  # noqa: E402
 from corecontext.text import UserError  # noqa: E402
-from corecontext.train import TrainConfig, arguments, card, folder, heads, run, trainer  # noqa: E402
+from corecontext.train import TrainConfig, arguments, card, folder, run, trainer  # noqa: E402
 from corecontext.train.checkpoint import checkpoints  # noqa: E402
 from corecontext.train.config import load_recipe  # noqa: E402
 from corecontext.train.run import train  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[1]
-STEPS, EVERY = 6, 2
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory) -> TrainConfig:
     """A tiny model, text in several documents, and a run on them."""
-    folder = tmp_path_factory.mktemp("train")
-    text = (ROOT / "LICENSE").read_text()
-    for i in range(3):
-        (folder / f"text{i}.txt").write_text(text[1500 * i:1500 * (i + 1)])
-    return TrainConfig(model=save_tiny_model(folder / "model"), data=tuple(map(str, sorted(folder.glob("*.txt")))),
-                       output=str(folder / "whole"), cache_dir=str(folder / "cache"), context_length=96, group_size=4,
-                       window_size=10, steps=STEPS, save_every=EVERY, learning_rate=3e-3, warmup_steps=1, keep=10)
+    return make_setting(tmp_path_factory.mktemp("train"))
 
 
 @pytest.fixture(scope="module")
@@ -59,32 +49,6 @@ def whole(setting) -> dict[str, torch.Tensor]:
     """The weights at the end of a run that nothing disturbs."""
     train(setting)
     return weights(setting)
-
-
-def weights(config: TrainConfig, which: str = "model") -> dict[str, torch.Tensor]:
-    """The weights of the final model or of a checkpoint of a run."""
-    return load_file(Path(config.output) / which / "model.safetensors")
-
-
-def stop_at(step: int, config: TrainConfig, before: Callable[[], None] = lambda: None) -> None:
-    """Train until a user stops it with Ctrl-C after so many steps."""
-    own = trainer.CCATrainer.training_step
-
-    def stopped(self, *args):
-        if self.state.global_step == step:
-            before()
-            raise KeyboardInterrupt
-        return own(self, *args)
-
-    with mock.patch.object(trainer.CCATrainer, "training_step", stopped), pytest.raises(KeyboardInterrupt):
-        train(config)
-
-
-def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    """Bit for bit."""
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
 
 
 def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys):
@@ -227,127 +191,6 @@ def test_a_continued_run_saves_and_logs_as_often_as_it_is_told_now(setting, tmp_
     assert [path.name for path in checkpoints(Path(config.output))] == [f"checkpoint-{i}" for i in (3, 4, 5)]
     assert [step for step, _ in result.losses] == [5]  # a finished run has a loss, whatever log_every is
     assert f"{result.losses[0][1]:.4f} at step 5" in (result.model / "README.md").read_text()
-
-
-@pytest.fixture(scope="module")
-def sharp(setting, tmp_path_factory) -> TrainConfig:
-    """The setting with a model to whose predictions it matters what attention sees."""
-    folder = tmp_path_factory.mktemp("sharp")
-    name = save_tiny_model(folder / "model")
-    model = transformers.AutoModelForCausalLM.from_pretrained(name)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter *= 5 if parameter.dim() > 1 else 1
-    model.save_pretrained(name)
-    return setting.replace(model=name, output=str(folder / "whole"), distil=1.0)
-
-
-def test_distilled_a_model_comes_to_predict_as_it_did_under_full_attention(sharp, tmp_path):
-    def losses(name, **changes):
-        result = train(sharp.replace(output=str(tmp_path / name), **changes))
-        return [loss for _, loss in result.losses], result.metrics
-
-    wide, _ = losses("wide", window_size=96, steps=1)
-    assert abs(wide[0]) < 1e-6  # CCA that sees every token is full attention
-    based, _ = losses("based", window_size=96, steps=1, rope_theta=5e5)
-    assert based[0] > 1e-3  # the base is the student's alone
-    narrow, _ = losses("narrow", steps=6, data=sharp.data[:1], batch_size=15, learning_rate=2e-4)  # always all rows
-    assert narrow[0] > 0.01 and narrow[-1] < 0.9 * narrow[0]
-    # Nothing learns at rate 0: the loss is a mixture of both, and what is evaluated is none.
-    still = {"learning_rate": 0.0, "steps": 2, "eval_data": sharp.data[:1]}
-    found = [losses(f"still{share}", distil=share, **still) for share in (0.0, 1.0, 0.25)]
-    for none, whole, quarter in zip(*(training for training, _ in found)):
-        assert quarter == pytest.approx(0.75 * none + 0.25 * whole, rel=1e-5)
-    assert found[0][1] == found[1][1] == found[2][1]
-    card = (tmp_path / "still0.25/model/README.md").read_text()
-    assert "- distilled: 0.25 of this loss is the divergence from the predictions of `model` as it was" in card
-    assert "distilled" not in (tmp_path / "still0.0/model/README.md").read_text()
-
-
-def test_distilled_it_continues_bit_for_bit(sharp, tmp_path):
-    """The teacher of a continued run is the model that the run began with."""
-    for strategy in ("full", "lora"):
-        config = sharp.replace(strategy=strategy, output=str(tmp_path / f"{strategy}-whole"), distil=0.5, steps=4)
-        train(config)
-        stopped = config.replace(output=str(tmp_path / strategy))
-        stop_at(3, stopped)
-        assert train(stopped).resumed_from == 2
-        assert_equal(weights(stopped), weights(config))
-
-
-@pytest.fixture(scope="module")
-def one_head(sharp, tmp_path_factory) -> TrainConfig:
-    """A model of whose four KV heads one attends, and a run that is to find it."""
-    name = save_tiny_model(tmp_path_factory.mktemp("one_head") / "model")
-    model = transformers.AutoModelForCausalLM.from_pretrained(sharp.model)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.o_proj.weight.zero_()
-        model.model.layers[1].self_attn.o_proj.weight[:, :32] = 0
-    model.save_pretrained(name)
-    return sharp.replace(model=name, output=f"{name}-run", distil=0.0, context_length=128, window_size=32,
-                         raw_heads=None, steps=4)
-
-
-def test_the_head_that_keeps_every_token_is_found_once_on_the_runs_text(one_head, tmp_path, monkeypatch, capsys):
-    train(one_head)
-    assert "keep every token (layer.head): 1.1; s = " in capsys.readouterr().out
-    written = json.loads(Path(one_head.output, "train_config.json").read_text())
-    sizes = written["heads"]
-    assert sizes["layer_group_sizes"] == [16, [16, 1]] and 16 < sizes["window_size"] < 32
-    assert written["config"]["raw_heads"] is None and written["config"]["window_size"] == 32
-    assert handle_of(corecontext.from_pretrained(f"{one_head.output}/model")).config == corecontext.CCAConfig(
-        4, sizes["window_size"], layer_group_sizes=(16, (16, 1)))
-    assert "g = [16, (16, 1)] by layer" in Path(one_head.output, "model/README.md").read_text()
-
-    # The same as a run that is told; and a continued one does not look again.
-    told = one_head.replace(output=str(tmp_path / "told"), raw_heads=0, window_size=sizes["window_size"],
-                            layer_group_sizes=(16, (16, 1)))
-    train(told)
-    assert_equal(weights(told), weights(one_head))
-    streamed = one_head.replace(output=str(tmp_path / "streamed"), streaming=True)  # looking moves no row
-    train(streamed)
-    train(told.replace(output=str(tmp_path / "told_streamed"), streaming=True))
-    assert_equal(weights(streamed), load_file(tmp_path / "told_streamed/model/model.safetensors"))
-    stopped = one_head.replace(output=str(tmp_path / "stopped"))
-    stop_at(3, stopped)
-    monkeypatch.setattr(heads, "_find", mock.Mock(side_effect=AssertionError))
-    assert train(stopped).resumed_from == 2
-    assert_equal(weights(stopped), weights(one_head))
-
-
-def test_heads_cannot_be_found_in_short_text_or_paid_for_in_a_short_context(one_head, tmp_path):
-    changes = {"output": str(tmp_path / "run"), "steps": 1}
-    with pytest.raises(UserError, match=r"documents of 136 tokens or more .* got 128 tokens at most in \d+ rows\. Give "
-                                        r"longer .* the paper's rule, which needs none: --raw-heads 0\.$"):
-        train(one_head.replace(window_size=52, **changes))
-    for many, window, told in ((None, 10, "what keeps every token must be at most 0 of 4 KV heads"),
-                               (2, 32, "count must be 1 .. 1 of 2 to choose from, got 2")):
-        with pytest.raises(UserError, match=rf"^raw_heads: {told}.* --raw-heads 0\.$"):
-            train(one_head.replace(raw_heads=many, window_size=window, **changes))
-
-
-def test_processes_wait_for_the_one_that_finds_the_heads(one_head, tmp_path, monkeypatch):
-    store, found = dist.HashStore(), {"window_size": 9, "layer_group_sizes": [8, [8, 1]]}
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    config = one_head.replace(output=str(tmp_path))
-
-    def process(rank):
-        return heads.with_heads(config, None, SimpleNamespace(world_size=2, process_index=rank), None)
-
-    def find(*_):
-        time.sleep(0.1)
-        return found
-
-    monkeypatch.setattr(heads, "_find", find)
-    with ThreadPoolExecutor(2) as pool:
-        for one in pool.map(process, (1, 0), timeout=20):
-            assert (one.window_size, one.layer_group_sizes, one.raw_heads) == (9, (8, (8, 1)), 0)
-        monkeypatch.setattr(heads, "_find", mock.Mock(side_effect=UserError("too short")))
-        second, first = pool.submit(process, 1), pool.submit(process, 0)
-        with pytest.raises(UserError, match="too short"):
-            first.result(20)
-        with pytest.raises(UserError, match="the first process says why"):
-            second.result(20)
 
 
 def test_settings_of_generation_that_cannot_be_saved_do_no_harm(setting, tmp_path):
@@ -617,97 +460,6 @@ def test_rivals_train_too(setting, tmp_path, method, distil):
     config = setting.replace(output=str(tmp_path / "run"), method=method, steps=2, distil=distil)
     train(config)
     assert not hasattr(transformers.AutoConfig.from_pretrained(Path(config.output) / "model"), "cca")
-
-
-@pytest.mark.parametrize("options, expected", [
-    ((), {"window_size": 13, "layer_group_sizes": ((8, 1), 8)}),
-    (("--strategy", "lora"), {"window_size": 13, "layer_group_sizes": ((8, 1), 8)}),
-    (("--window-size", "9"), {"window_size": 9, "layer_group_sizes": ((8, 1), 8)}),
-    (("--group-size", "2"), {"group_size": 2, "window_size": 13}),
-    (("--strategy", "scratch"), {"group_size": 16, "layer_group_sizes": (64, (1, 64))}),  # none of it: a new model
-    (("--method", "full"), None)])
-def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options, expected):
-    """As `corecontext layers --output` writes them; what an option says counts more."""
-    model, out = save_tiny_model(tmp_path / "model"), tmp_path / "run"
-    held = json.loads((tmp_path / "model" / "config.json").read_text())
-    held["cca"] = corecontext.CCAConfig(8, 13, layer_group_sizes=((8, 1), 8), cache_dtype="int8").to_dict()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(held))
-    assert main(["train", "--model", model, "--data", setting.data[0], "--output", str(out), "--steps", "1",
-                 "--context-length", "64", "--cache-dir", setting.cache_dir, *options]) == 0
-    saved = getattr(transformers.AutoConfig.from_pretrained(out / "model"), "cca", None)
-    if expected is None:
-        assert saved is None
-    else:
-        cache_dtype = "auto" if "scratch" in options else "int8"
-        assert corecontext.CCAConfig.from_dict(saved) == corecontext.CCAConfig(**{
-            "group_size": 8, "cache_dtype": cache_dtype, **expected})
-
-
-def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
-    """As far as it can have it; the paper's rule by its name, and what options say."""
-    def run(name, *options):
-        command = ["train", *(["paper"] if name == "paper" else []), "--model", one_head.model, "--data",
-                   one_head.data[0], "--output", str(tmp_path / name), "--steps", "1", "--context-length", "128",
-                   "--group-size", "4", "--window-size", "32", "--cache-dir", one_head.cache_dir, *options]
-        assert main(command) == 0
-        config = json.loads((tmp_path / name / "train_config.json").read_text())["config"]
-        return config["raw_heads"], config["distil"]
-
-    assert run("best") == (None, 0.5)
-    assert "by default: KV heads that keep every token, the model as it was teaches. " in capsys.readouterr().out
-    saved = corecontext.CCAConfig(**transformers.AutoConfig.from_pretrained(tmp_path / "best/model").cca)
-    assert saved.layer_group_sizes == (16, (16, 1))
-    assert run("paper") == run("none", "--raw-heads", "0", "--distil", "0") == (0, 0.0)
-    assert run("window", "--method", "window") == (0, 0.0) and "by default" not in capsys.readouterr().out
-    assert run("scratch", "--strategy", "scratch") == (None, 0.0)
-    assert corecontext.CCAConfig(**transformers.AutoConfig.from_pretrained(
-        tmp_path / "scratch/model").cca) == saved.replace(layer_group_sizes=(16, (1, 16)))
-    assert run("query", "--core-heads", "query") == (0, 0.5)
-    assert run("lora", "--strategy", "lora", "--distil", "0.25") == (None, 0.25)
-    config = json.loads(Path(one_head.model, "config.json").read_text())
-    short = tmp_path / "short"
-    shutil.copytree(one_head.model, short)
-    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
-    assert run("long", "--model", str(short)) == (None, 0.0)  # it cannot teach what it was not built for
-    assert run("sized", "--layer-group-sizes", "8", "--layer-group-sizes", "8") == (0, 0.5)
-
-
-def test_sizes_by_head_and_constant_groups_of_a_checkpoint_are_not_lost(setting, tmp_path, capsys):
-    model = save_tiny_model(tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    plain = json.loads(path.read_text())
-
-    def run(name, *options, **cca):
-        path.write_text(json.dumps({**plain, "cca": corecontext.CCAConfig(**cca).to_dict()}))
-        code = main(["train", "--model", model, "--data", setting.data[0], "--output", str(tmp_path / name), "--steps",
-                     "1", "--context-length", "64", "--cache-dir", setting.cache_dir, *options])
-        saved = tmp_path / name / "model"
-        return code, corecontext.CCAConfig(**transformers.AutoConfig.from_pretrained(saved).cca) if code == 0 else None
-    assert run("heads", window_size=13, head_group_sizes=(1, 8)) == (0, corecontext.CCAConfig(
-        16, 13, layer_group_sizes=((1, 8), (1, 8))))
-    equal = run("equal", "--group-size", "4", window_size=13, head_group_sizes=(1, 8))
-    assert equal == (0, corecontext.CCAConfig(4, 13))
-    assert run("groups", num_groups=4) == (2, None)
-    assert f"error: group_size must be given for '{model}', whose groups are 4 at any" in capsys.readouterr().err
-    assert run("sized", "--group-size", "4", num_groups=4) == (0, corecontext.CCAConfig(4))
-
-
-@pytest.mark.parametrize("options, message", [
-    (("--pooling", "mean"), "learned must come with pooling 'cca' or 'mean_query', got 'mean'"),
-    (("--strategy", "lora"), "learned must be left out with strategy 'lora'")])
-def test_options_that_a_checkpoints_own_settings_do_not_allow_say_whose_they_are(setting, tmp_path, capsys, options,
-                                                                                 message):
-    model = save_tiny_model(tmp_path / "model")
-    held = json.loads((tmp_path / "model/config.json").read_text())
-    held["cca"] = corecontext.CCAConfig(8, 13, learned=("bias",)).to_dict()
-    (tmp_path / "model/config.json").write_text(json.dumps(held))
-    run = ["train", "--model", model, "--data", setting.data[0], "--output", str(tmp_path / "run"), *options]
-    assert main(run) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"error: {message}")
-    assert error.endswith(f"'{model}' was adapted with learned of its own: leave the option out, or begin with a model "
-                          "that was not adapted.")
-    assert not (tmp_path / "run").exists()
 
 
 def test_learned_core_tokens_are_trained_saved_and_loaded(setting, tmp_path):
