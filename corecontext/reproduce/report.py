@@ -163,7 +163,9 @@ def write_report(folder: Path, records: Sequence[Record], size: Size) -> Path:
             ("one KV head keeps every token; all parameters", "raw_1"),
             ("the same, distilled", "raw_1_distilled"), ("the same, a quarter of the rate", "raw_1_distilled_gentle"),
             ("the same, four times the steps", "raw_1_distilled_long"), ("the same, LoRA", "raw_1_distilled_LoRA"),
-            ("for comparison: full attention", "full"), ("window alone", "window"))]))
+            ("for comparison: full attention", "full"), ("the same, four times the steps", "full_long"),
+            ("DuoAttention, distilled", "duo_1_distilled"),
+            ("the same, four times the steps", "duo_1_distilled_long"), ("window alone", "window"))]))
     page.section("scratch", "From scratch, equal tokens in equal order, each with the best of its rates",
                  _scratch(page, size), drawn_image(drawn, "scratch", "held-out perplexity by tokens trained on"))
     page.section("retrieval", "Facts asked for at the end of a text (for Table 4)", _retrieval(page, known, size))
