@@ -98,6 +98,35 @@ def test_killed_in_a_save_and_in_a_deletion_it_continues_bit_for_bit(setting, wh
     assert (tmp_path / "first/README.md").read_text() == (tmp_path / "run/model/README.md").read_text()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, whose sums have no order of their own")
+def test_on_a_gpu_it_continues_bit_for_bit_where_that_is_asked_for(setting, tmp_path):
+    """In half precision, whose kernels add from many programs, and rows that have many."""
+    long = setting.replace(precision="bfloat16", context_length=1400, window_size=64, batch_size=2, steps=8, fuse=True,
+                           deterministic=True)
+    runs = [long.replace(output=str(tmp_path / name)) for name in ("once", "again", "stopped")]
+    stop_at(5, runs[2])
+    for one in runs:
+        assert train(one).resumed_from == (4 if one is runs[2] else 0)
+        assert_equal(weights(one), weights(runs[0]))
+
+
+def test_a_fixed_order_is_asked_of_torch_for_the_run_alone(setting, tmp_path, monkeypatch):
+    asked, real = [], trainer.CCATrainer.training_step
+
+    def step(self, *args):
+        asked.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        return real(self, *args)
+
+    monkeypatch.setattr(trainer.CCATrainer, "training_step", step)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # what is set stays
+    for wanted in (True, False):
+        train(setting.replace(output=str(tmp_path / str(wanted)), steps=1, deterministic=wanted))
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.utils.deterministic.fill_uninitialized_memory
+    assert asked == [(True, ":16:8"), (False, ":16:8")]
+
+
 def test_streamed_data_continues_bit_for_bit(setting, tmp_path, monkeypatch):
     hub = tmp_path / "hub"  # load_dataset takes a folder as it takes a name on the hub
     hub.mkdir()
@@ -242,7 +271,8 @@ def test_a_loss_that_is_no_number_stops_with_its_rows(setting, whole, tmp_path, 
     ("lora", {"lora_rank": 2, "lora_targets": ("q_proj", "down_proj"), "accumulation": 2},
      ("q_proj.weight", "down_proj.weight")),
     ("full", {"precision": "bfloat16", "checkpointing": False}, ("",)),
-    ("partial", {"distil": 1.0, "rope_theta": 5e5}, ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
+    ("partial", {"distil": 1.0, "rope_theta": 5e5, "precision": "bfloat16"},
+     ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
     ("lora", {"distil": 0.5, "lora_targets": ("q_proj",), "lora_rank": 2, "accumulation": 2}, ("q_proj.weight",)),
     ("full", {"distil": 0.5, "precision": "bfloat16"}, ("",))])
 def test_strategies_train_only_what_they_say(setting, tmp_path, strategy, changes, trained):
@@ -370,12 +400,12 @@ def test_fsdp_sums_gradients_split_and_in_float32(setting, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(transformers, "TrainingArguments", lambda **options: (given.update(options), SimpleNamespace(
         device=torch.device("cuda"), bf16=options["bf16"], fsdp_plugin_args={}))[1])
-    made = arguments.arguments_of(setting.replace(fsdp=True, accumulation=8))
+    made = arguments.arguments_of(setting.replace(fsdp=True, accumulation=8, precision="auto"))
     assert given["accelerator_config"]["gradient_accumulation_kwargs"] == {"sync_each_batch": True}
     policy = made.fsdp_plugin_args["mixed_precision_policy"]
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert policy.output_dtype is None  # else the loss is rounded
-    assert not arguments.arguments_of(setting.replace(fsdp=True, precision="float32")).fsdp_plugin_args
+    assert not arguments.arguments_of(setting.replace(fsdp=True)).fsdp_plugin_args
 
 
 def test_processes_wait_for_the_one_that_tokenises_without_a_collective(monkeypatch):

@@ -140,6 +140,9 @@ class TrainConfig:
     """Repository on the hub that gets the final model, private if it is new."""
     seed: int = 0
     """Of weights, data order and LoRA."""
+    deterministic: bool = False
+    """On a GPU, too, the same bits whenever the same is run, stopped and continued or not: sums in a fixed order, which
+    takes longer."""
 
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, STRATEGIES)

@@ -249,20 +249,29 @@ def _add_lora(model: Any, config: TrainConfig) -> Any:
 def export(config: TrainConfig, saved: Path, target: Path, tokenizer: Any, dtype: torch.dtype) -> None:
     """Write the trained weights in `saved` (Trainer's) as an ordinary checkpoint that is loaded with CCA.
 
-    LoRA's matrices are merged into a fresh copy of the model.
+    LoRA's matrices are merged into a fresh copy of the model. What the strategy leaves alone comes from the model that
+    the run began with: while it trained, that was rounded.
     """
     from transformers import AutoModelForCausalLM
 
     from corecontext.integrations.transformers import enable
 
+    def loaded(name: str | Path, as_dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=as_dtype, **options)
+
     if config.strategy == "lora":
         import peft
 
-        model = AutoModelForCausalLM.from_pretrained(config.model, config=read_config(config), dtype=torch.float32)
+        model = loaded(config.model, config=read_config(config))
         _make_savable(model.generation_config)
         model = peft.PeftModel.from_pretrained(model, str(saved)).merge_and_unload()
     else:
-        model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+        model = loaded(saved)
+        if config.strategy == "partial" and dtype != torch.bfloat16:
+            first = loaded(config.model, dtype, config=read_config(config))
+            _train_only(first, PARTIAL)
+            model.load_state_dict({name: x for name, x in first.named_parameters() if not x.requires_grad},
+                                  strict=False)
     if config.method == "cca":
         before = {} if config.strategy == "scratch" else getattr(load_config(config.model), "cca", None) or {}
         cache_dtype = before.get("cache_dtype", CCAConfig.cache_dtype)  # no matter of training: it stays

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def train(config: TrainConfig) -> Result:
     with _one_first(arguments):
         rows, eval_rows = _rows(config, tokenizer, arguments.world_size)
     make(folder)
-    with held(folder) if main else contextlib.nullcontext():
+    with held(folder) if main else contextlib.nullcontext(), _in_fixed_order(config.deterministic):
         return _run(config, arguments, hf_config, tokenizer, rows, eval_rows)
 
 
@@ -128,6 +129,21 @@ def _export(config: TrainConfig, last: Path, staged: Path, tokenizer: Any, dtype
     export(config, last, staged, tokenizer, dtype if isinstance(dtype, torch.dtype) else torch.float32)
     card.write(staged, config, history, metrics, tokens)
     publish(staged, Path(config.output) / MODEL)
+
+
+@contextlib.contextmanager
+def _in_fixed_order(wanted: bool) -> Iterator[None]:
+    """Sums whose order does not depend on which program of a GPU comes first, where that is wanted."""
+    before = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a process first multiplies matrices
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # for those who look for such reads; takes time
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 @contextlib.contextmanager
