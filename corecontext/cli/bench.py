@@ -147,7 +147,7 @@ def bench_train(length: Annotated[Optional[list[int]], typer.Option(
                     "--context-parallel", help="One sequence on all processes that torchrun started.")] = False,
                 group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = 16,
                 window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 1024,
-                repeats: Annotated[int, typer.Option(help="Steps that are timed, after one that warms up.")] = 3,
+                repeats: Annotated[int, typer.Option(help="Steps that are timed, after those that warm up.")] = 5,
                 limit_s: Annotated[float, typer.Option(help="Leave a method out where a step would take longer.")] = 60,
                 fuse: Annotated[bool, typer.Option("--fuse", help="Compile norms, MLPs and rotation, for every "
                                                                   "method.")] = False,
