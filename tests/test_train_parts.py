@@ -14,13 +14,14 @@ from families import tiny_model, tokens
 
 from corecontext.cli import main
 from corecontext.config import LEARNED
+from corecontext.inference.fuse import Fused
 from corecontext.text import UserError
 from corecontext.train.checkpoint import checkpoints, keep_newest, latest, publish
 from corecontext.train.config import TrainConfig, field_help, load_recipe
 from corecontext.train import loss as loss_module
 from corecontext.train.loss import Taught, chunked_cross_entropy, compute_loss_in_chunks
 from corecontext.train.model import make_model, read_config
-from corecontext.train.teacher import load_teacher
+from corecontext.train.teacher import Teacher, load_teacher
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -132,6 +133,22 @@ def test_a_teacher_is_the_model_under_full_attention_with_documents_apart(family
         torch.testing.assert_close(got, one, rtol=1e-3, atol=1e-5)
     plain = F.cross_entropy(logits.flatten(0, 1), labels.flatten()).float()
     torch.testing.assert_close(student.eval()(ids, position_ids=positions, shift_labels=labels).loss, plain)
+
+
+def test_a_fused_teacher_says_the_same_in_as_many_ways_as_its_norms_need():
+    """Gemma has norms of layers and of heads, and the student's learn: torch stops at eight kinds of a function."""
+    model, ids, positions = tiny_model("gemma3"), tokens(2, 40), torch.arange(40).expand(2, 40)
+    plain, fused = Teacher(model, 0.5), Teacher(model, 0.5, "compile")
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    graphs, before = counters["stats"]["unique_graphs"], torch._dynamo.config.recompile_limit
+    with torch.no_grad():
+        torch.testing.assert_close(fused(ids, positions).hidden, plain(ids, positions).hidden, rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] > graphs and torch._dynamo.config.recompile_limit == before
+    assert all(module._compiled_call_impl is None for module in model.modules())
+    with Fused(model), Fused(model, None):
+        assert torch._dynamo.config.recompile_limit > before
+    assert torch._dynamo.config.recompile_limit == before
 
 
 def test_a_teacher_is_refused_where_the_loss_is_not_in_chunks():

@@ -25,8 +25,8 @@ def make_setting(folder: Path) -> TrainConfig:
         (folder / f"text{i}.txt").write_text(text[1500 * i:1500 * (i + 1)])
     return TrainConfig(model=save_tiny_model(folder / "model"), data=tuple(map(str, sorted(folder.glob("*.txt")))),
                        output=str(folder / "whole"), cache_dir=str(folder / "cache"), context_length=96, group_size=4,
-                       window_size=10, steps=STEPS, save_every=EVERY, learning_rate=3e-3, warmup_steps=1, keep=10, precision="float32",
-                       deterministic=torch.cuda.is_available())
+                       window_size=10, steps=STEPS, save_every=EVERY, learning_rate=3e-3, warmup_steps=1, keep=10,
+                       precision="float32", deterministic=torch.cuda.is_available())
 
 
 def weights(config: TrainConfig, which: str = "model") -> dict[str, torch.Tensor]:

@@ -198,7 +198,7 @@ class _Trial:
         with torch.device(self.bench.device):
             return Teacher(AutoModelForCausalLM.from_config(
                 copy.deepcopy(self.hf_config), dtype=getattr(torch, self.bench.dtype), attn_implementation="sdpa"),
-                TEACHES)
+                TEACHES, "compile" if self.bench.fuse else None)
 
     def _config(self, method: str, length: int) -> CCAConfig:
         """CCA's settings: with heads that keep every token, the cache is as large as with equal groups.

@@ -20,9 +20,11 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 FUSE = (None, "compile")
 MOST_STEPS = 64  # kinds of steps (batch, length, g, s) that stay compiled at once; later ones run as they are
+MOST_PARTS = 32  # kinds of norms (of a layer, of a head; learning or not, ...), which torch counts as one function
 _REFUSED = (TorchDynamoException, FailOnRecompileLimitHit)
 _ROTATE = "apply_rotary_pos_emb"  # what transformers calls it in each model's file
 _rotating: dict[ModuleType, tuple[int, Callable[..., Any], Callable[..., Any]]] = {}  # uses now, its own, compiled
+_limits: list[int] = []  # torch's for kinds of one function, as each use now found it
 _lock = threading.Lock()
 
 
@@ -45,7 +47,7 @@ class Fused:
     def __init__(self, model: nn.Module, fuse: str | None = "compile") -> None:
         if fuse not in FUSE:
             raise ValueError(f"fuse must be None or 'compile', got {fuse!r}.")
-        self.model = model
+        self.model, self._is_on = model, fuse is not None
         self._step: Callable[..., Any] | None = None
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._files: set[ModuleType] = set()
@@ -59,9 +61,13 @@ class Fused:
                            and hasattr(file := sys.modules[type(module).__module__], _ROTATE)}
 
     def __enter__(self) -> None:
+        if not self._is_on:
+            return
         for module, compiled in self._compiled:
             module._compiled_call_impl = compiled
         with _lock:
+            _limits.append(torch._dynamo.config.recompile_limit)
+            torch._dynamo.config.recompile_limit = max(_limits[-1], MOST_PARTS)
             for file in self._files:
                 now = getattr(file, _ROTATE)
                 users, own, compiled = _rotating.get(file, (0, None, None))
@@ -71,9 +77,12 @@ class Fused:
                 _rotating[file] = users + 1, own, compiled  # type: ignore[assignment]
 
     def __exit__(self, *exc: Any) -> None:
+        if not self._is_on:
+            return
         for module, _ in self._compiled:
             module._compiled_call_impl = None
         with _lock:
+            torch._dynamo.config.recompile_limit = _limits.pop()
             for file in self._files:
                 users, own, compiled = _rotating[file]
                 _rotating[file] = users - 1, own, compiled

@@ -133,17 +133,26 @@ def _export(config: TrainConfig, last: Path, staged: Path, tokenizer: Any, dtype
 
 @contextlib.contextmanager
 def _in_fixed_order(wanted: bool) -> Iterator[None]:
-    """Sums whose order does not depend on which program of a GPU comes first, where that is wanted."""
-    before = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    """Sums whose order does not depend on which program of a GPU comes first, where that is wanted.
+
+    Raises:
+        UserError: torch has no such sum for something that the model does.
+    """
+    memory: Any = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a process first multiplies matrices
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # for those who look for such reads; takes time
+        memory.fill_uninitialized_memory = False  # for those who look for such reads; takes time
     try:
         yield
+    except RuntimeError as error:
+        if wanted and "does not have a deterministic implementation" in str(error):
+            raise UserError(f"deterministic must be left out for this model: {str(error).split('. ')[0]}.") from error
+        raise
     finally:
         torch.set_deterministic_debug_mode(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        memory.fill_uninitialized_memory = before[1]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from corecontext.inference.fuse import Fused
 from corecontext.loading import load_config, one_line
 from corecontext.train.config import TrainConfig
 from corecontext.train.loss import Taught
@@ -33,14 +34,15 @@ def load_teacher(config: TrainConfig, *, bfloat16: bool, device: torch.device) -
         model = AutoModelForCausalLM.from_pretrained(config.model,
                                                      attn_implementation=full_attention(load_config(config.model)),
                                                      dtype=torch.bfloat16 if bfloat16 else torch.float32)
-    return Teacher(model.to(device), config.distil)
+    return Teacher(model.to(device), config.distil, "compile" if config.fuse else None)
 
 
 class Teacher:
-    """A model under full attention, frozen, and its share of the loss."""
+    """A model under full attention, frozen, and its share of the loss; `fuse` as in `Fused`."""
 
-    def __init__(self, model: PreTrainedModel, share: float) -> None:
+    def __init__(self, model: PreTrainedModel, share: float, fuse: str | None = None) -> None:
         self.model, self.share = model.eval().requires_grad_(False), share
+        self._fused = Fused(self.model, fuse)
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, position_ids: Tensor, **empty: Any) -> Taught:
@@ -50,7 +52,7 @@ class Teacher:
         are arguments that peft passes on though nobody gave them.
         """
         head, settings, parts = self.model.get_output_embeddings().weight, self.model.config, []
-        with torch.autocast(head.device.type, enabled=False):  # its weights have the dtype already
+        with self._fused, torch.autocast(head.device.type, enabled=False):  # its weights have the dtype already
             for row, positions in zip(input_ids, position_ids):
                 edges = [*(positions == 0).nonzero()[:, 0].tolist(), len(row)]
                 parts += [self.model.base_model(row[None, first:end], use_cache=False).last_hidden_state[0]
