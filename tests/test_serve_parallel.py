@@ -16,12 +16,12 @@ import pytest
 import torch
 from served import KEY, ROOT, Served
 from tiny_model import save_tiny_model
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import corecontext
 from corecontext import CCAConfig
 from corecontext.cache.pool import RowShape
-from corecontext.inference.scheduler import Scheduler
+from corecontext.config import LEARNED
 from corecontext.serve.run import Serving
 from corecontext.text import UserError
 
@@ -76,9 +76,25 @@ def raw_head(model, tmp_path_factory):
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def learned(model, tmp_path_factory):
+    """The same model with parameters of core tokens, which tell one head from another."""
+    folder = str(tmp_path_factory.mktemp("parallel") / "learned")
+    loaded = LlamaForCausalLM.from_pretrained(model)
+    generator = torch.Generator().manual_seed(0)
+    with corecontext.enabled(loaded, CCAConfig(4, 16, learned=LEARNED)):
+        with torch.no_grad():
+            for name, parameter in loaded.named_parameters():
+                if ".cca." in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        loaded.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("gpus", [False, pytest.param(True, marks=[pytest.mark.multi_gpu, pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two GPUs")])], ids=["cpu", "gpus"])
-@pytest.mark.parametrize("kind", ["model", "raw_head"])
+@pytest.mark.parametrize("kind", ["model", "raw_head", "learned"])
 def test_two_processes_answer_as_one_does(kind, gpus, tmp_path, request):
     """With little memory, so that pools come and go; requests at once, some of which leave, some that are ended by
     their text; the first process ends well and so does the other."""
@@ -160,14 +176,6 @@ def test_torchrun_starts_them_too(model, tmp_path):
         run.wait(60)
     finally:
         run.kill()
-
-
-def test_heads_with_learned_parameters_are_not_split(model):
-    """Which heads are this process's is not known to what belongs to each."""
-    loaded = LlamaForCausalLM.from_pretrained(model).eval()
-    with corecontext.enabled(loaded, CCAConfig(4, 8, learned=("bias",))):
-        with pytest.raises(NotImplementedError, match="cannot be split over proc"):
-            Scheduler(loaded, together=types.SimpleNamespace(size=2, leads=True))
 
 
 def test_a_row_is_as_large_as_in_the_process_that_has_most():

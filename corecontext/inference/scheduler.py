@@ -146,10 +146,6 @@ class Scheduler:
                                    ("chunk_size", chunk_size, 1), ("max_length", max_length or 1, 1)):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
-        own = handle.config
-        if together is not None and own.learned:
-            raise NotImplementedError("a model whose heads have learned parameters cannot be split over processes yet. "
-                                      "Serve it on one.")
         self.together, self._numbers = together, itertools.count(1)
         self.model, self.handle, self.full, self.policy = model, handle, full, None if full else policy
         self.cache_bytes = cache_bytes if together is None else together.least(cache_bytes)

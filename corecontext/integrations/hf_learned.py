@@ -20,13 +20,15 @@ from corecontext.ops.rules import shapes
 NAME = "cca"
 
 
-def add_learned(model: PreTrainedModel, modules: Sequence[nn.Module], names: tuple[str, ...], trained: bool) -> None:
+def add_learned(model: PreTrainedModel, modules: Sequence[nn.Module], names: tuple[str, ...], trained: bool,
+                rank: int = 0, processes: int = 1) -> None:
     """Give each attention module its parameters: zero, or as the model's checkpoint has them.
 
     Args:
         model: The model that `modules` belong to.
         names: Of CCAConfig.learned.
         trained: The checkpoint's settings name the same parameters, so its values are to be taken.
+        rank, processes: Which one of those that share each layer's heads this is; it has the parameters of its heads.
 
     Raises:
         ValueError: the checkpoint cannot be found or lacks them.
@@ -42,7 +44,7 @@ def add_learned(model: PreTrainedModel, modules: Sequence[nn.Module], names: tup
         values = read_learned(model.config._name_or_path)
     for module in modules:
         like, found = next(module.parameters()), {}
-        for name, shape in shapes(names, heads, kv_heads, module.head_dim).items():
+        for name, shape in shapes(names, heads // processes, kv_heads // processes, module.head_dim).items():
             value = torch.zeros(shape, dtype=like.dtype if like.is_floating_point() else torch.float32,
                                 device=like.device)
             if trained:
@@ -51,7 +53,7 @@ def add_learned(model: PreTrainedModel, modules: Sequence[nn.Module], names: tup
                     raise ValueError(f"checkpoint '{model.config._name_or_path}' must hold the learned parameter "
                                      f"{key!r} that its settings name, got none. To start anew, enable with another "
                                      "config after `del model.config.cca`.")
-                value.copy_(values[key])
+                value.copy_(values[key].chunk(processes)[rank])
             found[name] = nn.Parameter(value)
         module.add_module(NAME, nn.ParameterDict(found))
 

@@ -59,7 +59,7 @@ class Handle:
         self.hybrid = bool(other)
         """True where some layers (sliding window) keep their own attention and their own cache."""
         saved = CCAConfig.from_dict(self._had_setting).learned if self._had_setting else ()
-        add_learned(model, full, config.learned, trained=bool(config.learned) and saved == config.learned)
+        add_learned(model, full, config.learned, bool(config.learned) and saved == config.learned, *_split_of(model))
         self._hooks = [_LayerHook(self, rotary, i) for i in range(len(full))]
         self._hooks += [_LayerHook(self, None, keep=True) for _ in other]
         self._removable = [module.register_forward_pre_hook(hook, with_kwargs=True)
