@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -238,8 +239,14 @@ def test_checkpoints_carry_learned_parameters(folder, tmp_path):
     other.config.save_pretrained(tmp_path / "empty")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "empty" / name).write_bytes((tmp_path.__class__(folder) / name).read_bytes())
-    with pytest.raises(UserError, match="must hold the learned parameter"):
+    with pytest.raises(UserError, match="must hold the learned parameter .*, got none"):
         load(str(tmp_path / "empty"))
+    # and one that has those of half the heads, as one of two processes that share them does
+    path = tmp_path / "saved/model.safetensors"
+    save_file({name: x[:len(x) // 2].clone() if ".cca." in name else x for name, x in load_file(path).items()}, path,
+              metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"must hold .*temperature' \[4\] that its settings name, got \[2\]"):
+        load(str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("config", [CONFIG, CCAConfig(window_size=8, layer_group_sizes=(2, 4, 8)),

@@ -44,17 +44,19 @@ def add_learned(model: PreTrainedModel, modules: Sequence[nn.Module], names: tup
         values = read_learned(model.config._name_or_path)
     for module in modules:
         like, found = next(module.parameters()), {}
-        for name, shape in shapes(names, heads // processes, kv_heads // processes, module.head_dim).items():
+        for name, shape in shapes(names, heads, kv_heads, module.head_dim).items():
             value = torch.zeros(shape, dtype=like.dtype if like.is_floating_point() else torch.float32,
                                 device=like.device)
             if trained:
                 key = f"{paths[id(module)]}.{NAME}.{name}"
-                if key not in values:
+                held = values.get(key)
+                if held is None or held.shape != value.shape:
                     raise ValueError(f"checkpoint '{model.config._name_or_path}' must hold the learned parameter "
-                                     f"{key!r} that its settings name, got none. To start anew, enable with another "
-                                     "config after `del model.config.cca`.")
-                value.copy_(values[key].chunk(processes)[rank])
-            found[name] = nn.Parameter(value)
+                                     f"{key!r} {list(shape)} that its settings name, got "
+                                     f"{'none' if held is None else list(held.shape)}. To start anew, enable with "
+                                     "another config after `del model.config.cca`.")
+                value.copy_(held)
+            found[name] = nn.Parameter(value.chunk(processes)[rank].clone())
         module.add_module(NAME, nn.ParameterDict(found))
 
 

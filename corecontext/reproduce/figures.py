@@ -39,13 +39,14 @@ def _of(records: Sequence[Record], name: str, **params: Any) -> list[Record]:
 
 
 def _methods(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
-    """Gain kept, by method; rivals in gray."""
+    """Gain kept, by method; what is not ours in gray."""
     points = []
     for name, method in methods(size).items():
         gains = [one[-1].value for seed in size.seeds
                  if (one := _of(records, "quality.gain_kept", stage=f"{name}-{seed}"))]
         if gains and method.trains:
-            points.append((100 * sum(gains) / len(gains), method.title, "#9a9a9a" if name in RIVALS else "#c65d12"))
+            ours = method.config is not None and name not in RIVALS
+            points.append((100 * sum(gains) / len(gains), method.title, "#c65d12" if ours else "#9a9a9a"))
     if not points:
         return None
     figure, panel = pyplot.subplots(figsize=(8, 0.3 * len(points) + 1.2))

@@ -191,8 +191,8 @@ def fine_config(size: Size, kind: str, units: Sequence[Unit]) -> CCAConfig | Duo
 
 PAPER_RIVALS = ("window", "window_wide", "streaming_llm", "lm_infinite", "mean", "max")
 DUO = ("duo_1", "duo_1_distilled")
-RIVALS = (*PAPER_RIVALS, *DUO)
-"""Adapted methods that are not ours."""
+RIVALS = (*PAPER_RIVALS, *DUO, "duo_1_distilled_long")
+"""Adapted methods that are neither ours nor full attention."""
 FINALISTS = ("full", "window", "cca", "raw_1", "raw_1_distilled", "duo_1", "duo_1_distilled")
 """Run with every seed: what gains are measured by, the paper's rule, what was best on the first seed's validation text
 and what comes nearest to it."""
