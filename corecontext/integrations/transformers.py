@@ -206,9 +206,11 @@ def _inner_model(model: nn.Module) -> PreTrainedModel:
 
 
 def full_attention(hf_config: Any) -> str:
-    """Transformers' attention to load a model with: SDPA, but for architectures that it refuses there (Gemma 2)."""
+    """Transformers' attention to load a model with: SDPA, but for architectures that it refuses there, and models with
+    a softcap (Gemma 2), which SDPA leaves out without a word in some of its releases."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
-    return "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
+    capped = getattr(hf_config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if getattr(kind, "_supports_sdpa", True) and not capped else "eager"
 
 
 def has_full_attention(config: Any, layer_idx: int) -> bool:
