@@ -107,6 +107,7 @@ def test_the_newest_wins():
 
 def test_provenance(monkeypatch):
     assert "threads" in device_name("cpu")
+    monkeypatch.delenv("CORECONTEXT_COMMIT", raising=False)
     commit, dirty = source_version()
     assert (commit is None) == (dirty is None) and (commit is None or len(commit) == 40)
     monkeypatch.setattr(sys, "argv", ["/some/where/bin/corecontext", "demo", "--json", "a b"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from corecontext.cache.pool import PooledLayer, RowPool
-from corecontext.inference.session import WARM_UP
+from corecontext.inference.session import WARM_UP, side_stream
 from corecontext.integrations.hf_cache import GivenLayer
 
 KEEP_GRAPHS = 64  # steps of as many different (pool, rows) are kept captured
@@ -58,7 +58,8 @@ class Step:
         if self.graph is not None:
             self.graph.replay()
             return self.logits
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        current = torch.cuda.current_stream()
+        stream = side_stream(current)
         if self.warm < WARM_UP:  # kernels are compiled and chosen, and workspaces allocated
             self.warm += 1
             stream.wait_stream(current)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,13 @@ from corecontext.integrations.hf_cache import CCALayer, layer_bytes
 from corecontext.integrations.transformers import Handle
 
 WARM_UP = 2  # steps that run uncaptured first: kernels are compiled and chosen, and workspaces allocated
+
+
+@functools.lru_cache(maxsize=None)
+def side_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Where steps that will be replayed on `current` are warmed up and captured: one stream for all of them, because
+    cuBLAS keeps a workspace, on Hopper of 32 MiB, for every stream that it has seen."""
+    return torch.cuda.Stream(current.device)
 
 
 class Session:
@@ -53,7 +61,6 @@ class Session:
         self.sampler = Sampler(batch, device, streams)
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self._warm: dict[str, int] = {}
-        self._stream = torch.cuda.Stream(device) if self.capture else None
 
     def _new_cache(self) -> Any:
         if self.fixed:
@@ -120,10 +127,11 @@ class Session:
         elif self._warm.setdefault(kind, 0) < WARM_UP:
             self._warm[kind] += 1
             current = torch.cuda.current_stream()
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
+            side = side_stream(current)
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
                 self._step(kind)
-            current.wait_stream(self._stream)
+            current.wait_stream(side)
         else:
             try:
                 self._graphs[kind] = self._captured(kind)
@@ -140,7 +148,7 @@ class Session:
         graph = torch.cuda.CUDAGraph()
         for generator in self.sampler.generators:
             graph.register_generator_state(generator)  # each replay then draws further numbers
-        with torch.cuda.graph(graph, stream=self._stream):
+        with torch.cuda.graph(graph, stream=side_stream(torch.cuda.current_stream())):
             self._step(kind)
         return graph
 

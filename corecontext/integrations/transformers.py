@@ -46,7 +46,7 @@ class Handle:
         self.model, self.rollback = model, rollback
         self.previous = model.config._attn_implementation
         if self.previous is None or self.previous.startswith(NAME):  # loaded with attn_implementation="cca"
-            self.previous = "sdpa" if model._supports_sdpa else "eager"
+            self.previous = full_attention(model.config)
         self._had_setting = getattr(model.config, NAME, None)
         full, other = _attention_modules(model)
         rotary = find_rotary(model, full[0], full[0].layer_idx) if config.core_position == "middle" else None
