@@ -182,7 +182,7 @@ def continued(model: torch.nn.Module, ids: torch.Tensor, read: Prefilled) -> tor
 def parts_of(cache: Cache) -> list[CompactLayer]:
     """The compact layers of a cache; several where heads have group sizes of their own."""
     return [part for layer in cache.layers for part in
-            ([part for _, part in layer.compact.parts] if isinstance(layer.compact, HeadsLayer) else [layer.compact])]
+            (layer.compact.parts if isinstance(layer.compact, HeadsLayer) else [layer.compact])]
 
 
 def prefilled(pair: dist.ProcessGroup) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from corecontext.baselines.blocks import sink_attention
-from corecontext.ops.heads import put_back, take
+from corecontext.ops.heads import deal, put_back
 from corecontext.ops.rotary import Rotary
 
 
@@ -155,29 +155,29 @@ class DuoLayer(SinkLayer):
         super().__init__(sinks, window_size)
         self.settings, self.heads = (sinks, window_size, tuple(full), heads), heads
         rest = [head for head in range(heads) if head not in full]
-        self.parts = [(some, layer) for some, layer in ((list(full), SinkLayer(0, EVERYTHING)),
-                                                        (rest, SinkLayer(sinks, window_size))) if some]
+        both = [(list(full), SinkLayer(0, EVERYTHING)), (rest, SinkLayer(sinks, window_size))]
+        self.dealt, self.parts = zip(*[(some, layer) for some, layer in both if some])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any) -> Tensor:
         """See `SinkLayer.attend`."""
         outs = []
-        for heads, layer in self.parts:
+        for layer, *tensors in zip(self.parts, *(deal(x, self.dealt, self.heads) for x in (q, k, v))):
             layer.closed = self.closed
-            outs.append(layer.attend(*(take(x, heads, self.heads) for x in (q, k, v)), attention_mask, **options))
+            outs.append(layer.attend(*tensors, attention_mask, **options))
         self.is_initialized, self.seen = True, self.seen + k.shape[2]
-        return put_back(outs, [heads for heads, _ in self.parts])
+        return put_back(outs, self.dealt)
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(layer.nbytes for _, layer in self.parts)
+        return sum(layer.nbytes for layer in self.parts)
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        for _, layer in self.parts:
+        for layer in self.parts:
             layer.reset()
 
     def _each(self, change) -> None:
-        for _, layer in self.parts:
+        for layer in self.parts:
             layer._each(change)

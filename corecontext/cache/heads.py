@@ -11,7 +11,7 @@ from torch import Tensor
 from corecontext.cache.full import FullLayer
 from corecontext.cache.layer import CompactLayer
 from corecontext.config import CCAConfig
-from corecontext.ops.heads import heads_of_each, in_order, take, take_learned
+from corecontext.ops.heads import deal, deal_learned, heads_of_each, put_back
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.rules import Learned
 
@@ -26,29 +26,25 @@ class HeadsLayer:
                  rollback: int = 0, learned: Learned | None = None) -> None:
         assert config.head_group_sizes is not None, "one g for all heads takes a CompactLayer"
         self.config, self.max_length, self.rollback, self.learned = config, max_length, rollback, learned or {}
-        self.parts = [(heads, CompactLayer(config.replace(head_group_sizes=None, group_size=g), rotary,
-                                           max_length=max_length, rollback=rollback))
-                      for g, heads in heads_of_each(config.head_group_sizes)]
+        sizes, self.heads = heads_of_each(config.head_group_sizes)
+        self.parts = [CompactLayer(config.replace(head_group_sizes=None, group_size=g), rotary, max_length=max_length,
+                                   rollback=rollback) for g in sizes]
         self._hand_out()
 
     def _hand_out(self) -> None:
         """Learned parameters as they are now: they may have been trained since."""
-        for heads, part in self.parts:
-            part.learned = take_learned(self.learned, heads, len(self.config.head_group_sizes or ()))
+        for part, own in zip(self.parts, deal_learned(self.learned, self.heads, sum(map(len, self.heads)))):
+            part.learned = own
 
     def of(self, layers: Sequence[CompactLayer]) -> HeadsLayer:
         """The same over other parts, one for each of these."""
         other = copy.copy(self)
-        other.parts = [(heads, layer) for (heads, _), layer in zip(self.parts, layers, strict=True)]
+        other.parts = list(layers)
         return other
 
     @property
-    def _layers(self) -> list[CompactLayer]:
-        return [part for _, part in self.parts]
-
-    @property
     def _first(self) -> CompactLayer:
-        return self.parts[0][1]
+        return self.parts[0]
 
     @property
     def is_empty(self) -> bool:
@@ -78,17 +74,17 @@ class HeadsLayer:
     @property
     def nbytes(self) -> int:
         """Bytes in use."""
-        return sum(part.nbytes for part in self._layers)
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def raw_bytes(self) -> int:
         """Of those what does not grow."""
-        return sum(part.raw_bytes for part in self._layers)
+        return sum(part.raw_bytes for part in self.parts)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes held."""
-        return sum(part.allocated_bytes for part in self._layers)
+        return sum(part.allocated_bytes for part in self.parts)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """See `CompactLayer.attend`."""
@@ -97,51 +93,51 @@ class HeadsLayer:
         if len(sizes) != k.shape[1]:
             raise ValueError(f"head_group_sizes must have one g for each of the {k.shape[1]} KV heads, got {sizes}.")
         self._hand_out()
-        for heads, part in self.parts:
-            outs.append(part.attend(*(take(x, heads, k.shape[1]) for x in (q, k, v)), **options))
-        return in_order(outs, sizes)
+        for part, *tensors in zip(self.parts, *(deal(x, self.heads, len(sizes)) for x in (q, k, v))):
+            outs.append(part.attend(*tensors, **options))
+        return put_back(outs, self.heads)
 
     def expect(self, seq_len: int) -> None:
         """See `CompactLayer.expect`."""
-        for part in self._layers:
+        for part in self.parts:
             part.expect(seq_len)
 
     def close(self, what: str) -> None:
         """See `CompactLayer.close`."""
-        for part in self._layers:
+        for part in self.parts:
             part.close(what)
 
     def crop(self, num_tokens: int) -> None:
         """See `CompactLayer.crop`; where one g refuses, no part has changed."""
-        for part in self._layers:
+        for part in self.parts:
             part.check_crop(num_tokens)
-        for part in self._layers:
+        for part in self.parts:
             part.crop(num_tokens)
 
     def shrink_window(self, window_size: int) -> None:
         """See `CompactLayer.shrink_window`."""
-        for part in self._layers:
+        for part in self.parts:
             part.shrink_window(window_size)
         self.config = self.config.replace(window_size=window_size)
 
     def select(self, rows: Tensor) -> None:
         """See `CompactLayer.select`."""
-        for part in self._layers:
+        for part in self.parts:
             part.select(rows)
 
     def repeat(self, times: int) -> None:
         """See `CompactLayer.repeat`."""
-        for part in self._layers:
+        for part in self.parts:
             part.repeat(times)
 
     def reset(self) -> None:
         """See `CompactLayer.reset`."""
-        for part in self._layers:
+        for part in self.parts:
             part.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """See `CompactLayer.state_dict`."""
-        return {"config": self.config.to_dict(), "parts": [part.state_dict() for part in self._layers]}
+        return {"config": self.config.to_dict(), "parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `CompactLayer.load_state_dict`."""
@@ -149,13 +145,13 @@ class HeadsLayer:
             raise ValueError(f"the state must come from a cache with config {self.config.to_dict()}, got "
                              f"{state['config']}.")
         self._hand_out()
-        for part, own in zip(self._layers, state["parts"]):
+        for part, own in zip(self.parts, state["parts"]):
             part.load_state_dict(own)
 
 
 def parts_of(layer: CompactLayer | HeadsLayer | FullLayer) -> list[Any]:
     """What holds the buffers: the layer itself, or its `CompactLayer` parts."""
-    return list(layer._layers) if isinstance(layer, HeadsLayer) else [layer]
+    return list(layer.parts) if isinstance(layer, HeadsLayer) else [layer]
 
 
 def new_layer(config: CCAConfig, rotary: Rotary | None = None, **options: Any) -> CompactLayer | HeadsLayer:

@@ -72,7 +72,7 @@ class RowShape:
             if own is None or own.head_group_sizes is None:
                 total += self.kv_heads * self.entries(own, max_length)
                 continue
-            for g, heads in heads_of_each(own.head_group_sizes):
+            for g, heads in zip(*heads_of_each(own.head_group_sizes)):
                 total += len(heads) * self.entries(own.replace(head_group_sizes=None, group_size=g), max_length)
         return total
 

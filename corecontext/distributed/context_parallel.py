@@ -23,7 +23,7 @@ from corecontext.distributed.rules import attend as attend_by_rule
 from corecontext.distributed.wire import Wire
 from corecontext.ops import rules
 from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
-from corecontext.ops.heads import check_sizes, heads_of_each, in_order, take, take_learned
+from corecontext.ops.heads import check_sizes, deal, deal_learned, heads_of_each, put_back
 from corecontext.ops.rotary import Rotary
 from corecontext.visibility import group_size_for
 
@@ -79,12 +79,14 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *,
         NotImplementedError: sink_size; backend="reference", which has no backward in parts.
     """
     if isinstance(group_size, (tuple, list)):
-        sizes = check_sizes(group_size, k.shape[1], num_groups)
-        return in_order([context_parallel_attention(
-            *(take(x, heads, len(sizes)) for x in (q, k, v)), shard, group_size=g, window_size=window_size,
-            pooling=pooling, core_position=core_position, core_heads=core_heads, rotary=rotary, scale=scale,
-            softcap=softcap, core_bias=core_bias, learned=take_learned(learned or {}, heads, len(sizes)),
-            sink_size=sink_size, backend=backend) for g, heads in heads_of_each(sizes)], sizes)
+        kv_heads = len(check_sizes(group_size, k.shape[1], num_groups))
+        sizes, parts = heads_of_each(group_size)
+        return put_back([context_parallel_attention(
+            *tensors, shard, group_size=g, window_size=window_size, pooling=pooling, core_position=core_position,
+            core_heads=core_heads, rotary=rotary, scale=scale, softcap=softcap, core_bias=core_bias, learned=own,
+            sink_size=sink_size, backend=backend)
+            for g, own, *tensors in zip(sizes, deal_learned(learned or {}, parts, kv_heads),
+                                        *(deal(x, parts, kv_heads) for x in (q, k, v)))], parts)
     CCAConfig(group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias,
               sink_size=sink_size)  # validates
     if sink_size:

@@ -12,7 +12,7 @@ from torch import Tensor
 from corecontext.loading import Loaded
 from corecontext.ops import rules
 from corecontext.ops.api import pool_core_tokens
-from corecontext.ops.heads import heads_of_each, take, take_learned
+from corecontext.ops.heads import deal, deal_learned, heads_of_each
 from corecontext.text import UserError
 from corecontext.visibility import group_size_for, local_start, num_complete_groups, num_sinks, num_visible_cores
 
@@ -83,13 +83,14 @@ def attention_maps(loaded: Loaded, input_ids: Tensor, queries: Sequence[int],
             return
         own, kv_heads = handle.layers[index], k.shape[1]
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        numbers = torch.arange(q.shape[1])
+        sizes, parts = heads_of_each(own.head_group_sizes or (own.group_size,) * kv_heads)
+        dealt = [deal(x, parts, kv_heads) for x in (q, k, v)]
+        numbers = deal(torch.arange(q.shape[1]), parts, kv_heads, 0)
         found[index] = []
-        for g, heads in heads_of_each(own.head_group_sizes or (own.group_size,) * kv_heads):
+        for g, learns, heads, *tensors in zip(sizes, deal_learned(learned, parts, kv_heads), numbers, *dealt):
             config = dataclasses.replace(own, group_size=g, head_group_sizes=None)
-            some = _map(config, *(take(x, heads, kv_heads) for x in (q, k, v)), scale, softcap, rotary,
-                        take_learned(learned, heads, kv_heads), queries)
-            found[index].append(some._replace(layer=index, heads=tuple(take(numbers, heads, kv_heads, 0).tolist())))
+            some = _map(config, *tensors, scale, softcap, rotary, learns, queries)
+            found[index].append(some._replace(layer=index, heads=tuple(heads.tolist())))
 
     handle.observer = look
     try:

@@ -135,7 +135,7 @@ def _filled(handle: Handle, index: int, keeper: Keeper, length: int, max_length:
         whole = state(config)
     else:
         whole = {"config": config.to_dict(), "parts": [state(config.replace(head_group_sizes=None, group_size=g))
-                                                       for g, _ in heads_of_each(config.head_group_sizes)]}
+                                                       for g in heads_of_each(config.head_group_sizes)[0]]}
     layer = CCALayer(config, rotary, max_length, handle.rollback, handle.learned(index))
     layer.is_initialized = True
     layer.compact.load_state_dict(whole)

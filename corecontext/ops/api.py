@@ -16,7 +16,7 @@ from torch import Tensor
 
 from corecontext.config import BACKENDS, CCAConfig, check_choice
 from corecontext.ops import autograd, packed, reference, rules
-from corecontext.ops.heads import check_sizes, heads_of_each, in_order, take, take_learned
+from corecontext.ops.heads import check_sizes, deal, deal_learned, heads_of_each, put_back
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import SegmentView, find_segments, has_restarts
 from corecontext.visibility import group_size_for, is_full_attention, num_sinks
@@ -139,15 +139,17 @@ def _attend_by_heads(q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], co
     _check_types(q, k, v)
     (q, k, v), context = outside_autocast(q, k, v)
     _check_tensors(q, k, v)
-    check_sizes(sizes, k.shape[1], options["num_groups"])
+    kv_heads = len(check_sizes(sizes, k.shape[1], options["num_groups"]))
+    every, parts = heads_of_each(sizes)
+    biases = (deal(core_bias, parts, kv_heads, 0) if isinstance(core_bias, Tensor) and core_bias.dim()
+              else [core_bias] * len(parts))
     found = []
-    for g, heads in heads_of_each(sizes):
-        bias = take(core_bias, heads, len(sizes), 0) if isinstance(core_bias, Tensor) and core_bias.dim() else core_bias
+    for g, bias, own, *tensors in zip(every, biases, deal_learned(learned, parts, kv_heads),
+                                      *(deal(x, parts, kv_heads) for x in (q, k, v))):
         with context:
-            part = cca_attention(*(take(x, heads, len(sizes)) for x in (q, k, v)), group_size=g, core_bias=bias,
-                                 learned=take_learned(learned, heads, len(sizes)), return_lse=return_lse, **options)
+            part = cca_attention(*tensors, group_size=g, core_bias=bias, learned=own, return_lse=return_lse, **options)
         found.append(part if isinstance(part, tuple) else (part,))
-    out, *lse = (in_order(parts, sizes) for parts in zip(*found))
+    out, *lse = (put_back(dealt, parts) for dealt in zip(*found))
     return (out, lse[0]) if return_lse else out
 
 

@@ -24,32 +24,43 @@ def check_sizes(sizes: Sequence[int], kv_heads: int, num_groups: int | None) -> 
     return tuple(sizes)
 
 
-def heads_of_each(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Every group size with its KV heads, in the order in which they come first."""
-    return [(g, [head for head, one in enumerate(sizes) if one == g]) for g in dict.fromkeys(sizes)]
+def heads_of_each(sizes: Sequence[int]) -> tuple[tuple[int, ...], list[list[int]]]:
+    """Every group size and its KV heads, in the order in which they come first."""
+    every = tuple(dict.fromkeys(sizes))
+    return every, [[head for head, one in enumerate(sizes) if one == g] for g in every]
 
 
-def take(x: Tensor, heads: Sequence[int], kv_heads: int, dim: int = 1) -> Tensor:
-    """These KV heads of a dimension that has one entry for each, or r for its query heads."""
+def deal(x: Tensor, parts: Sequence[Sequence[int]], kv_heads: int, dim: int = 1) -> list[Tensor]:
+    """A dimension that has one entry for each KV head, or r for its query heads, dealt out to parts of the heads; all
+    heads are in one part each. Neighbours stay views, and the backward is one `torch.cat`."""
+    runs = [list(_runs(heads)) for heads in parts]
+    pieces = _cut(x, sorted(run for some in runs for run in some), kv_heads, dim)
+    return [_joined([pieces[run] for run in some], dim) for some in runs]
+
+
+def deal_learned(learned: Mapping[str, Tensor], parts: Sequence[Sequence[int]],
+                 kv_heads: int) -> list[dict[str, Tensor]]:
+    """The learned parameters of each part's heads."""
+    dealt = {name: deal(x, parts, kv_heads, 0) for name, x in learned.items()}
+    return [{name: of_parts[i] for name, of_parts in dealt.items()} for i in range(len(parts))]
+
+
+def put_back(dealt: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
+    """The inverse of `deal`: what was computed for each part, [B, ...] by query head, as one in the order of heads."""
+    pieces: dict[tuple[int, int], Tensor] = {}
+    for x, heads in zip(dealt, parts, strict=True):
+        pieces |= _cut(x, list(_runs(heads)), len(heads), 1)
+    return _joined([pieces[run] for run in sorted(pieces)], 1)
+
+
+def _cut(x: Tensor, runs: Sequence[tuple[int, int]], kv_heads: int, dim: int) -> dict[tuple[int, int], Tensor]:
+    """A dimension of so many KV heads, cut into runs that lie in it one after another."""
     repeats = x.shape[dim] // kv_heads
-    parts = [x.narrow(dim, first * repeats, count * repeats) for first, count in _runs(heads)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return dict(zip(runs, x.split([count * repeats for _, count in runs], dim), strict=True))
 
 
-def take_learned(learned: Mapping[str, Tensor], heads: Sequence[int], kv_heads: int) -> dict[str, Tensor]:
-    """The learned parameters of these KV heads and their query heads."""
-    return {name: take(x, heads, kv_heads, 0) for name, x in learned.items()}
-
-
-def in_order(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """The inverse of `take` for all group sizes: parts [B, ...] by query head, in the order of `heads_of_each`."""
-    return put_back(parts, [heads for _, heads in heads_of_each(sizes)])
-
-
-def put_back(parts: Sequence[Tensor], heads: Sequence[Sequence[int]]) -> Tensor:
-    """The inverse of `take`: parts [B, ...] by query head, and the KV heads of each, all of them once."""
-    order = [head for some in heads for head in some]
-    return take(torch.cat(list(parts), 1), [order.index(head) for head in range(len(order))], len(order))
+def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def _runs(heads: Sequence[int]) -> Iterator[tuple[int, int]]:
