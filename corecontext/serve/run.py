@@ -106,6 +106,9 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     Raises:
         UserError: as `make_app`.
     """
+    import torch
+
+    from corecontext.cache.pool import RowShape
     from corecontext.inference.follower import Follower
     from corecontext.inference.policy import load_policy, table_around
     from corecontext.inference.scheduler import Scheduler
@@ -114,6 +117,8 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     with one_line():
         if serving.policy not in ("elastic", "fixed"):
             policy = load_policy(serving.policy)
+        if serving.tensor_parallel > 1:  # asked before any process starts, and before transformers asks in other words
+            RowShape.of(load_config(serving.model or str(BUNDLED)), torch.float32, serving.tensor_parallel)
     together = join(serving)
     loaded = _random(serving) if serving.random_weights else load(
         serving.model or str(BUNDLED), group_size=serving.group_size, window_size=serving.window_size,
