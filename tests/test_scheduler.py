@@ -4,8 +4,8 @@ import contextlib
 import gc
 import random
 import time
-import types
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -621,9 +621,9 @@ def recording(graph, pool=None, stream=None):
 def test_steps_are_captured_again_after_all_pools_were_given_up(model, monkeypatch, recwarn):
     """On a CPU graphs are fakes that count as PyTorch does."""
     if not torch.cuda.is_available():
-        stream = types.SimpleNamespace(wait_stream=lambda other: None)
+        stream = mock.Mock()
         for name, fake in (("graph_pool_handle", object), ("CUDAGraph", Memory), ("graph", recording),
-                           ("Stream", lambda: stream), ("current_stream", lambda: stream),
+                           ("Stream", lambda device: stream), ("current_stream", lambda: stream),
                            ("stream", contextlib.nullcontext), ("device", contextlib.nullcontext)):
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
