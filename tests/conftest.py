@@ -28,6 +28,5 @@ def device() -> torch.device:
 @pytest.fixture
 def default_device(device):
     """Make new tensors and models on the GPU where there is one, for tests that are written without devices."""
-    torch.set_default_device(device)
-    yield device
-    torch.set_default_device(None)
+    with torch.device(device):
+        yield device
