@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from corecontext.ops.triton import attend, decode, pool  # noqa: E402
+from corecontext.ops.triton.launch import power_of_2  # noqa: E402
 from corecontext.ops.triton.tiles import Chip, dkv_tiles, dq_tiles, forward_tiles  # noqa: E402
 
 CHIPS = {name: (GPUTarget(backend, arch, warp), Chip(kib * 1024, units)) for name, backend, arch, warp, kib, units in (
@@ -64,7 +65,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 sizes.update({"ADD": True} if whole else {"ADD": True, "BLOCK_H": HEADS})
             yield Kernel(((pool._pool_bwd_kernel if whole else pool._pool_long_bwd_kernel) if backward else
                           (pool._pool_fwd_kernel if whole else pool._pool_long_fwd_kernel)), sizes, tables)
-            if whole:
+            if whole and dim == power_of_2(dim):
                 sizes = {"HEADS": HEADS, "HALF": dim // 2, "BLOCK_M": block_m, "BLOCK_G": block_g,
                          "num_warps": num_warps, **({"ADD": True} if backward else {"HEADS_OUT": 1})}
                 yield Kernel(pool._pool_half_bwd_kernel if backward else pool._pool_half_fwd_kernel, sizes, tables)

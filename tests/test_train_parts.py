@@ -14,7 +14,7 @@ from families import tiny_model, tokens
 
 from corecontext.cli import main
 from corecontext.config import LEARNED
-from corecontext.inference.fuse import Fused
+from corecontext.inference.fuse import MOST_PARTS, Fused
 from corecontext.text import UserError
 from corecontext.train.checkpoint import checkpoints, keep_newest, latest, publish
 from corecontext.train.config import TrainConfig, field_help, load_recipe
@@ -147,7 +147,7 @@ def test_a_fused_teacher_says_the_same_in_as_many_ways_as_its_norms_need():
     assert counters["stats"]["unique_graphs"] > graphs and torch._dynamo.config.recompile_limit == before
     assert all(module._compiled_call_impl is None for module in model.modules())
     with Fused(model), Fused(model, None):
-        assert torch._dynamo.config.recompile_limit > before
+        assert torch._dynamo.config.recompile_limit == max(before, MOST_PARTS)  # transformers may have set more
     assert torch._dynamo.config.recompile_limit == before
 
 
