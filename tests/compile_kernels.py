@@ -149,12 +149,15 @@ def spilled(binary: bytes) -> int | None:
 
 
 def main(name: str, everything: bool, own: bool) -> None:
-    """Compile and print; bfloat16 with head size 128 first; `own` leaves out the kernels that run everywhere."""
+    """Compile and print; bfloat16 with head size 128 first, and the largest where memory is least; `own` leaves out the
+    kernels that run everywhere."""
     target, chip = CHIPS[name]
     cases = [(torch.bfloat16, 128)]
+    if everything or name == "sm_86":
+        cases += [(torch.bfloat16, 256)]
     if everything:
-        cases += [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float16, 80), (torch.float32, 64),
-                  (torch.float32, 128), (torch.float32, 256)]
+        cases += [(torch.bfloat16, 64), (torch.float16, 80), (torch.float32, 64), (torch.float32, 128),
+                  (torch.float32, 256)]
     for dtype, dim in cases:
         kernels = [] if own else list(plain_kernels(chip, dtype, dim))
         if name == "sm_90" and dtype != torch.float32 and dim in (64, 128, 256):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from corecontext.ops import partial
 from corecontext.ops.api import cca_attention, choose_backend, pool_core_tokens
 from corecontext.ops.autograd import cca_attention_backward_op, cca_attention_op
+from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.merge import merge
 from corecontext.ops.packed import _interior_bias
 from corecontext.ops.rotary import Rotary
@@ -331,3 +334,24 @@ def test_the_log_sum_exp_merges_attention_over_more_keys(device):
     torch.testing.assert_close(merged, expected, rtol=0, atol=1e-13)
     torch.testing.assert_close(share[..., 0] + (scores - merged_lse[..., None]).exp().sum(-1),
                                torch.ones_like(lse), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("hip, capability, backend, kernel", [
+    (None, (7, 5), "packed", "plain"), (None, (8, 6), "triton", "flash"), (None, (9, 0), "triton", "cudnn"),
+    (None, (12, 0), "triton", "cudnn"), ("7.0", (9, 0), "triton", "flash")])
+def test_every_generation_has_kernels_that_it_can_run(hip, capability, backend, kernel, monkeypatch):
+    """Triton and FlashAttention begin with Ampere; AMD's MI200 has the number of NVIDIA's Hopper."""
+    hopper = pytest.importorskip("corecontext.ops.triton.hopper")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    nvidia_capability.cache_clear()
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 1, 2000, 64))
+    try:
+        assert choose_backend("auto", q) == backend and partial._kernel(q, q, None, None) == kernel
+        assert (hopper.unsupported_reason(q, 1.0, None) is None) == (capability == (9, 0) and hip is None)
+        if backend != "triton":
+            with pytest.raises(NotImplementedError, match="capability 7.5 is less than 8.0. Use backend=.packed"):
+                choose_backend("triton", q)
+    finally:
+        nvidia_capability.cache_clear()

@@ -12,6 +12,8 @@ import functools
 import torch
 from torch import Tensor
 
+from corecontext.ops.capability import nvidia_capability
+
 _aten = torch.ops.aten
 _CHUNK_SCORES = 1 << 24  # scores held at once by the plain path: 64 MiB in float32
 _CUDNN_KEYS = 1024  # keys from which cuDNN's faster kernels are worth the plan that it makes for each new shape
@@ -80,15 +82,18 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
 
 
 def _kernel(q: Tensor, k: Tensor, bias: Tensor | None, softcap: float | None) -> str:
-    """Which implementation takes the call: "cpu"; "cudnn" (Hopper and later) or "flash" (CUDA), in half precision and
-    without a bias; or "plain"."""
+    """Which implementation takes the call: "cpu"; "cudnn" (Hopper and later) or "flash" (Ampere and later, AMD), in
+    half precision and without a bias; or "plain"."""
     if softcap is not None:
         return "plain"
     if q.device.type == "cpu":
         return "cpu"
     half = q.dtype in (torch.float16, torch.bfloat16)
     if q.device.type == "cuda" and bias is None and half and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
-        is_new = torch.cuda.get_device_capability(q.device) >= (9, 0) and torch.backends.cudnn.is_available()
+        capability = nvidia_capability(q.device)
+        if capability is not None and capability < (8, 0):
+            return "plain"
+        is_new = capability is not None and capability >= (9, 0) and torch.backends.cudnn.is_available()
         may_vary = not torch.are_deterministic_algorithms_enabled()
         return "cudnn" if is_new and may_vary and q.shape[-1] <= 128 and k.shape[2] >= _CUDNN_KEYS else "flash"
     return "plain"

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from corecontext.ops import compose
+from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.triton import attend as anywhere
 from corecontext.ops.triton import pool as pooling
 from corecontext.ops.triton.attend import attend_backward
@@ -36,6 +37,9 @@ def unsupported_reason(q: Tensor) -> str | None:
     """Why this backend cannot take the call, or None."""
     if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
         return f"device {q.device.type!r} is not cuda"
+    capability = nvidia_capability(q.device)
+    if capability is not None and capability < (8, 0):  # Triton has given these up
+        return f"compute capability {capability[0]}.{capability[1]} is less than 8.0"
     if q.dtype == torch.float64:
         return "float64 is not one of float32, bfloat16, float16"
     if q.shape[-1] > MAX_HEAD_DIM:

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, warpgroup_mma,
                                                               warpgroup_mma_wait)
 
+from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
 from corecontext.ops.triton.tensor_memory import DTYPES, aligned, copy_in, copy_out, descriptor, wait_out
 
@@ -252,7 +253,7 @@ def _attend_fwd_hopper(q_desc, k_desc, v_desc, core_k_desc, core_v_desc, out_des
 
 def unsupported_reason(q: Tensor, scale: float, softcap: float | None) -> str | None:
     """Why these kernels cannot take the call, or None."""
-    if q.device.type != "cuda" or _capability(q.device) != (9, 0):
+    if nvidia_capability(q.device) != (9, 0):
         return f"device {q.device} has not compute capability 9.0"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} is not bfloat16 or float16"
@@ -261,11 +262,6 @@ def unsupported_reason(q: Tensor, scale: float, softcap: float | None) -> str | 
     if softcap is not None or scale <= 0:
         return "scores are capped or their scale is not above 0"
     return None
-
-
-@functools.lru_cache(maxsize=None)
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 @functools.lru_cache(maxsize=None)

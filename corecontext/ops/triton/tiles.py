@@ -59,6 +59,8 @@ def dq_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
 
 def dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
     """For the gradients of keys; block_m keys are what a program owns."""
+    if dim > 128 and dtype != torch.float32 and 0 < chip.shared_memory < 160 * 1024:
+        return Tiles(32, 32, 8, 1)  # 80 KiB, where twice the keys take 112 of 99
     return _backward_tiles(chip, dtype, dim)
 
 
