@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from corecontext.ops import capability as chips
 from corecontext.ops import partial
 from corecontext.ops.api import cca_attention, choose_backend, pool_core_tokens
 from corecontext.ops.autograd import cca_attention_backward_op, cca_attention_op
-from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.merge import merge
 from corecontext.ops.packed import _interior_bias
 from corecontext.ops.rotary import Rotary
@@ -345,7 +345,7 @@ def test_every_generation_has_kernels_that_it_can_run(hip, capability, backend, 
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    nvidia_capability.cache_clear()
+    chips._ask.cache_clear()
     q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 1, 2000, 64))
     try:
         assert choose_backend("auto", q) == backend and partial._kernel(q, q, None, None) == kernel
@@ -354,4 +354,23 @@ def test_every_generation_has_kernels_that_it_can_run(hip, capability, backend, 
             with pytest.raises(NotImplementedError, match="capability 7.5 is less than 8.0. Use backend=.packed"):
                 choose_backend("triton", q)
     finally:
-        nvidia_capability.cache_clear()
+        chips._ask.cache_clear()
+
+
+def test_the_kind_of_a_gpu_is_no_node_of_a_compiled_graph(monkeypatch):
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=8, minor=0))
+    device, targets = torch.device("cuda"), []
+
+    def look(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    chips._ask.cache_clear()
+    try:
+        torch.compile(lambda x: x + chips.nvidia_capability(device)[0], fullgraph=True, backend=look)(torch.zeros(()))
+        assert targets == ["<built-in function add>"]
+    finally:
+        torch._dynamo.reset()
+        chips._ask.cache_clear()
