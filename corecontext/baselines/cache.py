@@ -156,16 +156,16 @@ class DuoLayer(SinkLayer):
         self.settings, self.heads = (sinks, window_size, tuple(full), heads), heads
         rest = [head for head in range(heads) if head not in full]
         both = [(list(full), SinkLayer(0, EVERYTHING)), (rest, SinkLayer(sinks, window_size))]
-        self.dealt, self.parts = zip(*[(some, layer) for some, layer in both if some])
+        self.shares, self.parts = zip(*[(some, layer) for some, layer in both if some])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any) -> Tensor:
         """See `SinkLayer.attend`."""
         outs = []
-        for layer, *tensors in zip(self.parts, *(deal(x, self.dealt, self.heads) for x in (q, k, v))):
+        for layer, *tensors in zip(self.parts, *(deal(x, self.shares, self.heads) for x in (q, k, v))):
             layer.closed = self.closed
             outs.append(layer.attend(*tensors, attention_mask, **options))
         self.is_initialized, self.seen = True, self.seen + k.shape[2]
-        return put_back(outs, self.dealt)
+        return put_back(outs, self.shares)
 
     @property
     def nbytes(self) -> int:
