@@ -1,17 +1,24 @@
 """Plant a fault in a copy of the package and see that a test catches it: `python tests/planted_faults.py [word ...]`.
 
+A fault is a statement that replaces the one below the comment `# planted: <name of the fault>`, wherever in the package
+that comment is. So moving or reformatting code leaves the faults as they are; rewriting a marked statement means
+rewriting its fault.
+
 Prints one row of docs/numerics.md for each fault; words choose the faults whose name contains one of them. A fault that
-no test notices, or whose text is no longer found, fails the run.
+no test notices, or whose marker is missing, fails the run.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
+import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -23,202 +30,283 @@ INFERENCE, SINKS, SINK_MODELS = "tests/test_inference.py", "tests/test_sinks.py"
 
 
 class Fault(NamedTuple):
-    """What is broken, where, and the test that must fail."""
+    """A faulty statement in place of the marked one, and the test that must fail."""
 
     name: str
-    file: str
-    old: str
-    new: str
+    statement: str
+    """Replaces the statement (of a compound statement: its header) below the marker."""
     test: str
+
+    @property
+    def marker(self) -> str:
+        """The comment above the statement."""
+        return f"# planted: {self.name}"
 
 
 FAULTS = [
-    Fault("rule: one core token too late", "visibility.py", "(position + 1 - window_size) // group_size)",
-          "(position - window_size) // group_size)", "tests/test_visibility.py"),
-    Fault("1: full attention for one token too many", "ops/api.py", "is_full_attention(seq_len, size, window_size,",
-          "is_full_attention(seq_len - 1, size, window_size,",
-          f"{LAWS}::test_law_1_the_first_core_query_is_the_first_to_differ"),
-    Fault("1: groups of one token are turned", "ops/pooling.py", "direction * (group_size // 2 -",
-          "direction * ((group_size + 1) // 2 -", f"{LAWS}::test_law_1_groups_of_one_token_are_full_attention"),
-    Fault("2: a token not covered, reference", "ops/reference.py", "(key_position >= cores * group_size)",
-          "(key_position > cores * group_size)",
-          f"{LAWS}::test_law_2_the_effective_map_is_causal_positive_and_sums_to_one"),
-    Fault("2: a token covered twice, packed", "ops/packed.py", "window_size) * group_size) & (key <= position)",
-          "window_size) * group_size - 1) & (key <= position)",
-          f"{LAWS}::test_law_2_with_equal_scores_the_map_counts_every_token_once"),
-    Fault("3: the next token is seen, reference", "ops/reference.py", "(key_position <= position)",
-          "(key_position <= position + 1)", f"{LAWS}::test_law_3_nan_in_the_future_of_the_reference"),
-    Fault("3: the next token is seen, packed", "ops/packed.py", "& (key <= position)", "& (key <= position + 1)",
-          f"{LAWS}::test_law_3_the_past_is_bit_identical_under_any_finite_future"),
-    Fault("3: a group is seen before it is complete", "ops/packed.py",
-          "yield rows, slice(seen - 1, seen - 1 + -(-(q_end - pack_start) // g)), True",
-          "yield rows, slice(seen, seen + -(-(q_end - pack_start) // g)), True",
-          f"{LAWS}::test_laws_6_and_8_backends_agree_in_float64"),
-    Fault("4: the ring is one token too short", "cache/layer.py",
-          "return window_capacity(self.group_size, self.config.window_size) + self.rollback",
-          "return window_capacity(self.group_size, self.config.window_size) + self.rollback - 1",
-          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("4: decoding sees one core token too few", "cache/layer.py",
-          "visible = visible_cores_of(position - n if n else position, g, s)[:, None]",
-          "visible = visible_cores_of(position - n - 1 if n else position - 1, g, s)[:, None]",
-          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("4: decoding never pools", "cache/layer.py", "if fixed or any(", "if fixed and any(",
-          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("4: every row closes its group with the first row", "cache/layer.py",
-          "closes = ((position + 1) % g == 0)", "closes = ((position[:1] + 1) % g == 0).expand(batch)",
-          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("4: a rejected draft stays in the ring", "cache/layer.py",
-          "write(cached, slots, lost[:, :, kept:kept + count])", "pass",
-          f"{CACHE}::test_random_appends_and_crops_agree_with_the_reference"),
-    Fault("4: beams keep the ring of another", "cache/layer.py",
-          "self.hold([change(x) for x in self.buffers])",
-          "self.hold([self.keys, *(change(x) for x in self.buffers[1:])])",
-          f"{CACHE}::test_select_and_repeat_rows"),
-    Fault("4: a ring that wraps goes on behind its beginning", "cache/slots.py",
-          "cached[rows, :, :first + count - ring]]", "cached[rows, :, 1:1 + first + count - ring]]",
-          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("4: plain attention for a prompt one token too long", "cache/layer.py",
-          "num_visible_cores(end - 1, g, s) == 0", "num_visible_cores(end - 2, g, s) == 0",
-          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("4: an expected length is used twice", "cache/layer.py",
-          "start, new, self._expected = self.seq_len, q.shape[2], None", "start, new = self.seq_len, q.shape[2]",
-          f"{CACHE}::test_an_expected_length_is_used_once"),
-    Fault("5: a mask changed in place passes for the same", "ops/segments.py", "version != x._version",
-          "version > x._version", f"{LAWS}::test_what_all_layers_ask_is_answered_once_and_anew_after_a_change"),
-    Fault("4: a row of nothing but padding passes for known", "cache/layer.py",
-          "all(pad < length for pad in self.pads if pad)", "True", f"{CACHE}::test_padding_is_never_guessed"),
-    Fault("4: cached padding becomes tokens", "cache/layer.py", "min(known, start) != min(pad, start)",
-          "known < start and known != pad", f"{CACHE}::test_padding_is_never_guessed"),
-    Fault("plug-in: padding read one token at a time", "integrations/hf_cache.py",
-          "if query_length == 1 and not self.compact.is_empty and self.compact.padding_known:",
-          "if query_length == 1 and not self.compact.is_empty:",
-          f"{PLUGIN}::test_one_token_chunks_inside_padding"),
-    Fault("plug-in: the rotary frequencies 20 % off", "integrations/hf_rotary.py", "angle = torch.atan2(",
-          "angle = 1.2 * torch.atan2(", f"{PLUGIN}::test_family_equals_dense_oracle"),
-    Fault("plug-in: padding lost on its way", "integrations/transformers.py",
-          "        return None\n    return attention_mask", "        return None\n    return None",
-          f"{PLUGIN}::test_left_padded_batch_equals_single_rows"),
-    Fault("plug-in: softcap lost on its way", "integrations/transformers.py",
-          "kwargs.get(DRAFT, 0), attention_mask, scale=scaling,\n                          softcap=softcap)",
-          "kwargs.get(DRAFT, 0), attention_mask, scale=scaling)",
-          f"{PLUGIN}::test_family_equals_dense_oracle"),
-    Fault("5: padding ignored", "ops/segments.py", "if bool(mask.all()):", "if True:",
-          f"{LAWS}::test_law_5_a_padded_row_gives_what_it_gives_alone"),
-    Fault("5: document boundaries ignored, cu_seqlens", "ops/segments.py",
-          "return [Segment(0, 1, a, b) for a, b in zip(edges, edges[1:]) if a < b]",
-          "return [Segment(0, 1, 0, seq_len)]",
-          f"{LAWS}::test_law_5_packed_documents_do_not_see_each_other"),
-    Fault("5: document boundaries ignored, position_ids", "ops/segments.py",
-          "bool((position_ids.diff() != 1).any())", "bool((position_ids.diff() > 1).any())",
-          f"{LAWS}::test_law_5_packed_documents_do_not_see_each_other"),
-    Fault("6: gradient through the pooling weights dropped", "ops/pooling.py",
-          "grad_scores = probs * (grad_probs -", "grad_scores = 0 * probs * (grad_probs -",
-          f"{LAWS}::test_law_6_gradients_reach_through_the_pooling_weights"),
-    Fault("6: core bias forgotten in the backward", "ops/packed.py", "lse = lse if self.core_bias is None else lse - ",
-          "lse = lse if True else lse - ", f"{LAWS}::test_laws_6_and_8_backends_agree_in_float64"),
-    Fault("6: keys turned to the middle, gradients not turned back", "ops/pooling.py",
-          'part_k = _turn(torch.einsum("nrmg,nrmd->nmgd", weights, into_k), rotary, -1)',
-          'part_k = torch.einsum("nrmg,nrmd->nmgd", weights, into_k)',
-          f"{NUMERICS}::test_awkward_lengths"),
-    Fault("6: gradient of the log-sum-exp dropped", "ops/partial.py", "delta = delta - grad_lse", "delta = delta",
-          f"{NUMERICS}::test_float64_gradients_by_finite_differences"),
-    Fault("7: softmax scale 0.2 % off in the core part", "ops/packed.py",
-          "is_causal=packed, **self.options)",
-          "is_causal=packed, **{**self.options, 'scale': self.options['scale'] * 1.002})",
-          f"{NUMERICS}::test_awkward_lengths"),
-    Fault("7: gradients of a group's g r queries added up in bfloat16", "ops/partial.py",
-          "grad_k, grad_v = grad_k.sum(1, True, dtype=lse.dtype), grad_v.sum(1, True, dtype=lse.dtype)",
-          "grad_k, grad_v = (sum(x.unbind(1)).unsqueeze(1) for x in (grad_k, grad_v))",
-          f"{NUMERICS}::test_long_rows_in_half_precision_do_not_drift"),
-    Fault("7: pooling computed in the inputs' dtype", "ops/pooling.py",
-          "return x if x.dtype == torch.float64 else x.float()", "return x", f"{NUMERICS}::test_pooling_alone"),
-    Fault("7: merge multiplies by exp(lse_i - lse)", "ops/merge.py", "weights = weights / total",
-          "weights = (stacked - lse).exp()",
-          f"{API}::test_merge_of_equal_outputs_is_that_output_however_large_the_scores"),
-    Fault("8: weights of one query head instead of the mean", "ops/pooling.py", "probs.mean(1, keepdim=True)",
-          "probs[:, :1]", f"{LAWS}::test_law_8_pooling_agrees"),
-    Fault("oracle: default softmax scale", "ops/api.py", "scale = head_dim ** -0.5 if", "scale = head_dim ** -0.51 if",
-          ORACLE),
-    Fault("oracle: middle one token early", "ops/reference.py", "group_size // 2 - torch",
-          "(group_size - 1) // 2 - torch",
-          ORACLE),
-    Fault("oracle: interleaved pairs turned the wrong way", "ops/rotary.py",
-          "(first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)",
-          "(first * cos + second * sin, second * cos - first * sin), -1).flatten(-2)", ORACLE),
-    Fault("merge: no shift by the maximum", "ops/merge.py", "torch.where(highest.isneginf(), 0.0, highest)",
-          "torch.zeros_like(highest)", f"{API}::test_merge_is_one_softmax_over_all_keys"),
-    Fault("merge: NaN where no part has a key", "ops/merge.py", "torch.where(highest.isneginf(), 0.0, highest)",
-          "highest", f"{API}::test_merge_is_one_softmax_over_all_keys"),
-    Fault("memory: padding left uninitialised", "ops/autograd.py",
-          "torch.full(self.like.shape, self.fill, dtype=self.dtype,", "torch.empty(self.like.shape, dtype=self.dtype,",
-          f"{API}::test_nothing_reads_fresh_memory"),
-    Fault("compile: wrong dtype of the log-sum-exp in the fake", "ops/autograd.py",
-          "torch.empty(q.shape[:-1], dtype=_lse_dtype(q),", "torch.empty(q.shape[:-1], dtype=torch.float64,",
-          f"{API}::test_registered_operators_describe_themselves_truly"),
-    Fault("inference: positions count padding", "inference/prefill.py", "(positions - torch.tensor(pads,",
-          "(positions - 0 * torch.tensor(pads,",
-          f"{INFERENCE}::test_any_chunk_size_and_setting"),
-    Fault("inference: a request leaves its settings behind", "inference/session.py",
-          "self.handle.configure(**before.to_dict())", "pass",
-          f"{INFERENCE}::test_two_streams_with_other_settings_at_once"),
-    Fault("inference: neighbours share a random stream", "inference/sampling.py",
-          "row.exponential_(generator=generator)", "row.exponential_(generator=self.generators[0])",
-          f"{INFERENCE}::test_a_row_with_its_own_seed_does_not_depend_on_its_neighbours"),
-    Fault("inference: top-p without the token that crosses it", "inference/sampling.py",
-          "before = probabilities.cumsum(-1) - probabilities", "before = probabilities.cumsum(-1)",
-          f"{INFERENCE}::test_sampled_frequencies_are_the_probabilities"),
-    Fault("inference: broken sessions are kept", "inference/stream.py", "self._end(reusable=False)",
-          "self._end(reusable=True)", f"{INFERENCE}::test_running_out_of_memory_names_what_would_fit"),
-    Fault("inference: a smaller ring filled by old slots", "cache/layer.py", "write(smaller, kept % ring, read",
-          "write(smaller, kept % old_ring % ring, read",
-          f"{CACHE}::test_a_shrunk_window_is_exact_from_then_on"),
-    Fault("sinks: a group too many stays raw", "visibility.py", "return -(-sink_size // group_size) * group_size",
-          "return (sink_size // group_size + 1) * group_size", f"{SINKS}::test_the_integer_rules_are_the_definition"),
-    Fault("sinks: full attention for one token too many", "visibility.py", "seq_len - sinks <= first_core_query(",
-          "seq_len - sinks - 1 <= first_core_query(", f"{SINKS}::test_full_attention_up_to_its_exact_length"),
-    Fault("sinks: counted twice, reference", "ops/reference.py", "+ sinks // group_size < cores", "< cores",
-          f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
-    Fault("sinks: the future among them is seen", "ops/sinks.py", "hidden = position > position[q_start:, None]",
-          "hidden = position > position[q_start:, None] + 1", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("sinks: later queries do not see them", "ops/sinks.py",
-          "_merge_into(out, lse, *partial.forward(after, first_k[:, None], first_v[:, None], **capped))", "pass",
-          f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
-    Fault("sinks: their gradient from later queries dropped", "ops/sinks.py", "torch.cat((among[1] + first[1], dk), 1)",
-          "torch.cat((among[1], dk), 1)", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
-    Fault("sinks: the gradient of the log-sum-exp dropped", "ops/sinks.py", "grad_lse=some_grad_lse, is_causal",
-          "grad_lse=None, is_causal", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
-    Fault("sinks: weights of other groups' queries", "ops/segments.py", "self.q[:, :, first + g - 1:end:g]",
-          "self.q[:, :, g - 1:end - first:g]", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
-    Fault("sinks: the start of a chunk forgotten", "ops/sinks.py", "max(0, min(sinks - q_start, q.shape[2]))",
-          "max(0, min(sinks, q.shape[2]))", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("sinks: decoding puts them into the ring", "cache/layer.py",
-          "target = torch.where((position >= 0) & (position < n), ring + position, target)", "pass",
-          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("sinks: decoding sees those to come", "cache/layer.py", "torch.arange(n, device=q.device) <= position",
-          "torch.arange(n, device=q.device) <= n + position",
-          f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("sinks: decoding sees the ring's old slots", "cache/layer.py", "held >= visible * g + n, see_first",
-          "held >= visible * g, see_first", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("sinks: a core token in another's slot", "cache/layer.py", "core = (position - n if n else position) // g",
-          "core = position // g", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("sinks: core bias added to them", "cache/layer.py", "attend_buffer(q, keys, values, see, raw, scale",
-          "attend_buffer(q, keys, values, see, ring, scale", f"{CACHE}::test_every_setting_decodes_as_it_prefills"),
-    Fault("sinks: lost when the first append is differentiated", "cache/layer.py", "sink_size=c.sink_size, ", "",
-          f"{CACHE}::test_first_append_is_differentiable_later_ones_refuse"),
-    Fault("sinks: forgotten by a server's rows", "cache/pool.py",
-          "+ n + num_complete_groups(max_length - n, g) * width", "+ num_complete_groups(max_length, g) * width",
-          f"{CACHE}::test_bytes_equal_the_formula_from_the_first_token_on"),
-    Fault("sinks: lost on their way into a model", "integrations/transformers.py",
-          '"sink_size": config.sink_size, ', "", f"{SINK_MODELS}::test_the_model_sees_the_rule"),
-    Fault("sinks: a shared beginning without them", "inference/prefix.py", "x[:, :, :part.raw_size].clone()",
-          "x[:, :, :part.ring_size].clone()", "tests/test_scheduler.py::test_a_branched_cache_is_the_same_bits_under"
-          "_every_setting"),
-    Fault("5: of a document in a row the log-sum-exp of other tokens, Hopper", "ops/triton/hopper_backward.py",
-          "lse = lse.contiguous()", "lse = lse",
-          "tests/test_triton_dispatch.py::test_what_the_hopper_backward_prepares_is_of_its_own_rows"),
-    Fault("arrows: a backend imports another", "ops/packed.py", "from corecontext.ops import compose, partial, pooling",
-          "from corecontext.ops import compose, partial, pooling, reference", "tests/test_layers_arrows.py"),
+    Fault("rule: one core token too late", "return max(0, (position - window_size) // group_size)", "tests/test_visibility.py"),
+    Fault("1: full attention for one token too many", """
+if (
+    plain
+    and chosen != "reference"
+    and is_full_attention(seq_len - 1, size, window_size, num_sinks(sink_size, size))
+):
+""", f"{LAWS}::test_law_1_the_first_core_query_is_the_first_to_differ"),
+    Fault("1: groups of one token are turned", """
+return rotary.turn(
+    k, direction * ((group_size + 1) // 2 - torch.arange(group_size, device=k.device))
+)
+""", f"{LAWS}::test_law_1_groups_of_one_token_are_full_attention"),
+    Fault("2: a token not covered, reference", """
+see_local = ((key_position > cores * group_size) | (key_position < sinks)) & (
+    key_position <= position
+)
+""", f"{LAWS}::test_law_2_the_effective_map_is_causal_positive_and_sums_to_one"),
+    Fault("2: a token covered twice, packed", """
+seen = (key >= visible_cores_of(position, group_size, window_size) * group_size - 1) & (
+    key <= position
+)
+""", f"{LAWS}::test_law_2_with_equal_scores_the_map_counts_every_token_once"),
+    Fault("3: the next token is seen, reference", """
+see_local = ((key_position >= cores * group_size) | (key_position < sinks)) & (
+    key_position <= position + 1
+)
+""", f"{LAWS}::test_law_3_nan_in_the_future_of_the_reference"),
+    Fault("3: the next token is seen, packed", """
+seen = (key >= visible_cores_of(position, group_size, window_size) * group_size) & (
+    key <= position + 1
+)
+""", f"{LAWS}::test_law_3_the_past_is_bit_identical_under_any_finite_future"),
+    Fault("3: a group is seen before it is complete", "yield rows, slice(seen, seen + -(-(q_end - pack_start) // g)), True", f"{LAWS}::test_laws_6_and_8_backends_agree_in_float64"),
+    Fault("4: the ring is one token too short", "return window_capacity(self.group_size, self.config.window_size) + self.rollback - 1", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("4: decoding sees one core token too few", "visible = visible_cores_of(position - n - 1 if n else position - 1, g, s)[:, None]  # [B, 1]", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("4: decoding never pools", "if fixed and any((self.seen - pad) % g == g - 1 for pad in self.pads):", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("4: every row closes its group with the first row", "closes = ((position[:1] + 1) % g == 0).expand(batch)[:, None, None, None]", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("4: a rejected draft stays in the ring", "pass", f"{CACHE}::test_random_appends_and_crops_agree_with_the_reference"),
+    Fault("4: beams keep the ring of another", "self.hold([self.keys, *(change(x) for x in self.buffers[1:])])", f"{CACHE}::test_select_and_repeat_rows"),
+    Fault("4: a ring that wraps goes on behind its beginning", """
+return (
+    [whole]
+    if first + count <= ring
+    else [whole, cached[rows, :, 1 : 1 + first + count - ring]]
+)
+""", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("4: plain attention for a prompt one token too long", "if position == 0 and softcap is None and num_visible_cores(end - 2, g, s) == 0:", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("4: an expected length is used twice", "start, new = self.seq_len, q.shape[2]", f"{CACHE}::test_an_expected_length_is_used_once"),
+    Fault("5: a mask changed in place passes for the same", """
+if (
+    known is None
+    or known[0] != others
+    or any(
+        held() is not x or version > x._version
+        for (held, version), x in zip(known[1], tensors)
+    )
+):
+""", f"{LAWS}::test_what_all_layers_ask_is_answered_once_and_anew_after_a_change"),
+    Fault("4: a row of nothing but padding passes for known", "self.padding_known = True", f"{CACHE}::test_padding_is_never_guessed"),
+    Fault("4: cached padding becomes tokens", "if known < start and known != pad:", f"{CACHE}::test_padding_is_never_guessed"),
+    Fault("plug-in: padding read one token at a time", "if query_length == 1 and not self.compact.is_empty:", f"{PLUGIN}::test_one_token_chunks_inside_padding"),
+    Fault("plug-in: the rotary frequencies 20 % off", "angle = 1.2 * torch.atan2(sin[0, 1].double(), cos[0, 1].double())", f"{PLUGIN}::test_family_equals_dense_oracle"),
+    Fault("plug-in: padding lost on its way", "return None", f"{PLUGIN}::test_left_padded_batch_equals_single_rows"),
+    Fault("plug-in: softcap lost on its way", """
+out = _append(
+    compact, query, key, value, kwargs.get(DRAFT, 0), attention_mask, scale=scaling
+)
+""", f"{PLUGIN}::test_family_equals_dense_oracle"),
+    Fault("5: padding ignored", "if True:", f"{LAWS}::test_law_5_a_padded_row_gives_what_it_gives_alone"),
+    Fault("5: document boundaries ignored, cu_seqlens", "return [Segment(0, 1, 0, seq_len)]", f"{LAWS}::test_law_5_packed_documents_do_not_see_each_other"),
+    Fault("5: document boundaries ignored, position_ids", """
+return (
+    position_ids is not None
+    and position_ids.shape[-1] > 1
+    and bool((position_ids.diff() > 1).any())
+)
+""", f"{LAWS}::test_law_5_packed_documents_do_not_see_each_other"),
+    Fault("6: gradient through the pooling weights dropped", "grad_scores = 0 * probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True)) * scale", f"{LAWS}::test_law_6_gradients_reach_through_the_pooling_weights"),
+    Fault("6: core bias forgotten in the backward", "lse = lse if True else lse - self.core_bias.to(lse.dtype)[:, :, None]", f"{LAWS}::test_laws_6_and_8_backends_agree_in_float64"),
+    Fault("6: keys turned to the middle, gradients not turned back", 'part_k = torch.einsum("nrmg,nrmd->nmgd", weights, into_k)', f"{NUMERICS}::test_awkward_lengths"),
+    Fault("6: gradient of the log-sum-exp dropped", "delta = delta", f"{NUMERICS}::test_float64_gradients_by_finite_differences"),
+    Fault("7: softmax scale 0.2 % off in the core part", """
+out, lse = partial.forward(
+    arranged,
+    core_k,
+    core_v,
+    is_causal=packed,
+    **{**self.options, "scale": self.options["scale"] * 1.002},
+)
+""", f"{NUMERICS}::test_awkward_lengths"),
+    Fault("7: gradients of a group's g r queries added up in bfloat16", "grad_k, grad_v = (sum(x.unbind(1)).unsqueeze(1) for x in (grad_k, grad_v))", f"{NUMERICS}::test_long_rows_in_half_precision_do_not_drift"),
+    Fault("7: pooling computed in the inputs' dtype", "return x", f"{NUMERICS}::test_pooling_alone"),
+    Fault("7: merge multiplies by exp(lse_i - lse)", "weights = (stacked - lse).exp()", f"{API}::test_merge_of_equal_outputs_is_that_output_however_large_the_scores"),
+    Fault("8: weights of one query head instead of the mean", 'return (probs[:, :1] if core_heads == "kv" else probs), probs, slope', f"{LAWS}::test_law_8_pooling_agrees"),
+    Fault("oracle: default softmax scale", "scale = head_dim**-0.51 if scale is None else float(scale)", ORACLE),
+    Fault("oracle: middle one token early", "k = rotary.turn(k, (group_size - 1) // 2 - torch.arange(group_size, device=k.device))", ORACLE),
+    Fault("oracle: interleaved pairs turned the wrong way", """
+turned = torch.stack((first * cos + second * sin, second * cos - first * sin), -1).flatten(
+    -2
+)
+""", ORACLE),
+    Fault("merge: no shift by the maximum", "highest = torch.zeros_like(highest)", f"{API}::test_merge_is_one_softmax_over_all_keys"),
+    Fault("merge: NaN where no part has a key", "highest = highest", f"{API}::test_merge_is_one_softmax_over_all_keys"),
+    Fault("memory: padding left uninitialised", "self.total = torch.empty(self.like.shape, dtype=self.dtype, device=self.like.device)", f"{API}::test_nothing_reads_fresh_memory"),
+    Fault("compile: wrong dtype of the log-sum-exp in the fake", """
+return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(
+    q.shape[:-1], dtype=torch.float64, device=q.device
+)
+""", f"{API}::test_registered_operators_describe_themselves_truly"),
+    Fault("inference: positions count padding", """
+positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None]).clamp(
+    min=0
+)
+""", f"{INFERENCE}::test_any_chunk_size_and_setting"),
+    Fault("inference: a request leaves its settings behind", "pass", f"{INFERENCE}::test_two_streams_with_other_settings_at_once"),
+    Fault("inference: neighbours share a random stream", "row.exponential_(generator=self.generators[0])", f"{INFERENCE}::test_a_row_with_its_own_seed_does_not_depend_on_its_neighbours"),
+    Fault("inference: top-p without the token that crosses it", """
+before = probabilities.cumsum(
+    -1
+)  # of the likelier ones: 0 for the first, which always stays
+""", f"{INFERENCE}::test_sampled_frequencies_are_the_probabilities"),
+    Fault("inference: broken sessions are kept", "self._end(reusable=True)  # half a step may have been written", f"{INFERENCE}::test_running_out_of_memory_names_what_would_fit"),
+    Fault("inference: a smaller ring filled by old slots", "write(smaller, kept % old_ring % ring, read(cached, kept % old_ring))", f"{CACHE}::test_a_shrunk_window_is_exact_from_then_on"),
+    Fault("sinks: a group too many stays raw", "return (sink_size // group_size + 1) * group_size", f"{SINKS}::test_the_integer_rules_are_the_definition"),
+    Fault("sinks: full attention for one token too many", "return group_size == 1 or seq_len - sinks - 1 <= first_core_query(group_size, window_size)", f"{SINKS}::test_full_attention_up_to_its_exact_length"),
+    Fault("sinks: counted twice, reference", "see_core = torch.arange(num_cores, device=device) < cores", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
+    Fault("sinks: the future among them is seen", "hidden = position > position[q_start:, None] + 1", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("sinks: later queries do not see them", "pass", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
+    Fault("sinks: their gradient from later queries dropped", """
+return (
+    torch.cat((among[0], dq + first[0]), 2),
+    torch.cat((among[1], dk), 1),
+    torch.cat((among[2] + first[2], dv), 1),
+    *others,
+)
+""", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
+    Fault("sinks: the gradient of the log-sum-exp dropped", """
+dq, *dkv = partial.backward(
+    some_grad,
+    some_q,
+    k[:, None, :n],
+    v[:, None, :n],
+    some_out.to(q.dtype),
+    some_lse,
+    scale=scale,
+    softcap=softcap,
+    grad_lse=None,
+    is_causal=is_causal,
+)
+""", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
+    Fault("sinks: weights of other groups' queries", "q_last = self.q[:, :, g - 1 : end - first : g]", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
+    Fault("sinks: the start of a chunk forgotten", "among = max(0, min(sinks, q.shape[2]))  # queries that are first tokens themselves", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("sinks: decoding puts them into the ring", "pass", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("sinks: decoding sees those to come", "see_first = torch.arange(n, device=q.device) <= n + position[:, None]", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("sinks: decoding sees the ring's old slots", "see_raw = torch.cat((held >= visible * g, see_first), -1)", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("sinks: a core token in another's slot", "core = position // g", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
+    Fault("sinks: core bias added to them", """
+return attend_buffer(
+    q,
+    keys,
+    values,
+    see,
+    ring,
+    scale=scale,
+    softcap=softcap,
+    core_bias=self._core_bias(q.dtype),
+)
+""", f"{CACHE}::test_every_setting_decodes_as_it_prefills"),
+    Fault("sinks: lost when the first append is differentiated", """
+out = cca_attention(
+    q,
+    k,
+    v,
+    group_size=self.group_size,
+    window_size=c.window_size,
+    pooling=c.pooling,
+    core_position=c.core_position,
+    core_heads=c.core_heads,
+    rotary=self.rotary,
+    scale=scale,
+    softcap=softcap,
+    core_bias=c.core_bias,
+    learned=self.learned,
+    attention_mask=attention_mask,
+    backend=c.backend,
+)
+""", f"{CACHE}::test_first_append_is_differentiable_later_ones_refuse"),
+    Fault("sinks: forgotten by a server's rows", "return window_capacity(g, config.window_size) + num_complete_groups(max_length, g) * width", f"{CACHE}::test_bytes_equal_the_formula_from_the_first_token_on"),
+    Fault("sinks: lost on their way into a model", """
+settings = {
+    "group_size": config.head_group_sizes or config.group_size,
+    "window_size": config.window_size,
+    "num_groups": config.num_groups,
+    "pooling": config.pooling,
+    "core_position": config.core_position,
+    "core_heads": config.core_heads,
+    "rotary": call.rotary,
+    "scale": scaling,
+    "softcap": softcap,
+    "core_bias": config.core_bias,
+    "backend": config.backend,
+}
+""", f"{SINK_MODELS}::test_the_model_sees_the_rule"),
+    Fault("sinks: a shared beginning without them", "self.raw = [[x[:, :, : part.ring_size].clone() for x in part.buffers] for part in parts]", "tests/test_scheduler.py::test_a_branched_cache_is_the_same_bits_under_every_setting"),
+    Fault("5: of a document in a row the log-sum-exp of other tokens, Hopper", "lse = lse  # of a document in a packed row it is a slice", "tests/test_triton_dispatch.py::test_what_the_hopper_backward_prepares_is_of_its_own_rows"),
+    Fault("arrows: a backend imports another", "from corecontext.ops import compose, partial, pooling, reference", "tests/test_layers_arrows.py"),
 ]
+
+
+def find(fault: Fault, package: Path) -> Path:
+    """Find the one file of the package that holds the fault's marker.
+
+    Raises:
+        ValueError: no file holds it, or it is there more than once.
+    """
+    lines = [
+        path
+        for path in sorted(package.rglob("*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.strip() == fault.marker
+    ]
+    if len(lines) != 1:
+        raise ValueError(f"the marker {fault.marker!r} must be in the package once, got {len(lines)} times.")
+    return lines[0]
+
+
+def planted(fault: Fault, source: str) -> str:
+    """Replace the statement below the marker of a source text.
+
+    Raises:
+        ValueError: the fault's statement equals the one that it replaces.
+    """
+    lines = source.splitlines(keepends=True)
+    marked = next(i for i, line in enumerate(lines) if line.strip() == fault.marker)
+    first, last, indent = _statement_below(source, marked + 1)
+    faulty = textwrap.indent(fault.statement.strip("\n"), " " * indent) + "\n"
+    if _tokens(faulty) == _tokens("".join(lines[first:last])):
+        raise ValueError(f"the fault {fault.name!r} must differ from the statement that it replaces.")
+    return "".join([*lines[:first], faulty, *lines[last:]])
+
+
+def _statement_below(source: str, line: int) -> tuple[int, int, int]:
+    """Lines [first, last) and the indentation of the logical line at or below `line`, counted from 0."""
+    start: tuple[int, int] | None = None
+    blank = (tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in blank:
+            continue
+        if start is None:
+            start = token.start
+        if token.type == tokenize.NEWLINE:
+            if start[0] > line:
+                return start[0] - 1, token.end[0], start[1]
+            start = None
+    raise ValueError("no statement follows the marker.")
+
+
+def _tokens(code: str) -> list[str]:
+    """The words of a statement, without spaces, line breaks and comments."""
+    skipped = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT)
+    readline = io.StringIO(textwrap.dedent(code)).readline
+    return [token.string for token in tokenize.generate_tokens(readline) if token.type not in skipped]
 
 
 def run_tests(nodes: list[str], fault: Fault | None = None) -> tuple[bool, str]:
@@ -229,11 +317,8 @@ def run_tests(nodes: list[str], fault: Fault | None = None) -> tuple[bool, str]:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         if fault is not None:
-            path = copy / "corecontext" / fault.file
-            text = path.read_text(encoding="utf-8")
-            if fault.old not in text:
-                raise ValueError(f"{fault.name}: {fault.file} no longer holds {fault.old!r}. Update the fault.")
-            path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+            path = find(fault, copy / "corecontext")
+            path.write_text(planted(fault, path.read_text(encoding="utf-8")), encoding="utf-8")
         env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *nodes]
         done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)

@@ -111,6 +111,7 @@ class CompactLayer:
     @property
     def ring_size(self) -> int:
         """Raw tokens kept: C = s + g - 1 + rollback."""
+        # planted: 4: the ring is one token too short
         return window_capacity(self.group_size, self.config.window_size) + self.rollback
 
     @property
@@ -211,6 +212,7 @@ class CompactLayer:
     def _append(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scale: float,
                 softcap: float | None) -> Tensor:
         """Any number of tokens at once: the first prefill, a chunk of it, a second turn, a draft to verify."""
+        # planted: 4: an expected length is used twice
         start, new, self._expected = self.seq_len, q.shape[2], None
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *self.learned.values()))
         if needs_grad and start:
@@ -241,6 +243,7 @@ class CompactLayer:
             self._intact_from = max(self._intact_from, start + new - self.ring_size)
         if needs_grad:
             c = self.config
+            # planted: sinks: lost when the first append is differentiated
             out = cca_attention(q, k, v, group_size=self.group_size, window_size=c.window_size, pooling=c.pooling,
                                 core_position=c.core_position, core_heads=c.core_heads, rotary=self.rotary,
                                 scale=scale, softcap=softcap, core_bias=c.core_bias, learned=self.learned,
@@ -286,6 +289,7 @@ class CompactLayer:
                 begin += part.shape[2]
         if store_only:
             return None
+        # planted: 4: plain attention for a prompt one token too long
         if position == 0 and softcap is None and num_visible_cores(end - 1, g, s) == 0:  # nothing is compressed yet
             return F.scaled_dot_product_attention(
                 q.reshape(-1, heads * q.shape[1], count, dim), k.reshape(-1, heads, count, dim),
@@ -336,14 +340,17 @@ class CompactLayer:
         position = self.seen - self.pad  # [B]
         target = position % ring
         if n:
+            # planted: sinks: decoding puts them into the ring
             target = torch.where((position >= 0) & (position < n), ring + position, target)
         for cached, x in zip(self.buffers, self._stored(k, v)):
             write(cached, target[:, None], x)
+        # planted: 4: decoding never pools
         if fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads):
             self._close_groups(q, position, scale, softcap)
         cores = (self.keys.shape[2] - raw) // width if fixed else self._cores_of(self.seen + 1 - min(self.pads))
         self._advance(1)
         slot = torch.arange(ring, device=q.device)
+        # planted: 4: decoding sees one core token too few
         visible = visible_cores_of(position - n if n else position, g, s)[:, None]  # [B, 1]
         held = position[:, None] - (position[:, None] - slot) % ring  # position of the token in each ring slot
         see_core = (torch.arange(cores, device=q.device) < visible)[:, None, :, None]  # [B, 1, M, 1]
@@ -352,10 +359,13 @@ class CompactLayer:
             see_core = see_core & own
         see_raw = held >= visible * g
         if n:  # the first tokens so far, and of the ring those behind them
+            # planted: sinks: decoding sees those to come
             see_first = torch.arange(n, device=q.device) <= position[:, None]
+            # planted: sinks: decoding sees the ring's old slots
             see_raw = torch.cat((held >= visible * g + n, see_first), -1)
         see = torch.cat((see_raw[:, None].expand(-1, see_core.shape[1], -1), see_core.flatten(2)), -1)
         keys, values = self._loaded([x[:, :, :raw + cores * width] for x in self.buffers], q.dtype)
+        # planted: sinks: core bias added to them
         return attend_buffer(q, keys, values, see, raw, scale=scale, softcap=softcap,
                              core_bias=self._core_bias(q.dtype))
 
@@ -387,8 +397,10 @@ class CompactLayer:
         last_core = (self.keys.shape[2] - self.raw_size) // width - 1
         if last_core < 0:
             return
+        # planted: 4: every row closes its group with the first row
         closes = ((position + 1) % g == 0)[:, None, None, None]
         # What groups of first tokens leave in core slot 0 is written over before it is seen.
+        # planted: sinks: a core token in another's slot
         core = (position - n if n else position) // g
         target = self.raw_size + core.clamp(0, last_core)[:, None] * width + torch.arange(width, device=q.device)
         for cached, core in zip(self.buffers, self._stored(*cores)):
@@ -463,6 +475,7 @@ class CompactLayer:
                 for row in range(segment.first_row, segment.last_row):
                     pads[row], stops[row] = segment.start, segment.end
             for row, (known, pad) in enumerate(zip(self.pads, pads)):
+                # planted: 4: cached padding becomes tokens
                 if min(known, start) != min(pad, start):
                     raise ValueError(f"attention_mask must keep the padding of the cached tokens: row {row} has "
                                      f"{known} padded tokens, got {pad}.")
@@ -478,6 +491,7 @@ class CompactLayer:
 
     def _note_padding(self, length: int) -> None:
         """Find whether every row has a token; on the host, so that a decoding step need not ask the device."""
+        # planted: 4: a row of nothing but padding passes for known
         self.padding_known = all(pad < length for pad in self.pads if pad)
 
     def close(self, what: str) -> None:
@@ -545,6 +559,7 @@ class CompactLayer:
             kept, count = base - undo.start, min(end - base, self.ring_size)
             slots = (base - self.pad[:, None] + torch.arange(count, device=self.pad.device)) % self.ring_size
             for cached, lost in zip(self.buffers, undo.lost):
+                # planted: 4: a rejected draft stays in the ring
                 write(cached, slots, lost[:, :, kept:kept + count])
             self._undo = undo._replace(lost=[x[:, :, :kept] for x in undo.lost]) if kept else None
         self._intact_from = intact_from
@@ -597,6 +612,7 @@ class CompactLayer:
         shrunk = []
         for cached in self.buffers:
             smaller = cached.new_empty(*cached.shape[:2], cached.shape[2] - old_ring + ring, cached.shape[3])
+            # planted: inference: a smaller ring filled by old slots
             write(smaller, kept % ring, read(cached, kept % old_ring))
             smaller[:, :, ring:] = cached[:, :, old_ring:]
             shrunk.append(smaller)
@@ -609,6 +625,7 @@ class CompactLayer:
         """Apply a change of the batch dimension to everything held."""
         if self.keys is None:
             return
+        # planted: 4: beams keep the ring of another
         self.hold([change(x) for x in self.buffers])
         self.pad = change(self.pad)
         self.pads = self.pad.tolist()

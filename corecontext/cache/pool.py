@@ -89,6 +89,7 @@ class RowShape:
             return max_length
         width = self.query_heads // self.kv_heads if config.core_heads == "query" else 1
         g, n = config.group_size, num_sinks(config.sink_size, config.group_size)
+        # planted: sinks: forgotten by a server's rows
         return window_capacity(g, config.window_size) + n + num_complete_groups(max_length - n, g) * width
 
 

@@ -22,6 +22,7 @@ def stretch(cached: Tensor, rows: slice, start: int, stop: int, ring: int) -> li
     or two where it wraps around. Slices, since an index of its own would be made on the device for each layer."""
     first, count = start % ring, stop - start
     whole = cached[rows, :, first:min(first + count, ring)]
+    # planted: 4: a ring that wraps goes on behind its beginning
     return [whole] if first + count <= ring else [whole, cached[rows, :, :first + count - ring]]
 
 

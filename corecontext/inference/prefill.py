@@ -112,6 +112,7 @@ def read_chunk(model: Any, input_ids: Tensor, attention_mask: Tensor | None, pad
     """One chunk: the whole model for the last, without its head before."""
     positions = torch.arange(start, end, device=input_ids.device)[None]
     if any(pads):
+        # planted: inference: positions count padding
         positions = (positions - torch.tensor(pads, device=input_ids.device)[:, None]).clamp(min=0)
     if end - start > 1:
         for layer in getattr(cache, "layers", ()):

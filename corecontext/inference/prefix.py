@@ -32,6 +32,7 @@ class Node:
         parts = [part for layer in layers for part in parts_of(layer)]
         self.layers = [(layer.config, parts_of(layer)[0].rotary, layer.learned) for layer in layers]
         self.given = [(part._core_width, part._dtype) for part in parts]
+        # planted: sinks: a shared beginning without them
         self.raw = [[x[:, :, :part.raw_size].clone() for x in part.buffers] for part in parts]
         self.cores = [[self._cores(part, x, before) for x in part.buffers] for part in parts]
         self.nbytes = shape.row_bytes(key[0], self.length, before)

@@ -108,6 +108,7 @@ def draw(logits: Tensor, generators: Sequence[torch.Generator], limits: tuple[Te
         noise.exponential_(generator=generators[0])
     else:
         for row, generator in zip(noise, generators):
+            # planted: inference: neighbours share a random stream
             row.exponential_(generator=generator)
     return (logits.softmax(-1) / noise).argmax(-1, keepdim=True)
 
@@ -118,6 +119,7 @@ def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     last = ordered.gather(-1, (top_k - 1).expand(len(logits), 1))
     ordered = ordered.masked_fill(ordered < last, -torch.inf)
     probabilities = ordered.softmax(-1)
+    # planted: inference: top-p without the token that crosses it
     before = probabilities.cumsum(-1) - probabilities  # of the likelier ones: 0 for the first, which always stays
     kept = (before < top_p.clamp(min=1e-30)) & (ordered >= last)  # a smaller one may be 0 in float32
     return torch.zeros_like(kept).scatter(-1, order, kept)

@@ -84,6 +84,7 @@ class Session:
         try:
             yield
         finally:
+            # planted: inference: a request leaves its settings behind
             self.handle.configure(**before.to_dict())
 
     def reset(self) -> None:

@@ -90,6 +90,7 @@ class Stream(Iterator[list["int | None"]]):
                 self._start_step()
             return self._read()
         except BaseException:
+            # planted: inference: broken sessions are kept
             self._end(reusable=False)  # half a step may have been written
             raise
 

@@ -45,6 +45,7 @@ class CCALayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset that a mask of this layer would have; no length for a token that needs none, because the
         padding is known: a mask that grows with every step would be compiled anew."""
+        # planted: plug-in: padding read one token at a time
         if query_length == 1 and not self.compact.is_empty and self.compact.padding_known:
             return 0, 0
         fixed = self.compact.max_length

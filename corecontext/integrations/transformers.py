@@ -320,6 +320,7 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
         raise ValueError(f"attention_mask must be [B, L] with 0 for padding, got {list(attention_mask.shape)}. "
                          "CCA attention is causal and builds no L x L mask.")
     config, compact = call.config, None if call.layer is None else call.layer.compact
+    # planted: sinks: lost on their way into a model
     settings = {"group_size": config.head_group_sizes or config.group_size, "window_size": config.window_size,
                 "num_groups": config.num_groups, "pooling": config.pooling, "core_position": config.core_position,
                 "core_heads": config.core_heads, "rotary": call.rotary, "scale": scaling, "softcap": softcap,
@@ -338,6 +339,7 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
     if compact is not None:
         packed = cu_seqlens is not None or (compact.is_empty and has_restarts(position_ids))
         if not packed:
+            # planted: plug-in: softcap lost on its way
             out = _append(compact, query, key, value, kwargs.get(DRAFT, 0), attention_mask, scale=scaling,
                           softcap=softcap)
             return out.transpose(1, 2), None
@@ -387,6 +389,7 @@ def _mask(previous: str, batch_size: int, q_length: int, kv_length: int, q_offse
                          f"{list(attention_mask.shape)}. Give 1 for tokens and 0 for padding.")
     if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
         return None
+    # planted: plug-in: padding lost on its way
     return attention_mask
 
 

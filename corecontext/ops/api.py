@@ -173,6 +173,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, 
     rotary = _check_rotary(rotary, core_position, head_dim)
     _check_positive("softcap", softcap, "Use None for none.")
     _check_positive("scale", scale, "Use None for 1 / sqrt(D).")
+    # planted: oracle: default softmax scale
     scale = head_dim ** -0.5 if scale is None else float(scale)
     bias = _bias_tensor(core_bias, q)
     for name, x in (("attention_mask", attention_mask), ("cu_seqlens", cu_seqlens), ("position_ids", position_ids)):
@@ -192,6 +193,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, 
         return out, out.sum(-1, dtype=torch.promote_types(q.dtype, torch.float32))
     size = group_size_for(seq_len, window_size, num_groups) if num_groups else group_size
     plain = not ragged and not return_lse and softcap is None and bias is None
+    # planted: 1: full attention for one token too many
     if plain and chosen != "reference" and is_full_attention(seq_len, size, window_size, num_sinks(sink_size, size)):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale,
                                               enable_gqa=k.shape[1] != num_heads), None

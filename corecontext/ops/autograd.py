@@ -165,12 +165,14 @@ class _Batch:
     def result(self) -> Tensor:
         """The whole, filled where no segment lies."""
         if self.total is None:
+            # planted: memory: padding left uninitialised
             self.total = torch.full(self.like.shape, self.fill, dtype=self.dtype, device=self.like.device)
         return self.total
 
 
 @cca_attention_op.register_fake
 def _(q, k, v, *args):
+    # planted: compile: wrong dtype of the log-sum-exp in the fake
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape[:-1], dtype=_lse_dtype(q),
                                                                              device=q.device)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# planted: arrows: a backend imports another
 from corecontext.ops import compose, partial, pooling
 from corecontext.ops.merge import merge
 from corecontext.visibility import first_core_query, local_start, num_visible_cores, visible_cores_of
@@ -70,6 +71,8 @@ def _bias(start: int, end: int, low: int, group_size: int, window_size: int, dty
     """Additive mask of queries start .. end-1 over raw keys low .. end-1."""
     position = torch.arange(start, end, device=device)[:, None]
     key = torch.arange(low, end, device=device)
+    # planted: 2: a token covered twice, packed
+    # planted: 3: the next token is seen, packed
     seen = (key >= visible_cores_of(position, group_size, window_size) * group_size) & (key <= position)
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
@@ -124,6 +127,7 @@ class _Call:
             seen = num_visible_cores(pack_start, g, s)  # the first pack's last core token lies on the diagonal
             if seen > 1:
                 yield rows, slice(0, seen - 1), False
+            # planted: 3: a group is seen before it is complete
             yield rows, slice(seen - 1, seen - 1 + -(-(q_end - pack_start) // g)), True
 
     def pack(self, x: Tensor) -> Tensor:
@@ -154,6 +158,7 @@ class _Call:
         """Output and log-sum-exp of one core part, in the layout of q[:, :, rows]; the bias is in the latter."""
         q, (core_k, core_v) = self.q[:, :, rows], self.core_kv(cores)
         arranged = self.pack(q) if packed else self.by_core_head(q)
+        # planted: 7: softmax scale 0.2 % off in the core part
         out, lse = partial.forward(arranged, core_k, core_v, is_causal=packed, **self.options)
         out, lse = (self.unpack(x, q.shape[2]) if packed else x.reshape(q.shape[:x.dim()]) for x in (out, lse))
         return out, lse if self.core_bias is None else lse + self.core_bias.to(lse.dtype)[:, :, None]
@@ -175,6 +180,7 @@ class _Call:
                       grad_core_k: Tensor, grad_core_v: Tensor) -> None:
         """Add the core parts' gradients to grad_q [N, r, T, D] and grad_core_k, grad_core_v [N, Hc, M, D]."""
         # A bias on all core scores only shifts the core part's log-sum-exp, here and in core_forward.
+        # planted: 6: core bias forgotten in the backward
         lse = lse if self.core_bias is None else lse - self.core_bias.to(lse.dtype)[:, :, None]
         for rows, cores, packed in self.core_parts():
             arrange = self.pack if packed else self.by_core_head

@@ -77,6 +77,7 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     grad_q, grad_k, grad_v = grads
     if shape[1] != grad_k.shape[1]:
         # Summed in float32: a group shares one key among g x r rows, too many for 8 bits of mantissa.
+        # planted: 7: gradients of a group's g r queries added up in bfloat16
         grad_k, grad_v = grad_k.sum(1, True, dtype=lse.dtype), grad_v.sum(1, True, dtype=lse.dtype)
     return grad_q, grad_k, grad_v
 
@@ -164,6 +165,7 @@ def _plain_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     dtype = lse.dtype
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)  # [N, h, T]
     if grad_lse is not None:
+        # planted: 6: gradient of the log-sum-exp dropped
         delta = delta - grad_lse
     grad_q = torch.empty_like(q)
     grad_k, grad_v = torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype,

@@ -47,6 +47,7 @@ def backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: Tensor
             grad_k[:, part] = _turn(grad_turned, rotary, -1)
             continue
         weights, probs, slope = _weights(wide_q, wide_k, scale, pooling, core_heads, softcap)
+        # planted: 6: keys turned to the middle, gradients not turned back
         part_k = _turn(torch.einsum("nrmg,nrmd->nmgd", weights, into_k), rotary, -1)
         grad_v[:, part] = torch.einsum("nrmg,nrmd->nmgd", weights, into_v)
         if grad_q is not None:
@@ -54,6 +55,7 @@ def backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: Tensor
                           + torch.einsum("nrmd,nmgd->nrmg", into_v, wide_v))
             if core_heads == "kv":  # the weights are the mean over r query heads
                 grad_probs = grad_probs / probs.shape[1]
+            # planted: 6: gradient through the pooling weights dropped
             grad_scores = probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True)) * scale
             if slope is not None:
                 grad_scores = grad_scores * slope
@@ -64,6 +66,7 @@ def backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: Tensor
 
 
 def _wide(x: Tensor) -> Tensor:
+    # planted: 7: pooling computed in the inputs' dtype
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -78,6 +81,7 @@ def _turn(k: Tensor, rotary: Rotary | None, direction: int) -> Tensor:
     if rotary is None:
         return k
     group_size = k.shape[2]
+    # planted: 1: groups of one token are turned
     return rotary.turn(k, direction * (group_size // 2 - torch.arange(group_size, device=k.device)))
 
 
@@ -93,6 +97,7 @@ def _weights(q_last: Tensor, k: Tensor, scale: float, pooling: str, core_heads: 
         capped = torch.tanh(scores / softcap)
         scores, slope = softcap * capped, 1 - capped.square()
     probs = scores.softmax(-1)
+    # planted: 8: weights of one query head instead of the mean
     return (probs.mean(1, keepdim=True) if core_heads == "kv" else probs), probs, slope
 
 

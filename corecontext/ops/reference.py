@@ -44,6 +44,7 @@ def pool(q_last: Tensor, k: Tensor, v: Tensor, *, scale: float, pooling: str = "
     group_size = k.shape[2]
     scores = _softcap(torch.einsum("nrmd,nmgd->nrmg", q_last, k) * scale, softcap)
     if rotary is not None:
+        # planted: oracle: middle one token early
         k = rotary.turn(k, group_size // 2 - torch.arange(group_size, device=k.device))
     num_heads = q_last.shape[1] if core_heads == "query" else 1
     if pooling == "max":
@@ -103,6 +104,9 @@ def visible(num_queries: int, num_keys: int, num_cores: int, q_start: int, k_sta
     position = torch.arange(q_start, q_start + num_queries, device=device)[:, None]
     key_position = torch.arange(k_start, k_start + num_keys, device=device)
     cores = visible_cores_of(position, group_size, window_size)  # [T, 1]
+    # planted: sinks: counted twice, reference
     see_core = torch.arange(num_cores, device=device) + sinks // group_size < cores
+    # planted: 2: a token not covered, reference
+    # planted: 3: the next token is seen, reference
     see_local = ((key_position >= cores * group_size) | (key_position < sinks)) & (key_position <= position)
     return see_core, see_local

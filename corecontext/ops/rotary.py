@@ -53,6 +53,7 @@ class Rotary:
         rotated, rest = x[..., :size], x[..., size:]
         if self.interleaved:
             first, second = rotated[..., 0::2], rotated[..., 1::2]
+            # planted: oracle: interleaved pairs turned the wrong way
             turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
         else:
             first, second = rotated.chunk(2, -1)

@@ -35,6 +35,7 @@ def once_for_all_layers(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
         others = tuple(Tensor if isinstance(x, Tensor) else x for x in args)
         known = last
+        # planted: 5: a mask changed in place passes for the same
         if known is None or known[0] != others or any(
                 held() is not x or version != x._version for (held, version), x in zip(known[1], tensors)):
             known = last = others, [(weakref.ref(x), x._version) for x in tensors], function(*args)
@@ -46,6 +47,7 @@ def once_for_all_layers(function: Callable[..., Any]) -> Callable[..., Any]:
 @once_for_all_layers
 def has_restarts(position_ids: Tensor | None) -> bool:
     """True where positions [1 or B, L] do not rise by one everywhere: documents packed in a row."""
+    # planted: 5: document boundaries ignored, position_ids
     return position_ids is not None and position_ids.shape[-1] > 1 and bool((position_ids.diff() != 1).any())
 
 
@@ -75,6 +77,7 @@ def find_segments(batch_size: int, seq_len: int, attention_mask: Tensor | None =
         edges = cu_seqlens.tolist()
         if len(edges) < 2 or edges[0] != 0 or edges[-1] != seq_len or any(a > b for a, b in zip(edges, edges[1:])):
             raise ValueError(f"cu_seqlens must rise from 0 to the length {seq_len}, got {edges[:8]}.")
+        # planted: 5: document boundaries ignored, cu_seqlens
         return [Segment(0, 1, a, b) for a, b in zip(edges, edges[1:]) if a < b]
     return _row_segments(attention_mask, batch_size, seq_len)
 
@@ -111,6 +114,7 @@ def _row_segments(mask: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
         row = int((filled != mask).any(1).nonzero()[0])
         raise ValueError(f"attention_mask must have its padding at the ends of each row, got a hole in row {row}. "
                          "Pass packed documents with cu_seqlens.")
+    # planted: 5: padding ignored
     if bool(mask.all()):
         return [Segment(0, batch_size, 0, seq_len)]
     return [Segment(row, row + 1, start, end)
@@ -155,5 +159,6 @@ class SegmentView:
         g, first = self.group_size, self.sinks
         num_groups = 0 if self.full else num_complete_groups(self.q.shape[2] - first, g)
         end = first + num_groups * g
+        # planted: sinks: weights of other groups' queries
         q_last = self.q[:, :, first + g - 1:end:g]
         return q_last, *(x[:, first:end].unflatten(1, (num_groups, g)) for x in (self.k, self.v))

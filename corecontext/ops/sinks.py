@@ -51,6 +51,7 @@ def attend_after(module: ModuleType, q: Tensor, first_k: Tensor, first_v: Tensor
     Returns:
         out [N, r, T, D] in the dtype that the backend gives, log-sum-exp [N, r, T].
     """
+    # planted: sinks: the start of a chunk forgotten
     among = max(0, min(sinks - q_start, q.shape[2]))  # queries that are first tokens themselves
     capped, parts = {"scale": scale, "softcap": softcap}, []
     if among:
@@ -62,6 +63,7 @@ def attend_after(module: ModuleType, q: Tensor, first_k: Tensor, first_v: Tensor
         after = q[:, :, among:]
         out, lse = _backend(module).attend(after, k, v, core_k, core_v, q_start=q_start + among - sinks,
                                            k_start=k_start - sinks, **capped, **options)
+        # planted: sinks: later queries do not see them
         _merge_into(out, lse, *partial.forward(after, first_k[:, None], first_v[:, None], **capped))
         parts.append((out, lse))
     if len(parts) == 1:
@@ -102,6 +104,7 @@ def _backward(backend: Callable[..., tuple[Tensor, ...]], n: int, grad_out: Tens
 
     def to_first(low: int, high: int, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
         some_grad, some_q, some_out, some_lse, some_grad_lse = rows(low, high)
+        # planted: sinks: the gradient of the log-sum-exp dropped
         dq, *dkv = partial.backward(some_grad, some_q, k[:, None, :n], v[:, None, :n], some_out.to(q.dtype), some_lse,
                                     scale=scale, softcap=softcap, grad_lse=some_grad_lse, is_causal=is_causal)
         return dq.to(lse.dtype), *(x[:, 0].to(lse.dtype) for x in dkv)
@@ -109,6 +112,7 @@ def _backward(backend: Callable[..., tuple[Tensor, ...]], n: int, grad_out: Tens
     among, first = to_first(0, n, True), to_first(n, q.shape[2], False)
     some_grad, some_q, some_out, some_lse, some_grad_lse = rows(n, q.shape[2])
     dq, dk, dv, *others = backend(some_grad, some_grad_lse, some_q, k[:, n:], v[:, n:], some_out, some_lse)
+    # planted: sinks: their gradient from later queries dropped
     return (torch.cat((among[0], dq + first[0]), 2), torch.cat((among[1] + first[1], dk), 1),
             torch.cat((among[2] + first[2], dv), 1), *others)
 
@@ -121,6 +125,7 @@ def _backend(module: ModuleType) -> Any:
 def _causal_bias(q_start: int, seen: int, like: Tensor) -> Tensor:
     """Additive mask of the queries q_start .. seen - 1 over the tokens 0 .. seen - 1."""
     position = torch.arange(seen, device=like.device)
+    # planted: sinks: the future among them is seen
     hidden = position > position[q_start:, None]
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 

@@ -326,6 +326,7 @@ def gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
     queries' gradients take little memory."""
     options = {"scale": scale, "pooling": pooling, "core_heads": core_heads, "rotary": rotary}
     q, grad_out, out = aligned(q), aligned(grad_out), aligned(out)
+    # planted: 5: of a document in a row the log-sum-exp of other tokens, Hopper
     lse = lse.contiguous()  # of a document in a packed row it is a slice
     key, value = aligned(k[:, None]), aligned(v[:, None])
     n, r, num_queries, dim = q.shape
