@@ -14,7 +14,7 @@ LEARNED = (*LEARNED_WEIGHTS, "bias")
 CORE_POSITIONS = ("middle", "token")
 CORE_HEADS = ("kv", "query")
 CACHE_DTYPES = ("auto", "int8", "fp8")
-MOST = 2 ** 31 - 1
+MOST = 2**31 - 1
 """The largest size: what kernels count tokens with."""
 BACKENDS = ("auto", "reference", "packed", "triton")
 
@@ -61,21 +61,33 @@ class CCAConfig:
         if self.num_groups is not None:
             _check_positive_int("num_groups", self.num_groups)
         check_int("sink_size", self.sink_size, 0)
-        for name, allowed in (("pooling", POOLINGS), ("core_position", CORE_POSITIONS),
-                              ("core_heads", CORE_HEADS), ("cache_dtype", CACHE_DTYPES), ("backend", BACKENDS)):
+        for name, allowed in (
+            ("pooling", POOLINGS),
+            ("core_position", CORE_POSITIONS),
+            ("core_heads", CORE_HEADS),
+            ("cache_dtype", CACHE_DTYPES),
+            ("backend", BACKENDS),
+        ):
             check_choice(name, getattr(self, name), allowed)
         if isinstance(self.core_bias, bool) or not isinstance(self.core_bias, (int, float)):
-            raise TypeError(f"core_bias must be a number, got {self.core_bias!r}. Use 0.0 for none.")
-        for name, value in (("learned", self.learned), ("layer_group_sizes", self.layer_group_sizes),
-                            ("head_group_sizes", self.head_group_sizes)):
+            raise TypeError(
+                f"core_bias must be a number, got {self.core_bias!r}. Use 0.0 for none."
+            )
+        for name, value in (
+            ("learned", self.learned),
+            ("layer_group_sizes", self.layer_group_sizes),
+            ("head_group_sizes", self.head_group_sizes),
+        ):
             if not isinstance(value, (tuple, list)) and (value is not None or name == "learned"):
                 raise TypeError(f"{name} must be a tuple, got {value!r}.")
         object.__setattr__(self, "learned", tuple(self.learned))
         for one in self.learned:
             check_choice("learned", one, LEARNED)
         if self.learned and self.pooling not in ("cca", "mean_query"):
-            raise ValueError(f"learned must come with pooling 'cca' or 'mean_query', got {self.pooling!r}: others have "
-                             "no weights to learn.")
+            raise ValueError(
+                f"learned must come with pooling 'cca' or 'mean_query', got {self.pooling!r}: others have "
+                "no weights to learn."
+            )
         for name in ("layer_group_sizes", "head_group_sizes"):
             sizes = getattr(self, name)
             if sizes is None:
@@ -86,12 +98,16 @@ class CCAConfig:
             if not sizes or () in sizes:
                 raise ValueError(f"{name} must not be empty, got {sizes}.")
             for one in sizes:
-                for size in one if isinstance(one, tuple) and name == "layer_group_sizes" else (one,):
+                for size in (
+                    one if isinstance(one, tuple) and name == "layer_group_sizes" else (one,)
+                ):
                     _check_positive_int(name, size)
             if self.num_groups is not None:
                 raise ValueError(f"num_groups must not be given with {name}: both set g.")
         if self.layer_group_sizes is not None and self.head_group_sizes is not None:
-            raise ValueError("head_group_sizes must not be given with layer_group_sizes, whose entries may be tuples.")
+            raise ValueError(
+                "head_group_sizes must not be given with layer_group_sizes, whose entries may be tuples."
+            )
         if not abs(self.core_bias) <= float_info.max:
             raise ValueError(f"core_bias must be finite, got {self.core_bias}. Use 0.0 for none.")
 
@@ -108,8 +124,10 @@ class CCAConfig:
         for key in values:
             if key not in known:
                 near = get_close_matches(str(key), known, 1)
-                raise ValueError(f"unknown CCA setting {key!r}. " +
-                                 (f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."))
+                raise ValueError(
+                    f"unknown CCA setting {key!r}. "
+                    + (f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}.")
+                )
         return cls(**values)
 
     def replace(self, **changes: Any) -> CCAConfig:
@@ -133,7 +151,9 @@ class CCAConfig:
         if sizes is None:
             return self
         if index >= len(sizes):
-            raise ValueError(f"layer_group_sizes must have one g for each full-attention layer, got {len(sizes)}.")
+            raise ValueError(
+                f"layer_group_sizes must have one g for each full-attention layer, got {len(sizes)}."
+            )
         size = sizes[index]
         if isinstance(size, tuple):
             return dataclasses.replace(self, head_group_sizes=size, layer_group_sizes=None)
@@ -145,7 +165,7 @@ class CCAConfig:
         if sizes is None or processes == 1:
             return self
         count = len(sizes) // processes
-        own = sizes[rank * count:(rank + 1) * count]
+        own = sizes[rank * count : (rank + 1) * count]
         if len(set(own)) == 1:
             return dataclasses.replace(self, group_size=own[0], head_group_sizes=None)
         return dataclasses.replace(self, head_group_sizes=own)
@@ -170,5 +190,7 @@ def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raise unless value is one of the allowed words."""
     if value not in allowed:
         near = get_close_matches(str(value), allowed, 1)
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}." +
-                         (f" Did you mean {near[0]!r}?" if near else ""))
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}."
+            + (f" Did you mean {near[0]!r}?" if near else "")
+        )

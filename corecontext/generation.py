@@ -9,16 +9,41 @@ from typing import Any
 from corecontext.loading import Loaded
 from corecontext.text import UserError
 
-PLAIN = {"num_beams": 1, "min_length": 0, "min_new_tokens": 0, "min_p": 0.0, "top_h": 1.0, "typical_p": 1.0,
-         "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
-         "guidance_scale": 1.0, "bad_words_ids": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
-         "exponential_decay_length_penalty": None, "suppress_tokens": None, "begin_suppress_tokens": None,
-         "sequence_bias": None, "watermarking_config": None, "stop_strings": None}
+PLAIN = {
+    "num_beams": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "min_p": 0.0,
+    "top_h": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "guidance_scale": 1.0,
+    "bad_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "watermarking_config": None,
+    "stop_strings": None,
+}
 """Settings of a checkpoint's generation config that the engine does not have, where they change nothing."""
 
 
-def generate(loaded: Loaded, input_ids: Any, *, max_new_tokens: int, temperature: float = 0.0, seed: int = 0,
-             chunk_size: int | None = None, on_text: Callable[[str], Any]) -> int:
+def generate(
+    loaded: Loaded,
+    input_ids: Any,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    chunk_size: int | None = None,
+    on_text: Callable[[str], Any],
+) -> int:
     """Generate up to max_new_tokens tokens.
 
     Under CCA the engine of `corecontext.inference` does it; under full attention, and where the checkpoint asks for
@@ -54,15 +79,20 @@ def generate(loaded: Loaded, input_ids: Any, *, max_new_tokens: int, temperature
     settings = loaded.model.generation_config
     plain = all(getattr(settings, name, None) in (None, value) for name, value in PLAIN.items())
     if loaded.config is None or not plain:
-        return _with_transformers(loaded, input_ids, max_new_tokens, temperature, seed, chunk_size, streamer)
+        return _with_transformers(
+            loaded, input_ids, max_new_tokens, temperature, seed, chunk_size, streamer
+        )
     import torch
 
-    sampling = Sampling.from_generation_config(settings, do_sample=temperature > 0, temperature=temperature)
+    sampling = Sampling.from_generation_config(
+        settings, do_sample=temperature > 0, temperature=temperature
+    )
     made = 0
     streamer.put(input_ids)
     try:
-        with Engine(loaded.model, chunk_size=chunk_size).stream(input_ids, max_new_tokens=max_new_tokens,
-                                                                sampling=sampling, seed=seed) as stream:
+        with Engine(loaded.model, chunk_size=chunk_size).stream(
+            input_ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed
+        ) as stream:
             for step in stream:
                 streamer.put(torch.tensor(step))
                 made += 1
@@ -74,8 +104,15 @@ def generate(loaded: Loaded, input_ids: Any, *, max_new_tokens: int, temperature
     return made
 
 
-def _with_transformers(loaded: Loaded, input_ids: Any, max_new_tokens: int, temperature: float, seed: int,
-                       chunk_size: int | None, streamer: Any) -> int:
+def _with_transformers(
+    loaded: Loaded,
+    input_ids: Any,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    chunk_size: int | None,
+    streamer: Any,
+) -> int:
     """The same through `model.generate`."""
     import torch
 
@@ -87,12 +124,24 @@ def _with_transformers(loaded: Loaded, input_ids: Any, max_new_tokens: int, temp
     if chunk_size is not None:
         options["prefill_chunk_size"] = chunk_size
     if loaded.model.generation_config.pad_token_id is None:
-        options["pad_token_id"] = loaded.tokenizer.eos_token_id or 0  # one sequence: never used, only asked for
+        options["pad_token_id"] = (
+            loaded.tokenizer.eos_token_id or 0
+        )  # one sequence: never used, only asked for
     torch.manual_seed(seed)
     free, out = free_bytes(loaded.model.device), None
     with contextlib.suppress(torch.OutOfMemoryError), torch.inference_mode():
-        out = loaded.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), use_cache=True,
-                                    max_new_tokens=max_new_tokens, streamer=streamer, **options)
+        out = loaded.model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            use_cache=True,
+            max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            **options,
+        )
     if out is None:
-        raise UserError(whole_does_not_fit(loaded.model.config, loaded.model.dtype, int(input_ids.shape[1]), free or 0))
+        raise UserError(
+            whole_does_not_fit(
+                loaded.model.config, loaded.model.dtype, int(input_ids.shape[1]), free or 0
+            )
+        )
     return int(out.shape[1] - input_ids.shape[1])

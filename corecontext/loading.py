@@ -40,21 +40,40 @@ class Loaded:
         cca: dict[str, Any] = {}
         if self.config is not None:
             cca = {"group_size": self.config.group_size, "window_size": self.config.window_size}
-            cca |= {"cache_dtype": self.config.cache_dtype} if self.config.cache_dtype != "auto" else {}
+            cca |= (
+                {"cache_dtype": self.config.cache_dtype}
+                if self.config.cache_dtype != "auto"
+                else {}
+            )
             cca |= {"sinks": self.config.sink_size} if self.config.sink_size else {}
             sizes = self.config.layer_group_sizes
             cca |= {"layer_group_sizes": list(sizes)} if sizes else {}
         if self.rival is not None:
             cca = {k: v for k, v in self.rival.to_dict().items() if v is not None}
         heads = text.num_attention_heads
-        return {"query_heads": heads, "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
-                "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
-                "layers": text.num_hidden_layers, "dtype": str(self.model.dtype).removeprefix("torch."), **cca}
+        return {
+            "query_heads": heads,
+            "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+            "layers": text.num_hidden_layers,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            **cca,
+        }
 
 
-def load(name: str, *, method: str = "cca", group_size: int | None = None, window_size: int | None = None,
-         sinks: int | None = None, patterns: str | None = None, cache_dtype: str | None = None, dtype: str = "auto",
-         device: str = "auto", tensor_parallel: bool = False) -> Loaded:
+def load(
+    name: str,
+    *,
+    method: str = "cca",
+    group_size: int | None = None,
+    window_size: int | None = None,
+    sinks: int | None = None,
+    patterns: str | None = None,
+    cache_dtype: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    tensor_parallel: bool = False,
+) -> Loaded:
     """Load a causal language model and give it CCA or a rival's attention, or leave it full attention.
 
     Args:
@@ -81,7 +100,9 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
     if method not in METHODS:
         chosen = pick_rival(method, group_size, window_size, sinks, patterns)
     elif patterns is not None or (sinks is not None and method == "full"):
-        raise UserError(f"sinks and patterns must be given for methods that have them, got method {method!r}.")
+        raise UserError(
+            f"sinks and patterns must be given for methods that have them, got method {method!r}."
+        )
     check_dtype(dtype)
     if method != "cca" and cache_dtype is not None:
         raise UserError(f"cache-dtype must be given for method cca, got method {method!r}.")
@@ -92,8 +113,10 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
     hf_config = load_config(name)
     if method != "full":
         check_architecture(hf_config)
-    with one_line(f"the tokenizer of model '{name}' cannot be loaded (tokenizer.json, as a rule, lies beside "
-                  "config.json)"):
+    with one_line(
+        f"the tokenizer of model '{name}' cannot be loaded (tokenizer.json, as a rule, lies beside "
+        "config.json)"
+    ):
         tokenizer = AutoTokenizer.from_pretrained(name)
     with one_line(f"model '{name}' cannot be loaded"):
         placed: dict[str, Any] = {}
@@ -101,10 +124,17 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
             from transformers.distributed import DistributedConfig
 
             placed = {"distributed_config": DistributedConfig(tp_plan="auto")}
-        elif getattr(hf_config, "quantization_config", None) is not None:  # such weights are put in place at once
+        elif (
+            getattr(hf_config, "quantization_config", None) is not None
+        ):  # such weights are put in place at once
             placed = {"device_map": device}
-        model: Any = AutoModelForCausalLM.from_pretrained(name, config=hf_config, dtype=wanted,
-                                                          attn_implementation=full_attention(hf_config), **placed)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=hf_config,
+            dtype=wanted,
+            attn_implementation=full_attention(hf_config),
+            **placed,
+        )
         (model if placed else model.to(device)).eval()
     config = None
     if method == "cca":
@@ -120,8 +150,13 @@ def load(name: str, *, method: str = "cca", group_size: int | None = None, windo
     return Loaded(model, tokenizer, config, chosen)
 
 
-def pick_rival(method: str, group_size: int | None, window_size: int | None, sinks: int | None,
-               patterns: str | None) -> Any:
+def pick_rival(
+    method: str,
+    group_size: int | None,
+    window_size: int | None,
+    sinks: int | None,
+    patterns: str | None,
+) -> Any:
     """The settings of a rival by name.
 
     Raises:
@@ -130,14 +165,19 @@ def pick_rival(method: str, group_size: int | None, window_size: int | None, sin
     from corecontext.baselines import NAMES, MInference, make_rival, read_patterns
 
     if method not in NAMES:
-        raise UserError(f"method must be {', '.join((*METHODS, *NAMES[:-1]))} or {NAMES[-1]}, got {method!r}.")
+        raise UserError(
+            f"method must be {', '.join((*METHODS, *NAMES[:-1]))} or {NAMES[-1]}, got {method!r}."
+        )
     if patterns is not None and method != "minference":
         raise UserError(f"patterns must be given for minference, got method {method!r}.")
     with one_line():
         if patterns is not None:
             return MInference(read_patterns(patterns))
-        sizes = {"group_size": group_size if method in ("mean", "max", "longlora") else None,
-                 "window_size": window_size if method not in ("minference", "longlora") else None, "sinks": sinks}
+        sizes = {
+            "group_size": group_size if method in ("mean", "max", "longlora") else None,
+            "window_size": window_size if method not in ("minference", "longlora") else None,
+            "sinks": sinks,
+        }
         return make_rival(method, **sizes)
 
 
@@ -155,8 +195,10 @@ def load_config(name: str) -> Any:
     path = Path(name).expanduser()
     if path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1:
         if not path.exists():
-            raise UserError(f"model '{name}' does not exist. Give a folder with config.json, or an identifier on the "
-                            "Hugging Face hub.")
+            raise UserError(
+                f"model '{name}' does not exist. Give a folder with config.json, or an identifier on the "
+                "Hugging Face hub."
+            )
         if not (path / "config.json").is_file():
             raise UserError(f"model '{name}' must be a folder with config.json, got one without.")
     try:
@@ -164,8 +206,10 @@ def load_config(name: str) -> Any:
     except OSError as error:
         if path.exists():
             raise UserError(f"model '{name}' cannot be loaded: {first_line(error)}") from None
-        raise UserError(f"model '{name}' was not found: it is no folder here, and the Hugging Face hub does not give "
-                        "it. Check the name, the network, and for gated models your login.") from None
+        raise UserError(
+            f"model '{name}' was not found: it is no folder here, and the Hugging Face hub does not give "
+            "it. Check the name, the network, and for gated models your login."
+        ) from None
     except Exception as error:  # whatever is in config.json, or in the name
         raise UserError(f"model '{name}' cannot be loaded: {first_line(error)}") from None
 
@@ -175,18 +219,33 @@ def check_architecture(hf_config: Any) -> None:
     from corecontext.integrations.transformers import NO_FULL_ATTENTION, TESTED, full_layers
 
     if hf_config.model_type not in TESTED:
-        raise UserError(f"architecture {hf_config.model_type!r} is not tested with CCA attention. "
-                        f"Tested: {', '.join(TESTED)}.")
+        raise UserError(
+            f"architecture {hf_config.model_type!r} is not tested with CCA attention. "
+            f"Tested: {', '.join(TESTED)}."
+        )
     if not full_layers(hf_config):
         raise UserError(NO_FULL_ATTENTION.format(hf_config.num_hidden_layers))
 
 
-def cca_config(hf_config: Any, group_size: int | None, window_size: int | None,
-               cache_dtype: str | None = None, sinks: int | None = None) -> CCAConfig:
+def cca_config(
+    hf_config: Any,
+    group_size: int | None,
+    window_size: int | None,
+    cache_dtype: str | None = None,
+    sinks: int | None = None,
+) -> CCAConfig:
     """The checkpoint's saved CCA settings, or the defaults, with what the user gave put over them."""
     saved = getattr(hf_config, "cca", None)
-    given = {k: v for k, v in (("group_size", group_size), ("window_size", window_size), ("cache_dtype", cache_dtype),
-                               ("sink_size", sinks)) if v is not None}
+    given = {
+        k: v
+        for k, v in (
+            ("group_size", group_size),
+            ("window_size", window_size),
+            ("cache_dtype", cache_dtype),
+            ("sink_size", sinks),
+        )
+        if v is not None
+    }
     with one_line():
         return (CCAConfig.from_dict(saved) if saved else CCAConfig()).replace(**given)
 
@@ -211,8 +270,10 @@ def encode(loaded: Loaded, text: str, *, room_for: int = 0, at_least: int = 1) -
         raise UserError(f"text must have at least {at_least} tokens, got {count}.")
     if limit is not None and count + room_for > limit:
         more = f" and {room_for} new ones" if room_for else ""
-        raise UserError(f"text must fit the model's {limit} tokens, got {count}{more}. Shorten it"
-                        f"{', ask for fewer new tokens,' if room_for else ''} or take a model with a longer limit.")
+        raise UserError(
+            f"text must fit the model's {limit} tokens, got {count}{more}. Shorten it"
+            f"{', ask for fewer new tokens,' if room_for else ''} or take a model with a longer limit."
+        )
     return ids.to(loaded.model.device)
 
 
@@ -237,15 +298,21 @@ def pick_device(device: str) -> str:
     except RuntimeError:
         raise UserError(f"device must be auto, cpu or cuda, got {device!r}.") from None
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {device!r} is not here: this machine or this PyTorch has no GPU. Use --device cpu.")
+        raise UserError(
+            f"device {device!r} is not here: this machine or this PyTorch has no GPU. Use --device cpu."
+        )
     if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device {device!r} is not here: GPUs are counted from 0, and there are "
-                        f"{torch.cuda.device_count()}.")
+        raise UserError(
+            f"device {device!r} is not here: GPUs are counted from 0, and there are "
+            f"{torch.cuda.device_count()}."
+        )
     if kind not in ("cpu", "cuda"):
         try:
             torch.zeros(1, device=device).item()
         except Exception:  # PyTorch raises anything where a kind of device was not built in
-            raise UserError(f"device {device!r} is not here, or holds no numbers. Use --device cpu.") from None
+            raise UserError(
+                f"device {device!r} is not here, or holds no numbers. Use --device cpu."
+            ) from None
     return device
 
 
@@ -256,14 +323,20 @@ def one_line(prefix: str = "") -> Iterator[None]:
         yield
     except UserError:
         raise
-    except RuntimeError as error:  # NotImplementedError is one: a refusal; others are bugs, or a broken checkpoint
+    except (
+        RuntimeError
+    ) as error:  # NotImplementedError is one: a refusal; others are bugs, or a broken checkpoint
         if is_out_of_memory(error) or not (prefix or isinstance(error, NotImplementedError)):
             raise
         raise UserError(_joined(prefix, first_line(error))) from None
     except (ValueError, TypeError, KeyError, OSError, ImportError) as error:
         raise UserError(_joined(prefix, first_line(error))) from None
     except Exception as error:
-        if type(error).__module__.split(".")[0] not in ("safetensors", "tokenizers", "safetensors_rust"):
+        if type(error).__module__.split(".")[0] not in (
+            "safetensors",
+            "tokenizers",
+            "safetensors_rust",
+        ):
             raise
         raise UserError(_joined(prefix, first_line(error))) from None
 
@@ -279,7 +352,9 @@ def first_line(error: BaseException) -> str:
     """What an exception says, up to its first line break; its kind where it says nothing."""
     if isinstance(error, KeyError):
         return f"unknown {error}"
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
 
 
 def _joined(prefix: str, message: str) -> str:

@@ -43,7 +43,7 @@ class Perplexity:
         """Perplexity of tokens at positions first_of_bucket .. end - 1; each bucket is twice as long as the last."""
         buckets, start, end, length = [], 0, first, len(self.nll) + 1
         while start < length:
-            part = self.nll[max(0, start - 1):min(end, length) - 1]
+            part = self.nll[max(0, start - 1) : min(end, length) - 1]
             if len(part):
                 buckets.append((start, min(end, length), math.exp(part.double().mean())))
             start, end = end, 2 * end
@@ -54,32 +54,50 @@ def to_records(found: Mapping[str, Perplexity], model: str) -> list[Record]:
     """quality.* records of each method: the whole document and each bucket of positions."""
     records = []
     for method, one in found.items():
-        params = {"method": method, "model": Path(model).name, "task": "document", "length": len(one.nll) + 1,
-                  **one.sizes}
+        params = {
+            "method": method,
+            "model": Path(model).name,
+            "task": "document",
+            "length": len(one.nll) + 1,
+            **one.sizes,
+        }
         records.append(make_record("quality.perplexity", one.value, params))
         records.append(make_record("quality.bits_per_byte", one.bits_per_byte, params))
-        records += [make_record("quality.perplexity", value, {**params, "bucket": f"{start}-{end - 1}"})
-                    for start, end, value in one.by_position()]
+        records += [
+            make_record("quality.perplexity", value, {**params, "bucket": f"{start}-{end - 1}"})
+            for start, end, value in one.by_position()
+        ]
     return records
 
 
 def print_table(found: Mapping[str, Perplexity]) -> None:
     """Perplexity by position, one column per method."""
     first = next(iter(found.values()))
-    table = Table(title=f"perplexity of {len(first.nll) + 1} tokens, {first.num_bytes} bytes", box=SIMPLE_HEAD)
+    table = Table(
+        title=f"perplexity of {len(first.nll) + 1} tokens, {first.num_bytes} bytes", box=SIMPLE_HEAD
+    )
     table.add_column("positions")
     for method in found:
-        table.add_column({"full": "full attention", "cca": "CCA"}.get(method, method), justify="right")
+        table.add_column(
+            {"full": "full attention", "cca": "CCA"}.get(method, method), justify="right"
+        )
     for i, (start, end, _) in enumerate(first.by_position()):
-        table.add_row(f"{start} - {end - 1}", *(f"{one.by_position()[i][2]:.4f}" for one in found.values()))
+        table.add_row(
+            f"{start} - {end - 1}", *(f"{one.by_position()[i][2]:.4f}" for one in found.values())
+        )
     table.add_section()
     table.add_row("all", *(f"{one.value:.4f}" for one in found.values()))
     table.add_row("bits per byte", *(f"{one.bits_per_byte:.4f}" for one in found.values()))
     console().print(table)
 
 
-def document_nll(model: Any, input_ids: Tensor, *, chunk_size: int = 1024,
-                 on_chunk: Callable[[int], Any] = lambda tokens: None) -> Tensor:
+def document_nll(
+    model: Any,
+    input_ids: Tensor,
+    *,
+    chunk_size: int = 1024,
+    on_chunk: Callable[[int], Any] = lambda tokens: None,
+) -> Tensor:
     """Negative log-likelihood of every token but the first.
 
     The cache carries the past from chunk to chunk, so each token sees all before it (under CCA: as core tokens and
@@ -97,11 +115,15 @@ def document_nll(model: Any, input_ids: Tensor, *, chunk_size: int = 1024,
     cache, parts, length = None, [], input_ids.shape[1]
     with torch.inference_mode():
         for start in range(0, length, chunk_size):
-            chunk = input_ids[:, start:start + chunk_size]
+            chunk = input_ids[:, start : start + chunk_size]
             out = model(chunk, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            targets = input_ids[0, start + 1:start + 1 + chunk.shape[1]]
-            parts.append(F.cross_entropy(out.logits[0, :len(targets)].float(), targets, reduction="none").cpu())
+            targets = input_ids[0, start + 1 : start + 1 + chunk.shape[1]]
+            parts.append(
+                F.cross_entropy(
+                    out.logits[0, : len(targets)].float(), targets, reduction="none"
+                ).cpu()
+            )
             on_chunk(chunk.shape[1])
     return torch.cat(parts)
 
@@ -111,7 +133,7 @@ def hidden_nll(head: Any, hidden: Tensor, input_ids: Tensor, *, chunk_size: int 
     parts = []
     with torch.inference_mode():
         for start in range(0, input_ids.shape[1] - 1, chunk_size):
-            targets = input_ids[0, start + 1:start + 1 + chunk_size]
-            logits = head(hidden[0, start:start + len(targets)]).float()
+            targets = input_ids[0, start + 1 : start + 1 + chunk_size]
+            logits = head(hidden[0, start : start + len(targets)]).float()
             parts.append(F.cross_entropy(logits, targets, reduction="none").cpu())
     return torch.cat(parts)

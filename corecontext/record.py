@@ -20,19 +20,40 @@ from pathlib import Path
 from typing import Any
 
 UNITS = {
-    "operator.forward_ms": "ms", "operator.backward_ms": "ms", "operator.forward_backward_ms": "ms",
-    "operator.decode_us": "us", "operator.peak_bytes": "bytes", "operator.skipped": "count",
-    "model.first_token_s": "s", "model.next_token_ms": "ms", "model.cache_bytes": "bytes", "model.peak_bytes": "bytes",
-    "model.tokens_per_s": "tokens/s", "model.skipped": "count",
-    "training.tokens_per_s": "tokens/s", "training.peak_bytes": "bytes",
-    "training.received_bytes": "bytes", "training.skipped": "count",
-    "quality.perplexity": "perplexity", "quality.gain_kept": "fraction", "quality.accuracy": "fraction",
-    "quality.bits_per_byte": "bits/byte", "quality.score": "fraction",
-    "serve.first_token_s": "s", "serve.next_token_ms": "ms", "serve.requests_per_s": "requests/s",
-    "serve.tokens_per_s": "tokens/s", "serve.limit_rate": "requests/s", "serve.setting_share": "fraction",
+    "operator.forward_ms": "ms",
+    "operator.backward_ms": "ms",
+    "operator.forward_backward_ms": "ms",
+    "operator.decode_us": "us",
+    "operator.peak_bytes": "bytes",
+    "operator.skipped": "count",
+    "model.first_token_s": "s",
+    "model.next_token_ms": "ms",
+    "model.cache_bytes": "bytes",
+    "model.peak_bytes": "bytes",
+    "model.tokens_per_s": "tokens/s",
+    "model.skipped": "count",
+    "training.tokens_per_s": "tokens/s",
+    "training.peak_bytes": "bytes",
+    "training.received_bytes": "bytes",
+    "training.skipped": "count",
+    "quality.perplexity": "perplexity",
+    "quality.gain_kept": "fraction",
+    "quality.accuracy": "fraction",
+    "quality.bits_per_byte": "bits/byte",
+    "quality.score": "fraction",
+    "serve.first_token_s": "s",
+    "serve.next_token_ms": "ms",
+    "serve.requests_per_s": "requests/s",
+    "serve.tokens_per_s": "tokens/s",
+    "serve.limit_rate": "requests/s",
+    "serve.setting_share": "fraction",
     "serve.failed": "count",
-    "demo.first_token_s": "s", "demo.next_token_ms": "ms", "demo.cache_bytes": "bytes", "demo.peak_bytes": "bytes",
-    "demo.perplexity": "perplexity", "demo.retrieval_accuracy": "fraction",
+    "demo.first_token_s": "s",
+    "demo.next_token_ms": "ms",
+    "demo.cache_bytes": "bytes",
+    "demo.peak_bytes": "bytes",
+    "demo.perplexity": "perplexity",
+    "demo.retrieval_accuracy": "fraction",
 }
 """Every name a record may have, and the unit it implies."""
 
@@ -59,10 +80,14 @@ class Record:
     def __post_init__(self) -> None:
         if self.name not in UNITS:
             near = get_close_matches(self.name, UNITS, 1)
-            raise ValueError(f"name must be one of corecontext.record.UNITS, got {self.name!r}." +
-                             (f" Did you mean {near[0]!r}?" if near else ""))
+            raise ValueError(
+                f"name must be one of corecontext.record.UNITS, got {self.name!r}."
+                + (f" Did you mean {near[0]!r}?" if near else "")
+            )
         if self.unit != UNITS[self.name]:
-            raise ValueError(f"unit must be {UNITS[self.name]!r} for {self.name}, got {self.unit!r}.")
+            raise ValueError(
+                f"unit must be {UNITS[self.name]!r} for {self.name}, got {self.unit!r}."
+            )
         if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
             raise TypeError(f"value must be a number, got {self.value!r}.")
         if not abs(self.value) < float("inf"):
@@ -70,7 +95,11 @@ class Record:
 
     def to_json(self) -> str:
         """The record as one line of JSON, keys in the order of the fields; no quantiles where there are none."""
-        values = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("q20", "q80") or v is not None}
+        values = {
+            k: v
+            for k, v in dataclasses.asdict(self).items()
+            if k not in ("q20", "q80") or v is not None
+        }
         return json.dumps(values, allow_nan=False)
 
     @classmethod
@@ -83,8 +112,14 @@ class Record:
         return cls(**values)
 
 
-def make_record(name: str, value: float | Sequence[float], params: Mapping[str, Any], *, device: str | None = None,
-                command: str | None = None) -> Record:
+def make_record(
+    name: str,
+    value: float | Sequence[float],
+    params: Mapping[str, Any],
+    *,
+    device: str | None = None,
+    command: str | None = None,
+) -> Record:
     """A record of this process's code and machine.
 
     Args:
@@ -101,8 +136,20 @@ def make_record(name: str, value: float | Sequence[float], params: Mapping[str, 
     if isinstance(value, Sequence):
         value, q20, q80 = median_and_quantiles(value)
     commit, dirty = source_version()
-    return Record(name, value, UNITS.get(name, ""), q20, q80, dict(params), device or device_name("cpu"), versions(),
-                  commit, dirty, command or command_line(), datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    return Record(
+        name,
+        value,
+        UNITS.get(name, ""),
+        q20,
+        q80,
+        dict(params),
+        device or device_name("cpu"),
+        versions(),
+        commit,
+        dirty,
+        command or command_line(),
+        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
 
 
 def median_and_quantiles(samples: Sequence[float]) -> tuple[float, float | None, float | None]:
@@ -124,7 +171,9 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(handle, text.encode())  # one write to an append-only handle: parallel runs do not mix their lines
+        os.write(
+            handle, text.encode()
+        )  # one write to an append-only handle: parallel runs do not mix their lines
     finally:
         os.close(handle)
 
@@ -139,20 +188,28 @@ def parse_records(data: bytes, path: str | os.PathLike[str]) -> list[Record]:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must hold records, got a byte that is no UTF-8 text at {error.start}.") from None
+        raise ValueError(
+            f"{path} must hold records, got a byte that is no UTF-8 text at {error.start}."
+        ) from None
     records = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
                 records.append(Record.from_json(line))
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}:{number} must be a record, got {line[:60]!r}. {error}") from None
+                raise ValueError(
+                    f"{path}:{number} must be a record, got {line[:60]!r}. {error}"
+                ) from None
     return records
 
 
 def latest(records: Iterable[Record], name: str, **params: Any) -> Record | None:
     """The newest record of this name whose params have these values, or None."""
-    found = [r for r in records if r.name == name and all(r.params.get(k) == v for k, v in params.items())]
+    found = [
+        r
+        for r in records
+        if r.name == name and all(r.params.get(k) == v for k, v in params.items())
+    ]
     return max(enumerate(found), key=lambda item: (item[1].date, item[0]))[1] if found else None
 
 
@@ -191,13 +248,21 @@ def source_version() -> tuple[str | None, bool | None]:
     """
     root = Path(__file__).resolve().parent.parent
     told = os.environ.get("CORECONTEXT_COMMIT") or None
-    if told or not (root / "pyproject.toml").exists():  # installed: a repository around it would not be this one
+    if (
+        told or not (root / "pyproject.toml").exists()
+    ):  # installed: a repository around it would not be this one
         return told, None
     try:
         git = ["git", "-C", str(root)]
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"],
-                                capture_output=True, text=True, check=True)
+        commit = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+        status = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return told, None
     return commit.stdout.strip(), bool(status.stdout.strip())
@@ -209,6 +274,8 @@ def command_line() -> str:
     name = Path(program).name
     if name.endswith(".py") and "corecontext" in Path(program).parts:
         parts = Path(program).with_suffix("").parts
-        module = ".".join(parts[len(parts) - 1 - parts[::-1].index("corecontext"):]).removesuffix(".__main__")
+        module = ".".join(parts[len(parts) - 1 - parts[::-1].index("corecontext") :]).removesuffix(
+            ".__main__"
+        )
         return shlex.join(["python", "-m", module, *rest])
     return shlex.join([name, *rest])

@@ -55,8 +55,12 @@ def num_trials(units: int, count: int) -> int:
     return sum(units - sum(rounds[:i]) for i in range(len(rounds)))
 
 
-def search_units(units: Sequence[Unit], count: int, loss: Callable[[tuple[Unit, ...]], float],
-                 on_trial: Callable[[int], Any] = lambda trials: None) -> Search:
+def search_units(
+    units: Sequence[Unit],
+    count: int,
+    loss: Callable[[tuple[Unit, ...]], float],
+    on_trial: Callable[[int], Any] = lambda trials: None,
+) -> Search:
     """Try every unit as the first, then every other beside the best, and so on; each round chooses as many as have been
     chosen before it, so that many of many take few rounds.
 
@@ -69,7 +73,9 @@ def search_units(units: Sequence[Unit], count: int, loss: Callable[[tuple[Unit, 
         ValueError: there are not so many.
     """
     if not 1 <= count < len(units):
-        raise ValueError(f"count must be 1 .. {len(units) - 1} of {len(units)} to choose from, got {count}.")
+        raise ValueError(
+            f"count must be 1 .. {len(units) - 1} of {len(units)} to choose from, got {count}."
+        )
     trials: list[Trial] = []
     chosen: tuple[Unit, ...] = ()
     for few in rounds_of(count):
@@ -85,7 +91,10 @@ def search_units(units: Sequence[Unit], count: int, loss: Callable[[tuple[Unit, 
 
 def far_loss(model: Any, rows: Sequence[Tensor], chunk_size: int = 1024) -> float:
     """Mean negative log-likelihood over the second half of each row [1, L], nats per token."""
-    parts = [document_nll(model, row, chunk_size=chunk_size)[row.shape[1] // 2 - 1:].double() for row in rows]
+    parts = [
+        document_nll(model, row, chunk_size=chunk_size)[row.shape[1] // 2 - 1 :].double()
+        for row in rows
+    ]
     return float(sum(part.sum() for part in parts) / sum(len(part) for part in parts))
 
 
@@ -107,8 +116,15 @@ def least_length(config: CCAConfig) -> int:
     return 2 * (config.window_size + COARSE * config.group_size)
 
 
-def find_units(model: Any, rows: Sequence[Tensor], length: int, count: int | None, *, heads: bool = False,
-               raw: bool = False) -> Found:
+def find_units(
+    model: Any,
+    rows: Sequence[Tensor],
+    length: int,
+    count: int | None,
+    *,
+    heads: bool = False,
+    raw: bool = False,
+) -> Found:
     """The layers of a model that need small groups, or KV heads of these.
 
     Args:
@@ -128,32 +144,62 @@ def find_units(model: Any, rows: Sequence[Tensor], length: int, count: int | Non
     config = handle.config
     shape = Shape(len(handle.full), handle.full[0].config.num_key_value_heads)
     layers, best = [Unit(layer) for layer in range(shape.layers)], max(1, shape.layers // 4)
-    wanted = count if count is not None else max(1, (
-        raw_heads(shape, config, length) // (1 if heads else shape.kv_heads) if raw else
-        shape.layers * shape.kv_heads // 16 if heads else shape.layers // 8))
+    wanted = (
+        count
+        if count is not None
+        else max(
+            1,
+            (
+                raw_heads(shape, config, length) // (1 if heads else shape.kv_heads)
+                if raw
+                else shape.layers * shape.kv_heads // 16
+                if heads
+                else shape.layers // 8
+            ),
+        )
+    )
     choices = best * shape.kv_heads if heads else shape.layers
     if choices < 2:
-        raise UserError(f"the model must have at least 2 {'KV heads' if heads else 'full-attention layers'} to choose "
-                        f"from, got {choices}.")
+        raise UserError(
+            f"the model must have at least 2 {'KV heads' if heads else 'full-attention layers'} to choose "
+            f"from, got {choices}."
+        )
     if not 1 <= wanted < choices:
-        raise UserError(f"count must be 1 .. {choices - 1} of {choices} to choose from, got {wanted}.")
+        raise UserError(
+            f"count must be 1 .. {choices - 1} of {choices} to choose from, got {wanted}."
+        )
     equal = config.replace(layer_group_sizes=None, head_group_sizes=None)
-    trials = (num_trials(shape.layers, 1) + num_trials(choices, wanted)) if heads else num_trials(choices, wanted)
-    with one_line(), progress(f"{len(rows)} rows of up to {max(row.shape[1] for row in rows)} tokens",
-                              2 + trials) as advance:
+    trials = (
+        (num_trials(shape.layers, 1) + num_trials(choices, wanted))
+        if heads
+        else num_trials(choices, wanted)
+    )
+    with (
+        one_line(),
+        progress(
+            f"{len(rows)} rows of up to {max(row.shape[1] for row in rows)} tokens", 2 + trials
+        ) as advance,
+    ):
         like = [Unit(0, head) if heads else Unit(head) for head in range(wanted)]
-        at_equal_cache(shape, like, equal, length, raw)  # says what does not fit before it takes long
+        at_equal_cache(
+            shape, like, equal, length, raw
+        )  # says what does not fit before it takes long
 
         def configure(of: CCAConfig) -> None:
-            handle.configure(window_size=of.window_size, layer_group_sizes=of.layer_group_sizes,
-                             head_group_sizes=of.head_group_sizes)
+            handle.configure(
+                window_size=of.window_size,
+                layer_group_sizes=of.layer_group_sizes,
+                head_group_sizes=of.head_group_sizes,
+            )
 
         def measured(of: CCAConfig) -> float:
             configure(of)
             return far_loss(model, rows)
 
         def loss(units: tuple[Unit, ...]) -> float:
-            return measured(equal.replace(layer_group_sizes=spread(shape, units, 1, COARSE * config.group_size)))
+            return measured(
+                equal.replace(layer_group_sizes=spread(shape, units, 1, COARSE * config.group_size))
+            )
 
         try:
             before = measured(equal)
@@ -161,8 +207,12 @@ def find_units(model: Any, rows: Sequence[Tensor], length: int, count: int | Non
             found = search_units(layers, 1 if heads else wanted, loss, advance)
             if heads:
                 needy = sorted(found.trials, key=lambda one: one.loss)[:best]
-                found = search_units([Unit(one.unit.layer, head) for one in needy for head in range(shape.kv_heads)],
-                                     wanted, loss, advance)
+                found = search_units(
+                    [Unit(one.unit.layer, head) for one in needy for head in range(shape.kv_heads)],
+                    wanted,
+                    loss,
+                    advance,
+                )
             chosen = at_equal_cache(shape, found.chosen, equal, length, raw)
             after = measured(chosen)
             advance(1)

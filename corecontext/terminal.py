@@ -24,7 +24,12 @@ def console() -> Console:
 def progress(description: str, total: float) -> Iterator[Advance]:
     """Show a piece of work while it lasts; the block gets a function to call with the amount just done."""
     if sys.stderr.isatty():
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(description, total=total)
             yield lambda amount: bar.advance(task, amount)
@@ -37,6 +42,10 @@ def progress(description: str, total: float) -> Iterator[Advance]:
         done += amount
         if time.monotonic() - spoken >= LINE_EVERY_S:
             spoken = time.monotonic()
-            print(f"{description}: {min(100, round(100 * done / total))} %", file=sys.stderr, flush=True)
+            print(
+                f"{description}: {min(100, round(100 * done / total))} %",
+                file=sys.stderr,
+                flush=True,
+            )
 
     yield advance

@@ -32,9 +32,19 @@ class Inputs(NamedTuple):
         return Inputs(*(None if x is None else x.to(dtype) for x in self))
 
 
-def make_inputs(seq_len: int, *, batch_size: int = 1, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 16,
-                dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0,
-                transposed: bool = False, with_lse: bool = True) -> Inputs:
+def make_inputs(
+    seq_len: int,
+    *,
+    batch_size: int = 1,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    transposed: bool = False,
+    with_lse: bool = True,
+) -> Inputs:
     """Normal random inputs, equal on every device for one seed.
 
     Args:
@@ -47,20 +57,42 @@ def make_inputs(seq_len: int, *, batch_size: int = 1, num_heads: int = 4, num_kv
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def draw(heads: int) -> Tensor:
-        x = torch.randn(batch_size, heads, seq_len, head_dim, generator=generator, dtype=torch.float64, device="cpu")
+        x = torch.randn(
+            batch_size,
+            heads,
+            seq_len,
+            head_dim,
+            generator=generator,
+            dtype=torch.float64,
+            device="cpu",
+        )
         x = x.to(device, dtype)
         return x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x
 
     q, k, v, grad_out = draw(num_heads), draw(num_kv_heads), draw(num_kv_heads), draw(num_heads)
-    grad_lse = torch.randn(batch_size, num_heads, seq_len, generator=generator, dtype=torch.float64, device="cpu")
+    grad_lse = torch.randn(
+        batch_size, num_heads, seq_len, generator=generator, dtype=torch.float64, device="cpu"
+    )
     grad_lse = grad_lse.to(device, torch.promote_types(dtype, torch.float32)) if with_lse else None
     return Inputs(q, k, v, grad_out, grad_lse)
 
 
-def plain_cca(q: Tensor, k: Tensor, v: Tensor, *, group_size: int, window_size: int, pooling: str = "cca",
-              core_position: str = "middle", core_heads: str = "kv", rotary: Rotary | None = None,
-              softcap: float | None = None, core_bias: Tensor | None = None, sink_size: int = 0,
-              fused: bool = False) -> tuple[Tensor, Tensor]:
+def plain_cca(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group_size: int,
+    window_size: int,
+    pooling: str = "cca",
+    core_position: str = "middle",
+    core_heads: str = "kv",
+    rotary: Rotary | None = None,
+    softcap: float | None = None,
+    core_bias: Tensor | None = None,
+    sink_size: int = 0,
+    fused: bool = False,
+) -> tuple[Tensor, Tensor]:
     """CCA as model code would write it in the inputs' own dtype: what errors are compared with.
 
     Core tokens and raw tokens in one masked matrix of scores. Arguments as in `cca_attention`.
@@ -71,15 +103,23 @@ def plain_cca(q: Tensor, k: Tensor, v: Tensor, *, group_size: int, window_size: 
     seq_len, head_dim, repeats = q.shape[2], q.shape[3], q.shape[1] // k.shape[1]
     num_cores = num_complete_groups(seq_len, group_size)
     k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-    groups_k, groups_v = (x[:, :, :num_cores * group_size].unflatten(2, (num_cores, group_size)) for x in (k, v))
+    groups_k, groups_v = (
+        x[:, :, : num_cores * group_size].unflatten(2, (num_cores, group_size)) for x in (k, v)
+    )
     capped = (lambda x: x) if softcap is None else (lambda x: softcap * torch.tanh(x / softcap))
-    scores = capped((groups_k @ q[:, :, group_size - 1::group_size, :, None])[..., 0] * head_dim ** -0.5)
+    scores = capped(
+        (groups_k @ q[:, :, group_size - 1 :: group_size, :, None])[..., 0] * head_dim**-0.5
+    )
     if rotary is not None and core_position == "middle":
-        groups_k = rotary.turn(groups_k, group_size // 2 - torch.arange(group_size, device=q.device))
+        groups_k = rotary.turn(
+            groups_k, group_size // 2 - torch.arange(group_size, device=q.device)
+        )
     if pooling == "max":
         core_k, core_v = groups_k.amax(3), groups_v.amax(3)
     else:
-        weights = scores.softmax(-1) if pooling == "cca" else torch.full_like(scores, 1 / group_size)
+        weights = (
+            scores.softmax(-1) if pooling == "cca" else torch.full_like(scores, 1 / group_size)
+        )
         if core_heads == "kv":
             weights = weights.unflatten(1, (-1, repeats)).mean(2).repeat_interleave(repeats, 1)
         core_k, core_v = ((weights[..., None, :] @ x)[..., 0, :] for x in (groups_k, groups_v))
@@ -87,22 +127,36 @@ def plain_cca(q: Tensor, k: Tensor, v: Tensor, *, group_size: int, window_size: 
     position = torch.arange(seq_len, device=q.device)[:, None]
     visible_cores = visible_cores_of(position, group_size, window_size)
     sinks, core = num_sinks(sink_size, group_size), torch.arange(num_cores, device=q.device)
-    raw = ((position.T >= visible_cores * group_size) | (position.T < sinks)) & (position.T <= position)
+    raw = ((position.T >= visible_cores * group_size) | (position.T < sinks)) & (
+        position.T <= position
+    )
     seen = torch.cat(((core < visible_cores) & (core >= sinks // group_size), raw), 1)
-    scores = capped(q @ keys.mT * head_dim ** -0.5)
+    scores = capped(q @ keys.mT * head_dim**-0.5)
     if core_bias is not None:
-        scores = scores + F.pad(core_bias.to(q.dtype)[:, None].expand(-1, num_cores), (0, seq_len))[:, None]
+        scores = (
+            scores
+            + F.pad(core_bias.to(q.dtype)[:, None].expand(-1, num_cores), (0, seq_len))[:, None]
+        )
     scores = scores.masked_fill(~seen, -torch.inf).to(torch.promote_types(q.dtype, torch.float32))
     if fused and softcap is None:
         mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -torch.inf)
         if core_bias is not None:
-            mask = mask + F.pad(core_bias.detach().to(q.dtype)[:, None].expand(-1, num_cores), (0, seq_len))[:, None]
+            mask = (
+                mask
+                + F.pad(
+                    core_bias.detach().to(q.dtype)[:, None].expand(-1, num_cores), (0, seq_len)
+                )[:, None]
+            )
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask), scores.logsumexp(-1)
     return scores.softmax(-1).to(q.dtype) @ values, scores.logsumexp(-1)
 
 
-def results_and_gradients(function: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs,
-                          core_bias: Tensor | None = None, **settings: Any) -> dict[str, Tensor]:
+def results_and_gradients(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    inputs: Inputs,
+    core_bias: Tensor | None = None,
+    **settings: Any,
+) -> dict[str, Tensor]:
     """out, lse and the gradients of q, k, v (and core_bias) of function(q, k, v, core_bias=..., **settings)."""
     leaves = {name: x.detach().requires_grad_() for name, x in zip("qkv", inputs)}
     if core_bias is not None:
@@ -112,12 +166,19 @@ def results_and_gradients(function: Callable[..., tuple[Tensor, Tensor]], inputs
     if inputs.grad_lse is not None:
         outputs, into = [out, lse], [inputs.grad_out, inputs.grad_lse.to(lse.dtype)]
     grads = torch.autograd.grad(outputs, list(leaves.values()), into, materialize_grads=True)
-    found = {"out": out.detach(), "lse": lse.detach()[..., None]}  # a log-sum-exp is a row of one value
+    found = {
+        "out": out.detach(),
+        "lse": lse.detach()[..., None],
+    }  # a log-sum-exp is a row of one value
     return {**found, **{f"grad_{name}": grad for name, grad in zip(leaves, grads)}}
 
 
-def assert_accurate(function: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs,
-                    core_bias: Tensor | None = None, **settings: Any) -> None:
+def assert_accurate(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    inputs: Inputs,
+    core_bias: Tensor | None = None,
+    **settings: Any,
+) -> None:
     """Hold results and gradients of function(q, k, v, core_bias=..., **settings) to the budget, row by row.
 
     Truth is the reference in float64. The plain error of a row is the larger one of eager and fused plain PyTorch,
@@ -127,15 +188,29 @@ def assert_accurate(function: Callable[..., tuple[Tensor, Tensor]], inputs: Inpu
     quadrature.
     """
     wide_bias = None if core_bias is None else core_bias.double()
-    truth = results_and_gradients(functools.partial(cca_attention, backend="reference", return_lse=True),
-                                  inputs.to(torch.float64), wide_bias, **settings)
+    truth = results_and_gradients(
+        functools.partial(cca_attention, backend="reference", return_lse=True),
+        inputs.to(torch.float64),
+        wide_bias,
+        **settings,
+    )
     actual = results_and_gradients(function, inputs, core_bias, **settings)
-    plain = [results_and_gradients(functools.partial(plain_cca, fused=fused), inputs, core_bias, **settings)
-             for fused in (False, True)]
+    plain = [
+        results_and_gradients(
+            functools.partial(plain_cca, fused=fused), inputs, core_bias, **settings
+        )
+        for fused in (False, True)
+    ]
     dtype, seq_len, head_dim = inputs.q.dtype, inputs.q.shape[2], inputs.q.shape[3]
-    row = head_dim ** 0.5  # norm of a row of the inputs, whose elements are of size 1
-    roundings = {"out": (2, row / 2), "lse": (3, 1.0), "grad_q": (4, row), "grad_k": (4, row), "grad_v": (2, row),
-                 "grad_core_bias": (1, row * (inputs.q.shape[1] * seq_len) ** 0.5)}
+    row = head_dim**0.5  # norm of a row of the inputs, whose elements are of size 1
+    roundings = {
+        "out": (2, row / 2),
+        "lse": (3, 1.0),
+        "grad_q": (4, row),
+        "grad_k": (4, row),
+        "grad_v": (2, row),
+        "grad_core_bias": (1, row * (inputs.q.shape[1] * seq_len) ** 0.5),
+    }
     for name, value in actual.items():
         plain_error = torch.stack([row_errors(run[name], truth[name]) for run in plain]).amax(0)
         assert_within_budget(value, truth[name], plain_error, name, dtype, *roundings[name])
@@ -146,8 +221,16 @@ def row_errors(x: Tensor, truth: Tensor) -> Tensor:
     return (x.double() - truth.double()).norm(dim=-1)
 
 
-def assert_within_budget(actual: Tensor, truth: Tensor, plain_error: Tensor, name: str, dtype: torch.dtype,
-                         roundings: float = 1, size: float = 1.0, factor: float = 2.0) -> None:
+def assert_within_budget(
+    actual: Tensor,
+    truth: Tensor,
+    plain_error: Tensor,
+    name: str,
+    dtype: torch.dtype,
+    roundings: float = 1,
+    size: float = 1.0,
+    factor: float = 2.0,
+) -> None:
     """Raise where a row's error exceeds `factor` times that of plain PyTorch plus a rounding or a few.
 
     Args:
@@ -162,14 +245,18 @@ def assert_within_budget(actual: Tensor, truth: Tensor, plain_error: Tensor, nam
         AssertionError: names the worst row, its error and what it was allowed. NaN exceeds every budget.
     """
     error = row_errors(actual, truth)
-    allowed = factor * plain_error + roundings * torch.finfo(dtype).eps * truth.double().norm(dim=-1).clamp(min=size)
+    allowed = factor * plain_error + roundings * torch.finfo(dtype).eps * truth.double().norm(
+        dim=-1
+    ).clamp(min=size)
     bad = ~(error <= allowed)
     if bool(bad.any()):
         worst = torch.where(bad, error / allowed, 0).nan_to_num(torch.inf).argmax()
         row = [int(i) for i in torch.unravel_index(worst, error.shape)]
-        raise AssertionError(f"{name}: {int(bad.sum())} of {bad.numel()} rows exceed their budget; row {row} is off by "
-                             f"{float(error.flatten()[worst]):.3g}, allowed {float(allowed.flatten()[worst]):.3g} "
-                             f"(plain PyTorch: {float(plain_error.flatten()[worst]):.3g}).")
+        raise AssertionError(
+            f"{name}: {int(bad.sum())} of {bad.numel()} rows exceed their budget; row {row} is off by "
+            f"{float(error.flatten()[worst]):.3g}, allowed {float(allowed.flatten()[worst]):.3g} "
+            f"(plain PyTorch: {float(plain_error.flatten()[worst]):.3g})."
+        )
 
 
 def effective_map(q: Tensor, k: Tensor, **settings: Any) -> Tensor:
@@ -180,5 +267,8 @@ def effective_map(q: Tensor, k: Tensor, **settings: Any) -> Tensor:
     """
     seq_len, head_dim = q.shape[2], q.shape[3]
     unit = torch.eye(-(-seq_len // head_dim) * head_dim, dtype=q.dtype, device=q.device)[:seq_len]
-    columns = [cca_attention(q, k, part.expand_as(k).contiguous(), **settings) for part in unit.split(head_dim, 1)]
+    columns = [
+        cca_attention(q, k, part.expand_as(k).contiguous(), **settings)
+        for part in unit.split(head_dim, 1)
+    ]
     return torch.cat(columns, -1)[..., :seq_len]

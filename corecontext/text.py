@@ -29,7 +29,9 @@ def read_text(path: str) -> str:
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except FileNotFoundError:
-        raise UserError(f"{name} does not exist. Give an existing file, or - for standard input.") from None
+        raise UserError(
+            f"{name} does not exist. Give an existing file, or - for standard input."
+        ) from None
     except IsADirectoryError:
         raise UserError(f"{name} must be a file, got a folder.") from None
     except OSError as error:
@@ -39,10 +41,14 @@ def read_text(path: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{name} must be UTF-8 text, got byte 0x{data[error.start]:02x} at {error.start}. "
-                        "Convert it to UTF-8 first.") from None
+        raise UserError(
+            f"{name} must be UTF-8 text, got byte 0x{data[error.start]:02x} at {error.start}. "
+            "Convert it to UTF-8 first."
+        ) from None
     if "\0" in text:
-        raise UserError(f"{name} must be UTF-8 text, got a binary file (a zero byte at {data.index(0)}).")
+        raise UserError(
+            f"{name} must be UTF-8 text, got a binary file (a zero byte at {data.index(0)})."
+        )
     return text
 
 
@@ -58,7 +64,9 @@ def check_output(path: str | None, force: bool = False) -> None:
     if target.exists() and not force:
         raise UserError(f"output '{path}' already exists. Use --force to overwrite it.")
     if not target.parent.is_dir():
-        raise UserError(f"output '{path}' must lie in an existing folder. Make '{target.parent}' first.")
+        raise UserError(
+            f"output '{path}' must lie in an existing folder. Make '{target.parent}' first."
+        )
     if not os.access(target.parent, os.W_OK):
         raise UserError(f"output '{path}' cannot be written: no permission for '{target.parent}'.")
 
@@ -72,7 +80,9 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"out '{path}' must be a folder, or a place for one: {error.strerror}.") from None
+        raise UserError(
+            f"out '{path}' must be a folder, or a place for one: {error.strerror}."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -89,7 +99,9 @@ def alone_in(folder: str | os.PathLike[str]) -> Iterator[bool]:
     handle, free = os.open(folder, os.O_RDONLY), True
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by whatever ends the process
+            fcntl.flock(
+                handle, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # let go by whatever ends the process
         except BlockingIOError:
             free = False
         except OSError:
@@ -103,7 +115,9 @@ def alone_in(folder: str | os.PathLike[str]) -> Iterator[bool]:
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
     """A temporary path beside `path` that takes its place when the block ends well, and is removed when it does not."""
     target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}.", suffix=target.suffix)
+    handle, name = tempfile.mkstemp(
+        dir=target.parent, prefix=f".{target.stem}.", suffix=target.suffix
+    )
     os.close(handle)
     try:
         yield name

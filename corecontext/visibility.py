@@ -66,11 +66,15 @@ def group_size_for(seq_len: int, window_size: int, num_groups: int) -> int:
 
 def num_scores(seq_len: int, group_size: int, window_size: int, sinks: int = 0) -> int:
     """Query-key pairs of one head over a whole sequence: sum over t of j(t) + t + 1 - j(t) g, in closed form."""
-    if sinks:  # the first tokens among themselves, those after them to each of them, and those after them
+    if (
+        sinks
+    ):  # the first tokens among themselves, those after them to each of them, and those after them
         first = min(seq_len, sinks)
         rest = seq_len - first
         return first * (first + 1) // 2 + rest * first + num_scores(rest, group_size, window_size)
-    packs = max(0, seq_len - first_core_query(group_size, window_size))  # queries that see a core token
+    packs = max(
+        0, seq_len - first_core_query(group_size, window_size)
+    )  # queries that see a core token
     whole, rest = divmod(packs, group_size)
     cores = group_size * whole * (whole + 1) // 2 + rest * (whole + 1)  # sum of j(t)
     return seq_len * (seq_len + 1) // 2 - (group_size - 1) * cores

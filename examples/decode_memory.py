@@ -13,7 +13,9 @@ from corecontext.integrations.hf_cache import cache_bytes
 
 def cached_bytes(model: torch.nn.Module, length: int) -> int:
     """Bytes of the cache after a prompt of `length` random tokens and one more token."""
-    ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)
+    )
     with torch.inference_mode():
         out = model(ids, use_cache=True, logits_to_keep=1)
         out = model(out.logits.argmax(-1), past_key_values=out.past_key_values, use_cache=True)
@@ -22,7 +24,9 @@ def cached_bytes(model: torch.nn.Module, length: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=str(Path(str(files("corecontext"))) / "assets" / "demo_model"))
+    parser.add_argument(
+        "--model", default=str(Path(str(files("corecontext"))) / "assets" / "demo_model")
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     options = parser.parse_args()
 

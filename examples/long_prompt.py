@@ -24,11 +24,15 @@ def main() -> None:
     config = corecontext.CCAConfig(group_size=16, window_size=512)
     model = corecontext.from_pretrained(options.model, config).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    text = Path(options.text).read_text(encoding="utf-8")[:options.max_characters] + options.question
+    text = (
+        Path(options.text).read_text(encoding="utf-8")[: options.max_characters] + options.question
+    )
     prompt = tokenizer(text, return_tensors="pt")
 
     with torch.inference_mode():
-        out = model.generate(**prompt, max_new_tokens=30, do_sample=False, return_dict_in_generate=True)
+        out = model.generate(
+            **prompt, max_new_tokens=30, do_sample=False, return_dict_in_generate=True
+        )
     tokens = prompt["input_ids"].shape[1]
     print(f"{tokens} tokens in the prompt, {cache_bytes(out.past_key_values)} bytes in the cache")
     print(options.question.strip() + tokenizer.decode(out.sequences[0, tokens:]))

@@ -31,7 +31,12 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from corecontext import CCAConfig, enabled
 from corecontext.data.retrieval import KINDS, make_facts, plant
@@ -41,8 +46,20 @@ SOURCES = ("standardebooks", "eltec", "openstax", "peps")
 SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>"] + [f"<|reserved_{i}|>" for i in range(5)]
 PAD, BOS, EOS = 256, 257, 258
 DOCUMENT_END = 0  # in uint8 text, where the byte does not occur; the model sees EOS
-PLAIN = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "\u2014": "--", "\u2013": "-",
-                       "\u2026": "...", "\u00a0": " ", "\u2060": "", "\0": ""})
+PLAIN = str.maketrans(
+    {
+        "\u201c": '"',
+        "\u201d": '"',
+        "\u2018": "'",
+        "\u2019": "'",
+        "\u2014": "--",
+        "\u2013": "-",
+        "\u2026": "...",
+        "\u00a0": " ",
+        "\u2060": "",
+        "\0": "",
+    }
+)
 CCA = CCAConfig(group_size=16, window_size=512)
 FULL_STEP_EVERY = 4  # in the cca stage
 ANSWERED = 0.97  # share of answer bytes at which a context length is done with
@@ -65,17 +82,24 @@ STAGES = {
     "full": Stage(2.7, 4e-3, ((512, 0.4), (1024, 0.6), (4096, 0.85), (16384, 1.0))),
     "cca": Stage(5.4, 3e-3, ((1024, 0.35), (4096, 0.6), (16384, 0.8), (40960, 1.0)), cca=True),
 }
-TINY = {name: Stage(0.3, 4e-3, ((256, 0.5), (1024, 1.0)), 4096, stage.cca) for name, stage in STAGES.items()}
+TINY = {
+    name: Stage(0.3, 4e-3, ((256, 0.5), (1024, 1.0)), 4096, stage.cca)
+    for name, stage in STAGES.items()
+}
 
 
 def load_text(path: Path) -> np.ndarray:
     """The chosen sources as uint8, typographic quotes and dashes made plain, documents ending in DOCUMENT_END."""
     with lzma.open(path, "rt", encoding="utf-8") as lines:
-        documents = [d["text"].translate(PLAIN) for d in map(json.loads, lines) if d["source"] in SOURCES]
+        documents = [
+            d["text"].translate(PLAIN) for d in map(json.loads, lines) if d["source"] in SOURCES
+        ]
     return np.frombuffer(b"".join(d.encode() + bytes([DOCUMENT_END]) for d in documents), np.uint8)
 
 
-def task_row(text: np.ndarray, rng: random.Random, length: int, only_list: bool) -> tuple[np.ndarray, list]:
+def task_row(
+    text: np.ndarray, rng: random.Random, length: int, only_list: bool
+) -> tuple[np.ndarray, list]:
     """One sequence of `length` bytes that ends with questions, and where their answers are: (start, end, kind).
 
     Facts stand in real text, or (`only_list`) one after the other with nothing between.
@@ -92,17 +116,22 @@ def task_row(text: np.ndarray, rng: random.Random, length: int, only_list: bool)
     room = length - len(tail) - len(planted) - len(facts)
     if not only_list:
         start = rng.randrange(len(text) - room)
-        body = text[start:start + room].tobytes().decode("utf-8", "ignore").replace("\0", "")
-        planted = plant(body, facts, [rng.random() for _ in facts]).rstrip("\n") + "\n" * rng.randrange(2)
+        body = text[start : start + room].tobytes().decode("utf-8", "ignore").replace("\0", "")
+        planted = plant(body, facts, [rng.random() for _ in facts]).rstrip(
+            "\n"
+        ) + "\n" * rng.randrange(2)
     row = np.frombuffer((planted + tail).encode()[-length:], np.uint8)
     offset = len(row) - len(tail)
-    filler = text[(at := rng.randrange(len(text) - length)):at + length - len(row)]  # other text before it all
+    filler = text[
+        (at := rng.randrange(len(text) - length)) : at + length - len(row)
+    ]  # other text before it all
     offset += len(filler)
     return np.concatenate((filler, row)), [(a + offset, b + offset, kind) for a, b, kind in spans]
 
 
-def task_batch(text: np.ndarray, rng: random.Random, length: int, rows: int,
-               list_share: float) -> tuple[Tensor, Tensor]:
+def task_batch(
+    text: np.ndarray, rng: random.Random, length: int, rows: int, list_share: float
+) -> tuple[Tensor, Tensor]:
     """Rows of `task_row`, and weights that make a row's answers count half as much as its whole text."""
     tokens = np.empty((rows, length), np.uint8)
     weights = np.ones((rows, length), np.uint8)
@@ -117,7 +146,9 @@ def task_batch(text: np.ndarray, rng: random.Random, length: int, rows: int,
 class Tasks(torch.utils.data.IterableDataset):
     """An endless stream of task batches, made in worker processes."""
 
-    def __init__(self, text: np.ndarray, length: int, rows: int, list_share: float, seed: int) -> None:
+    def __init__(
+        self, text: np.ndarray, length: int, rows: int, list_share: float, seed: int
+    ) -> None:
         self.args, self.seed = (length, rows, list_share), seed
         self.text = text
 
@@ -139,10 +170,20 @@ def to_ids(tokens: Tensor) -> Tensor:
 def make_model() -> LlamaForCausalLM:
     """The architecture: 6.0 M parameters."""
     config = LlamaConfig(
-        vocab_size=256 + len(SPECIAL), hidden_size=256, intermediate_size=704, num_hidden_layers=8,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=65536,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}, tie_word_embeddings=True,
-        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
+        vocab_size=256 + len(SPECIAL),
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=65536,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        tie_word_embeddings=True,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -153,8 +194,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], bos_token=SPECIAL[1],
-                                   eos_token=SPECIAL[2], model_max_length=65536, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[0],
+        bos_token=SPECIAL[1],
+        eos_token=SPECIAL[2],
+        model_max_length=65536,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def _byte_characters() -> dict[int, str]:
@@ -172,7 +219,9 @@ def nll_of(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def _head(weight: Tensor, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     logits = F.linear(hidden, weight).float()
-    nll = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
+    nll = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(
+        target.shape
+    )
     return nll, logits.argmax(-1) == target
 
 
@@ -191,8 +240,10 @@ def optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer
     matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen]
-    found = [torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-             torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    found = [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
     for group in (g for o in found for g in o.param_groups):
         group["peak"] = lr
     return found
@@ -201,11 +252,14 @@ def optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer
 def lr_factor(progress: float, step: int, final: bool) -> float:
     """Warm-up over 100 steps, then a cosine: to 30 % where another stage follows, to 2 % at the end."""
     floor = 0.02 if final else 0.3
-    return min(1.0, (step + 1) / 100) * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    return min(1.0, (step + 1) / 100) * (
+        floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    )
 
 
-def train(model: LlamaForCausalLM, text: np.ndarray, stage: Stage, device: str, seed: int,
-          workers: int) -> dict[str, Any]:
+def train(
+    model: LlamaForCausalLM, text: np.ndarray, stage: Stage, device: str, seed: int, workers: int
+) -> dict[str, Any]:
     """Train for the stage's time; returns what was done."""
     model.train()
     if device == "cuda":
@@ -220,9 +274,14 @@ def train(model: LlamaForCausalLM, text: np.ndarray, stage: Stage, device: str, 
         rows = max(2, stage.step_tokens // length)
         rows_text = max(1, rows * 2 // 5)
         list_share = 0.5 if length <= 1024 else 0.2
-        loader = iter(torch.utils.data.DataLoader(Tasks(text, length, rows - rows_text, list_share, seed),
-                                                  batch_size=None, num_workers=workers,
-                                                  multiprocessing_context="fork" if workers else None))
+        loader = iter(
+            torch.utils.data.DataLoader(
+                Tasks(text, length, rows - rows_text, list_share, seed),
+                batch_size=None,
+                num_workers=workers,
+                multiprocessing_context="fork" if workers else None,
+            )
+        )
         first_step, right, last = step, {"full": 0.0, "cca": 0.0}, length == stage.lengths[-1][0]
         first_time = shown = time.time()
         while (elapsed := time.time() - start) < latest * budget:
@@ -250,22 +309,43 @@ def train(model: LlamaForCausalLM, text: np.ndarray, stage: Stage, device: str, 
                     shown = time.time()
                     bits = nll[-rows_text:].mean().item() / math.log(2)
                     rate = (step - first_step) * rows * length / (time.time() - first_time)
-                    print(f"{elapsed:5.0f} s  step {step:5d}  length {length:5d}  {method:4s}  {bits:.3f} bits/byte  "
-                          f"answer bytes right: full {right['full']:.3f} cca {right['cca']:.3f}"
-                          f"  {rate / 1e6:.2f} M tokens/s", flush=True)
+                    print(
+                        f"{elapsed:5.0f} s  step {step:5d}  length {length:5d}  {method:4s}  {bits:.3f} bits/byte  "
+                        f"answer bytes right: full {right['full']:.3f} cca {right['cca']:.3f}"
+                        f"  {rate / 1e6:.2f} M tokens/s",
+                        flush=True,
+                    )
                 if min(right.values() if stage.cca else [right["full"]]) > ANSWERED and not last:
                     break
-        done.append({"length": length, "steps": step - first_step, "seconds": round(time.time() - first_time),
-                     "answer_bytes_right": {k: round(v, 3) for k, v in right.items()}})
+        done.append(
+            {
+                "length": length,
+                "steps": step - first_step,
+                "seconds": round(time.time() - first_time),
+                "answer_bytes_right": {k: round(v, 3) for k, v in right.items()},
+            }
+        )
         print(f"length {length} done: {done[-1]}", flush=True)
         del loader
-    return {"stage": "cca" if stage.cca else "full", "steps": step, "tokens": tokens, "peak_lr": stage.peak_lr,
-            "seconds": round(time.time() - start), "device": device_name(device), "lengths": done}
+    return {
+        "stage": "cca" if stage.cca else "full",
+        "steps": step,
+        "tokens": tokens,
+        "peak_lr": stage.peak_lr,
+        "seconds": round(time.time() - start),
+        "device": device_name(device),
+        "lengths": done,
+    }
 
 
 @torch.inference_mode()
-def evaluate(model: LlamaForCausalLM, text: np.ndarray, device: str, lengths: tuple[int, ...],
-             questions: int = 240) -> list[dict[str, Any]]:
+def evaluate(
+    model: LlamaForCausalLM,
+    text: np.ndarray,
+    device: str,
+    lengths: tuple[int, ...],
+    questions: int = 240,
+) -> list[dict[str, Any]]:
     """Exact match of answers by length, method and kind, and bits per byte of plain text.
 
     An answer is right if each of its bytes and the full stop is the most likely one, which is when greedy decoding
@@ -278,24 +358,42 @@ def evaluate(model: LlamaForCausalLM, text: np.ndarray, device: str, lengths: tu
         rows: list[tuple[np.ndarray, list]] = []
         while sum(len(spans) for _, spans in rows) < questions:
             rows.append(task_row(text, rng, length, only_list=False))
-        plain = [text[(a := rng.randrange(len(text) - length)):a + length] for _ in range(max(2, 131072 // length))]
+        plain = [
+            text[(a := rng.randrange(len(text) - length)) : a + length]
+            for _ in range(max(2, 131072 // length))
+        ]
         for method in ("full", "cca"):
             right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
             with attention(model, method), autocast(device):
                 for row, spans in rows:
-                    hit = nll_of(model, to_ids(torch.from_numpy(row.copy())[None]).to(device))[1][0].cpu()
+                    hit = nll_of(model, to_ids(torch.from_numpy(row.copy())[None]).to(device))[1][
+                        0
+                    ].cpu()
                     for a, b, kind in spans:
-                        right[kind].append(bool(hit[a - 1:b - 1].all()))
-                bits = [nll_of(model, to_ids(torch.from_numpy(x.copy())[None]).to(device))[0].mean().item()
-                        / math.log(2) for x in plain]
-            results.append({"length": length, "method": method, "bits_per_byte": sum(bits) / len(bits),
-                            "count": {k: len(v) for k, v in right.items()},
-                            "accuracy": {k: sum(v) / max(1, len(v)) for k, v in right.items()}})
+                        right[kind].append(bool(hit[a - 1 : b - 1].all()))
+                bits = [
+                    nll_of(model, to_ids(torch.from_numpy(x.copy())[None]).to(device))[0]
+                    .mean()
+                    .item()
+                    / math.log(2)
+                    for x in plain
+                ]
+            results.append(
+                {
+                    "length": length,
+                    "method": method,
+                    "bits_per_byte": sum(bits) / len(bits),
+                    "count": {k: len(v) for k, v in right.items()},
+                    "accuracy": {k: sum(v) / max(1, len(v)) for k, v in right.items()},
+                }
+            )
             print(json.dumps(results[-1]), flush=True)
     return results
 
 
-def save(model: LlamaForCausalLM, out: Path, history: list[dict[str, Any]], results: list[dict[str, Any]]) -> None:
+def save(
+    model: LlamaForCausalLM, out: Path, history: list[dict[str, Any]], results: list[dict[str, Any]]
+) -> None:
     """Weights in bfloat16, settings, tokenizer, what was done, and the model card."""
     copy = make_model()
     copy.load_state_dict(model.state_dict())
@@ -306,66 +404,116 @@ def save(model: LlamaForCausalLM, out: Path, history: list[dict[str, Any]], resu
         copy.config.cca = CCA.to_dict()
     copy.save_pretrained(out)
     make_tokenizer().save_pretrained(out)
-    (out / "training.json").write_text(json.dumps({"stages": history, "evaluation": results}, indent=1) + "\n")
+    (out / "training.json").write_text(
+        json.dumps({"stages": history, "evaluation": results}, indent=1) + "\n"
+    )
     (out / "README.md").write_text(model_card(history, results))
 
 
 def model_card(history: list[dict[str, Any]], results: list[dict[str, Any]]) -> str:
     """The README of the model's folder; every number comes from this run."""
-    rows = [f"| {r['length']} | {r['method']} | " + " | ".join(f"{r['accuracy'][k]:.1%}" for k in KINDS)
-            + f" | {r['bits_per_byte']:.3f} |" for r in results]
-    stages = [f"| {h['stage']} | " + ", ".join(f"{x['steps']} x {x['length']}" for x in h["lengths"])
-              + f" | {h['tokens'] / 1e6:.0f} M | {h['seconds']} s | {h['peak_lr']} | {h['device']} |" for h in history]
-    return "\n".join([
-        "---", "license: cc-by-4.0", "language: en", "library_name: transformers", "---", "",
-        "# The model of `corecontext demo`", "",
-        f"A byte-level Llama of 6.0 M parameters that finds planted facts, under full attention and under CCA "
-        f"(g = {CCA.group_size}, s = {CCA.window_size}) at the same weights. It exists to show the machinery: its prose"
-        " is poor, and it answers questions only in the form it was trained on (`corecontext/data/retrieval.py`).", "",
-        "Made by `python recipes/demo_model.py --data DIR --out corecontext/assets/demo_model`.", "",
-        "| stage | steps x bytes of context | tokens | time | peak learning rate | device |",
-        "|---|---|---|---|---|---|",
-        *stages, "",
-        "Validation: exact match of answers to questions at the end of held-out text, by kind of fact, and bits per "
-        "byte of plain held-out text. Facts stand at uniform depths, so at 1024 many lie within the window.", "",
-        "| context, bytes | attention | " + " | ".join(KINDS) + " | bits per byte |", "|---|---|" + "---|" * len(KINDS)
-        + "---|", *rows, "",
-        "## Data", "",
-        "Synthetic facts, and English text of four sources: Standard Ebooks (CC0-1.0), ELTeC-eng (public-domain "
-        "novels; markup CC BY 4.0), OpenStax textbooks (CC BY 4.0, https://openstax.org) and Python Enhancement "
-        "Proposals (public domain or CC0-1.0). Documents of the validation and test splits were left out, among them "
-        "the demo's document. Typographic quotes and dashes were made plain.", ""])
+    rows = [
+        f"| {r['length']} | {r['method']} | "
+        + " | ".join(f"{r['accuracy'][k]:.1%}" for k in KINDS)
+        + f" | {r['bits_per_byte']:.3f} |"
+        for r in results
+    ]
+    stages = [
+        f"| {h['stage']} | "
+        + ", ".join(f"{x['steps']} x {x['length']}" for x in h["lengths"])
+        + f" | {h['tokens'] / 1e6:.0f} M | {h['seconds']} s | {h['peak_lr']} | {h['device']} |"
+        for h in history
+    ]
+    return "\n".join(
+        [
+            "---",
+            "license: cc-by-4.0",
+            "language: en",
+            "library_name: transformers",
+            "---",
+            "",
+            "# The model of `corecontext demo`",
+            "",
+            f"A byte-level Llama of 6.0 M parameters that finds planted facts, under full attention and under CCA "
+            f"(g = {CCA.group_size}, s = {CCA.window_size}) at the same weights. It exists to show the machinery: its prose"
+            " is poor, and it answers questions only in the form it was trained on (`corecontext/data/retrieval.py`).",
+            "",
+            "Made by `python recipes/demo_model.py --data DIR --out corecontext/assets/demo_model`.",
+            "",
+            "| stage | steps x bytes of context | tokens | time | peak learning rate | device |",
+            "|---|---|---|---|---|---|",
+            *stages,
+            "",
+            "Validation: exact match of answers to questions at the end of held-out text, by kind of fact, and bits per "
+            "byte of plain held-out text. Facts stand at uniform depths, so at 1024 many lie within the window.",
+            "",
+            "| context, bytes | attention | " + " | ".join(KINDS) + " | bits per byte |",
+            "|---|---|" + "---|" * len(KINDS) + "---|",
+            *rows,
+            "",
+            "## Data",
+            "",
+            "Synthetic facts, and English text of four sources: Standard Ebooks (CC0-1.0), ELTeC-eng (public-domain "
+            "novels; markup CC BY 4.0), OpenStax textbooks (CC BY 4.0, https://openstax.org) and Python Enhancement "
+            "Proposals (public domain or CC0-1.0). Documents of the validation and test splits were left out, among them "
+            "the demo's document. Typographic quotes and dashes were made plain.",
+            "",
+        ]
+    )
 
 
 def write_records(path: str, results: list[dict[str, Any]], device: str) -> None:
     """Append the evaluation to a results file."""
     records = []
     for r in results:
-        params = {"model": "demo_model", "method": r["method"], "length": r["length"], "dtype": "bfloat16",
-                  "group_size": CCA.group_size, "window_size": CCA.window_size}
+        params = {
+            "model": "demo_model",
+            "method": r["method"],
+            "length": r["length"],
+            "dtype": "bfloat16",
+            "group_size": CCA.group_size,
+            "window_size": CCA.window_size,
+        }
         if r["method"] == "full":
             params = {k: v for k, v in params.items() if k not in ("group_size", "window_size")}
         name = device_name(device)
-        records.append(make_record("quality.bits_per_byte", r["bits_per_byte"], {**params, "task": "text"},
-                                   device=name))
-        records += [make_record("quality.accuracy", r["accuracy"][kind],
-                                {**params, "task": f"retrieval-{kind}", "questions": r["count"][kind]}, device=name)
-                    for kind in KINDS]
+        records.append(
+            make_record(
+                "quality.bits_per_byte", r["bits_per_byte"], {**params, "task": "text"}, device=name
+            )
+        )
+        records += [
+            make_record(
+                "quality.accuracy",
+                r["accuracy"][kind],
+                {**params, "task": f"retrieval-{kind}", "questions": r["count"][kind]},
+                device=name,
+            )
+            for kind in KINDS
+        ]
     append_records(path, records)
 
 
 def main() -> None:
     """Train the stages asked for, evaluate, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with lm_train.jsonl.xz and lm_val.jsonl.xz")
-    parser.add_argument("--out", type=Path, required=True, help="folder that the model is written to")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with lm_train.jsonl.xz and lm_val.jsonl.xz"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder that the model is written to"
+    )
     parser.add_argument("--stage", choices=("all", *STAGES), default="all")
-    parser.add_argument("--resume-from", type=Path, help="folder of a model that the stage starts from")
+    parser.add_argument(
+        "--resume-from", type=Path, help="folder of a model that the stage starts from"
+    )
     parser.add_argument("--minutes", type=float, help="time of each stage, instead of its own")
     parser.add_argument("--results", help="JSON lines file to append the evaluation to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--tiny", action="store_true", help="seconds instead of minutes, to try the script on a CPU")
+    parser.add_argument(
+        "--tiny", action="store_true", help="seconds instead of minutes, to try the script on a CPU"
+    )
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)

@@ -11,19 +11,34 @@ no learning rate: 2e-5, the default, is what its sources for context extension u
 
 from corecontext.train import TrainConfig
 
-_PAPER = TrainConfig(strategy="full", group_size=16, window_size=1024, steps=1000, batch_size=1, accumulation=8,
-                     learning_rate=2e-5, warmup_steps=20, fsdp=True, workers=16, source_field="meta.redpajama_set_name",
-                     long_tokens=4096)
+_PAPER = TrainConfig(
+    strategy="full",
+    group_size=16,
+    window_size=1024,
+    steps=1000,
+    batch_size=1,
+    accumulation=8,
+    learning_rate=2e-5,
+    warmup_steps=20,
+    fsdp=True,
+    workers=16,
+    source_field="meta.redpajama_set_name",
+    long_tokens=4096,
+)
 
 
 def llama2_7b_32k() -> TrainConfig:
     """LLaMA-2 7B, from 4K to 32K tokens."""
-    return _PAPER.replace(model="meta-llama/Llama-2-7b-hf", context_length=32_768, rope_theta=500_000.0)
+    return _PAPER.replace(
+        model="meta-llama/Llama-2-7b-hf", context_length=32_768, rope_theta=500_000.0
+    )
 
 
 def llama2_7b_80k() -> TrainConfig:
     """LLaMA-2 7B, from 4K to 80K tokens."""
-    return _PAPER.replace(model="meta-llama/Llama-2-7b-hf", context_length=81_920, rope_theta=500_000.0)
+    return _PAPER.replace(
+        model="meta-llama/Llama-2-7b-hf", context_length=81_920, rope_theta=500_000.0
+    )
 
 
 def llama31_8b_128k() -> TrainConfig:

@@ -25,10 +25,18 @@ from corecontext.ops.triton import attend, decode, pool  # noqa: E402
 from corecontext.ops.triton.launch import power_of_2  # noqa: E402
 from corecontext.ops.triton.tiles import Chip, dkv_tiles, dq_tiles, forward_tiles  # noqa: E402
 
-CHIPS = {name: (GPUTarget(backend, arch, warp), Chip(kib * 1024, units)) for name, backend, arch, warp, kib, units in (
-    ("sm_80", "cuda", 80, 32, 163, 108), ("sm_86", "cuda", 86, 32, 99, 84), ("sm_89", "cuda", 89, 32, 99, 128),
-    ("sm_90", "cuda", 90, 32, 227, 132), ("sm_100", "cuda", 100, 32, 227, 148), ("sm_120", "cuda", 120, 32, 99, 170),
-    ("gfx942", "hip", "gfx942", 64, 64, 304))}
+CHIPS = {
+    name: (GPUTarget(backend, arch, warp), Chip(kib * 1024, units))
+    for name, backend, arch, warp, kib, units in (
+        ("sm_80", "cuda", 80, 32, 163, 108),
+        ("sm_86", "cuda", 86, 32, 99, 84),
+        ("sm_89", "cuda", 89, 32, 99, 128),
+        ("sm_90", "cuda", 90, 32, 227, 132),
+        ("sm_100", "cuda", 100, 32, 227, 148),
+        ("sm_120", "cuda", 120, 32, 99, 170),
+        ("gfx942", "hip", "gfx942", 64, 64, 304),
+    )
+}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FLOATS = ("scale", "softcap", "bias")  # arguments that are numbers with a fraction
 GRADIENTS = {f"{name}_ptr": "fp32" for name in ("dq", "dk", "dv", "dbias", "delta", "grad_lse")}
@@ -47,36 +55,79 @@ class Kernel(NamedTuple):
 def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those that run everywhere, with the sizes that their launches choose for this chip."""
     for function, tiles, more in (
-            (attend._attend_fwd_kernel, forward_tiles, {"HAS_BIAS": False}),
-            (attend._attend_dq_kernel, dq_tiles, {"HAS_BIAS": True, "HAS_GRAD_LSE": True}),
-            (attend._attend_dkv_kernel, dkv_tiles, {"HAS_BIAS": False, "CORE": False}),
-            (attend._attend_dkv_kernel, dkv_tiles, {"HAS_BIAS": True, "CORE": True})):
-        yield Kernel(function, {**attend._sizes(tiles(chip, dtype, dim), dim, None), **more},
-                     {"lse_ptr": "fp32", "bias_ptr": "fp32", **GRADIENTS})
+        (attend._attend_fwd_kernel, forward_tiles, {"HAS_BIAS": False}),
+        (attend._attend_dq_kernel, dq_tiles, {"HAS_BIAS": True, "HAS_GRAD_LSE": True}),
+        (attend._attend_dkv_kernel, dkv_tiles, {"HAS_BIAS": False, "CORE": False}),
+        (attend._attend_dkv_kernel, dkv_tiles, {"HAS_BIAS": True, "CORE": True}),
+    ):
+        yield Kernel(
+            function,
+            {**attend._sizes(tiles(chip, dtype, dim), dim, None), **more},
+            {"lse_ptr": "fp32", "bias_ptr": "fp32", **GRADIENTS},
+        )
     turn = {"HALF": dim // 2, "INTERLEAVED": False}
     settings = {"HEADS": HEADS, "POOLING": "cca", "HEAD_DIM": dim, "HAS_SOFTCAP": False, **turn}
     tables = {"cos_ptr": "fp32", "sin_ptr": "fp32"}
     for group_size in (16, 256):  # whole in a program, and walked in blocks
         for backward in (False, True):
-            whole, block_m, block_g, block_d, num_warps = pool._plan(group_size, dim, 16 if backward else 32)
-            sizes = {**settings, "HEADS_OUT": 1, "BLOCK_M": block_m, "BLOCK_G": block_g, "BLOCK_D": block_d,
-                     "num_warps": num_warps}
+            whole, block_m, block_g, block_d, num_warps = pool._plan(
+                group_size, dim, 16 if backward else 32
+            )
+            sizes = {
+                **settings,
+                "HEADS_OUT": 1,
+                "BLOCK_M": block_m,
+                "BLOCK_G": block_g,
+                "BLOCK_D": block_d,
+                "num_warps": num_warps,
+            }
             if backward:
                 sizes.update({"ADD": True} if whole else {"ADD": True, "BLOCK_H": HEADS})
-            yield Kernel(((pool._pool_bwd_kernel if whole else pool._pool_long_bwd_kernel) if backward else
-                          (pool._pool_fwd_kernel if whole else pool._pool_long_fwd_kernel)), sizes, tables)
+            yield Kernel(
+                (
+                    (pool._pool_bwd_kernel if whole else pool._pool_long_bwd_kernel)
+                    if backward
+                    else (pool._pool_fwd_kernel if whole else pool._pool_long_fwd_kernel)
+                ),
+                sizes,
+                tables,
+            )
             if whole and dim == power_of_2(dim):
-                sizes = {"HEADS": HEADS, "HALF": dim // 2, "BLOCK_M": block_m, "BLOCK_G": block_g,
-                         "num_warps": num_warps, **({"ADD": True} if backward else {"HEADS_OUT": 1})}
-                yield Kernel(pool._pool_half_bwd_kernel if backward else pool._pool_half_fwd_kernel, sizes, tables)
+                sizes = {
+                    "HEADS": HEADS,
+                    "HALF": dim // 2,
+                    "BLOCK_M": block_m,
+                    "BLOCK_G": block_g,
+                    "num_warps": num_warps,
+                    **({"ADD": True} if backward else {"HEADS_OUT": 1}),
+                }
+                yield Kernel(
+                    pool._pool_half_bwd_kernel if backward else pool._pool_half_fwd_kernel,
+                    sizes,
+                    tables,
+                )
     plan = decode._plan(chip, dtype, 8, HEADS, dim, 4096, 16)
     parts = {"acc_ptr": "fp32", "lse_ptr": "fp32", "seen_ptr": "i64", "pad_ptr": "i64"}
     codes = {"keys_ptr": "i8", "values_ptr": "i8", "ks_ptr": "fp32", "vs_ptr": "fp32"}
     for kind, sinks in (("auto", 0), ("auto", 16), ("int8", 0), ("fp8", 0)):
-        yield Kernel(decode._step_kernel, {**settings, **plan.step, "ON_DEVICE": True, "KIND": kind, "SINKS": sinks,
-                                           "WIDTH": 1, "HAS_BIAS": False},
-                     {**parts, **tables, **(codes if kind != "auto" else {})})
-    yield Kernel(decode._merge_kernel, {"ON_DEVICE": True, "HEADS": HEADS, "HEAD_DIM": dim, **plan.merge}, parts)
+        yield Kernel(
+            decode._step_kernel,
+            {
+                **settings,
+                **plan.step,
+                "ON_DEVICE": True,
+                "KIND": kind,
+                "SINKS": sinks,
+                "WIDTH": 1,
+                "HAS_BIAS": False,
+            },
+            {**parts, **tables, **(codes if kind != "auto" else {})},
+        )
+    yield Kernel(
+        decode._merge_kernel,
+        {"ON_DEVICE": True, "HEADS": HEADS, "HEAD_DIM": dim, **plan.merge},
+        parts,
+    )
 
 
 def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
@@ -86,7 +137,9 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     from corecontext.ops.triton import hopper, hopper_backward, tensor_memory
 
     def tile(rows: int, columns: int, of: torch.dtype = dtype) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], tensor_memory.DTYPES[of])
+        layout = gl.NVMMASharedLayout.get_default_for(
+            [1, 1, rows, columns], tensor_memory.DTYPES[of]
+        )
         return f"tensordesc<{NAMES[of]}[1,1,{rows},{columns}],{layout!r}>"
 
     keys, kind = 128 if dim <= 128 else 64, {"DTYPE": tensor_memory.DTYPES[dtype]}
@@ -95,17 +148,29 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     kinds = ("k_desc", "v_desc", "core_k_desc", "core_v_desc")
     for bias in (False, True):
         sizes = {"BLOCK_D": dim, "BLOCK_N": keys, "STAGES": 2, **kind}
-        yield Kernel(hopper._attend_fwd_hopper, {"HAS_BIAS": bias, **sizes},
-                     {**types, **dict.fromkeys(kinds, tile(keys, dim))})
+        yield Kernel(
+            hopper._attend_fwd_hopper,
+            {"HAS_BIAS": bias, **sizes},
+            {**types, **dict.fromkeys(kinds, tile(keys, dim))},
+        )
     if dim > 128:
         return
     one = torch.float32
     sums = {"sum_ptr": "fp32", "stats_ptr": "fp32", "lse_ptr": "fp32", "grad_lse_ptr": "fp32"}
     sizes = {"HEAD_DIM": dim, "BLOCK_D": dim}
     for bias in (False, True):
-        yield Kernel(hopper_backward._attend_bwd_hopper, {"HAS_BIAS": bias, "STAGES": 2, **sizes, **kind},
-                     {**types, **dict.fromkeys(kinds, tile(64, dim)), "stats_desc": tile(1, 128, one),
-                      "sum_desc": tile(64, dim // 2, one), "core_grad_ptr": "fp32", "dbias_ptr": "fp32"})
+        yield Kernel(
+            hopper_backward._attend_bwd_hopper,
+            {"HAS_BIAS": bias, "STAGES": 2, **sizes, **kind},
+            {
+                **types,
+                **dict.fromkeys(kinds, tile(64, dim)),
+                "stats_desc": tile(1, 128, one),
+                "sum_desc": tile(64, dim // 2, one),
+                "core_grad_ptr": "fp32",
+                "dbias_ptr": "fp32",
+            },
+        )
     sizes["BLOCK"] = hopper_backward.BLOCK_M
     yield Kernel(hopper_backward._prepare_kernel, {"HAS_GRAD_LSE": True, **sizes}, sums)
     yield Kernel(hopper_backward._finish_kernel, {"HAS_LAST": True, **sizes}, sums)
@@ -113,7 +178,11 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
 def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
     """The kernel as it is compiled for aligned tensors."""
-    options = {name: kernel.constants[name] for name in ("num_warps", "num_stages") if name in kernel.constants}
+    options = {
+        name: kernel.constants[name]
+        for name in ("num_warps", "num_stages")
+        if name in kernel.constants
+    }
     constants = {name: value for name, value in kernel.constants.items() if name not in options}
     names, signature = kernel.function.arg_names, {}
     for name in names:
@@ -127,11 +196,20 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
             signature[name] = "fp32" if name in FLOATS else "i32"
     if any(name.endswith("_desc") for name in names):
         from triton.experimental.gluon._runtime import GluonASTSource
-        return triton.compile(GluonASTSource(kernel.function, signature, constants), target=target,
-                              options={"num_warps": 4})
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
-               if name.endswith("_ptr") or re.match(r"stride_|[a-z]+_[nrhmgt]$", name)}
-    return triton.compile(ASTSource(kernel.function, signature, constants, aligned), target=target, options=options)
+
+        return triton.compile(
+            GluonASTSource(kernel.function, signature, constants),
+            target=target,
+            options={"num_warps": 4},
+        )
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name.endswith("_ptr") or re.match(r"stride_|[a-z]+_[nrhmgt]$", name)
+    }
+    return triton.compile(
+        ASTSource(kernel.function, signature, constants, aligned), target=target, options=options
+    )
 
 
 def spilled(binary: bytes) -> int | None:
@@ -143,7 +221,9 @@ def spilled(binary: bytes) -> int | None:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+        shown = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True
+        ).stdout
     found = re.findall(r"STACK:(\d+)", shown)
     return max(map(int, found)) if found else None
 
@@ -156,17 +236,32 @@ def main(name: str, everything: bool, own: bool) -> None:
     if everything or name == "sm_86":
         cases += [(torch.bfloat16, 256)]
     if everything:
-        cases += [(torch.bfloat16, 64), (torch.float16, 80), (torch.float32, 64), (torch.float32, 128),
-                  (torch.float32, 256)]
+        cases += [
+            (torch.bfloat16, 64),
+            (torch.float16, 80),
+            (torch.float32, 64),
+            (torch.float32, 128),
+            (torch.float32, 256),
+        ]
     for dtype, dim in cases:
         kernels = [] if own else list(plain_kernels(chip, dtype, dim))
         if name == "sm_90" and dtype != torch.float32 and dim in (64, 128, 256):
             kernels += hopper_kernels(dtype, dim)
         for kernel in kernels:
             made = compiled(kernel, target, dtype)
-            print(json.dumps({"kernel": kernel.function.__name__, "dtype": NAMES[dtype], "dim": dim,
-                              "shared": made.metadata.shared, "limit": chip.shared_memory,
-                              "spilled": spilled(made.asm["cubin"]) if "cubin" in made.asm else None}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "kernel": kernel.function.__name__,
+                        "dtype": NAMES[dtype],
+                        "dim": dim,
+                        "shared": made.metadata.shared,
+                        "limit": chip.shared_memory,
+                        "spilled": spilled(made.asm["cubin"]) if "cubin" in made.asm else None,
+                    }
+                ),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

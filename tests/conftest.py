@@ -7,12 +7,17 @@ import os
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the import of torch; the processes share the cores
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # read by the import of torch; the processes share the cores
 
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when triton is first imported by whatever test
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read once, when triton is first imported by whatever test
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--soak N: how many requests tests/test_soak.py sends."""

@@ -42,15 +42,29 @@ from corecontext.ops import rules
 D = 8
 
 
-def inputs(length: int, heads: int = 4, kv_heads: int = 2, batch: int = 2, dtype: torch.dtype = torch.float64) -> list:
+def inputs(
+    length: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    batch: int = 2,
+    dtype: torch.dtype = torch.float64,
+) -> list:
     """q, k, v and an upstream gradient of a whole sequence, the same on every process."""
     generator = torch.Generator().manual_seed(length)
-    return [torch.randn(batch, h, length, D, generator=generator, dtype=torch.float64).to(dtype)
-            for h in (heads, kv_heads, kv_heads, heads)]
+    return [
+        torch.randn(batch, h, length, D, generator=generator, dtype=torch.float64).to(dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
+    ]
 
 
-def check(group: dist.ProcessGroup, layout: Layout, tensors: list, settings: dict, documents: tuple = (),
-          rtol: float = 1e-9) -> int:
+def check(
+    group: dist.ProcessGroup,
+    layout: Layout,
+    tensors: list,
+    settings: dict,
+    documents: tuple = (),
+    rtol: float = 1e-9,
+) -> int:
     """Output and gradients of this process's part equal those of the whole; returns the bytes received."""
     whole = [x.clone().requires_grad_() for x in tensors[:3]]
     learned = {name: x.clone().requires_grad_() for name, x in settings.get("learned", {}).items()}
@@ -66,36 +80,58 @@ def check(group: dist.ProcessGroup, layout: Layout, tensors: list, settings: dic
     out = context_parallel_attention(*mine, Shard(wire, layout, documents), **settings)
     forward = wire.received_bytes
     out.backward(layout.take(tensors[3], 2))
-    for name, got, want in [("out", out, expected), *((n, a.grad, b.grad) for n, a, b in zip("qkv", mine, whole))]:
-        torch.testing.assert_close(got, layout.take(want, 2), rtol=rtol, atol=rtol,
-                                   msg=lambda text, name=name: f"{name} of {layout} under {settings}: {text}")
+    for name, got, want in [
+        ("out", out, expected),
+        *((n, a.grad, b.grad) for n, a, b in zip("qkv", mine, whole)),
+    ]:
+        torch.testing.assert_close(
+            got,
+            layout.take(want, 2),
+            rtol=rtol,
+            atol=rtol,
+            msg=lambda text, name=name: f"{name} of {layout} under {settings}: {text}",
+        )
     for name, x in learned.items():
         share = torch.zeros_like(x) if x.grad is None else x.grad
         dist.all_reduce(share, group=group)
-        torch.testing.assert_close(share, want_learned[name], rtol=rtol, atol=rtol,
-                                   msg=lambda text, name=name: f"{name} of {layout} under {settings}: {text}")
+        torch.testing.assert_close(
+            share,
+            want_learned[name],
+            rtol=rtol,
+            atol=rtol,
+            msg=lambda text, name=name: f"{name} of {layout} under {settings}: {text}",
+        )
     return forward, wire.received_bytes - forward
 
 
 def parameters(heads: int = 4, kv_heads: int = 2) -> dict[str, torch.Tensor]:
     """Every learned parameter, the same on every process."""
     generator = torch.Generator().manual_seed(9)
-    return {name: 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
-            for name, shape in rules.shapes(LEARNED, heads, kv_heads, D).items()}
+    return {
+        name: 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in rules.shapes(LEARNED, heads, kv_heads, D).items()
+    }
 
 
 def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
     """The operator on two and four processes equals one, and its traffic is what the formulas say."""
     rotary = Rotary.from_theta(100.0, D)
     base = {"group_size": 4, "window_size": 9, "rotary": rotary}
-    varied = [base, {**base, "core_heads": "query", "core_bias": 1.3}, {**base, "pooling": "mean", "softcap": 3.0},
-              {**base, "core_position": "token", "rotary": None}, {**base, "group_size": 5, "window_size": 30},
-              {"num_groups": 7, "window_size": 8, "rotary": rotary}, {**base, "group_size": 1, "pooling": "max"},
-              {**base, "learned": parameters(), "softcap": 3.0, "core_bias": 0.4},
-              {**base, "learned": {"bias": parameters()["bias"]}, "core_heads": "query"},
-              {**base, "group_size": (4, 1)}, {**base, "group_size": (1, 5), "learned": parameters()},
-              {**base, "pooling": "mean_query"}, {**base, "learned": {"key_gain": parameters()["key_gain"]},
-                                                  "group_size": 1}]
+    varied = [
+        base,
+        {**base, "core_heads": "query", "core_bias": 1.3},
+        {**base, "pooling": "mean", "softcap": 3.0},
+        {**base, "core_position": "token", "rotary": None},
+        {**base, "group_size": 5, "window_size": 30},
+        {"num_groups": 7, "window_size": 8, "rotary": rotary},
+        {**base, "group_size": 1, "pooling": "max"},
+        {**base, "learned": parameters(), "softcap": 3.0, "core_bias": 0.4},
+        {**base, "learned": {"bias": parameters()["bias"]}, "core_heads": "query"},
+        {**base, "group_size": (4, 1)},
+        {**base, "group_size": (1, 5), "learned": parameters()},
+        {**base, "pooling": "mean_query"},
+        {**base, "learned": {"key_gain": parameters()["key_gain"]}, "group_size": 1},
+    ]
     for group in (dist.group.WORLD, pair):
         size, here = group.size(), group.rank()
         for settings in varied:
@@ -112,20 +148,36 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
                 check(group, Layout.balanced(120, size, here), tensors, settings, documents)
         for documents in ((), (0, 30, 40)):  # all of it on one process
             check(group, Layout((40,), (1,), here), inputs(40, batch=1), base, documents)
-        check(group, Layout.balanced(157, size, here), inputs(157, dtype=torch.float32), base, rtol=2e-5)
+        check(
+            group,
+            Layout.balanced(157, size, here),
+            inputs(157, dtype=torch.float32),
+            base,
+            rtol=2e-5,
+        )
         layout = Layout.contiguous((64,) * size, here)
         sizes = {"batch_size": 2, "num_kv_heads": 2, "head_dim": D, "item_bytes": 8}
         moved = check(group, layout, inputs(64 * size), base)
-        assert moved == context_parallel_traffic(layout, size, group_size=4, window_size=9, num_heads=4, **sizes)
+        assert moved == context_parallel_traffic(
+            layout, size, group_size=4, window_size=9, num_heads=4, **sizes
+        )
         ring = ring_traffic(64 * size, size, **sizes)
         assert moved[0] < ring.forward_bytes and sum(moved) < ring.total_bytes
 
 
-def run(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor,
-        tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    labels: torch.Tensor,
+    tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits, and the loss's share of these tokens after its backward."""
     logits = model(ids, position_ids=positions, use_cache=False).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum") / tokens
+    loss = (
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        / tokens
+    )
     loss.backward()
     return logits.detach(), loss.detach()
 
@@ -142,7 +194,11 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
             positions[:, 20:] -= 20
         whole = tiny_model()
         parallel = copy.deepcopy(whole)
-        config = plain.replace(learned=("probe", "bias"), layer_group_sizes=(4, (1, 8))) if checkpointing else plain
+        config = (
+            plain.replace(learned=("probe", "bias"), layer_group_sizes=(4, (1, 8)))
+            if checkpointing
+            else plain
+        )
         corecontext.enable(whole, config)
         expected, loss = run(whole, ids, positions, labels, ids.numel())
         handle = corecontext.enable(parallel, config)
@@ -164,7 +220,9 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         for (name, a), b in zip(parallel.named_parameters(), whole.parameters()):
             assert isinstance(a.grad, DTensor), name
             # FSDP2 takes the mean over the processes.
-            torch.testing.assert_close(a.grad.full_tensor() * world, b.grad, rtol=1e-4, atol=1e-6, msg=name)
+            torch.testing.assert_close(
+                a.grad.full_tensor() * world, b.grad, rtol=1e-4, atol=1e-6, msg=name
+            )
         try:
             parallel(parts[0], use_cache=False)
         except ValueError as error:
@@ -181,22 +239,39 @@ def continued(model: torch.nn.Module, ids: torch.Tensor, read: Prefilled) -> tor
 
 def parts_of(cache: Cache) -> list[CompactLayer]:
     """The compact layers of a cache; several where heads have group sizes of their own."""
-    return [part for layer in cache.layers for part in
-            (layer.compact.parts if isinstance(layer.compact, HeadsLayer) else [layer.compact])]
+    return [
+        part
+        for layer in cache.layers
+        for part in (
+            layer.compact.parts if isinstance(layer.compact, HeadsLayer) else [layer.compact]
+        )
+    ]
 
 
 def prefilled(pair: dist.ProcessGroup) -> None:
     """A prompt read by two processes leaves each the cache that one process makes, and the same next tokens."""
     config, wire = CCAConfig(group_size=4, window_size=9), Wire(pair)
-    cases = [(config, 157, {}), (config, 160, {"max_length": 200}), (config, 6, {}), (config, 3, {}),
-             (config.replace(core_heads="query", core_bias=0.7), 90, {"process": 1}),
-             (config.replace(group_size=5, window_size=40), 67, {"process": 0}),  # the ring lies on both processes
-             (config.replace(pooling="mean", num_groups=7, window_size=8), 61, {}),
-             (config.replace(core_position="token", layer_group_sizes=(4, 8)), 75, {}),
-             (config.replace(layer_group_sizes=((1, 4), 8)), 70, {}),
-             (config.replace(learned=LEARNED, head_group_sizes=(5, 1)), 80, {"max_length": 200}),
-             (config.replace(learned=LEARNED), 90, {}), (config.replace(pooling="mean_query"), 93, {})]
-    for (settings, length, options), dtype in itertools.product(cases, (torch.float64, torch.float32)):
+    cases = [
+        (config, 157, {}),
+        (config, 160, {"max_length": 200}),
+        (config, 6, {}),
+        (config, 3, {}),
+        (config.replace(core_heads="query", core_bias=0.7), 90, {"process": 1}),
+        (
+            config.replace(group_size=5, window_size=40),
+            67,
+            {"process": 0},
+        ),  # the ring lies on both processes
+        (config.replace(pooling="mean", num_groups=7, window_size=8), 61, {}),
+        (config.replace(core_position="token", layer_group_sizes=(4, 8)), 75, {}),
+        (config.replace(layer_group_sizes=((1, 4), 8)), 70, {}),
+        (config.replace(learned=LEARNED, head_group_sizes=(5, 1)), 80, {"max_length": 200}),
+        (config.replace(learned=LEARNED), 90, {}),
+        (config.replace(pooling="mean_query"), 93, {}),
+    ]
+    for (settings, length, options), dtype in itertools.product(
+        cases, (torch.float64, torch.float32)
+    ):
         model, rtol = tiny_model().to(dtype), {torch.float64: 1e-9, torch.float32: 2e-4}[dtype]
         handle = corecontext.enable(model, settings, rollback=3 if length == 67 else 0)
         for name, x in model.named_parameters():
@@ -206,26 +281,37 @@ def prefilled(pair: dist.ProcessGroup) -> None:
         cache = StaticCache(model.config, max_cache_len=200) if "max_length" in options else None
         want = prefill(model, ids, cache=cache)
         got = context_parallel_prefill(model, ids, wire, **options)
-        assert handle.shard is None and (got is None) == (options.get("process", wire.rank) != wire.rank)
+        assert handle.shard is None and (got is None) == (
+            options.get("process", wire.rank) != wire.rank
+        )
         if got is None:
             continue
         same = functools.partial(torch.testing.assert_close, rtol=rtol, atol=rtol)
         same(got.logits, want.logits)
         assert got.positions.tolist() == [length] and type(got.cache) is type(want.cache)
         for one, other in zip(got.cache.layers, want.cache.layers, strict=True):
-            assert int(one.get_seq_length()) == length and one.is_compileable == other.is_compileable
+            assert (
+                int(one.get_seq_length()) == length and one.is_compileable == other.is_compileable
+            )
         for one, other in zip(parts_of(got.cache), parts_of(want.cache), strict=True):
             state, expected = one.state_dict(), other.state_dict()
             for name, value in expected.items():
                 if isinstance(value, torch.Tensor):
-                    same(state[name], value, msg=lambda text, name=name: f"{name} of {length} tokens: {text}")
+                    same(
+                        state[name],
+                        value,
+                        msg=lambda text, name=name: f"{name} of {length} tokens: {text}",
+                    )
                 else:
                     assert state[name] == value, name
             assert [x.shape for x in one.buffers] == [x.shape for x in other.buffers]
         assert continued(model, ids, got).tolist() == continued(model, ids, want).tolist()
     others = tokens(1, 40, wire.rank)
-    for wrong, message in ((others, "the same on every process"), (others[:, :30 + wire.rank], "got lengths"),
-                           (others[:, :3 + wire.rank], r"got lengths \[3, 4")):
+    for wrong, message in (
+        (others, "the same on every process"),
+        (others[:, : 30 + wire.rank], "got lengths"),
+        (others[:, : 3 + wire.rank], r"got lengths \[3, 4"),
+    ):
         try:
             context_parallel_prefill(model, wrong, wire)
         except ValueError as error:
@@ -252,22 +338,45 @@ def bench(world: int, rank: int) -> None:
     """The benchmark of a step on parts of a sequence: what it says came in is what the formulas say."""
     from corecontext.bench.training import TrainingBench, run_training_bench
 
-    records = run_training_bench(TrainingBench("cpu", (64,), "tiny", (), 4, 9, 1, context_parallel=True))
-    assert [r.name for r in records] == ([] if rank else [f"training.{name}" for name in (
-        "tokens_per_s", "peak_bytes", "received_bytes")])
+    records = run_training_bench(
+        TrainingBench("cpu", (64,), "tiny", (), 4, 9, 1, context_parallel=True)
+    )
+    assert [r.name for r in records] == (
+        []
+        if rank
+        else [f"training.{name}" for name in ("tokens_per_s", "peak_bytes", "received_bytes")]
+    )
     if rank == 0:
         params = records[-1].params
         assert (params["gpus"], params["length"], params["fsdp"]) == (world, 64 * world, True)
-        one = context_parallel_traffic(Layout.balanced(64 * world, world, 0), world, group_size=4, window_size=9,
-                                       batch_size=1, num_heads=4, num_kv_heads=2, head_dim=32, item_bytes=4)
+        one = context_parallel_traffic(
+            Layout.balanced(64 * world, world, 0),
+            world,
+            group_size=4,
+            window_size=9,
+            batch_size=1,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            item_bytes=4,
+        )
         # Two layers, forward twice because of checkpointing.
-        assert records[-1].value == 2 * (2 * one.forward_bytes + one.backward_bytes) < params["ring_bytes"]
+        assert (
+            records[-1].value
+            == 2 * (2 * one.forward_bytes + one.backward_bytes)
+            < params["ring_bytes"]
+        )
 
 
 def process(rank: int, world: int, port: str, settings: str) -> None:
     """Everything that one process does."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": port}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     dist.init_process_group("gloo")
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
     operator(world, rank, pairs[rank // 2])
@@ -284,8 +393,10 @@ def main(world: int, port: str, settings: str) -> int:
     torch.set_num_threads(1)
     if settings:
         import corecontext.train.trainer  # noqa: F401
-    started = [mp.get_context("fork").Process(target=process, args=(rank, world, port, settings))
-               for rank in range(world)]
+    started = [
+        mp.get_context("fork").Process(target=process, args=(rank, world, port, settings))
+        for rank in range(world)
+    ]
     for one in started:
         one.start()
     while any(one.is_alive() for one in started) and not any(one.exitcode for one in started):

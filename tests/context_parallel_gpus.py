@@ -18,17 +18,28 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     for dim, dtype, bound in ((64, torch.float32, 1e-5), (128, torch.bfloat16, 2e-2)):
         length, generator = 1500 * world + 37, torch.Generator("cuda").manual_seed(0)
-        q, k, v, grad = (torch.randn(1, heads, length, dim, generator=generator, device="cuda", dtype=dtype)
-                         for heads in (4, 2, 2, 4))
-        settings = {"group_size": 16, "window_size": 300, "rotary": Rotary.from_theta(1e4, dim, "cuda")}
+        q, k, v, grad = (
+            torch.randn(1, heads, length, dim, generator=generator, device="cuda", dtype=dtype)
+            for heads in (4, 2, 2, 4)
+        )
+        settings = {
+            "group_size": 16,
+            "window_size": 300,
+            "rotary": Rotary.from_theta(1e4, dim, "cuda"),
+        }
         whole = [x.clone().requires_grad_() for x in (q, k, v)]
         expected = cca_attention(*whole, **settings)
         expected.backward(grad)
         layout = Layout.balanced(length, world, rank)
         mine = [layout.take(x, 2).clone().requires_grad_() for x in (q, k, v)]
-        out = context_parallel_attention(*mine, Shard(Wire(dist.group.WORLD), layout, ()), **settings)
+        out = context_parallel_attention(
+            *mine, Shard(Wire(dist.group.WORLD), layout, ()), **settings
+        )
         out.backward(layout.take(grad, 2))
-        for name, got, want in [("out", out, expected), *((n, a.grad, b.grad) for n, a, b in zip("qkv", mine, whole))]:
+        for name, got, want in [
+            ("out", out, expected),
+            *((n, a.grad, b.grad) for n, a, b in zip("qkv", mine, whole)),
+        ]:
             want = layout.take(want, 2).double()
             error = float((got.double() - want).norm() / want.norm())
             assert error < bound, f"{name} of rank {rank} in {dtype}: {error:.1e}"

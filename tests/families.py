@@ -5,16 +5,51 @@ from __future__ import annotations
 import sys
 
 import torch
-from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Gemma2Config,
-                          Gemma3TextConfig, GemmaConfig, Glm4Config, LlamaConfig, MistralConfig, Olmo2Config,
-                          Phi3Config, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig)
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-SMALL = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
-         "bos_token_id": 1, "eos_token_id": None, "head_dim": 16}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-          "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "head_dim": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 HYBRID = ["sliding_attention", "full_attention"]
 
@@ -25,15 +60,27 @@ FAMILIES = {
     "llama-llama3": (LlamaConfig, {"rope_parameters": LLAMA3}),
     "llama-yarn": (LlamaConfig, {"rope_parameters": YARN}),
     "qwen2": (Qwen2Config, {}),
-    "qwen2-hybrid": (Qwen2Config, {"layer_types": HYBRID[::-1], "use_sliding_window": True, "sliding_window": 8}),
+    "qwen2-hybrid": (
+        Qwen2Config,
+        {"layer_types": HYBRID[::-1], "use_sliding_window": True, "sliding_window": 8},
+    ),
     "qwen3": (Qwen3Config, {}),
     "qwen3-yarn": (Qwen3Config, {"rope_parameters": YARN}),
-    "qwen3_moe": (Qwen3MoeConfig, {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
     "mistral": (MistralConfig, {"sliding_window": None}),
     "phi3": (Phi3Config, {"sliding_window": None}),
     "gemma": (GemmaConfig, {}),
-    "gemma2": (Gemma2Config, {"layer_types": HYBRID, "sliding_window": 8, "query_pre_attn_scalar": 16}),
-    "gemma3": (Gemma3TextConfig, {"layer_types": HYBRID, "sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "gemma2": (
+        Gemma2Config,
+        {"layer_types": HYBRID, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {"layer_types": HYBRID, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    ),
     "olmo2": (Olmo2Config, {}),
     "glm4": (Glm4Config, {"partial_rotary_factor": 0.5}),
 }
@@ -58,23 +105,36 @@ def tiny_model(family: str = "llama", **changes) -> PreTrainedModel:
 
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     """Random token ids."""
-    ids = torch.randint(2, 96, (rows, length), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    ids = torch.randint(
+        2, 96, (rows, length), generator=torch.Generator("cpu").manual_seed(seed), device="cpu"
+    )
     return ids.to(torch.get_default_device())
 
 
-def oracle_logits(model: PreTrainedModel, input_ids: torch.Tensor, group_size: int, window_size: int) -> torch.Tensor:
+def oracle_logits(
+    model: PreTrainedModel, input_ids: torch.Tensor, group_size: int, window_size: int
+) -> torch.Tensor:
     """Logits under CCA written out in loops over positions, from keys BEFORE rotary and absolute middle positions."""
-    full = {module: None for name, module in model.named_modules() if name.endswith("self_attn") and
-            (getattr(model.config, "layer_types", None) or ["full_attention"] * 99)[module.layer_idx]
-            == "full_attention"}
+    full = {
+        module: None
+        for name, module in model.named_modules()
+        if name.endswith("self_attn")
+        and (getattr(model.config, "layer_types", None) or ["full_attention"] * 99)[
+            module.layer_idx
+        ]
+        == "full_attention"
+    }
     previous = model.config._attn_implementation
 
     def attention(module, q, k, v, mask, scaling=None, softcap=None, **kwargs):
         if module not in full:
             function = AttentionInterface().get_interface(
-                previous, getattr(sys.modules[type(module).__module__], "eager_attention_forward"))
+                previous, getattr(sys.modules[type(module).__module__], "eager_attention_forward")
+            )
             return function(module, q, k, v, mask, scaling=scaling, softcap=softcap, **kwargs)
-        return _oracle(model, module, q, k, v, scaling, softcap, group_size, window_size).transpose(1, 2), None
+        return _oracle(model, module, q, k, v, scaling, softcap, group_size, window_size).transpose(
+            1, 2
+        ), None
 
     AttentionInterface.register("cca_oracle", attention)
     AttentionMaskInterface.register("cca_oracle", AttentionMaskInterface()[previous])
@@ -90,11 +150,13 @@ def _oracle(model, module, q, k, v, scale, softcap, g, s):
     """One attention call in float64, position by position."""
     apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
     types = getattr(model.config, "layer_types", None)
-    extra = {"layer_type": types[module.layer_idx]} if model.config.model_type == "gemma3_text" else {}
+    extra = (
+        {"layer_type": types[module.layer_idx]} if model.config.model_type == "gemma3_text" else {}
+    )
     length = q.shape[2]
     positions = torch.arange(length)[None]
     cos, sin = (x.double() for x in model.base_model.rotary_emb(q.float(), positions, **extra))
-    size2 = (cos ** 2 + sin ** 2)[..., :1]  # the square of the rotary's own scaling
+    size2 = (cos**2 + sin**2)[..., :1]  # the square of the rotary's own scaling
     q, k, v = q.double(), k.double(), v.double()
     unscaled = apply(k, k, cos / size2, -sin / size2)[1]  # keys before rotary
     repeat = q.shape[1] // k.shape[1]
@@ -112,8 +174,12 @@ def _oracle(model, module, q, k, v, scale, softcap, g, s):
     out = torch.empty_like(q)
     for t in range(length):
         j = max(0, (t + 1 - s) // g)
-        keys = torch.cat((*(x[:, :, None] for x in core_k[:j]), k[:, :, j * g:t + 1]), 2).repeat_interleave(repeat, 1)
-        values = torch.cat((*(x[:, :, None] for x in core_v[:j]), v[:, :, j * g:t + 1]), 2).repeat_interleave(repeat, 1)
+        keys = torch.cat(
+            (*(x[:, :, None] for x in core_k[:j]), k[:, :, j * g : t + 1]), 2
+        ).repeat_interleave(repeat, 1)
+        values = torch.cat(
+            (*(x[:, :, None] for x in core_v[:j]), v[:, :, j * g : t + 1]), 2
+        ).repeat_interleave(repeat, 1)
         weights = cap(torch.einsum("bhd,bhsd->bhs", q[:, :, t], keys) * scale).softmax(-1)
         out[:, :, t] = torch.einsum("bhs,bhsd->bhd", weights, values)
     return out.float()

@@ -24,9 +24,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-LAWS, NUMERICS, API = "tests/test_ops_laws.py", "tests/test_ops_numerics.py", "tests/test_ops_api.py"
-ORACLE, CACHE, PLUGIN = "tests/test_ops_oracle.py", "tests/test_cache.py", "tests/test_transformers.py"
-INFERENCE, SINKS, SINK_MODELS = "tests/test_inference.py", "tests/test_sinks.py", "tests/test_sinks_models.py"
+LAWS, NUMERICS, API = (
+    "tests/test_ops_laws.py",
+    "tests/test_ops_numerics.py",
+    "tests/test_ops_api.py",
+)
+ORACLE, CACHE, PLUGIN = (
+    "tests/test_ops_oracle.py",
+    "tests/test_cache.py",
+    "tests/test_transformers.py",
+)
+INFERENCE, SINKS, SINK_MODELS = (
+    "tests/test_inference.py",
+    "tests/test_sinks.py",
+    "tests/test_sinks_models.py",
+)
 
 
 class Fault(NamedTuple):
@@ -44,56 +56,126 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
-    Fault("rule: one core token too late", "return max(0, (position - window_size) // group_size)", "tests/test_visibility.py"),
-    Fault("1: full attention for one token too many", """
+    Fault(
+        "rule: one core token too late",
+        "return max(0, (position - window_size) // group_size)",
+        "tests/test_visibility.py",
+    ),
+    Fault(
+        "1: full attention for one token too many",
+        """
 if (
     plain
     and chosen != "reference"
     and is_full_attention(seq_len - 1, size, window_size, num_sinks(sink_size, size))
 ):
-""", f"{LAWS}::test_law_1_the_first_core_query_is_the_first_to_differ"),
-    Fault("1: groups of one token are turned", """
+""",
+        f"{LAWS}::test_law_1_the_first_core_query_is_the_first_to_differ",
+    ),
+    Fault(
+        "1: groups of one token are turned",
+        """
 return rotary.turn(
     k, direction * ((group_size + 1) // 2 - torch.arange(group_size, device=k.device))
 )
-""", f"{LAWS}::test_law_1_groups_of_one_token_are_full_attention"),
-    Fault("2: a token not covered, reference", """
+""",
+        f"{LAWS}::test_law_1_groups_of_one_token_are_full_attention",
+    ),
+    Fault(
+        "2: a token not covered, reference",
+        """
 see_local = ((key_position > cores * group_size) | (key_position < sinks)) & (
     key_position <= position
 )
-""", f"{LAWS}::test_law_2_the_effective_map_is_causal_positive_and_sums_to_one"),
-    Fault("2: a token covered twice, packed", """
+""",
+        f"{LAWS}::test_law_2_the_effective_map_is_causal_positive_and_sums_to_one",
+    ),
+    Fault(
+        "2: a token covered twice, packed",
+        """
 seen = (key >= visible_cores_of(position, group_size, window_size) * group_size - 1) & (
     key <= position
 )
-""", f"{LAWS}::test_law_2_with_equal_scores_the_map_counts_every_token_once"),
-    Fault("3: the next token is seen, reference", """
+""",
+        f"{LAWS}::test_law_2_with_equal_scores_the_map_counts_every_token_once",
+    ),
+    Fault(
+        "3: the next token is seen, reference",
+        """
 see_local = ((key_position >= cores * group_size) | (key_position < sinks)) & (
     key_position <= position + 1
 )
-""", f"{LAWS}::test_law_3_nan_in_the_future_of_the_reference"),
-    Fault("3: the next token is seen, packed", """
+""",
+        f"{LAWS}::test_law_3_nan_in_the_future_of_the_reference",
+    ),
+    Fault(
+        "3: the next token is seen, packed",
+        """
 seen = (key >= visible_cores_of(position, group_size, window_size) * group_size) & (
     key <= position + 1
 )
-""", f"{LAWS}::test_law_3_the_past_is_bit_identical_under_any_finite_future"),
-    Fault("3: a group is seen before it is complete", "yield rows, slice(seen, seen + -(-(q_end - pack_start) // g)), True", f"{LAWS}::test_laws_6_and_8_backends_agree_in_float64"),
-    Fault("4: the ring is one token too short", "return window_capacity(self.group_size, self.config.window_size) + self.rollback - 1", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("4: decoding sees one core token too few", "visible = visible_cores_of(position - n - 1 if n else position - 1, g, s)[:, None]  # [B, 1]", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("4: decoding never pools", "if fixed and any((self.seen - pad) % g == g - 1 for pad in self.pads):", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("4: every row closes its group with the first row", "closes = ((position[:1] + 1) % g == 0).expand(batch)[:, None, None, None]", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("4: a rejected draft stays in the ring", "pass", f"{CACHE}::test_random_appends_and_crops_agree_with_the_reference"),
-    Fault("4: beams keep the ring of another", "self.hold([self.keys, *(change(x) for x in self.buffers[1:])])", f"{CACHE}::test_select_and_repeat_rows"),
-    Fault("4: a ring that wraps goes on behind its beginning", """
+""",
+        f"{LAWS}::test_law_3_the_past_is_bit_identical_under_any_finite_future",
+    ),
+    Fault(
+        "3: a group is seen before it is complete",
+        "yield rows, slice(seen, seen + -(-(q_end - pack_start) // g)), True",
+        f"{LAWS}::test_laws_6_and_8_backends_agree_in_float64",
+    ),
+    Fault(
+        "4: the ring is one token too short",
+        "return window_capacity(self.group_size, self.config.window_size) + self.rollback - 1",
+        f"{CACHE}::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "4: decoding sees one core token too few",
+        "visible = visible_cores_of(position - n - 1 if n else position - 1, g, s)[:, None]  # [B, 1]",
+        f"{CACHE}::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "4: decoding never pools",
+        "if fixed and any((self.seen - pad) % g == g - 1 for pad in self.pads):",
+        f"{CACHE}::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "4: every row closes its group with the first row",
+        "closes = ((position[:1] + 1) % g == 0).expand(batch)[:, None, None, None]",
+        f"{CACHE}::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "4: a rejected draft stays in the ring",
+        "pass",
+        f"{CACHE}::test_random_appends_and_crops_agree_with_the_reference",
+    ),
+    Fault(
+        "4: beams keep the ring of another",
+        "self.hold([self.keys, *(change(x) for x in self.buffers[1:])])",
+        f"{CACHE}::test_select_and_repeat_rows",
+    ),
+    Fault(
+        "4: a ring that wraps goes on behind its beginning",
+        """
 return (
     [whole]
     if first + count <= ring
     else [whole, cached[rows, :, 1 : 1 + first + count - ring]]
 )
-""", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("4: plain attention for a prompt one token too long", "if position == 0 and softcap is None and num_visible_cores(end - 2, g, s) == 0:", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("4: an expected length is used twice", "start, new = self.seq_len, q.shape[2]", f"{CACHE}::test_an_expected_length_is_used_once"),
-    Fault("5: a mask changed in place passes for the same", """
+""",
+        f"{CACHE}::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "4: plain attention for a prompt one token too long",
+        "if position == 0 and softcap is None and num_visible_cores(end - 2, g, s) == 0:",
+        f"{CACHE}::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "4: an expected length is used twice",
+        "start, new = self.seq_len, q.shape[2]",
+        f"{CACHE}::test_an_expected_length_is_used_once",
+    ),
+    Fault(
+        "5: a mask changed in place passes for the same",
+        """
 if (
     known is None
     or known[0] != others
@@ -102,31 +184,87 @@ if (
         for (held, version), x in zip(known[1], tensors)
     )
 ):
-""", f"{LAWS}::test_what_all_layers_ask_is_answered_once_and_anew_after_a_change"),
-    Fault("4: a row of nothing but padding passes for known", "self.padding_known = True", f"{CACHE}::test_padding_is_never_guessed"),
-    Fault("4: cached padding becomes tokens", "if known < start and known != pad:", f"{CACHE}::test_padding_is_never_guessed"),
-    Fault("plug-in: padding read one token at a time", "if query_length == 1 and not self.compact.is_empty:", f"{PLUGIN}::test_one_token_chunks_inside_padding"),
-    Fault("plug-in: the rotary frequencies 20 % off", "angle = 1.2 * torch.atan2(sin[0, 1].double(), cos[0, 1].double())", f"{PLUGIN}::test_family_equals_dense_oracle"),
-    Fault("plug-in: padding lost on its way", "return None", f"{PLUGIN}::test_left_padded_batch_equals_single_rows"),
-    Fault("plug-in: softcap lost on its way", """
+""",
+        f"{LAWS}::test_what_all_layers_ask_is_answered_once_and_anew_after_a_change",
+    ),
+    Fault(
+        "4: a row of nothing but padding passes for known",
+        "self.padding_known = True",
+        f"{CACHE}::test_padding_is_never_guessed",
+    ),
+    Fault(
+        "4: cached padding becomes tokens",
+        "if known < start and known != pad:",
+        f"{CACHE}::test_padding_is_never_guessed",
+    ),
+    Fault(
+        "plug-in: padding read one token at a time",
+        "if query_length == 1 and not self.compact.is_empty:",
+        f"{PLUGIN}::test_one_token_chunks_inside_padding",
+    ),
+    Fault(
+        "plug-in: the rotary frequencies 20 % off",
+        "angle = 1.2 * torch.atan2(sin[0, 1].double(), cos[0, 1].double())",
+        f"{PLUGIN}::test_family_equals_dense_oracle",
+    ),
+    Fault(
+        "plug-in: padding lost on its way",
+        "return None",
+        f"{PLUGIN}::test_left_padded_batch_equals_single_rows",
+    ),
+    Fault(
+        "plug-in: softcap lost on its way",
+        """
 out = _append(
     compact, query, key, value, kwargs.get(DRAFT, 0), attention_mask, scale=scaling
 )
-""", f"{PLUGIN}::test_family_equals_dense_oracle"),
-    Fault("5: padding ignored", "if True:", f"{LAWS}::test_law_5_a_padded_row_gives_what_it_gives_alone"),
-    Fault("5: document boundaries ignored, cu_seqlens", "return [Segment(0, 1, 0, seq_len)]", f"{LAWS}::test_law_5_packed_documents_do_not_see_each_other"),
-    Fault("5: document boundaries ignored, position_ids", """
+""",
+        f"{PLUGIN}::test_family_equals_dense_oracle",
+    ),
+    Fault(
+        "5: padding ignored",
+        "if True:",
+        f"{LAWS}::test_law_5_a_padded_row_gives_what_it_gives_alone",
+    ),
+    Fault(
+        "5: document boundaries ignored, cu_seqlens",
+        "return [Segment(0, 1, 0, seq_len)]",
+        f"{LAWS}::test_law_5_packed_documents_do_not_see_each_other",
+    ),
+    Fault(
+        "5: document boundaries ignored, position_ids",
+        """
 return (
     position_ids is not None
     and position_ids.shape[-1] > 1
     and bool((position_ids.diff() > 1).any())
 )
-""", f"{LAWS}::test_law_5_packed_documents_do_not_see_each_other"),
-    Fault("6: gradient through the pooling weights dropped", "grad_scores = 0 * probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True)) * scale", f"{LAWS}::test_law_6_gradients_reach_through_the_pooling_weights"),
-    Fault("6: core bias forgotten in the backward", "lse = lse if True else lse - self.core_bias.to(lse.dtype)[:, :, None]", f"{LAWS}::test_laws_6_and_8_backends_agree_in_float64"),
-    Fault("6: keys turned to the middle, gradients not turned back", 'part_k = torch.einsum("nrmg,nrmd->nmgd", weights, into_k)', f"{NUMERICS}::test_awkward_lengths"),
-    Fault("6: gradient of the log-sum-exp dropped", "delta = delta", f"{NUMERICS}::test_float64_gradients_by_finite_differences"),
-    Fault("7: softmax scale 0.2 % off in the core part", """
+""",
+        f"{LAWS}::test_law_5_packed_documents_do_not_see_each_other",
+    ),
+    Fault(
+        "6: gradient through the pooling weights dropped",
+        "grad_scores = 0 * probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True)) * scale",
+        f"{LAWS}::test_law_6_gradients_reach_through_the_pooling_weights",
+    ),
+    Fault(
+        "6: core bias forgotten in the backward",
+        "lse = lse if True else lse - self.core_bias.to(lse.dtype)[:, :, None]",
+        f"{LAWS}::test_laws_6_and_8_backends_agree_in_float64",
+    ),
+    Fault(
+        "6: keys turned to the middle, gradients not turned back",
+        'part_k = torch.einsum("nrmg,nrmd->nmgd", weights, into_k)',
+        f"{NUMERICS}::test_awkward_lengths",
+    ),
+    Fault(
+        "6: gradient of the log-sum-exp dropped",
+        "delta = delta",
+        f"{NUMERICS}::test_float64_gradients_by_finite_differences",
+    ),
+    Fault(
+        "7: softmax scale 0.2 % off in the core part",
+        """
 out, lse = partial.forward(
     arranged,
     core_k,
@@ -134,54 +272,148 @@ out, lse = partial.forward(
     is_causal=packed,
     **{**self.options, "scale": self.options["scale"] * 1.002},
 )
-""", f"{NUMERICS}::test_awkward_lengths"),
-    Fault("7: gradients of a group's g r queries added up in bfloat16", "grad_k, grad_v = (sum(x.unbind(1)).unsqueeze(1) for x in (grad_k, grad_v))", f"{NUMERICS}::test_long_rows_in_half_precision_do_not_drift"),
-    Fault("7: pooling computed in the inputs' dtype", "return x", f"{NUMERICS}::test_pooling_alone"),
-    Fault("7: merge multiplies by exp(lse_i - lse)", "weights = (stacked - lse).exp()", f"{API}::test_merge_of_equal_outputs_is_that_output_however_large_the_scores"),
-    Fault("8: weights of one query head instead of the mean", 'return (probs[:, :1] if core_heads == "kv" else probs), probs, slope', f"{LAWS}::test_law_8_pooling_agrees"),
-    Fault("oracle: default softmax scale", "scale = head_dim**-0.51 if scale is None else float(scale)", ORACLE),
-    Fault("oracle: middle one token early", "k = rotary.turn(k, (group_size - 1) // 2 - torch.arange(group_size, device=k.device))", ORACLE),
-    Fault("oracle: interleaved pairs turned the wrong way", """
+""",
+        f"{NUMERICS}::test_awkward_lengths",
+    ),
+    Fault(
+        "7: gradients of a group's g r queries added up in bfloat16",
+        "grad_k, grad_v = (sum(x.unbind(1)).unsqueeze(1) for x in (grad_k, grad_v))",
+        f"{NUMERICS}::test_long_rows_in_half_precision_do_not_drift",
+    ),
+    Fault(
+        "7: pooling computed in the inputs' dtype", "return x", f"{NUMERICS}::test_pooling_alone"
+    ),
+    Fault(
+        "7: merge multiplies by exp(lse_i - lse)",
+        "weights = (stacked - lse).exp()",
+        f"{API}::test_merge_of_equal_outputs_is_that_output_however_large_the_scores",
+    ),
+    Fault(
+        "8: weights of one query head instead of the mean",
+        'return (probs[:, :1] if core_heads == "kv" else probs), probs, slope',
+        f"{LAWS}::test_law_8_pooling_agrees",
+    ),
+    Fault(
+        "oracle: default softmax scale",
+        "scale = head_dim**-0.51 if scale is None else float(scale)",
+        ORACLE,
+    ),
+    Fault(
+        "oracle: middle one token early",
+        "k = rotary.turn(k, (group_size - 1) // 2 - torch.arange(group_size, device=k.device))",
+        ORACLE,
+    ),
+    Fault(
+        "oracle: interleaved pairs turned the wrong way",
+        """
 turned = torch.stack((first * cos + second * sin, second * cos - first * sin), -1).flatten(
     -2
 )
-""", ORACLE),
-    Fault("merge: no shift by the maximum", "highest = torch.zeros_like(highest)", f"{API}::test_merge_is_one_softmax_over_all_keys"),
-    Fault("merge: NaN where no part has a key", "highest = highest", f"{API}::test_merge_is_one_softmax_over_all_keys"),
-    Fault("memory: padding left uninitialised", "self.total = torch.empty(self.like.shape, dtype=self.dtype, device=self.like.device)", f"{API}::test_nothing_reads_fresh_memory"),
-    Fault("compile: wrong dtype of the log-sum-exp in the fake", """
+""",
+        ORACLE,
+    ),
+    Fault(
+        "merge: no shift by the maximum",
+        "highest = torch.zeros_like(highest)",
+        f"{API}::test_merge_is_one_softmax_over_all_keys",
+    ),
+    Fault(
+        "merge: NaN where no part has a key",
+        "highest = highest",
+        f"{API}::test_merge_is_one_softmax_over_all_keys",
+    ),
+    Fault(
+        "memory: padding left uninitialised",
+        "self.total = torch.empty(self.like.shape, dtype=self.dtype, device=self.like.device)",
+        f"{API}::test_nothing_reads_fresh_memory",
+    ),
+    Fault(
+        "compile: wrong dtype of the log-sum-exp in the fake",
+        """
 return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(
     q.shape[:-1], dtype=torch.float64, device=q.device
 )
-""", f"{API}::test_registered_operators_describe_themselves_truly"),
-    Fault("inference: positions count padding", """
+""",
+        f"{API}::test_registered_operators_describe_themselves_truly",
+    ),
+    Fault(
+        "inference: positions count padding",
+        """
 positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None]).clamp(
     min=0
 )
-""", f"{INFERENCE}::test_any_chunk_size_and_setting"),
-    Fault("inference: a request leaves its settings behind", "pass", f"{INFERENCE}::test_two_streams_with_other_settings_at_once"),
-    Fault("inference: neighbours share a random stream", "row.exponential_(generator=self.generators[0])", f"{INFERENCE}::test_a_row_with_its_own_seed_does_not_depend_on_its_neighbours"),
-    Fault("inference: top-p without the token that crosses it", """
+""",
+        f"{INFERENCE}::test_any_chunk_size_and_setting",
+    ),
+    Fault(
+        "inference: a request leaves its settings behind",
+        "pass",
+        f"{INFERENCE}::test_two_streams_with_other_settings_at_once",
+    ),
+    Fault(
+        "inference: neighbours share a random stream",
+        "row.exponential_(generator=self.generators[0])",
+        f"{INFERENCE}::test_a_row_with_its_own_seed_does_not_depend_on_its_neighbours",
+    ),
+    Fault(
+        "inference: top-p without the token that crosses it",
+        """
 before = probabilities.cumsum(
     -1
 )  # of the likelier ones: 0 for the first, which always stays
-""", f"{INFERENCE}::test_sampled_frequencies_are_the_probabilities"),
-    Fault("inference: broken sessions are kept", "self._end(reusable=True)  # half a step may have been written", f"{INFERENCE}::test_running_out_of_memory_names_what_would_fit"),
-    Fault("inference: a smaller ring filled by old slots", "write(smaller, kept % old_ring % ring, read(cached, kept % old_ring))", f"{CACHE}::test_a_shrunk_window_is_exact_from_then_on"),
-    Fault("sinks: a group too many stays raw", "return (sink_size // group_size + 1) * group_size", f"{SINKS}::test_the_integer_rules_are_the_definition"),
-    Fault("sinks: full attention for one token too many", "return group_size == 1 or seq_len - sinks - 1 <= first_core_query(group_size, window_size)", f"{SINKS}::test_full_attention_up_to_its_exact_length"),
-    Fault("sinks: counted twice, reference", "see_core = torch.arange(num_cores, device=device) < cores", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
-    Fault("sinks: the future among them is seen", "hidden = position > position[q_start:, None] + 1", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("sinks: later queries do not see them", "pass", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
-    Fault("sinks: their gradient from later queries dropped", """
+""",
+        f"{INFERENCE}::test_sampled_frequencies_are_the_probabilities",
+    ),
+    Fault(
+        "inference: broken sessions are kept",
+        "self._end(reusable=True)  # half a step may have been written",
+        f"{INFERENCE}::test_running_out_of_memory_names_what_would_fit",
+    ),
+    Fault(
+        "inference: a smaller ring filled by old slots",
+        "write(smaller, kept % old_ring % ring, read(cached, kept % old_ring))",
+        f"{CACHE}::test_a_shrunk_window_is_exact_from_then_on",
+    ),
+    Fault(
+        "sinks: a group too many stays raw",
+        "return (sink_size // group_size + 1) * group_size",
+        f"{SINKS}::test_the_integer_rules_are_the_definition",
+    ),
+    Fault(
+        "sinks: full attention for one token too many",
+        "return group_size == 1 or seq_len - sinks - 1 <= first_core_query(group_size, window_size)",
+        f"{SINKS}::test_full_attention_up_to_its_exact_length",
+    ),
+    Fault(
+        "sinks: counted twice, reference",
+        "see_core = torch.arange(num_cores, device=device) < cores",
+        f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask",
+    ),
+    Fault(
+        "sinks: the future among them is seen",
+        "hidden = position > position[q_start:, None] + 1",
+        f"{CACHE}::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "sinks: later queries do not see them",
+        "pass",
+        f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask",
+    ),
+    Fault(
+        "sinks: their gradient from later queries dropped",
+        """
 return (
     torch.cat((among[0], dq + first[0]), 2),
     torch.cat((among[1], dk), 1),
     torch.cat((among[2] + first[2], dv), 1),
     *others,
 )
-""", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
-    Fault("sinks: the gradient of the log-sum-exp dropped", """
+""",
+        f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask",
+    ),
+    Fault(
+        "sinks: the gradient of the log-sum-exp dropped",
+        """
 dq, *dkv = partial.backward(
     some_grad,
     some_q,
@@ -194,14 +426,42 @@ dq, *dkv = partial.backward(
     grad_lse=None,
     is_causal=is_causal,
 )
-""", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
-    Fault("sinks: weights of other groups' queries", "q_last = self.q[:, :, g - 1 : end - first : g]", f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask"),
-    Fault("sinks: the start of a chunk forgotten", "among = max(0, min(sinks, q.shape[2]))  # queries that are first tokens themselves", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("sinks: decoding puts them into the ring", "pass", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("sinks: decoding sees those to come", "see_first = torch.arange(n, device=q.device) <= n + position[:, None]", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("sinks: decoding sees the ring's old slots", "see_raw = torch.cat((held >= visible * g, see_first), -1)", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("sinks: a core token in another's slot", "core = position // g", f"{CACHE}::test_any_way_of_appending_equals_one_pass"),
-    Fault("sinks: core bias added to them", """
+""",
+        f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask",
+    ),
+    Fault(
+        "sinks: weights of other groups' queries",
+        "q_last = self.q[:, :, g - 1 : end - first : g]",
+        f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask",
+    ),
+    Fault(
+        "sinks: the start of a chunk forgotten",
+        "among = max(0, min(sinks, q.shape[2]))  # queries that are first tokens themselves",
+        f"{CACHE}::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "sinks: decoding puts them into the ring",
+        "pass",
+        f"{CACHE}::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "sinks: decoding sees those to come",
+        "see_first = torch.arange(n, device=q.device) <= n + position[:, None]",
+        f"{CACHE}::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "sinks: decoding sees the ring's old slots",
+        "see_raw = torch.cat((held >= visible * g, see_first), -1)",
+        f"{CACHE}::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "sinks: a core token in another's slot",
+        "core = position // g",
+        f"{CACHE}::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "sinks: core bias added to them",
+        """
 return attend_buffer(
     q,
     keys,
@@ -212,8 +472,12 @@ return attend_buffer(
     softcap=softcap,
     core_bias=self._core_bias(q.dtype),
 )
-""", f"{CACHE}::test_every_setting_decodes_as_it_prefills"),
-    Fault("sinks: lost when the first append is differentiated", """
+""",
+        f"{CACHE}::test_every_setting_decodes_as_it_prefills",
+    ),
+    Fault(
+        "sinks: lost when the first append is differentiated",
+        """
 out = cca_attention(
     q,
     k,
@@ -231,9 +495,17 @@ out = cca_attention(
     attention_mask=attention_mask,
     backend=c.backend,
 )
-""", f"{CACHE}::test_first_append_is_differentiable_later_ones_refuse"),
-    Fault("sinks: forgotten by a server's rows", "return window_capacity(g, config.window_size) + num_complete_groups(max_length, g) * width", f"{CACHE}::test_bytes_equal_the_formula_from_the_first_token_on"),
-    Fault("sinks: lost on their way into a model", """
+""",
+        f"{CACHE}::test_first_append_is_differentiable_later_ones_refuse",
+    ),
+    Fault(
+        "sinks: forgotten by a server's rows",
+        "return window_capacity(g, config.window_size) + num_complete_groups(max_length, g) * width",
+        f"{CACHE}::test_bytes_equal_the_formula_from_the_first_token_on",
+    ),
+    Fault(
+        "sinks: lost on their way into a model",
+        """
 settings = {
     "group_size": config.head_group_sizes or config.group_size,
     "window_size": config.window_size,
@@ -247,10 +519,24 @@ settings = {
     "core_bias": config.core_bias,
     "backend": config.backend,
 }
-""", f"{SINK_MODELS}::test_the_model_sees_the_rule"),
-    Fault("sinks: a shared beginning without them", "self.raw = [[x[:, :, : part.ring_size].clone() for x in part.buffers] for part in parts]", "tests/test_scheduler.py::test_a_branched_cache_is_the_same_bits_under_every_setting"),
-    Fault("5: of a document in a row the log-sum-exp of other tokens, Hopper", "lse = lse  # of a document in a packed row it is a slice", "tests/test_triton_dispatch.py::test_what_the_hopper_backward_prepares_is_of_its_own_rows"),
-    Fault("arrows: a backend imports another", "from corecontext.ops import compose, partial, pooling, reference", "tests/test_layers_arrows.py"),
+""",
+        f"{SINK_MODELS}::test_the_model_sees_the_rule",
+    ),
+    Fault(
+        "sinks: a shared beginning without them",
+        "self.raw = [[x[:, :, : part.ring_size].clone() for x in part.buffers] for part in parts]",
+        "tests/test_scheduler.py::test_a_branched_cache_is_the_same_bits_under_every_setting",
+    ),
+    Fault(
+        "5: of a document in a row the log-sum-exp of other tokens, Hopper",
+        "lse = lse  # of a document in a packed row it is a slice",
+        "tests/test_triton_dispatch.py::test_what_the_hopper_backward_prepares_is_of_its_own_rows",
+    ),
+    Fault(
+        "arrows: a backend imports another",
+        "from corecontext.ops import compose, partial, pooling, reference",
+        "tests/test_layers_arrows.py",
+    ),
 ]
 
 
@@ -267,7 +553,9 @@ def find(fault: Fault, package: Path) -> Path:
         if line.strip() == fault.marker
     ]
     if len(lines) != 1:
-        raise ValueError(f"the marker {fault.marker!r} must be in the package once, got {len(lines)} times.")
+        raise ValueError(
+            f"the marker {fault.marker!r} must be in the package once, got {len(lines)} times."
+        )
     return lines[0]
 
 
@@ -282,7 +570,9 @@ def planted(fault: Fault, source: str) -> str:
     first, last, indent = _statement_below(source, marked + 1)
     faulty = textwrap.indent(fault.statement.strip("\n"), " " * indent) + "\n"
     if _tokens(faulty) == _tokens("".join(lines[first:last])):
-        raise ValueError(f"the fault {fault.name!r} must differ from the statement that it replaces.")
+        raise ValueError(
+            f"the fault {fault.name!r} must differ from the statement that it replaces."
+        )
     return "".join([*lines[:first], faulty, *lines[last:]])
 
 
@@ -306,7 +596,9 @@ def _tokens(code: str) -> list[str]:
     """The words of a statement, without spaces, line breaks and comments."""
     skipped = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT)
     readline = io.StringIO(textwrap.dedent(code)).readline
-    return [token.string for token in tokenize.generate_tokens(readline) if token.type not in skipped]
+    return [
+        token.string for token in tokenize.generate_tokens(readline) if token.type not in skipped
+    ]
 
 
 def run_tests(nodes: list[str], fault: Fault | None = None) -> tuple[bool, str]:
@@ -320,11 +612,24 @@ def run_tests(nodes: list[str], fault: Fault | None = None) -> tuple[bool, str]:
             path = find(fault, copy / "corecontext")
             path.write_text(planted(fault, path.read_text(encoding="utf-8")), encoding="utf-8")
         env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *nodes]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-n",
+            "0",
+            "-p",
+            "no:cacheprovider",
+            *nodes,
+        ]
         done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
     errors = [line[1:].strip() for line in done.stdout.splitlines() if re.match(r"E  +\S", line)]
     if done.returncode not in (0, 1):
-        raise RuntimeError(f"pytest could not run {nodes}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"pytest could not run {nodes}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     return done.returncode == 0, errors[0] if errors else ""
 
 
@@ -338,9 +643,15 @@ def main(words: list[str]) -> int:
     caught = True
     print("| law: planted fault | test | caught by |\n|---|---|---|")
     with ThreadPoolExecutor(2) as pool:
-        for fault, (passed, message) in zip(chosen, pool.map(lambda fault: run_tests([fault.test], fault), chosen)):
+        for fault, (passed, message) in zip(
+            chosen, pool.map(lambda fault: run_tests([fault.test], fault), chosen)
+        ):
             caught &= not passed
-            shown = "**NOT CAUGHT**" if passed else f"`{message[:150].replace('|', '/').replace('`', '')}`"
+            shown = (
+                "**NOT CAUGHT**"
+                if passed
+                else f"`{message[:150].replace('|', '/').replace('`', '')}`"
+            )
             print(f"| {fault.name} | `{fault.test.removeprefix('tests/')}` | {shown} |", flush=True)
     return 0 if caught else 1
 

@@ -26,11 +26,19 @@ class Served:
 
     def __init__(self, log: Path, *options: str, gpus: bool = False) -> None:
         self.log = log
-        env = {**os.environ, "CORECONTEXT_API_KEY": KEY, "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path[1:]))}
+        env = {
+            **os.environ,
+            "CORECONTEXT_API_KEY": KEY,
+            "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path[1:])),
+        }
         env |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         with log.open("w") as out:
-            self.process = subprocess.Popen([sys.executable, "-m", "corecontext", "serve", "--port", "0", *options],
-                                            stderr=out, stdout=out, env=env)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "corecontext", "serve", "--port", "0", *options],
+                stderr=out,
+                stdout=out,
+                env=env,
+            )
         deadline = time.monotonic() + 120
         while not (found := [line for line in self.lines() if line["event"] == "listening"]):
             assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -39,18 +47,23 @@ class Served:
 
     def lines(self) -> list[dict]:
         """What it has logged; a line that is only half written is left out."""
-        return [json.loads(line) for line in self.log.read_text().splitlines()
-                if line.startswith("{") and line.endswith("}")]
+        return [
+            json.loads(line)
+            for line in self.log.read_text().splitlines()
+            if line.startswith("{") and line.endswith("}")
+        ]
 
     def gauge(self, name: str) -> float:
         """The sum of all metrics whose names and labels begin so."""
         page = httpx.get(self.url + "/metrics", timeout=30).text
-        return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(name))
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(name)
+        )
 
     def resident_mib(self) -> float:
         """Resident memory of the server (Linux)."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
     def kill(self) -> None:
         """End it at once."""

@@ -16,8 +16,9 @@ from corecontext.inference import Engine, prefill
 def main(folder: str, output: str) -> None:
     """Logits of a prompt and tokens after it, split over the processes where there are several."""
     split = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    model = AutoModelForCausalLM.from_pretrained(folder, **(
-        {"distributed_config": DistributedConfig(tp_plan="auto")} if split else {})).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, **({"distributed_config": DistributedConfig(tp_plan="auto")} if split else {})
+    ).eval()
     if torch.cuda.is_available() and not split:
         model.cuda()
     ids = torch.randint(2, 256, (2, 60), generator=torch.Generator().manual_seed(0))
@@ -25,16 +26,23 @@ def main(folder: str, output: str) -> None:
     mask[0, :17] = 0
     ids, mask = ids.to(model.device), mask.to(model.device)
     found = {}
-    for name, config in (("equal", CCAConfig(4, 10)), ("by head", CCAConfig(8, 10, layer_group_sizes=(4, (8, 1))))):
+    for name, config in (
+        ("equal", CCAConfig(4, 10)),
+        ("by head", CCAConfig(8, 10, layer_group_sizes=(4, (8, 1)))),
+    ):
         with corecontext.enabled(model, config):
             with torch.no_grad():
                 whole = model(ids, use_cache=False).logits
             out = prefill(model, ids, mask, chunk_size=25)
             parts = [part for layer in out.cache.layers for part in parts_of(layer.compact)]
             tokens = Engine(model).generate(ids, mask, max_new_tokens=16)
-            found[name] = {"whole": whole.cpu(), "last": out.logits.cpu(), "tokens": tokens,
-                           "heads": [(part.keys.shape[1], part.group_size) for part in parts],
-                           "device": model.device.type}
+            found[name] = {
+                "whole": whole.cpu(),
+                "last": out.logits.cpu(),
+                "tokens": tokens,
+                "heads": [(part.keys.shape[1], part.group_size) for part in parts],
+                "device": model.device.type,
+            }
     torch.save(found, f"{output}.{os.environ.get('RANK', '0')}")
 
 

@@ -11,7 +11,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 import corecontext
 from corecontext import CCAConfig, baselines
-from corecontext.baselines import DuoAttention, LMInfinite, LongLoRA, MInference, Pattern, StreamingLLM, WindowOnly
+from corecontext.baselines import (
+    DuoAttention,
+    LMInfinite,
+    LongLoRA,
+    MInference,
+    Pattern,
+    StreamingLLM,
+    WindowOnly,
+)
 from corecontext.baselines import blocks as blocks_module
 from corecontext.baselines.cache import DuoLayer, SinkLayer
 from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, sparse_attention
@@ -19,10 +27,25 @@ from corecontext.baselines.search import candidates_for
 from corecontext.inference import Engine
 from corecontext.integrations.hf_cache import cache_bytes
 
-FAMILIES = ("llama", "llama-mha", "llama-yarn", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "glm4")
+FAMILIES = (
+    "llama",
+    "llama-mha",
+    "llama-yarn",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "glm4",
+)
 SINKS = [StreamingLLM(3, 7), LMInfinite(2, 9), WindowOnly(0, 8)]
-MIXED = (Pattern("a_shape", 2, 6), Pattern("vertical_slash", 5, 16), Pattern("block_sparse", 2, 0),
-         Pattern("vertical_slash", 3, 8))
+MIXED = (
+    Pattern("a_shape", 2, 6),
+    Pattern("vertical_slash", 5, 16),
+    Pattern("block_sparse", 2, 0),
+    Pattern("vertical_slash", 3, 8),
+)
 
 
 def in_parts(model, ids):
@@ -43,19 +66,28 @@ def oracle_logits(model, ids, config):
         types = getattr(model.config, "layer_types", None)
         if types and types[module.layer_idx] != "full_attention":
             function = AttentionInterface().get_interface(
-                previous, getattr(sys.modules[type(module).__module__], "eager_attention_forward"))
+                previous, getattr(sys.modules[type(module).__module__], "eager_attention_forward")
+            )
             return function(module, q, k, v, mask, scaling=scaling, softcap=softcap, **kwargs)
         apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
-        extra = {"layer_type": types[module.layer_idx]} if model.config.model_type == "gemma3_text" else {}
+        extra = (
+            {"layer_type": types[module.layer_idx]}
+            if model.config.model_type == "gemma3_text"
+            else {}
+        )
         length, repeat = q.shape[2], q.shape[1] // k.shape[1]
-        cos, sin = (x.double() for x in model.base_model.rotary_emb(q.float(), torch.arange(length)[None], **extra))
-        size2 = (cos ** 2 + sin ** 2)[..., :1]
+        cos, sin = (
+            x.double()
+            for x in model.base_model.rotary_emb(q.float(), torch.arange(length)[None], **extra)
+        )
+        size2 = (cos**2 + sin**2)[..., :1]
         q, k, v = q.double(), k.double(), v.double()
         raw_q, raw_k = (apply(x, x, cos / size2, -sin / size2)[1] for x in (q, k))
         out = torch.empty_like(q)
 
         def turned(x, at):
             return apply(x, x, cos[:, at], sin[:, at])[1]
+
         for t in range(length):
             near = [j for j in range(t + 1) if t - j < config.window_size]
             far = [j for j in range(min(config.sinks, t + 1)) if t - j >= config.window_size]
@@ -63,18 +95,18 @@ def oracle_logits(model, ids, config):
             if config.far_position == "cache":  # tokens that the cache holds are numbered from 0
                 at_k, at_q = list(range(len(seen))), len(seen) - 1
                 keys = turned(raw_k[:, :, seen], at_k)
-                query = turned(raw_q[:, :, t:t + 1], [at_q])
+                query = turned(raw_q[:, :, t : t + 1], [at_q])
                 scores = query @ keys.repeat_interleave(repeat, 1).mT
             else:
-                scores = q[:, :, t:t + 1] @ k[:, :, seen].repeat_interleave(repeat, 1).mT
+                scores = q[:, :, t : t + 1] @ k[:, :, seen].repeat_interleave(repeat, 1).mT
                 if config.far_position == "ceiling" and far:
-                    query = turned(raw_q[:, :, t:t + 1], [config.window_size])
+                    query = turned(raw_q[:, :, t : t + 1], [config.window_size])
                     keys = turned(raw_k[:, :, far], [0] * len(far)).repeat_interleave(repeat, 1)
-                    scores = torch.cat((query @ keys.mT, scores[..., len(far):]), -1)
+                    scores = torch.cat((query @ keys.mT, scores[..., len(far) :]), -1)
             scores = scores * scaling
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            out[:, :, t:t + 1] = scores.softmax(-1) @ v[:, :, seen].repeat_interleave(repeat, 1)
+            out[:, :, t : t + 1] = scores.softmax(-1) @ v[:, :, seen].repeat_interleave(repeat, 1)
         return out.float().transpose(1, 2), None
 
     AttentionInterface.register("rival_oracle", attention)
@@ -124,22 +156,32 @@ def test_generate_left_padded_rows_equal_single_rows(config):
     model, lengths = tiny_model(), (37, 22, 4, 30)
     rows = [tokens(1, n, seed=n) for n in lengths]
     ids = torch.cat([torch.nn.functional.pad(row, (37 - row.shape[1], 0)) for row in rows])
-    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (37 - row.shape[1], 0)) for row in rows])
+    mask = torch.cat(
+        [torch.nn.functional.pad(torch.ones_like(row), (37 - row.shape[1], 0)) for row in rows]
+    )
     with baselines.enabled(model, config):
         single = []
         for row in rows:
             end = row
             for _ in range(14):
                 end = torch.cat((end, logits(model, end)[:, -1].argmax(-1, keepdim=True)), 1)
-            single.append(end[0, row.shape[1]:])
-            assert Engine(model, chunk_size=9).generate(row, max_new_tokens=14) == [single[-1].tolist()]
+            single.append(end[0, row.shape[1] :])
+            assert Engine(model, chunk_size=9).generate(row, max_new_tokens=14) == [
+                single[-1].tolist()
+            ]
         for options in ({}, {"prefill_chunk_size": 9}):
-            out = model.generate(ids, attention_mask=mask, max_new_tokens=14, do_sample=False, **options)
+            out = model.generate(
+                ids, attention_mask=mask, max_new_tokens=14, do_sample=False, **options
+            )
             for i, one in enumerate(single):
                 assert torch.equal(out[i, 37:], one)
         beams = model.generate(rows[0], num_beams=3, max_new_tokens=8, do_sample=False)
-        assert torch.equal(beams, model.generate(rows[0], num_beams=3, max_new_tokens=8, do_sample=False,
-                                                 use_cache=False))
+        assert torch.equal(
+            beams,
+            model.generate(
+                rows[0], num_beams=3, max_new_tokens=8, do_sample=False, use_cache=False
+            ),
+        )
 
 
 @pytest.mark.parametrize("config", [*SINKS, LongLoRA(8)], ids=lambda c: c.name)
@@ -148,22 +190,30 @@ def test_packed_documents_equal_single_ones(config):
     positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
     with baselines.enabled(model, config):
         packed = logits(model, torch.cat(parts, 1), position_ids=positions)
-        torch.testing.assert_close(packed, torch.cat([logits(model, part) for part in parts], 1), rtol=1e-4, atol=5e-5)
+        torch.testing.assert_close(
+            packed, torch.cat([logits(model, part) for part in parts], 1), rtol=1e-4, atol=5e-5
+        )
         if config.name != "longlora":
             with torch.no_grad():
-                cache = model(torch.cat(parts, 1), position_ids=positions, use_cache=True).past_key_values
+                cache = model(
+                    torch.cat(parts, 1), position_ids=positions, use_cache=True
+                ).past_key_values
                 with pytest.raises(ValueError, match="packed in one row cannot be continued"):
                     model(parts[0][:, :1], past_key_values=cache)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("config", [StreamingLLM(2, 6), LMInfinite(2, 6), LongLoRA(8)], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "config", [StreamingLLM(2, 6), LMInfinite(2, 6), LongLoRA(8)], ids=lambda c: c.name
+)
 def test_gradients_follow_the_loss(family, config):
     model, ids = tiny_model(family).double().train(), tokens(1, 40)
     weight = model.get_input_embeddings().weight
     with baselines.enabled(model, config):
+
         def loss():
             return model(ids, labels=ids, use_cache=False).loss
+
         loss().backward()
         size, ends = weight.grad.norm(), []
         direction = weight.grad / size
@@ -182,14 +232,19 @@ def test_longlora_equals_its_mask_and_sees_no_future(family, length):
     heads, seen = model.config.num_attention_heads, []
     half = torch.arange(heads)[:, None, None] >= heads // 2
     t = torch.arange(length)
-    plain, shifted = (((t + offset) // 8)[:, None] == ((t + offset) // 8)[None] for offset in (0, 4))
+    plain, shifted = (
+        ((t + offset) // 8)[:, None] == ((t + offset) // 8)[None] for offset in (0, 4)
+    )
     mask = torch.where(half, shifted, plain) & (t <= t[:, None])
 
     def attention(module, q, k, v, attention_mask, scaling=None, softcap=None, **kwargs):
         if getattr(module, "is_sliding", False):
-            return AttentionInterface()["sdpa"](module, q, k, v, attention_mask, scaling=scaling, **kwargs)
+            return AttentionInterface()["sdpa"](
+                module, q, k, v, attention_mask, scaling=scaling, **kwargs
+            )
         seen.append(module)
         return masked(q, k, v, mask, scaling, softcap).transpose(1, 2), None
+
     AttentionInterface.register("longlora_oracle", attention)
     AttentionMaskInterface.register("longlora_oracle", AttentionMaskInterface()["sdpa"])
     if family == "gemma2":  # a softcap, and no sliding layer in the way
@@ -205,7 +260,9 @@ def test_longlora_equals_its_mask_and_sees_no_future(family, length):
         torch.testing.assert_close(logits(model, ids), expected, rtol=1e-4, atol=5e-5)
         changed = ids.clone()
         changed[:, -1] = (changed[:, -1] + 5) % 90 + 2
-        torch.testing.assert_close(logits(model, changed)[:, :-1], expected[:, :-1], rtol=1e-4, atol=5e-5)
+        torch.testing.assert_close(
+            logits(model, changed)[:, :-1], expected[:, :-1], rtol=1e-4, atol=5e-5
+        )
         model.eval()
         torch.testing.assert_close(logits(model, ids), full, rtol=1e-4, atol=5e-5)  # training only
 
@@ -216,10 +273,12 @@ def pattern_mask(q, k, pattern, size, probe, scale):
     t, j = torch.arange(seen - new, seen)[:, None], torch.arange(seen)[None]
     causal = j <= t
     if pattern.kind == "a_shape":
-        return (((j < pattern.first) | (t - j < pattern.second)) & causal).expand(q.shape[1], -1, -1)
+        return (((j < pattern.first) | (t - j < pattern.second)) & causal).expand(
+            q.shape[1], -1, -1
+        )
     masks = []
     for head in range(q.shape[1]):
-        one_q, one_k = q[:, head:head + 1], k[:, head:head + 1]
+        one_q, one_k = q[:, head : head + 1], k[:, head : head + 1]
         if pattern.kind == "vertical_slash":
             columns, bands = pick_vertical_slash(one_q, one_k, pattern, size, probe, scale)
             seen_here = torch.isin(j, columns) | torch.isin(t // size - j // size, bands)
@@ -228,7 +287,7 @@ def pattern_mask(q, k, pattern, size, probe, scale):
             seen_here = torch.zeros(new, seen, dtype=torch.bool)
             for block in range(int(t[0]) // size, int(t[-1]) // size + 1):
                 rows = (t[:, 0] // size == block).nonzero()[:, 0]
-                chosen = pick_blocks(one_q[:, :, rows], means[:, :, :block + 1], pattern.first)
+                chosen = pick_blocks(one_q[:, :, rows], means[:, :, : block + 1], pattern.first)
                 seen_here[rows] = torch.isin(j // size, chosen)
         masks.append(seen_here & causal)
     return torch.stack(masks)
@@ -238,7 +297,10 @@ def pattern_mask(q, k, pattern, size, probe, scale):
 @pytest.mark.parametrize("pattern", [*MIXED, Pattern("vertical_slash", 40, 8)], ids=str)
 def test_patterns_equal_their_masks(pattern, new):
     generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, heads, length, 16, generator=generator) for heads, length in ((4, new), (2, 71), (2, 71)))
+    q, k, v = (
+        torch.randn(1, heads, length, 16, generator=generator)
+        for heads, length in ((4, new), (2, 71), (2, 71))
+    )
     out = sparse_attention(q, k, v, [pattern] * 4, block_size=8, probe=8, scale=0.25)
     mask = pattern_mask(q, k.repeat_interleave(2, 1), pattern, 8, 8, 0.25)
     assert bool(mask.diagonal(71 - new, -2, -1).all())  # every query sees itself
@@ -277,11 +339,21 @@ def test_minference_reads_sparsely_and_decodes_densely(family):
         assert model.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 66)
     if family != "gemma2":
         with torch.no_grad():  # the same cache under full attention gives the same next token
-            torch.testing.assert_close(model(ids[:, 60:], past_key_values=copied).logits, step, rtol=1e-4, atol=5e-5)
+            torch.testing.assert_close(
+                model(ids[:, 60:], past_key_values=copied).logits, step, rtol=1e-4, atol=5e-5
+            )
 
 
-@pytest.mark.parametrize("config", [*SINKS, DuoAttention(((1,), ()), 2, 9), LongLoRA(16),
-                                    MInference((MIXED,) * 2, block_size=8, probe=8)], ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    "config",
+    [
+        *SINKS,
+        DuoAttention(((1,), ()), 2, 9),
+        LongLoRA(16),
+        MInference((MIXED,) * 2, block_size=8, probe=8),
+    ],
+    ids=lambda config: config.name,
+)
 def test_autocast_changes_no_more_than_rounding(config):
     """Weights and rotation in float32, products in half precision."""
     model, ids = tiny_model("llama"), tokens(1, 48)
@@ -305,11 +377,13 @@ def test_duo_heads_see_everything_or_sinks_and_window():
             cut += new
         out = torch.cat(parts, 2)
         for head in range(4):
-            mine = q[:, 2 * head:2 * head + 2], k[:, head:head + 1], v[:, head:head + 1]
+            mine = q[:, 2 * head : 2 * head + 2], k[:, head : head + 1], v[:, head : head + 1]
             t, j = torch.arange(60)[:, None], torch.arange(60)[None]
             seen = (j <= t) & ((t - j < 7) | (j < 3)) if head not in full else j <= t
             expected = masked(*mine, seen.expand(2, 60, 60), 0.25)
-            torch.testing.assert_close(out[:, 2 * head:2 * head + 2], expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                out[:, 2 * head : 2 * head + 2], expected, rtol=1e-4, atol=1e-5
+            )
         held = sum(60 if head in full else 3 + 7 for head in range(4))
         assert duo.nbytes == 2 * 2 * held * 16 * 4 and duo.get_seq_length() == 60
 
@@ -333,7 +407,9 @@ def test_duo_in_models(family):
         torch.testing.assert_close(found, stateless, rtol=1e-4, atol=5e-5)
         assert cache_bytes(cache) > 0
         options = {"max_new_tokens": 8, "do_sample": False}
-        assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+        assert torch.equal(
+            model.generate(ids, **options), model.generate(ids, use_cache=False, **options)
+        )
         assert model.generate(ids, num_beams=2, **options).shape == (2, 53)
     for wrong in (DuoAttention(((kv_heads,),) * layers), DuoAttention(())):
         with pytest.raises(ValueError, match="full_heads must have heads from 0 to"):
@@ -377,20 +453,44 @@ def test_pooling_rivals_are_our_own_operators(name):
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
-@pytest.mark.parametrize("length, window_size", [(1, 1), (100, 8), (128, 127), (129, 128), (300, 1), (700, 64),
-                                                 (700, 150), (700, 699), (700, 700), (1300, 200)])
+@pytest.mark.parametrize(
+    "length, window_size",
+    [
+        (1, 1),
+        (100, 8),
+        (128, 127),
+        (129, 128),
+        (300, 1),
+        (700, 64),
+        (700, 150),
+        (700, 699),
+        (700, 700),
+        (1300, 200),
+    ],
+)
 def test_a_window_alone_equals_its_mask(length, window_size, softcap, monkeypatch):
     monkeypatch.setattr(blocks_module, "SPAN", 500)  # several spans
     generator = torch.Generator().manual_seed(length)
-    q, k, v = (torch.randn(2, heads, length, 8, dtype=torch.float64, generator=generator).requires_grad_()
-               for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(2, heads, length, 8, dtype=torch.float64, generator=generator).requires_grad_()
+        for heads in (4, 2, 2)
+    )
     distance = torch.arange(length)[:, None] - torch.arange(length)
     scores = q @ k.repeat_interleave(2, 1).mT * 0.3
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill((distance < 0) | (distance >= window_size), -torch.inf)
     wanted = scores.softmax(-1) @ v.repeat_interleave(2, 1)
-    found = blocks_module.sink_attention(q, k, v, k[:, :, :0], v[:, :, :0], first=0, window_size=window_size, scale=0.3,
-                                         softcap=softcap)
+    found = blocks_module.sink_attention(
+        q,
+        k,
+        v,
+        k[:, :, :0],
+        v[:, :, :0],
+        first=0,
+        window_size=window_size,
+        scale=0.3,
+        softcap=softcap,
+    )
     near = {"rtol": 0, "atol": 1e-12 if softcap is None else 1e-5}  # capped scores are float32
     torch.testing.assert_close(found, wanted, **near)
     grad = torch.randn_like(wanted)
@@ -405,12 +505,15 @@ def test_memory_grows_with_the_length_not_its_square(monkeypatch):
     def spy(q, k, v, mask, *rest):
         largest.append(0 if mask is None else mask.numel())
         return original(q, k, v, mask, *rest)
+
     monkeypatch.setattr(blocks_module, "masked_attention", spy)
     peaks = []
     for length in (4096, 8192):
         q = torch.randn(1, 1, length, 8)
         largest.clear()
-        blocks_module.sink_attention(q, q, q, q[:, :, :4], q[:, :, :4], first=0, window_size=256, scale=0.3)
+        blocks_module.sink_attention(
+            q, q, q, q[:, :, :4], q[:, :, :4], first=0, window_size=256, scale=0.3
+        )
         peaks.append(max(largest))
     assert peaks[0] == peaks[1] < 4096 * 1024
 
@@ -419,19 +522,23 @@ def test_cache_bytes_are_those_of_sinks_and_window():
     model = tiny_model()
     with baselines.enabled(model, StreamingLLM(4, 10)), torch.no_grad():
         cache = model(tokens(1, 120), use_cache=True).past_key_values
-    assert cache_bytes(cache) == 2 * 2 * 2 * 16 * 4 * (4 + 10)  # layers, K and V, KV heads, head size, bytes
+    assert cache_bytes(cache) == 2 * 2 * 2 * 16 * 4 * (
+        4 + 10
+    )  # layers, K and V, KV heads, head size, bytes
 
 
 def test_refusals():
     model, ids = tiny_model(), tokens(1, 20)
-    for wrong, message in ((lambda: StreamingLLM(-1, 4), "sinks must be at least 0"),
-                           (lambda: LMInfinite(1, 0), "window_size must be at least 1"),
-                           (lambda: WindowOnly(2, 4), "sinks must be 0"),
-                           (lambda: Pattern("diagonal"), "kind must be one of"),
-                           (lambda: LongLoRA(1), "group_size must be at least 2"),
-                           (lambda: baselines.make_rival("streaming", window_size=3), "method must be one of"),
-                           (lambda: baselines.make_rival("window", group_size=3), "has no such size"),
-                           (lambda: baselines.enable(model, MInference(((Pattern(),),))), "one pattern for each of 4")):
+    for wrong, message in (
+        (lambda: StreamingLLM(-1, 4), "sinks must be at least 0"),
+        (lambda: LMInfinite(1, 0), "window_size must be at least 1"),
+        (lambda: WindowOnly(2, 4), "sinks must be 0"),
+        (lambda: Pattern("diagonal"), "kind must be one of"),
+        (lambda: LongLoRA(1), "group_size must be at least 2"),
+        (lambda: baselines.make_rival("streaming", window_size=3), "method must be one of"),
+        (lambda: baselines.make_rival("window", group_size=3), "has no such size"),
+        (lambda: baselines.enable(model, MInference(((Pattern(),),))), "one pattern for each of 4"),
+    ):
         with pytest.raises(ValueError, match=message):
             wrong()
     with pytest.raises(TypeError, match="must be an integer"):
@@ -452,9 +559,15 @@ def test_refusals():
         handle.disable()
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    with baselines.enabled(model, MInference(block_size=4)), pytest.raises(NotImplementedError, match="on the left"):
+    with (
+        baselines.enabled(model, MInference(block_size=4)),
+        pytest.raises(NotImplementedError, match="on the left"),
+    ):
         logits(model, ids, attention_mask=mask)
     with torch.no_grad():
         filled = model(ids, use_cache=True).past_key_values
-    with baselines.enabled(model, WindowOnly(0, 4)), pytest.raises(ValueError, match="cached by another attention"):
+    with (
+        baselines.enabled(model, WindowOnly(0, 4)),
+        pytest.raises(ValueError, match="cached by another attention"),
+    ):
         model(ids, past_key_values=filled)

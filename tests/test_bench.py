@@ -27,10 +27,25 @@ from corecontext.bench import (
 from corecontext.record import Record, append_records, read_records
 from corecontext.text import UserError
 
-SIZES = {"query_heads": 4, "kv_heads": 2, "head_dim": 16, "batch": 1, "dtype": "float32", "device": "cpu"}
-TINY = settings.OperatorBench(lengths=(300,), query_heads=4, kv_heads=(2,), head_dim=16, group_size=8, window_size=40,
-                              memory_lengths=(256, 300), repeats=3)
-MIB = 2 ** 20
+SIZES = {
+    "query_heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "batch": 1,
+    "dtype": "float32",
+    "device": "cpu",
+}
+TINY = settings.OperatorBench(
+    lengths=(300,),
+    query_heads=4,
+    kv_heads=(2,),
+    head_dim=16,
+    group_size=8,
+    window_size=40,
+    memory_lengths=(256, 300),
+    repeats=3,
+)
+MIB = 2**20
 
 
 def allocate(mib: int) -> int:
@@ -54,20 +69,25 @@ def test_peak_memory_counts_what_was_allocated_and_freed(this_file_importable):
 
 
 def test_a_failing_subprocess_says_why(this_file_importable):
-    with pytest.raises(RuntimeError, match="measuring in a subprocess failed: .*unexpected keyword"):
+    with pytest.raises(
+        RuntimeError, match="measuring in a subprocess failed: .*unexpected keyword"
+    ):
         measure.peak_bytes_in_subprocess("test_bench", "allocate", {"wrong": 1})
 
 
 def test_samples_warm_up_and_budget():
     calls = []
-    assert len(measure.sample_seconds(lambda: calls.append(1), repeats=4, warm_up=2)) == 4 and len(calls) == 6
+    assert (
+        len(measure.sample_seconds(lambda: calls.append(1), repeats=4, warm_up=2)) == 4
+        and len(calls) == 6
+    )
     slow = measure.sample_seconds(lambda: time.sleep(0.02), repeats=50, warm_up=0, budget_s=0.03)
     assert len(slow) == 2 and min(slow) >= 0.02
 
 
 def test_the_machines_rates_are_positive():
     assert measure.matmul_flops_per_s(torch.float32, size=64) > 1e6
-    assert measure.copy_bytes_per_s(num_bytes=2 ** 20) > 1e6
+    assert measure.copy_bytes_per_s(num_bytes=2**20) > 1e6
 
 
 def test_calls_take_turns_and_slow_ones_are_called_once():
@@ -76,7 +96,9 @@ def test_calls_take_turns_and_slow_ones_are_called_once():
     found = measure.sample_in_turns(calls, repeats=3, once={"c"})
     assert "".join(order) == "abcababab"  # a and b warmed up, c not
     assert {name: len(samples) for name, samples in found.items()} == {"a": 3, "b": 3, "c": 1}
-    found = measure.sample_in_turns({"slow": lambda: time.sleep(0.2), "quick": int}, repeats=5, budget_s=0.3)
+    found = measure.sample_in_turns(
+        {"slow": lambda: time.sleep(0.2), "quick": int}, repeats=5, budget_s=0.3
+    )
     assert {name: len(samples) for name, samples in found.items()} == {"slow": 2, "quick": 5}
     assert min(found["slow"]) >= 0.2
 
@@ -107,9 +129,12 @@ def test_the_operator_bench_records_time_floor_and_memory(records):
             assert (name, method, 300) in names
     peaks = [r for r in records if r.name == "operator.peak_bytes"]
     assert {(r.params["method"], r.params["length"], r.params["backward"]) for r in peaks} == {
-        (m, n, b) for m in ("full", "cca") for n in (256, 300) for b in (False, True)}
+        (m, n, b) for m in ("full", "cca") for n in (256, 300) for b in (False, True)
+    }
     assert all(r.value > 0 for r in records if r.unit == "ms")
-    assert all(r.value >= 0 for r in peaks)  # Linux counts resident pages by batches, more than these sizes may need
+    assert all(
+        r.value >= 0 for r in peaks
+    )  # Linux counts resident pages by batches, more than these sizes may need
     times = [r for r in records if r.params["method"] in ("full", "cca") and r.unit == "ms"]
     assert all(r.q20 <= r.value <= r.q80 for r in times)
     assert "group_size" not in next(r for r in records if r.params["method"] == "full").params
@@ -120,9 +145,17 @@ def test_the_operator_table_says_what_the_records_say(records, capsys):
     shown = capsys.readouterr().out
     head, *body = tables.time_cells(records)
     memory = tables.memory_cells(records)[1:]
-    assert len(body) == 2 and len(memory) == 4 and all(cell in shown for row in body + memory for cell in row)
-    full, ours = (next(r.value for r in records if r.name == "operator.forward_ms" and r.params["method"] == m)
-                  for m in ("full", "cca"))
+    assert (
+        len(body) == 2
+        and len(memory) == 4
+        and all(cell in shown for row in body + memory for cell in row)
+    )
+    full, ours = (
+        next(
+            r.value for r in records if r.name == "operator.forward_ms" and r.params["method"] == m
+        )
+        for m in ("full", "cca")
+    )
     cells = dict(zip(head, body[0]))
     assert (cells[""], cells["length"], cells["KV heads"]) == ("forward", "300", "2")
     assert cells["full / CCA"] == f"{full / ours:.2f}x" and cells["sdpa"] == tables.shown_ms(full)
@@ -130,9 +163,16 @@ def test_the_operator_table_says_what_the_records_say(records, capsys):
 
 def test_nothing_is_timed_when_the_result_is_wrong(monkeypatch):
     right = methods.cca_attention
-    monkeypatch.setattr(methods, "cca_attention", lambda *args, backend, **kwargs: right(
-        *args, backend=backend, **kwargs) + (0.01 if backend == "auto" else 0))
-    with pytest.raises(AssertionError, match="CCA is wrong on this machine, nothing was timed: query "):
+    monkeypatch.setattr(
+        methods,
+        "cca_attention",
+        lambda *args, backend, **kwargs: (
+            right(*args, backend=backend, **kwargs) + (0.01 if backend == "auto" else 0)
+        ),
+    )
+    with pytest.raises(
+        AssertionError, match="CCA is wrong on this machine, nothing was timed: query "
+    ):
         operator.run_operator_bench(TINY)
 
 
@@ -141,7 +181,10 @@ def test_a_wrong_baseline_is_left_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=None))
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     missing = check.check_correct(("flash_attn_4", "cca"), SIZES, 8, 40, longest=100)
-    assert list(missing) == ["flash_attn_4"] and "wrong on this machine: query" in missing["flash_attn_4"]
+    assert (
+        list(missing) == ["flash_attn_4"]
+        and "wrong on this machine: query" in missing["flash_attn_4"]
+    )
 
 
 @pytest.mark.parametrize("length", [1, 30, 47, 48, 200])
@@ -151,7 +194,9 @@ def test_the_true_rows_are_the_references(length):
     truth = methods.attend_cca(q, k, v, 8, 40, backend="reference")
     for kv_head in (0, 1):
         found = rows.true_rows(q, k, v, sampled, kv_head, rotary, group_size=8, window_size=40)
-        torch.testing.assert_close(found, truth[0, 2 * kv_head:2 * kv_head + 2, sampled].transpose(0, 1))
+        torch.testing.assert_close(
+            found, truth[0, 2 * kv_head : 2 * kv_head + 2, sampled].transpose(0, 1)
+        )
 
 
 @pytest.mark.parametrize("row, head", [(0, 0), (47, 1), (48, 3), (500, 2), (999, 0)])
@@ -163,24 +208,39 @@ def test_the_row_check_finds_a_planted_wrong_row(row, head):
     for wrong in (out[0, head, row] * 1.001, torch.nan):
         planted = out.clone()
         planted[0, head, row] = wrong
-        with pytest.raises(AssertionError, match=f"CCA is wrong at length 1000, nothing was timed: query {row} is off"):
+        with pytest.raises(
+            AssertionError,
+            match=f"CCA is wrong at length 1000, nothing was timed: query {row} is off",
+        ):
             rows.check_rows(planted, q, k, v, **options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_row_check_passes_in_half_precision(dtype):
     q, k, v = methods.make_inputs(1000, **{**SIZES, "dtype": dtype})
-    rows.check_rows(methods.attend_cca(q, k, v, 8, 40), q, k, v, methods.rotary_for(q), group_size=8, window_size=40)
+    rows.check_rows(
+        methods.attend_cca(q, k, v, 8, 40),
+        q,
+        k,
+        v,
+        methods.rotary_for(q),
+        group_size=8,
+        window_size=40,
+    )
 
 
-@pytest.mark.parametrize("length, g, s", [(300, 8, 40), (512, 16, 128), (1000, 3, 200), (257, 4, 1), (130, 16, 200)])
+@pytest.mark.parametrize(
+    "length, g, s", [(300, 8, 40), (512, 16, 128), (1000, 3, 200), (257, 4, 1), (130, 16, 200)]
+)
 def test_flex_attention_computes_cca(length, g, s):
     q, k, v = methods.make_inputs(length, **SIZES)
     out = flex.flex_cca(q, k, v, g, s, rotary_theta=methods.THETA, compiled=False)
     torch.testing.assert_close(out, methods.attend_cca(q, k, v, g, s), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("length, g, s", [(300, 8, 40), (1024, 16, 128), (2000, 3, 200), (1000, 1, 5), (900, 16, 1000)])
+@pytest.mark.parametrize(
+    "length, g, s", [(300, 8, 40), (1024, 16, 128), (2000, 3, 200), (1000, 1, 5), (900, 16, 1000)]
+)
 def test_flex_attentions_blocks_are_those_of_the_mask(length, g, s):
     mask = flex.cca_block_mask(length, g, s, torch.device("cpu"))
     slots, block = flex.core_slots(length, g), flex.BLOCK
@@ -193,58 +253,90 @@ def test_flex_attentions_blocks_are_those_of_the_mask(length, g, s):
     def listed(count, index):
         found = torch.zeros_like(some)
         for row in range(some.shape[0]):
-            found[row, index[0, 0, row, :count[0, 0, row]].long()] = True
+            found[row, index[0, 0, row, : count[0, 0, row]].long()] = True
         return found
 
-    part, whole = (listed(*pair) for pair in ((mask.kv_num_blocks, mask.kv_indices),
-                                              (mask.full_kv_num_blocks, mask.full_kv_indices)))
+    part, whole = (
+        listed(*pair)
+        for pair in (
+            (mask.kv_num_blocks, mask.kv_indices),
+            (mask.full_kv_num_blocks, mask.full_kv_indices),
+        )
+    )
     assert torch.equal(part | whole, some) and not (part & whole).any()
-    inside = torch.nn.functional.pad(dense, (0, -(slots + length) % block, 0, -length % block), value=True)
+    inside = torch.nn.functional.pad(
+        dense, (0, -(slots + length) % block, 0, -length % block), value=True
+    )
     rows_inside = inside.clone()
-    rows_inside[:length] = padded[:length]  # rows past the end may be anything, entries past it are never seen
+    rows_inside[:length] = padded[
+        :length
+    ]  # rows past the end may be anything, entries past it are never seen
     every = rows_inside.unflatten(1, (-1, block)).unflatten(0, (-1, block)).all(3).all(1)
     assert not (whole & ~every).any()
     if length % block == 0:
         assert torch.equal(whole, every)
 
 
-MORE = dataclasses.replace(TINY, lengths=(64, 128, 256), kv_heads=(4, 1), memory_lengths=(64,), repeats=1,
-                           passes=methods.PASSES, methods=("full", "flash_attn_4"), decode_batches=(1, 2),
-                           decode_lengths=(300,))
+MORE = dataclasses.replace(
+    TINY,
+    lengths=(64, 128, 256),
+    kv_heads=(4, 1),
+    memory_lengths=(64,),
+    repeats=1,
+    passes=methods.PASSES,
+    methods=("full", "flash_attn_4"),
+    decode_batches=(1, 2),
+    decode_lengths=(300,),
+)
 
 
 @pytest.fixture(scope="module")
 def more() -> list[Record]:
     """Several KV heads, every pass, decoding, a package that is missing."""
     kept: list[Record] = []
-    with pytest.MonkeyPatch.context() as patch:  # no subprocesses: memory is not what these tests are about
-        patch.setattr(operator, "peak_bytes_in_subprocess", lambda *args: 2 ** 20)
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # no subprocesses: memory is not what these tests are about
+        patch.setattr(operator, "peak_bytes_in_subprocess", lambda *args: 2**20)
         found = operator.run_operator_bench(MORE, kept.extend)
     assert kept == found
     return found
 
 
 def test_every_pass_and_number_of_heads_is_measured(more):
-    found = {(r.params["pass"], r.params["kv_heads"], r.params["length"]) for r in more
-             if r.params["method"] == "cca" and r.unit == "ms"}
+    found = {
+        (r.params["pass"], r.params["kv_heads"], r.params["length"])
+        for r in more
+        if r.params["method"] == "cca" and r.unit == "ms"
+    }
     assert found == {(p, h, n) for p in methods.PASSES for h in (4, 1) for n in (64, 128, 256)}
-    assert {r.params["timer"] for r in more if r.params["method"] == "cca" and r.unit == "ms"} == {"wall"}
-    assert len(report.time_rows(more)) == 18 and all(row.best and row.share for row in report.time_rows(more))
+    assert {r.params["timer"] for r in more if r.params["method"] == "cca" and r.unit == "ms"} == {
+        "wall"
+    }
+    assert len(report.time_rows(more)) == 18 and all(
+        row.best and row.share for row in report.time_rows(more)
+    )
 
 
 def test_what_is_not_installed_is_said(more, capsys):
     tables.print_table(more)
     shown = capsys.readouterr().out
-    assert "flash_attn_4 not measured on" in shown and "not installed (KV heads 4, 1; pass every pass)" in shown
+    assert (
+        "flash_attn_4 not measured on" in shown
+        and "not installed (KV heads 4, 1; pass every pass)" in shown
+    )
     assert report.skipped(more)[0] in tables.operator_markdown(more)
 
 
 def test_decoding_is_recorded_with_its_bytes(more):
     found = report.decode_rows(more)
     assert [(row.params["kv_heads"], row.params["batch"], row.length) for row in found] == [
-        (h, b, 300) for h in (4, 1) for b in (1, 2)]
+        (h, b, 300) for h in (4, 1) for b in (1, 2)
+    ]
     entries = (300 - 40) // 8 + 300 - (300 - 40) // 8 * 8
-    assert [row.params["bytes_read"] for row in found] == [2 * b * h * 16 * 4 * entries for h in (4, 1) for b in (1, 2)]
+    assert [row.params["bytes_read"] for row in found] == [
+        2 * b * h * 16 * 4 * entries for h in (4, 1) for b in (1, 2)
+    ]
     assert all(row.cca > 0 and row.full["sdpa"] > 0 and row.floor for row in found)
     assert [cells[2] for cells in tables.decode_cells(more)[1:]] == ["300"] * 4
 
@@ -262,63 +354,121 @@ def test_decoding_is_checked_first(monkeypatch):
     decode.check_decode(SIZES, 8, 40)
     right = decode.attend_cca
     monkeypatch.setattr(decode, "attend_cca", lambda *args, **kwargs: 1.01 * right(*args, **kwargs))
-    with pytest.raises(AssertionError, match="decoding is wrong on this machine, nothing was timed"):
+    with pytest.raises(
+        AssertionError, match="decoding is wrong on this machine, nothing was timed"
+    ):
         decode.check_decode(SIZES, 8, 40)
 
 
 def test_a_baseline_over_the_limit_is_left_out_and_said(capsys, monkeypatch):
-    monkeypatch.setattr(operator, "peak_bytes_in_subprocess", lambda *args: 2 ** 20)
-    bench = dataclasses.replace(MORE, kv_heads=(2,), baseline_limit_s=1e-9, decode_batches=(), methods=())
+    monkeypatch.setattr(operator, "peak_bytes_in_subprocess", lambda *args: 2**20)
+    bench = dataclasses.replace(
+        MORE, kv_heads=(2,), baseline_limit_s=1e-9, decode_batches=(), methods=()
+    )
     found = operator.run_operator_bench(bench)
-    measured = {(r.params["pass"], r.params["length"]) for r in found
-                if r.params["method"] == "full" and r.unit == "ms"}
+    measured = {
+        (r.params["pass"], r.params["length"])
+        for r in found
+        if r.params["method"] == "full" and r.unit == "ms"
+    }
     assert measured == {(p, 64) for p in methods.PASSES}  # the first length has nothing to go by
-    left_out = [r for r in found if r.name == "operator.skipped" and r.params["pass"] in methods.PASSES]
+    left_out = [
+        r for r in found if r.name == "operator.skipped" and r.params["pass"] in methods.PASSES
+    ]
     assert [r.params["length"] for r in left_out] == [128] * 3 + [256] * 3
-    first, second = (next(r.params["estimated_s"] for r in left_out if r.params["length"] == n) for n in (128, 256))
+    first, second = (
+        next(r.params["estimated_s"] for r in left_out if r.params["length"] == n)
+        for n in (128, 256)
+    )
     assert second == pytest.approx(4 * first)
     tables.print_table(found)
     shown = capsys.readouterr().out
-    assert "skipped" in shown and "full not measured on" in shown and "over the limit of 1e-09 s a call" in shown
+    assert (
+        "skipped" in shown
+        and "full not measured on" in shown
+        and "over the limit of 1e-09 s a call" in shown
+    )
     assert "not measured" in tables.operator_markdown(found)
 
 
 def fake(value, method, length, backend="", name="operator.forward_ms", **more) -> Record:
     """A record of a device that is not here."""
     sizes = {"group_size": 16, "window_size": 8} if method in ("cca", "flex", "floor") else {}
-    return Record(name, value, {"operator.skipped": "count"}.get(name, "ms"), device="gpu", params={
-        "method": method, "backend": backend, "length": length, "query_heads": 4, "kv_heads": 2, "head_dim": 16,
-        "batch": 1, "dtype": "bfloat16", **sizes, **more})
+    return Record(
+        name,
+        value,
+        {"operator.skipped": "count"}.get(name, "ms"),
+        device="gpu",
+        params={
+            "method": method,
+            "backend": backend,
+            "length": length,
+            "query_heads": 4,
+            "kv_heads": 2,
+            "head_dim": 16,
+            "batch": 1,
+            "dtype": "bfloat16",
+            **sizes,
+            **more,
+        },
+    )
 
 
-@pytest.mark.parametrize("gains, expected", [
-    ([0.5, 2.0, 3.0], 128), ([2.0, 2.0, 2.0], 64), ([0.5, 0.5, 0.9], None),
-    ([2.0, 0.5, 2.0], 256),  # faster by accident at the shortest
-])
+@pytest.mark.parametrize(
+    "gains, expected",
+    [
+        ([0.5, 2.0, 3.0], 128),
+        ([2.0, 2.0, 2.0], 64),
+        ([0.5, 0.5, 0.9], None),
+        ([2.0, 0.5, 2.0], 256),  # faster by accident at the shortest
+    ],
+)
 def test_crossover(gains, expected):
     found = []
     for gain, length in zip(gains, (64, 128, 256)):
-        found += [fake(1.0, "cca", length), fake(9.0, "full", length, "slow"), fake(gain, "full", length, "fast")]
+        found += [
+            fake(1.0, "cca", length),
+            fake(9.0, "full", length, "slow"),
+            fake(gain, "full", length, "fast"),
+        ]
     found.append(fake(1.0, "cca", 512))  # without a baseline, it says nothing
     assert list(report.crossovers(report.time_rows(found)).values()) == [expected]
     since = f"L = {expected}" if expected else "no measured length"
-    assert f"CCA is the faster from {since} (forward, 2 KV heads) on." in tables.operator_markdown(found)
-    line, = tables.crossover_lines(report.time_rows(found))
-    assert line == ("forward, 2 KV heads: " + (f"CCA is the faster from {expected} tokens on" if expected else
-                                               "full attention is the faster at 256 tokens still"))
+    assert f"CCA is the faster from {since} (forward, 2 KV heads) on." in tables.operator_markdown(
+        found
+    )
+    (line,) = tables.crossover_lines(report.time_rows(found))
+    assert line == (
+        "forward, 2 KV heads: "
+        + (
+            f"CCA is the faster from {expected} tokens on"
+            if expected
+            else "full attention is the faster at 256 tokens still"
+        )
+    )
 
 
 def test_a_skip_is_forgotten_once_measured():
-    skip = fake(1, "sdpa_flash", 64, "flash", "operator.skipped", **{"pass": "forward", "reason": "because"})
+    skip = fake(
+        1, "sdpa_flash", 64, "flash", "operator.skipped", **{"pass": "forward", "reason": "because"}
+    )
     ours = fake(1.0, "cca", 64)
-    assert report.skipped([skip, ours]) == ["sdpa_flash not measured on gpu: because (KV heads 2; pass forward; L 64)"]
+    assert report.skipped([skip, ours]) == [
+        "sdpa_flash not measured on gpu: because (KV heads 2; pass forward; L 64)"
+    ]
     assert report.skipped([skip, ours, fake(2.0, "sdpa_flash", 64, "flash")]) == []
 
 
 def test_only_what_one_timer_measured_is_compared():
-    found = [fake(9.0, "full", 64, "sdpa"), fake(1.0, "full", 64, "sdpa", timer="graph"),
-             fake(3.0, "sdpa_flash", 64, "flash", timer="queue"), fake(2.0, "flex", 64, "flex", timer="queue"),
-             fake(4.0, "cca", 64), fake(1.0, "cca", 64, timer="queue"), fake(0.5, "cca", 64, timer="graph")]
+    found = [
+        fake(9.0, "full", 64, "sdpa"),
+        fake(1.0, "full", 64, "sdpa", timer="graph"),
+        fake(3.0, "sdpa_flash", 64, "flash", timer="queue"),
+        fake(2.0, "flex", 64, "flex", timer="queue"),
+        fake(4.0, "cca", 64),
+        fake(1.0, "cca", 64, timer="queue"),
+        fake(0.5, "cca", 64, timer="graph"),
+    ]
     queue, graph = report.time_rows(found)
     assert (queue.cca, queue.full, queue.others) == (1.0, {"flash": 3.0}, {"flex": 2.0})
     assert (graph.cca, graph.full, graph.label) == (0.5, {"sdpa": 1.0}, "forward, CUDA graph")
@@ -334,22 +484,35 @@ def test_memory_over_the_minimum():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_check_passes_in_every_dtype(dtype):
-    assert check.check_correct(("full", "cca"), {**SIZES, "dtype": dtype}, 8, 40, longest=300, decoding=True) == {}
+    assert (
+        check.check_correct(
+            ("full", "cca"), {**SIZES, "dtype": dtype}, 8, 40, longest=300, decoding=True
+        )
+        == {}
+    )
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"methods": ("sdpa",)},
-     "method must be one of full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex, packed, cca, got 'sdpa'."),
-    ({"passes": ("back",)}, "pass must be one of forward, backward, forward_backward, got 'back'."),
-    ({"baseline_limit_s": 0}, "baseline_limit_s must be above 0, got 0."),
-    ({"decode_batches": (0,)}, "decode_batch must be at least 1, got 0."),
-    ({"lengths": (0,)}, "length must be at least 1, got 0."),
-    ({"kv_heads": (2, 3)}, "kv_heads must divide query_heads, got 3 and 4."),
-    ({"head_dim": 7}, "head_dim must be even and at most 512, got 7."),
-    ({"dtype": "int8"}, "dtype must be float32, bfloat16 or float16, got 'int8'."),
-    ({"repeats": 0}, "repeats must be at least 1, got 0."),
-    ({"group_size": 0}, "group_size must be at least 1, got 0."),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"methods": ("sdpa",)},
+            "method must be one of full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex, packed, cca, got 'sdpa'.",
+        ),
+        (
+            {"passes": ("back",)},
+            "pass must be one of forward, backward, forward_backward, got 'back'.",
+        ),
+        ({"baseline_limit_s": 0}, "baseline_limit_s must be above 0, got 0."),
+        ({"decode_batches": (0,)}, "decode_batch must be at least 1, got 0."),
+        ({"lengths": (0,)}, "length must be at least 1, got 0."),
+        ({"kv_heads": (2, 3)}, "kv_heads must divide query_heads, got 3 and 4."),
+        ({"head_dim": 7}, "head_dim must be even and at most 512, got 7."),
+        ({"dtype": "int8"}, "dtype must be float32, bfloat16 or float16, got 'int8'."),
+        ({"repeats": 0}, "repeats must be at least 1, got 0."),
+        ({"group_size": 0}, "group_size must be at least 1, got 0."),
+    ],
+)
 def test_bad_settings_are_refused(change, message):
     with pytest.raises(ValueError) as error:
         dataclasses.replace(TINY, **change)
@@ -369,22 +532,38 @@ def test_a_figure_needs_a_known_ending_and_matplotlib(monkeypatch):
     with pytest.raises(UserError, match="plot must end in .png, .svg, .pdf, got 'a.gif'."):
         figures.check_plot("a.gif")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"plot needs matplotlib.*pip install 'corecontext\[plot\]'"):
+    with pytest.raises(
+        UserError, match=r"plot needs matplotlib.*pip install 'corecontext\[plot\]'"
+    ):
         figures.check_plot("a.png")
 
 
 def test_the_readme_table_takes_the_newest_ours_and_the_fastest_full():
-    row, other = report.time_rows([
-        fake(9.0, "full", 64, "flash"), fake(5.0, "full", 64, "cudnn"), fake(3.0, "cca", 64), fake(2.0, "cca", 64),
-        fake(0.5, "floor", 64, "matmul", of="cca"), fake(1.0, "cca", 128)])
-    assert (row.best, row.cca, row.floor, row.gain, row.share) == (("cudnn", 5.0), 2.0, 0.5, 2.5, 0.25)
+    row, other = report.time_rows(
+        [
+            fake(9.0, "full", 64, "flash"),
+            fake(5.0, "full", 64, "cudnn"),
+            fake(3.0, "cca", 64),
+            fake(2.0, "cca", 64),
+            fake(0.5, "floor", 64, "matmul", of="cca"),
+            fake(1.0, "cca", 128),
+        ]
+    )
+    assert (row.best, row.cca, row.floor, row.gain, row.share) == (
+        ("cudnn", 5.0),
+        2.0,
+        0.5,
+        2.5,
+        0.25,
+    )
     assert other.best is None and other.length == 128
 
 
 def test_the_readme_shows_memory_by_length(records):
     found = report.memory_rows(records)
-    assert [(row.pass_name, row.length) for row in found] == [(p, n) for p in ("forward", "forward_backward")
-                                                              for n in (256, 300)]
+    assert [(row.pass_name, row.length) for row in found] == [
+        (p, n) for p in ("forward", "forward_backward") for n in (256, 300)
+    ]
     text = tables.operator_markdown(records)
     assert f"**{records[0].device}**, 4 query heads of 16, float32, g = 8, s = 40:" in text
     assert f"| 2 | 256 | {found[0].best[1] / MIB:.1f} MiB | " in text
@@ -393,18 +572,24 @@ def test_the_readme_shows_memory_by_length(records):
 def test_the_readme_is_rewritten_between_its_marks(records, tmp_path, monkeypatch):
     results, readme = tmp_path / "results", tmp_path / "README.md"
     append_records(results / "operator.jsonl", records)
-    readme.write_text("above\n<!-- table: operator -->\nold\n<!-- end table -->\nbetween\n<!-- table: demo -->\nkept\n"
-                      "<!-- end table -->\nbelow\n")
+    readme.write_text(
+        "above\n<!-- table: operator -->\nold\n<!-- end table -->\nbetween\n<!-- table: demo -->\nkept\n"
+        "<!-- end table -->\nbelow\n"
+    )
     assert figures.main(["--results", str(results), "--readme", str(readme)]) == 0
     text = readme.read_text()
     table = figures.operator_markdown(read_records(results / "operator.jsonl"))
-    assert text == (f"above\n<!-- table: operator -->\n{table}<!-- end table -->\nbetween\n<!-- table: demo -->\nkept\n"
-                    "<!-- end table -->\nbelow\n")
+    assert text == (
+        f"above\n<!-- table: operator -->\n{table}<!-- end table -->\nbetween\n<!-- table: demo -->\nkept\n"
+        "<!-- end table -->\nbelow\n"
+    )
     assert (results / "operator.svg").exists()
 
 
 def test_a_missing_record_is_named():
-    with pytest.raises(ValueError, match="records must hold demo.perplexity with .*'cca'.*, got none."):
+    with pytest.raises(
+        ValueError, match="records must hold demo.perplexity with .*'cca'.*, got none."
+    ):
         figures.newest([], "demo.perplexity", method="cca")
 
 
@@ -413,30 +598,63 @@ def test_training_steps_are_measured_and_drawn(tmp_path, capsys):
     from corecontext.cli import main
 
     json, plot = tmp_path / "training.jsonl", tmp_path / "training.svg"
-    command = ["bench", "train", "--shape", "tiny", "--device", "cpu", "--length", "96", "--length", "200",
-               "--window-size", "16", "--repeats", "1", "--json", str(json), "--plot", str(plot)]
+    command = [
+        "bench",
+        "train",
+        "--shape",
+        "tiny",
+        "--device",
+        "cpu",
+        "--length",
+        "96",
+        "--length",
+        "200",
+        "--window-size",
+        "16",
+        "--repeats",
+        "1",
+        "--json",
+        str(json),
+        "--plot",
+        str(plot),
+    ]
     assert main(command) == 0
     assert "of allowed" in capsys.readouterr().out and plot.stat().st_size > 5000
     records = read_records(json)
     found = steps(records)
-    assert [(one.length, one.gpus, one.fsdp, one.fuse) for one in found] == [(96, 1, False, False),
-                                                                             (200, 1, False, False)]
+    assert [(one.length, one.gpus, one.fsdp, one.fuse) for one in found] == [
+        (96, 1, False, False),
+        (200, 1, False, False),
+    ]
     for one in found:
         assert one.speedup > 0 and 1 < one.allowed < 3 and one.full.params["backend"] == "sdpa"
     # Four processes whose work per token is twice as much, at half the tokens per second each: nothing is lost.
     alone = next(r for r in records if r.params["method"] == "cca" and r.params["length"] == 200)
     alone = dataclasses.replace(alone, params={**alone.params, "fsdp": True})
-    four = dataclasses.replace(alone, value=2 * alone.value, params={
-        **alone.params, "gpus": 4, "length": 800, "step_flops": 8 * alone.params["step_flops"]})
+    four = dataclasses.replace(
+        alone,
+        value=2 * alone.value,
+        params={
+            **alone.params,
+            "gpus": 4,
+            "length": 800,
+            "step_flops": 8 * alone.params["step_flops"],
+        },
+    )
     peak = next(r for r in records if r.name == "training.peak_bytes")
     peaks = [dataclasses.replace(peak, params=one.params) for one in (alone, four)]
-    assert [one.efficiency for one in steps([*records, four, peaks[1]])] == [None] * 3  # nothing to compare with
+    assert [one.efficiency for one in steps([*records, four, peaks[1]])] == [
+        None
+    ] * 3  # nothing to compare with
     spread = [*records, alone, four, *peaks]
     assert [one.efficiency for one in steps(spread)] == [None, None, None, pytest.approx(1.0)]
     draw_training(spread, str(plot))
-    for wrong, message in ((["--context-parallel"], "must run in several processes"),
-                           (["--method", "flex"], "method must be"), (["--shape", "huge"], "shape must be"),
-                           (["--length", "0"], "length must be at least 1")):
+    for wrong, message in (
+        (["--context-parallel"], "must run in several processes"),
+        (["--method", "flex"], "method must be"),
+        (["--shape", "huge"], "shape must be"),
+        (["--length", "0"], "length must be at least 1"),
+    ):
         assert main([*command[:6], *wrong]) == 2 and message in capsys.readouterr().err
 
 
@@ -452,12 +670,16 @@ def test_the_default_recipe_is_timed_with_its_heads_and_its_teacher(monkeypatch)
         return real(self, ids, *rest)
 
     monkeypatch.setattr(Teacher, "__call__", teach)
-    bench = training.TrainingBench("cpu", (160,), "tiny", ("cca", "cca_raw", "cca_default", "full"), 4, 64, 1)
+    bench = training.TrainingBench(
+        "cpu", (160,), "tiny", ("cca", "cca_raw", "cca_default", "full"), 4, 64, 1
+    )
     records = training.run_training_bench(bench)
     assert taught == [160] * 2  # one step that warms up and one that is timed, of one method
     of = {r.params["method"]: r for r in records if r.name == "training.tokens_per_s"}
     cost = training.ModelCost.of(training._Trial(bench, 0, 1).model.config)
-    heads = [cost.step_flops(160, g, of["cca_raw"].params["raw_window_size"]) for g in (1, 16, 16, 16)]
+    heads = [
+        cost.step_flops(160, g, of["cca_raw"].params["raw_window_size"]) for g in (1, 16, 16, 16)
+    ]
     assert of["cca_raw"].params["step_flops"] == pytest.approx(sum(heads) / 4)
     teacher = of["cca_default"].params["step_flops"] - of["cca_raw"].params["step_flops"]
     assert teacher == pytest.approx(cost.prefill_flops(160) + 2 * 159 * cost.head_weights)
@@ -466,7 +688,10 @@ def test_the_default_recipe_is_timed_with_its_heads_and_its_teacher(monkeypatch)
     assert f"| {one.default.value:.0f} |" in training_markdown(records)
     few = training.TrainingBench("cpu", (96,), "tiny", ("cca_raw",), 4, 16, 1)
     (skipped,) = training.run_training_bench(few)
-    assert skipped.name == "training.skipped" and "must be at most 0 of 4 KV heads" in skipped.params["reason"]
+    assert (
+        skipped.name == "training.skipped"
+        and "must be at most 0 of 4 KV heads" in skipped.params["reason"]
+    )
 
 
 def test_a_training_step_that_is_wrong_is_not_timed(monkeypatch):

@@ -7,7 +7,15 @@ import pytest
 import torch
 from tiny_model import save_tiny_model
 
-from corecontext.bench import figures, model, model_check, model_methods, model_report, model_tables, shapes
+from corecontext.bench import (
+    figures,
+    model,
+    model_check,
+    model_methods,
+    model_report,
+    model_tables,
+    shapes,
+)
 from corecontext.bench.cost import ModelCost, cache_bytes
 from corecontext.bench.model_settings import ModelBench, model_defaults
 from corecontext.cache.allocation import Shape
@@ -16,9 +24,19 @@ from corecontext.config import CCAConfig
 from corecontext.inference import limits
 from corecontext.record import Record, append_records, read_records
 
-TINY = ModelBench("tiny", (96, 128), ("full", "streaming_llm", "cca"), group_size=4, window_size=32, repeats=1, steps=2,
-                  max_batch=3)
-WEIGHTS = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256) + 512 * 128  # of layers and head, used for each token
+TINY = ModelBench(
+    "tiny",
+    (96, 128),
+    ("full", "streaming_llm", "cca"),
+    group_size=4,
+    window_size=32,
+    repeats=1,
+    steps=2,
+    max_batch=3,
+)
+WEIGHTS = (
+    2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256) + 512 * 128
+)  # of layers and head, used for each token
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +57,9 @@ def records() -> list[Record]:
 
 
 def value(records, name, **params):
-    found = [r for r in records if r.name == f"model.{name}" and params.items() <= dict(r.params).items()]
+    found = [
+        r for r in records if r.name == f"model.{name}" and params.items() <= dict(r.params).items()
+    ]
     assert len(found) == 1, found
     return found[0].value
 
@@ -54,23 +74,33 @@ def test_every_method_is_measured_at_every_length(records):
         assert value(records, "next_token_ms", method="full", length=length, cache="static") > 0
         entry = 2 * 2 * 2 * 32 * 4  # layers, keys and values, KV heads, head size, float32
         assert value(records, "cache_bytes", method="full", length=length) == entry * length
-        assert value(records, "cache_bytes", method="cca", length=length) == entry * (length // 4 + 35)
+        assert value(records, "cache_bytes", method="cca", length=length) == entry * (
+            length // 4 + 35
+        )
         assert value(records, "cache_bytes", method="streaming_llm", length=length) == entry * 36
         assert value(records, "peak_bytes", method="cca", length=length) >= 4 * WEIGHTS
-    assert {r.params["weights"] for r in records} == {"random"} and {r.params["shape"] for r in records} == {"tiny"}
+    assert {r.params["weights"] for r in records} == {"random"} and {
+        r.params["shape"] for r in records
+    } == {"tiny"}
     assert not [r for r in records if r.name == "model.skipped"]
 
 
 def test_the_least_possible_is_that_of_the_formulas(records):
     length = 128
     cost = ModelCost(2, 4, 2, 32, WEIGHTS - 512 * 128, 512 * 128, (), 4)
-    assert value(records, "first_token_s", method="floor", of="cca", length=length) == pytest.approx(
-        cost.prefill_flops(length, 4, 32) / 1e10)
-    assert value(records, "cache_bytes", method="floor", of="full", length=length) == cache_bytes(length, 2, 2, 32, 4)
+    assert value(
+        records, "first_token_s", method="floor", of="cca", length=length
+    ) == pytest.approx(cost.prefill_flops(length, 4, 32) / 1e10)
+    assert value(records, "cache_bytes", method="floor", of="full", length=length) == cache_bytes(
+        length, 2, 2, 32, 4
+    )
     seen = (129 - 32) // 4 + 129 - (129 - 32) // 4 * 4
-    assert value(records, "next_token_ms", method="floor", of="cca", length=length) == pytest.approx(
-        1e3 * (4 * WEIGHTS + 2 * 2 * 2 * 32 * 4 * seen) / 1e9)
-    assert cost.step_bytes(length, cache_itemsize=1.125) == 4 * WEIGHTS + 2 * 2 * 2 * 32 * 1.125 * 129
+    assert value(
+        records, "next_token_ms", method="floor", of="cca", length=length
+    ) == pytest.approx(1e3 * (4 * WEIGHTS + 2 * 2 * 2 * 32 * 4 * seen) / 1e9)
+    assert (
+        cost.step_bytes(length, cache_itemsize=1.125) == 4 * WEIGHTS + 2 * 2 * 2 * 32 * 1.125 * 129
+    )
 
 
 def test_memory_that_runs_out_is_recorded_and_the_rest_goes_on(monkeypatch):
@@ -85,19 +115,27 @@ def test_memory_that_runs_out_is_recorded_and_the_rest_goes_on(monkeypatch):
     found = model.run_model_bench(dataclasses.replace(TINY, lengths=(128, 96), what=("ftl",)))
     skips = [r for r in found if r.name == "model.skipped"]
     assert [(r.params["method"], r.params["length"], r.params["reason"]) for r in skips] == [
-        ("full", 128, "out of memory"), ("streaming_llm", 128, "out of memory")]
+        ("full", 128, "out of memory"),
+        ("streaming_llm", 128, "out of memory"),
+    ]
     for method, length in (("full", 96), ("streaming_llm", 96), ("cca", 96), ("cca", 128)):
         assert value(found, "first_token_s", method=method, length=length) > 0
     assert model_report.skipped(found)[0].startswith("full not measured on ")
-    later = [dataclasses.replace(r, params={**r.params, "length": 128}) for r in found
-             if r.params["method"] == "full" and r.name != "model.skipped"]
+    later = [
+        dataclasses.replace(r, params={**r.params, "length": 128})
+        for r in found
+        if r.params["method"] == "full" and r.name != "model.skipped"
+    ]
     assert [line.split()[0] for line in model_report.skipped(found + later)] == ["StreamingLLM"]
 
 
 def test_a_prompt_over_the_limit_is_left_out(monkeypatch):
     monkeypatch.setattr(model, "_seconds", lambda run, call: (call(), 1.0)[1])
-    found = model.run_model_bench(dataclasses.replace(TINY, lengths=(64, 128), methods=("full",), what=("ftl",),
-                                                      baseline_limit_s=3.9))
+    found = model.run_model_bench(
+        dataclasses.replace(
+            TINY, lengths=(64, 128), methods=("full",), what=("ftl",), baseline_limit_s=3.9
+        )
+    )
     assert [r.params["length"] for r in found if r.name == "model.skipped"] == [128]
     assert value(found, "first_token_s", method="full", length=64) == 1.0
 
@@ -107,58 +145,109 @@ def test_nothing_is_timed_where_decoding_is_wrong(monkeypatch):
     for kind in ("auto", "int8"):
         model_check.check_model(one, CCAConfig(4, 32, cache_dtype=kind))
     from corecontext.cache import CompactLayer
+
     real = CompactLayer._decode
-    monkeypatch.setattr(CompactLayer, "_decode", lambda self, q, k, v, *rest: 3 * real(self, q, k, v, *rest))
-    with pytest.raises(AssertionError, match="decoding is wrong on this machine, nothing was timed: logits are off by"):
+    monkeypatch.setattr(
+        CompactLayer, "_decode", lambda self, q, k, v, *rest: 3 * real(self, q, k, v, *rest)
+    )
+    with pytest.raises(
+        AssertionError,
+        match="decoding is wrong on this machine, nothing was timed: logits are off by",
+    ):
         model.run_model_bench(TINY)
 
 
 @pytest.fixture(scope="module")
 def more() -> list[Record]:
     """Throughput, with an 8-bit cache, and the sweep."""
-    bench = dataclasses.replace(TINY, lengths=(64,), mode="throughput", methods=("full", "cca"), cache_dtype="int8")
+    bench = dataclasses.replace(
+        TINY, lengths=(64,), mode="throughput", methods=("full", "cca"), cache_dtype="int8"
+    )
     found = model.run_model_bench(bench)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("corecontext.bench.model_settings.SWEEP_GROUPS", (2, 4))
         patch.setattr("corecontext.bench.model_settings.SWEEP_WINDOWS", (16, 32))
-        return found + model.run_model_bench(dataclasses.replace(TINY, lengths=(96,), mode="sweep", methods=("cca",)))
+        return found + model.run_model_bench(
+            dataclasses.replace(TINY, lengths=(96,), mode="sweep", methods=("cca",))
+        )
 
 
-@pytest.mark.parametrize("layers, kv_heads, count", [(2, 16, 2), (2, 48, 6), (1, 48, 3), (3, 16, 3)])
-def test_the_raw_heads_are_so_many_heads_also_where_there_are_more_than_layers(layers, kv_heads, count):
+@pytest.mark.parametrize(
+    "layers, kv_heads, count", [(2, 16, 2), (2, 48, 6), (1, 48, 3), (3, 16, 3)]
+)
+def test_the_raw_heads_are_so_many_heads_also_where_there_are_more_than_layers(
+    layers, kv_heads, count
+):
     config, found = model_methods.raw_config(Shape(layers, kv_heads), CCAConfig(16, 1024), 4096)
     assert found == count
-    assert sum(size.count(1) for size in config.layer_group_sizes if isinstance(size, tuple)) == count
+    assert (
+        sum(size.count(1) for size in config.layer_group_sizes if isinstance(size, tuple)) == count
+    )
 
 
 @pytest.mark.parametrize("mode", ["sweep", "throughput"])
 def test_what_does_not_measure_raw_heads_says_so(capsys, mode):
-    assert main(["bench", "model", "--shape", "tiny", "--method", "cca_raw", f"--{mode}", "--device", "cpu"]) == 2
+    assert (
+        main(
+            [
+                "bench",
+                "model",
+                "--shape",
+                "tiny",
+                "--method",
+                "cca_raw",
+                f"--{mode}",
+                "--device",
+                "cpu",
+            ]
+        )
+        == 2
+    )
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1 and f"method must be without 'cca_raw' for a {mode} run" in error[0]
 
 
 def test_some_heads_raw_have_the_cache_of_equal_groups(tmp_path):
     save_tiny_model(tmp_path, layers=8, max_length=600)
-    found = model.run_model_bench(dataclasses.replace(TINY, shape=str(tmp_path), lengths=(512,), window_size=64,
-                                                      methods=("cca", "cca_raw")))
-    sizes = [value(found, "cache_bytes", method=method, length=512) for method in ("cca", "cca_raw")]
+    found = model.run_model_bench(
+        dataclasses.replace(
+            TINY, shape=str(tmp_path), lengths=(512,), window_size=64, methods=("cca", "cca_raw")
+        )
+    )
+    sizes = [
+        value(found, "cache_bytes", method=method, length=512) for method in ("cca", "cca_raw")
+    ]
     assert 0.6 < sizes[1] / sizes[0] <= 1.05
     (place,) = (one for one in model_report.places(found) if one.length == 512)
     label = "CCA, some heads raw"
-    assert {label, "CCA"} <= set(place.values["model.next_token_ms"]) and place.value("model.first_token_s", label) > 0
-    raw = next(r for r in found if r.name == "model.first_token_s" and r.params["method"] == "cca_raw")
-    assert raw.params["raw_heads"] == 1 and 32 < raw.params["raw_window_size"] <= 64 == raw.params["window_size"]
-    (few,) = model.run_model_bench(dataclasses.replace(TINY, lengths=(512,), methods=("cca_raw",), what=("ftl",)))[:1]
+    assert {label, "CCA"} <= set(place.values["model.next_token_ms"]) and place.value(
+        "model.first_token_s", label
+    ) > 0
+    raw = next(
+        r for r in found if r.name == "model.first_token_s" and r.params["method"] == "cca_raw"
+    )
+    assert (
+        raw.params["raw_heads"] == 1
+        and 32 < raw.params["raw_window_size"] <= 64 == raw.params["window_size"]
+    )
+    (few,) = model.run_model_bench(
+        dataclasses.replace(TINY, lengths=(512,), methods=("cca_raw",), what=("ftl",))
+    )[:1]
     assert few.name == "model.skipped" and "must be at most 0 of 4 KV heads" in few.params["reason"]
 
 
 def test_throughput_by_batch(more):
     found = [r for r in more if r.name == "model.tokens_per_s"]
     assert [(r.params["method"], r.params["batch"], r.params["cache"]) for r in found] == [
-        (method, batch, cache) for method, cache in (("full", "static"), ("cca", "compact")) for batch in (1, 2, 3)]
-    place, = (p for p in model_report.places(more) if p.length == 64)
-    best = {method: max(r.value for r in found if r.params["method"] == method) for method in ("full", "cca")}
+        (method, batch, cache)
+        for method, cache in (("full", "static"), ("cca", "compact"))
+        for batch in (1, 2, 3)
+    ]
+    (place,) = (p for p in model_report.places(more) if p.length == 64)
+    best = {
+        method: max(r.value for r in found if r.params["method"] == method)
+        for method in ("full", "cca")
+    }
     assert place.gain("model.tokens_per_s") == pytest.approx(best["cca"] / best["full"])
     assert place.value("model.tokens_per_s", "CCA, int8") == best["cca"]
 
@@ -197,25 +286,42 @@ def test_a_batch_that_does_not_fit_ends_the_search(monkeypatch):
         return real(one, method, batch, *rest)
 
     monkeypatch.setattr(model, "StaticRun", failing)
-    found = model.run_model_bench(dataclasses.replace(TINY, lengths=(64,), mode="throughput", methods=("full",)))
-    assert [(r.name, r.params["batch"]) for r in found] == [("model.tokens_per_s", 1), ("model.skipped", 2)]
+    found = model.run_model_bench(
+        dataclasses.replace(TINY, lengths=(64,), mode="throughput", methods=("full",))
+    )
+    assert [(r.name, r.params["batch"]) for r in found] == [
+        ("model.tokens_per_s", 1),
+        ("model.skipped", 2),
+    ]
 
 
 def test_the_sweep_measures_each_g_and_s(more):
-    pairs = [(r.params["group_size"], r.params["window_size"]) for r in more
-             if r.name == "model.first_token_s" and r.params["method"] == "cca"]
+    pairs = [
+        (r.params["group_size"], r.params["window_size"])
+        for r in more
+        if r.name == "model.first_token_s" and r.params["method"] == "cca"
+    ]
     assert pairs == [(2, 32), (4, 32), (4, 16)]
 
 
 def test_tables_and_figures(records, more, tmp_path, capsys):
-    for drawn, draw in ((records, figures.draw_model), (more, figures.draw_sweep), (more, figures.draw_model)):
+    for drawn, draw in (
+        (records, figures.draw_model),
+        (more, figures.draw_sweep),
+        (more, figures.draw_model),
+    ):
         path = tmp_path / "model.svg"
         draw(drawn, str(path))
         assert path.stat().st_size > 5000
     text = model_tables.model_markdown(records)
     assert "**tiny (random weights), float32, g = 4, s = 32, " in text
-    assert "| first token: L | full | StreamingLLM | CCA | full / CCA | least: full | least: CCA |" in text
-    full, ours = (value(records, "cache_bytes", method=method, length=128) for method in ("full", "cca"))
+    assert (
+        "| first token: L | full | StreamingLLM | CCA | full / CCA | least: full | least: CCA |"
+        in text
+    )
+    full, ours = (
+        value(records, "cache_bytes", method=method, length=128) for method in ("full", "cca")
+    )
     assert f"| {full / ours:.2f}x |" in text
     model_tables.print_model(more)
     shown = capsys.readouterr().out
@@ -229,37 +335,92 @@ def test_tables_and_figures(records, more, tmp_path, capsys):
 
 def test_labels_tell_variants_apart():
     base = {"method": "cca"}
-    assert [model_report.label_of({**base, **more}) for more in (
-        {}, {"fuse": "none"}, {"fuse": "compile"}, {"cache_dtype": "fp8"}, {"chunk_size": 8})] == [
-        "CCA", "CCA", "CCA, fused", "CCA, fp8", "CCA, chunks of 8"]
-    assert model_report.label_of({"method": "sdpa_cudnn", "cache": "static"}) == "full (cuDNN), static cache"
+    assert [
+        model_report.label_of({**base, **more})
+        for more in (
+            {},
+            {"fuse": "none"},
+            {"fuse": "compile"},
+            {"cache_dtype": "fp8"},
+            {"chunk_size": 8},
+        )
+    ] == ["CCA", "CCA", "CCA, fused", "CCA, fp8", "CCA, chunks of 8"]
+    assert (
+        model_report.label_of({"method": "sdpa_cudnn", "cache": "static"})
+        == "full (cuDNN), static cache"
+    )
 
 
 def test_the_command_on_a_checkpoint(tmp_path, capsys):
     folder = save_tiny_model(tmp_path / "small")
     out = tmp_path / "model.jsonl"
-    assert main(["bench", "model", "--shape", folder, "--length", "64", "--method", "full", "--method", "cca",
-                 "--group-size", "4", "--window-size", "16", "--repeats", "1", "--steps", "2", "--what", "itl",
-                 "--device", "cpu", "--json", str(out), "--plot", str(tmp_path / "m.svg")]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "model",
+                "--shape",
+                folder,
+                "--length",
+                "64",
+                "--method",
+                "full",
+                "--method",
+                "cca",
+                "--group-size",
+                "4",
+                "--window-size",
+                "16",
+                "--repeats",
+                "1",
+                "--steps",
+                "2",
+                "--what",
+                "itl",
+                "--device",
+                "cpu",
+                "--json",
+                str(out),
+                "--plot",
+                str(tmp_path / "m.svg"),
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
-    assert "small (checkpoint weights), float32, g = 4, s = 16" in shown and "first token" not in shown
-    assert {json.loads(line)["name"] for line in out.read_text().splitlines()} == {"model.next_token_ms"}
+    assert (
+        "small (checkpoint weights), float32, g = 4, s = 16" in shown and "first token" not in shown
+    )
+    assert {json.loads(line)["name"] for line in out.read_text().splitlines()} == {
+        "model.next_token_ms"
+    }
     assert len(read_records(out)) == 5 and (tmp_path / "m.svg").exists()
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--shape", "no/such/model"], "model 'no/such/model' does not exist"),
-    (["--shape", "tiny", "--sweep", "--throughput"], "sweep and throughput must be asked for one at a time, got both"),
-    (["--shape", "tiny", "--method", "fast"], "method must be one of 'full', "),
-    (["--shape", "tiny", "--what", "speed"], "what must be one of 'ftl', 'itl', got 'speed'"),
-    (["--shape", "tiny", "--fuse", "all"], "fuse must be one of 'none', 'compile', got 'all'"),
-    (["--shape", "tiny", "--length", "0"], "length must be at least 1, got 0"),
-    (["--shape", "tiny", "--steps", "0"], "steps must be at least 1, got 0"),
-    (["--shape", "tiny", "--chunk-size", "0"], "chunk_size must be at least 1, got 0"),
-    (["--shape", "tiny", "--length", "99999999"], "input_ids must fit the model's "),
-    (["--shape", "tiny", "--cache-dtype", "int4"], "cache_dtype must be one of 'auto', 'int8', 'fp8', got 'int4'"),
-    (["--shape", "tiny", "--dtype", "int8"], "dtype must be one of 'float32', "),
-    (["--shape", "tiny", "--baseline-limit-s", "0"], "baseline_limit_s must be above 0")], ids=str)
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--shape", "no/such/model"], "model 'no/such/model' does not exist"),
+        (
+            ["--shape", "tiny", "--sweep", "--throughput"],
+            "sweep and throughput must be asked for one at a time, got both",
+        ),
+        (["--shape", "tiny", "--method", "fast"], "method must be one of 'full', "),
+        (["--shape", "tiny", "--what", "speed"], "what must be one of 'ftl', 'itl', got 'speed'"),
+        (["--shape", "tiny", "--fuse", "all"], "fuse must be one of 'none', 'compile', got 'all'"),
+        (["--shape", "tiny", "--length", "0"], "length must be at least 1, got 0"),
+        (["--shape", "tiny", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["--shape", "tiny", "--chunk-size", "0"], "chunk_size must be at least 1, got 0"),
+        (["--shape", "tiny", "--length", "99999999"], "input_ids must fit the model's "),
+        (
+            ["--shape", "tiny", "--cache-dtype", "int4"],
+            "cache_dtype must be one of 'auto', 'int8', 'fp8', got 'int4'",
+        ),
+        (["--shape", "tiny", "--dtype", "int8"], "dtype must be one of 'float32', "),
+        (["--shape", "tiny", "--baseline-limit-s", "0"], "baseline_limit_s must be above 0"),
+    ],
+    ids=str,
+)
 def test_wrong_settings_are_one_line(arguments, message, capsys):
     assert main(["bench", "model", "--device", "cpu", *arguments]) == 2
     error = capsys.readouterr().err
@@ -269,10 +430,17 @@ def test_wrong_settings_are_one_line(arguments, message, capsys):
 def test_what_suits_a_device():
     assert model_defaults("cpu", "tiny").methods == ("full", "streaming_llm", "cca")
     gpu = model_defaults("cuda", "llama2-7b")
-    assert gpu.lengths == [2 ** i for i in range(12, 18)] and gpu.dtype == "bfloat16" and "sdpa_cudnn" in gpu.methods
+    assert (
+        gpu.lengths == [2**i for i in range(12, 18)]
+        and gpu.dtype == "bfloat16"
+        and "sdpa_cudnn" in gpu.methods
+    )
     assert model_defaults("cuda", "llama2-7b", mode="sweep").methods == ("cca",)
     assert model_defaults("cuda", "llama3.1-8b", mode="throughput").lengths == [32768]
-    pairs = [(c.group_size, c.window_size) for c in model_defaults("cuda", "llama2-7b", mode="sweep").sweep()]
+    pairs = [
+        (c.group_size, c.window_size)
+        for c in model_defaults("cuda", "llama2-7b", mode="sweep").sweep()
+    ]
     assert len(pairs) == 10 and (16, 1024) in pairs and (2, 1024) in pairs and (16, 4096) in pairs
 
 
@@ -280,6 +448,13 @@ def test_what_suits_a_device():
 def test_shapes_are_those_of_the_models(shape, monkeypatch):
     one, of_model = shapes.make_model(shape, "bfloat16", "meta")
     parameters = sum(x.numel() for x in one.parameters())
-    assert parameters == {"llama2-7b": 6738415616, "llama3.1-8b": 8030261248, "qwen2.5-7b": 7615616512,
-                          "llama-1b": 1137772544}[shape]
+    assert (
+        parameters
+        == {
+            "llama2-7b": 6738415616,
+            "llama3.1-8b": 8030261248,
+            "qwen2.5-7b": 7615616512,
+            "llama-1b": 1137772544,
+        }[shape]
+    )
     assert of_model["weights"] == "random" and of_model["head_dim"] == 128

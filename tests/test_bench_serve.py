@@ -31,12 +31,18 @@ def test_arrivals_follow_the_rate():
         count = sum(hour * 100 <= t < hour * 100 + 100 for t in found)
         expected = sum(rate(hour * 100 + t + 0.5) for t in range(100))
         assert abs(count - expected) < 5 * math.sqrt(expected)
-    assert max(rate(t) for t in range(1000)) == pytest.approx(20) and rate(580) == 20 and rate(80) == pytest.approx(2)
+    assert (
+        max(rate(t) for t in range(1000)) == pytest.approx(20)
+        and rate(580) == 20
+        and rate(80) == pytest.approx(2)
+    )
 
 
 def test_prompts_are_distinct_after_what_they_share():
     first, second = (prompt_of(number, 50, 20, 7) for number in (1, 2))
-    assert first[:20] == second[:20] and first[20:] != second[20:] and len(first) == len(second) == 50
+    assert (
+        first[:20] == second[:20] and first[20:] != second[20:] and len(first) == len(second) == 50
+    )
     assert first == prompt_of(1, 50, 20, 7) and max(first) < 256
     assert prompt_of(1, 50, 0, 7)[0:20] != prompt_of(2, 50, 0, 7)[0:20]
 
@@ -47,17 +53,28 @@ def test_percentiles():
 
 
 def test_a_server_that_is_not_there_is_an_error_of_each_request():
-    seen = asyncio.run(replay("http://127.0.0.1:9", "x", [0.0, 0.01], lambda n: [1], 3, lambda one: None))
+    seen = asyncio.run(
+        replay("http://127.0.0.1:9", "x", [0.0, 0.01], lambda n: [1], 3, lambda one: None)
+    )
     assert [one.error for one in seen] == ["ConnectError"] * 2 and seen[0].first_token_s is None
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"mode": "week"}, "mode must be day, rising or sat"),
-    ({"variants": ("fast",)}, "variant must be elastic, fixed, full"),
-    ({"variants": ("cca:0:5",)}, "variant must be"), ({"variants": ()}, "variant must be given"),
-    ({"shape": "gpt"}, "shape must be one of llama3.1-8b"), ({"new_tokens": 0}, "new_tokens must be at least 1"),
-    ({"shared_length": 1024}, "shared_length must be"), ({"seconds": 0}, "seconds must be more than 0"),
-    ({"peak_rate": 0.1}, "peak_rate must be at least base_rate"), ({"growth": 1.0}, "peak_rate must be")], ids=str)
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mode": "week"}, "mode must be day, rising or sat"),
+        ({"variants": ("fast",)}, "variant must be elastic, fixed, full"),
+        ({"variants": ("cca:0:5",)}, "variant must be"),
+        ({"variants": ()}, "variant must be given"),
+        ({"shape": "gpt"}, "shape must be one of llama3.1-8b"),
+        ({"new_tokens": 0}, "new_tokens must be at least 1"),
+        ({"shared_length": 1024}, "shared_length must be"),
+        ({"seconds": 0}, "seconds must be more than 0"),
+        ({"peak_rate": 0.1}, "peak_rate must be at least base_rate"),
+        ({"growth": 1.0}, "peak_rate must be"),
+    ],
+    ids=str,
+)
 def test_wrong_settings(options, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         ServeBench(**options)
@@ -68,28 +85,82 @@ def test_variants_become_options_of_the_server():
     own = ["--group-size", "8", "--window-size", "64"]
     assert bench.server_options("elastic") == ["--policy", "elastic", *own]
     assert bench.server_options("full") == ["--method", "full"]
-    assert bench.server_options("cca:4:99") == ["--policy", "fixed", "--group-size", "4", "--window-size", "99"]
+    assert bench.server_options("cca:4:99") == [
+        "--policy",
+        "fixed",
+        "--group-size",
+        "4",
+        "--window-size",
+        "99",
+    ]
 
 
 def test_the_shape_is_that_of_the_model():
     from transformers import AutoConfig
+
     config = AutoConfig.for_model(**SHAPES["llama3.1-8b"])
     per_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     assert 32 * per_layer + 2 * 128256 * 4096 + 4096 == 8030261248
-    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size) == (
-        32, 4096, 14336, 128256)
+    assert (
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.vocab_size,
+    ) == (32, 4096, 14336, 128256)
 
 
 def test_a_day_and_a_rise_on_one_server(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     model, original, urls = save_tiny_model(tmp_path / "m", max_length=512), serve.served, []
-    common = ["bench", "serve", "--model", model, "--prompt-length", "60", "--new-tokens", "6", "--device", "cpu",
-              "--cache-mib", "64", "--json", "r.jsonl"]
-    day = ["--mode", "day", "--seconds", "3", "--base-rate", "3", "--peak-rate", "15", "--plot", "day.svg"]
-    rise = ["--mode", "rising", "--seconds", "1", "--base-rate", "4", "--peak-rate", "9", "--growth", "2",
-            "--variant", "fixed", "--variant", "cca:4:16", "--plot", "rise.svg"]
+    common = [
+        "bench",
+        "serve",
+        "--model",
+        model,
+        "--prompt-length",
+        "60",
+        "--new-tokens",
+        "6",
+        "--device",
+        "cpu",
+        "--cache-mib",
+        "64",
+        "--json",
+        "r.jsonl",
+    ]
+    day = [
+        "--mode",
+        "day",
+        "--seconds",
+        "3",
+        "--base-rate",
+        "3",
+        "--peak-rate",
+        "15",
+        "--plot",
+        "day.svg",
+    ]
+    rise = [
+        "--mode",
+        "rising",
+        "--seconds",
+        "1",
+        "--base-rate",
+        "4",
+        "--peak-rate",
+        "9",
+        "--growth",
+        "2",
+        "--variant",
+        "fixed",
+        "--variant",
+        "cca:4:16",
+        "--plot",
+        "rise.svg",
+    ]
 
     with original(ServeBench(model=model, device="cpu", cache_mib=64), "elastic") as url:
+
         @contextmanager
         def same(bench, variant):
             urls.append(variant)
@@ -99,7 +170,9 @@ def test_a_day_and_a_rise_on_one_server(tmp_path, monkeypatch, capfd):
         assert main([*common, *day, "--variant", "elastic"]) == 0
         assert main([*common, *rise]) == 0
         assert main([*common, *rise, "--first-token-limit", "0.0001", "--force"]) == 0
-        assert main([*common, "--mode", "saturated", "--requests", "5", "--variant", "cca:4:16"]) == 0
+        assert (
+            main([*common, "--mode", "saturated", "--requests", "5", "--variant", "cca:4:16"]) == 0
+        )
         assert main([*common, "--mode", "saturated", "--plot", "s.svg"]) == 2
     shown = capfd.readouterr().out
     records = read_records("r.jsonl")
@@ -108,21 +181,43 @@ def test_a_day_and_a_rise_on_one_server(tmp_path, monkeypatch, capfd):
     count = total["serve.requests_per_s"].params["offered_per_s"] * 3
     assert len(hours) == 24 and count > 10 and total["serve.failed"].value == 0
     assert sum(r.params["offered_per_s"] for r in hours) * 3 / 24 == pytest.approx(count)
-    assert total["serve.tokens_per_s"].value == pytest.approx(6 * total["serve.requests_per_s"].value)
-    shares = [r for r in records if r.name == "serve.setting_share" and r.params["mode"] == "day"
-              and "hour" not in r.params]
-    assert sum(r.value for r in shares) == pytest.approx(1) and shares[0].params["group_size"] in (16, 32, 64)
+    assert total["serve.tokens_per_s"].value == pytest.approx(
+        6 * total["serve.requests_per_s"].value
+    )
+    shares = [
+        r
+        for r in records
+        if r.name == "serve.setting_share" and r.params["mode"] == "day" and "hour" not in r.params
+    ]
+    assert sum(r.value for r in shares) == pytest.approx(1) and shares[0].params["group_size"] in (
+        16,
+        32,
+        64,
+    )
     first = [r for r in records if r.name == "serve.first_token_s" and r.params.get("rate") == 4]
-    assert {r.params["quantile"] for r in first} == {0.5, 0.99} and all(0 < r.value < 60 for r in first)
-    limits = [(r.params["variant"], r.value, r.params["reached"]) for r in records if r.name == "serve.limit_rate"]
+    assert {r.params["quantile"] for r in first} == {0.5, 0.99} and all(
+        0 < r.value < 60 for r in first
+    )
+    limits = [
+        (r.params["variant"], r.value, r.params["reached"])
+        for r in records
+        if r.name == "serve.limit_rate"
+    ]
     assert limits[2:] == [("fixed", 0.0, True), ("cca:4:16", 0.0, True)] and len(limits) == 4
     assert limits[0][1] in (4.0, 8.0, 0.0) and "for its first token at" in shown
     assert urls == ["elastic"] + ["fixed", "cca:4:16"] * 2 + ["cca:4:16"]
     saturated = {r.name: r for r in records if r.params["mode"] == "saturated"}
-    assert saturated["serve.tokens_per_s"].value == pytest.approx(6 * saturated["serve.requests_per_s"].value)
-    assert saturated["serve.requests_per_s"].params["requests"] == 5 and saturated["serve.failed"].value == 0
+    assert saturated["serve.tokens_per_s"].value == pytest.approx(
+        6 * saturated["serve.requests_per_s"].value
+    )
+    assert (
+        saturated["serve.requests_per_s"].params["requests"] == 5
+        and saturated["serve.failed"].value == 0
+    )
     records = [r for r in records if r.params["mode"] != "saturated"]
-    assert (tmp_path / "day.svg").stat().st_size > 5000 and (tmp_path / "rise.svg").stat().st_size > 5000
+    assert (tmp_path / "day.svg").stat().st_size > 5000 and (
+        tmp_path / "rise.svg"
+    ).stat().st_size > 5000
     kept = newest_run(records)
     assert {r.params["variant"] for r in kept} == {"fixed", "cca:4:16"}
     draw_serve(records, "again.svg")
@@ -132,5 +227,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
     (tmp_path / "log").write_text("Loading\nerror: model 'nowhere' does not exist.\n")
     ended = subprocess.Popen(["true"])
     ended.wait()
-    with pytest.raises(UserError, match="^the server did not start: model 'nowhere' does not exist.$"):
+    with pytest.raises(
+        UserError, match="^the server did not start: model 'nowhere' does not exist.$"
+    ):
         serve._wait_for(ended, tmp_path / "log")

@@ -20,15 +20,29 @@ ROTARY = Rotary.from_theta(100.0, D)
 def qkv(batch, heads, kv_heads, length, seed=0, dtype=torch.float64):
     generator = torch.Generator("cpu").manual_seed(seed)
     default = torch.get_default_device()
-    return [torch.randn(batch, h, length, D, generator=generator, dtype=dtype, device="cpu").to(default)
-            for h in (heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(batch, h, length, D, generator=generator, dtype=dtype, device="cpu").to(default)
+        for h in (heads, kv_heads, kv_heads)
+    ]
 
 
 def reference(config, q, k, v, **options):
-    return cca_attention(q, k, v, group_size=config.group_size, window_size=config.window_size,
-                         num_groups=config.num_groups, pooling=config.pooling, core_position=config.core_position,
-                         core_heads=config.core_heads, core_bias=config.core_bias, sink_size=config.sink_size,
-                         rotary=ROTARY, backend="reference", **options)
+    return cca_attention(
+        q,
+        k,
+        v,
+        group_size=config.group_size,
+        window_size=config.window_size,
+        num_groups=config.num_groups,
+        pooling=config.pooling,
+        core_position=config.core_position,
+        core_heads=config.core_heads,
+        core_bias=config.core_bias,
+        sink_size=config.sink_size,
+        rotary=ROTARY,
+        backend="reference",
+        **options,
+    )
 
 
 def fed(layer, tensors, sizes, mask=None, **options):
@@ -37,7 +51,9 @@ def fed(layer, tensors, sizes, mask=None, **options):
     for size in sizes:
         end = start + size
         part = None if mask is None or (size == 1 and start > 40) else mask[:, :end]
-        outs.append(layer.attend(*(x[:, :, start:end] for x in tensors), attention_mask=part, **options))
+        outs.append(
+            layer.attend(*(x[:, :, start:end] for x in tensors), attention_mask=part, **options)
+        )
         start = end
     return torch.cat(outs, 2)
 
@@ -49,14 +65,33 @@ def left_padding(batch, length):
     return mask
 
 
-SIZES = {"once": lambda n: [n], "one by one": lambda n: [1] * n, "chunks": lambda n: [20, 7, 1, 1, 24, n - 53],
-         "small chunks": lambda n: [3] * (n // 3) + [1] * (n % 3)}
+SIZES = {
+    "once": lambda n: [n],
+    "one by one": lambda n: [1] * n,
+    "chunks": lambda n: [20, 7, 1, 1, 24, n - 53],
+    "small chunks": lambda n: [3] * (n // 3) + [1] * (n % 3),
+}
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("g, s, sinks", [(4, 8, 0), (3, 7, 0), (16, 5, 0), (1, 4, 0), (5, 1, 0), (7, 30, 0), (4, 8, 8),
-                                         (3, 7, 20), (16, 5, 16), (1, 4, 3), (5, 1, 70), (5, 2, 200)])
+@pytest.mark.parametrize(
+    "g, s, sinks",
+    [
+        (4, 8, 0),
+        (3, 7, 0),
+        (16, 5, 0),
+        (1, 4, 0),
+        (5, 1, 0),
+        (7, 30, 0),
+        (4, 8, 8),
+        (3, 7, 20),
+        (16, 5, 16),
+        (1, 4, 3),
+        (5, 1, 70),
+        (5, 2, 200),
+    ],
+)
 def test_any_way_of_appending_equals_one_pass(g, s, sinks, sizes, padded):
     config = CCAConfig(g, s, sink_size=sinks)
     tensors = qkv(3, 4, 2, 90)
@@ -68,25 +103,42 @@ def test_any_way_of_appending_equals_one_pass(g, s, sinks, sizes, padded):
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("options", [
-    {"pooling": "mean"}, {"pooling": "max"}, {"core_position": "token"}, {"core_heads": "query"},
-    {"core_bias": 1.3}, {"core_heads": "query", "core_bias": -0.7, "pooling": "mean"}, {"backend": "reference"},
-    {"sink_size": 8, "core_heads": "query", "core_bias": -0.7}, {"sink_size": 26, "pooling": "max"},
-    {"sink_size": 4, "core_bias": 1.3, "backend": "reference"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pooling": "mean"},
+        {"pooling": "max"},
+        {"core_position": "token"},
+        {"core_heads": "query"},
+        {"core_bias": 1.3},
+        {"core_heads": "query", "core_bias": -0.7, "pooling": "mean"},
+        {"backend": "reference"},
+        {"sink_size": 8, "core_heads": "query", "core_bias": -0.7},
+        {"sink_size": 26, "pooling": "max"},
+        {"sink_size": 4, "core_bias": 1.3, "backend": "reference"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_every_setting_decodes_as_it_prefills(options, softcap):
     config, tensors = CCAConfig(4, 9, **options), qkv(2, 4, 2, 70)
     expected = reference(config, *tensors, softcap=softcap)
-    for max_length, sizes in itertools.product((None, 70), ([30] + [1] * 40, [1] * 70, [25, 25, 20])):
+    for max_length, sizes in itertools.product(
+        (None, 70), ([30] + [1] * 40, [1] * 70, [25, 25, 20])
+    ):
         layer = CompactLayer(config, ROTARY, max_length=max_length)
-        torch.testing.assert_close(fed(layer, tensors, sizes, softcap=softcap), expected, rtol=0, atol=1e-11)
+        torch.testing.assert_close(
+            fed(layer, tensors, sizes, softcap=softcap), expected, rtol=0, atol=1e-11
+        )
 
 
 def test_random_appends_and_crops_agree_with_the_reference():
     chance = random.Random(0)
     crops = 0
     for trial in range(60):
-        config = CCAConfig(*chance.choice([(4, 8), (3, 7), (16, 5), (5, 1), (1, 3)]), sink_size=5 * (trial % 3))
+        config = CCAConfig(
+            *chance.choice([(4, 8), (3, 7), (16, 5), (5, 1), (1, 3)]), sink_size=5 * (trial % 3)
+        )
         rollback, length = chance.choice([0, 6]), 80
         tensors = qkv(2, 2, 1, length, seed=trial)
         mask = left_padding(2, length) if trial % 2 else None
@@ -94,13 +146,15 @@ def test_random_appends_and_crops_agree_with_the_reference():
         layer, end, peak = CompactLayer(config, ROTARY, rollback=rollback), 0, 0
         while end < length:
             size = min(chance.choice([1, 1, 2, 5, 17, 40]), length - end)
-            part = None if mask is None else mask[:, :end + size]
-            out = layer.attend(*(x[:, :, end:end + size] for x in tensors), attention_mask=part)
-            torch.testing.assert_close(out, expected[:, :, end:end + size], rtol=0, atol=1e-11)
+            part = None if mask is None else mask[:, : end + size]
+            out = layer.attend(*(x[:, :, end : end + size] for x in tensors), attention_mask=part)
+            torch.testing.assert_close(out, expected[:, :, end : end + size], rtol=0, atol=1e-11)
             end += size
             if end > size and chance.random() < 0.4:
                 # The last append can always be taken back; from the furthest point, `rollback` tokens more.
-                back = chance.randint(1, size + (rollback if end > peak and end >= size + rollback else 0))
+                back = chance.randint(
+                    1, size + (rollback if end > peak and end >= size + rollback else 0)
+                )
                 layer.crop(back)
                 peak, end, crops = max(peak, end), end - back, crops + 1
             peak = max(peak, end)
@@ -118,7 +172,9 @@ def test_crop_refuses_what_has_left_the_window():
     assert layer.seq_len == 60  # a refused crop changes nothing
     layer.crop(0)
     layer.crop(60)  # back to the beginning is always possible
-    torch.testing.assert_close(fed(layer, tensors, [60]), reference(CCAConfig(4, 9), *tensors), rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        fed(layer, tensors, [60]), reference(CCAConfig(4, 9), *tensors), rtol=0, atol=1e-11
+    )
     long = UNDO_LIMIT + 50
     tensors = qkv(1, 2, 1, 50 + long)
     layer.reset()
@@ -145,7 +201,10 @@ def test_crop_of_fixed_length_knows_what_steps_pushed_out():
 @pytest.mark.parametrize("sinks", [0, 8])
 def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixed, sinks):
     g, s, length = 4, 9, 70
-    config, tensors = CCAConfig(g, s, core_heads=core_heads, sink_size=sinks), qkv(2, 4, 2, length, dtype=torch.float32)
+    config, tensors = (
+        CCAConfig(g, s, core_heads=core_heads, sink_size=sinks),
+        qkv(2, 4, 2, length, dtype=torch.float32),
+    )
     token = 2 * 2 * 2 * D * 4  # rows, KV heads, keys and values, bytes of a vector
 
     def entries(length):
@@ -153,7 +212,7 @@ def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixe
 
     layer = CompactLayer(config, ROTARY, max_length=length if fixed else None)
     for t in range(length):
-        fed(layer, [x[:, :, t:t + 1] for x in tensors], [1])
+        fed(layer, [x[:, :, t : t + 1] for x in tensors], [1])
         assert layer.nbytes == entries(t + 1) * token
         if fixed:
             assert layer.allocated_bytes == entries(length) * token
@@ -163,8 +222,13 @@ def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixe
         assert layer.nbytes == layer.allocated_bytes == entries(n) * token
         shape = RowShape(3, 2, 4, D, 4)
         assert 2 * shape.row_bytes(config, n) == 3 * layer.nbytes
-        assert 2 * cost.cache_bytes(n, 1, 2, D, 4, group_size=g, window_size=s, cores_per_group=width,
-                                    sinks=sinks) == layer.nbytes
+        assert (
+            2
+            * cost.cache_bytes(
+                n, 1, 2, D, 4, group_size=g, window_size=s, cores_per_group=width, sinks=sinks
+            )
+            == layer.nbytes
+        )
 
 
 def test_growth_is_geometric_not_per_token():
@@ -183,7 +247,9 @@ def test_select_and_repeat_rows(sinks):
     mask = left_padding(3, 70)
     layer = CompactLayer(config, ROTARY)
     fed(layer, tensors, [40], mask)
-    fed(layer, [x[:, :, 40:45] for x in tensors], [5])  # a draft, so that what it pushed out must follow too
+    fed(
+        layer, [x[:, :, 40:45] for x in tensors], [5]
+    )  # a draft, so that what it pushed out must follow too
     rows = torch.tensor([2, 0, 0])
     layer.select(rows)
     layer.repeat(2)
@@ -204,7 +270,9 @@ def test_state_dict_round_trip(tmp_path, fixed, sinks):
         fed(cache.layers[i], tensors, [41], mask)
     torch.save(cache.state_dict(), tmp_path / "cache.pt")
     other = CompactKVCache(2, config, ROTARY, max_length=80 if fixed else None)
-    other.load_state_dict(torch.load(tmp_path / "cache.pt", map_location=torch.get_default_device()))
+    other.load_state_dict(
+        torch.load(tmp_path / "cache.pt", map_location=torch.get_default_device())
+    )
     assert other.seq_len == 41 and other.nbytes == cache.nbytes
     expected = reference(config, *tensors, attention_mask=mask)[:, :, 41:]
     for i in range(2):
@@ -212,7 +280,9 @@ def test_state_dict_round_trip(tmp_path, fixed, sinks):
             out = fed(layer, [x[:, :, 41:] for x in tensors], [1] * 20 + [9])
             torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
     with pytest.raises(ValueError, match="the state must come from a cache with config"):
-        CompactLayer(config.replace(group_size=5), ROTARY).load_state_dict(cache.layers[0].state_dict())
+        CompactLayer(config.replace(group_size=5), ROTARY).load_state_dict(
+            cache.layers[0].state_dict()
+        )
     with pytest.raises(ValueError, match="must have 3 layers, got 2"):
         CompactKVCache(3, config, ROTARY).load_state_dict(cache.state_dict())
 
@@ -222,7 +292,9 @@ def test_num_groups_fixes_the_group_size(sinks):
     config, tensors = CCAConfig(num_groups=10, window_size=9, sink_size=sinks), qkv(2, 4, 2, 70)
     layer = CompactLayer(config, ROTARY)
     out = fed(layer, tensors, [50])
-    torch.testing.assert_close(out, reference(config, *(x[:, :, :50] for x in tensors)), rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        out, reference(config, *(x[:, :, :50] for x in tensors)), rtol=0, atol=1e-11
+    )
     assert layer.group_size == 5  # ceil((50 - 9) / 10)
     fed(layer, [x[:, :, 50:51] for x in tensors], [1])
     with pytest.raises(ValueError, match="whole prompt in one call"):
@@ -233,11 +305,16 @@ def test_num_groups_fixes_the_group_size(sinks):
 
 @pytest.mark.parametrize("sinks", [0, 8])
 def test_first_append_is_differentiable_later_ones_refuse(sinks):
-    config, tensors = CCAConfig(4, 9, sink_size=sinks), [x.requires_grad_() for x in qkv(2, 4, 2, 40)]
+    config, tensors = (
+        CCAConfig(4, 9, sink_size=sinks),
+        [x.requires_grad_() for x in qkv(2, 4, 2, 40)],
+    )
     layer = CompactLayer(config, ROTARY)
     weights = torch.randn(2, 4, 40, D, dtype=torch.float64)
     got = torch.autograd.grad((layer.attend(*tensors) * weights).sum(), tensors)
-    for a, b in zip(got, torch.autograd.grad((reference(config, *tensors) * weights).sum(), tensors)):
+    for a, b in zip(
+        got, torch.autograd.grad((reference(config, *tensors) * weights).sum(), tensors)
+    ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
     for n in (1, 4):
         with pytest.raises(ValueError, match="gradients must not be asked"):
@@ -262,7 +339,9 @@ def test_padding_may_reach_over_whole_chunks():
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[0, :33] = 0
     out = fed(CompactLayer(config, ROTARY), tensors, [10, 10, 10, 10, 20], mask)
-    torch.testing.assert_close(out, reference(config, *tensors, attention_mask=mask), rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        out, reference(config, *tensors, attention_mask=mask), rtol=0, atol=1e-11
+    )
     assert (out[0, :, :33] == 0).all()
 
 
@@ -276,14 +355,20 @@ def test_padding_is_never_guessed(max_length, n):
     expected = reference(config, *tensors, attention_mask=mask)
     layer = CompactLayer(config, ROTARY, max_length=max_length)
     fed(layer, [x[:, :, :12] for x in tensors], [1] * 12, mask)
-    piece = [x[:, :, 12:12 + n] for x in tensors]
-    for call in (lambda: layer.attend(*piece), lambda: layer.attend(*piece, attention_mask=torch.ones(2, 12 + n))):
+    piece = [x[:, :, 12 : 12 + n] for x in tensors]
+    for call in (
+        lambda: layer.attend(*piece),
+        lambda: layer.attend(*piece, attention_mask=torch.ones(2, 12 + n)),
+    ):
         with pytest.raises(ValueError, match="^attention_mask must"):
             call()
     assert not layer.padding_known and layer.seq_len == 12  # a refused call changes nothing
-    out = [layer.attend(*(x[:, :, t:t + 1] for x in tensors), attention_mask=mask[:, :t + 1]) for t in range(12, 34)]
+    out = [
+        layer.attend(*(x[:, :, t : t + 1] for x in tensors), attention_mask=mask[:, : t + 1])
+        for t in range(12, 34)
+    ]
     assert layer.padding_known
-    out += [layer.attend(*(x[:, :, t:t + 1] for x in tensors)) for t in range(34, 60)]
+    out += [layer.attend(*(x[:, :, t : t + 1] for x in tensors)) for t in range(34, 60)]
     torch.testing.assert_close(torch.cat(out, 2), expected[:, :, 12:], rtol=0, atol=1e-11)
 
 
@@ -305,16 +390,28 @@ def test_what_changes_the_rows_or_the_length_knows_the_padding():
     layer.crop(3)  # back into the padding
     assert not layer.padding_known
     out = layer.attend(*(x[:, :, 32:] for x in tensors), attention_mask=mask)
-    torch.testing.assert_close(out, reference(config, *tensors, attention_mask=mask)[:, :, 32:], rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        out, reference(config, *tensors, attention_mask=mask)[:, :, 32:], rtol=0, atol=1e-11
+    )
     layer.reset()
-    torch.testing.assert_close(layer.attend(*tensors), reference(config, *tensors), rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        layer.attend(*tensors), reference(config, *tensors), rtol=0, atol=1e-11
+    )
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: CompactLayer(CCAConfig()), "rotary must be given"),
-    (lambda: CompactLayer(CCAConfig(), ROTARY, rollback=-1), "rollback must be at least 0"),
-    (lambda: fed(CompactLayer(CCAConfig(4, 9), ROTARY, max_length=9), qkv(1, 1, 1, 10), [10]), "at most max_length 9"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: CompactLayer(CCAConfig()), "rotary must be given"),
+        (lambda: CompactLayer(CCAConfig(), ROTARY, rollback=-1), "rollback must be at least 0"),
+        (
+            lambda: fed(
+                CompactLayer(CCAConfig(4, 9), ROTARY, max_length=9), qkv(1, 1, 1, 10), [10]
+            ),
+            "at most max_length 9",
+        ),
+    ],
+)
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -338,8 +435,10 @@ def test_public_name():
 
 @pytest.mark.parametrize("sizes", [[1] * 30, [13, 1, 1, 15]], ids=("one by one", "chunks"))
 @pytest.mark.parametrize("max_length", [None, 92])
-@pytest.mark.parametrize("g, s, smaller, sinks", [(4, 18, 7, 0), (3, 7, 1, 0), (16, 40, 39, 0), (1, 9, 4, 0),
-                                                  (5, 5, 5, 0), (4, 18, 7, 16)])
+@pytest.mark.parametrize(
+    "g, s, smaller, sinks",
+    [(4, 18, 7, 0), (3, 7, 1, 0), (16, 40, 39, 0), (1, 9, 4, 0), (5, 5, 5, 0), (4, 18, 7, 16)],
+)
 def test_a_shrunk_window_is_exact_from_then_on(g, s, smaller, sinks, max_length, sizes):
     """Queries before see s, those after the smaller window: each row of the output is that of its own reference."""
     tensors, mask = qkv(3, 4, 2, 90), left_padding(3, 90)
@@ -354,15 +453,23 @@ def test_a_shrunk_window_is_exact_from_then_on(g, s, smaller, sinks, max_length,
         span = slice(start, start + size)
         rest.append(layer.attend(*(x[:, :, span] for x in tensors)))
         start += size
-    for config, got, span in ((CCAConfig(g, s, sink_size=sinks), first, slice(0, 60)),
-                              (CCAConfig(g, smaller, sink_size=sinks), torch.cat(rest, 2), slice(60, 90))):
+    for config, got, span in (
+        (CCAConfig(g, s, sink_size=sinks), first, slice(0, 60)),
+        (CCAConfig(g, smaller, sink_size=sinks), torch.cat(rest, 2), slice(60, 90)),
+    ):
         expected = reference(config, *tensors, attention_mask=mask)[:, :, span]
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
-    assert layer.config == CCAConfig(g, smaller, sink_size=sinks) and layer.ring_size == smaller + g - 1
+    assert (
+        layer.config == CCAConfig(g, smaller, sink_size=sinks)
+        and layer.ring_size == smaller + g - 1
+    )
     if max_length is not None:
         entry = 3 * 2 * D * 8 * 2  # rows, KV heads, head size, float64, keys and values
         assert before - layer.allocated_bytes == (s - smaller) * entry
-    with pytest.raises(ValueError, match=f"^window_size must be at most {smaller} once set, got {s + 1}. Start a new"):
+    with pytest.raises(
+        ValueError,
+        match=f"^window_size must be at most {smaller} once set, got {s + 1}. Start a new",
+    ):
         layer.shrink_window(s + 1)
     with pytest.raises(ValueError, match="^window_size must be at least 1"):
         layer.shrink_window(0)
@@ -378,7 +485,9 @@ def test_a_shrunk_window_can_be_cropped_and_saved():
     other.load_state_dict(layer.state_dict())
     expected = reference(CCAConfig(4, 9), *tensors)[:, :, 55:]
     for one in (layer, other):
-        torch.testing.assert_close(one.attend(*(x[:, :, 55:] for x in tensors)), expected, rtol=0, atol=1e-11)
+        torch.testing.assert_close(
+            one.attend(*(x[:, :, 55:] for x in tensors)), expected, rtol=0, atol=1e-11
+        )
     with pytest.raises(ValueError, match="^crop must leave the window whole"):
         layer.crop(80)
     caches = CompactKVCache(2, config, ROTARY)
@@ -388,15 +497,19 @@ def test_a_shrunk_window_can_be_cropped_and_saved():
     assert [layer.config.window_size for layer in caches.layers] == [3, 3]
     empty = CompactLayer(config, ROTARY)
     empty.shrink_window(3)
-    torch.testing.assert_close(empty.attend(*tensors), reference(CCAConfig(4, 3), *tensors), rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        empty.attend(*tensors), reference(CCAConfig(4, 3), *tensors), rtol=0, atol=1e-11
+    )
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
 def test_an_expected_length_is_used_once(fixed):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 60, 16) for _ in range(3))
-    layer, plain = (CompactLayer(CCAConfig(4, 8), Rotary.from_theta(1e4, 16), max_length=60 if fixed else None)
-                    for _ in range(2))
+    layer, plain = (
+        CompactLayer(CCAConfig(4, 8), Rotary.from_theta(1e4, 16), max_length=60 if fixed else None)
+        for _ in range(2)
+    )
     for start, end in ((0, 20), (20, 40), (40, 41), (41, 60)):
         new = [x[:, :, start:end] for x in (q, k, v)]
         if end - start > 1:

@@ -20,8 +20,10 @@ KINDS = sorted(LARGEST)
 def qkv(batch, heads, kv_heads, length, seed=0, dtype=torch.float64):
     generator = torch.Generator("cpu").manual_seed(seed)
     default = torch.get_default_device()
-    return [torch.randn(batch, h, length, D, generator=generator, device="cpu").to(default, dtype)
-            for h in (heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(batch, h, length, D, generator=generator, device="cpu").to(default, dtype)
+        for h in (heads, kv_heads, kv_heads)
+    ]
 
 
 def rounded(x, kind):
@@ -37,16 +39,32 @@ def truth(config, q, k, v, mask=None):
         own_q = q[row, :, pad:].unflatten(0, (k.shape[1], -1))
         own_k, own_v = (rounded(x[row, :, pad:], kind) for x in (k, v))
         groups = own_k.shape[1] // g
-        grouped = [x[:, :groups * g].unflatten(1, (groups, g)) for x in (own_k, own_v)]
-        cores = reference.pool(own_q[:, :, g - 1:groups * g:g], *grouped, scale=D ** -0.5, pooling=config.pooling,
-                               core_heads=config.core_heads, rotary=ROTARY)
+        grouped = [x[:, : groups * g].unflatten(1, (groups, g)) for x in (own_k, own_v)]
+        cores = reference.pool(
+            own_q[:, :, g - 1 : groups * g : g],
+            *grouped,
+            scale=D**-0.5,
+            pooling=config.pooling,
+            core_heads=config.core_heads,
+            rotary=ROTARY,
+        )
         core_k, core_v = (rounded(x, kind) for x in cores)
         for t in range(own_k.shape[1]):
             start, seen = local_start(t, g, s), num_visible_cores(t, g, s)
             start = 0 if n else start  # the reference has the first tokens in its mask
-            part, _ = reference.attend(own_q[:, :, t:t + 1], own_k[:, start:t + 1], own_v[:, start:t + 1],
-                                       core_k[:, :, n // g:seen], core_v[:, :, n // g:seen], q_start=t, k_start=start,
-                                       group_size=g, window_size=s, scale=D ** -0.5, sinks=n)
+            part, _ = reference.attend(
+                own_q[:, :, t : t + 1],
+                own_k[:, start : t + 1],
+                own_v[:, start : t + 1],
+                core_k[:, :, n // g : seen],
+                core_v[:, :, n // g : seen],
+                q_start=t,
+                k_start=start,
+                group_size=g,
+                window_size=s,
+                scale=D**-0.5,
+                sinks=n,
+            )
             out[row, :, pad + t] = part.flatten(0, 1)[:, 0]
     return out
 
@@ -65,20 +83,27 @@ def test_codes_are_the_nearest():
     x = torch.cat((torch.randn(50, 64), 1e-3 * torch.randn(50, 64), torch.zeros(1, 64)))
     for kind in KINDS:
         codes, scale = encode(x, kind)
-        assert codes.dtype == torch.int8 and scale.dtype == torch.float32 and scale.shape == (101, 1)
+        assert (
+            codes.dtype == torch.int8 and scale.dtype == torch.float32 and scale.shape == (101, 1)
+        )
         every = torch.arange(256, dtype=torch.uint8).view(torch.int8)
         numbers = decode(every, torch.ones(1), kind, torch.float32)
         numbers = numbers[numbers.isfinite() & (numbers.abs() <= LARGEST[kind])]
         best = (x[:, :, None] - numbers * scale[:, :, None]).abs().amin(-1)
-        assert ((x - decode(codes, scale, kind, torch.float32)).abs() <= best * (1 + 1e-4) + 1e-9).all()
+        assert (
+            (x - decode(codes, scale, kind, torch.float32)).abs() <= best * (1 + 1e-4) + 1e-9
+        ).all()
         assert (decode(*encode(x[-1:], kind), kind, torch.float16) == 0).all()
         nan = encode(torch.tensor([[1.0, math.nan]]), kind)
         assert decode(*nan, kind, torch.float32).isnan().all()  # shows, instead of a wrong number
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", [{}, {"pooling": "max", "core_heads": "query"}, {"pooling": "mean"},
-                                      {"sink_size": 8}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"pooling": "max", "core_heads": "query"}, {"pooling": "mean"}, {"sink_size": 8}],
+    ids=str,
+)
 def test_any_way_of_appending_is_the_truth_of_rounded_tokens(kind, settings):
     config, tensors = CCAConfig(4, 9, cache_dtype=kind, **settings), qkv(3, 4, 2, 70)
     mask = torch.ones(3, 70, dtype=torch.long)
@@ -87,7 +112,9 @@ def test_any_way_of_appending_is_the_truth_of_rounded_tokens(kind, settings):
     for max_length in (None, 72):
         for sizes in ([70], [1] * 70, [20, 7, 1, 1, 24, 17]):
             layer = CompactLayer(config, ROTARY, max_length=max_length)
-            torch.testing.assert_close(fed(layer, tensors, sizes, mask), expected, rtol=0, atol=1e-11)
+            torch.testing.assert_close(
+                fed(layer, tensors, sizes, mask), expected, rtol=0, atol=1e-11
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +143,9 @@ def test_crop_shrink_select_and_state(kind, sinks):
     layer.select(torch.tensor([1, 0]))
     layer.repeat(2)
     for one, rows in ((layer, [1, 1, 0, 0]), (other.layers[0], [0, 1])):
-        out = torch.cat([one.attend(*(x[rows][:, :, t:t + 1] for x in tensors)) for t in range(40, 55)], 2)
+        out = torch.cat(
+            [one.attend(*(x[rows][:, :, t : t + 1] for x in tensors)) for t in range(40, 55)], 2
+        )
         torch.testing.assert_close(out, expected[rows][:, :, 40:55], rtol=0, atol=1e-11)
     smaller = truth(config.replace(window_size=3), *tensors)
     other.shrink_window(3)
@@ -138,24 +167,38 @@ def test_models_generate_with_it(kind):
     ids = torch.cat([pad(tokens(1, n, seed=n), (41 - n, 0)) for n in (41, 22, 3)])
     mask = torch.cat([pad(torch.ones_like(tokens(1, n)), (41 - n, 0)) for n in (41, 22, 3)])
     with corecontext.enabled(model, CCAConfig(5, 13, cache_dtype=kind)):
-        made = [Engine(model, static=static, chunk_size=size).generate(ids, mask, max_new_tokens=12)
-                for static, size in ((False, None), (True, 7), (True, 1))]
+        made = [
+            Engine(model, static=static, chunk_size=size).generate(ids, mask, max_new_tokens=12)
+            for static, size in ((False, None), (True, 7), (True, 1))
+        ]
         assert made[0] == made[1] == made[2]
-        assert made[0] == model.generate(ids, attention_mask=mask, do_sample=False,
-                                         max_new_tokens=12)[:, 41:].tolist()
-        alone = [Engine(model).generate(tokens(1, n, seed=n), max_new_tokens=12)[0] for n in (41, 22, 3)]
+        assert (
+            made[0]
+            == model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12)[
+                :, 41:
+            ].tolist()
+        )
+        alone = [
+            Engine(model).generate(tokens(1, n, seed=n), max_new_tokens=12)[0] for n in (41, 22, 3)
+        ]
         assert made[0] == alone
         assert model.config.cca["cache_dtype"] == kind
 
 
 def test_unknown_kinds_are_refused():
-    with pytest.raises(ValueError, match="^cache_dtype must be one of 'auto', 'int8', 'fp8', got 'int4'"):
+    with pytest.raises(
+        ValueError, match="^cache_dtype must be one of 'auto', 'int8', 'fp8', got 'int4'"
+    ):
         CCAConfig(cache_dtype="int4")
 
 
-CASES = [(4, 9, 4, 2, 21, 26, {}), (5, 6, 2, 1, 13, 21, {"core_heads": "query", "core_bias": 0.5}),
-         (5, 8, 2, 1, 13, 21, {"pooling": "max"}), (1, 5, 2, 1, 7, 15, {"pooling": "mean"}),
-         (4, 5, 2, 1, 6, 18, {"sink_size": 8})]
+CASES = [
+    (4, 9, 4, 2, 21, 26, {}),
+    (5, 6, 2, 1, 13, 21, {"core_heads": "query", "core_bias": 0.5}),
+    (5, 8, 2, 1, 13, 21, {"pooling": "max"}),
+    (1, 5, 2, 1, 7, 15, {"pooling": "mean"}),
+    (4, 5, 2, 1, 6, 18, {"sink_size": 8}),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -180,8 +223,13 @@ def test_the_triton_step_stores_and_sees_the_same(kind, case):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_triton_step_in_half_precision(kind):
     pytest.importorskip("triton", reason="the triton backend needs triton")
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter gets bfloat16 wrong
-    config, tensors = CCAConfig(4, 9, cache_dtype=kind, backend="triton"), qkv(1, 4, 2, 34, dtype=dtype)
+    dtype = (
+        torch.bfloat16 if torch.cuda.is_available() else torch.float16
+    )  # the interpreter gets bfloat16 wrong
+    config, tensors = (
+        CCAConfig(4, 9, cache_dtype=kind, backend="triton"),
+        qkv(1, 4, 2, 34, dtype=dtype),
+    )
     layer = CompactLayer(config, ROTARY, max_length=50)
     out = fed(layer, tensors, [24] + [1] * 10)
     expected = truth(config, *(x.double() for x in tensors))

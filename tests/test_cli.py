@@ -62,27 +62,47 @@ def test_help_and_version(capfd):
 
 
 def test_help_loads_nothing_heavy():
-    code = ("import sys; from corecontext.cli import main; main(['--help']); "
-            "print(*{'torch', 'transformers', 'matplotlib'} & set(sys.modules), file=sys.stderr)")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.strip() == ""
+    code = (
+        "import sys; from corecontext.cli import main; main(['--help']); "
+        "print(*{'torch', 'transformers', 'matplotlib'} & set(sys.modules), file=sys.stderr)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.strip()
+        == ""
+    )
 
 
 def test_generate_streams_and_writes_the_same(model, here, capfd, monkeypatch):
-    common = ["generate", "--model", model, "--window-size", "64", "--group-size", "8", "--max-new-tokens", "12"]
+    common = [
+        "generate",
+        "--model",
+        model,
+        "--window-size",
+        "64",
+        "--group-size",
+        "8",
+        "--max-new-tokens",
+        "12",
+    ]
     assert main([*common, "--prompt-file", "good.txt"]) == 0
     shown, err = capfd.readouterr()
     assert err == "" and len(shown) > 1
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
     assert main([*common, "--prompt-file", "-", "--output", "out.txt"]) == 0
     assert (here / "out.txt").read_text() == shown.removesuffix("\n")
-    assert "File exists" not in refuse(capfd, here, *common, "--prompt-file", "good.txt", "--output", "out.txt")
+    assert "File exists" not in refuse(
+        capfd, here, *common, "--prompt-file", "good.txt", "--output", "out.txt"
+    )
     assert main([*common, "--prompt-file", "good.txt", "--output", "out.txt", "--force"]) == 0
     assert (here / "out.txt").stat().st_mode & 0o777 == 0o666 & ~_umask()
     assert main([*common, "--prompt-file", "good.txt", "--method", "full"]) == 0
     sampled = []
     for seed in ("1", "1", "2"):
         capfd.readouterr()
-        assert main([*common, "--prompt-file", "good.txt", "--temperature", "2.0", "--seed", seed]) == 0
+        assert (
+            main([*common, "--prompt-file", "good.txt", "--temperature", "2.0", "--seed", seed])
+            == 0
+        )
         sampled.append(capfd.readouterr().out)
     assert sampled[0] == sampled[1] != sampled[2]
 
@@ -90,19 +110,32 @@ def test_generate_streams_and_writes_the_same(model, here, capfd, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_generate_makes_the_text_of_the_library_s_generate(model, monkeypatch, temperature):
     from corecontext.loading import encode, load
+
     loaded = load(model, group_size=8, window_size=64, device="cpu")
     ids = encode(loaded, TEXT)
     made = {}
-    for name, chunk_size, penalty in (("engine", None, None), ("chunks", 50, 1.0), ("generate", None, None),
-                                      ("generate in chunks", 50, None), ("penalty", 50, 1.5)):
+    for name, chunk_size, penalty in (
+        ("engine", None, None),
+        ("chunks", 50, 1.0),
+        ("generate", None, None),
+        ("generate in chunks", 50, None),
+        ("penalty", 50, 1.5),
+    ):
         pieces: list[str] = []
         monkeypatch.setattr(loaded.model.generation_config, "repetition_penalty", penalty)
         with monkeypatch.context() as patch:
             if name.startswith("generate"):
                 patch.setattr(generation, "PLAIN", {"eos_token_id": "never"})
                 patch.setattr(loaded.model.generation_config, "eos_token_id", 10**6)
-            count = generation.generate(loaded, ids, max_new_tokens=40, temperature=temperature, seed=3,
-                                        chunk_size=chunk_size, on_text=pieces.append)
+            count = generation.generate(
+                loaded,
+                ids,
+                max_new_tokens=40,
+                temperature=temperature,
+                seed=3,
+                chunk_size=chunk_size,
+                on_text=pieces.append,
+            )
         assert count == 40
         made[name] = "".join(pieces)
     assert len(made["engine"]) > 5 and made.pop("penalty") != made["engine"]
@@ -117,13 +150,23 @@ def test_generate_says_what_would_fit(model, here, capfd, monkeypatch):
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", full)
     line = refuse(capfd, here, *GENERATE, "--model", model, "--chunk-size", "600")
-    assert line.startswith("input_ids must fit the device's memory, got 1 x 540 tokens in chunks of 600")
+    assert line.startswith(
+        "input_ids must fit the device's memory, got 1 x 540 tokens in chunks of 600"
+    )
     from corecontext.inference import limits
-    monkeypatch.setattr(limits, "free_bytes", lambda device: 200 * (2560 + 512))  # activations, cache
+
+    monkeypatch.setattr(
+        limits, "free_bytes", lambda device: 200 * (2560 + 512)
+    )  # activations, cache
     line = refuse(capfd, here, *GENERATE, "--model", model, "--method", "full")
-    assert "got 540 tokens and ran out with 0.00 GiB free before. About 200 tokens fit at once." in line
-    monkeypatch.setattr(limits, "free_bytes", lambda device: 2 ** 40)
-    assert "About 432 tokens fit" in refuse(capfd, here, *GENERATE, "--model", model, "--method", "full")
+    assert (
+        "got 540 tokens and ran out with 0.00 GiB free before. About 200 tokens fit at once."
+        in line
+    )
+    monkeypatch.setattr(limits, "free_bytes", lambda device: 2**40)
+    assert "About 432 tokens fit" in refuse(
+        capfd, here, *GENERATE, "--model", model, "--method", "full"
+    )
 
 
 def _umask() -> int:
@@ -133,14 +176,30 @@ def _umask() -> int:
 
 
 def test_perplexity_of_both_methods(model, here, capfd):
-    argv = ["perplexity", "good.txt", "--model", model, "--compare", "--window-size", "32", "--group-size", "8"]
+    argv = [
+        "perplexity",
+        "good.txt",
+        "--model",
+        model,
+        "--compare",
+        "--window-size",
+        "32",
+        "--group-size",
+        "8",
+    ]
     assert main([*argv, "--json", "r.jsonl"]) == 0
     shown = capfd.readouterr().out
-    found = {(r.params["method"], r.params.get("bucket")): r for r in read_records("r.jsonl")
-             if r.name == "quality.perplexity"}
+    found = {
+        (r.params["method"], r.params.get("bucket")): r
+        for r in read_records("r.jsonl")
+        if r.name == "quality.perplexity"
+    }
     assert set(found) == {(m, b) for m in ("full", "cca") for b in (None, "0-511", "512-539")}
     assert all(f"{r.value:.4f}" in shown for r in found.values())
-    assert found["cca", None].params["group_size"] == 8 and "group_size" not in found["full", None].params
+    assert (
+        found["cca", None].params["group_size"] == 8
+        and "group_size" not in found["full", None].params
+    )
     assert found["cca", None].value != found["full", None].value
     assert main([*argv[:4], "--method", "full", "--chunk-size", "7", "--json", "s.jsonl"]) == 0
     assert read_records("s.jsonl")[0].value == pytest.approx(found["full", None].value, rel=1e-5)
@@ -148,6 +207,7 @@ def test_perplexity_of_both_methods(model, here, capfd):
 
 def test_chunks_and_hidden_states_give_the_same_likelihoods(model):
     from corecontext.loading import load
+
     for method in ("full", "cca"):
         loaded = load(model, method=method, group_size=8, window_size=32, device="cpu")
         ids = torch.randint(256, (1, 200), generator=torch.Generator().manual_seed(1))
@@ -156,28 +216,44 @@ def test_chunks_and_hidden_states_give_the_same_likelihoods(model):
             hidden = loaded.model.get_decoder()(ids).last_hidden_state
         truth = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
         for chunk_size in (1, 64, 1000):
-            torch.testing.assert_close(perplexity.document_nll(loaded.model, ids, chunk_size=chunk_size), truth,
-                                       rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(perplexity.hidden_nll(loaded.model.lm_head, hidden, ids, chunk_size=chunk_size),
-                                       truth, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                perplexity.document_nll(loaded.model, ids, chunk_size=chunk_size),
+                truth,
+                rtol=1e-4,
+                atol=1e-4,
+            )
+            torch.testing.assert_close(
+                perplexity.hidden_nll(loaded.model.lm_head, hidden, ids, chunk_size=chunk_size),
+                truth,
+                rtol=1e-4,
+                atol=1e-4,
+            )
 
 
 def test_positions_are_covered_once():
     result = perplexity.Perplexity(torch.ones(2999), 3000)
     buckets = [(start, end) for start, end, _ in result.by_position(first=512)]
     assert buckets == [(0, 512), (512, 1024), (1024, 2048), (2048, 3000)]
-    assert result.value == pytest.approx(2.718281828) and result.bits_per_byte == pytest.approx(2999 / 3000 / 0.6931472)
+    assert result.value == pytest.approx(2.718281828) and result.bits_per_byte == pytest.approx(
+        2999 / 3000 / 0.6931472
+    )
 
 
 def test_settings_saved_with_the_model_are_used(model, here, capfd, tmp_path_factory):
     from corecontext.loading import load
+
     folder = tmp_path_factory.mktemp("saved") / "model"
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "cca": {"group_size": 4, "window_size": 40}}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "cca": {"group_size": 4, "window_size": 40}})
+    )
     assert load(str(folder)).config.group_size == 4
     assert load(str(folder), sinks=3).config == load(str(folder)).config.replace(sink_size=3)
-    assert load(str(folder), sinks=3).sizes()["sinks"] == 3 and "sinks" not in load(str(folder)).sizes()
+    assert (
+        load(str(folder), sinks=3).sizes()["sinks"] == 3
+        and "sinks" not in load(str(folder)).sizes()
+    )
     assert load(str(folder), group_size=8).config == load(str(folder)).config.replace(group_size=8)
     assert load(model).config.window_size == 1024
 
@@ -194,43 +270,123 @@ def test_models_are_loaded_with_the_attention_that_they_have(family, model, tmp_
     for method in ("full", "cca", "window"):
         loaded = load(str(tmp_path), method=method, device="cpu")
         with torch.no_grad():
-            torch.testing.assert_close(loaded.model(ids).logits, saved(ids).logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                loaded.model(ids).logits, saved(ids).logits, rtol=1e-4, atol=1e-4
+            )
 
 
 def test_a_constant_number_of_groups(model, here, capfd):
     shutil.copytree(model, "groups")
     settings = json.loads(Path("groups/config.json").read_text())
-    Path("groups/config.json").write_text(json.dumps({**settings, "cca": {"num_groups": 10, "window_size": 41}}))
+    Path("groups/config.json").write_text(
+        json.dumps({**settings, "cca": {"num_groups": 10, "window_size": 41}})
+    )
     Path("long.txt").write_text("x" * 1024)
     assert main(["perplexity", "long.txt", "--model", "groups"]) == 0
     assert main(["info", "--model", "groups", "--length", "541"]) == 0
     entries = 541 // 50 + 41 + 49  # g = (541 - 41) / 10
     shown = capfd.readouterr().out
-    assert "10 groups, s = 41" in shown and f"{2 * 2 * 2 * 16 * 4 * entries / 1024:.1f} KiB" in shown
-    for argv in (["perplexity", "good.txt"], ["eval", "--task", "perplexity", "--data", "good.txt", "--length", "64"]):
+    assert (
+        "10 groups, s = 41" in shown and f"{2 * 2 * 2 * 16 * 4 * entries / 1024:.1f} KiB" in shown
+    )
+    for argv in (
+        ["perplexity", "good.txt"],
+        ["eval", "--task", "perplexity", "--data", "good.txt", "--length", "64"],
+    ):
         found = refuse(capfd, here, *argv, "--model", "groups", "--chunk-size", "32")
-        assert found == "chunk-size must not be given with num-groups, which needs the whole text at once."
+        assert (
+            found
+            == "chunk-size must not be given with num-groups, which needs the whole text at once."
+        )
 
 
 def test_info_needs_no_weights(model, here, capfd):
     (here / "m").mkdir()
     (here / "m" / "config.json").write_text((Path(model) / "config.json").read_text())
-    assert main(["info", "--model", "m", "--length", "500", "--length", "1000", "--group-size", "10",
-                 "--window-size", "91"]) == 0
+    assert (
+        main(
+            [
+                "info",
+                "--model",
+                "m",
+                "--length",
+                "500",
+                "--length",
+                "1000",
+                "--group-size",
+                "10",
+                "--window-size",
+                "91",
+            ]
+        )
+        == 0
+    )
     shown = capfd.readouterr().out
-    assert "500" in shown and f"{2 * 2 * 2 * 16 * 4 * (100 + 100) / 1024:.0f} KiB".replace("100", "100") in shown
-    assert main(["info", "--model", "m", "--length", "1000", "--group-size", "10", "--window-size", "61", "--sinks",
-                 "27"]) == 0  # 30 raw tokens and 97 core tokens
+    assert (
+        "500" in shown
+        and f"{2 * 2 * 2 * 16 * 4 * (100 + 100) / 1024:.0f} KiB".replace("100", "100") in shown
+    )
+    assert (
+        main(
+            [
+                "info",
+                "--model",
+                "m",
+                "--length",
+                "1000",
+                "--group-size",
+                "10",
+                "--window-size",
+                "61",
+                "--sinks",
+                "27",
+            ]
+        )
+        == 0
+    )  # 30 raw tokens and 97 core tokens
     shown = " ".join(capfd.readouterr().out.split())
-    assert "the first 30 tokens raw" in shown and f"{2 * 2 * 2 * 16 * 4 * (97 + 30 + 70) / 1024:.1f} KiB" in shown
+    assert (
+        "the first 30 tokens raw" in shown
+        and f"{2 * 2 * 2 * 16 * 4 * (97 + 30 + 70) / 1024:.1f} KiB" in shown
+    )
 
 
 def test_bench_operator(here, capfd):
-    assert main(["bench", "operator", "--device", "cpu", "--length", "256", "--heads", "2", "--kv-heads", "1",
-                 "--head-dim", "16", "--window-size", "32", "--forward-only", "--repeats", "3", "--memory-length",
-                 "128", "--json", "sub.jsonl", "--plot", "o.png"]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "operator",
+                "--device",
+                "cpu",
+                "--length",
+                "256",
+                "--heads",
+                "2",
+                "--kv-heads",
+                "1",
+                "--head-dim",
+                "16",
+                "--window-size",
+                "32",
+                "--forward-only",
+                "--repeats",
+                "3",
+                "--memory-length",
+                "128",
+                "--json",
+                "sub.jsonl",
+                "--plot",
+                "o.png",
+            ]
+        )
+        == 0
+    )
     assert "forward" in capfd.readouterr().out
-    assert {r.name for r in read_records("sub.jsonl")} == {"operator.forward_ms", "operator.peak_bytes"}
+    assert {r.name for r in read_records("sub.jsonl")} == {
+        "operator.forward_ms",
+        "operator.peak_bytes",
+    }
     assert (here / "o.png").stat().st_size > 2000
 
 
@@ -240,68 +396,186 @@ GENERATE = ["generate", "--prompt-file", "good.txt"]
 PERPLEXITY = ["perplexity", "good.txt"]
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["nope"], "No such command 'nope'."),
-    (["bench"], "Missing command."),
-    (["generate"], "Missing option '--model'."),
-    ([*GENERATE, "--model", "MODEL", "--chunk-size", "0"], "chunk-size must be at least 1, got 0."),
-    ([*PERPLEXITY, "--model", "MODEL", "--nope"], "No such option: --nope"),
-    ([*PERPLEXITY, "--model", "MODEL", "--group-size", "x"], "Invalid value for '--group-size': "),
-    ([*PERPLEXITY, "--model", "MODEL", "--group-size", "0"], "group_size must be at least 1, got 0."),
-    ([*GENERATE, "--model", "MODEL", "--window-size", "0"], "window_size must be at least 1 (a query sees itself"),
-    ([*PERPLEXITY, "--model", "MODEL", "--method", "x"],
-     "method must be cca, full, window, streaming_llm, lm_infinite, minference, longlora, mean or max, got 'x'."),
-    ([*PERPLEXITY, "--model", "MODEL", "--chunk-size", "0"], "chunk-size must be at least 1, got 0."),
-    ([*PERPLEXITY, "--model", "MODEL", "--device", "x"], "device must be auto, cpu or cuda, got 'x'."),
-    ([*PERPLEXITY, "--model", "MODEL", "--dtype", "int8"], "dtype must be auto, float32, bfloat16 or float16, got"),
-    ([*GENERATE, "--model", "MODEL", "--max-new-tokens", "0"], "max-new-tokens must be at least 1, got 0."),
-    ([*GENERATE, "--model", "MODEL", "--temperature", "-1"], "temperature must be at least 0, got -1.0."),
-    ([*GENERATE, "--model", "./nothing"], "model './nothing' does not exist."),
-    ([*PERPLEXITY, "--model", "."], "model '.' must be a folder with config.json, got one without."),
-    ([*PERPLEXITY, "--model", "broken"], "model 'broken' cannot be loaded: "),
-    ([*PERPLEXITY, "--model", "weightless"], "model 'weightless' cannot be loaded: "),
-    ([*PERPLEXITY, "--model", "truncated"], "model 'truncated' cannot be loaded: "),
-    ([*PERPLEXITY, "--model", "gpt2"], "architecture 'gpt2' is not tested with CCA attention. Tested: "),
-    (["info", "--model", "gpt2"], "architecture 'gpt2' is not tested with CCA attention. Tested: "),
-    (["info", "--model", "./nothing"], "model './nothing' does not exist."),
-    (["info", "--model", "MODEL", "--group-size", "-3"], "group_size must be at least 1, got -3."),
-    (["info", "--model", "MODEL", "--length", "0"], "length must be at least 1, got 0."),
-    (["perplexity", "none.txt", "--model", "MODEL"], "file 'none.txt' does not exist."),
-    (["perplexity", ".", "--model", "MODEL"], "file '.' must be a file, got a folder."),
-    (["perplexity", "empty.txt", "--model", "MODEL"], "file 'empty.txt' must hold text, got an empty one."),
-    (["perplexity", "binary.txt", "--model", "MODEL"], "file 'binary.txt' must be UTF-8 text, got byte 0x"),
-    (["perplexity", "zeros.txt", "--model", "MODEL"], "file 'zeros.txt' must be UTF-8 text, got a binary file"),
-    (["perplexity", "long.txt", "--model", "MODEL"], "text must fit the model's 1024 tokens, got 2000. Shorten it"),
-    (["perplexity", "one.txt", "--model", "MODEL"], "text must have at least 2 tokens, got 1."),
-    (["generate", "--prompt-file", "long.txt", "--model", "MODEL"], "text must fit the model's 1024 tokens, got 2000"),
-    ([*GENERATE, "--model", "MODEL", "--max-new-tokens", "500"], "text must fit the model's 1024 tokens, got 540 and"),
-    ([*GENERATE, "--model", "MODEL", "--output", "good.txt"], "output 'good.txt' already exists. Use --force"),
-    ([*GENERATE, "--model", "MODEL", "--output", "no/out"], "output 'no/out' must lie in an existing folder."),
-    ([*GENERATE, "--model", "MODEL", "--output", "."], "output '.' must be a file, got a folder."),
-    (["demo", "--group-size", "0"], "group_size must be at least 1, got 0."),
-    (["demo", "--questions", "0"], "questions must be at least 1, got 0."),
-    (["demo", "--questions", "1000000"], "questions must be at most 300, got 1000000."),
-    (["demo", "--max-tokens", "0"], "max-tokens must be at least "),
-    ([*GENERATE, "--model", "MODEL", "--temperature", "1e300"], "temperature must be at least 0 and at most 1e30, got"),
-    ([*GENERATE, "--model", "MODEL", "--seed", "99999999999999999999"], "seed must be from -2**63 to 2**63 - 1, got"),
-    ([*GENERATE, "--model", "MODEL", "--device", "meta"], "device 'meta' is not here"),
-    ([*GENERATE, "--model", "MODEL", "--output", "pipe", "--force"], "output 'pipe' must be a file, got a device or a"),
-    ([*GENERATE, "--model", "wordless"], "the tokenizer of model 'wordless' cannot be loaded (tokenizer.json, as a"),
-    (["serve", "--model", "MODEL", "--random-weights", "--dtype", "int8"], "dtype must be auto, float32, bfloat16 or"),
-    (["info", "--model", "listed"], "model 'listed' cannot be loaded: "),
-    (["info", "--model", "sliding"], "model must have full-attention layers, got 2 attention layers, all with a"),
-    (["convert", "sliding", "new"], "model must have full-attention layers, got 2 attention layers, all with a"),
-    (["eval", "--model", "MODEL", "--task", "perplexity", "--data", "binary.txt"], "file 'binary.txt' must be"),
-    (["eval", "--model", "MODEL", "--task", "perplexity", "--data", "number.jsonl"],
-     "file 'number.jsonl', line 1: text must be a string, got 5."),
-    (["eval", "--model", "MODEL", "--task", "perplexity", "--data", "good.txt", "--num-groups", "3", "--chunk-size",
-      "9"], "chunk-size must not be given with num-groups"),
-    (["demo", "--plot", "a.gif"], "plot must end in .png, .svg, .pdf, got 'a.gif'."),
-    (["demo", "--json", "no/a.jsonl"], "output 'no/a.jsonl' must lie in an existing folder."),
-    (["bench", "operator", "--device", "cpu", "--kv-heads", "3"], "kv_heads must divide query_heads, got 3 and 8."),
-    (["bench", "operator", "--window-size", "0"], "window_size must be at least 1"),
-    (["bench", "operator", "--dtype", "int8"], "dtype must be float32, bfloat16 or float16, got 'int8'."),
-], ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["nope"], "No such command 'nope'."),
+        (["bench"], "Missing command."),
+        (["generate"], "Missing option '--model'."),
+        (
+            [*GENERATE, "--model", "MODEL", "--chunk-size", "0"],
+            "chunk-size must be at least 1, got 0.",
+        ),
+        ([*PERPLEXITY, "--model", "MODEL", "--nope"], "No such option: --nope"),
+        (
+            [*PERPLEXITY, "--model", "MODEL", "--group-size", "x"],
+            "Invalid value for '--group-size': ",
+        ),
+        (
+            [*PERPLEXITY, "--model", "MODEL", "--group-size", "0"],
+            "group_size must be at least 1, got 0.",
+        ),
+        (
+            [*GENERATE, "--model", "MODEL", "--window-size", "0"],
+            "window_size must be at least 1 (a query sees itself",
+        ),
+        (
+            [*PERPLEXITY, "--model", "MODEL", "--method", "x"],
+            "method must be cca, full, window, streaming_llm, lm_infinite, minference, longlora, mean or max, got 'x'.",
+        ),
+        (
+            [*PERPLEXITY, "--model", "MODEL", "--chunk-size", "0"],
+            "chunk-size must be at least 1, got 0.",
+        ),
+        (
+            [*PERPLEXITY, "--model", "MODEL", "--device", "x"],
+            "device must be auto, cpu or cuda, got 'x'.",
+        ),
+        (
+            [*PERPLEXITY, "--model", "MODEL", "--dtype", "int8"],
+            "dtype must be auto, float32, bfloat16 or float16, got",
+        ),
+        (
+            [*GENERATE, "--model", "MODEL", "--max-new-tokens", "0"],
+            "max-new-tokens must be at least 1, got 0.",
+        ),
+        (
+            [*GENERATE, "--model", "MODEL", "--temperature", "-1"],
+            "temperature must be at least 0, got -1.0.",
+        ),
+        ([*GENERATE, "--model", "./nothing"], "model './nothing' does not exist."),
+        (
+            [*PERPLEXITY, "--model", "."],
+            "model '.' must be a folder with config.json, got one without.",
+        ),
+        ([*PERPLEXITY, "--model", "broken"], "model 'broken' cannot be loaded: "),
+        ([*PERPLEXITY, "--model", "weightless"], "model 'weightless' cannot be loaded: "),
+        ([*PERPLEXITY, "--model", "truncated"], "model 'truncated' cannot be loaded: "),
+        (
+            [*PERPLEXITY, "--model", "gpt2"],
+            "architecture 'gpt2' is not tested with CCA attention. Tested: ",
+        ),
+        (
+            ["info", "--model", "gpt2"],
+            "architecture 'gpt2' is not tested with CCA attention. Tested: ",
+        ),
+        (["info", "--model", "./nothing"], "model './nothing' does not exist."),
+        (
+            ["info", "--model", "MODEL", "--group-size", "-3"],
+            "group_size must be at least 1, got -3.",
+        ),
+        (["info", "--model", "MODEL", "--length", "0"], "length must be at least 1, got 0."),
+        (["perplexity", "none.txt", "--model", "MODEL"], "file 'none.txt' does not exist."),
+        (["perplexity", ".", "--model", "MODEL"], "file '.' must be a file, got a folder."),
+        (
+            ["perplexity", "empty.txt", "--model", "MODEL"],
+            "file 'empty.txt' must hold text, got an empty one.",
+        ),
+        (
+            ["perplexity", "binary.txt", "--model", "MODEL"],
+            "file 'binary.txt' must be UTF-8 text, got byte 0x",
+        ),
+        (
+            ["perplexity", "zeros.txt", "--model", "MODEL"],
+            "file 'zeros.txt' must be UTF-8 text, got a binary file",
+        ),
+        (
+            ["perplexity", "long.txt", "--model", "MODEL"],
+            "text must fit the model's 1024 tokens, got 2000. Shorten it",
+        ),
+        (["perplexity", "one.txt", "--model", "MODEL"], "text must have at least 2 tokens, got 1."),
+        (
+            ["generate", "--prompt-file", "long.txt", "--model", "MODEL"],
+            "text must fit the model's 1024 tokens, got 2000",
+        ),
+        (
+            [*GENERATE, "--model", "MODEL", "--max-new-tokens", "500"],
+            "text must fit the model's 1024 tokens, got 540 and",
+        ),
+        (
+            [*GENERATE, "--model", "MODEL", "--output", "good.txt"],
+            "output 'good.txt' already exists. Use --force",
+        ),
+        (
+            [*GENERATE, "--model", "MODEL", "--output", "no/out"],
+            "output 'no/out' must lie in an existing folder.",
+        ),
+        (
+            [*GENERATE, "--model", "MODEL", "--output", "."],
+            "output '.' must be a file, got a folder.",
+        ),
+        (["demo", "--group-size", "0"], "group_size must be at least 1, got 0."),
+        (["demo", "--questions", "0"], "questions must be at least 1, got 0."),
+        (["demo", "--questions", "1000000"], "questions must be at most 300, got 1000000."),
+        (["demo", "--max-tokens", "0"], "max-tokens must be at least "),
+        (
+            [*GENERATE, "--model", "MODEL", "--temperature", "1e300"],
+            "temperature must be at least 0 and at most 1e30, got",
+        ),
+        (
+            [*GENERATE, "--model", "MODEL", "--seed", "99999999999999999999"],
+            "seed must be from -2**63 to 2**63 - 1, got",
+        ),
+        ([*GENERATE, "--model", "MODEL", "--device", "meta"], "device 'meta' is not here"),
+        (
+            [*GENERATE, "--model", "MODEL", "--output", "pipe", "--force"],
+            "output 'pipe' must be a file, got a device or a",
+        ),
+        (
+            [*GENERATE, "--model", "wordless"],
+            "the tokenizer of model 'wordless' cannot be loaded (tokenizer.json, as a",
+        ),
+        (
+            ["serve", "--model", "MODEL", "--random-weights", "--dtype", "int8"],
+            "dtype must be auto, float32, bfloat16 or",
+        ),
+        (["info", "--model", "listed"], "model 'listed' cannot be loaded: "),
+        (
+            ["info", "--model", "sliding"],
+            "model must have full-attention layers, got 2 attention layers, all with a",
+        ),
+        (
+            ["convert", "sliding", "new"],
+            "model must have full-attention layers, got 2 attention layers, all with a",
+        ),
+        (
+            ["eval", "--model", "MODEL", "--task", "perplexity", "--data", "binary.txt"],
+            "file 'binary.txt' must be",
+        ),
+        (
+            ["eval", "--model", "MODEL", "--task", "perplexity", "--data", "number.jsonl"],
+            "file 'number.jsonl', line 1: text must be a string, got 5.",
+        ),
+        (
+            [
+                "eval",
+                "--model",
+                "MODEL",
+                "--task",
+                "perplexity",
+                "--data",
+                "good.txt",
+                "--num-groups",
+                "3",
+                "--chunk-size",
+                "9",
+            ],
+            "chunk-size must not be given with num-groups",
+        ),
+        (["demo", "--plot", "a.gif"], "plot must end in .png, .svg, .pdf, got 'a.gif'."),
+        (["demo", "--json", "no/a.jsonl"], "output 'no/a.jsonl' must lie in an existing folder."),
+        (
+            ["bench", "operator", "--device", "cpu", "--kv-heads", "3"],
+            "kv_heads must divide query_heads, got 3 and 8.",
+        ),
+        (["bench", "operator", "--window-size", "0"], "window_size must be at least 1"),
+        (
+            ["bench", "operator", "--dtype", "int8"],
+            "dtype must be float32, bfloat16 or float16, got 'int8'.",
+        ),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+)
 def test_a_mistake_is_one_line(argv, message, model, here, capfd, monkeypatch):
     (here / "empty.txt").write_text(" \n")
     (here / "binary.txt").write_bytes(bytes(range(256)))
@@ -320,8 +594,16 @@ def test_a_mistake_is_one_line(argv, message, model, here, capfd, monkeypatch):
         file.unlink()
     (here / "listed" / "config.json").write_text("[1]")
     settings = json.loads((here / "sliding" / "config.json").read_text())
-    (here / "sliding" / "config.json").write_text(json.dumps({
-        **settings, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8}))
+    (here / "sliding" / "config.json").write_text(
+        json.dumps(
+            {
+                **settings,
+                "model_type": "mistral",
+                "architectures": ["MistralForCausalLM"],
+                "sliding_window": 8,
+            }
+        )
+    )
     (here / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     found = refuse(capfd, here, *[model if part == "MODEL" else part for part in argv])
     assert found.startswith(message), found
@@ -330,17 +612,26 @@ def test_a_mistake_is_one_line(argv, message, model, here, capfd, monkeypatch):
 def test_a_name_that_the_hub_does_not_have(here):
     """Without a network the answer is the same: one line."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-m", "corecontext", "info", "--model", "nobody/nothing"], text=True,
-                          capture_output=True, env={**env, "PYTHONPATH": str(Path(cli.__file__).parents[1])})
+    done = subprocess.run(
+        [sys.executable, "-m", "corecontext", "info", "--model", "nobody/nothing"],
+        text=True,
+        capture_output=True,
+        env={**env, "PYTHONPATH": str(Path(cli.__file__).parents[1])},
+    )
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: model 'nobody/nothing' was not found: ") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("error: model 'nobody/nothing' was not found: ")
+        and done.stderr.count("\n") == 1
+    )
 
 
 def test_no_gpu_is_said(model, here, capfd):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     found = refuse(capfd, here, *PERPLEXITY, "--model", model, "--device", "cuda")
-    assert found == ("device 'cuda' is not here: this machine or this PyTorch has no GPU. Use --device cpu.")
+    assert found == (
+        "device 'cuda' is not here: this machine or this PyTorch has no GPU. Use --device cpu."
+    )
 
 
 def test_standard_input_can_be_empty(model, here, capfd, monkeypatch):
@@ -352,14 +643,15 @@ def test_standard_input_can_be_empty(model, here, capfd, monkeypatch):
 def allocator_error() -> RuntimeError:
     """What PyTorch raises when the CPU's memory runs out: asked for more than any machine has."""
     with pytest.raises(RuntimeError) as error:
-        torch.empty(2 ** 55)
+        torch.empty(2**55)
     return error.value
 
 
 def test_streams_may_be_closed(model, here, capfd, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    assert refuse(capfd, here, "perplexity", "-", "--model", model) == ("standard input must hold text, but it is "
-                                                                        "closed.")
+    assert refuse(capfd, here, "perplexity", "-", "--model", model) == (
+        "standard input must hold text, but it is closed."
+    )
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["info", "--model", model]) == 0
 
@@ -367,16 +659,21 @@ def test_streams_may_be_closed(model, here, capfd, monkeypatch):
 def test_a_disk_that_filled_up_is_one_line(model, here, capfd, monkeypatch):
     def fail(*args):
         raise OSError(28, "No space left on device", "r.jsonl")
+
     monkeypatch.setattr("corecontext.record.append_records", fail)
     found = refuse(capfd, here, *PERPLEXITY, "--model", model, "--json", "r.jsonl")
     assert found == "r.jsonl cannot be read or written: No space left on device."
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), allocator_error()],
-                         ids=["python", "gpu", "cpu allocator"])
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), allocator_error()],
+    ids=["python", "gpu", "cpu allocator"],
+)
 def test_out_of_memory_is_one_line(error, model, here, capfd, monkeypatch):
     def fail(*args, **kwargs):
         raise error
+
     monkeypatch.setattr(perplexity, "document_nll", fail)
     found = refuse(capfd, here, *PERPLEXITY, "--model", model, "--json", "r.jsonl")
     assert found.startswith("out of memory. Use a shorter text or length, --dtype bfloat16, ")
@@ -392,6 +689,7 @@ def test_an_interrupt_ends_with_130_and_leaves_nothing(model, here, capfd, monke
     def interrupt(*args, on_text, **kwargs):
         on_text("half a sente")
         raise KeyboardInterrupt
+
     monkeypatch.setattr(generation, "generate", interrupt)
     assert main([*GENERATE, "--model", model, "--output", "out.txt"]) == 130
     assert capfd.readouterr() == ("", "interrupted\n")
@@ -400,8 +698,13 @@ def test_an_interrupt_ends_with_130_and_leaves_nothing(model, here, capfd, monke
 
 def test_a_reader_that_leaves_is_no_error(model, here):
     env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
-    done = subprocess.run(f"{sys.executable} -m corecontext --help | head -c 1", shell=True, capture_output=True,
-                          text=True, env=env)
+    done = subprocess.run(
+        f"{sys.executable} -m corecontext --help | head -c 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        env=env,
+    )
     assert done.stderr == ""
 
 

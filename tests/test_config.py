@@ -13,13 +13,31 @@ from corecontext.config import CCAConfig
 
 def test_defaults_are_those_of_the_paper():
     config = CCAConfig()
-    assert (config.group_size, config.window_size, config.pooling, config.core_position) == (16, 1024, "cca", "middle")
-    assert (config.num_groups, config.core_heads, config.core_bias, config.backend) == (None, "kv", 0.0, "auto")
+    assert (config.group_size, config.window_size, config.pooling, config.core_position) == (
+        16,
+        1024,
+        "cca",
+        "middle",
+    )
+    assert (config.num_groups, config.core_heads, config.core_bias, config.backend) == (
+        None,
+        "kv",
+        0.0,
+        "auto",
+    )
 
 
 def test_dict_round_trip_through_json():
-    config = CCAConfig(group_size=3, window_size=5, num_groups=7, pooling="max", core_position="token",
-                       core_heads="query", core_bias=1.5, backend="reference")
+    config = CCAConfig(
+        group_size=3,
+        window_size=5,
+        num_groups=7,
+        pooling="max",
+        core_position="token",
+        core_heads="query",
+        core_bias=1.5,
+        backend="reference",
+    )
     assert CCAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -38,39 +56,85 @@ def test_frozen_and_replaced():
     assert config.replace(group_size=2) == CCAConfig(group_size=2) and config.group_size == 16
 
 
-@pytest.mark.parametrize("settings, error, message", [
-    ({"group_size": 0}, ValueError, "group_size must be at least 1, got 0."),
-    ({"group_size": 2.0}, TypeError, "group_size must be an integer, got 2.0 (float)."),
-    ({"group_size": True}, TypeError, "group_size must be an integer, got True (bool)."),
-    ({"window_size": 0}, ValueError, "window_size must be at least 1 (a query sees itself), got 0."),
-    ({"window_size": "8"}, TypeError, "window_size must be an integer, got '8' (str)."),
-    ({"num_groups": 0}, ValueError, "num_groups must be at least 1, got 0."),
-    ({"num_groups": 1.5}, TypeError, "num_groups must be an integer, got 1.5 (float)."),
-    ({"pooling": "maxx"}, ValueError,
-     "pooling must be one of 'cca', 'mean', 'max', 'mean_query', got 'maxx'. Did you mean 'max'?"),
-    ({"core_position": 3}, ValueError, "core_position must be one of 'middle', 'token', got 3."),
-    ({"core_heads": "head"}, ValueError, "core_heads must be one of 'kv', 'query', got 'head'."),
-    ({"backend": "pack"}, ValueError,
-     "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'pack'. Did you mean 'packed'?"),
-    ({"learned": None}, TypeError, "learned must be a tuple, got None."),
-    ({"core_bias": "log"}, TypeError, "core_bias must be a number, got 'log'. Use 0.0 for none."),
-    ({"core_bias": True}, TypeError, "core_bias must be a number, got True. Use 0.0 for none."),
-    ({"window_size": 10 ** 20}, ValueError, "window_size must be at most 2147483647, got 100000000000000000000."),
-    ({"core_bias": float("nan")}, ValueError, "core_bias must be finite, got nan. Use 0.0 for none."),
-    ({"core_bias": float("inf")}, ValueError, "core_bias must be finite, got inf. Use 0.0 for none."),
-])
+@pytest.mark.parametrize(
+    "settings, error, message",
+    [
+        ({"group_size": 0}, ValueError, "group_size must be at least 1, got 0."),
+        ({"group_size": 2.0}, TypeError, "group_size must be an integer, got 2.0 (float)."),
+        ({"group_size": True}, TypeError, "group_size must be an integer, got True (bool)."),
+        (
+            {"window_size": 0},
+            ValueError,
+            "window_size must be at least 1 (a query sees itself), got 0.",
+        ),
+        ({"window_size": "8"}, TypeError, "window_size must be an integer, got '8' (str)."),
+        ({"num_groups": 0}, ValueError, "num_groups must be at least 1, got 0."),
+        ({"num_groups": 1.5}, TypeError, "num_groups must be an integer, got 1.5 (float)."),
+        (
+            {"pooling": "maxx"},
+            ValueError,
+            "pooling must be one of 'cca', 'mean', 'max', 'mean_query', got 'maxx'. Did you mean 'max'?",
+        ),
+        (
+            {"core_position": 3},
+            ValueError,
+            "core_position must be one of 'middle', 'token', got 3.",
+        ),
+        (
+            {"core_heads": "head"},
+            ValueError,
+            "core_heads must be one of 'kv', 'query', got 'head'.",
+        ),
+        (
+            {"backend": "pack"},
+            ValueError,
+            "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'pack'. Did you mean 'packed'?",
+        ),
+        ({"learned": None}, TypeError, "learned must be a tuple, got None."),
+        (
+            {"core_bias": "log"},
+            TypeError,
+            "core_bias must be a number, got 'log'. Use 0.0 for none.",
+        ),
+        ({"core_bias": True}, TypeError, "core_bias must be a number, got True. Use 0.0 for none."),
+        (
+            {"window_size": 10**20},
+            ValueError,
+            "window_size must be at most 2147483647, got 100000000000000000000.",
+        ),
+        (
+            {"core_bias": float("nan")},
+            ValueError,
+            "core_bias must be finite, got nan. Use 0.0 for none.",
+        ),
+        (
+            {"core_bias": float("inf")},
+            ValueError,
+            "core_bias must be finite, got inf. Use 0.0 for none.",
+        ),
+    ],
+)
 def test_messages(settings, error, message):
-    for make in (lambda: CCAConfig(**settings), lambda: CCAConfig().replace(**settings),
-                 lambda: CCAConfig.from_dict(settings)):
+    for make in (
+        lambda: CCAConfig(**settings),
+        lambda: CCAConfig().replace(**settings),
+        lambda: CCAConfig.from_dict(settings),
+    ):
         with pytest.raises(error, match=f"^{re.escape(message)}$"):
             make()
 
 
-@pytest.mark.parametrize("key, hint", [
-    ("group_sise", "Did you mean 'group_size'?"),
-    ("zzz", "Known: group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias, "
-             "learned, layer_group_sizes, sink_size, cache_dtype, head_group_sizes, backend."),
-])
+@pytest.mark.parametrize(
+    "key, hint",
+    [
+        ("group_sise", "Did you mean 'group_size'?"),
+        (
+            "zzz",
+            "Known: group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias, "
+            "learned, layer_group_sizes, sink_size, cache_dtype, head_group_sizes, backend.",
+        ),
+    ],
+)
 def test_unknown_keys_are_errors(key, hint):
     with pytest.raises(ValueError, match=f"^{re.escape(f'unknown CCA setting {key!r}. {hint}')}$"):
         CCAConfig.from_dict({key: 1})
@@ -80,5 +144,7 @@ def test_unknown_keys_are_errors(key, hint):
 
 @pytest.mark.parametrize("values", [None, 5, ["group_size"]], ids=str)
 def test_settings_that_are_no_mapping_are_refused(values):
-    with pytest.raises(TypeError, match=re.escape(f"CCA settings must map names to values, got {values!r}.")):
+    with pytest.raises(
+        TypeError, match=re.escape(f"CCA settings must map names to values, got {values!r}.")
+    ):
         CCAConfig.from_dict(values)

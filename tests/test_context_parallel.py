@@ -29,10 +29,21 @@ def start(world: int, settings: str) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     path = f"{PROGRAM.parent.parent}{os.pathsep}{PROGRAM.parent}"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-                   "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, str(PROGRAM), str(world), port, settings], text=True, env=environment,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=200)
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": path,
+    }
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(world), port, settings],
+        text=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -48,23 +59,44 @@ def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
 
     text = Path(__file__).resolve().parents[1].joinpath("LICENSE").read_text()
     for i in range(4):
-        (tmp_path / f"text{i}.txt").write_text(text[i * 700:i * 700 + 300 * i + 100])
-    one = TrainConfig(model=save_tiny_model(tmp_path / "model"), output=str(tmp_path / "one"), context_length=120,
-                      data=tuple(str(path) for path in sorted(tmp_path.glob("*.txt"))), group_size=4, window_size=9,
-                      steps=3, learning_rate=1e-3, accumulation=2, cache_dir=str(tmp_path / "cache"),
-                      eval_data=(str(tmp_path / "text3.txt"),), precision="float32")
-    four = one.replace(output=str(tmp_path / "four"), accumulation=1, context_parallel=2, save_every=2)
+        (tmp_path / f"text{i}.txt").write_text(text[i * 700 : i * 700 + 300 * i + 100])
+    one = TrainConfig(
+        model=save_tiny_model(tmp_path / "model"),
+        output=str(tmp_path / "one"),
+        context_length=120,
+        data=tuple(str(path) for path in sorted(tmp_path.glob("*.txt"))),
+        group_size=4,
+        window_size=9,
+        steps=3,
+        learning_rate=1e-3,
+        accumulation=2,
+        cache_dir=str(tmp_path / "cache"),
+        eval_data=(str(tmp_path / "text3.txt"),),
+        precision="float32",
+    )
+    four = one.replace(
+        output=str(tmp_path / "four"), accumulation=1, context_parallel=2, save_every=2
+    )
     start(4, json.dumps(four.to_dict()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where the four were
     result = run.train(one)
-    states = [json.loads((tmp_path / name / "checkpoint-3/trainer_state.json").read_text()) for name in ("four", "one")]
-    losses, expected = ([entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in states)
+    states = [
+        json.loads((tmp_path / name / "checkpoint-3/trainer_state.json").read_text())
+        for name in ("four", "one")
+    ]
+    losses, expected = (
+        [entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in states
+    )
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
-    weights, wanted = (load_file(tmp_path / name / "model/model.safetensors") for name in ("four", "one"))
+    weights, wanted = (
+        load_file(tmp_path / name / "model/model.safetensors") for name in ("four", "one")
+    )
     for name in wanted:
         torch.testing.assert_close(weights[name], wanted[name], rtol=1e-4, atol=1e-5, msg=name)
     card = (tmp_path / "four/model/README.md").read_text()
-    assert f"evaluation: loss {result.metrics['eval_loss']:.4f}" in card  # each process has a part of each row
+    assert (
+        f"evaluation: loss {result.metrics['eval_loss']:.4f}" in card
+    )  # each process has a part of each row
     assert "3 steps, 720 tokens" in card
 
 
@@ -98,23 +130,36 @@ def test_shards_refuse_what_does_not_fit():
         with pytest.raises(ValueError, match="documents must rise from 0 to the length 40"):
             Shard(wire, layout, documents)
     x = torch.zeros(1, 2, 19, 8)
-    with pytest.raises(ValueError, match="must hold the 20 tokens that the layout gives process 0, got 19"):
+    with pytest.raises(
+        ValueError, match="must hold the 20 tokens that the layout gives process 0, got 19"
+    ):
         context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token")
     x = torch.zeros(1, 2, 20, 8)
     with pytest.raises(ValueError, match="rotary must be given for core_position='middle'"):
         context_parallel_attention(x, x, x, Shard(wire, layout))
-    with pytest.raises(NotImplementedError, match="backend 'reference' cannot run context parallelism"):
-        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token", backend="reference")
+    with pytest.raises(
+        NotImplementedError, match="backend 'reference' cannot run context parallelism"
+    ):
+        context_parallel_attention(
+            x, x, x, Shard(wire, layout), core_position="token", backend="reference"
+        )
     hybrid = corecontext.enable(tiny_model("qwen2-hybrid"), CCAConfig(4, 9))
-    with pytest.raises(NotImplementedError, match="sliding-window layers cannot run on parts of a sequence"):
+    with pytest.raises(
+        NotImplementedError, match="sliding-window layers cannot run on parts of a sequence"
+    ):
         hybrid.shard = Shard(wire, layout)
     with pytest.raises(ValueError, match=r"learned 'bias' must have shape \[2\], got \[3\]"):
-        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token",
-                                   learned={"bias": x[0, 0, :3, 0]})
-    with pytest.raises(NotImplementedError, match="sink_size must be 0 in context parallelism, got 8. Use one"):
+        context_parallel_attention(
+            x, x, x, Shard(wire, layout), core_position="token", learned={"bias": x[0, 0, :3, 0]}
+        )
+    with pytest.raises(
+        NotImplementedError, match="sink_size must be 0 in context parallelism, got 8. Use one"
+    ):
         context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token", sink_size=8)
     first = corecontext.enable(tiny_model("llama"), CCAConfig(4, 9, sink_size=8))
-    with pytest.raises(NotImplementedError, match="the first tokens cannot be kept raw on parts .* got sink_size 8"):
+    with pytest.raises(
+        NotImplementedError, match="the first tokens cannot be kept raw on parts .* got sink_size 8"
+    ):
         first.shard = Shard(wire, layout)
 
 
@@ -129,9 +174,13 @@ def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
         context_parallel_prefill(model, ids, wire)
     handle = corecontext.enable(model, CCAConfig(4, 9))
     for wrong in (tokens(2, 40), ids[0], ids[:, :0]):
-        with pytest.raises(ValueError, match=r"input_ids must be \[1, L\], one prompt without padding"):
+        with pytest.raises(
+            ValueError, match=r"input_ids must be \[1, L\], one prompt without padding"
+        ):
             context_parallel_prefill(model, wrong, wire)
-    with pytest.raises(ValueError, match="max_length must be at least the prompt's 40 tokens, got 39"):
+    with pytest.raises(
+        ValueError, match="max_length must be at least the prompt's 40 tokens, got 39"
+    ):
         context_parallel_prefill(model, ids, wire, max_length=39)
     with pytest.raises(ValueError, match="process must be one of 0 to 1 or None, got 2"):
         context_parallel_prefill(model, ids, wire, process=2)
@@ -141,19 +190,28 @@ def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
     with pytest.raises(ValueError, match="handle.shard must be None before a prefill"):
         context_parallel_prefill(model, ids, wire)
     handle.shard = None
-    for settings, message in (({"cache_dtype": "int8"}, "a cache in int8 cannot be filled by several processes"),
-                              ({"cache_dtype": "auto", "backend": "reference"}, "'reference' cannot be spread")):
+    for settings, message in (
+        ({"cache_dtype": "int8"}, "a cache in int8 cannot be filled by several processes"),
+        ({"cache_dtype": "auto", "backend": "reference"}, "'reference' cannot be spread"),
+    ):
         handle.configure(**settings)
         with pytest.raises(NotImplementedError, match=message):
             context_parallel_prefill(model, ids, wire)
-    for family, settings, message in (("qwen2-hybrid", {}, "sliding-window layers cannot be spread"),
-                                      ("llama", {"sink_size": 4}, "sink_size 4 cannot be spread over processes")):
+    for family, settings, message in (
+        ("qwen2-hybrid", {}, "sliding-window layers cannot be spread"),
+        ("llama", {"sink_size": 4}, "sink_size 4 cannot be spread over processes"),
+    ):
         model = tiny_model(family)
         corecontext.enable(model, CCAConfig(4, 9, **settings))
         with pytest.raises(NotImplementedError, match=message):
             context_parallel_prefill(model, ids, wire)
-    for layout, documents in ((Layout.balanced(40, 2, 0), (0, 20, 40)), (Layout((40, 0), (0, 1), 0), ())):
-        with pytest.raises(ValueError, match="keeper must be None where documents are packed, or one process holds"):
+    for layout, documents in (
+        (Layout.balanced(40, 2, 0), (0, 20, 40)),
+        (Layout((40, 0), (0, 1), 0), ()),
+    ):
+        with pytest.raises(
+            ValueError, match="keeper must be None where documents are packed, or one process holds"
+        ):
             Shard(wire, layout, documents, Keeper())
 
 
@@ -163,7 +221,9 @@ def test_a_prefill_on_one_process_is_a_prefill():
 
     model = tiny_model()
     corecontext.enable(model, CCAConfig(4, 9))
-    got = context_parallel_prefill(model, tokens(1, 40), SimpleNamespace(rank=0, size=1), max_length=50)
+    got = context_parallel_prefill(
+        model, tokens(1, 40), SimpleNamespace(rank=0, size=1), max_length=50
+    )
     want = prefill(model, tokens(1, 40))
     assert torch.equal(got.logits, want.logits) and got.cache.layers[0].compact.max_length == 50
 
@@ -171,9 +231,20 @@ def test_a_prefill_on_one_process_is_a_prefill():
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gpus_equal_one():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-               str(torch.cuda.device_count()), str(PROGRAM.with_name("context_parallel_gpus.py"))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(PROGRAM.parent.parent),
-                                                                os.environ.get("PYTHONPATH", "")))}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(torch.cuda.device_count()),
+        str(PROGRAM.with_name("context_parallel_gpus.py")),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            (str(PROGRAM.parent.parent), os.environ.get("PYTHONPATH", ""))
+        ),
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -94,7 +94,9 @@ def test_hub_datasets_and_files_together(tmp_path, tokenizer, monkeypatch):
     assert found["origin"][1] == "some/name:1" and asked == [("some/name", "part", "train")]
     with pytest.raises(UserError, match="dataset 'nobody/nothing' cannot be had: no such dataset$"):
         corpus(tmp_path, tokenizer, "hub:nobody/nothing")
-    with pytest.raises(UserError, match="file 'some/name', line 1: field 'text' is missing, got body, n"):
+    with pytest.raises(
+        UserError, match="file 'some/name', line 1: field 'text' is missing, got body, n"
+    ):
         corpus(tmp_path, tokenizer, "hub:some/name")
 
 
@@ -105,28 +107,55 @@ def test_what_is_broken_is_said_with_file_and_line(tmp_path, tokenizer):
         with pytest.raises(UserError, match=message):
             corpus(tmp_path, tokenizer, str(path), **options)
 
-    refused("a.jsonl", b'{"text": "x"}\n{"text": "y"\n', "a.jsonl', line 2: Expecting ',' delimiter")
-    refused("b.jsonl", b'{"text": "x"}\n\n{"body": "y"}\n', "b.jsonl', line 3: field 'text' is missing, got body")
+    refused(
+        "a.jsonl", b'{"text": "x"}\n{"text": "y"\n', "a.jsonl', line 2: Expecting ',' delimiter"
+    )
+    refused(
+        "b.jsonl",
+        b'{"text": "x"}\n\n{"body": "y"}\n',
+        "b.jsonl', line 3: field 'text' is missing, got body",
+    )
     refused("c.jsonl", b'{"text": 3}\n', "c.jsonl', line 1: field 'text' must be text, got int")
-    refused("d.jsonl", b'[1]\n', "d.jsonl', line 1: must be an object")
+    refused("d.jsonl", b"[1]\n", "d.jsonl', line 1: must be an object")
     refused("e.jsonl.xz", lzma.compress(b'{"text": "x"}\n' * 99)[:-30], "e.jsonl.xz', line ")
     refused("f.jsonl.gz", b"no gzip", "f.jsonl.gz', line 1: Not a gzipped file")
     refused("g.txt", b"\xff\xfe", "g.txt' must be UTF-8 text")
-    refused("l.jsonl", b'{"text": "x"}\n' * 3 + b'{"text": "\xe9"}\n', "l.jsonl', line 4: must be UTF-8, got byte 0xe9")
-    refused("m.jsonl", b'{"text": "x"}\n{"text": "a \\ud800"}\n', "m.jsonl', line 2: .* half a character, '.ud800'")
+    refused(
+        "l.jsonl",
+        b'{"text": "x"}\n' * 3 + b'{"text": "\xe9"}\n',
+        "l.jsonl', line 4: must be UTF-8, got byte 0xe9",
+    )
+    refused(
+        "m.jsonl",
+        b'{"text": "x"}\n{"text": "a \\ud800"}\n',
+        "m.jsonl', line 2: .* half a character, '.ud800'",
+    )
     refused("n.txt.xz", b"no xz", "n.txt.xz' must be UTF-8 text: Input format not supported")
     refused("o.txt.zst", b"no zst", "o.txt.zst' must be UTF-8 text: zstd decompress")
     zstandard = pytest.importorskip("zstandard")
-    frames = 2 * zstandard.compress(random.Random(0).randbytes(300_000).hex().encode())  # of several blocks each
+    frames = 2 * zstandard.compress(
+        random.Random(0).randbytes(300_000).hex().encode()
+    )  # of several blocks each
     for cut in (2, len(frames) // 4, len(frames) // 2 + 9, len(frames) - 1):
-        refused(f"p{cut}.txt.zst", frames[:cut], f"p{cut}.txt.zst' must be UTF-8 text: Compressed file ended before")
-    refused("q.jsonl.zst", zstandard.compress(b'{"text": "x"}\n')[:-1], "q.jsonl.zst', line 1: Compressed file ended")
+        refused(
+            f"p{cut}.txt.zst",
+            frames[:cut],
+            f"p{cut}.txt.zst' must be UTF-8 text: Compressed file ended before",
+        )
+    refused(
+        "q.jsonl.zst",
+        zstandard.compress(b'{"text": "x"}\n')[:-1],
+        "q.jsonl.zst', line 1: Compressed file ended",
+    )
     refused("h.parquet", b"nothing", "h.parquet' cannot be read as parquet")
     refused("i.csv", b"text\nx\n", "i.csv' must end in .txt, .md, .text, .jsonl")
     refused("j.jsonl", b'{"text": " "}\n', "data must hold text, got none")
     datasets.Dataset.from_list([{"body": "x"}]).to_parquet(tmp_path / "k.parquet")
-    for name, message in (("k.parquet", "k.parquet' must have a column 'text', got body"), ("none", "does not exist"),
-                          ("empty", "must hold .txt, .jsonl or .parquet files")):
+    for name, message in (
+        ("k.parquet", "k.parquet' must have a column 'text', got body"),
+        ("none", "does not exist"),
+        ("empty", "must hold .txt, .jsonl or .parquet files"),
+    ):
         (tmp_path / "empty").mkdir(exist_ok=True)
         with pytest.raises(UserError, match=message):
             corpus(tmp_path, tokenizer, str(tmp_path / name))
@@ -135,23 +164,35 @@ def test_what_is_broken_is_said_with_file_and_line(tmp_path, tokenizer):
 def test_plain_text_has_no_fields_and_marks_are_no_text(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfplain")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"meta": {"text": "line"}}\n')
-    found = corpus(tmp_path, tokenizer, str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"), text_field="meta.text")
+    found = corpus(
+        tmp_path,
+        tokenizer,
+        str(tmp_path / "a.txt"),
+        str(tmp_path / "b.jsonl"),
+        text_field="meta.text",
+    )
     assert [tokenizer.decode(ids) for ids in found["input_ids"]] == ["plain", "line"]
 
 
 def test_tokens_that_cannot_be_kept_are_no_stack_trace(tmp_path, tokenizer):
     (tmp_path / "cache").write_text("a file where the folder should be")
-    with pytest.raises(UserError, match="tokens cannot be kept: .*give another folder with --cache-dir"):
+    with pytest.raises(
+        UserError, match="tokens cannot be kept: .*give another folder with --cache-dir"
+    ):
         corpus(tmp_path, tokenizer, write(tmp_path / "a.jsonl"))
 
 
 def test_a_folder_is_read_as_the_hub_is(tmp_path, tokenizer):
     (tmp_path / "set").mkdir()
-    datasets.Dataset.from_list([{"text": "one"}, {"text": None}, {"text": " "}, {"text": "two"}]).to_parquet(
-        tmp_path / "set/train.parquet")
+    datasets.Dataset.from_list(
+        [{"text": "one"}, {"text": None}, {"text": " "}, {"text": "two"}]
+    ).to_parquet(tmp_path / "set/train.parquet")
     datasets.Dataset.from_list([{"text": "three"}]).to_parquet(tmp_path / "set/validation.parquet")
     found = corpus(tmp_path, tokenizer, f"hub:{tmp_path}/set")
-    assert found["origin"][:] == [f"{tmp_path}/set:1", f"{tmp_path}/set:4"]  # rows without text are no error there
+    assert found["origin"][:] == [
+        f"{tmp_path}/set:1",
+        f"{tmp_path}/set:4",
+    ]  # rows without text are no error there
     assert corpus(tmp_path, tokenizer, f"hub:{tmp_path}/set::validation")["length"][:] == [5]
     with pytest.raises(UserError, match="cannot be had: Unknown split"):
         corpus(tmp_path, tokenizer, f"hub:{tmp_path}/set::nothing")
@@ -165,7 +206,7 @@ def test_rows_hold_every_token_once_and_know_their_documents(tmp_path, tokenizer
     assert len(rows) == len(stream) // 31
     for i in range(len(rows)):
         row = rows[i]
-        assert row["input_ids"].tolist() == stream[31 * i:31 * i + 31].tolist()
+        assert row["input_ids"].tolist() == stream[31 * i : 31 * i + 31].tolist()
         starts = row["position_ids"] == 0
         assert bool(starts[0]) and torch.equal(row["labels"] == IGNORED, starts)
         assert torch.equal(row["labels"][~starts], row["input_ids"][~starts])
@@ -175,7 +216,9 @@ def test_rows_hold_every_token_once_and_know_their_documents(tmp_path, tokenizer
     assert batch["input_ids"].shape == (2, 31) and batch["row"] == [0, 2]
     with pytest.raises(IndexError):
         rows[len(rows)]
-    with pytest.raises(UserError, match="at least one row of 999 tokens, got 308 tokens in 7 documents"):
+    with pytest.raises(
+        UserError, match="at least one row of 999 tokens, got 308 tokens in 7 documents"
+    ):
         PackedRows(documents, 999)
 
 
@@ -187,9 +230,13 @@ def test_long_documents_come_more_often_within_their_source():
     for source, share in (("web", 0.7), ("books", 0.75), ("short", 0.0)):
         drawn = order[names[order] == source]
         tokens, long = lengths[drawn].sum(), lengths[drawn][lengths[drawn] > 500].sum()
-        assert abs(tokens - lengths[names == source].sum()) <= 1000  # the mixture stays, to one document
+        assert (
+            abs(tokens - lengths[names == source].sum()) <= 1000
+        )  # the mixture stays, to one document
         assert abs(long / tokens - share) < 0.05
-    assert len(set(order[:20].tolist())) > 5 and np.array_equal(order, upsampled(lengths, sources, 500, 0.7, seed=0))
+    assert len(set(order[:20].tolist())) > 5 and np.array_equal(
+        order, upsampled(lengths, sources, 500, 0.7, seed=0)
+    )
 
 
 def test_a_run_sees_every_row_once_a_pass_and_processes_share_blocks():
@@ -197,4 +244,7 @@ def test_a_run_sees_every_row_once_a_pass_and_processes_share_blocks():
     assert sorted(once[:10]) == sorted(once[10:20]) == list(range(10)) and once[:10] != once[10:20]
     assert list(RunOrder(10, 40, seed=4))[:25] == once  # a longer run begins like a shorter one
     shared = RunOrder(10, 25, seed=4, block=2, repeats=3)
-    assert list(shared)[:12] == [*once[:2] * 3, *once[2:4] * 3] and len(list(shared)) == len(shared) == 75
+    assert (
+        list(shared)[:12] == [*once[:2] * 3, *once[2:4] * 3]
+        and len(list(shared)) == len(shared) == 75
+    )

@@ -4,17 +4,31 @@ import pytest
 import torch
 from tiny_model import save_tiny_model
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
 
 from corecontext.bench import cost
 from corecontext.visibility import local_start, num_visible_cores
 
 
-@pytest.mark.parametrize("length, g, s", [(1, 4, 3), (40, 4, 3), (157, 16, 32), (300, 7, 50), (50, 1, 5)])
+@pytest.mark.parametrize(
+    "length, g, s", [(1, 4, 3), (40, 4, 3), (157, 16, 32), (300, 7, 50), (50, 1, 5)]
+)
 def test_attention_operations_count_every_visible_pair(length, g, s):
     pairs = sum(num_visible_cores(t, g, s) + t + 1 - local_start(t, g, s) for t in range(length))
-    assert cost.attention_flops(length, 6, 8, group_size=g, window_size=s, batch=2) == 4 * 8 * 6 * 2 * pairs
-    assert cost.attention_flops(length, 6, 8, group_size=g, window_size=s, backward=True) == 10 * 8 * 6 * pairs
+    assert (
+        cost.attention_flops(length, 6, 8, group_size=g, window_size=s, batch=2)
+        == 4 * 8 * 6 * 2 * pairs
+    )
+    assert (
+        cost.attention_flops(length, 6, 8, group_size=g, window_size=s, backward=True)
+        == 10 * 8 * 6 * pairs
+    )
 
 
 def test_one_group_token_is_full_attention():
@@ -26,16 +40,23 @@ def test_one_group_token_is_full_attention():
 def test_pooling_operations_match_pytorchs_counter():
     g, heads, kv_heads, dim, length = 4, 6, 2, 8, 22
     groups = length // g
-    q, k = torch.randn(kv_heads, groups, heads // kv_heads, dim), torch.randn(kv_heads, groups, g, dim)
+    q, k = (
+        torch.randn(kv_heads, groups, heads // kv_heads, dim),
+        torch.randn(kv_heads, groups, g, dim),
+    )
     with FlopCounterMode(display=False) as counter:
         weights = torch.matmul(q, k.mT).mean(2, keepdim=True)
         torch.matmul(weights, k), torch.matmul(weights, k)
-    assert cost.pooling_flops(length, heads, kv_heads, dim, group_size=g) == counter.get_total_flops()
+    assert (
+        cost.pooling_flops(length, heads, kv_heads, dim, group_size=g) == counter.get_total_flops()
+    )
 
 
 def test_the_papers_figure():
     """At 128K, g = 16, s = 1024: 1 / 12.9 of the operations of causal attention, and 7.0 % of its cache."""
-    full, ours = (cost.attention_flops(131072, 32, 128, group_size=g, window_size=1024) for g in (1, 16))
+    full, ours = (
+        cost.attention_flops(131072, 32, 128, group_size=g, window_size=1024) for g in (1, 16)
+    )
     assert full / ours == pytest.approx(12.95, abs=0.01)
     assert cost.cache_entries(131072, 16, 1024) / 131072 == pytest.approx(0.070, abs=0.0005)
 
@@ -43,7 +64,9 @@ def test_the_papers_figure():
 def test_cache_bytes():
     assert cost.cache_entries(100, 8, 20) == 12 + 27
     assert cost.cache_entries(100, 8, 20, cores_per_group=3) == 36 + 27
-    assert cost.cache_bytes(100, 3, 2, 16, 4, group_size=8, window_size=20) == 2 * 3 * 2 * 16 * 4 * 39
+    assert (
+        cost.cache_bytes(100, 3, 2, 16, 4, group_size=8, window_size=20) == 2 * 3 * 2 * 16 * 4 * 39
+    )
 
 
 def test_the_floor_is_the_slower_of_arithmetic_and_memory():
@@ -56,13 +79,18 @@ def test_the_floor_is_the_slower_of_arithmetic_and_memory():
 def test_decoding_reads_what_the_last_query_sees():
     for position, g, s in ((0, 4, 3), (6, 4, 3), (39, 4, 3), (500, 16, 32)):
         entries = num_visible_cores(position, g, s) + position + 1 - local_start(position, g, s)
-        assert cost.decode_bytes(position, 3, 8, 2, group_size=g, window_size=s, batch=5) == 2 * 5 * 3 * 8 * 2 * entries
+        assert (
+            cost.decode_bytes(position, 3, 8, 2, group_size=g, window_size=s, batch=5)
+            == 2 * 5 * 3 * 8 * 2 * entries
+        )
     assert cost.decode_bytes(99, 3, 8, 2) == 2 * 3 * 8 * 2 * 100
 
 
 def test_operations_of_a_pass():
-    forward, backward, both = (cost.pass_flops(name, 200, 4, 2, 8, group_size=4, window_size=9)
-                               for name in ("forward", "backward", "forward_backward"))
+    forward, backward, both = (
+        cost.pass_flops(name, 200, 4, 2, 8, group_size=4, window_size=9)
+        for name in ("forward", "backward", "forward_backward")
+    )
     assert forward == cost.operator_flops(200, 4, 2, 8, group_size=4, window_size=9)
     assert backward == cost.operator_flops(200, 4, 2, 8, group_size=4, window_size=9, backward=True)
     assert both == forward + backward
@@ -81,14 +109,24 @@ def test_model_operations_match_pytorchs_counter(tmp_path):
     causal = 2 * cost.attention_flops(length, 4, 16)
     rotary = counter.get_total_flops() - (found.prefill_flops(length) - causal + square)
     assert 0 <= rotary <= 2 * length * 16
-    assert found.weight_bytes() == 4 * (sum(p.numel() for p in model.parameters() if p.dim() > 1) - 256 * 64)
+    assert found.weight_bytes() == 4 * (
+        sum(p.numel() for p in model.parameters() if p.dim() > 1) - 256 * 64
+    )
     assert found.cache_bytes(4000, 16, 256) == 2 * 2 * 2 * 16 * 4 * (250 + 271)
 
 
 def test_tied_head_and_sliding_layers():
-    config = Gemma3TextConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-                              num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=16,
-                              layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    config = Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
     found = cost.ModelCost.of(config)
     assert (found.num_layers, found.windows, found.head_weights) == (1, (16, 16), 64 * 32)
     assert found.linear_weights == 3 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48)
@@ -100,19 +138,33 @@ def test_tied_head_and_sliding_layers():
 
 
 def test_experts_count_as_often_as_they_are_used():
-    config = Qwen3MoeConfig(vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24,
-                            num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                            num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1)
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+    )
     expected = 32 * 32 * 2 + 2 * 32 * 16 + 2 * (3 * 32 * 24) + 32 * 8  # the last: the router
     assert cost.ModelCost.of(config).linear_weights == expected
 
 
 def test_llama_2_7b():
     """6.6 G weights a token, 0.5 MiB of cache a token in 16 bits."""
-    config = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-                         num_attention_heads=32, dtype="bfloat16")
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        dtype="bfloat16",
+    )
     found = cost.ModelCost.of(config)
-    assert found.linear_weights == 32 * (4 * 4096 ** 2 + 3 * 4096 * 11008)
-    assert found.cache_bytes(1) == 2 ** 19
-
-
+    assert found.linear_weights == 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert found.cache_bytes(1) == 2**19

@@ -16,17 +16,27 @@ from corecontext.demo.task import Task
 from corecontext.record import read_records
 from corecontext.text import UserError
 
-needs_assets = pytest.mark.skipif(not (ASSETS / "demo_model" / "config.json").is_file(),
-                                  reason="the bundled model is not here")
-DOCUMENT = "It was a bright cold day, and the clocks in the hall struck one after another without end. " * 40
+needs_assets = pytest.mark.skipif(
+    not (ASSETS / "demo_model" / "config.json").is_file(), reason="the bundled model is not here"
+)
+DOCUMENT = (
+    "It was a bright cold day, and the clocks in the hall struck one after another without end. "
+    * 40
+)
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory) -> DemoSettings:
     folder = tmp_path_factory.mktemp("demo")
     (folder / "document.txt").write_text(DOCUMENT)
-    return DemoSettings(group_size=8, window_size=64, num_questions=3, max_tokens=1500,
-                        model=save_tiny_model(folder / "model"), document=str(folder / "document.txt"))
+    return DemoSettings(
+        group_size=8,
+        window_size=64,
+        num_questions=3,
+        max_tokens=1500,
+        model=save_tiny_model(folder / "model"),
+        document=str(folder / "document.txt"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +45,17 @@ def result(settings):
 
 
 def test_every_value_is_recorded_for_both_methods(result):
-    names = ("first_token_s", "next_token_ms", "cache_bytes", "peak_bytes", "perplexity", "retrieval_accuracy")
+    names = (
+        "first_token_s",
+        "next_token_ms",
+        "cache_bytes",
+        "peak_bytes",
+        "perplexity",
+        "retrieval_accuracy",
+    )
     assert [(r.name, r.params["method"]) for r in result.records] == [
-        (f"demo.{name}", method) for method in ("full", "cca") for name in names]
+        (f"demo.{name}", method) for method in ("full", "cca") for name in names
+    ]
     for name in names[:5]:
         assert result.value(name, "full") > 0 and result.value(name, "cca") > 0
     assert result.value("perplexity", "full") != result.value("perplexity", "cca")
@@ -57,7 +75,10 @@ def test_what_is_shown_is_what_is_recorded(result, capsys):
         assert label in shown
         for method in ("full", "cca"):
             assert form.format(result.value(name, method) / unit) in shown
-    assert "The cache equals the formula: L // g + s + g - 1 = 187 + 64 + 8 - 1 entries a layer." in shown
+    assert (
+        "The cache equals the formula: L // g + s + g - 1 = 187 + 64 + 8 - 1 entries a layer."
+        in shown
+    )
 
 
 def test_a_figure_of_the_demo(result, tmp_path):
@@ -68,6 +89,7 @@ def test_a_figure_of_the_demo(result, tmp_path):
 
 def test_the_task_is_the_document_with_facts(settings):
     from transformers import AutoTokenizer
+
     task = plan(settings)
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     assert len(task.token_ids) == len(task.document_mask) <= 1500
@@ -78,18 +100,24 @@ def test_the_task_is_the_document_with_facts(settings):
     for question in task.questions:
         assert question.fact.sentence in text
         assert tokenizer.decode(question.token_ids) == question.fact.prompt
-        assert 0 < question.depth < 1 and question.distance == pytest.approx((1 - question.depth) * 1500, abs=2)
+        assert 0 < question.depth < 1 and question.distance == pytest.approx(
+            (1 - question.depth) * 1500, abs=2
+        )
     assert Task.from_json(task.to_json()) == task
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"max_tokens": 150}, "max-tokens must be at least "),
-    ({"max_tokens": 9000}, "max-tokens must be at most 7936 for this model, got 9000."),
-    ({"document": "nothing.txt"}, "file 'nothing.txt' does not exist."),
-    ({"model": "./nothing"}, "model './nothing' does not exist."),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"max_tokens": 150}, "max-tokens must be at least "),
+        ({"max_tokens": 9000}, "max-tokens must be at most 7936 for this model, got 9000."),
+        ({"document": "nothing.txt"}, "file 'nothing.txt' does not exist."),
+        ({"model": "./nothing"}, "model './nothing' does not exist."),
+    ],
+)
 def test_a_mistake_is_found_before_a_model_runs(settings, change, message, monkeypatch):
     import dataclasses
+
     monkeypatch.setattr(run, "_run_in_process", None)
     with pytest.raises(UserError) as error:
         run_demo(dataclasses.replace(settings, **change))
@@ -118,7 +146,22 @@ def test_the_command_writes_what_it_shows(result, tmp_path, capfd, monkeypatch):
     """That it runs on its own assets is seen where README's commands are run."""
     records, plot, asked = tmp_path / "demo.jsonl", tmp_path / "demo.png", []
     monkeypatch.setattr(run, "run_demo", lambda settings: asked.append(settings) or result)
-    assert main(["demo", "--max-tokens", "3000", "--group-size", "8", "--json", str(records), "--plot", str(plot)]) == 0
+    assert (
+        main(
+            [
+                "demo",
+                "--max-tokens",
+                "3000",
+                "--group-size",
+                "8",
+                "--json",
+                str(records),
+                "--plot",
+                str(plot),
+            ]
+        )
+        == 0
+    )
     assert asked == [DemoSettings(group_size=8, max_tokens=3000)]
     shown = capfd.readouterr().out
     assert "time to first token" in shown and "equals the formula" in shown
@@ -132,11 +175,14 @@ def test_the_command_writes_what_it_shows(result, tmp_path, capfd, monkeypatch):
 def test_the_whole_demo(tmp_path):
     """On the whole document CCA's first token comes at least three times sooner; all within three minutes."""
     import time
+
     start = time.monotonic()
     result = run_demo(DemoSettings())
     assert time.monotonic() - start < 180
     assert result.value("first_token_s", "full") >= 3 * result.value("first_token_s", "cca")
-    held = next(r for r in result.records if r.name == "demo.cache_bytes" and r.params["method"] == "cca")
+    held = next(
+        r for r in result.records if r.name == "demo.cache_bytes" and r.params["method"] == "cca"
+    )
     assert held.value == formula_bytes(held)
 
 

@@ -27,9 +27,40 @@ from corecontext.record import read_records
 from corecontext.text import UserError
 
 IDENTITY = {"method": "stub", "model": "stub", "weights": ""}
-NOUNS = ["river", "stone", "cloud", "bridge", "window", "garden", "engine", "letter", "market", "valley", "candle",
-         "button", "pillow", "ladder", "anchor", "basket", "copper", "dragon", "forest", "hammer", "island", "jacket",
-         "kettle", "lizard", "magnet", "needle", "orange", "pencil", "quiver", "ribbon", "saddle", "tunnel"]
+NOUNS = [
+    "river",
+    "stone",
+    "cloud",
+    "bridge",
+    "window",
+    "garden",
+    "engine",
+    "letter",
+    "market",
+    "valley",
+    "candle",
+    "button",
+    "pillow",
+    "ladder",
+    "anchor",
+    "basket",
+    "copper",
+    "dragon",
+    "forest",
+    "hammer",
+    "island",
+    "jacket",
+    "kettle",
+    "lizard",
+    "magnet",
+    "needle",
+    "orange",
+    "pencil",
+    "quiver",
+    "ribbon",
+    "saddle",
+    "tunnel",
+]
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:
@@ -45,37 +76,121 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 def data(tmp_path_factory) -> Path:
     """Small files in the shapes that the tasks read."""
     folder = tmp_path_factory.mktemp("data")
-    write_lines(folder / "multidoc_qa_pool.jsonl.xz", [
-        {"doc_id": f"d{i}", "title": f"Title {i}", "text": f"Passage {i} says word{i}."} for i in range(12)])
-    write_lines(folder / "multidoc_qa_test.jsonl", [
-        {"qid": f"q{i}", "question": f"what does {i} say", "answers": [f"word{i}"], "gold_doc": f"d{i}",
-         "hard": [f"d{i + 1}", f"d{i + 2}"], "contains_answer": ["d11"]} for i in range(3)])
-    (folder / "ruler_words.json").write_text(json.dumps({
-        "adjectives": [f"a{noun}" for noun in NOUNS], "nouns": NOUNS, "verbs": [f"{noun}ing" for noun in NOUNS]}))
-    write_lines(folder / "haystack_essays.jsonl", [{"text": "Some plain words were said. Others were not. " * 40}])
-    write_lines(folder / "squad.jsonl", [
-        {"context": f"Here {noun} is number {i}.", "qas": [{"question": f"which number is {noun}?",
-                                                            "answers": [{"text": f"number {i}"}]}]}
-        for i, noun in enumerate(NOUNS[:8])])
-    (folder / "hotpotqa.json").write_text(json.dumps([
-        {"question": f"where is {noun}?", "answer": f"{noun} hall",
-         "context": [[f"T{noun}", [f"{noun} hall.", " It is."]], ["Same", ["as ever."]]]} for noun in NOUNS[:4]]))
+    write_lines(
+        folder / "multidoc_qa_pool.jsonl.xz",
+        [
+            {"doc_id": f"d{i}", "title": f"Title {i}", "text": f"Passage {i} says word{i}."}
+            for i in range(12)
+        ],
+    )
+    write_lines(
+        folder / "multidoc_qa_test.jsonl",
+        [
+            {
+                "qid": f"q{i}",
+                "question": f"what does {i} say",
+                "answers": [f"word{i}"],
+                "gold_doc": f"d{i}",
+                "hard": [f"d{i + 1}", f"d{i + 2}"],
+                "contains_answer": ["d11"],
+            }
+            for i in range(3)
+        ],
+    )
+    (folder / "ruler_words.json").write_text(
+        json.dumps(
+            {
+                "adjectives": [f"a{noun}" for noun in NOUNS],
+                "nouns": NOUNS,
+                "verbs": [f"{noun}ing" for noun in NOUNS],
+            }
+        )
+    )
+    write_lines(
+        folder / "haystack_essays.jsonl",
+        [{"text": "Some plain words were said. Others were not. " * 40}],
+    )
+    write_lines(
+        folder / "squad.jsonl",
+        [
+            {
+                "context": f"Here {noun} is number {i}.",
+                "qas": [
+                    {"question": f"which number is {noun}?", "answers": [{"text": f"number {i}"}]}
+                ],
+            }
+            for i, noun in enumerate(NOUNS[:8])
+        ],
+    )
+    (folder / "hotpotqa.json").write_text(
+        json.dumps(
+            [
+                {
+                    "question": f"where is {noun}?",
+                    "answer": f"{noun} hall",
+                    "context": [[f"T{noun}", [f"{noun} hall.", " It is."]], ["Same", ["as ever."]]],
+                }
+                for noun in NOUNS[:4]
+            ]
+        )
+    )
     for split, count in (("dev", 5), ("test_subset", 3)):
-        write_lines(folder / f"mmlu_{split}.jsonl", [
-            {"subject": subject, "idx": i, "question": f"{subject} {i}?", "choices": ["w", "x", "y", "z"],
-             "answer": "ABCD"[i % 4]} for subject in ("high_school_math", "law") for i in range(count)])
-    (folder / "longbench_config.json").write_text(json.dumps({
-        "dataset2prompt": {task: f"Read, {task}. {{context}}\nAsk: {{input}}" for task in longbench.SUBTASKS},
-        "dataset2maxlen": dict.fromkeys(longbench.SUBTASKS, 6)}))
+        write_lines(
+            folder / f"mmlu_{split}.jsonl",
+            [
+                {
+                    "subject": subject,
+                    "idx": i,
+                    "question": f"{subject} {i}?",
+                    "choices": ["w", "x", "y", "z"],
+                    "answer": "ABCD"[i % 4],
+                }
+                for subject in ("high_school_math", "law")
+                for i in range(count)
+            ],
+        )
+    (folder / "longbench_config.json").write_text(
+        json.dumps(
+            {
+                "dataset2prompt": {
+                    task: f"Read, {task}. {{context}}\nAsk: {{input}}"
+                    for task in longbench.SUBTASKS
+                },
+                "dataset2maxlen": dict.fromkeys(longbench.SUBTASKS, 6),
+            }
+        )
+    )
     for task in longbench.SUBTASKS:
-        answers = {"trec": ["Human being"], "passage_count": ["7"], "passage_retrieval_en": ["Paragraph 7"]}
-        write_lines(folder / f"{task}_e.jsonl", [
-            {"_id": f"{task}{i}", "input": "what?", "context": f"text {i} " * 20, "length": 3000 + 3000 * i,
-             "answers": answers.get(task, ["a blue bird sang"]), "all_classes": ["Human being", "Human", "Place"]}
-            for i in range(3)])
-    write_lines(folder / "lm_test.jsonl", [
-        {"id": f"doc{i}", "domain": "math" if i % 2 else "books", "text": f"{i} is a number. " * (10 + 10 * i)}
-        for i in range(4)])
+        answers = {
+            "trec": ["Human being"],
+            "passage_count": ["7"],
+            "passage_retrieval_en": ["Paragraph 7"],
+        }
+        write_lines(
+            folder / f"{task}_e.jsonl",
+            [
+                {
+                    "_id": f"{task}{i}",
+                    "input": "what?",
+                    "context": f"text {i} " * 20,
+                    "length": 3000 + 3000 * i,
+                    "answers": answers.get(task, ["a blue bird sang"]),
+                    "all_classes": ["Human being", "Human", "Place"],
+                }
+                for i in range(3)
+            ],
+        )
+    write_lines(
+        folder / "lm_test.jsonl",
+        [
+            {
+                "id": f"doc{i}",
+                "domain": "math" if i % 2 else "books",
+                "text": f"{i} is a number. " * (10 + 10 * i),
+            }
+            for i in range(4)
+        ],
+    )
     return folder
 
 
@@ -112,11 +227,19 @@ class Stub:
 
     def nll(self, ids):
         self.asked.append(ids)
-        return torch.zeros(len(ids) - 1) if self.copies else torch.full((len(ids) - 1,), math.log(10.0))
+        return (
+            torch.zeros(len(ids) - 1)
+            if self.copies
+            else torch.full((len(ids) - 1,), math.log(10.0))
+        )
 
 
-TASKS = [("multidoc_qa", Settings(documents=(1, 5))), ("ruler", Settings(lengths=(900, 1500), limit=3)),
-         ("mmlu", Settings()), ("longbench", Settings(lengths=(30,)))]
+TASKS = [
+    ("multidoc_qa", Settings(documents=(1, 5))),
+    ("ruler", Settings(lengths=(900, 1500), limit=3)),
+    ("mmlu", Settings()),
+    ("longbench", Settings(lengths=(30,))),
+]
 
 
 @pytest.mark.parametrize("task, settings", TASKS, ids=lambda x: x if isinstance(x, str) else "")
@@ -136,13 +259,20 @@ def test_a_copier_scores_100_and_silence_0(task, settings, data):
 
 def test_perplexity_scores_every_token_once(data):
     settings = Settings(lengths=(16, 32))
-    sure, even = (summarise(run_task("perplexity", data, settings, Stub(copies), IDENTITY)) for copies in (True, False))
+    sure, even = (
+        summarise(run_task("perplexity", data, settings, Stub(copies), IDENTITY))
+        for copies in (True, False)
+    )
     assert {row.value for row in sure} == {1.0}
     assert all(row.value == pytest.approx(10.0) for row in even)
     lengths = [len(Stub(True).encode(row["text"])) for row in read_lines(data / "lm_test.jsonl")]
     whole = {row.size: row.count for row in even if row.part == ""}
-    assert whole == {length: sum(n // length * (length - 1) for n in lengths) for length in (16, 32)}
-    domains = {row.part: row.count for row in even if row.size == 16 and row.part in ("math", "books")}
+    assert whole == {
+        length: sum(n // length * (length - 1) for n in lengths) for length in (16, 32)
+    }
+    domains = {
+        row.part: row.count for row in even if row.size == 16 and row.part in ("math", "books")
+    }
     assert sum(domains.values()) == whole[16]
 
 
@@ -151,10 +281,16 @@ def test_buckets_and_categories_are_means_of_means(data):
     subject = Stub(True)
     items = longbench.items(data, Settings(lengths=(30,), subtasks=("qasper", "lcc")), subject)
     subject.learn(items)
-    records = run_task("longbench", data, Settings(lengths=(30,), subtasks=("qasper", "lcc")), subject, IDENTITY)
-    extra = [records[0].__class__.from_json(records[0].to_json().replace('"value": 1.0', '"value": 0.0'))] * 3
+    records = run_task(
+        "longbench", data, Settings(lengths=(30,), subtasks=("qasper", "lcc")), subject, IDENTITY
+    )
+    extra = [
+        records[0].__class__.from_json(records[0].to_json().replace('"value": 1.0', '"value": 0.0'))
+    ] * 3
     parts = score_parts([*extra, *records])
-    assert parts["qasper"][0] == pytest.approx((0.25 + 1 + 1) / 3)  # the first bucket holds one right and three wrong
+    assert parts["qasper"][0] == pytest.approx(
+        (0.25 + 1 + 1) / 3
+    )  # the first bucket holds one right and three wrong
     assert parts[""][0] == pytest.approx((parts["qasper"][0] + 1) / 2)
 
 
@@ -165,9 +301,13 @@ def test_multidoc_prompts(data):
         lines = item.make().prompt.split("\n")
         documents = [line for line in lines if line.startswith("Document [")]
         assert len(documents) == 5 and "Passage 0 " in documents[item.params["position"]]
-        assert not any("Passage 11 " in line for line in documents)  # holds an answer: never a distractor
+        assert not any(
+            "Passage 11 " in line for line in documents
+        )  # holds an answer: never a distractor
         assert lines[-2:] == ["Question: what does 0 say", "Answer:"]
-    assert multidoc_qa.gold_places(20, 5) == [0, 5, 10, 14, 19] and multidoc_qa.gold_places(2, 5) == [0, 1]
+    assert multidoc_qa.gold_places(20, 5) == [0, 5, 10, 14, 19] and multidoc_qa.gold_places(
+        2, 5
+    ) == [0, 1]
     with pytest.raises(UserError, match="documents must lie between 1 and the 12"):
         multidoc_qa.items(data, Settings(documents=(13,)), Stub(True))
     with pytest.raises(UserError, match="at most 11 for question q0"):
@@ -183,26 +323,41 @@ def test_ruler_samples_fit_and_hold_their_answers(task, data):
         for item, question in zip(items, prompts):
             tokens = len(subject.encode(question.prompt)) + item.max_new_tokens
             assert tokens <= length
-            if not task.startswith("qa"):  # the files here are too short to fill such lengths with passages
+            if not task.startswith(
+                "qa"
+            ):  # the files here are too short to fill such lengths with passages
                 assert tokens > 0.6 * length
-            assert question.references and all(one in question.prompt for one in question.references)
+            assert question.references and all(
+                one in question.prompt for one in question.references
+            )
         assert len({question.prompt for question in prompts}) == len(prompts)
-        assert prompts == [item.make() for item in ruler.items(  # the same, asked in another order
-            data, Settings(lengths=(length,), subtasks=(task,), limit=3), subject)[::-1]][::-1]
+        assert (
+            prompts
+            == [
+                item.make()
+                for item in ruler.items(  # the same, asked in another order
+                    data, Settings(lengths=(length,), subtasks=(task,), limit=3), subject
+                )[::-1]
+            ][::-1]
+        )
 
 
 def test_ruler_settings(data):
     counts = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
     assert len(ruler.SUBTASKS) == 13 and len({ruler._place(i) for i in range(40)}) == 40
     for task, count in counts.items():
-        item = ruler.items(data, Settings(lengths=(1500,), subtasks=(task,), limit=1), Stub(True))[0]
+        item = ruler.items(data, Settings(lengths=(1500,), subtasks=(task,), limit=1), Stub(True))[
+            0
+        ]
         assert len(set(item.make().references)) == count
 
 
 def test_ruler_counts_are_right(data):
     subject = Stub(True)
     for task, seldom in (("cwe", 2), ("fwe", 0)):
-        for item in ruler.items(data, Settings(lengths=(1500,), subtasks=(task,), limit=2), subject):
+        for item in ruler.items(
+            data, Settings(lengths=(1500,), subtasks=(task,), limit=2), subject
+        ):
             question = item.make()
             text = question.prompt.rsplit("\nQuestion", 1)[0].rsplit(".\n", 1)[1]
             words = [word for word in text.split() if word.isalpha()]
@@ -219,7 +374,8 @@ def test_mmlu_prompt(data):
         "The following are multiple choice questions (with answers) about high school math.\n\n"
         "high_school_math 0?\nA. w\nB. x\nC. y\nD. z\nAnswer: A\n\n"
         "high_school_math 1?\nA. w\nB. x\nC. y\nD. z\nAnswer: B\n\n"
-        "high_school_math 0?\nA. w\nB. x\nC. y\nD. z\nAnswer:")
+        "high_school_math 0?\nA. w\nB. x\nC. y\nD. z\nAnswer:"
+    )
     subject.limit = 40
     assert items[0].make().count("Answer: ") == 1  # examples are lost from the end
     with pytest.raises(UserError, match="examples must be at least 6"):
@@ -247,6 +403,7 @@ def test_interrupted_runs_resume(data, tmp_path):
             if len(self.asked) == 4:
                 raise KeyboardInterrupt
             return super().generate(*args)
+
     items = multidoc_qa.items(data, settings, Stub(True))
     with pytest.raises(KeyboardInterrupt):
         run_task("multidoc_qa", data, settings, Stops(True).learn(items), IDENTITY, results=results)
@@ -255,9 +412,14 @@ def test_interrupted_runs_resume(data, tmp_path):
         file.write('{"name": "quality.sc')  # a line that a power cut left
     second = Stub(True).learn(items)
     records = run_task("multidoc_qa", data, settings, second, IDENTITY, results=results)
-    assert len(second.asked) == len(items) - 4 and len(records) == len(items) == len(read_records(results))
+    assert len(second.asked) == len(items) - 4 and len(records) == len(items) == len(
+        read_records(results)
+    )
     third = Stub(False).learn(items)
-    assert run_task("multidoc_qa", data, settings, third, IDENTITY, results=results) == records and not third.asked
+    assert (
+        run_task("multidoc_qa", data, settings, third, IDENTITY, results=results) == records
+        and not third.asked
+    )
     for other in ({**IDENTITY, "weights": "other"}, {**IDENTITY, "window_size": 3}):
         fresh = Stub(False).learn(items)
         run_task("multidoc_qa", data, settings, fresh, other, results=results)
@@ -266,7 +428,12 @@ def test_interrupted_runs_resume(data, tmp_path):
     fresh = Stub(False).learn(multidoc_qa.items(data, seeded, Stub(True)))
     run_task("multidoc_qa", data, seeded, fresh, IDENTITY, results=results)
     assert len(fresh.asked) == len(items)
-    for mine in ("not a record\n", "a thesis in one line", '{"name": "Ann"}', 'x\n{"name": "quality.'):  # it stays
+    for mine in (
+        "not a record\n",
+        "a thesis in one line",
+        '{"name": "Ann"}',
+        'x\n{"name": "quality.',
+    ):  # it stays
         results.write_text(mine)
         with pytest.raises(UserError, match="must be a record"):
             run_task("multidoc_qa", data, settings, fresh, IDENTITY, results=results)
@@ -299,11 +466,44 @@ METHODS = ["full", "cca", "window", "streaming_llm", "lm_infinite", "minference"
 def test_every_task_under_every_method(model, data, tmp_path, monkeypatch, capfd):
     pytest.importorskip("rouge")
     monkeypatch.chdir(tmp_path)
-    argv = ["compare", "--model", model, "--data", str(data), "--window-size", "16", "--limit", "1",
-            "--max-new-tokens", "2", "--length", "400", "--documents", "3", "--positions", "1", "--shots", "1",
-            "--device", "cpu", "--subtask", "ruler:niah_single_1", "--subtask", "longbench:qasper",
-            "--subtask", "longbench:lcc", "--subtask", "mmlu:law", "--results", "r.jsonl", "--json", "s.jsonl",
-            "--plot", "p.png", "--force"]
+    argv = [
+        "compare",
+        "--model",
+        model,
+        "--data",
+        str(data),
+        "--window-size",
+        "16",
+        "--limit",
+        "1",
+        "--max-new-tokens",
+        "2",
+        "--length",
+        "400",
+        "--documents",
+        "3",
+        "--positions",
+        "1",
+        "--shots",
+        "1",
+        "--device",
+        "cpu",
+        "--subtask",
+        "ruler:niah_single_1",
+        "--subtask",
+        "longbench:qasper",
+        "--subtask",
+        "longbench:lcc",
+        "--subtask",
+        "mmlu:law",
+        "--results",
+        "r.jsonl",
+        "--json",
+        "s.jsonl",
+        "--plot",
+        "p.png",
+        "--force",
+    ]
     for task in runner.TASKS:
         argv += ["--task", task]
     for method in METHODS:
@@ -313,26 +513,60 @@ def test_every_task_under_every_method(model, data, tmp_path, monkeypatch, capfd
     assert all(task in shown for task in runner.TASKS) and "streaming_llm" in shown
     assert Path("p.png").read_bytes().startswith(b"\x89PNG")
     records = read_records("r.jsonl")
-    assert {(r.params["method"], r.params["task"]) for r in records} == {(m, t) for m in METHODS for t in runner.TASKS}
+    assert {(r.params["method"], r.params["task"]) for r in records} == {
+        (m, t) for m in METHODS for t in runner.TASKS
+    }
     values = {r.params["method"]: r.value for r in records if r.params["task"] == "perplexity"}
-    assert values["minference"] == pytest.approx(values["full"], rel=1e-6)  # the text is too short for it to skip
+    assert values["minference"] == pytest.approx(
+        values["full"], rel=1e-6
+    )  # the text is too short for it to skip
     assert len({round(x, 3) for x in values.values()}) == len(METHODS) - 1
     before = len(records)
     summaries = len(read_records("s.jsonl"))
     assert main(argv) == 0  # all from the file
     assert len(read_records("r.jsonl")) == before and len(read_records("s.jsonl")) == 2 * summaries
-    one = [r for r in read_records("s.jsonl") if r.params["task"] == "perplexity" and "part" not in r.params]
-    assert one[0].params["data"] and one[0].params["weights"] == model_hash(model) and one[0].params["items"] == 399
+    one = [
+        r
+        for r in read_records("s.jsonl")
+        if r.params["task"] == "perplexity" and "part" not in r.params
+    ]
+    assert (
+        one[0].params["data"]
+        and one[0].params["weights"] == model_hash(model)
+        and one[0].params["items"] == 399
+    )
 
 
 def test_nothing_counts_twice(model, data):
-    twice = evaluate(model, ["full", "full"], ["mmlu", "mmlu"], [str(data)], Settings(limit=1, shots=1), device="cpu")
+    twice = evaluate(
+        model,
+        ["full", "full"],
+        ["mmlu", "mmlu"],
+        [str(data)],
+        Settings(limit=1, shots=1),
+        device="cpu",
+    )
     assert len(twice) == 2  # a question of each subject
 
 
 def test_eval_with_a_constant_number_of_groups(model, data, capfd):
-    argv = ["eval", "--model", model, "--task", "mmlu", "--data", f"mmlu={data}", "--window-size", "16",
-            "--num-groups", "8", "--limit", "1", "--device", "cpu"]
+    argv = [
+        "eval",
+        "--model",
+        model,
+        "--task",
+        "mmlu",
+        "--data",
+        f"mmlu={data}",
+        "--window-size",
+        "16",
+        "--num-groups",
+        "8",
+        "--limit",
+        "1",
+        "--device",
+        "cpu",
+    ]
     assert main(argv) == 0
     assert "m=8" in capfd.readouterr().out
     assert main([*argv, "--method", "window"]) == 2
@@ -346,12 +580,18 @@ def test_subject_agrees_with_the_model(model):
     ids = torch.tensor([subject.encode(prompt)])
     with torch.no_grad():
         logits = loaded.model(ids).logits[0].double().log_softmax(-1)
-        made = loaded.model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)[0, ids.shape[1]:]
+        made = loaded.model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)[
+            0, ids.shape[1] :
+        ]
     assert subject.generate(prompt, 5) == subject.decode(made.tolist())
     expected = -logits[:-1].gather(1, ids[0, 1:, None])[:, 0]
-    torch.testing.assert_close(subject.nll(ids[0].tolist()).double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        subject.nll(ids[0].tolist()).double(), expected, rtol=1e-4, atol=1e-5
+    )
     single, double = ("A", "B", "C"), ("ab", "cd")
-    assert subject.choose(prompt, single) == int(logits[-1, [subject.encode(x)[0] for x in single]].argmax())
+    assert subject.choose(prompt, single) == int(
+        logits[-1, [subject.encode(x)[0] for x in single]].argmax()
+    )
     scores = []
     for end in double:
         both = torch.tensor([subject.encode(prompt) + subject.encode(end)])
@@ -361,17 +601,33 @@ def test_subject_agrees_with_the_model(model):
     assert subject.choose(prompt, double) == scores.index(max(scores))
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["--task", "glue"], "task must be one of perplexity, multidoc_qa"),
-    (["--task", "mmlu", "--limit", "0"], "limit must be at least 1, got 0."),
-    (["--task", "ruler", "--subtask", "niah"], "subtask must be one of niah_single_1"),
-    (["--task", "ruler", "--length", "0"], "length must be at least 1"),
-    (["--task", "perplexity", "--length", "100000"], "length must be at most that of a document"),
-    (["--task", "mmlu", "--method", "nothing"], "method must be cca, full, window"),
-    (["--task", "mmlu", "--method", "window", "--sinks", "3"], "sinks must not be given for window|sinks must be 0"),
-    (["--task", "mmlu", "--method", "full", "--sinks", "3"], "sinks and patterns must be given for methods"),
-    (["--task", "mmlu", "--chunk-size", "0"], "chunk-size must be at least 1"),
-    (["--task", "mmlu", "--method", "minference", "--patterns", "none.json"], "file 'none.json' does not exist")])
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--task", "glue"], "task must be one of perplexity, multidoc_qa"),
+        (["--task", "mmlu", "--limit", "0"], "limit must be at least 1, got 0."),
+        (["--task", "ruler", "--subtask", "niah"], "subtask must be one of niah_single_1"),
+        (["--task", "ruler", "--length", "0"], "length must be at least 1"),
+        (
+            ["--task", "perplexity", "--length", "100000"],
+            "length must be at most that of a document",
+        ),
+        (["--task", "mmlu", "--method", "nothing"], "method must be cca, full, window"),
+        (
+            ["--task", "mmlu", "--method", "window", "--sinks", "3"],
+            "sinks must not be given for window|sinks must be 0",
+        ),
+        (
+            ["--task", "mmlu", "--method", "full", "--sinks", "3"],
+            "sinks and patterns must be given for methods",
+        ),
+        (["--task", "mmlu", "--chunk-size", "0"], "chunk-size must be at least 1"),
+        (
+            ["--task", "mmlu", "--method", "minference", "--patterns", "none.json"],
+            "file 'none.json' does not exist",
+        ),
+    ],
+)
 def test_mistakes_cost_one_line(argv, message, model, data, capfd):
     assert main(["eval", "--model", model, "--data", str(data), "--device", "cpu", *argv]) == 2
     err = capfd.readouterr().err
@@ -396,23 +652,63 @@ def test_mistakes_in_files(data, tmp_path):
     assert set(data_hashes("mmlu", data)) == {"mmlu_dev.jsonl", "mmlu_test_subset.jsonl"}
 
 
-@pytest.mark.parametrize("task, name, rows, message", [
-    ("perplexity", "lm_test", [{"text": 5}], "line 1: text must be a string, got 5"),
-    ("mmlu", "mmlu_test", [{"subject": "law", "question": "q", "choices": list("wxyz"), "answer": ""}], "A to D"),
-    ("mmlu", "mmlu_test", [{"subject": "law", "question": "q", "choices": list("wxyz"), "answer": 2}], "A to D"),
-    ("multidoc_qa", "multidoc_qa_test", [{"qid": "q", "question": "q", "answers": ["a"], "gold_doc": "z"}], "gold_doc"),
-    ("multidoc_qa", "multidoc_qa_test", [{"qid": "q", "question": "q", "answers": "ab", "gold_doc": "d1"}], "a list"),
-    ("longbench", "lcc_e", [{"input": "", "context": "", "answers": [], "length": "9"}], "number as length; TypeError"),
-    ("longbench", "longbench_config", [{}], "qasper must have its template .* KeyError"),
-    ("ruler", "haystack_essays", [{"text": " "}], "must hold words in haystack_essays"),
-    ("ruler", "squad", [{"context": "x", "qas": [{"question": "a"}]}], "qas of .* must have question and answers")])
+@pytest.mark.parametrize(
+    "task, name, rows, message",
+    [
+        ("perplexity", "lm_test", [{"text": 5}], "line 1: text must be a string, got 5"),
+        (
+            "mmlu",
+            "mmlu_test",
+            [{"subject": "law", "question": "q", "choices": list("wxyz"), "answer": ""}],
+            "A to D",
+        ),
+        (
+            "mmlu",
+            "mmlu_test",
+            [{"subject": "law", "question": "q", "choices": list("wxyz"), "answer": 2}],
+            "A to D",
+        ),
+        (
+            "multidoc_qa",
+            "multidoc_qa_test",
+            [{"qid": "q", "question": "q", "answers": ["a"], "gold_doc": "z"}],
+            "gold_doc",
+        ),
+        (
+            "multidoc_qa",
+            "multidoc_qa_test",
+            [{"qid": "q", "question": "q", "answers": "ab", "gold_doc": "d1"}],
+            "a list",
+        ),
+        (
+            "longbench",
+            "lcc_e",
+            [{"input": "", "context": "", "answers": [], "length": "9"}],
+            "number as length; TypeError",
+        ),
+        ("longbench", "longbench_config", [{}], "qasper must have its template .* KeyError"),
+        ("ruler", "haystack_essays", [{"text": " "}], "must hold words in haystack_essays"),
+        (
+            "ruler",
+            "squad",
+            [{"context": "x", "qas": [{"question": "a"}]}],
+            "qas of .* must have question and answers",
+        ),
+    ],
+)
 def test_mistakes_in_rows(task, name, rows, message, data, tmp_path):
     copy = shutil.copytree(data, tmp_path / "data")
     (copy / f"{name}.json").unlink(missing_ok=True)
     write_lines(copy / f"{name}.json{'l' * (name != 'longbench_config')}", rows)
     subtasks = {"haystack_essays": ("niah_single_2",), "squad": ("qa_1",)}.get(name, ())
     with pytest.raises(UserError, match=message):
-        run_task(task, copy, Settings(subtasks=subtasks, documents=(2,), shots=1, limit=1), Stub(True), IDENTITY)
+        run_task(
+            task,
+            copy,
+            Settings(subtasks=subtasks, documents=(2,), shots=1, limit=1),
+            Stub(True),
+            IDENTITY,
+        )
     (tmp_path / "plain.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="must be UTF-8 text"):
         run_task("perplexity", tmp_path / "plain.txt", Settings(), Stub(True), IDENTITY)
@@ -420,16 +716,25 @@ def test_mistakes_in_rows(task, name, rows, message, data, tmp_path):
 
 def test_summaries_name_sizes_and_draw(data, tmp_path):
     assert method_name({"method": "cca", "group_size": 16, "window_size": 8}) == "cca g=16 s=8"
-    rows = summarise(run_task("perplexity", data, Settings(lengths=(16, 32)), Stub(False), IDENTITY))
+    rows = summarise(
+        run_task("perplexity", data, Settings(lengths=(16, 32)), Stub(False), IDENTITY)
+    )
     assert all(record.name == "quality.perplexity" for record in to_records(rows, "here"))
     draw(rows, str(tmp_path / "p.svg"))
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
 
-@pytest.mark.skipif("CORECONTEXT_DATA" not in os.environ, reason="CORECONTEXT_DATA names no folder with the data")
+@pytest.mark.skipif(
+    "CORECONTEXT_DATA" not in os.environ, reason="CORECONTEXT_DATA names no folder with the data"
+)
 @pytest.mark.parametrize("task", ["multidoc_qa", "ruler", "mmlu"])
 def test_real_files(task):
-    folder, settings = os.environ["CORECONTEXT_DATA"], Settings(lengths=(2048,), documents=(5,), limit=1, positions=2)
+    folder, settings = (
+        os.environ["CORECONTEXT_DATA"],
+        Settings(lengths=(2048,), documents=(5,), limit=1, positions=2),
+    )
     subject = Stub(True)
     subject.learn(runner.TASKS[task](folder, settings, subject))
-    assert {row.value for row in summarise(run_task(task, folder, settings, subject, IDENTITY))} == {1.0}
+    assert {
+        row.value for row in summarise(run_task(task, folder, settings, subject, IDENTITY))
+    } == {1.0}

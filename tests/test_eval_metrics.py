@@ -7,9 +7,17 @@ import pytest
 from corecontext.eval import metrics
 
 
-@pytest.mark.parametrize("answer, references, score", [
-    ("The Beatles!", ["beatles"], 1), ("It was  the\tBeatles", ["The Beatles", "x"], 1), ("Stones", ["Beatles"], 0),
-    ("no\nBeatles", ["Beatles"], 0), ("  beatles\nno", ["Beatles"], 1), ("", ["Beatles"], 0)])
+@pytest.mark.parametrize(
+    "answer, references, score",
+    [
+        ("The Beatles!", ["beatles"], 1),
+        ("It was  the\tBeatles", ["The Beatles", "x"], 1),
+        ("Stones", ["Beatles"], 0),
+        ("no\nBeatles", ["Beatles"], 0),
+        ("  beatles\nno", ["Beatles"], 1),
+        ("", ["Beatles"], 0),
+    ],
+)
 def test_contains_answer(answer, references, score):
     assert metrics.contains_answer(answer, references) == score
 
@@ -17,7 +25,10 @@ def test_contains_answer(answer, references, score):
 def test_ruler_matches():
     assert metrics.match_all(" 12 and AB\x00c", ["12", "ab", "9", "x"]) == 0.5
     assert metrics.match_all("1 2", ["1", "2"]) == 1 and metrics.match_all("", ["1"]) == 0
-    assert metrics.match_any("the Answer", ["answer", "x"]) == 1 and metrics.match_any("no", ["answer", "x"]) == 0
+    assert (
+        metrics.match_any("the Answer", ["answer", "x"]) == 1
+        and metrics.match_any("no", ["answer", "x"]) == 0
+    )
 
 
 def test_token_f1():
@@ -38,7 +49,10 @@ def test_classification_keeps_the_quirk():
     classes = ["City", "City in a country", "Other"]
     assert metrics.classification("City in a country", "City in a country", classes) == 1
     assert metrics.classification("City in a country, Other", "City in a country", classes) == 0.5
-    assert metrics.classification("Other", "City", classes) == 0 and metrics.classification("", "City", classes) == 0
+    assert (
+        metrics.classification("Other", "City", classes) == 0
+        and metrics.classification("", "City", classes) == 0
+    )
     nested = ["a", "ab", "abc"]  # dropping "a" while walking skips "ab"
     assert metrics.classification("abc", "abc", nested) == 0.5
 

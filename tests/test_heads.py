@@ -52,7 +52,11 @@ def test_dealing_heads_out_adds_a_cat_for_each_tensor_to_the_backward():
     with torch.profiler.profile() as profile:
         loss.backward()
     ran = [event.key for event in profile.key_averages() if event.key.startswith("aten::")]
-    assert "aten::cat" in ran and not {"aten::slice_backward", "aten::zeros", "aten::new_zeros"} & set(ran)
+    assert "aten::cat" in ran and not {
+        "aten::slice_backward",
+        "aten::zeros",
+        "aten::new_zeros",
+    } & set(ran)
 
 
 def test_autocast_gives_heads_one_dtype(default_device):
@@ -60,19 +64,35 @@ def test_autocast_gives_heads_one_dtype(default_device):
     q, k, v = inputs(dtype=torch.float32)
     wanted = cca_attention(q, k, v, group_size=SIZES, window_size=13, rotary=rotary())
     with torch.autocast(default_device.type, torch.bfloat16):
-        out = cca_attention(q, k, v.to(torch.bfloat16), group_size=SIZES, window_size=13, rotary=rotary())
+        out = cca_attention(
+            q, k, v.to(torch.bfloat16), group_size=SIZES, window_size=13, rotary=rotary()
+        )
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), wanted, atol=0.03, rtol=0.02)
 
 
-@pytest.mark.parametrize("options", [{}, {"core_heads": "query"}, {"core_bias": torch.arange(8) / 4}, {"sink_size": 3},
-                                     {"learned": ("temperature", "bias", "key_gain")}, {"pooling": "mean_query"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"core_heads": "query"},
+        {"core_bias": torch.arange(8) / 4},
+        {"sink_size": 3},
+        {"learned": ("temperature", "bias", "key_gain")},
+        {"pooling": "mean_query"},
+    ],
+)
 def test_each_head_attends_as_alone_and_so_do_its_gradients(options, default_device):
-    options = {key: value.to(default_device) if isinstance(value, torch.Tensor) else value
-               for key, value in options.items()}
+    options = {
+        key: value.to(default_device) if isinstance(value, torch.Tensor) else value
+        for key, value in options.items()
+    }
     if "learned" in options:
-        options["learned"] = {"temperature": torch.linspace(-1, 1, 8), "bias": torch.linspace(0, 1, 8),
-                              "key_gain": torch.linspace(0, 0.2, 4)}
+        options["learned"] = {
+            "temperature": torch.linspace(-1, 1, 8),
+            "bias": torch.linspace(0, 1, 8),
+            "key_gain": torch.linspace(0, 0.2, 4),
+        }
     leaves = q, k, v = inputs()
     settings = {"window_size": 13, "rotary": rotary()}
     out, lse = cca_attention(q, k, v, group_size=SIZES, return_lse=True, **settings, **options)
@@ -80,10 +100,14 @@ def test_each_head_attends_as_alone_and_so_do_its_gradients(options, default_dev
     grads = torch.autograd.grad((out * weights).sum() + lse.sum(), leaves)
     for head, g in enumerate(SIZES):
         mine, one = slice(2 * head, 2 * head + 2), slice(head, head + 1)
-        own = {key: value[mine] if isinstance(value, torch.Tensor) and value.dim() else value
-               for key, value in options.items()}
+        own = {
+            key: value[mine] if isinstance(value, torch.Tensor) and value.dim() else value
+            for key, value in options.items()
+        }
         if "learned" in own:
-            own["learned"] = {key: x[one if key == "key_gain" else mine] for key, x in options["learned"].items()}
+            own["learned"] = {
+                key: x[one if key == "key_gain" else mine] for key, x in options["learned"].items()
+            }
         parts = [x.detach()[:, at].requires_grad_() for x, at in zip(leaves, (mine, one, one))]
         alone, alone_lse = cca_attention(*parts, group_size=g, return_lse=True, **settings, **own)
         torch.testing.assert_close(out[:, mine], alone)
@@ -96,7 +120,9 @@ def test_each_head_attends_as_alone_and_so_do_its_gradients(options, default_dev
 def test_a_head_with_groups_of_one_keeps_every_token():
     q, k, v = (x.detach() for x in inputs())
     out = cca_attention(q, k, v, group_size=SIZES, window_size=13, rotary=rotary())
-    full = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    full = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
     torch.testing.assert_close(out[:, 2:4], full[:, 2:4])
     assert not torch.allclose(out[:, :2], full[:, :2])
 
@@ -111,12 +137,18 @@ def test_a_cache_gives_what_one_pass_gives(chunks, max_length):
     start = 0
     for new in chunks:
         at = slice(start, start + new)
-        torch.testing.assert_close(cache.attend(0, q[:, :, at], k[:, :, at], v[:, :, at]), wanted[:, :, at])
+        torch.testing.assert_close(
+            cache.attend(0, q[:, :, at], k[:, :, at], v[:, :, at]), wanted[:, :, at]
+        )
         start += new
         assert cache.seq_len == start
     alone = [CompactLayer(CCAConfig(g, 13), rotary(), max_length=max_length) for g in SIZES]
     for head, layer in enumerate(alone):
-        layer.attend(q[:, 2 * head:2 * head + 2, :start], k[:, head:head + 1, :start], v[:, head:head + 1, :start])
+        layer.attend(
+            q[:, 2 * head : 2 * head + 2, :start],
+            k[:, head : head + 1, :start],
+            v[:, head : head + 1, :start],
+        )
     assert cache.nbytes == sum(layer.nbytes for layer in alone)
 
 
@@ -129,8 +161,10 @@ def test_padded_rows_take_back_select_and_save():
     step = [x[:, :, 60:61] for x in (q, k, v)]
     wanted = cache.attend(*step)
     short = [x[1:, :, 11:61] for x in (q, k, v)]
-    torch.testing.assert_close(wanted[1:], cca_attention(*short, group_size=SIZES, window_size=13,
-                                                         rotary=rotary())[:, :, -1:])
+    torch.testing.assert_close(
+        wanted[1:],
+        cca_attention(*short, group_size=SIZES, window_size=13, rotary=rotary())[:, :, -1:],
+    )
     for _ in range(3):
         cache.attend(*(torch.randn_like(x) for x in step))
     cache.crop(4)
@@ -140,7 +174,9 @@ def test_padded_rows_take_back_select_and_save():
     with pytest.raises(ValueError, match="crop must leave the window whole"):
         cache.crop(30)
     assert cache.seq_len == 61
-    torch.testing.assert_close(cache.attend(*step)[0, 2:4], other.attend(*step)[0, 2:4])  # no part was cropped
+    torch.testing.assert_close(
+        cache.attend(*step)[0, 2:4], other.attend(*step)[0, 2:4]
+    )  # no part was cropped
     cache.select(torch.tensor([1, 0]))
     assert cache.pads == [11, 0]
     cache.repeat(2)
@@ -152,9 +188,11 @@ def test_padded_rows_take_back_select_and_save():
 def test_a_crop_that_one_group_size_refuses_changes_no_part():
     """At 9 tokens groups of 3 need nothing before, groups of 5 the tokens from 5 on, which have left the ring."""
     q, k, v = (x.detach()[:1, :, :13] for x in inputs())
-    cache = CompactKVCache(1, CCAConfig(window_size=1, head_group_sizes=(3, 5, 5, 3)), rotary()).layers[0]
+    cache = CompactKVCache(
+        1, CCAConfig(window_size=1, head_group_sizes=(3, 5, 5, 3)), rotary()
+    ).layers[0]
     for t in range(12):
-        cache.attend(*(x[:, :, t:t + 1] for x in (q, k, v)))
+        cache.attend(*(x[:, :, t : t + 1] for x in (q, k, v)))
     with pytest.raises(ValueError, match="crop must leave the window whole"):
         cache.crop(3)
     wanted = cca_attention(q, k, v, group_size=(3, 5, 5, 3), window_size=1, rotary=rotary())
@@ -164,13 +202,20 @@ def test_a_crop_that_one_group_size_refuses_changes_no_part():
 def test_a_model_generates_what_it_generates_without_a_cache(tmp_path):
     model, ids = tiny_model("llama"), tokens(2, 50)
     with corecontext.enabled(model, MIXED) as handle:
-        assert [one.head_group_sizes for one in handle.layers] == [None, (1, 5)] and handle.layers[0].group_size == 7
+        assert [one.head_group_sizes for one in handle.layers] == [None, (1, 5)] and handle.layers[
+            0
+        ].group_size == 7
         options = {"max_new_tokens": 12, "do_sample": False}
         wanted = model.generate(ids, use_cache=False, **options)
         assert torch.equal(model.generate(ids, **options), wanted)
-        assert torch.equal(model.generate(ids, cache_implementation="static", disable_compile=True, **options), wanted)
+        assert torch.equal(
+            model.generate(ids, cache_implementation="static", disable_compile=True, **options),
+            wanted,
+        )
         assert model.generate(ids, num_beams=3, **options).shape == wanted.shape
-        assert Engine(model, chunk_size=16).generate(ids, max_new_tokens=12) == wanted[:, 50:].tolist()
+        assert (
+            Engine(model, chunk_size=16).generate(ids, max_new_tokens=12) == wanted[:, 50:].tolist()
+        )
         with torch.no_grad():
             full = model(ids[:1], use_cache=True).past_key_values
         one = CCAConfig(5, 13)
@@ -189,12 +234,14 @@ def test_settings_survive_json_and_are_checked():
     assert CCAConfig.from_dict(json.loads(json.dumps(MIXED.to_dict()))) == MIXED
     assert MIXED.of_layer(1).head_group_sizes == (1, 5) and MIXED.of_layer(0) == CCAConfig(7, 13)
     assert MIXED.replace(group_size=6) == CCAConfig(6, 13)
-    for changes, message in (({"layer_group_sizes": (4, ())}, "must not be empty"),
-                             ({"layer_group_sizes": (4, (0, 2))}, "must be at least 1"),
-                             ({"layer_group_sizes": (4, (True, 2))}, "must be an integer"),
-                             ({"head_group_sizes": (4, (1, 2))}, "must be an integer"),
-                             ({"head_group_sizes": (4, 4)}, "must not be given with layer_group_sizes"),
-                             ({"num_groups": 4}, "num_groups must not be given")):
+    for changes, message in (
+        ({"layer_group_sizes": (4, ())}, "must not be empty"),
+        ({"layer_group_sizes": (4, (0, 2))}, "must be at least 1"),
+        ({"layer_group_sizes": (4, (True, 2))}, "must be an integer"),
+        ({"head_group_sizes": (4, (1, 2))}, "must be an integer"),
+        ({"head_group_sizes": (4, 4)}, "must not be given with layer_group_sizes"),
+        ({"num_groups": 4}, "num_groups must not be given"),
+    ):
         with pytest.raises((ValueError, TypeError), match=message):
             MIXED.replace(**changes)
 
@@ -227,8 +274,12 @@ def test_kernels_take_slices_of_heads(dtype, max_length, default_device):
         found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)])
     for ours, plain in zip(*found):
         torch.testing.assert_close(ours, plain, rtol=0, atol=4 * tolerance)
-    cache = CompactKVCache(1, CCAConfig(5, 13, head_group_sizes=SIZES, backend="triton"), rotary(),
-                           max_length=max_length)
+    cache = CompactKVCache(
+        1,
+        CCAConfig(5, 13, head_group_sizes=SIZES, backend="triton"),
+        rotary(),
+        max_length=max_length,
+    )
     start = 0
     for new in (60, 1, 1, 1, 9, 1):
         at = slice(start, start + new)

@@ -14,8 +14,13 @@ from corecontext.inference import Engine, Load, Sampling, TablePolicy, prefill
 from corecontext.inference.engine import rounded_up
 from corecontext.inference import fuse
 from corecontext.inference.fuse import Fused
-from corecontext.inference.limits import (bytes_per_token, cache_bytes_per_token, choose_chunk_size, does_not_fit,
-                                          position_limit)
+from corecontext.inference.limits import (
+    bytes_per_token,
+    cache_bytes_per_token,
+    choose_chunk_size,
+    does_not_fit,
+    position_limit,
+)
 from corecontext.integrations.transformers import handle_of
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -50,8 +55,10 @@ def recompute(model, ids, count):
 
 def generated(model, ids, mask=None, **options):
     """What model.generate makes."""
-    out = model.generate(ids, attention_mask=mask if mask is not None else torch.ones_like(ids), **options)
-    return out[:, ids.shape[1]:].tolist()
+    out = model.generate(
+        ids, attention_mask=mask if mask is not None else torch.ones_like(ids), **options
+    )
+    return out[:, ids.shape[1] :].tolist()
 
 
 # The same tokens -----------------------------------------------------------------------------------------------------
@@ -88,12 +95,20 @@ def test_prefill_gives_the_logits_of_one_pass(model):
     ids, mask, rows = ragged()
     for chunk_size in (1, 6, 41, 1000):
         seen = []
-        logits, cache, positions = prefill(model, ids, mask, chunk_size=chunk_size, on_chunk=seen.append)
+        logits, cache, positions = prefill(
+            model, ids, mask, chunk_size=chunk_size, on_chunk=seen.append
+        )
         assert positions.tolist() == list(LENGTHS) and cache.get_seq_length() == 41
-        assert seen[-1] == 41 and seen == sorted(seen) and (chunk_size != 6 or seen == [6, 12, 18, 24, 30, 36, 41])
+        assert (
+            seen[-1] == 41
+            and seen == sorted(seen)
+            and (chunk_size != 6 or seen == [6, 12, 18, 24, 30, 36, 41])
+        )
         for row, own in zip(rows, logits):
             with torch.no_grad():
-                torch.testing.assert_close(own, model(row, use_cache=False).logits[0, -1], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(
+                    own, model(row, use_cache=False).logits[0, -1], rtol=1e-4, atol=1e-4
+                )
 
 
 def test_prefill_of_full_attention_into_any_cache():
@@ -110,7 +125,9 @@ def test_prefill_of_full_attention_into_any_cache():
 
 def test_the_head_runs_once_on_one_token(model):
     shapes = []
-    hook = model.lm_head.register_forward_pre_hook(lambda module, args: shapes.append(list(args[0].shape)))
+    hook = model.lm_head.register_forward_pre_hook(
+        lambda module, args: shapes.append(list(args[0].shape))
+    )
     prefill(model, tokens(2, 40), chunk_size=7)
     hook.remove()
     assert shapes == [[2, 1, 48]]
@@ -123,9 +140,15 @@ def test_a_chunk_does_not_wait_for_the_device_in_every_layer(default_device, sta
     ids = tokens(1, 900).to(default_device)
 
     def waits(layers):
-        with corecontext.enabled(model := tiny_model("llama", num_hidden_layers=layers,
-                                                     max_position_embeddings=1000), CCAConfig(8, 64)):
-            cache = StaticCache(model.config, max_cache_len=1000) if static else DynamicCache(config=model.config)
+        with corecontext.enabled(
+            model := tiny_model("llama", num_hidden_layers=layers, max_position_embeddings=1000),
+            CCAConfig(8, 64),
+        ):
+            cache = (
+                StaticCache(model.config, max_cache_len=1000)
+                if static
+                else DynamicCache(config=model.config)
+            )
             for _ in range(2):  # kernels are compiled in the first
                 cache.reset()
                 with warnings.catch_warnings(record=True) as caught:
@@ -158,9 +181,12 @@ def test_num_groups_becomes_the_group_size_of_the_prompt():
 
 def test_tokens_stream_in_order_and_no_step_is_wasted(model, monkeypatch):
     from corecontext.inference import session
+
     steps = []
     original = session.Session.step
-    monkeypatch.setattr(session.Session, "step", lambda self, kind: steps.append(kind) or original(self, kind))
+    monkeypatch.setattr(
+        session.Session, "step", lambda self, kind: steps.append(kind) or original(self, kind)
+    )
     ids, mask, _ = ragged()
     engine = Engine(model, static=True)
     whole = engine.generate(ids, mask, max_new_tokens=9)
@@ -199,20 +225,27 @@ def test_eos_ends_rows_one_by_one(model):
     engine = Engine(model, static=True)
     free = engine.generate(ids, mask, max_new_tokens=25)
     eos = [free[0][4], free[1][9]]
-    expected = [row[:min((i for i, t in enumerate(row) if t in eos), default=len(row)) + 1] for row in free]
+    expected = [
+        row[: min((i for i, t in enumerate(row) if t in eos), default=len(row)) + 1] for row in free
+    ]
     assert engine.generate(ids, mask, max_new_tokens=25, eos_token_id=eos) == expected
     model.generation_config.eos_token_id = eos
     try:
         assert engine.generate(ids, mask, max_new_tokens=25) == expected
         longest = max(map(len, expected))
         assert generated(model, ids, mask, max_new_tokens=25, do_sample=False) == [
-            row + [0] * (longest - len(row)) for row in expected]
+            row + [0] * (longest - len(row)) for row in expected
+        ]
         assert engine.generate(ids, mask, max_new_tokens=25, eos_token_id=[]) == free
         steps = list(engine.stream(ids, mask, max_new_tokens=25))
     finally:
         model.generation_config.eos_token_id = None
     assert [[step[i] for step in steps if step[i] is not None] for i in range(4)] == expected
-    assert all((steps[n][i] is None) == (n >= len(expected[i])) for n in range(len(steps)) for i in range(4))
+    assert all(
+        (steps[n][i] is None) == (n >= len(expected[i]))
+        for n in range(len(steps))
+        for i in range(4)
+    )
 
 
 class Letters:
@@ -229,27 +262,37 @@ def test_stop_strings_end_with_the_token_that_completes_them(model):
     ids, engine = tokens(2, 40), Engine(model, static=True)
     free = engine.generate(ids, max_new_tokens=30)
     for first, last in ((7, 11), (20, 20), (0, 2)):
-        stop = Letters().decode(free[0][first:last + 1])
-        made = engine.generate(ids, max_new_tokens=30, stop_strings=["#", stop], tokenizer=Letters())
+        stop = Letters().decode(free[0][first : last + 1])
+        made = engine.generate(
+            ids, max_new_tokens=30, stop_strings=["#", stop], tokenizer=Letters()
+        )
         for row, own in zip(free, made):
             ends = (n for n in range(1, 31) if stop in Letters().decode(row[:n]))
-            assert own == row[:next(ends, 30)]
-    assert engine.generate(ids, max_new_tokens=30, stop_strings=stop, tokenizer=Letters()) == made  # one as it is
+            assert own == row[: next(ends, 30)]
+    assert (
+        engine.generate(ids, max_new_tokens=30, stop_strings=stop, tokenizer=Letters()) == made
+    )  # one as it is
 
 
 def test_sampling_is_reproducible_and_that_of_generate(model):
     ids, engine = tokens(1, 40), Engine(model, static=True)
-    for sampling, options in ((Sampling(1.5), {"temperature": 1.5, "top_k": 0}),
-                              (Sampling(0.8, top_k=10), {"temperature": 0.8, "top_k": 10}),
-                              (Sampling(2.0, top_p=0.7), {"temperature": 2.0, "top_k": 0, "top_p": 0.7}),
-                              (Sampling(1.3, 40, 0.9), {"temperature": 1.3, "top_k": 40, "top_p": 0.9})):
-        made = [engine.generate(ids, max_new_tokens=20, sampling=sampling, seed=seed) for seed in (3, 3, 4)]
+    for sampling, options in (
+        (Sampling(1.5), {"temperature": 1.5, "top_k": 0}),
+        (Sampling(0.8, top_k=10), {"temperature": 0.8, "top_k": 10}),
+        (Sampling(2.0, top_p=0.7), {"temperature": 2.0, "top_k": 0, "top_p": 0.7}),
+        (Sampling(1.3, 40, 0.9), {"temperature": 1.3, "top_k": 40, "top_p": 0.9}),
+    ):
+        made = [
+            engine.generate(ids, max_new_tokens=20, sampling=sampling, seed=seed)
+            for seed in (3, 3, 4)
+        ]
         assert made[0] == made[1] != made[2]
         if not ids.is_cuda:
             torch.manual_seed(3)
             assert made[0] == generated(model, ids, max_new_tokens=20, do_sample=True, **options)
-    assert engine.generate(ids, max_new_tokens=20, sampling=Sampling(1.5, top_k=1)) == engine.generate(
-        ids, max_new_tokens=20)
+    assert engine.generate(
+        ids, max_new_tokens=20, sampling=Sampling(1.5, top_k=1)
+    ) == engine.generate(ids, max_new_tokens=20)
 
 
 def test_a_row_with_its_own_seed_does_not_depend_on_its_neighbours(model):
@@ -262,8 +305,13 @@ def test_a_row_with_its_own_seed_does_not_depend_on_its_neighbours(model):
 
 def test_sampled_frequencies_are_the_probabilities():
     from corecontext.inference.sampling import Sampler
+
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0]).expand(20000, 5)
-    for sampling, kept in ((Sampling(1.3), 5), (Sampling(1.3, top_k=3), 3), (Sampling(1.3, top_p=0.75), 3)):
+    for sampling, kept in (
+        (Sampling(1.3), 5),
+        (Sampling(1.3, top_k=3), 3),
+        (Sampling(1.3, top_p=0.75), 3),
+    ):
         sampler = Sampler(20000, logits.device, 1)
         sampler.start(sampling, [0], 5)
         found = sampler.choose(logits, sampling.kind).flatten().bincount(minlength=5) / 20000
@@ -273,10 +321,13 @@ def test_sampled_frequencies_are_the_probabilities():
 
 def test_settings_of_generate_are_taken_over():
     from transformers import GenerationConfig
+
     take = Sampling.from_generation_config
     assert take(GenerationConfig()) == Sampling()
     assert take(GenerationConfig(do_sample=True)) == Sampling(1.0, 50)
-    assert take(GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=0)) == Sampling(0.6, None, 0.9)
+    assert take(GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=0)) == Sampling(
+        0.6, None, 0.9
+    )
     assert take(GenerationConfig(), do_sample=True, temperature=2.0) == Sampling(2.0, 50)
 
 
@@ -308,7 +359,9 @@ def test_a_shrunk_window_equals_a_model_that_shrinks(model, at, static):
                 for layer in out.cache.layers:
                     layer.compact.shrink_window(4)
             with torch.no_grad():
-                logits = model(token[:, None], past_key_values=out.cache, position_ids=(positions + n)[:, None]).logits
+                logits = model(
+                    token[:, None], past_key_values=out.cache, position_ids=(positions + n)[:, None]
+                ).logits
             token = logits[:, -1].argmax(-1)
     finally:
         handle.configure(**CONFIG.to_dict())
@@ -320,9 +373,13 @@ def test_g_stays_and_s_only_shrinks(model):
     stream = engine.stream(tokens(1, 40), max_new_tokens=25)
     next(stream), next(stream)
     used = engine.cache_bytes_used
-    with pytest.raises(ValueError, match="^group_size must stay 5 for the whole request, got 4. Start a new"):
+    with pytest.raises(
+        ValueError, match="^group_size must stay 5 for the whole request, got 4. Start a new"
+    ):
         stream.configure(group_size=4)
-    with pytest.raises(ValueError, match="^window_size must be at most 13 once set, got 14. Start a new"):
+    with pytest.raises(
+        ValueError, match="^window_size must be at most 13 once set, got 14. Start a new"
+    ):
         stream.configure(window_size=14)
     stream.configure(window_size=3)
     assert engine.cache_bytes_used < used
@@ -343,23 +400,35 @@ def test_policy_chooses_what_the_request_does_not(model):
 
     engine = Engine(model, static=True, policy=policy, cache_bytes_budget=10**6)
     ids = tokens(1, 30)
-    for queue, chosen, expected in ((0, {}, (2, 16)), (9, {}, (4, 9)), (9, {"window_size": 5}, (4, 5)),
-                                    (9, {"group_size": 7, "window_size": 5}, (7, 5))):
+    for queue, chosen, expected in (
+        (0, {}, (2, 16)),
+        (9, {}, (4, 9)),
+        (9, {"window_size": 5}, (4, 5)),
+        (9, {"group_size": 7, "window_size": 5}, (7, 5)),
+    ):
         stream = engine.stream(ids, max_new_tokens=3, queue_length=queue, **chosen)
         assert (stream.group_size, stream.window_size) == expected
         list(stream)
-    assert seen[0] == Load(0, 0, 10**6, None, 30) and seen[1].time_to_first_token > 0 and len(seen) == 3
+    assert (
+        seen[0] == Load(0, 0, 10**6, None, 30)
+        and seen[1].time_to_first_token > 0
+        and len(seen) == 3
+    )
     with engine.stream(ids, max_new_tokens=3) as stream:
         next(stream)
         assert engine.load().cache_bytes_used == stream.session.allocated_bytes > 0
 
 
 def test_table_policy():
-    policy = TablePolicy(((0.5, 4, 64), (0.9, 8, 32), (1.0, 16, 16)), queue_limit=10, first_token_limit=2.0)
+    policy = TablePolicy(
+        ((0.5, 4, 64), (0.9, 8, 32), (1.0, 16, 16)), queue_limit=10, first_token_limit=2.0
+    )
     assert policy(Load()) == (4, 64) and policy(Load(queue_length=5)) == (4, 64)
     assert policy(Load(queue_length=6)) == (8, 32) and policy(Load(queue_length=99)) == (16, 16)
     assert policy(Load(cache_bytes_used=95, cache_bytes_budget=100)) == (16, 16)
-    assert policy(Load(cache_bytes_used=95)) == (4, 64) and policy(Load(time_to_first_token=1.7)) == (8, 32)
+    assert policy(Load(cache_bytes_used=95)) == (4, 64) and policy(
+        Load(time_to_first_token=1.7)
+    ) == (8, 32)
     assert TablePolicy()(Load()) == (16, 1024)
     for rows in ((), ((0.5, 1, 1), (0.5, 2, 2))):
         with pytest.raises(ValueError, match="^rows must rise in pressure"):
@@ -372,39 +441,75 @@ def test_table_policy():
 
 
 def test_position_limit_considers_scaling():
-    limits = {family: position_limit(tiny_model(family).config)
-              for family in ("llama", "llama-linear", "llama-llama3", "llama-yarn", "gemma3")}
-    assert limits == {"llama": 256, "llama-linear": 512, "llama-llama3": 256, "llama-yarn": 256, "gemma3": 256}
+    limits = {
+        family: position_limit(tiny_model(family).config)
+        for family in ("llama", "llama-linear", "llama-llama3", "llama-yarn", "gemma3")
+    }
+    assert limits == {
+        "llama": 256,
+        "llama-linear": 512,
+        "llama-llama3": 256,
+        "llama-yarn": 256,
+        "gemma3": 256,
+    }
     assert position_limit(tiny_model("llama-yarn", max_position_embeddings=64).config) == 256
 
 
 def test_too_long_prompts_are_refused(model):
-    with pytest.raises(ValueError, match="^input_ids must fit the model's 256 positions, got 257 tokens. Shorten"):
+    with pytest.raises(
+        ValueError, match="^input_ids must fit the model's 256 positions, got 257 tokens. Shorten"
+    ):
         prefill(model, tokens(1, 257))
-    with pytest.raises(ValueError, match="^input_ids must fit the model's 256 positions, got 250 tokens and 7 new"):
+    with pytest.raises(
+        ValueError, match="^input_ids must fit the model's 256 positions, got 250 tokens and 7 new"
+    ):
         Engine(model, static=True).stream(tokens(1, 250), max_new_tokens=7)
     ids, mask = tokens(1, 300), torch.ones(1, 300)
     mask[:, :50] = 0
-    assert len(Engine(model, static=True).generate(ids, mask, max_new_tokens=6)[0]) == 6  # padding takes no positions
+    assert (
+        len(Engine(model, static=True).generate(ids, mask, max_new_tokens=6)[0]) == 6
+    )  # padding takes no positions
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"input_ids": torch.ones(5)}, r"input_ids must be \[B, L\] with at least one token a row, got shape \[5\]"),
-    ({"input_ids": torch.ones(2, 0)}, r"input_ids must be \[B, L\]"),
-    ({"attention_mask": torch.ones(1, 8)}, r"attention_mask must have the shape of input_ids \[2, 8\], got \[1, 8\]"),
-    ({"attention_mask": torch.tensor([[1] * 8, [0, 1, 0] + [1] * 5])}, "attention_mask must have padding only on the "
-                                                                       "left, got otherwise in row 1"),
-    ({"attention_mask": torch.tensor([[1] * 7 + [0], [1] * 8])}, ".*on the left, got otherwise in row 0"),
-    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-    ({"max_new_tokens": 33}, "max_length must hold prompt and answer, got 40 for 8 and 33 tokens"),
-    ({"stop_strings": ["a"]}, "tokenizer must be given with stop_strings"),
-    ({"stop_strings": [""], "tokenizer": Letters()}, "stop_strings must not be empty"),
-    ({"seed": [1, 2, 3]}, "seed must be one number or one for each of 2 rows, got 3"),
-    ({"seed": 2 ** 64}, "seed must be from -2\\*\\*63 to 2\\*\\*63 - 1, got 18446744073709551616"),
-    ({"input_ids": tokens(2, 8) + 10 ** 6}, "input_ids must be from 0 to "),
-    ({"input_ids": tokens(2, 8) - 10 ** 6}, "input_ids must be from 0 to "),
-    ({"group_size": 0}, "group_size must be at least 1"), ({"window_size": -1}, "window_size must be at least 1")],
-    ids=str)
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            {"input_ids": torch.ones(5)},
+            r"input_ids must be \[B, L\] with at least one token a row, got shape \[5\]",
+        ),
+        ({"input_ids": torch.ones(2, 0)}, r"input_ids must be \[B, L\]"),
+        (
+            {"attention_mask": torch.ones(1, 8)},
+            r"attention_mask must have the shape of input_ids \[2, 8\], got \[1, 8\]",
+        ),
+        (
+            {"attention_mask": torch.tensor([[1] * 8, [0, 1, 0] + [1] * 5])},
+            "attention_mask must have padding only on the left, got otherwise in row 1",
+        ),
+        (
+            {"attention_mask": torch.tensor([[1] * 7 + [0], [1] * 8])},
+            ".*on the left, got otherwise in row 0",
+        ),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        (
+            {"max_new_tokens": 33},
+            "max_length must hold prompt and answer, got 40 for 8 and 33 tokens",
+        ),
+        ({"stop_strings": ["a"]}, "tokenizer must be given with stop_strings"),
+        ({"stop_strings": [""], "tokenizer": Letters()}, "stop_strings must not be empty"),
+        ({"seed": [1, 2, 3]}, "seed must be one number or one for each of 2 rows, got 3"),
+        (
+            {"seed": 2**64},
+            "seed must be from -2\\*\\*63 to 2\\*\\*63 - 1, got 18446744073709551616",
+        ),
+        ({"input_ids": tokens(2, 8) + 10**6}, "input_ids must be from 0 to "),
+        ({"input_ids": tokens(2, 8) - 10**6}, "input_ids must be from 0 to "),
+        ({"group_size": 0}, "group_size must be at least 1"),
+        ({"window_size": -1}, "window_size must be at least 1"),
+    ],
+    ids=str,
+)
 def test_wrong_requests_are_refused(model, arguments, message):
     options = {"input_ids": tokens(2, 8), "max_new_tokens": 2, **arguments}
     options["input_ids"] = options["input_ids"].to(model.device)
@@ -412,36 +517,52 @@ def test_wrong_requests_are_refused(model, arguments, message):
         Engine(model, static=True, max_length=40).stream(**options)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"input_ids": [[1, 2]]}, "input_ids must be a tensor \\[B, L\\], got list"),
-    ({"input_ids": tokens(2, 8).float()}, "input_ids must be integers, got torch.float32"),
-    ({"attention_mask": [[1] * 8]}, "attention_mask must be a tensor \\[B, L\\], got list"),
-    ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
-    ({"seed": "a"}, "seed must be an integer or one for each row, got 'a'"),
-    ({"sampling": {"temperature": 1}}, "sampling must be a Sampling, got {"),
-    ({"eos_token_id": "</s>"}, "eos_token_id must be token numbers, got '</s>'. Use stop_strings")], ids=str)
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"input_ids": [[1, 2]]}, "input_ids must be a tensor \\[B, L\\], got list"),
+        ({"input_ids": tokens(2, 8).float()}, "input_ids must be integers, got torch.float32"),
+        ({"attention_mask": [[1] * 8]}, "attention_mask must be a tensor \\[B, L\\], got list"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
+        ({"seed": "a"}, "seed must be an integer or one for each row, got 'a'"),
+        ({"sampling": {"temperature": 1}}, "sampling must be a Sampling, got {"),
+        (
+            {"eos_token_id": "</s>"},
+            "eos_token_id must be token numbers, got '</s>'. Use stop_strings",
+        ),
+    ],
+    ids=str,
+)
 def test_requests_of_another_kind_are_refused(model, arguments, message):
     with pytest.raises(TypeError, match=f"^{message}"):
         Engine(model).stream(**{"input_ids": tokens(2, 8), "max_new_tokens": 2, **arguments})
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1e-320), Sampling(1e-6), Sampling(1.0, top_p=1e-320)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1e-320), Sampling(1e-6), Sampling(1.0, top_p=1e-320)], ids=str
+)
 def test_numbers_that_float32_does_not_have_take_the_likeliest_token(model, sampling):
     ids = tokens(2, 40)
-    assert Engine(model).generate(ids, max_new_tokens=5, sampling=sampling) == Engine(model).generate(
-        ids, max_new_tokens=5)
+    assert Engine(model).generate(ids, max_new_tokens=5, sampling=sampling) == Engine(
+        model
+    ).generate(ids, max_new_tokens=5)
 
 
 def test_one_text_may_end_a_row(model):
     ids, engine = tokens(1, 40), Engine(model)
     free = engine.generate(ids, max_new_tokens=6)[0]
     stop = Letters().decode(free[:3])
-    assert engine.generate(ids, max_new_tokens=6, stop_strings=stop, tokenizer=Letters()) == [free[:3]]
+    assert engine.generate(ids, max_new_tokens=6, stop_strings=stop, tokenizer=Letters()) == [
+        free[:3]
+    ]
 
 
 def test_wrong_settings_are_refused(model):
-    for options, message in (({"max_length": 0}, "max_length must be at least 1"), ({"keep": -1}, "keep must be"),
-                             ({"fuse": "no"}, "fuse must be None or 'compile'")):
+    for options, message in (
+        ({"max_length": 0}, "max_length must be at least 1"),
+        ({"keep": -1}, "keep must be"),
+        ({"fuse": "no"}, "fuse must be None or 'compile'"),
+    ):
         with pytest.raises(ValueError, match=f"^{message}"):
             Engine(model, static=True, **options)
     with pytest.raises(ValueError, match="^chunk_size must be at least 1, got 0"):
@@ -449,16 +570,21 @@ def test_wrong_settings_are_refused(model):
     filled = prefill(model, tokens(1, 4)).cache
     with pytest.raises(ValueError, match="^cache must be empty, got 4 tokens"):
         prefill(model, tokens(1, 4), cache=filled)
-    for options, message in (({"temperature": -1.0}, "temperature must be at least 0"),
-                             ({"temperature": 1e300}, "temperature must be at least 0 and at most 1e\\+30"),
-                             ({"top_k": 0}, "top_k must be at least 1"), ({"top_p": 0.0}, "top_p must be more than 0")):
+    for options, message in (
+        ({"temperature": -1.0}, "temperature must be at least 0"),
+        ({"temperature": 1e300}, "temperature must be at least 0 and at most 1e\\+30"),
+        ({"top_k": 0}, "top_k must be at least 1"),
+        ({"top_p": 0.0}, "top_p must be more than 0"),
+    ):
         with pytest.raises(ValueError, match=f"^{message}"):
             Sampling(**options)
     plain = tiny_model()
     with pytest.raises(ValueError, match="^policy must be used with CCA enabled"):
         Engine(plain, policy=TablePolicy())
     engine = Engine(plain)
-    with pytest.raises(ValueError, match="^group_size and window_size must be used with CCA enabled"):
+    with pytest.raises(
+        ValueError, match="^group_size and window_size must be used with CCA enabled"
+    ):
         engine.stream(tokens(1, 4), max_new_tokens=1, group_size=4)
     with corecontext.enabled(plain), pytest.raises(ValueError, match="^model must stay as it was"):
         engine.stream(tokens(1, 4), max_new_tokens=1)
@@ -466,13 +592,19 @@ def test_wrong_settings_are_refused(model):
 
 def test_chunk_size_follows_the_model_and_the_memory(model, monkeypatch):
     from corecontext.inference import limits
+
     config, cuda = model.config, torch.device("cuda")
     assert choose_chunk_size(config, torch.float32, torch.device("cpu"), 1) == 2048
     assert choose_chunk_size(config, torch.float32, torch.device("cpu"), 4000) == 1
     each = bytes_per_token(config, torch.bfloat16)
     assert 6 * 64 <= each < bytes_per_token(config, torch.float32)
-    for free, batch, expected in ((10**12, 1, 16384), (10**12, 10, 1536), (2000 * each, 1, 768), (200 * each, 1, 100),
-                                  (each, 4, 1)):
+    for free, batch, expected in (
+        (10**12, 1, 16384),
+        (10**12, 10, 1536),
+        (2000 * each, 1, 768),
+        (200 * each, 1, 100),
+        (each, 4, 1),
+    ):
         monkeypatch.setattr(limits, "free_bytes", lambda device: free)
         assert choose_chunk_size(config, torch.bfloat16, cuda, batch) == expected
 
@@ -481,10 +613,14 @@ def test_running_out_of_memory_names_what_would_fit(model, monkeypatch):
     assert "About chunk_size=409 would fit." in does_not_fit(1, 9000, 1024, 0, 2**30, 2**31, 1.0)
     # 1 GiB free, half of it for a chunk: 2**29 / 2**17 = 4096 tokens of cache
     message = does_not_fit(4, 6000, 1024, 3072, 2**30, 2**29, 2.0**17)
-    assert message.endswith("About 4096 tokens a row fit with 4 rows, or 2 rows of 6000. Or take a larger group_size "
-                            "or a smaller chunk_size.")
-    assert message.startswith("input_ids must fit the device's memory, got 4 x 6000 tokens in chunks of 1024: it ran "
-                              "out after 3072 tokens a row with 1.00 GiB free before.")
+    assert message.endswith(
+        "About 4096 tokens a row fit with 4 rows, or 2 rows of 6000. Or take a larger group_size "
+        "or a smaller chunk_size."
+    )
+    assert message.startswith(
+        "input_ids must fit the device's memory, got 4 x 6000 tokens in chunks of 1024: it ran "
+        "out after 3072 tokens a row with 1.00 GiB free before."
+    )
     assert "about 512, or fewer rows" in does_not_fit(1, 6000, 1024, 0, 2**30, 2**20, 1.0)
     assert cache_bytes_per_token(model.config, torch.bfloat16) == 2 * 2 * 2 * 16 * 2 / 5
     assert cache_bytes_per_token(tiny_model().config, torch.float32) == 2 * 2 * 2 * 16 * 4
@@ -500,8 +636,11 @@ def test_running_out_of_memory_names_what_would_fit(model, monkeypatch):
     engine = Engine(model, static=True, chunk_size=8)
     expected = engine.generate(tokens(1, 40), max_new_tokens=4)
     monkeypatch.setattr(model.model, "forward", failing)
-    with pytest.raises(MemoryError, match="^input_ids must fit the device's memory, got 1 x 40 tokens in chunks of 8: "
-                                          "it ran out after 16 tokens"):
+    with pytest.raises(
+        MemoryError,
+        match="^input_ids must fit the device's memory, got 1 x 40 tokens in chunks of 8: "
+        "it ran out after 16 tokens",
+    ):
         engine.generate(tokens(1, 40), max_new_tokens=4)
     assert engine.cache_bytes_used == engine.cache_bytes_kept == 0  # what was half filled is gone
     assert engine.generate(tokens(1, 40), max_new_tokens=4) == expected
@@ -533,8 +672,10 @@ def test_fused_modules_change_no_token(model):
     count = len(engine.fused._compiled)
     assert count == 2 * 3 + 1  # an MLP and two norms a layer, and the last norm
     used = []
-    engine.fused._compiled = [(module, lambda *a, module=module: used.append(module) or module._call_impl(*a))
-                              for module, _ in engine.fused._compiled]
+    engine.fused._compiled = [
+        (module, lambda *a, module=module: used.append(module) or module._call_impl(*a))
+        for module, _ in engine.fused._compiled
+    ]
     assert engine.generate(ids, max_new_tokens=6) == expected
     assert len(used) == 4 * count
     assert all(module._compiled_call_impl is None for module in model.modules())
@@ -542,9 +683,12 @@ def test_fused_modules_change_no_token(model):
 
 def test_a_models_file_gets_its_own_rotation_back(model, monkeypatch):
     from transformers.models.llama import modeling_llama as file
+
     own, made = file.apply_rotary_pos_emb, []
     monkeypatch.setattr(fuse, "_rotating", {})
-    monkeypatch.setattr(torch, "compile", lambda function, **options: made.append(function) or function)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: made.append(function) or function
+    )
     first, second = Fused(model), Fused(model)
     with first:
         assert file.apply_rotary_pos_emb is not own and made.count(own) == 1
@@ -561,10 +705,13 @@ def test_a_models_file_gets_its_own_rotation_back(model, monkeypatch):
 def tracing(monkeypatch):
     """torch.compile that traces and runs what it traced, without the minutes of a real compiler; counts graphs."""
     from torch._dynamo.testing import CompileCounterWithBackend
+
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile(*args, backend=counter, **options))
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **options: compile(*args, backend=counter, **options)
+    )
     yield counter
     torch._dynamo.reset()
 
@@ -576,30 +723,44 @@ def test_a_fused_step_is_one_graph_and_changes_no_token(model, tracing):
     engine.fused._compiled, engine.fused._files = [], set()  # the step alone
     assert engine.static and engine.generate(ids, mask, max_new_tokens=12) == expected
     assert tracing.frame_count == 1
-    assert engine.generate(ids, mask, max_new_tokens=12) == expected and tracing.frame_count == 1  # compiled once
+    assert (
+        engine.generate(ids, mask, max_new_tokens=12) == expected and tracing.frame_count == 1
+    )  # compiled once
     other = {"max_new_tokens": 5, "group_size": 3, "window_size": 9}
-    assert engine.generate(ids, mask, **other) == Engine(model, static=True).generate(ids, mask, **other)
+    assert engine.generate(ids, mask, **other) == Engine(model, static=True).generate(
+        ids, mask, **other
+    )
     growing = Engine(model, fuse="compile", static=False)
     assert growing.generate(ids, mask, max_new_tokens=12) == expected
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(model, monkeypatch):
     from torch._dynamo.exc import Unsupported
+
     calls = []
 
     def broken(*args, **options):
         calls.append(1)
         raise Unsupported("no compiler here\nand more")
 
-    ids, expected = tokens(1, 40), Engine(model, static=True).generate(tokens(1, 40), max_new_tokens=6)
+    ids, expected = (
+        tokens(1, 40),
+        Engine(model, static=True).generate(tokens(1, 40), max_new_tokens=6),
+    )
     monkeypatch.setattr(torch, "compile", lambda function, **options: broken)
     monkeypatch.setattr(fuse, "_rotating", {})
     engine = Engine(model, fuse="compile")
-    with pytest.warns(UserWarning, match="cannot be compiled, so it runs as it is, which is slower: no compiler here$"
-                      ) as seen:
+    with pytest.warns(
+        UserWarning,
+        match="cannot be compiled, so it runs as it is, which is slower: no compiler here$",
+    ) as seen:
         assert engine.generate(ids, max_new_tokens=6) == expected
-    assert {str(one.message).split()[0] for one in seen} == {"LlamaForCausalLM", "LlamaMLP", "LlamaRMSNorm",
-                                                               "apply_rotary_pos_emb"}
+    assert {str(one.message).split()[0] for one in seen} == {
+        "LlamaForCausalLM",
+        "LlamaMLP",
+        "LlamaRMSNorm",
+        "apply_rotary_pos_emb",
+    }
     assert len(calls) == 7 + 2  # each module, the rotation and the step tried once
     assert engine.generate(ids, max_new_tokens=6) == expected and len(calls) == 9
 
@@ -609,4 +770,7 @@ def test_compiled_modules_and_steps_change_no_token(model):
     ids, mask, _ = ragged()
     expected = Engine(model, static=True).generate(ids, mask, max_new_tokens=12)
     torch._dynamo.reset()
-    assert Engine(model, fuse="compile", chunk_size=16).generate(ids, mask, max_new_tokens=12) == expected
+    assert (
+        Engine(model, fuse="compile", chunk_size=16).generate(ids, mask, max_new_tokens=12)
+        == expected
+    )

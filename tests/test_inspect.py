@@ -29,37 +29,77 @@ def model(tmp_path_factory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("settings", [{}, {"pooling": "mean"}, {"pooling": "mean_query"}, {"core_heads": "query"},
-                                      {"num_groups": 5}, {"core_bias": 0.7}, {"layer_group_sizes": (3, 5)},
-                                      {"layer_group_sizes": (5, (1, 5)), "sink_size": 5, "learned": ("bias",)},
-                                      {"sink_size": 8, "core_bias": 0.7}, {"sink_size": 60},
-                                      {"learned": ("temperature", "distance", "bias", "key_gain")}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"pooling": "mean"},
+        {"pooling": "mean_query"},
+        {"core_heads": "query"},
+        {"num_groups": 5},
+        {"core_bias": 0.7},
+        {"layer_group_sizes": (3, 5)},
+        {"layer_group_sizes": (5, (1, 5)), "sink_size": 5, "learned": ("bias",)},
+        {"sink_size": 8, "core_bias": 0.7},
+        {"sink_size": 60},
+        {"learned": ("temperature", "distance", "bias", "key_gain")},
+    ],
+    ids=str,
+)
 def test_maps_are_the_weights_of_attention(model, settings):
     loaded = load(model, method="full", device="cpu")
     config = CCAConfig(**{"group_size": 4, "window_size": 9, **settings})
     handle = enable(loaded.model, config)
     for name, parameter in loaded.model.named_parameters():
         if ".cca." in name:
-            torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(name)))
-    ids, queries = torch.randint(256, (1, 47), generator=torch.Generator().manual_seed(1)), [3, 11, 12, 46]
+            torch.nn.init.normal_(
+                parameter, std=0.3, generator=torch.Generator().manual_seed(len(name))
+            )
+    ids, queries = (
+        torch.randint(256, (1, 47), generator=torch.Generator().manual_seed(1)),
+        [3, 11, 12, 46],
+    )
     found = attention_maps(Loaded(loaded.model, loaded.tokenizer, config), ids, queries)
     seen = {}
     handle.observer = lambda index, *call: seen.setdefault(index, call)
     with torch.no_grad():
         loaded.model(ids, use_cache=False)
-    assert sorted((one.layer, head) for one in found for head in one.heads) == [(layer, head) for layer in (0, 1)
-                                                                                for head in range(4)]
+    assert sorted((one.layer, head) for one in found for head in one.heads) == [
+        (layer, head) for layer in (0, 1) for head in range(4)
+    ]
     for one in found:
         q, k, _, _, _, rotary, learned = seen[one.layer]
         own = handle.layers[one.layer]
-        wanted = effective_map(q, k, group_size=own.head_group_sizes or own.group_size, rotary=rotary, learned=learned,
-                               **{name: getattr(own, name) for name in ("window_size", "num_groups", "pooling",
-                                                                        "core_heads", "core_bias", "sink_size")})[0]
+        wanted = effective_map(
+            q,
+            k,
+            group_size=own.head_group_sizes or own.group_size,
+            rotary=rotary,
+            learned=learned,
+            **{
+                name: getattr(own, name)
+                for name in (
+                    "window_size",
+                    "num_groups",
+                    "pooling",
+                    "core_heads",
+                    "core_bias",
+                    "sink_size",
+                )
+            },
+        )[0]
         for i, position in enumerate(queries):
             for at, head in enumerate(one.heads):
-                torch.testing.assert_close(one.spread(at, i, position), wanted[head, position, :position + 1],
-                                           rtol=0, atol=2e-6)
-            seen_cores, without = num_visible_cores(position, one.group_size, 9), own.sink_size // one.group_size
+                torch.testing.assert_close(
+                    one.spread(at, i, position),
+                    wanted[head, position, : position + 1],
+                    rtol=0,
+                    atol=2e-6,
+                )
+            seen_cores, without = (
+                num_visible_cores(position, one.group_size, 9),
+                own.sink_size // one.group_size,
+            )
             assert not one.core[:, i, seen_cores:].any() and not one.core[:, i, :without].any()
             assert (one.core[:, i, without:seen_cores] > 0).all()
         torch.testing.assert_close(one.pooling.sum(-1), torch.ones(one.pooling.shape[:2]))
@@ -72,8 +112,24 @@ def data_of(page: str) -> dict:
 def test_the_page_holds_the_maps(model, tmp_path, capsys):
     path, out = tmp_path / "text.txt", tmp_path / "page.html"
     path.write_text(TEXT, encoding="utf-8")
-    arguments = ["inspect", str(path), "--model", model, "--output", str(out), "--group-size", "4", "--window-size",
-                 "16", "--max-tokens", "80", "--queries", "5", "--sinks", "7"]
+    arguments = [
+        "inspect",
+        str(path),
+        "--model",
+        model,
+        "--output",
+        str(out),
+        "--group-size",
+        "4",
+        "--window-size",
+        "16",
+        "--max-tokens",
+        "80",
+        "--queries",
+        "5",
+        "--sinks",
+        "7",
+    ]
     assert main(arguments) == 0 and "wrote" in capsys.readouterr().out
     page = out.read_text(encoding="utf-8")
     data = data_of(page)
@@ -86,7 +142,9 @@ def test_the_page_holds_the_maps(model, tmp_path, capsys):
         assert (layer["groups"], layer["heads"], layer["shared"]) == (20, 4, 2)
         assert layer["kept"] == 8
         for name in ("pooling", "core", "raw", "first"):
-            held = np.frombuffer(base64.b64decode(layer[name]), "<f2").reshape(getattr(one, name).shape)
+            held = np.frombuffer(base64.b64decode(layer[name]), "<f2").reshape(
+                getattr(one, name).shape
+            )
             np.testing.assert_allclose(held, getattr(one, name), atol=1e-3)
     assert page.count("</script>") == 1 and "://" not in page and "fetch(" not in page
     assert main(arguments) == 2 and "already exists" in capsys.readouterr().err
@@ -94,8 +152,10 @@ def test_the_page_holds_the_maps(model, tmp_path, capsys):
 
 def test_mistakes_are_said(model, monkeypatch):
     loaded = load(model, group_size=4, window_size=8)
-    for options, message in (({"positions": [40]}, "position from 0 to 29, got 40"),
-                             ({"layers": [2]}, "one of the 2 with full attention")):
+    for options, message in (
+        ({"positions": [40]}, "position from 0 to 29, got 40"),
+        ({"layers": [2]}, "one of the 2 with full attention"),
+    ):
         with pytest.raises(UserError, match=message):
             inspect_text(loaded, model, TEXT, 30, 4, **options)
     handle_of(loaded.model).configure(pooling="max")

@@ -30,60 +30,141 @@ def folder(tmp_path_factory):
     tokenizer.save_pretrained(folder / "model")
     write_lines(folder / "lm_test.jsonl", [{"text": f"{i} is a number. " * 12} for i in range(3)])
     for split, count in (("dev", 5), ("test", 6)):
-        write_lines(folder / f"mmlu_{split}.jsonl", [
-            {"subject": "law", "idx": i, "question": f"law {i * 7}?", "choices": ["w", "x", "y", "z"],
-             "answer": "ABCD"[i % 4]} for i in range(count)])
-    write_lines(folder / "multidoc_qa_pool.jsonl", [
-        {"doc_id": f"d{i}", "title": f"Title {i}", "text": f"Passage {i} says word{i}."} for i in range(6)])
-    write_lines(folder / "multidoc_qa_test.jsonl", [
-        {"qid": f"q{i}", "question": f"what does {i} say", "answers": ["a", "b"], "gold_doc": f"d{i}"}
-        for i in range(2)])
+        write_lines(
+            folder / f"mmlu_{split}.jsonl",
+            [
+                {
+                    "subject": "law",
+                    "idx": i,
+                    "question": f"law {i * 7}?",
+                    "choices": ["w", "x", "y", "z"],
+                    "answer": "ABCD"[i % 4],
+                }
+                for i in range(count)
+            ],
+        )
+    write_lines(
+        folder / "multidoc_qa_pool.jsonl",
+        [
+            {"doc_id": f"d{i}", "title": f"Title {i}", "text": f"Passage {i} says word{i}."}
+            for i in range(6)
+        ],
+    )
+    write_lines(
+        folder / "multidoc_qa_test.jsonl",
+        [
+            {
+                "qid": f"q{i}",
+                "question": f"what does {i} say",
+                "answers": ["a", "b"],
+                "gold_doc": f"d{i}",
+            }
+            for i in range(2)
+        ],
+    )
     return folder
 
 
-def run(folder, out, *tasks: str, model_args: str = "", metadata: dict | None = None, batch: str = "2") -> dict:
+def run(
+    folder, out, *tasks: str, model_args: str = "", metadata: dict | None = None, batch: str = "2"
+) -> dict:
     """The harness's results, from its command line."""
-    given = {"data": str(folder), "documents": [3], "positions": 2} if metadata is None else metadata
-    code = ours.main(["run", "--model", "corecontext", "--model_args",
-                      f"pretrained={folder / 'model'},dtype=float32,group_size=4,window_size=32{model_args}",
-                      "--tasks", ",".join(tasks), "--metadata", json.dumps(given), "--device", "cpu",
-                      "--batch_size", batch, "--output_path", str(out)])
+    given = (
+        {"data": str(folder), "documents": [3], "positions": 2} if metadata is None else metadata
+    )
+    code = ours.main(
+        [
+            "run",
+            "--model",
+            "corecontext",
+            "--model_args",
+            f"pretrained={folder / 'model'},dtype=float32,group_size=4,window_size=32{model_args}",
+            "--tasks",
+            ",".join(tasks),
+            "--metadata",
+            json.dumps(given),
+            "--device",
+            "cpu",
+            "--batch_size",
+            batch,
+            "--output_path",
+            str(out),
+        ]
+    )
     assert code == 0
     return json.loads(next(out.rglob("results_*.json")).read_text())["results"]
 
 
 def test_the_harness_scores_as_our_own_evaluations_do(folder, tmp_path):
     pytest.importorskip("lm_eval")
-    found = run(folder, tmp_path, "corecontext_perplexity", "corecontext_mmlu", "corecontext_multidoc_qa")
+    found = run(
+        folder, tmp_path, "corecontext_perplexity", "corecontext_mmlu", "corecontext_multidoc_qa"
+    )
     subject = ModelSubject(load(str(folder / "model"), **SIZES))
     mmlu = run_task("mmlu", folder, Settings(), subject, {"method": "cca"})
-    assert found["corecontext_mmlu"]["acc,none"] == pytest.approx(sum(r.value for r in mmlu) / len(mmlu))
-    assert 0 < found["corecontext_mmlu"]["acc,none"] < 1  # neither chance nor luck would agree with both
-    asked = run_task("multidoc_qa", folder, Settings(documents=(3,), positions=2), subject, {"method": "cca"})
-    assert found["corecontext_multidoc_qa"]["exact_match,none"] == pytest.approx(sum(r.value for r in asked) / 4)
+    assert found["corecontext_mmlu"]["acc,none"] == pytest.approx(
+        sum(r.value for r in mmlu) / len(mmlu)
+    )
+    assert (
+        0 < found["corecontext_mmlu"]["acc,none"] < 1
+    )  # neither chance nor luck would agree with both
+    asked = run_task(
+        "multidoc_qa", folder, Settings(documents=(3,), positions=2), subject, {"method": "cca"}
+    )
+    assert found["corecontext_multidoc_qa"]["exact_match,none"] == pytest.approx(
+        sum(r.value for r in asked) / 4
+    )
     assert found["corecontext_perplexity"]["bits_per_byte,none"] > 0
 
 
 def test_settings_reach_the_model_and_matter(folder, tmp_path):
     pytest.importorskip("lm_eval")
-    lm = ours.register()(pretrained=str(folder / "model"), device="cpu", dtype="float32", group_size=8, window_size=16,
-                         pooling="mean")
+    lm = ours.register()(
+        pretrained=str(folder / "model"),
+        device="cpu",
+        dtype="float32",
+        group_size=8,
+        window_size=16,
+        pooling="mean",
+    )
     assert lm.model.config.cca["group_size"] == 8 and lm.model.config.cca["pooling"] == "mean"
     default = ours.register()(pretrained=str(folder / "model"), device="cpu", dtype="float32")
     assert default.model.config.cca["window_size"] == 1024
-    ours.register()(pretrained=str(folder / "model"), device="cpu", dtype="float32", num_groups=4, batch_size=1)
+    ours.register()(
+        pretrained=str(folder / "model"), device="cpu", dtype="float32", num_groups=4, batch_size=1
+    )
 
 
 def test_mistakes_cost_one_line(folder, tmp_path, capsys, monkeypatch):
     pytest.importorskip("lm_eval")
     with pytest.raises(UserError, match="tokenizer must have a token"):
-        ours.register()(pretrained=save_tiny_model(tmp_path / "bare"), device="cpu", dtype="float32")
-    base = ["run", "--model", "corecontext", "--tasks", "corecontext_mmlu", "--device", "cpu", "--model_args"]
+        ours.register()(
+            pretrained=save_tiny_model(tmp_path / "bare"), device="cpu", dtype="float32"
+        )
+    base = [
+        "run",
+        "--model",
+        "corecontext",
+        "--tasks",
+        "corecontext_mmlu",
+        "--device",
+        "cpu",
+        "--model_args",
+    ]
     for arguments, message in (
-            ([f"pretrained={folder / 'model'},window_size=0"], "window_size must be at least 1"),
-            ([f"pretrained={folder / 'model'}"], "data must be given"),
-            ([f"pretrained={folder / 'model'},num_groups=3,window_size=8", "--batch_size", "2", "--metadata",
-              json.dumps({"data": str(folder)})], "batch_size must be 1 with num_groups")):
+        ([f"pretrained={folder / 'model'},window_size=0"], "window_size must be at least 1"),
+        ([f"pretrained={folder / 'model'}"], "data must be given"),
+        (
+            [
+                f"pretrained={folder / 'model'},num_groups=3,window_size=8",
+                "--batch_size",
+                "2",
+                "--metadata",
+                json.dumps({"data": str(folder)}),
+            ],
+            "batch_size must be 1 with num_groups",
+        ),
+    ):
         assert ours.main([*base, *arguments]) == 2
         assert message in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "lm_eval.api.registry", None)

@@ -31,71 +31,172 @@ def ones(*shape: int) -> torch.Tensor:
 SHAPE_ERRORS = [
     (([1], KV, KV), TypeError, "q must be a tensor, got list."),
     ((X[0], KV, KV), ValueError, "q must be [B, heads, L, D], got [4, 6, 16]."),
-    ((X.int(), KV, KV), TypeError, "q must be float32, bfloat16, float16 or float64, got torch.int32."),
-    ((X, KV, KV[:, :, :5]), ValueError, "v must have the shape of k, [2, 2, 6, 16], got [2, 2, 5, 16]."),
-    ((X.half(), KV, KV), TypeError, "q, k and v must share one dtype and device, got torch.float16, torch.float32, "
-                                    "torch.float32 on cpu, cpu, cpu. Cast them first."),
-    ((X[:, :, -1:], KV, KV), ValueError, "k must match q in batch, length and head size: q is [2, 4, 1, 16], k "
-                                         "[2, 2, 6, 16]. For new tokens on earlier ones use CompactKVCache."),
+    (
+        (X.int(), KV, KV),
+        TypeError,
+        "q must be float32, bfloat16, float16 or float64, got torch.int32.",
+    ),
+    (
+        (X, KV, KV[:, :, :5]),
+        ValueError,
+        "v must have the shape of k, [2, 2, 6, 16], got [2, 2, 5, 16].",
+    ),
+    (
+        (X.half(), KV, KV),
+        TypeError,
+        "q, k and v must share one dtype and device, got torch.float16, torch.float32, "
+        "torch.float32 on cpu, cpu, cpu. Cast them first.",
+    ),
+    (
+        (X[:, :, -1:], KV, KV),
+        ValueError,
+        "k must match q in batch, length and head size: q is [2, 4, 1, 16], k "
+        "[2, 2, 6, 16]. For new tokens on earlier ones use CompactKVCache.",
+    ),
     ((X[:, :3], KV, KV), ValueError, "the KV heads must divide the query heads, got 2 and 3."),
-    ((X, KV[:, :0], KV[:, :0]), ValueError, "the KV heads must divide the query heads, got 0 and 4."),
-    ((X[..., :5], KV[..., :5], KV[..., :5]), ValueError, "head_dim must be even and at most 512, got 5."),
+    (
+        (X, KV[:, :0], KV[:, :0]),
+        ValueError,
+        "the KV heads must divide the query heads, got 0 and 4.",
+    ),
+    (
+        (X[..., :5], KV[..., :5], KV[..., :5]),
+        ValueError,
+        "head_dim must be even and at most 512, got 5.",
+    ),
 ]
 SETTING_ERRORS = [
-    ({"rotary": None}, ValueError, "rotary must be given for core_position='middle', got None. Pass "
-                                   "rotary=Rotary.from_theta(theta, head_dim), or core_position='token'."),
-    ({"rotary": Rotary(torch.ones(9))}, ValueError, "rotary must turn at most head_dim 16 dimensions, got 18."),
+    (
+        {"rotary": None},
+        ValueError,
+        "rotary must be given for core_position='middle', got None. Pass "
+        "rotary=Rotary.from_theta(theta, head_dim), or core_position='token'.",
+    ),
+    (
+        {"rotary": Rotary(torch.ones(9))},
+        ValueError,
+        "rotary must turn at most head_dim 16 dimensions, got 18.",
+    ),
     ({"group_size": 0}, ValueError, "group_size must be at least 1, got 0."),
-    ({"pooling": "sum"}, ValueError, "pooling must be one of 'cca', 'mean', 'max', 'mean_query', got 'sum'."),
-    ({"core_position": "end"}, ValueError, "core_position must be one of 'middle', 'token', got 'end'."),
-    ({"core_heads": "k"}, ValueError, "core_heads must be one of 'kv', 'query', got 'k'. Did you mean 'kv'?"),
-    ({"rotary": ROTARY.inv_freq}, TypeError, "rotary must be a corecontext.ops.rotary.Rotary, got Tensor. Pass "
-                                             "Rotary.from_theta(theta, head_dim)."),
+    (
+        {"pooling": "sum"},
+        ValueError,
+        "pooling must be one of 'cca', 'mean', 'max', 'mean_query', got 'sum'.",
+    ),
+    (
+        {"core_position": "end"},
+        ValueError,
+        "core_position must be one of 'middle', 'token', got 'end'.",
+    ),
+    (
+        {"core_heads": "k"},
+        ValueError,
+        "core_heads must be one of 'kv', 'query', got 'k'. Did you mean 'kv'?",
+    ),
+    (
+        {"rotary": ROTARY.inv_freq},
+        TypeError,
+        "rotary must be a corecontext.ops.rotary.Rotary, got Tensor. Pass "
+        "Rotary.from_theta(theta, head_dim).",
+    ),
     ({"softcap": 0.0}, ValueError, "softcap must be above 0, got 0.0. Use None for none."),
-    ({"softcap": float("inf")}, ValueError, "softcap must be above 0 and finite, got inf. Use None for none."),
+    (
+        {"softcap": float("inf")},
+        ValueError,
+        "softcap must be above 0 and finite, got inf. Use None for none.",
+    ),
     ({"scale": 0.0}, ValueError, "scale must be above 0, got 0.0. Use None for 1 / sqrt(D)."),
-    ({"scale": float("nan")}, ValueError, "scale must be above 0, got nan. Use None for 1 / sqrt(D)."),
+    (
+        {"scale": float("nan")},
+        ValueError,
+        "scale must be above 0, got nan. Use None for 1 / sqrt(D).",
+    ),
     ({"scale": "0.1"}, TypeError, "scale must be a number, got '0.1'. Use None for 1 / sqrt(D)."),
     ({"scale": -0.5}, ValueError, "scale must be above 0, got -0.5. Use None for 1 / sqrt(D)."),
-    ({"backend": "tritn"}, ValueError, "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'tritn'."),
+    (
+        {"backend": "tritn"},
+        ValueError,
+        "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'tritn'.",
+    ),
 ]
 CALL_ERRORS = [
-    ({"window_size": 0}, ValueError, "window_size must be at least 1 (a query sees itself), got 0."),
+    (
+        {"window_size": 0},
+        ValueError,
+        "window_size must be at least 1 (a query sees itself), got 0.",
+    ),
     ({"num_groups": 0}, ValueError, "num_groups must be at least 1, got 0."),
-    ({"core_bias": torch.zeros(2)}, ValueError, "core_bias must be a number or have shape [H] = [4], got [2]."),
-    ({"core_bias": float("nan")}, ValueError, "core_bias must be finite, got nan. Use 0.0 for none."),
-    ({"core_bias": [0.0] * 4}, TypeError, "core_bias must be a number or a tensor [H], got [0.0, 0.0, 0.0, 0.0]."),
+    (
+        {"core_bias": torch.zeros(2)},
+        ValueError,
+        "core_bias must be a number or have shape [H] = [4], got [2].",
+    ),
+    (
+        {"core_bias": float("nan")},
+        ValueError,
+        "core_bias must be finite, got nan. Use 0.0 for none.",
+    ),
+    (
+        {"core_bias": [0.0] * 4},
+        TypeError,
+        "core_bias must be a number or a tensor [H], got [0.0, 0.0, 0.0, 0.0].",
+    ),
     ({"learned": ["bias"]}, TypeError, "learned must map names to tensors, got list."),
     ({"learned": {"bias": 0.0}}, TypeError, "learned 'bias' must be a tensor, got float."),
-    ({"learned": {"bias": torch.zeros(4)}, "pooling": "max"}, ValueError,
-     "learned must come with pooling 'cca' or 'mean_query', got 'max': others have no weights to learn."),
+    (
+        {"learned": {"bias": torch.zeros(4)}, "pooling": "max"},
+        ValueError,
+        "learned must come with pooling 'cca' or 'mean_query', got 'max': others have no weights to learn.",
+    ),
     ({"attention_mask": [[1] * 6] * 2}, TypeError, "attention_mask must be a tensor, got list."),
-    ({"attention_mask": -1e9 * ones(2, 6).float()}, ValueError,
-     "attention_mask must hold 1 for tokens and 0 for padding, got other numbers, as of a mask that is added to "
-     "scores."),
-    ({"attention_mask": ones(2, 5)}, ValueError,
-     "attention_mask must be [B, L] = [2, 6], got [2, 5]. Give 1 for tokens and 0 for padding; no L x L mask is "
-     "needed, attention is causal."),
-    ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1]])}, ValueError,
-     "attention_mask must have its padding at the ends of each row, got a hole in row 1. Pass packed documents with "
-     "cu_seqlens."),
-    ({"cu_seqlens": torch.tensor([0, 6])}, ValueError,
-     "cu_seqlens must come with a batch of one packed row, got 2 rows."),
-    ({"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}, ValueError,
-     "position_ids must be [1 or B, L] with B = 2, L = 6, got [1, 5]."),
-    ({"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]]), "attention_mask": ones(2, 6)}, ValueError,
-     "attention_mask, cu_seqlens and position_ids must not be given together: padding or packed documents, not both."),
+    (
+        {"attention_mask": -1e9 * ones(2, 6).float()},
+        ValueError,
+        "attention_mask must hold 1 for tokens and 0 for padding, got other numbers, as of a mask that is added to "
+        "scores.",
+    ),
+    (
+        {"attention_mask": ones(2, 5)},
+        ValueError,
+        "attention_mask must be [B, L] = [2, 6], got [2, 5]. Give 1 for tokens and 0 for padding; no L x L mask is "
+        "needed, attention is causal.",
+    ),
+    (
+        {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1]])},
+        ValueError,
+        "attention_mask must have its padding at the ends of each row, got a hole in row 1. Pass packed documents with "
+        "cu_seqlens.",
+    ),
+    (
+        {"cu_seqlens": torch.tensor([0, 6])},
+        ValueError,
+        "cu_seqlens must come with a batch of one packed row, got 2 rows.",
+    ),
+    (
+        {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])},
+        ValueError,
+        "position_ids must be [1 or B, L] with B = 2, L = 6, got [1, 5].",
+    ),
+    (
+        {"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]]), "attention_mask": ones(2, 6)},
+        ValueError,
+        "attention_mask, cu_seqlens and position_ids must not be given together: padding or packed documents, not both.",
+    ),
 ]
 
 
-@pytest.mark.parametrize("tensors, error, message", SHAPE_ERRORS, ids=[case[2][:40] for case in SHAPE_ERRORS])
+@pytest.mark.parametrize(
+    "tensors, error, message", SHAPE_ERRORS, ids=[case[2][:40] for case in SHAPE_ERRORS]
+)
 @pytest.mark.parametrize("operator", [cca_attention, pool_core_tokens])
 def test_messages_about_tensors(operator, tensors, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         operator(*tensors, rotary=ROTARY)
 
 
-@pytest.mark.parametrize("settings, error, message", SETTING_ERRORS, ids=[case[2][:40] for case in SETTING_ERRORS])
+@pytest.mark.parametrize(
+    "settings, error, message", SETTING_ERRORS, ids=[case[2][:40] for case in SETTING_ERRORS]
+)
 @pytest.mark.parametrize("operator", [cca_attention, pool_core_tokens])
 def test_messages_about_settings(operator, settings, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}"):
@@ -103,7 +204,9 @@ def test_messages_about_settings(operator, settings, error, message):
 
 
 @pytest.mark.parametrize("backend", ["reference", "packed"])
-@pytest.mark.parametrize("settings, error, message", CALL_ERRORS, ids=[case[2][:40] for case in CALL_ERRORS])
+@pytest.mark.parametrize(
+    "settings, error, message", CALL_ERRORS, ids=[case[2][:40] for case in CALL_ERRORS]
+)
 def test_messages_about_a_call(backend, settings, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         cca_attention(X, KV, KV, rotary=ROTARY, backend=backend, **settings)
@@ -111,15 +214,24 @@ def test_messages_about_a_call(backend, settings, error, message):
 
 @pytest.mark.parametrize("edges", [[0, 5], [1, 6], [0, 4, 3, 6], [6]])
 def test_message_about_document_edges(edges):
-    with pytest.raises(ValueError, match=re.escape(f"cu_seqlens must rise from 0 to the length 6, got {edges}.")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"cu_seqlens must rise from 0 to the length 6, got {edges}.")
+    ):
         cca_attention(X[:1], KV[:1], KV[:1], rotary=ROTARY, cu_seqlens=torch.tensor(edges))
 
 
-@pytest.mark.parametrize("theta, head_dim, message", [
-    (0.0, 16, "theta must be finite and above 0, got 0.0. Take the model's rope_theta."),
-    (float("nan"), 16, "theta must be finite and above 0, got nan. Take the model's rope_theta."),
-    (10000.0, 15, "head_dim must be even and at least 2, got 15."),
-])
+@pytest.mark.parametrize(
+    "theta, head_dim, message",
+    [
+        (0.0, 16, "theta must be finite and above 0, got 0.0. Take the model's rope_theta."),
+        (
+            float("nan"),
+            16,
+            "theta must be finite and above 0, got nan. Take the model's rope_theta.",
+        ),
+        (10000.0, 15, "head_dim must be even and at least 2, got 15."),
+    ],
+)
 def test_messages_about_a_rotation(theta, head_dim, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Rotary.from_theta(theta, head_dim)
@@ -133,9 +245,15 @@ def test_unknown_keywords_are_errors():
 def test_choice_of_a_backend_never_falls_back_from_an_explicit_one():
     assert choose_backend("auto", X) == choose_backend("packed", X) == "packed"
     meta = X.to("meta")
-    assert choose_backend("auto", meta) == choose_backend("reference", meta) == choose_backend("reference", X)
-    message = ("backend 'packed' cannot run this call: device 'meta' is not one of cpu, cuda, mps, xpu. "
-               "Use backend='reference'.")
+    assert (
+        choose_backend("auto", meta)
+        == choose_backend("reference", meta)
+        == choose_backend("reference", X)
+    )
+    message = (
+        "backend 'packed' cannot run this call: device 'meta' is not one of cpu, cuda, mps, xpu. "
+        "Use backend='reference'."
+    )
     with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
         choose_backend("packed", meta)
 
@@ -146,12 +264,27 @@ def test_sizes_that_hold_nothing(device, backend):
     for batch_size, length in ((1, 0), (0, 40), (0, 0)):
         x = make_inputs(length, batch_size=batch_size, device=device, dtype=torch.bfloat16)
         for mask in (None, torch.ones(batch_size, length, device=device)):
-            out, lse = cca_attention(x.q, x.k, x.v, rotary=rotary, group_size=4, window_size=5, backend=backend,
-                                     attention_mask=mask, return_lse=True)
-            assert out.shape == x.q.shape and lse.shape == x.q.shape[:-1] and lse.dtype == torch.float32
+            out, lse = cca_attention(
+                x.q,
+                x.k,
+                x.v,
+                rotary=rotary,
+                group_size=4,
+                window_size=5,
+                backend=backend,
+                attention_mask=mask,
+                return_lse=True,
+            )
+            assert (
+                out.shape == x.q.shape
+                and lse.shape == x.q.shape[:-1]
+                and lse.dtype == torch.float32
+            )
         leaves = [y.requires_grad_() for y in x[:3]]  # a process without tokens calls backward, too
         out, lse = cca_attention(*leaves, rotary=rotary, backend=backend, return_lse=True)
-        assert [y.shape for y in torch.autograd.grad(out.sum() + lse.sum(), leaves)] == [y.shape for y in leaves]
+        assert [y.shape for y in torch.autograd.grad(out.sum() + lse.sum(), leaves)] == [
+            y.shape for y in leaves
+        ]
     x = make_inputs(3, device=device)
     core_k, core_v = pool_core_tokens(x.q, x.k, x.v, rotary=rotary, group_size=4, backend=backend)
     assert core_k.shape == core_v.shape == (1, 2, 0, 16)
@@ -161,7 +294,11 @@ def test_sizes_that_hold_nothing(device, backend):
 @pytest.mark.parametrize("backend", ["reference", "packed"])
 def test_dtypes_of_results(device, dtype, backend):
     x = make_inputs(20, dtype=dtype, device=device)
-    settings = {"rotary": Rotary.from_theta(10000.0, 16, device), "group_size": 3, "backend": backend}
+    settings = {
+        "rotary": Rotary.from_theta(10000.0, 16, device),
+        "group_size": 3,
+        "backend": backend,
+    }
     out, lse = cca_attention(x.q, x.k, x.v, window_size=5, return_lse=True, **settings)
     assert out.dtype == dtype and lse.dtype == torch.promote_types(dtype, torch.float32)
     assert {core.dtype for core in pool_core_tokens(x.q, x.k, x.v, **settings)} == {dtype}
@@ -169,8 +306,15 @@ def test_dtypes_of_results(device, dtype, backend):
 
 def test_core_bias_as_a_number_or_one_for_each_head(device):
     x = make_inputs(40, device=device)
-    run = functools.partial(cca_attention, x.q, x.k, x.v, group_size=4, window_size=5,
-                            rotary=Rotary.from_theta(10000.0, 16, device))
+    run = functools.partial(
+        cca_attention,
+        x.q,
+        x.k,
+        x.v,
+        group_size=4,
+        window_size=5,
+        rotary=Rotary.from_theta(10000.0, 16, device),
+    )
     assert torch.equal(run(core_bias=1.5), run(core_bias=torch.full((4,), 1.5, device=device)))
     assert not torch.allclose(run(core_bias=1.5), run())
     torch.testing.assert_close(run(core_bias=0.0), run(core_bias=torch.zeros(4, device=device)))
@@ -178,7 +322,9 @@ def test_core_bias_as_a_number_or_one_for_each_head(device):
 
 def test_position_ids_that_only_rise_are_one_document(device):
     x, rotary = make_inputs(40, batch_size=2, device=device), Rotary.from_theta(10000.0, 16, device)
-    run = functools.partial(cca_attention, x.q, x.k, x.v, group_size=4, window_size=5, rotary=rotary)
+    run = functools.partial(
+        cca_attention, x.q, x.k, x.v, group_size=4, window_size=5, rotary=rotary
+    )
     assert torch.equal(run(position_ids=torch.arange(7, 47, device=device)[None]), run())
 
 
@@ -187,34 +333,67 @@ def compiled_case(device):
     rotary = Rotary.from_theta(10000.0, 16, device)
 
     def call(q, k, v, core_bias):
-        out, lse = cca_attention(q * 1.25, k, v, group_size=4, window_size=9, rotary=rotary, core_bias=core_bias,
-                                 return_lse=True)
+        out, lse = cca_attention(
+            q * 1.25,
+            k,
+            v,
+            group_size=4,
+            window_size=9,
+            rotary=rotary,
+            core_bias=core_bias,
+            return_lse=True,
+        )
         return out.sin(), lse
 
     return call, make_inputs(61, device=device), torch.linspace(-1, 1, 4, device=device)
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_compiles_as_one_graph_forward_and_backward(device, compiler):
     if compiler == "inductor" and device.type == "cpu" and not shutil.which("g++"):
         pytest.skip("no C++ compiler")
     call, inputs, bias = compiled_case(device)
     eager = results_and_gradients(call, inputs, bias)
     torch.compiler.reset()
-    compiled = results_and_gradients(torch.compile(call, fullgraph=True, backend=compiler), inputs, bias)
+    compiled = results_and_gradients(
+        torch.compile(call, fullgraph=True, backend=compiler), inputs, bias
+    )
     for name, value in eager.items():
-        torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-5,
-                                   msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            compiled[name],
+            value,
+            rtol=1e-5,
+            atol=1e-5,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def operator_arguments(device, **changes):
     """Arguments of the registered forward operator."""
     x = make_inputs(29, batch_size=2, device=device)
-    arguments = {"q": x.q, "k": x.k, "v": x.v, "core_bias": torch.ones(4, device=device),
-                 "inv_freq": ROTARY.inv_freq.to(device), "attention_mask": None, "cu_seqlens": None,
-                 "position_ids": None, "group_size": 3, "window_size": 5, "num_groups": 0, "sink_size": 0,
-                 "scale": 0.25, "softcap": 0.0, "pooling": "cca", "core_heads": "kv", "interleaved": False,
-                 "backend": "packed", **changes}
+    arguments = {
+        "q": x.q,
+        "k": x.k,
+        "v": x.v,
+        "core_bias": torch.ones(4, device=device),
+        "inv_freq": ROTARY.inv_freq.to(device),
+        "attention_mask": None,
+        "cu_seqlens": None,
+        "position_ids": None,
+        "group_size": 3,
+        "window_size": 5,
+        "num_groups": 0,
+        "sink_size": 0,
+        "scale": 0.25,
+        "softcap": 0.0,
+        "pooling": "cca",
+        "core_heads": "kv",
+        "interleaved": False,
+        "backend": "packed",
+        **changes,
+    }
     return list(arguments.values()), x
 
 
@@ -225,14 +404,18 @@ def test_registered_operators_describe_themselves_truly(device):
     torch.library.opcheck(cca_attention_op, arguments)
     arguments, x = operator_arguments(device)
     out, lse = cca_attention_op(*arguments)
-    torch.library.opcheck(cca_attention_backward_op,
-                          [x.grad_out, x.grad_lse, *arguments[:3], out, lse, *arguments[3:]],
-                          test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        cca_attention_backward_op,
+        [x.grad_out, x.grad_lse, *arguments[:3], out, lse, *arguments[3:]],
+        test_utils=("test_schema", "test_faketensor"),
+    )
 
 
 def test_masks_made_in_inference_mode_serve_training(device):
     x, rotary = make_inputs(61, device=device), Rotary.from_theta(10000.0, 16, device)
-    run = functools.partial(cca_attention, group_size=4, window_size=9, rotary=rotary, return_lse=True)
+    run = functools.partial(
+        cca_attention, group_size=4, window_size=9, rotary=rotary, return_lse=True
+    )
     first = results_and_gradients(run, x)
     _interior_bias.cache_clear()
     with torch.inference_mode():
@@ -247,21 +430,32 @@ def fresh_memory_is_nan():
     """Uninitialised memory holds NaN, so that a result which reads it shows it."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory and bool(torch.empty(3).isnan().all())
+    assert torch.utils.deterministic.fill_uninitialized_memory and bool(
+        torch.empty(3).isnan().all()
+    )
     yield
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize("settings", [{}, {"core_heads": "query"}, {"pooling": "max"}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"core_heads": "query"}, {"pooling": "max"}, {"softcap": 2.0}], ids=str
+)
 @pytest.mark.parametrize("length", [1, 4, 12, 13, 61])
 def test_nothing_reads_fresh_memory(device, fresh_memory_is_nan, settings, length):
     x = make_inputs(length, batch_size=2, device=device)
     mask = torch.ones(2, length, device=device)
-    mask[0, :length // 3] = 0
+    mask[0, : length // 3] = 0
     rotary, bias = Rotary.from_theta(10000.0, 16, device), torch.ones(4, device=device)
     for extra in ({}, {"attention_mask": mask}):
-        found = results_and_gradients(functools.partial(cca_attention, return_lse=True, **extra), x, bias,
-                                      group_size=4, window_size=9, rotary=rotary, **settings)
+        found = results_and_gradients(
+            functools.partial(cca_attention, return_lse=True, **extra),
+            x,
+            bias,
+            group_size=4,
+            window_size=9,
+            rotary=rotary,
+            **settings,
+        )
         assert not any(bool(value.isnan().any()) for value in found.values())
 
 
@@ -312,19 +506,26 @@ def test_merge_is_differentiable_where_a_part_has_no_key():
     grads = torch.autograd.grad(out.square().sum() + lse[:4].square().sum(), leaves)
     assert not any(bool(grad.isnan().any()) for grad in grads)
     finite = [x.detach()[:3].clone().requires_grad_() for x in leaves]
-    assert torch.autograd.gradcheck(lambda *x: merge(list(x[:2]), list(x[2:])), (*finite[:2], *finite[3:5]))
+    assert torch.autograd.gradcheck(
+        lambda *x: merge(list(x[:2]), list(x[2:])), (*finite[:2], *finite[3:5])
+    )
 
 
 @pytest.mark.parametrize("num_outs, num_lses", [(0, 0), (2, 1)])
 def test_merge_message(num_outs, num_lses):
-    message = f"merge must get one lse per out and at least one of each, got {num_outs} and {num_lses}."
+    message = (
+        f"merge must get one lse per out and at least one of each, got {num_outs} and {num_lses}."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         merge([torch.zeros(2, 3)] * num_outs, [torch.zeros(2)] * num_lses)
 
 
 def test_the_log_sum_exp_merges_attention_over_more_keys(device):
     """CCA of a sequence, merged with attention of the same queries to other keys, is one softmax over both."""
-    x, other = (make_inputs(37, dtype=torch.float64, device=device, num_kv_heads=4, seed=seed) for seed in (0, 1))
+    x, other = (
+        make_inputs(37, dtype=torch.float64, device=device, num_kv_heads=4, seed=seed)
+        for seed in (0, 1)
+    )
     settings = {"group_size": 4, "window_size": 5, "rotary": Rotary.from_theta(10000.0, 16, device)}
     out, lse = cca_attention(x.q, x.k, x.v, return_lse=True, **settings)
     scores = x.q @ other.k.mT / 4
@@ -332,14 +533,27 @@ def test_the_log_sum_exp_merges_attention_over_more_keys(device):
     share = (lse - merged_lse).exp()[..., None]
     expected = share * out + (scores - merged_lse[..., None]).exp() @ other.v
     torch.testing.assert_close(merged, expected, rtol=0, atol=1e-13)
-    torch.testing.assert_close(share[..., 0] + (scores - merged_lse[..., None]).exp().sum(-1),
-                               torch.ones_like(lse), rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        share[..., 0] + (scores - merged_lse[..., None]).exp().sum(-1),
+        torch.ones_like(lse),
+        rtol=0,
+        atol=1e-13,
+    )
 
 
-@pytest.mark.parametrize("hip, capability, backend, kernel", [
-    (None, (7, 5), "packed", "plain"), (None, (8, 6), "triton", "flash"), (None, (9, 0), "triton", "cudnn"),
-    (None, (12, 0), "triton", "cudnn"), ("7.0", (9, 0), "triton", "flash")])
-def test_every_generation_has_kernels_that_it_can_run(hip, capability, backend, kernel, monkeypatch):
+@pytest.mark.parametrize(
+    "hip, capability, backend, kernel",
+    [
+        (None, (7, 5), "packed", "plain"),
+        (None, (8, 6), "triton", "flash"),
+        (None, (9, 0), "triton", "cudnn"),
+        (None, (12, 0), "triton", "cudnn"),
+        ("7.0", (9, 0), "triton", "flash"),
+    ],
+)
+def test_every_generation_has_kernels_that_it_can_run(
+    hip, capability, backend, kernel, monkeypatch
+):
     """Triton and FlashAttention begin with Ampere; AMD's MI200 has the number of NVIDIA's Hopper."""
     hopper = pytest.importorskip("corecontext.ops.triton.hopper")
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -349,9 +563,13 @@ def test_every_generation_has_kernels_that_it_can_run(hip, capability, backend, 
     q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 1, 2000, 64))
     try:
         assert choose_backend("auto", q) == backend and partial._kernel(q, q, None, None) == kernel
-        assert (hopper.unsupported_reason(q, 1.0, None) is None) == (capability == (9, 0) and hip is None)
+        assert (hopper.unsupported_reason(q, 1.0, None) is None) == (
+            capability == (9, 0) and hip is None
+        )
         if backend != "triton":
-            with pytest.raises(NotImplementedError, match="capability 7.5 is less than 8.0. Use backend=.packed"):
+            with pytest.raises(
+                NotImplementedError, match="capability 7.5 is less than 8.0. Use backend=.packed"
+            ):
                 choose_backend("triton", q)
     finally:
         chips._ask.cache_clear()
@@ -359,7 +577,9 @@ def test_every_generation_has_kernels_that_it_can_run(hip, capability, backend, 
 
 def test_the_kind_of_a_gpu_is_no_node_of_a_compiled_graph(monkeypatch):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=8, minor=0))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=8, minor=0)
+        )
     device, targets = torch.device("cuda"), []
 
     def look(graph, inputs):
@@ -369,7 +589,9 @@ def test_the_kind_of_a_gpu_is_no_node_of_a_compiled_graph(monkeypatch):
     torch._dynamo.reset()
     chips._ask.cache_clear()
     try:
-        torch.compile(lambda x: x + chips.nvidia_capability(device)[0], fullgraph=True, backend=look)(torch.zeros(()))
+        torch.compile(
+            lambda x: x + chips.nvidia_capability(device)[0], fullgraph=True, backend=look
+        )(torch.zeros(()))
         assert targets == ["<built-in function add>"]
     finally:
         torch._dynamo.reset()

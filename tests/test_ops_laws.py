@@ -17,8 +17,14 @@ from corecontext.visibility import first_core_query, group_size_for, num_visible
 BACKENDS = ("reference", "packed")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = [(1, 5), (2, 1), (3, 7), (4, 8), (5, 12), (16, 33)]
-OPTIONS = [{}, {"core_heads": "query"}, {"pooling": "mean"}, {"pooling": "max"}, {"core_position": "token"},
-           {"softcap": 3.0}]
+OPTIONS = [
+    {},
+    {"core_heads": "query"},
+    {"pooling": "mean"},
+    {"pooling": "max"},
+    {"core_position": "token"},
+    {"softcap": 3.0},
+]
 
 
 def rotary_on(device, head_dim: int = 16) -> Rotary:
@@ -33,22 +39,35 @@ def cut(x: Inputs, start: int, stop: int) -> Inputs:
 def assert_equal(a: torch.Tensor, b: torch.Tensor, what: str = "results") -> None:
     """Bit for bit, or to one rounding of float32 on a GPU, whose kernels may split the same sum differently."""
     if a.device.type == "cpu":
-        assert torch.equal(a, b), f"{what} differ by {float((a.double() - b.double()).abs().max()):.3g}"
+        assert torch.equal(a, b), (
+            f"{what} differ by {float((a.double() - b.double()).abs().max()):.3g}"
+        )
     else:
-        torch.testing.assert_close(a, b, rtol=1e-5 if a.dtype in (torch.float32, torch.float64) else 2e-2, atol=1e-5)
+        torch.testing.assert_close(
+            a, b, rtol=1e-5 if a.dtype in (torch.float32, torch.float64) else 2e-2, atol=1e-5
+        )
 
 
 # Law 1: sequences without a visible core token, and groups of one token, are full attention.
 
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group_size, window_size", SIZES)
-def test_law_1_short_sequences_are_full_attention_bit_for_bit(device, dtype, group_size, window_size):
+def test_law_1_short_sequences_are_full_attention_bit_for_bit(
+    device, dtype, group_size, window_size
+):
     for seq_len in {1, window_size, first_core_query(group_size, window_size)}:
         x = make_inputs(seq_len, dtype=dtype, device=device, seed=seq_len)
         full = F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True, enable_gqa=True)
-        settings = {"group_size": group_size, "window_size": window_size, "rotary": rotary_on(device)}
+        settings = {
+            "group_size": group_size,
+            "window_size": window_size,
+            "rotary": rotary_on(device),
+        }
         assert torch.equal(cca_attention(x.q, x.k, x.v, **settings), full)
-        out, _ = cca_attention(x.q, x.k, x.v, return_lse=True, **settings)  # the operator instead of the shortcut
+        out, _ = cca_attention(
+            x.q, x.k, x.v, return_lse=True, **settings
+        )  # the operator instead of the shortcut
         assert_equal(out, full)
 
 
@@ -57,13 +76,20 @@ def test_law_1_short_sequences_are_full_attention_bit_for_bit(device, dtype, gro
 def test_law_1_groups_of_one_token_are_full_attention(device, backend, option):
     for window_size in (1, 3, 50):
         x = make_inputs(29, dtype=torch.float64, device=device)
-        settings = {"group_size": 1, "window_size": window_size, "rotary": rotary_on(device), **option}
+        settings = {
+            "group_size": 1,
+            "window_size": window_size,
+            "rotary": rotary_on(device),
+            **option,
+        }
         full = F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True, enable_gqa=True)
         out, lse = cca_attention(x.q, x.k, x.v, backend=backend, return_lse=True, **settings)
         torch.testing.assert_close(out, full, rtol=0, atol=1e-13)
         # A bias that is zero takes no shortcut: groups of one token go through pooling and the core part.
         zero = torch.zeros(4, dtype=torch.float64, device=device)
-        pooled, pooled_lse = cca_attention(x.q, x.k, x.v, backend=backend, core_bias=zero, return_lse=True, **settings)
+        pooled, pooled_lse = cca_attention(
+            x.q, x.k, x.v, backend=backend, core_bias=zero, return_lse=True, **settings
+        )
         torch.testing.assert_close(pooled, full, rtol=0, atol=1e-13)
         torch.testing.assert_close(pooled_lse, lse, rtol=0, atol=1e-13)
 
@@ -72,114 +98,176 @@ def test_law_1_the_first_core_query_is_the_first_to_differ(device):
     x = make_inputs(20, dtype=torch.float64, device=device)
     full = F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True, enable_gqa=True)
     out = cca_attention(x.q, x.k, x.v, group_size=4, window_size=7, rotary=rotary_on(device))
-    same = [bool(torch.allclose(out[:, :, t], full[:, :, t], rtol=0, atol=1e-12)) for t in range(20)]
+    same = [
+        bool(torch.allclose(out[:, :, t], full[:, :, t], rtol=0, atol=1e-12)) for t in range(20)
+    ]
     assert same == [t < first_core_query(4, 7) for t in range(20)]
-    first = slice(0, first_core_query(4, 7) + 1)  # a sequence whose last query is the first to see a core token
-    out = cca_attention(x.q[:, :, first], x.k[:, :, first], x.v[:, :, first], group_size=4, window_size=7,
-                        rotary=rotary_on(device))
+    first = slice(
+        0, first_core_query(4, 7) + 1
+    )  # a sequence whose last query is the first to see a core token
+    out = cca_attention(
+        x.q[:, :, first],
+        x.k[:, :, first],
+        x.v[:, :, first],
+        group_size=4,
+        window_size=7,
+        rotary=rotary_on(device),
+    )
     assert not torch.allclose(out[:, :, -1], full[:, :, first][:, :, -1], rtol=0, atol=1e-6)
 
 
 # Law 2: every token is covered once.
 
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("group_size, window_size", SIZES)
 @pytest.mark.parametrize("core_heads", ["kv", "query"])
-def test_law_2_the_effective_map_is_causal_positive_and_sums_to_one(device, backend, group_size, window_size,
-                                                                    core_heads):
+def test_law_2_the_effective_map_is_causal_positive_and_sums_to_one(
+    device, backend, group_size, window_size, core_heads
+):
     x = make_inputs(53, dtype=torch.float64, device=device)
-    weights = effective_map(x.q, x.k, backend=backend, group_size=group_size, window_size=window_size,
-                            core_heads=core_heads, rotary=rotary_on(device))
+    weights = effective_map(
+        x.q,
+        x.k,
+        backend=backend,
+        group_size=group_size,
+        window_size=window_size,
+        core_heads=core_heads,
+        rotary=rotary_on(device),
+    )
     lower = torch.ones(53, 53, dtype=torch.bool, device=device).tril()
     assert bool((weights[..., lower] > 0).all()) and bool((weights[..., ~lower] == 0).all())
-    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        weights.sum(-1), torch.ones_like(weights[..., 0]), rtol=0, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("group_size, window_size", SIZES[1:])
-def test_law_2_with_equal_scores_the_map_counts_every_token_once(device, backend, group_size, window_size):
+def test_law_2_with_equal_scores_the_map_counts_every_token_once(
+    device, backend, group_size, window_size
+):
     """A token that were covered twice would still leave the sum at one, but not its own weight at 1 / entries."""
     x = make_inputs(53, dtype=torch.float64, device=device)
-    weights = effective_map(torch.zeros_like(x.q), x.k, backend=backend, group_size=group_size,
-                            window_size=window_size, rotary=rotary_on(device))
+    weights = effective_map(
+        torch.zeros_like(x.q),
+        x.k,
+        backend=backend,
+        group_size=group_size,
+        window_size=window_size,
+        rotary=rotary_on(device),
+    )
     expected = torch.zeros(53, 53, dtype=torch.float64, device=device)
     for t in range(53):
         cores = num_visible_cores(t, group_size, window_size)
         entries = cores + t + 1 - cores * group_size
-        expected[t, :cores * group_size] = 1 / (entries * group_size)
-        expected[t, cores * group_size:t + 1] = 1 / entries
+        expected[t, : cores * group_size] = 1 / (entries * group_size)
+        expected[t, cores * group_size : t + 1] = 1 / entries
     torch.testing.assert_close(weights, expected.expand_as(weights), rtol=0, atol=1e-14)
 
 
 def test_law_2_core_weights_are_spread_by_the_pooling_weights(device):
     x, g, s = make_inputs(40, dtype=torch.float64, device=device), 4, 7
-    weights = effective_map(x.q, x.k, group_size=g, window_size=s, pooling="mean", rotary=rotary_on(device))
+    weights = effective_map(
+        x.q, x.k, group_size=g, window_size=s, pooling="mean", rotary=rotary_on(device)
+    )
     assert bool((weights > 0).any())
     for t in range(40):
-        for c in range(num_visible_cores(t, g, s)):  # mean pooling gives every token of a group the same
-            group = weights[:, :, t, c * g:(c + 1) * g]
+        for c in range(
+            num_visible_cores(t, g, s)
+        ):  # mean pooling gives every token of a group the same
+            group = weights[:, :, t, c * g : (c + 1) * g]
             torch.testing.assert_close(group, group[..., :1].expand_as(group), rtol=1e-12, atol=0)
 
 
 # Law 3: the future leaves the past untouched.
 
+
 @pytest.mark.parametrize("group_size, window_size", SIZES)
 def test_law_3_nan_in_the_future_of_the_reference(device, group_size, window_size):
-    x, settings = make_inputs(41, device=device), {"group_size": group_size, "window_size": window_size,
-                                                   "rotary": rotary_on(device), "backend": "reference"}
+    x, settings = (
+        make_inputs(41, device=device),
+        {
+            "group_size": group_size,
+            "window_size": window_size,
+            "rotary": rotary_on(device),
+            "backend": "reference",
+        },
+    )
     clean = cca_attention(x.q, x.k, x.v, **settings)
     for t in (0, 1, group_size, window_size, first_core_query(group_size, window_size), 39):
         poisoned = [y.clone() for y in (x.q, x.k, x.v)]
         for y in poisoned:
-            y[:, :, t + 1:] = torch.nan
+            y[:, :, t + 1 :] = torch.nan
         out = cca_attention(*poisoned, **settings)
-        assert torch.equal(out[:, :, :t + 1], clean[:, :, :t + 1]), f"token {t} saw its future"
-        assert bool(out[:, :, t + 1:].isnan().all())
+        assert torch.equal(out[:, :, : t + 1], clean[:, :, : t + 1]), f"token {t} saw its future"
+        assert bool(out[:, :, t + 1 :].isnan().all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("group_size, window_size", [(2, 1), (3, 7), (16, 33)])
-def test_law_3_the_past_is_bit_identical_under_any_finite_future(device, dtype, group_size, window_size):
+def test_law_3_the_past_is_bit_identical_under_any_finite_future(
+    device, dtype, group_size, window_size
+):
     x = make_inputs(157, dtype=dtype, device=device)
     huge = torch.finfo(dtype).max / 64
     for pooling in ("cca", "max"):
-        run = functools.partial(cca_attention, group_size=group_size, window_size=window_size, pooling=pooling,
-                                rotary=rotary_on(device), backend="packed", return_lse=True)
+        run = functools.partial(
+            cca_attention,
+            group_size=group_size,
+            window_size=window_size,
+            pooling=pooling,
+            rotary=rotary_on(device),
+            backend="packed",
+            return_lse=True,
+        )
         clean = run(x.q, x.k, x.v)
         for t in (0, window_size, first_core_query(group_size, window_size), 100, 150):
             for future in (0.0, 5.0, huge):
                 changed = [y.clone() for y in (x.q, x.k, x.v)]
                 # Scores stay finite: a huge query meets small keys, and huge values only meet weights.
                 for y, value in zip(changed, (5.0, -min(future, 5.0), future)):
-                    y[:, :, t + 1:] = value
+                    y[:, :, t + 1 :] = value
                 for name, a, b in zip(("out", "lse"), run(*changed), clean):
-                    assert torch.equal(a[:, :, :t + 1], b[:, :, :t + 1]), f"{name} of token {t} saw its future"
+                    assert torch.equal(a[:, :, : t + 1], b[:, :, : t + 1]), (
+                        f"{name} of token {t} saw its future"
+                    )
 
 
 def test_law_3_nan_beyond_the_block_leaves_packed_blocks_untouched(device):
     """Fused kernels multiply 0 x NaN inside a block; a NaN behind a query's block must still not reach it."""
     g, s, length = 4, 8, 1500
     x = make_inputs(length, device=device, num_heads=2, num_kv_heads=1)
-    run = functools.partial(cca_attention, group_size=g, window_size=s, rotary=rotary_on(device), backend="packed")
+    run = functools.partial(
+        cca_attention, group_size=g, window_size=s, rotary=rotary_on(device), backend="packed"
+    )
     clean = run(x.q, x.k, x.v)
     for y in (x.k, x.v):
         y[:, :, -1] = torch.nan
     out = run(x.q, x.k, x.v)
     assert bool(out[:, :, -1].isnan().all())
-    assert torch.equal(out[:, :, :length - 520], clean[:, :, :length - 520])
+    assert torch.equal(out[:, :, : length - 520], clean[:, :, : length - 520])
 
 
 def test_law_3_no_gradient_flows_from_the_past_to_the_future(device):
     for backend in BACKENDS:
         x, t = make_inputs(61, device=device, with_lse=False), 30
-        x.grad_out[:, :, t + 1:] = 0
-        found = results_and_gradients(functools.partial(cca_attention, backend=backend, return_lse=True), x,
-                                      group_size=3, window_size=7, rotary=rotary_on(device))
+        x.grad_out[:, :, t + 1 :] = 0
+        found = results_and_gradients(
+            functools.partial(cca_attention, backend=backend, return_lse=True),
+            x,
+            group_size=3,
+            window_size=7,
+            rotary=rotary_on(device),
+        )
         for name in ("grad_q", "grad_k", "grad_v"):
-            assert bool((found[name][:, :, t + 1:] == 0).all()) and bool((found[name][:, :, :t] != 0).any())
+            assert bool((found[name][:, :, t + 1 :] == 0).all()) and bool(
+                (found[name][:, :, :t] != 0).any()
+            )
 
 
 # Law 5: padding and packed documents.
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -192,13 +280,15 @@ def test_law_5_a_padded_row_gives_what_it_gives_alone(device, dtype, side):
         mask[row, span] = 1
         for y in x[:3]:  # padding may hold anything
             y[row, :, [i for i in range(length) if not mask[row, i]]] = torch.nan
-    run = functools.partial(cca_attention, group_size=3, window_size=7, rotary=rotary_on(device), return_lse=True)
+    run = functools.partial(
+        cca_attention, group_size=3, window_size=7, rotary=rotary_on(device), return_lse=True
+    )
     for backend in BACKENDS:
         out, lse = run(x.q, x.k, x.v, attention_mask=mask, backend=backend)
         for row, span in enumerate(spans):
-            alone, alone_lse = run(*(y[row:row + 1, :, span] for y in x[:3]), backend=backend)
-            assert_equal(out[row:row + 1, :, span], alone, f"row {row}")
-            assert_equal(lse[row:row + 1, :, span], alone_lse, f"row {row}")
+            alone, alone_lse = run(*(y[row : row + 1, :, span] for y in x[:3]), backend=backend)
+            assert_equal(out[row : row + 1, :, span], alone, f"row {row}")
+            assert_equal(lse[row : row + 1, :, span], alone_lse, f"row {row}")
         padded = ~mask.bool()[:, None].expand(-1, 4, -1)
         assert bool((out[padded] == 0).all()) and bool((lse[padded] == -torch.inf).all())
 
@@ -207,9 +297,13 @@ def test_law_5_padding_in_the_gradients(device):
     x = make_inputs(30, batch_size=2, dtype=torch.float64, device=device, with_lse=False)
     mask = torch.ones(2, 30, dtype=torch.bool, device=device)
     mask[0, :13] = False
-    run = functools.partial(cca_attention, return_lse=True, group_size=3, window_size=5, rotary=rotary_on(device))
+    run = functools.partial(
+        cca_attention, return_lse=True, group_size=3, window_size=5, rotary=rotary_on(device)
+    )
     for backend in BACKENDS:
-        found = results_and_gradients(functools.partial(run, backend=backend, attention_mask=mask), x)
+        found = results_and_gradients(
+            functools.partial(run, backend=backend, attention_mask=mask), x
+        )
         alone = results_and_gradients(functools.partial(run, backend=backend), cut(x, 13, 30))
         for name in ("grad_q", "grad_k", "grad_v"):
             assert_equal(found[name][:1, :, 13:], alone[name], name)
@@ -222,28 +316,44 @@ def test_law_5_packed_documents_do_not_see_each_other(device, how, num_groups, w
     lengths = (20, 1, 13, 26)
     edges = torch.tensor([0, *lengths], device=device).cumsum(0)
     x = make_inputs(sum(lengths), device=device, with_lse=with_lse)
-    where = {"cu_seqlens": edges} if how == "cu_seqlens" else {
-        "position_ids": torch.cat([torch.arange(n, device=device) for n in lengths])[None]}
-    run = functools.partial(cca_attention, group_size=3, window_size=7, num_groups=num_groups,
-                            rotary=rotary_on(device), return_lse=True)
+    where = (
+        {"cu_seqlens": edges}
+        if how == "cu_seqlens"
+        else {"position_ids": torch.cat([torch.arange(n, device=device) for n in lengths])[None]}
+    )
+    run = functools.partial(
+        cca_attention,
+        group_size=3,
+        window_size=7,
+        num_groups=num_groups,
+        rotary=rotary_on(device),
+        return_lse=True,
+    )
     for backend in BACKENDS:
         found = results_and_gradients(functools.partial(run, backend=backend, **where), x)
         for start, stop in zip(edges.tolist(), edges.tolist()[1:]):
-            alone = results_and_gradients(functools.partial(run, backend=backend), cut(x, start, stop))
+            alone = results_and_gradients(
+                functools.partial(run, backend=backend), cut(x, start, stop)
+            )
             for name, value in alone.items():
-                assert_equal(found[name][:, :, start:stop], value, f"{name} of the document at {start}")
+                assert_equal(
+                    found[name][:, :, start:stop], value, f"{name} of the document at {start}"
+                )
 
 
 def test_num_groups_is_the_group_size_it_stands_for(device):
     for length in (9, 40, 97):
         x = make_inputs(length, device=device)
         size = group_size_for(length, 8, 5)
-        a, b = (cca_attention(x.q, x.k, x.v, window_size=8, rotary=rotary_on(device), **which)
-                for which in ({"num_groups": 5}, {"group_size": size}))
+        a, b = (
+            cca_attention(x.q, x.k, x.v, window_size=8, rotary=rotary_on(device), **which)
+            for which in ({"num_groups": 5}, {"group_size": size})
+        )
         assert torch.equal(a, b)
 
 
 # Laws 6 and 8: the backends agree, forward and backward.
+
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
 @pytest.mark.parametrize("group_size, window_size", SIZES)
@@ -251,22 +361,38 @@ def test_num_groups_is_the_group_size_it_stands_for(device):
 def test_laws_6_and_8_backends_agree_in_float64(device, option, group_size, window_size, with_lse):
     bias = torch.linspace(-1, 2, 4, dtype=torch.float64, device=device)
     for length in (first_core_query(group_size, window_size) + 1, 97):
-        x = make_inputs(length, batch_size=2, dtype=torch.float64, device=device, seed=length,
-                        with_lse=with_lse)
-        settings = {"group_size": group_size, "window_size": window_size, "rotary": rotary_on(device), **option}
-        a, b = (results_and_gradients(functools.partial(cca_attention, backend=backend, return_lse=True), x, bias,
-                                      **settings) for backend in BACKENDS)
+        x = make_inputs(
+            length, batch_size=2, dtype=torch.float64, device=device, seed=length, with_lse=with_lse
+        )
+        settings = {
+            "group_size": group_size,
+            "window_size": window_size,
+            "rotary": rotary_on(device),
+            **option,
+        }
+        a, b = (
+            results_and_gradients(
+                functools.partial(cca_attention, backend=backend, return_lse=True),
+                x,
+                bias,
+                **settings,
+            )
+            for backend in BACKENDS
+        )
         for name in a:
-            torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-11,
-                                       msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                a[name], b[name], rtol=0, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def test_law_6_gradients_reach_through_the_pooling_weights(device):
     """Only core tokens of the group are seen by the last query, so the group's query moves it only as a weight."""
     x, g, s = make_inputs(12, dtype=torch.float64, device=device), 4, 1
     q = x.q.clone().requires_grad_()
-    out = cca_attention(q, x.k, x.v, group_size=g, window_size=s, rotary=rotary_on(device), backend="packed")
-    grad, = torch.autograd.grad(out[:, :, -1].square().sum(), q)
+    out = cca_attention(
+        q, x.k, x.v, group_size=g, window_size=s, rotary=rotary_on(device), backend="packed"
+    )
+    (grad,) = torch.autograd.grad(out[:, :, -1].square().sum(), q)
     moved = (grad.abs().amax((0, 1, 3)) > 1e-6).tolist()
     assert moved == [t in (g - 1, 2 * g - 1, 11) for t in range(12)]
 
@@ -274,8 +400,12 @@ def test_law_6_gradients_reach_through_the_pooling_weights(device):
 def test_law_8_pooling_agrees(device):
     x = make_inputs(29, batch_size=2, dtype=torch.float64, device=device)
     for option in OPTIONS:
-        a, b = (pool_core_tokens(x.q, x.k, x.v, group_size=4, rotary=rotary_on(device), backend=backend, **option)
-                for backend in BACKENDS)
+        a, b = (
+            pool_core_tokens(
+                x.q, x.k, x.v, group_size=4, rotary=rotary_on(device), backend=backend, **option
+            )
+            for backend in BACKENDS
+        )
         for one, other in zip(a, b):
             assert one.shape == (2, 4 if option.get("core_heads") == "query" else 2, 7, 16)
             torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
@@ -286,27 +416,41 @@ def test_a_batch_gives_what_its_rows_give_alone(device):
     run = functools.partial(cca_attention, group_size=3, window_size=7, rotary=rotary_on(device))
     out = run(x.q, x.k, x.v)
     for row in range(3):
-        torch.testing.assert_close(run(*(y[row:row + 1] for y in x[:3])), out[row:row + 1], rtol=0, atol=1e-14)
+        torch.testing.assert_close(
+            run(*(y[row : row + 1] for y in x[:3])), out[row : row + 1], rtol=0, atol=1e-14
+        )
 
 
 def test_what_must_be_copied_is_copied_once_for_both_passes(device):
     """As transformers lays tensors out: one row is taken as it is, several are not, but the backward has the copies."""
     for rows in (1, 3):
-        q, k, v = (torch.randn(rows, 90, heads, 16, device=device).transpose(1, 2).requires_grad_()
-                   for heads in (4, 2, 2))
-        out = cca_attention(q, k, v, group_size=4, window_size=13, core_position="token", backend="packed")
+        q, k, v = (
+            torch.randn(rows, 90, heads, 16, device=device).transpose(1, 2).requires_grad_()
+            for heads in (4, 2, 2)
+        )
+        out = cca_attention(
+            q, k, v, group_size=4, window_size=13, core_position="token", backend="packed"
+        )
         for given, saved in zip((q, k, v), out.grad_fn.saved_tensors):
             assert (saved.data_ptr() == given.data_ptr()) == (rows == 1)
             assert saved.flatten(0, 1).data_ptr() == saved.data_ptr() and torch.equal(saved, given)
 
 
 @pytest.mark.parametrize("sink_size", [0, 4])
-@pytest.mark.parametrize("strided", [lambda x: x.repeat_interleave(2, -1)[..., ::2], lambda x: x.mT.contiguous().mT],
-                         ids=["every other element", "transposed"])
+@pytest.mark.parametrize(
+    "strided",
+    [lambda x: x.repeat_interleave(2, -1)[..., ::2], lambda x: x.mT.contiguous().mT],
+    ids=["every other element", "transposed"],
+)
 def test_how_tensors_lie_in_memory_changes_nothing(device, strided, sink_size):
     """torch's own kernels on the CPU take the elements of a row for neighbours."""
     x = make_inputs(45, device=device, with_lse=False)
-    settings = {"group_size": 4, "window_size": 7, "rotary": rotary_on(device), "sink_size": sink_size}
+    settings = {
+        "group_size": 4,
+        "window_size": 7,
+        "rotary": rotary_on(device),
+        "sink_size": sink_size,
+    }
     run = functools.partial(cca_attention, return_lse=True, backend="packed")
     lying = Inputs(*map(strided, x[:4]), None)
     assert all(y.stride(-1) != 1 for y in lying[:4])
@@ -328,7 +472,12 @@ def test_what_all_layers_ask_is_answered_once_and_anew_after_a_change():
     assert answer(1, same) == 6 and answer(2, same) == 6 and len(asked) == 3
     same[0] = 5  # in place: no longer the same question
     assert answer(2, same) == 11 and len(asked) == 4
-    assert answer(2) is None and answer(2, None, same) is None and answer(2, same) == 11 and len(asked) == 7
+    assert (
+        answer(2) is None
+        and answer(2, None, same) is None
+        and answer(2, same) == 11
+        and len(asked) == 7
+    )
     with torch.inference_mode():
         made = torch.arange(4)
         assert answer(3, made) == 6 == answer(3, made) and len(asked) == 9

@@ -12,13 +12,24 @@ import torch.nn.functional as F
 from corecontext.ops import partial
 from corecontext.ops.api import cca_attention, pool_core_tokens
 from corecontext.ops.rotary import Rotary
-from corecontext.testing import (assert_accurate, assert_within_budget, make_inputs, results_and_gradients,
-                                 row_errors)
+from corecontext.testing import (
+    assert_accurate,
+    assert_within_budget,
+    make_inputs,
+    results_and_gradients,
+    row_errors,
+)
 
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 packed = functools.partial(cca_attention, backend="packed", return_lse=True)
-OPTIONS = [{}, {"core_heads": "query"}, {"pooling": "mean"}, {"pooling": "max"}, {"softcap": 3.0},
-           {"core_position": "token"}]
+OPTIONS = [
+    {},
+    {"core_heads": "query"},
+    {"pooling": "mean"},
+    {"pooling": "max"},
+    {"softcap": 3.0},
+    {"core_position": "token"},
+]
 
 
 def rotary_for(head_dim: int, device: torch.device) -> Rotary:
@@ -39,33 +50,72 @@ def test_awkward_lengths(device, dtype, group_size, window_size):
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_every_option_with_a_core_bias(device, dtype, option, with_lse):
     inputs = make_inputs(83, dtype=dtype, device=device, seed=option, with_lse=with_lse)
-    assert_accurate(packed, inputs, torch.linspace(-1, 2, 4, device=device), group_size=5, window_size=12,
-                    rotary=rotary_for(16, device), **OPTIONS[option])
+    assert_accurate(
+        packed,
+        inputs,
+        torch.linspace(-1, 2, 4, device=device),
+        group_size=5,
+        window_size=12,
+        rotary=rotary_for(16, device),
+        **OPTIONS[option],
+    )
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
 @pytest.mark.parametrize("head_dim", [16, 18, 64, 80, 128, 256])
 def test_head_sizes(device, dtype, head_dim):
-    inputs = make_inputs(45, dtype=dtype, device=device, seed=head_dim, head_dim=head_dim, num_heads=2, num_kv_heads=1,
-                         with_lse=False)
-    assert_accurate(packed, inputs, group_size=4, window_size=9, rotary=rotary_for(head_dim, device))
+    inputs = make_inputs(
+        45,
+        dtype=dtype,
+        device=device,
+        seed=head_dim,
+        head_dim=head_dim,
+        num_heads=2,
+        num_kv_heads=1,
+        with_lse=False,
+    )
+    assert_accurate(
+        packed, inputs, group_size=4, window_size=9, rotary=rotary_for(head_dim, device)
+    )
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (6, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("core_heads", ["kv", "query"])
 def test_head_layouts_in_a_batch_of_transposed_tensors(device, dtype, heads, core_heads):
-    inputs = make_inputs(41, dtype=dtype, device=device, batch_size=2, num_heads=heads[0], num_kv_heads=heads[1],
-                         transposed=True, seed=heads[0], with_lse=False)
+    inputs = make_inputs(
+        41,
+        dtype=dtype,
+        device=device,
+        batch_size=2,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        transposed=True,
+        seed=heads[0],
+        with_lse=False,
+    )
     assert heads[0] == 1 or not inputs.q.is_contiguous()
-    assert_accurate(packed, inputs, group_size=3, window_size=7, rotary=rotary_for(16, device), core_heads=core_heads)
+    assert_accurate(
+        packed,
+        inputs,
+        group_size=3,
+        window_size=7,
+        rotary=rotary_for(16, device),
+        core_heads=core_heads,
+    )
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
 def test_the_reference_keeps_the_budget_too(device, dtype):
     function = functools.partial(cca_attention, backend="reference", return_lse=True)
-    assert_accurate(function, make_inputs(61, dtype=dtype, device=device), torch.linspace(-1, 2, 4, device=device),
-                    group_size=5, window_size=12, rotary=rotary_for(16, device))
+    assert_accurate(
+        function,
+        make_inputs(61, dtype=dtype, device=device),
+        torch.linspace(-1, 2, 4, device=device),
+        group_size=5,
+        window_size=12,
+        rotary=rotary_for(16, device),
+    )
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
@@ -75,11 +125,15 @@ def test_law_7_errors_are_those_of_full_attention_in_the_same_dtype(device, dtyp
     wide = x.to(torch.float64)
     out, _ = packed(x.q, x.k, x.v, **settings)
     truth = cca_attention(wide.q, wide.k, wide.v, backend="reference", **settings)
-    full, full_truth = (F.scaled_dot_product_attention(y.q, y.k, y.v, is_causal=True, enable_gqa=True)
-                        for y in (x, wide))
+    full, full_truth = (
+        F.scaled_dot_product_attention(y.q, y.k, y.v, is_causal=True, enable_gqa=True)
+        for y in (x, wide)
+    )
     # Relative errors, row by row: full attention over a long past averages more values, to smaller outputs.
     relative = row_errors(full, full_truth) / full_truth.norm(dim=-1)
-    assert_within_budget(out, truth, relative * truth.norm(dim=-1), "out", dtype, 3, 32 ** 0.5 / 2, factor=1.5)
+    assert_within_budget(
+        out, truth, relative * truth.norm(dim=-1), "out", dtype, 3, 32**0.5 / 2, factor=1.5
+    )
     ours = (row_errors(out, truth) / truth.norm(dim=-1)).square().mean().sqrt()
     assert ours <= 1.5 * relative.square().mean().sqrt()
 
@@ -99,7 +153,9 @@ def test_large_scores_do_not_overflow(device):
     for dtype in HALF_AND_SINGLE:
         x = make_inputs(70, dtype=dtype, device=device, with_lse=False)
         x = x._replace(q=x.q * 60, k=x.k * 30)
-        found = results_and_gradients(packed, x, group_size=4, window_size=9, rotary=rotary_for(16, device))
+        found = results_and_gradients(
+            packed, x, group_size=4, window_size=9, rotary=rotary_for(16, device)
+        )
         assert float(found["lse"].max()) > 1000  # exp of it is infinite in every dtype here
         assert all(bool(value.isfinite().all()) for value in found.values())
 
@@ -112,8 +168,11 @@ def test_a_gradient_of_the_log_sum_exp_under_large_scores(device, dtype):
     results = []
     for y in (x, x.to(torch.float64)):
         out, lse = partial.forward(y.q, y.k, y.v, scale=0.25, is_causal=True)
-        results.append(partial.backward(y.grad_out, y.q, y.k, y.v, out, lse, scale=0.25, is_causal=True,
-                                        grad_lse=y.grad_lse))
+        results.append(
+            partial.backward(
+                y.grad_out, y.q, y.k, y.v, out, lse, scale=0.25, is_causal=True, grad_lse=y.grad_lse
+            )
+        )
     for found, truth in zip(*results):
         tolerance = 4 * torch.finfo(dtype).eps + 1e-3  # that of a log-sum-exp of some hundreds
         assert (found.double() - truth).norm() < tolerance * truth.norm()
@@ -141,8 +200,15 @@ def test_pooling_alone(device, dtype, core_heads, backend):
     exact_dtype = dtype == torch.float32
     for name, value, right in zip(("core_k", "core_v", "grad_q", "grad_k", "grad_v"), exact, truth):
         is_grad = name.startswith("grad")
-        assert_within_budget(value, right, torch.zeros_like(right[..., 0]), name, dtype,
-                             8 if is_grad else 2 if exact_dtype else 0.505, 4.0 if is_grad or exact_dtype else 0.0)
+        assert_within_budget(
+            value,
+            right,
+            torch.zeros_like(right[..., 0]),
+            name,
+            dtype,
+            8 if is_grad else 2 if exact_dtype else 0.505,
+            4.0 if is_grad or exact_dtype else 0.0,
+        )
 
 
 def test_float64_gradients_by_finite_differences(device):
@@ -154,13 +220,18 @@ def test_float64_gradients_by_finite_differences(device):
     for settings in ({}, {"core_heads": "query", "softcap": 2.0}):
         assert torch.autograd.gradcheck(
             lambda q, k, v, b, settings=settings: packed(
-                q, k, v, core_bias=b, group_size=3, window_size=2, rotary=rotary, **settings),
-            leaves, fast_mode=True)
+                q, k, v, core_bias=b, group_size=3, window_size=2, rotary=rotary, **settings
+            ),
+            leaves,
+            fast_mode=True,
+        )
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("queries, keys, is_causal", [(300, 1100, False), (1100, 1100, True), (90, 40, False)])
+@pytest.mark.parametrize(
+    "queries, keys, is_causal", [(300, 1100, False), (1100, 1100, True), (90, 40, False)]
+)
 def test_parts_of_a_softmax(device, dtype, head_dim, queries, keys, is_causal):
     """Every fused kernel that a part may take, and its gradients from the whole's log-sum-exp, against float64."""
     generator = torch.Generator(device).manual_seed(0)
@@ -169,7 +240,7 @@ def test_parts_of_a_softmax(device, dtype, head_dim, queries, keys, is_causal):
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     q, k, v = draw(2, 3, queries, head_dim), draw(2, 1, keys, head_dim), draw(2, 1, keys, head_dim)
-    grad, settings = draw(*q.shape), {"scale": head_dim ** -0.5, "is_causal": is_causal}
+    grad, settings = draw(*q.shape), {"scale": head_dim**-0.5, "is_causal": is_causal}
     truth, truth_lse = partial.forward(*(x.double() for x in (q, k, v)), **settings)
     out, lse = partial.forward(q, k, v, **settings)
     assert out.dtype == dtype and lse.shape == truth_lse.shape and lse.dtype == torch.float32

@@ -21,13 +21,27 @@ def rotate(x: torch.Tensor, position: int, rotary: Rotary) -> torch.Tensor:
     x, pairs = x.clone(), len(rotary.inv_freq)
     for i, frequency in enumerate(rotary.inv_freq.tolist()):
         a, b = (2 * i, 2 * i + 1) if rotary.interleaved else (i, i + pairs)
-        z = complex(x[a], x[b]) * complex(math.cos(position * frequency), math.sin(position * frequency))
+        z = complex(x[a], x[b]) * complex(
+            math.cos(position * frequency), math.sin(position * frequency)
+        )
         x[a], x[b] = z.real, z.imag
     return x
 
 
-def oracle(q, k, v, *, group_size, window_size, pooling="cca", core_position="middle", core_heads="kv", rotary,
-           softcap=None, core_bias=None):
+def oracle(
+    q,
+    k,
+    v,
+    *,
+    group_size,
+    window_size,
+    pooling="cca",
+    core_position="middle",
+    core_heads="kv",
+    rotary,
+    softcap=None,
+    core_bias=None,
+):
     """CCA of un-rotated q [H, L, D] and k, v [Hkv, L, D]: out, lse, core_k, core_v of each query head."""
     heads, length, dim = q.shape
     repeats = heads // k.shape[0]
@@ -46,8 +60,15 @@ def oracle(q, k, v, *, group_size, window_size, pooling="cca", core_position="mi
 
     def core(h, c):
         """Core key and value that query head h sees for group c."""
-        n, tokens, middle = h // repeats, range(c * group_size, (c + 1) * group_size), c * group_size + group_size // 2
-        at_middle = [rotate(k[n, t], middle, rotary) if core_position == "middle" else k_rot[n][t] for t in tokens]
+        n, tokens, middle = (
+            h // repeats,
+            range(c * group_size, (c + 1) * group_size),
+            c * group_size + group_size // 2,
+        )
+        at_middle = [
+            rotate(k[n, t], middle, rotary) if core_position == "middle" else k_rot[n][t]
+            for t in tokens
+        ]
         if pooling == "max":
             return torch.stack(at_middle).amax(0), v[n, list(tokens)].amax(0)
         if pooling == "mean":
@@ -55,7 +76,10 @@ def oracle(q, k, v, *, group_size, window_size, pooling="cca", core_position="mi
         elif core_heads == "query":
             phi = weights(h, c)
         else:
-            phi = [sum(w) / repeats for w in zip(*(weights(n * repeats + i, c) for i in range(repeats)))]
+            phi = [
+                sum(w) / repeats
+                for w in zip(*(weights(n * repeats + i, c) for i in range(repeats)))
+            ]
         if core_position == "middle":
             key = rotate(sum(w * k[n, t] for w, t in zip(phi, tokens)), middle, rotary)
         else:
@@ -66,16 +90,29 @@ def oracle(q, k, v, *, group_size, window_size, pooling="cca", core_position="mi
     out, lse = torch.zeros(heads, length, dim, dtype=F64), torch.zeros(heads, length, dtype=F64)
     for h in range(heads):
         for t in range(length):
-            seen = [c for c in range(length // group_size) if (c + 1) * group_size - 1 <= t - window_size]
+            seen = [
+                c
+                for c in range(length // group_size)
+                if (c + 1) * group_size - 1 <= t - window_size
+            ]
             bias = 0.0 if core_bias is None else float(core_bias[h])
             terms = [(score(h, t, cores[h][c][0]) + bias, cores[h][c][1]) for c in seen]
-            terms += [(score(h, t, k_rot[h // repeats][i]), v[h // repeats, i])
-                      for i in range(len(seen) * group_size, t + 1)]
+            terms += [
+                (score(h, t, k_rot[h // repeats][i]), v[h // repeats, i])
+                for i in range(len(seen) * group_size, t + 1)
+            ]
             total = sum(math.exp(s) for s, _ in terms)
             out[h, t] = sum(math.exp(s) / total * value for s, value in terms)
             lse[h, t] = math.log(total)
-    core_k, core_v = (torch.stack([torch.stack([x[i] for x in row]) if row else torch.zeros(0, dim, dtype=F64)
-                                   for row in cores]) for i in (0, 1))
+    core_k, core_v = (
+        torch.stack(
+            [
+                torch.stack([x[i] for x in row]) if row else torch.zeros(0, dim, dtype=F64)
+                for row in cores
+            ]
+        )
+        for i in (0, 1)
+    )
     return out, lse, core_k, core_v, q_rot, k_rot
 
 
@@ -93,26 +130,43 @@ CASES = [
     {"rotary": INTERLEAVED, "pooling": "max"},
     {"rotary": HALF, "pooling": "max", "core_position": "token"},
     {"rotary": PARTIAL, "softcap": 1.5},
-    {"rotary": HALF, "core_heads": "query", "core_bias": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=F64)},
+    {
+        "rotary": HALF,
+        "core_heads": "query",
+        "core_bias": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=F64),
+    },
 ]
 
 
 @pytest.mark.parametrize("backend", ["reference", "packed"])
-@pytest.mark.parametrize("length, group_size, window_size", [(13, 3, 2), (13, 4, 3), (11, 2, 5), (9, 1, 4), (4, 5, 6)])
+@pytest.mark.parametrize(
+    "length, group_size, window_size", [(13, 3, 2), (13, 4, 3), (11, 2, 5), (9, 1, 4), (4, 5, 6)]
+)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_operator_equals_the_second_writing(device, backend, length, group_size, window_size, case):
     settings, dim = dict(CASES[case]), 8
     generator = torch.Generator().manual_seed(case)
     q = torch.randn(4, length, dim, dtype=F64, generator=generator)
     k, v = (torch.randn(2, length, dim, dtype=F64, generator=generator) for _ in "kv")
-    out, lse, core_k, core_v, q_rot, k_rot = oracle(q, k, v, group_size=group_size, window_size=window_size, **settings)
-    rotated = [torch.stack([torch.stack(row) for row in x])[None].to(device) for x in (q_rot, k_rot)]
+    out, lse, core_k, core_v, q_rot, k_rot = oracle(
+        q, k, v, group_size=group_size, window_size=window_size, **settings
+    )
+    rotated = [
+        torch.stack([torch.stack(row) for row in x])[None].to(device) for x in (q_rot, k_rot)
+    ]
     v = v[None].to(device)
     for name in ("rotary", "core_bias"):
         if isinstance(settings.get(name), torch.Tensor):
             settings[name] = settings[name].to(device)
-    got, got_lse = cca_attention(*rotated, v, group_size=group_size, window_size=window_size, backend=backend,
-                                 return_lse=True, **settings)
+    got, got_lse = cca_attention(
+        *rotated,
+        v,
+        group_size=group_size,
+        window_size=window_size,
+        backend=backend,
+        return_lse=True,
+        **settings,
+    )
     torch.testing.assert_close(got[0].cpu(), out, rtol=0, atol=1e-12)
     torch.testing.assert_close(got_lse[0].cpu(), lse, rtol=0, atol=1e-12)
     settings.pop("core_bias", None)

@@ -17,13 +17,18 @@ def test_every_fault_has_its_marker_and_changes_the_code():
 def test_every_marker_has_its_fault():
     names = {fault.name for fault in FAULTS}
     assert len(names) == len(FAULTS)
-    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "corecontext").rglob("*.py"))
+    text = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "corecontext").rglob("*.py")
+    )
     assert set(re.findall(r"# planted: (.+)", text)) == names
 
 
 def test_a_fault_that_changes_nothing_is_refused():
     fault = Fault("x", "y = (1 + 2)  # twice", "")
-    assert planted(fault, "# planted: x\ny = (3)\nz = 1\n") == "# planted: x\ny = (1 + 2)  # twice\nz = 1\n"
+    assert (
+        planted(fault, "# planted: x\ny = (3)\nz = 1\n")
+        == "# planted: x\ny = (1 + 2)  # twice\nz = 1\n"
+    )
     with pytest.raises(ValueError, match="must differ"):
         planted(fault, "# planted: x\ny = (1 +\n     2)\n")
 

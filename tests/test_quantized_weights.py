@@ -62,10 +62,30 @@ def test_a_saved_checkpoint_on_the_command_line(folder, tmp_path, capsys):
     from corecontext.cli import main
 
     config = TorchAoConfig(quantization.Int8WeightOnlyConfig())
-    AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).save_pretrained(
+        tmp_path
+    )
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("a text of some length " * 5)
-    assert main(["generate", "--model", str(tmp_path), "--prompt-file", str(prompt), "--max-new-tokens", "6",
-                 "--group-size", "4", "--window-size", "10", "--device", "cpu"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                "--model",
+                str(tmp_path),
+                "--prompt-file",
+                str(prompt),
+                "--max-new-tokens",
+                "6",
+                "--group-size",
+                "4",
+                "--window-size",
+                "10",
+                "--device",
+                "cpu",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.strip()

@@ -26,13 +26,17 @@ from corecontext.reproduce import summary
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(?:<!-- test: skip because (?P<reason>[^>]+) -->\n)?```(?P<kind>\w+)\n(?P<body>.*?)^```",
-                   re.S | re.M)
+BLOCK = re.compile(
+    r"(?:<!-- test: skip because (?P<reason>[^>]+) -->\n)?```(?P<kind>\w+)\n(?P<body>.*?)^```",
+    re.S | re.M,
+)
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install "
 ELSEWHERE = ("corecontext layers", "corecontext reproduce --smoke")
 """Commands that other tests run, on less."""
-needs_assets = pytest.mark.skipif(not (ROOT / "corecontext/assets/demo_model/config.json").is_file(),
-                                  reason="the bundled model is not here")
+needs_assets = pytest.mark.skipif(
+    not (ROOT / "corecontext/assets/demo_model/config.json").is_file(),
+    reason="the bundled model is not here",
+)
 
 
 def blocks(*kinds: str) -> list:
@@ -42,23 +46,40 @@ def blocks(*kinds: str) -> list:
         text = document.read_text(encoding="utf-8") if document.exists() else ""
         for match in BLOCK.finditer(text):
             if match["kind"] in kinds:
-                line = text[:match.start()].count("\n") + 1
-                found.append(pytest.param(match["body"], match["reason"], id=f"{document.name}:{line}"))
+                line = text[: match.start()].count("\n") + 1
+                found.append(
+                    pytest.param(match["body"], match["reason"], id=f"{document.name}:{line}")
+                )
     return found
 
 
 def commands() -> list:
     """Each line of each shell block."""
-    return [pytest.param(line, block.values[1], id=f"{block.id}:{line[:40]}",
-                         marks=[pytest.mark.slow] if line.startswith(ELSEWHERE) else [])
-            for block in blocks("bash", "sh", "shell") for line in block.values[0].replace("\\\n", " ").splitlines()
-            if line.strip() and not line.startswith("#")]
+    return [
+        pytest.param(
+            line,
+            block.values[1],
+            id=f"{block.id}:{line[:40]}",
+            marks=[pytest.mark.slow] if line.startswith(ELSEWHERE) else [],
+        )
+        for block in blocks("bash", "sh", "shell")
+        for line in block.values[0].replace("\\\n", " ").splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
 
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch) -> Path:
     """A folder that looks like a clone, so that nothing that runs here changes the real one."""
-    for name in ("corecontext", "examples", "docs", "results", "pyproject.toml", "Makefile", "recipes"):
+    for name in (
+        "corecontext",
+        "examples",
+        "docs",
+        "results",
+        "pyproject.toml",
+        "Makefile",
+        "recipes",
+    ):
         if (ROOT / name).exists():
             (tmp_path / name).symlink_to(ROOT / name)
     for name in ("README.md", "CONTRIBUTING.md"):
@@ -83,7 +104,9 @@ def test_commands_run(line, reason, clone, monkeypatch, capfd):
         return
     *before, command = line.split(" | ")
     if before:
-        given = subprocess.run(" | ".join(before), shell=True, capture_output=True, check=True).stdout
+        given = subprocess.run(
+            " | ".join(before), shell=True, capture_output=True, check=True
+        ).stdout
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
     program, *arguments = shlex.split(command)
     if program == "corecontext":
@@ -134,12 +157,17 @@ def test_readme_has_the_two_commands_and_ci_calls_the_same():
 def test_the_tables_say_what_the_records_say():
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = page.read_text(encoding="utf-8")
-        assert figures.update_tables(text, ROOT / "results", (*figures.TABLES, *summary.TABLES)) == text, page.name
+        assert (
+            figures.update_tables(text, ROOT / "results", (*figures.TABLES, *summary.TABLES))
+            == text
+        ), page.name
 
 
 def test_the_map_names_files_that_exist():
     for document in DOCUMENTS[:2]:
-        for path in re.findall(r"`((?:corecontext|docs|examples|tests|results|\.ci)/[\w./-]*)`", document.read_text()):
+        for path in re.findall(
+            r"`((?:corecontext|docs|examples|tests|results|\.ci)/[\w./-]*)`", document.read_text()
+        ):
             assert (ROOT / path).exists(), f"{document.name} names {path}"
 
 
@@ -151,10 +179,20 @@ def test_links_lead_somewhere(document):
 
 
 @needs_assets
-@pytest.mark.parametrize("argv", [["long_prompt.py", "--max-characters", "1500"],
-                                  ["decode_memory.py", "--lengths", "600", "1200"]], ids=lambda argv: argv[0])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["long_prompt.py", "--max-characters", "1500"],
+        ["decode_memory.py", "--lengths", "600", "1200"],
+    ],
+    ids=lambda argv: argv[0],
+)
 def test_examples_run(argv):
-    done = subprocess.run([sys.executable, str(ROOT / "examples" / argv[0]), *argv[1:]], capture_output=True, text=True,
-                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / argv[0]), *argv[1:]],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )
     assert done.returncode == 0, done.stderr
     assert "bytes" in done.stdout

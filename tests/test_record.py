@@ -22,15 +22,34 @@ from corecontext.record import (
 
 def test_a_record_survives_the_file(tmp_path):
     path = tmp_path / "new" / "operator.jsonl"
-    first = make_record("operator.forward_ms", [3.0, 1.0, 2.0, 5.0, 4.0], {"method": "cca", "length": 16})
-    second = make_record("demo.cache_bytes", 7, {"method": "full"}, device="somewhere", command="do it")
+    first = make_record(
+        "operator.forward_ms", [3.0, 1.0, 2.0, 5.0, 4.0], {"method": "cca", "length": 16}
+    )
+    second = make_record(
+        "demo.cache_bytes", 7, {"method": "full"}, device="somewhere", command="do it"
+    )
     append_records(path, [first])
     append_records(path, [second])
     assert read_records(path) == [first, second]
     assert (first.value, first.q20, first.q80, first.unit) == (3.0, 1.8, 4.2, "ms")
     line = json.loads(path.read_text().splitlines()[1])
-    assert list(line) == ["name", "value", "unit", "params", "device", "versions", "commit", "dirty", "command", "date"]
-    assert line["versions"]["corecontext"] and line["versions"]["torch"] and line["device"] == "somewhere"
+    assert list(line) == [
+        "name",
+        "value",
+        "unit",
+        "params",
+        "device",
+        "versions",
+        "commit",
+        "dirty",
+        "command",
+        "date",
+    ]
+    assert (
+        line["versions"]["corecontext"]
+        and line["versions"]["torch"]
+        and line["device"] == "somewhere"
+    )
 
 
 def test_all_records_or_none(tmp_path):
@@ -46,21 +65,34 @@ def test_all_records_or_none(tmp_path):
 
 def test_parallel_writers_do_not_mix_lines(tmp_path):
     path = tmp_path / "r.jsonl"
-    code = ("import sys; from corecontext.record import Record, append_records\n"
-            "for i in range(200): append_records(sys.argv[1], [Record('demo.cache_bytes', i, 'bytes', "
-            "params={'who': sys.argv[2] * 500})])")
+    code = (
+        "import sys; from corecontext.record import Record, append_records\n"
+        "for i in range(200): append_records(sys.argv[1], [Record('demo.cache_bytes', i, 'bytes', "
+        "params={'who': sys.argv[2] * 500})])"
+    )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(path), who]) for who in "ab"]
     assert [writer.wait() for writer in writers] == [0, 0]
     assert len(read_records(path)) == 400
 
 
-@pytest.mark.parametrize("values, message", [
-    ({"name": "operator.forwards_ms", "value": 1, "unit": "ms"},
-     "name must be one of corecontext.record.UNITS, got 'operator.forwards_ms'. "
-     "Did you mean 'operator.forward_ms'?"),
-    ({"name": "operator.forward_ms", "value": 1, "unit": "s"}, "unit must be 'ms' for operator.forward_ms, got 's'."),
-    ({"name": "operator.forward_ms", "value": float("nan"), "unit": "ms"}, "value must be finite, got nan."),
-])
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (
+            {"name": "operator.forwards_ms", "value": 1, "unit": "ms"},
+            "name must be one of corecontext.record.UNITS, got 'operator.forwards_ms'. "
+            "Did you mean 'operator.forward_ms'?",
+        ),
+        (
+            {"name": "operator.forward_ms", "value": 1, "unit": "s"},
+            "unit must be 'ms' for operator.forward_ms, got 's'.",
+        ),
+        (
+            {"name": "operator.forward_ms", "value": float("nan"), "unit": "ms"},
+            "value must be finite, got nan.",
+        ),
+    ],
+)
 def test_bad_values_are_refused(values, message):
     with pytest.raises(ValueError) as error:
         Record(**values)
@@ -78,7 +110,9 @@ def test_a_bad_line_is_named(tmp_path):
     append_records(path, [make_record("demo.cache_bytes", 7, {})])
     with path.open("a") as file:
         file.write('{"name": "demo.cache_bytes", "value": 1, "unit": "bytes", "colour": 3}\n')
-    with pytest.raises(ValueError, match="r.jsonl:2 must be a record, got .* unknown record key 'colour'"):
+    with pytest.raises(
+        ValueError, match="r.jsonl:2 must be a record, got .* unknown record key 'colour'"
+    ):
         read_records(path)
 
 
@@ -98,8 +132,10 @@ def test_quantiles_need_three_samples():
 
 
 def test_the_newest_wins():
-    records = [Record("demo.cache_bytes", value, "bytes", params={"method": method}, date=date)
-               for value, method, date in ((1, "cca", "2020"), (2, "full", "2022"), (3, "cca", "2021"))]
+    records = [
+        Record("demo.cache_bytes", value, "bytes", params={"method": method}, date=date)
+        for value, method, date in ((1, "cca", "2020"), (2, "full", "2022"), (3, "cca", "2021"))
+    ]
     found = latest(records, "demo.cache_bytes", method="cca")
     assert found is not None and found.value == 3
     assert latest(records, "demo.cache_bytes", method="other") is None
@@ -114,7 +150,9 @@ def test_provenance(monkeypatch):
     assert command_line() == "corecontext demo --json 'a b'"
     monkeypatch.setattr(sys, "argv", ["/some/where/corecontext/bench/figures.py", "--readme"])
     assert command_line() == "python -m corecontext.bench.figures --readme"
-    monkeypatch.setattr(sys, "argv", ["/some/corecontext/site-packages/corecontext/__main__.py", "info"])
+    monkeypatch.setattr(
+        sys, "argv", ["/some/corecontext/site-packages/corecontext/__main__.py", "info"]
+    )
     assert command_line() == "python -m corecontext info"
 
 

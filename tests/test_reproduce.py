@@ -25,14 +25,28 @@ from corecontext.record import append_records, make_record, read_records
 from corecontext.reproduce import figures, paper
 from corecontext.reproduce.checkpoint import METHODS, _page
 from corecontext.reproduce.corpus import END, SPLITS, Corpus, Row
-from corecontext.reproduce.evaluate import answers_right, cloze, fact_rows, time_and_cache, top_mass, window_nll
+from corecontext.reproduce.evaluate import (
+    answers_right,
+    cloze,
+    fact_rows,
+    time_and_cache,
+    top_mass,
+    window_nll,
+)
 from corecontext.reproduce.model import add_lora, attention, make_model, merge_lora, nll_of
 from corecontext.reproduce.muon import Muon
 from corecontext.reproduce.plan import FULL, SCRATCH, SMOKE, methods, stages, tuned
 from corecontext.reproduce.processes import run_on_gpus
 from corecontext.reproduce.report import Page, _targets, gains, write_report
 from corecontext.reproduce.run import Miniature
-from corecontext.reproduce.step import Step, _fused_head, half_stream, head_loss, loss_backward, optimizers
+from corecontext.reproduce.step import (
+    Step,
+    _fused_head,
+    half_stream,
+    head_loss,
+    loss_backward,
+    optimizers,
+)
 from corecontext.reproduce.summary import quality_markdown, scratch_markdown
 from corecontext.reproduce.train import OutOfTime, thinned, train
 from corecontext.text import UserError, alone_in
@@ -46,30 +60,48 @@ def done(tmp_path_factory):
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("mini") / "out"
     json_path = out.parent / "quality.jsonl"
-    assert main(["reproduce", "--smoke", "--out", str(out), "--device", "cpu", "--json", str(json_path)]) == 0
+    assert (
+        main(
+            ["reproduce", "--smoke", "--out", str(out), "--device", "cpu", "--json", str(json_path)]
+        )
+        == 0
+    )
     return out, json_path
 
 
 def test_every_stage_leaves_records_and_the_report_ties_numbers_to_them(done):
     out, json_path = done
     plan = stages(SMOKE)
-    assert {stage.name for stage in plan} == {path.parent.name for path in out.glob("*/records.jsonl")}
+    assert {stage.name for stage in plan} == {
+        path.parent.name for path in out.glob("*/records.jsonl")
+    }
     records = [one for stage in plan for one in read_records(out / stage.name / "records.jsonl")]
     assert len(records) == len(read_records(json_path)) > 150
-    of_cloze = {one.params.get("num_groups"): one.params.get("group_size") for one in records
-                if one.params.get("task") == "cloze"}
+    of_cloze = {
+        one.params.get("num_groups"): one.params.get("group_size")
+        for one in records
+        if one.params.get("task") == "cloze"
+    }
     assert of_cloze == {None: None, 16: 14, 64: 4}  # 255 tokens, of which 32 are the window's
     page = (out / "report.html").read_text(encoding="utf-8")
     anchors, links = set(re.findall(r'id="([\w-]+)"', page)), re.findall(r'href="#([\w-]+)"', page)
     assert len(links) > 150 and set(links) <= anchors
-    listed = [json.loads(re.sub("&quot;", '"', one)) for one in re.findall(r"<pre>(.*?)</pre>", page)]
-    assert [one["value"] for one in listed[:len(records)]] == [one.value for one in records]
+    listed = [
+        json.loads(re.sub("&quot;", '"', one)) for one in re.findall(r"<pre>(.*?)</pre>", page)
+    ]
+    assert [one["value"] for one in listed[: len(records)]] == [one.value for one in records]
     for number, shown in re.findall(r'<a href="#r(\d+)">([\d.-]+) %</a>', page):
         assert float(shown) == pytest.approx(100 * listed[int(number)]["value"], abs=0.051)
     assert page.count("data:image/png;base64,") == len(list(out.glob("*.png"))) >= 5
     plain = re.sub(r"base64,[^\"]+", "", page)
-    assert "://" not in plain and "NaN" not in plain and "nan" not in re.findall(r">([^<]*)</a>", plain)
-    assert plain.count("Not measured yet") <= 1  # models that have learned nothing have no gain to keep
+    assert (
+        "://" not in plain
+        and "NaN" not in plain
+        and "nan" not in re.findall(r">([^<]*)</a>", plain)
+    )
+    assert (
+        plain.count("Not measured yet") <= 1
+    )  # models that have learned nothing have no gain to keep
     for one in paper.rows():
         assert one.here in anchors or (not one.here and one.why)
         assert one.why.endswith(".")
@@ -78,7 +110,11 @@ def test_every_stage_leaves_records_and_the_report_ties_numbers_to_them(done):
 def test_shares_of_the_gain_are_of_whole_measurements_only(done):
     """Not of short trainings, nor of other sizes at test time, which all lie in one folder."""
     out, _ = done
-    whole = {stage.name for stage in stages(SMOKE) if stage.kind in ("scratch", "zero", "adapt") and not stage.sizes}
+    whole = {
+        stage.name
+        for stage in stages(SMOKE)
+        if stage.kind in ("scratch", "zero", "adapt") and not stage.sizes
+    }
     assert {path.parent.name for path in out.glob("*/far_test.npy")} == whole
     assert {path.parent.name for path in out.glob("*/far_val.npy")} == whole
     assert {one.params["stage"] for one in read_records(out / "derived.jsonl")} <= whole
@@ -87,17 +123,35 @@ def test_shares_of_the_gain_are_of_whole_measurements_only(done):
 def test_the_papers_rows_are_all_there():
     found = [one.where for one in paper.rows()]
     assert {where: found.count(where) for where in found} == {
-        "Table 1": 10, "Table 2": 6, "Table 3": 5, "Table 4": 3, "Table 5": 3, "Table 6": 4, "Table 7": 3, "Table 8": 6,
-        "Table 9": 5, "Table 10": 2, "Figure 1": 1, "Figure 3": 1, "Figure 4": 1, "Figure 5": 1, "Figure 6": 1}
+        "Table 1": 10,
+        "Table 2": 6,
+        "Table 3": 5,
+        "Table 4": 3,
+        "Table 5": 3,
+        "Table 6": 4,
+        "Table 7": 3,
+        "Table 8": 6,
+        "Table 9": 5,
+        "Table 10": 2,
+        "Figure 1": 1,
+        "Figure 3": 1,
+        "Figure 4": 1,
+        "Figure 5": 1,
+        "Figure 6": 1,
+    }
 
 
 def test_a_report_says_what_is_not_measured_yet(done, tmp_path):
     out, _ = done
-    records = [one for stage in stages(SMOKE) for one in read_records(out / stage.name / "records.jsonl")]
+    records = [
+        one for stage in stages(SMOKE) for one in read_records(out / stage.name / "records.jsonl")
+    ]
     for split in SPLITS:
         shutil.copy(out / f"tokens_{split}.npy", tmp_path)
     for left in ("cost", "flexibility", "full-0", "maps", "cloze"):
-        page = write_report(tmp_path, [one for one in records if one.params["stage"] != left], SMOKE).read_text()
+        page = write_report(
+            tmp_path, [one for one in records if one.params["stage"] != left], SMOKE
+        ).read_text()
         assert "not measured" in page.lower() and "nan" not in re.findall(r">([^<]*)</a>", page)
     assert "Not measured yet" in write_report(tmp_path, [], SMOKE).read_text()
 
@@ -105,22 +159,29 @@ def test_a_report_says_what_is_not_measured_yet(done, tmp_path):
 def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_path):
     out, json_path = done
     before = json_path.read_bytes()
-    assert main(["reproduce", "--smoke", "--out", str(out), "--device", "cpu", "--json", str(json_path)]) == 0
+    assert (
+        main(
+            ["reproduce", "--smoke", "--out", str(out), "--device", "cpu", "--json", str(json_path)]
+        )
+        == 0
+    )
     assert json_path.read_bytes() == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    for arguments, message in ((["--data", str(tmp_path), "--out", str(out)], "must be a folder of this run"),
-                               (["--smoke", "--out", str(tmp_path / "mine")], "got other files"),
-                               (["--out", str(tmp_path / "a")], "data must be given"),
-                               (["--out", str(tmp_path / "a"), "--data", str(tmp_path)], "must hold lm_train.jsonl"),
-                               (["--out", str(tmp_path / "a"), "--model", "x"], "data must be given with a model"),
-                               (["--out", str(tmp_path / "a"), "--model", "x", "--minutes", "9"], "without a model"),
-                               (["--smoke", "--out", str(tmp_path / "a"), "--limit", "9"], "must be given with a mod"),
-                               (["--smoke", "--out", str(tmp_path / "b"), "--stage", "zzz"], "stage must be one of"),
-                               (["--smoke", "--out", str(tmp_path / "c"), "--finalist", "full_zero"], "finalist must"),
-                               (["--smoke", "--out", str(tmp_path / "d"), "--minutes", "0"], "minutes must be above 0"),
-                               (["--smoke", "--out", str(tmp_path / "mine/thesis.tex")], "must be a folder, or"),
-                               (["--smoke", "--out", str(tmp_path / "d"), "--gpus", "0"], "gpus must be at least 1")):
+    for arguments, message in (
+        (["--data", str(tmp_path), "--out", str(out)], "must be a folder of this run"),
+        (["--smoke", "--out", str(tmp_path / "mine")], "got other files"),
+        (["--out", str(tmp_path / "a")], "data must be given"),
+        (["--out", str(tmp_path / "a"), "--data", str(tmp_path)], "must hold lm_train.jsonl"),
+        (["--out", str(tmp_path / "a"), "--model", "x"], "data must be given with a model"),
+        (["--out", str(tmp_path / "a"), "--model", "x", "--minutes", "9"], "without a model"),
+        (["--smoke", "--out", str(tmp_path / "a"), "--limit", "9"], "must be given with a mod"),
+        (["--smoke", "--out", str(tmp_path / "b"), "--stage", "zzz"], "stage must be one of"),
+        (["--smoke", "--out", str(tmp_path / "c"), "--finalist", "full_zero"], "finalist must"),
+        (["--smoke", "--out", str(tmp_path / "d"), "--minutes", "0"], "minutes must be above 0"),
+        (["--smoke", "--out", str(tmp_path / "mine/thesis.tex")], "must be a folder, or"),
+        (["--smoke", "--out", str(tmp_path / "d"), "--gpus", "0"], "gpus must be at least 1"),
+    ):
         assert main(["reproduce", "--device", "cpu", *arguments]) == 2
         assert message in capsys.readouterr().err
 
@@ -131,15 +192,33 @@ def test_methods_have_one_cache_size():
         for name, one in known.items():
             if getattr(one.config, "pooling", None) is None or name in ("mean", "max"):
                 continue
-            per = [g for one_layer in one.config.layer_group_sizes or (one.config.group_size,) * size.layers
-                   for g in (one_layer if isinstance(one_layer, tuple) else (one_layer,) * size.kv_heads)]
-            width, n, s = r if one.config.core_heads == "query" else 1, one.config.sink_size, one.config.window_size
-            entries[name] = sum((size.length - n) // g * width + n + s + g - 1 for g in per) / len(per)
-        assert len(entries) >= 12 and entries["sinks"] == entries["cca"] and known["sinks"].config.sink_size
+            per = [
+                g
+                for one_layer in one.config.layer_group_sizes
+                or (one.config.group_size,) * size.layers
+                for g in (
+                    one_layer if isinstance(one_layer, tuple) else (one_layer,) * size.kv_heads
+                )
+            ]
+            width, n, s = (
+                r if one.config.core_heads == "query" else 1,
+                one.config.sink_size,
+                one.config.window_size,
+            )
+            entries[name] = sum((size.length - n) // g * width + n + s + g - 1 for g in per) / len(
+                per
+            )
+        assert (
+            len(entries) >= 12
+            and entries["sinks"] == entries["cca"]
+            and known["sinks"].config.sink_size
+        )
         for name, count in entries.items():
             assert count <= 1.1 * entries["cca"], name  # a larger group also has a larger open end
         more = stages(size, ("learned",))
-        assert sum(stage.method == "learned" and stage.kind == "adapt" for stage in more) == len(size.seeds)
+        assert sum(stage.method == "learned" and stage.kind == "adapt" for stage in more) == len(
+            size.seeds
+        )
 
 
 # Data ----------------------------------------------------------------------------------------------------------------
@@ -164,7 +243,9 @@ def test_fact_rows_hold_facts_and_their_answers(corpus, only_list):
                 answer = corpus.tokenizer.decode(row.ids[a:b].tolist())
                 question = corpus.tokenizer.decode(row.ids[:a].tolist()).rsplit("Recall: ", 1)[1]
                 at = a - distance  # the token after the fact
-                assert corpus.tokenizer.decode(row.ids[:at].tolist()).endswith(f"{question}{answer}")
+                assert corpus.tokenizer.decode(row.ids[:at].tolist()).endswith(
+                    f"{question}{answer}"
+                )
                 assert text.count(f"{question}{answer}") >= 2
                 seen += 1
     assert seen > 40
@@ -181,16 +262,32 @@ def test_questions_come_with_passages(corpus, tmp_path):
     tokens.mkdir()
     corpus.tokenizer.save(str(tokens / "tokenizer.json"))
     for split in ("train", "val", "test"):
-        write_lines(tokens / f"lm_{split}.jsonl", [{"text": f"{split} text number {i}. " * 20} for i in range(4)])
+        write_lines(
+            tokens / f"lm_{split}.jsonl",
+            [{"text": f"{split} text number {i}. " * 20} for i in range(4)],
+        )
         if split != "val":
-            write_lines(tokens / f"multidoc_qa_{split}.jsonl", [
-                {"qid": f"{split}{i}", "question": f"what is {i}", "answers": [f"word{i}"], "gold_doc": f"d{i}"}
-                for i in range(3)])
-    write_lines(tokens / "multidoc_qa_pool.jsonl", [{"doc_id": f"d{i}", "title": "T", "text": f"{i} is word{i}."}
-                                                    for i in range(6)])
+            write_lines(
+                tokens / f"multidoc_qa_{split}.jsonl",
+                [
+                    {
+                        "qid": f"{split}{i}",
+                        "question": f"what is {i}",
+                        "answers": [f"word{i}"],
+                        "gold_doc": f"d{i}",
+                    }
+                    for i in range(3)
+                ],
+            )
+    write_lines(
+        tokens / "multidoc_qa_pool.jsonl",
+        [{"doc_id": f"d{i}", "title": "T", "text": f"{i} is word{i}."} for i in range(6)],
+    )
     own = Corpus(tmp_path, str(tokens))
-    assert own.prepare() == {split: sum(len(f"{split} text number {i}. " * 20) + 1 for i in range(4))  # and an end each
-                             for split in ("train", "val", "test")}
+    assert own.prepare() == {
+        split: sum(len(f"{split} text number {i}. " * 20) + 1 for i in range(4))  # and an end each
+        for split in ("train", "val", "test")
+    }
     row = own.qa_row("test", own.questions("test")[1], random.Random(0), 3, 2000)
     text = own.tokenizer.decode(row.ids.tolist())
     assert text.endswith("Question: what is 1\nAnswer: word1\n") and "1 is word1." in text
@@ -203,7 +300,7 @@ def test_questions_come_with_passages(corpus, tmp_path):
         question = own.tokenizer.decode(row.ids[:a].tolist()).rsplit("Recall: ", 1)[1]
         fact = question + own.tokenizer.decode(row.ids[a:b].tolist())
         assert text.count(fact) == 2 and text.count("Document [") == 4 and b == len(row.ids)
-        assert own.tokenizer.decode(row.ids[:a - distance].tolist()).endswith(f"{fact}\n")
+        assert own.tokenizer.decode(row.ids[: a - distance].tolist()).endswith(f"{fact}\n")
     assert own.planted_qa_row(random.Random(0), 4, 200) is None
     batch, weights = own.batch(0, 0, 600, 10)
     assert "Answer: word" in own.tokenizer.decode(batch[9].tolist()) and weights[9].max() > 1
@@ -211,7 +308,8 @@ def test_questions_come_with_passages(corpus, tmp_path):
         batch, weights = own.batch(0, 1, 600, rows)
         assert (weights[:texts] == 1).all()
         assert ["Answer: word" in own.tokenizer.decode(row.tolist()) for row in batch] == (
-            [False] * (rows - questions) + [True] * questions)
+            [False] * (rows - questions) + [True] * questions
+        )
     with pytest.raises(UserError, match="must hold tokenizer.json"):
         Corpus(tmp_path / "x", str(tmp_path)).encode("a")
 
@@ -221,19 +319,34 @@ def test_questions_come_with_passages(corpus, tmp_path):
 
 def test_processes_share_a_folder_and_do_nothing_twice(tmp_path):
     out, stages_wanted = str(tmp_path / "o"), ("cca-0", "window-0", "mean-0", "maps")
-    arguments = {"folder": out, "size": SMOKE, "data": None, "device": "cpu",
-                 "json_path": str(tmp_path / "all.jsonl")}
+    arguments = {
+        "folder": out,
+        "size": SMOKE,
+        "data": None,
+        "device": "cpu",
+        "json_path": str(tmp_path / "all.jsonl"),
+    }
     assert run_on_gpus(2, arguments, stages_wanted)
     run = Miniature(**arguments)
     assert run.is_all_done(stages_wanted) and not run.is_all_done()
     assert [one.to_json() for one in sorted(read_records(tmp_path / "all.jsonl"), key=str)] == [
-        one.to_json() for one in sorted(run.records(), key=str)]
+        one.to_json() for one in sorted(run.records(), key=str)
+    ]
     logs = [(tmp_path / "o" / f"gpu-{number}.log").read_text() for number in (0, 1)]
     begun = re.findall(r"^([\w.-]+) \(\d+ to go\)", "\n".join(logs), re.M)
-    assert sorted(begun) == sorted({"prepare", "tune-full-0.001", "tune-full-0.002", "base-0", *stages_wanted})
+    assert sorted(begun) == sorted(
+        {"prepare", "tune-full-0.001", "tune-full-0.002", "base-0", *stages_wanted}
+    )
     with pytest.raises(UserError, match="^reproducing failed on GPU 0: see .*gpu-0.log"):
-        run_on_gpus(1, {**arguments, "folder": str(tmp_path / "p"),
-                        "size": dataclasses.replace(SMOKE, rates=(math.nan,))}, ("base-0",))
+        run_on_gpus(
+            1,
+            {
+                **arguments,
+                "folder": str(tmp_path / "p"),
+                "size": dataclasses.replace(SMOKE, rates=(math.nan,)),
+            },
+            ("base-0",),
+        )
 
 
 def test_a_stage_that_fails_stops_only_those_that_need_it(tmp_path, monkeypatch, capsys):
@@ -245,6 +358,7 @@ def test_a_stage_that_fails_stops_only_those_that_need_it(tmp_path, monkeypatch,
         if stage.name in ("cca-0", "mean-0"):
             raise ZeroDivisionError(stage.name)
         yield from own(stage, folder)
+
     monkeypatch.setattr(run, "_adapt", adapt)
     with pytest.raises(ZeroDivisionError, match="^mean-0$"):  # the first in order
         run.run(("flexibility", "window-0", "mean-0", "maps"))
@@ -274,7 +388,10 @@ def test_a_folder_moves_with_its_data_and_says_what_was_left_behind(tmp_path):
 
 
 def test_a_thin_curve_has_the_means_and_every_look():
-    history = [{"step": i, "loss": float(i), "right": 0.5, **({"val": i} if i == 7 else {})} for i in range(1, 11)]
+    history = [
+        {"step": i, "loss": float(i), "right": 0.5, **({"val": i} if i == 7 else {})}
+        for i in range(1, 11)
+    ]
     found = thinned(history, 3)
     assert [(one["step"], one["loss"]) for one in found] == [(4, 2.5), (7, 6.0), (10, 9.0)]
     assert [one.get("val") for one in found] == [None, 7, None] and thinned(history) == history
@@ -288,7 +405,9 @@ def test_a_stage_that_another_process_is_at_is_left_to_it(tmp_path):
 
 
 def test_texts_too_short_for_facts_are_refused(corpus):
-    with pytest.raises(ValueError, match="^length must leave room for facts and their questions, got 12 tokens"):
+    with pytest.raises(
+        ValueError, match="^length must leave room for facts and their questions, got 12 tokens"
+    ):
         fact_rows(corpus, 12, 2)
 
 
@@ -297,7 +416,16 @@ def test_interrupted_training_ends_as_if_it_had_not_been(corpus, tmp_path):
     for cut in (None, 1, 3):
         model, folder = make_model(TINY, 264, 0), tmp_path / str(cut)
         folder.mkdir()
-        args = (corpus, methods(TINY)["full"], TINY.levels, TINY.step_tokens, 1e-3, 0, "cpu", folder)
+        args = (
+            corpus,
+            methods(TINY)["full"],
+            TINY.levels,
+            TINY.step_tokens,
+            1e-3,
+            0,
+            "cpu",
+            folder,
+        )
         if cut is not None:
             left = iter([1.0] * cut)
             with pytest.raises(OutOfTime):
@@ -326,7 +454,9 @@ def test_training_in_parts_is_training_at_once(corpus, monkeypatch):
     whole = (nll * weight).sum() / weight.sum()
     whole.backward()
     assert float(loss) == pytest.approx(float(whole), rel=1e-5)
-    assert float(right) == pytest.approx(float((logits.argmax(-1) == ids[:, 1:].flatten())[weight > 1].float().mean()))
+    assert float(right) == pytest.approx(
+        float((logits.argmax(-1) == ids[:, 1:].flatten())[weight > 1].float().mean())
+    )
     for one, p in zip(grads, model.parameters()):
         torch.testing.assert_close(one, p.grad, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(nll_of(model, ids)[0].flatten(), nll.detach(), rtol=1e-4, atol=1e-5)
@@ -375,9 +505,12 @@ def test_muon_by_shape_is_torchs_muon():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["full", "cca", "window", "streaming_llm", "learned", "query_heads", "raw_1", "duo_1"])
+@pytest.mark.parametrize(
+    "name", ["full", "cca", "window", "streaming_llm", "learned", "query_heads", "raw_1", "duo_1"]
+)
 def test_captured_steps_are_the_uncaptured_ones(name):
     """Several contexts one after the other, rates that change; to the rounding of gradients summed in any order."""
+
     def losses(captures):
         model = make_model(FULL, 1024, 0).cuda().train()
         with attention(model, methods(FULL)[name].config):
@@ -388,12 +521,15 @@ def test_captured_steps_are_the_uncaptured_ones(name):
             with half_stream(model, "cuda"), run.on_stream():
                 for length in (512, 1024):
                     for i in range(12):
-                        ids = torch.randint(64, (4, length), generator=draw, dtype=torch.int32)  # few, to be learned
+                        ids = torch.randint(
+                            64, (4, length), generator=draw, dtype=torch.int32
+                        )  # few, to be learned
                         for group in (g for one in opts for g in one.param_groups):
                             group["lr"].fill_(group["peak"] / (1 + i))
                         found.append(run(ids, torch.ones(4, length, dtype=torch.uint8))[0])
             assert (run._graph is not None) == captures
         return torch.stack(found).tolist()
+
     plain, captured = losses(False), losses(True)
     assert captured == pytest.approx(plain, rel=2e-3) and plain[-1] < plain[0] - 0.02
 
@@ -403,7 +539,9 @@ def test_partial_training_moves_projections_alone(corpus, tmp_path):
     before = copy.deepcopy(model.state_dict())
     with attention(model, method.config):
         train(model, corpus, method, ((128, 2),), 256, 1e-3, 0, "cpu", tmp_path)
-    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    moved = {
+        key for key, value in model.state_dict().items() if not torch.equal(value, before[key])
+    }
     assert moved and all(re.search(r"\.[qkv]_proj\.", key) for key in moved)
 
 
@@ -412,27 +550,45 @@ def test_lora_moves_its_factors_alone_and_is_merged(corpus, tmp_path):
     model, method = make_model(TINY, 264, 0), methods(TINY)["lora"]
     add_lora(model)
     add_lora(other := make_model(TINY, 264, 0))
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values())
+    )
     before, ids = copy.deepcopy(model.state_dict()), torch.arange(40)[None]
     with attention(model, method.config):
         train(model, corpus, method, ((128, 2),), 256, 1e-2, 0, "cpu", tmp_path)
-        moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+        moved = {
+            key for key, value in model.state_dict().items() if not torch.equal(value, before[key])
+        }
         assert moved and all("lora_" in key for key in moved)
         learned = model(ids).logits
         merge_lora(model)
         torch.testing.assert_close(model(ids).logits, learned, rtol=1e-4, atol=1e-5)
-    assert any(not torch.equal(value, before[key]) for key, value in model.state_dict().items() if "lora_" not in key)
+    assert any(
+        not torch.equal(value, before[key])
+        for key, value in model.state_dict().items()
+        if "lora_" not in key
+    )
 
 
 def test_from_scratch_takes_the_best_rate_and_is_followed(done):
     out, _ = done
     for name in SCRATCH:
-        tries = [one for rate in SMOKE.rates for one in read_records(out / tuned(name, rate) / "records.jsonl")
-                 if one.params["bucket"] == "all"]
+        tries = [
+            one
+            for rate in SMOKE.rates
+            for one in read_records(out / tuned(name, rate) / "records.jsonl")
+            if one.params["bucket"] == "all"
+        ]
         best = min(tries, key=lambda one: one.value).params["lr"]
         stage = "base-0" if name == "full" else f"scratch-{name}-0"
-        assert {one.params["lr"] for one in read_records(out / stage / "records.jsonl") if "lr" in one.params} == {best}
-        steps = [json.loads(line) for line in (out / stage / "curve.jsonl").read_text().splitlines()]
+        assert {
+            one.params["lr"]
+            for one in read_records(out / stage / "records.jsonl")
+            if "lr" in one.params
+        } == {best}
+        steps = [
+            json.loads(line) for line in (out / stage / "curve.jsonl").read_text().splitlines()
+        ]
         assert [one["step"] for one in steps if "val_far" in one] == [2, 4] and len(steps) == 4
 
 
@@ -449,22 +605,31 @@ def test_learned_methods_learn_their_parameters(corpus, tmp_path):
 def test_measurements_know_right_from_wrong(corpus, monkeypatch):
     rows = fact_rows(corpus, 400, 6)
     assert sum(len(row.answers) for row in rows) >= 6
-    monkeypatch.setattr("corecontext.reproduce.evaluate.nll_of",
-                        lambda model, ids: (torch.ones(ids[:, 1:].shape), torch.ones(ids[:, 1:].shape, dtype=bool)))
+    monkeypatch.setattr(
+        "corecontext.reproduce.evaluate.nll_of",
+        lambda model, ids: (torch.ones(ids[:, 1:].shape), torch.ones(ids[:, 1:].shape, dtype=bool)),
+    )
     assert all(right for _, right in answers_right(None, rows, "cpu"))
     first = rows[0].answers[0][0] - 1
 
     def misses(model, ids):
         hit = torch.ones(ids[:, 1:].shape, dtype=bool)
-        hit[:, first:first + 1] = False
+        hit[:, first : first + 1] = False
         return torch.ones(hit.shape), hit
+
     monkeypatch.setattr("corecontext.reproduce.evaluate.nll_of", misses)
     assert [right for _, right in answers_right(None, rows[:1], "cpu")].count(False) == 1
-    monkeypatch.setattr("corecontext.reproduce.evaluate.nll_of", lambda model, ids: (None, ids[:, 1:] % 5 > 0))
+    monkeypatch.setattr(
+        "corecontext.reproduce.evaluate.nll_of", lambda model, ids: (None, ids[:, 1:] % 5 > 0)
+    )
     alone = [one for row in rows for one in answers_right(None, [row], "cpu")]
-    assert len({right for _, right in alone}) == 2 and answers_right(None, rows, "cpu") == alone  # with padding
-    monkeypatch.setattr("corecontext.reproduce.evaluate.nll_of",
-                        lambda model, ids: (torch.ones(ids[:, 1:].shape), None))
+    assert (
+        len({right for _, right in alone}) == 2 and answers_right(None, rows, "cpu") == alone
+    )  # with padding
+    monkeypatch.setattr(
+        "corecontext.reproduce.evaluate.nll_of",
+        lambda model, ids: (torch.ones(ids[:, 1:].shape), None),
+    )
     nll = window_nll(None, corpus, TINY, "test", "cpu")
     assert nll.shape[1] == 127 and (nll == 1).all()
     known = {}
@@ -472,10 +637,13 @@ def test_measurements_know_right_from_wrong(corpus, monkeypatch):
     def remembers(model, ids):  # the first ending is the right one
         known["rows"] = ids
         return torch.arange(4.0)[:, None].expand(4, ids.shape[1] - 1), None
+
     monkeypatch.setattr("corecontext.reproduce.evaluate.nll_of", remembers)
     assert all(cloze(None, corpus, TINY, "cpu")) and known["rows"].shape == (4, 128)
     even = np.full((2, 10, 10), 0.1)
-    assert top_mass(even, 0.2) == pytest.approx(0.1 * np.mean([max(1, round(0.2 * (t + 1))) for t in range(5, 10)]))
+    assert top_mass(even, 0.2) == pytest.approx(
+        0.1 * np.mean([max(1, round(0.2 * (t + 1))) for t in range(5, 10)])
+    )
 
 
 def test_rows_are_not_padded_for_a_method_that_would_see_it(corpus, tmp_path, monkeypatch):
@@ -485,13 +653,18 @@ def test_rows_are_not_padded_for_a_method_that_would_see_it(corpus, tmp_path, mo
         for p in model.parameters():
             p.mul_(4)
         for n in (90, 120, 120, 101):
-            ids = torch.randint(1, 264, (1, n), generator=torch.Generator().manual_seed(n + len(rows)))
+            ids = torch.randint(
+                1, 264, (1, n), generator=torch.Generator().manual_seed(n + len(rows))
+            )
             ids[0, -1] = model(ids[:, :-1]).logits[0, -1].argmax()
             rows.append(Row(ids[0].numpy(), [(n - 1, n, 0)]))
         assert all(right for _, right in answers_right(model, rows, "cpu", padded=False))
         assert not all(right for _, right in answers_right(model, rows, "cpu"))
         run, asked = Miniature(tmp_path / "o", TINY, None, "cpu"), []
-        monkeypatch.setattr("corecontext.reproduce.evaluate.answers_right", lambda *args: asked.append(args[3]) or [])
+        monkeypatch.setattr(
+            "corecontext.reproduce.evaluate.answers_right",
+            lambda *args: asked.append(args[3]) or [],
+        )
         monkeypatch.setattr("corecontext.reproduce.evaluate.fact_rows", lambda *args: rows)
         run.corpus = corpus
         list(run._measure(model, method, run.plan[0], tmp_path, brief=True))
@@ -501,9 +674,15 @@ def test_rows_are_not_padded_for_a_method_that_would_see_it(corpus, tmp_path, mo
 
 def test_caches_have_one_dtype_whatever_the_method():
     model, known = make_model(TINY, 264, 0).eval(), methods(TINY)
-    before, entry = copy.deepcopy(model.state_dict()), 2 * TINY.layers * TINY.kv_heads * TINY.hidden // TINY.heads
-    for name, entries in (("full", TINY.length), ("cca", TINY.length // TINY.group + TINY.window + TINY.group - 1),
-                          ("window", TINY.window)):
+    before, entry = (
+        copy.deepcopy(model.state_dict()),
+        2 * TINY.layers * TINY.kv_heads * TINY.hidden // TINY.heads,
+    )
+    for name, entries in (
+        ("full", TINY.length),
+        ("cca", TINY.length // TINY.group + TINY.window + TINY.group - 1),
+        ("window", TINY.window),
+    ):
         with attention(model, known[name].config):
             seconds, held = time_and_cache(model, TINY, "cpu", torch.bfloat16)
         assert held == 2 * entry * entries and len(seconds) == 1
@@ -514,36 +693,73 @@ def test_caches_have_one_dtype_whatever_the_method():
 def test_gain_kept_is_a_share(tmp_path):
     text = np.arange(1, SMOKE.length + 1, dtype=np.uint16)
     for split in SPLITS:
-        np.save(tmp_path / f"tokens_{split}.npy", np.concatenate((text, text, [END], text[:9], [END], text, text)))
-    for name, nll in (("window-0", 2.0), ("full-0", 1.0), ("cca-0", [1.4] * 4), ("odd-0", 2.5), ("base-0", 0.0),
-                      ("mean-0", [1.1, 1.9, 1.9, 1.1]), ("max-0", [1.9, 1.9, 1.1, 1.1]),
-                      ("scratch-window-0", 4.0), ("scratch-cca-0", 1.0)):
+        np.save(
+            tmp_path / f"tokens_{split}.npy",
+            np.concatenate((text, text, [END], text[:9], [END], text, text)),
+        )
+    for name, nll in (
+        ("window-0", 2.0),
+        ("full-0", 1.0),
+        ("cca-0", [1.4] * 4),
+        ("odd-0", 2.5),
+        ("base-0", 0.0),
+        ("mean-0", [1.1, 1.9, 1.9, 1.1]),
+        ("max-0", [1.9, 1.9, 1.1, 1.1]),
+        ("scratch-window-0", 4.0),
+        ("scratch-cca-0", 1.0),
+    ):
         (tmp_path / name).mkdir()
         np.save(tmp_path / name / "far_val.npy", np.zeros(4) + nll)
-    records = [make_record("quality.perplexity", math.exp(2.0), {"bucket": "far", "method": name, "seed": 0,
-                                                                "stage": stage, "split": "val"})
-               for name, stage in (*((name, f"{name}-0") for name in ("window", "full", "cca", "odd", "absent", "mean",
-                                                                      "max")), ("cca", "scratch-cca-0"))]
+    records = [
+        make_record(
+            "quality.perplexity",
+            math.exp(2.0),
+            {"bucket": "far", "method": name, "seed": 0, "stage": stage, "split": "val"},
+        )
+        for name, stage in (
+            *(
+                (name, f"{name}-0")
+                for name in ("window", "full", "cca", "odd", "absent", "mean", "max")
+            ),
+            ("cca", "scratch-cca-0"),
+        )
+    ]
     size = dataclasses.replace(SMOKE, eval_tokens=4 * SMOKE.length)
     found = {one.params["stage"].removesuffix("-0"): one for one in gains(tmp_path, records, size)}
     assert set(found) == {"cca", "odd", "mean", "max", "scratch-cca"}
     assert found["scratch-cca"].value == pytest.approx(0.75)
     assert found["cca"].value == pytest.approx(0.6) and found["odd"].value == pytest.approx(-0.5)
-    for name, low, high in (("cca", 0.6, 0.6), ("mean", 0.5, 0.5), ("max", 0.1, 0.9)):  # documents of two windows each
-        assert found[name].params["low"] == pytest.approx(low) and found[name].params["high"] == pytest.approx(high)
+    for name, low, high in (
+        ("cca", 0.6, 0.6),
+        ("mean", 0.5, 0.5),
+        ("max", 0.1, 0.9),
+    ):  # documents of two windows each
+        assert found[name].params["low"] == pytest.approx(low) and found[name].params[
+            "high"
+        ] == pytest.approx(high)
 
 
 def test_targets_are_judged_by_text_that_chose_nothing_and_against_all_rivals():
     records = []
 
     def add(name, value, method, **params):
-        records.append(make_record(name, value, {"method": method, "stage": f"{method}-0", **params}))
-    for method, val, test, held in (("cca", 0.3, 0.6, 100), ("learned", 0.5, 0.55, 105), ("log_g", 0.4, 0.7, 100),
-                                    ("query_heads", 0.9, 0.9, 109)):
+        records.append(
+            make_record(name, value, {"method": method, "stage": f"{method}-0", **params})
+        )
+
+    for method, val, test, held in (
+        ("cca", 0.3, 0.6, 100),
+        ("learned", 0.5, 0.55, 105),
+        ("log_g", 0.4, 0.7, 100),
+        ("query_heads", 0.9, 0.9, 109),
+    ):
         add("quality.gain_kept", val, method, split="val")
         add("quality.gain_kept", test, method, split="test")
         add("model.cache_bytes", held, method, of="methods")
-    for method, far, right, planted, people in (("cca", 9.0, 0.5, 0.3, 0.01), ("mean", 9.5, 0.6, 0.2, 0.01)):
+    for method, far, right, planted, people in (
+        ("cca", 9.0, 0.5, 0.3, 0.01),
+        ("mean", 9.5, 0.6, 0.2, 0.01),
+    ):
         add("quality.perplexity", far, method, split="test", bucket="far")
         add("quality.accuracy", right, method, distance="far", length=FULL.length)
         add("quality.accuracy", planted, method, task="multidoc_planted", documents=20)
@@ -555,13 +771,21 @@ def test_targets_are_judged_by_text_that_chose_nothing_and_against_all_rivals():
     def shown():
         text = re.sub(r"<a [^>]*>|</a>", "", _targets(Page(records), methods(size), size))
         return [re.findall("<td>(.*?)</td>", row) for row in text.split("<tr>")[2:]]
+
     rows = shown()
-    assert "(CCA, all learned parameters)" in rows[1][0] and rows[1][1:] == ["55.0 %", "missed by 5.0 %"]
+    assert "(CCA, all learned parameters)" in rows[1][0] and rows[1][1:] == [
+        "55.0 %",
+        "missed by 5.0 %",
+    ]
     assert [row[1:] for row in rows[2:]] == [
         ["50.0 % against 80.0 %", "missed by 32.5 %"],
-        ["9.000 against 9.500 (mean pooling)", "met"], ["50.0 % against 60.0 % (mean pooling)", "missed"],
-        ["30.0 % against 20.0 % (mean pooling)", "met"], ["1.0 % against 1.0 % (mean pooling)", "the same"],
-        ["100.0 % against 80.0 %", "met"], ["100.0 % against 60.0 % (mean pooling)", "met"]]
+        ["9.000 against 9.500 (mean pooling)", "met"],
+        ["50.0 % against 60.0 % (mean pooling)", "missed"],
+        ["30.0 % against 20.0 % (mean pooling)", "met"],
+        ["1.0 % against 1.0 % (mean pooling)", "the same"],
+        ["100.0 % against 80.0 %", "met"],
+        ["100.0 % against 60.0 % (mean pooling)", "met"],
+    ]
     # a rule trained otherwise costs what its attention costs; what has more seeds is preferred, and compared by them
     size = dataclasses.replace(FULL, seeds=(0, 1), bases=(0, 0))
     for seed, ours, rival in ((0, 8.0, 8.5), (1, 9.0, 8.6)):
@@ -572,29 +796,45 @@ def test_targets_are_judged_by_text_that_chose_nothing_and_against_all_rivals():
                 records.append(make_record("quality.gain_kept", 0.2, {**more, "split": split}))
     rows = shown()
     assert "(CCA, distilled)" in rows[1][0] and rows[1][1].startswith("20.0 % &plusmn; 0.0 %")
-    assert rows[-1][1:] == ["8.500 (8.000, 9.000) against 8.550 (8.500, 8.600) (window alone)", "met"]
+    assert rows[-1][1:] == [
+        "8.500 (8.000, 9.000) against 8.550 (8.500, 8.600) (window alone)",
+        "met",
+    ]
 
 
 def test_later_methods_have_the_second_seed_and_finalists_all_from_there():
     plan = stages(FULL)
-    seeds = {name: [one.seed for one in plan if one.method == name and one.kind in ("adapt", "zero") and not one.sizes]
-             for name in methods(FULL)}
+    seeds = {
+        name: [
+            one.seed
+            for one in plan
+            if one.method == name and one.kind in ("adapt", "zero") and not one.sizes
+        ]
+        for name in methods(FULL)
+    }
     assert seeds["cca"] == [1, 0, 2] and seeds["learned"] == [1] and seeds["sinks"] == [0]
     assert seeds["duo_1_distilled"] == [0, 2] and all(seeds.values())
     needs = {one.name: one.needs for one in plan}
     assert needs["cca-2"] == ("base-0",) and needs["raw_1-2"] == ("base-0", "layers-0")
     names = [one.name for one in plan]
-    assert len(set(names)) == len(names) and all(need in names for one in plan for need in one.needs)
+    assert len(set(names)) == len(names) and all(
+        need in names for one in plan for need in one.needs
+    )
     assert all(names.index(need) < names.index(one.name) for one in plan for need in one.needs)
 
 
 def test_a_report_has_the_finalists_of_other_calls(tmp_path):
     size = dataclasses.replace(SMOKE, seeds=(0, 1), bases=(0, 0))
-    asked, other = (Miniature(tmp_path, size, None, "cpu", finalists=names) for names in (("mean",), ()))
+    asked, other = (
+        Miniature(tmp_path, size, None, "cpu", finalists=names) for names in (("mean",), ())
+    )
     stage = next(one.name for one in asked.plan if one.method == "mean" and one.seed == 1)
     assert stage not in [one.name for one in other.plan]
     (tmp_path / stage).mkdir()
-    append_records(tmp_path / stage / "records.jsonl", [make_record("quality.perplexity", 3.0, {"stage": stage})])
+    append_records(
+        tmp_path / stage / "records.jsonl",
+        [make_record("quality.perplexity", 3.0, {"stage": stage})],
+    )
     assert [one.params["stage"] for one in other.records()] == [stage]
 
 
@@ -603,40 +843,96 @@ def test_the_published_table_has_means_over_seeds_and_shares_of_each_seeds_own_g
     for seed, scale in ((1, 1.0), (0, 2.0)):
         for method, far in (("window", 8 * scale), ("full", 2 * scale), ("cca", 4 * scale)):
             stage = {"method": method, "stage": f"{method}-{seed}", "seed": seed}
-            records += [make_record("quality.perplexity", far, {**stage, "split": "test", "bucket": "far"}),
-                        make_record("quality.accuracy", 0.25, {**stage, "distance": "far", "length": FULL.length})]
-    records.append(make_record("quality.perplexity", 3.0, {"method": "distilled", "stage": "distilled-1", "seed": 1,
-                                                           "split": "test", "bucket": "far"}))
-    records.append(make_record("model.cache_bytes", 2 ** 20, {"method": "cca", "of": "methods"}))
-    rows = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in quality_markdown(records).splitlines()[4:]}
-    assert rows["CCA, the paper's rule"] == ["1, 0", "6.000 ± 2.828", "50.0 % ± 0.0 %", "25.0 % ± 0.0 %", "", "1.00 |"]
-    assert rows["CCA, distilled"][0] == "1" and rows["CCA, distilled"][-1] == "1.00 |"  # its cache is CCA's
+            records += [
+                make_record("quality.perplexity", far, {**stage, "split": "test", "bucket": "far"}),
+                make_record(
+                    "quality.accuracy", 0.25, {**stage, "distance": "far", "length": FULL.length}
+                ),
+            ]
+    records.append(
+        make_record(
+            "quality.perplexity",
+            3.0,
+            {
+                "method": "distilled",
+                "stage": "distilled-1",
+                "seed": 1,
+                "split": "test",
+                "bucket": "far",
+            },
+        )
+    )
+    records.append(make_record("model.cache_bytes", 2**20, {"method": "cca", "of": "methods"}))
+    rows = {
+        line.split(" | ")[0][2:]: line.split(" | ")[1:]
+        for line in quality_markdown(records).splitlines()[4:]
+    }
+    assert rows["CCA, the paper's rule"] == [
+        "1, 0",
+        "6.000 ± 2.828",
+        "50.0 % ± 0.0 %",
+        "25.0 % ± 0.0 %",
+        "",
+        "1.00 |",
+    ]
+    assert (
+        rows["CCA, distilled"][0] == "1" and rows["CCA, distilled"][-1] == "1.00 |"
+    )  # its cache is CCA's
     assert rows["CCA, distilled"][2] == f"{100 * math.log(8 / 3) / math.log(4):.1f} %"
     assert len(rows) == 4 and rows["full attention"][2] == ""
 
-    for method, stage, far in (("window", "scratch-window-0", 9.0), ("full", "base-0", 1.0), ("cca", "scratch-cca-0",
-                                                                                              3.0)):
-        records.append(make_record("quality.perplexity", far, {"method": method, "stage": stage, "seed": 0,
-                                                               "split": "test", "bucket": "far"}))
+    for method, stage, far in (
+        ("window", "scratch-window-0", 9.0),
+        ("full", "base-0", 1.0),
+        ("cca", "scratch-cca-0", 3.0),
+    ):
+        records.append(
+            make_record(
+                "quality.perplexity",
+                far,
+                {"method": method, "stage": stage, "seed": 0, "split": "test", "bucket": "far"},
+            )
+        )
     scratch = scratch_markdown(records).splitlines()
-    assert len(scratch) == 5 and scratch[3] == "| CCA, the paper's rule | 0 | 3.000 | 50.0 % |  |  | 1.00 |"
+    assert (
+        len(scratch) == 5
+        and scratch[3] == "| CCA, the paper's rule | 0 | 3.000 | 50.0 % |  |  | 1.00 |"
+    )
 
 
 def test_sizes_without_a_cost_are_left_out_of_the_figure(tmp_path):
-    records = [make_record("quality.perplexity", 10.0 + g, {"stage": "flexibility", "bucket": "far", "split": "test",
-                                                            "group_size": g, "window_size": 64}) for g in (2, 4)]
-    records += [make_record(name, 1024.0, {"of": "sizes", "group_size": 4, "window_size": 64})
-                for name in ("model.cache_bytes", "model.first_token_s")]
+    records = [
+        make_record(
+            "quality.perplexity",
+            10.0 + g,
+            {
+                "stage": "flexibility",
+                "bucket": "far",
+                "split": "test",
+                "group_size": g,
+                "window_size": 64,
+            },
+        )
+        for g in (2, 4)
+    ]
+    records += [
+        make_record(name, 1024.0, {"of": "sizes", "group_size": 4, "window_size": 64})
+        for name in ("model.cache_bytes", "model.first_token_s")
+    ]
     drawn = figures._flexibility(drawing.pyplot(), tmp_path, records, FULL)
     assert [[tuple(line.get_xydata()[0]) for line in panel.lines] for panel in drawn.axes] == [
-        [(2 ** -10, 14.0)], [(1024e3, 14.0)]]
+        [(2**-10, 14.0)],
+        [(1024e3, 14.0)],
+    ]
 
 
 def test_curves_from_two_contexts_have_equal_steps(tmp_path):
     def write(name, steps):
         (tmp_path / name).mkdir()
         lines = [{"step": step, "loss": 1.0} for step in range(4, steps + 1, 4)]
-        (tmp_path / name / "curve.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        (tmp_path / name / "curve.jsonl").write_text(
+            "".join(json.dumps(one) + "\n" for one in lines)
+        )
 
     size = dataclasses.replace(FULL, seeds=(0,), bases=(0,))
     write("cca-0", FULL.adapt_steps)
@@ -648,7 +944,10 @@ def test_curves_from_two_contexts_have_equal_steps(tmp_path):
             write(name, FULL.short_steps)
         drawn.append(figures._curves(drawing.pyplot(), tmp_path, [], size))
         one, other = drawn[-1].axes[0].lines
-        assert list(one.get_xdata()) == list(other.get_xdata()) and one.get_xdata()[-1] == FULL.short_steps
+        assert (
+            list(one.get_xdata()) == list(other.get_xdata())
+            and one.get_xdata()[-1] == FULL.short_steps
+        )
     for figure in drawn:
         drawing.pyplot().close(figure)
 
@@ -677,17 +976,41 @@ def test_a_checkpoint_is_evaluated_from_files(tmp_path, capsys):
     save_tiny_model(tmp_path / "model", max_length=2048)
     data = tmp_path / "data"
     data.mkdir()
-    write_lines(data / "lm_test.jsonl", [{"text": f"{i} is a number. " * 40, "domain": "math"} for i in range(2)])
-    write_lines(data / "multidoc_qa_pool.jsonl", [{"doc_id": f"d{i}", "title": "T", "text": f"{i} is word{i}."}
-                                                  for i in range(4)])
-    write_lines(data / "multidoc_qa_test.jsonl", [{"qid": "q", "question": "what is 1", "answers": ["word1"],
-                                                   "gold_doc": "d1"}])
-    arguments = ["reproduce", "--model", str(tmp_path / "model"), "--data", str(data), "--out", str(tmp_path / "out"),
-                 "--length", "256", "--documents", "2", "--limit", "1", "--device", "cpu"]
+    write_lines(
+        data / "lm_test.jsonl",
+        [{"text": f"{i} is a number. " * 40, "domain": "math"} for i in range(2)],
+    )
+    write_lines(
+        data / "multidoc_qa_pool.jsonl",
+        [{"doc_id": f"d{i}", "title": "T", "text": f"{i} is word{i}."} for i in range(4)],
+    )
+    write_lines(
+        data / "multidoc_qa_test.jsonl",
+        [{"qid": "q", "question": "what is 1", "answers": ["word1"], "gold_doc": "d1"}],
+    )
+    arguments = [
+        "reproduce",
+        "--model",
+        str(tmp_path / "model"),
+        "--data",
+        str(data),
+        "--out",
+        str(tmp_path / "out"),
+        "--length",
+        "256",
+        "--documents",
+        "2",
+        "--limit",
+        "1",
+        "--device",
+        "cpu",
+    ]
     assert main(arguments) == 0
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     links, anchors = re.findall(r'href="#([\w-]+)"', page), set(re.findall(r'id="([\w-]+)"', page))
-    assert set(links) <= anchors and {"perplexity", "multidoc_qa", "flexibility", "paper"} <= anchors
+    assert (
+        set(links) <= anchors and {"perplexity", "multidoc_qa", "flexibility", "paper"} <= anchors
+    )
     size = (tmp_path / "out" / "items.jsonl").stat().st_size
     assert main(arguments) == 0 and (tmp_path / "out" / "items.jsonl").stat().st_size == size
     assert main([*arguments[:4], str(tmp_path / "model"), *arguments[5:]]) == 2
@@ -697,4 +1020,7 @@ def test_a_checkpoint_is_evaluated_from_files(tmp_path, capsys):
 def test_what_draws_is_asked_for_before_anything_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["reproduce", "--smoke", "--out", str(tmp_path / "out")]) == 2
-    assert "needs matplotlib, which is not installed" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert (
+        "needs matplotlib, which is not installed" in capsys.readouterr().err
+        and not (tmp_path / "out").exists()
+    )

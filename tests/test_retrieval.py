@@ -41,7 +41,7 @@ def test_plant_keeps_the_text_and_order() -> None:
     starts = [planted.index(fact.sentence) for fact in facts]
     assert starts == sorted(starts)
     assert all(abs(start / len(planted) - depth) < 0.03 for start, depth in zip(starts, depths))
-    assert all(planted[start - 1] == "\n" or planted[start - 2:start] == ". " for start in starts)
+    assert all(planted[start - 1] == "\n" or planted[start - 2 : start] == ". " for start in starts)
     for fact in facts:
         planted = planted.replace(fact.sentence + "\n", "").replace(fact.sentence + " ", "")
     assert planted == TEXT
@@ -66,6 +66,8 @@ def test_plant_checks_depths() -> None:
 @pytest.mark.parametrize("position", range(0, 400, 7))
 def test_nearest_boundary(position: int) -> None:
     place = nearest_boundary(TEXT, position)
-    assert place == 0 or TEXT[place - 1] == "\n" or TEXT[place - 2:place] == ". "
-    boundaries = [i for i in range(len(TEXT)) if i == 0 or TEXT[i - 1] == "\n" or TEXT[i - 2:i] == ". "]
+    assert place == 0 or TEXT[place - 1] == "\n" or TEXT[place - 2 : place] == ". "
+    boundaries = [
+        i for i in range(len(TEXT)) if i == 0 or TEXT[i - 1] == "\n" or TEXT[i - 2 : i] == ". "
+    ]
     assert abs(place - position) == min(abs(b - position) for b in boundaries)

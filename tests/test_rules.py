@@ -11,7 +11,15 @@ from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from corecontext import CCAConfig, Rotary, cca_attention, enable, enabled, from_pretrained, pool_core_tokens
+from corecontext import (
+    CCAConfig,
+    Rotary,
+    cca_attention,
+    enable,
+    enabled,
+    from_pretrained,
+    pool_core_tokens,
+)
 from corecontext.cache import CompactLayer
 from corecontext.config import LEARNED
 from corecontext.inference import Engine
@@ -21,26 +29,38 @@ from corecontext.testing import make_inputs, results_and_gradients
 from corecontext.text import UserError
 
 HEADS, KV, DIM = 4, 2, 16
-RULES = [{"pooling": "mean_query"}, {"pooling": "cca", "learned": True}, {"pooling": "mean_query", "learned": True},
-         {"pooling": "cca", "learned": True, "core_heads": "query"}]
+RULES = [
+    {"pooling": "mean_query"},
+    {"pooling": "cca", "learned": True},
+    {"pooling": "mean_query", "learned": True},
+    {"pooling": "cca", "learned": True, "core_heads": "query"},
+]
 ROTARY = Rotary.from_theta(10_000.0, DIM)
 
 
 def make_learned(names=LEARNED, dtype=torch.float64) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return {name: 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-            for name, shape in rules.shapes(tuple(names), HEADS, KV, DIM).items()}
+    return {
+        name: 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in rules.shapes(tuple(names), HEADS, KV, DIM).items()
+    }
 
 
 def settings_of(rule: dict, dtype=torch.float64) -> dict:
-    return {**rule, "learned": make_learned(dtype=dtype) if rule.get("learned") else None, "rotary": ROTARY}
+    return {
+        **rule,
+        "learned": make_learned(dtype=dtype) if rule.get("learned") else None,
+        "rotary": ROTARY,
+    }
 
 
 def oracle(q, k, v, *, group_size, window_size, pooling, learned, rotary, core_heads="kv"):
     """Docs/math.md, eq. 12 and 5, token by token."""
-    p = {name: (learned or {}).get(name, torch.zeros(shape, dtype=q.dtype))
-         for name, shape in rules.shapes(LEARNED, HEADS, KV, DIM).items()}
-    r, scale, out = HEADS // KV, DIM ** -0.5, torch.zeros_like(q)
+    p = {
+        name: (learned or {}).get(name, torch.zeros(shape, dtype=q.dtype))
+        for name, shape in rules.shapes(LEARNED, HEADS, KV, DIM).items()
+    }
+    r, scale, out = HEADS // KV, DIM**-0.5, torch.zeros_like(q)
     for b in range(q.shape[0]):
         for h in range(HEADS):
             kv = h // r
@@ -49,20 +69,42 @@ def oracle(q, k, v, *, group_size, window_size, pooling, learned, rotary, core_h
             for first in range(0, q.shape[2] - group_size + 1, group_size):
                 end, weights = first + group_size - 1, []
                 for mate in mates if core_heads == "kv" else (h,):
-                    asks = q[b, list(mates), end].mean(0) if pooling == "mean_query" else q[b, mate, end]
-                    scores = torch.stack([
-                        (asks @ k[b, kv, t]) * scale * p["temperature"][mate].exp() + (p["probe"][mate] @ v[b, kv, t])
-                        * scale + p["distance"][mate] * torch.log2(torch.tensor(1.0 + end - t, dtype=q.dtype))
-                        for t in range(first, end + 1)])
+                    asks = (
+                        q[b, list(mates), end].mean(0)
+                        if pooling == "mean_query"
+                        else q[b, mate, end]
+                    )
+                    scores = torch.stack(
+                        [
+                            (asks @ k[b, kv, t]) * scale * p["temperature"][mate].exp()
+                            + (p["probe"][mate] @ v[b, kv, t]) * scale
+                            + p["distance"][mate]
+                            * torch.log2(torch.tensor(1.0 + end - t, dtype=q.dtype))
+                            for t in range(first, end + 1)
+                        ]
+                    )
                     weights.append(scores.softmax(0))
                 weight = torch.stack(weights).mean(0)
-                turned = torch.stack([rotary.turn(k[b:b + 1, kv:kv + 1, t:t + 1], torch.tensor([group_size // 2 - o]))[
-                    0, 0, 0] for o, t in enumerate(range(first, end + 1))])
-                cores.append((weight @ turned * p["key_gain"][kv].exp(), weight @ v[b, kv, first:end + 1]))
+                turned = torch.stack(
+                    [
+                        rotary.turn(
+                            k[b : b + 1, kv : kv + 1, t : t + 1],
+                            torch.tensor([group_size // 2 - o]),
+                        )[0, 0, 0]
+                        for o, t in enumerate(range(first, end + 1))
+                    ]
+                )
+                cores.append(
+                    (weight @ turned * p["key_gain"][kv].exp(), weight @ v[b, kv, first : end + 1])
+                )
             for t in range(q.shape[2]):
                 j = max(0, (t + 1 - window_size) // group_size)
-                keys = torch.stack([core for core, _ in cores[:j]] + list(k[b, kv, j * group_size:t + 1]))
-                values = torch.stack([core for _, core in cores[:j]] + list(v[b, kv, j * group_size:t + 1]))
+                keys = torch.stack(
+                    [core for core, _ in cores[:j]] + list(k[b, kv, j * group_size : t + 1])
+                )
+                values = torch.stack(
+                    [core for _, core in cores[:j]] + list(v[b, kv, j * group_size : t + 1])
+                )
                 scores = keys @ q[b, h, t] * scale
                 scores[:j] += p["bias"][h]
                 out[b, h, t] = scores.softmax(0) @ values
@@ -75,14 +117,19 @@ def test_both_backends_are_the_equations(rule, backend):
     x, settings = make_inputs(29, dtype=torch.float64), settings_of(rule)
     for g, s in ((4, 6), (5, 3)):
         out = cca_attention(x.q, x.k, x.v, group_size=g, window_size=s, backend=backend, **settings)
-        torch.testing.assert_close(out, oracle(x.q, x.k, x.v, group_size=g, window_size=s, **settings), rtol=0,
-                                   atol=1e-12)
+        torch.testing.assert_close(
+            out, oracle(x.q, x.k, x.v, group_size=g, window_size=s, **settings), rtol=0, atol=1e-12
+        )
 
 
 def test_zero_parameters_are_the_papers_rule():
     x = make_inputs(61, batch_size=2)
-    zero = {name: torch.zeros_like(value) for name, value in make_learned(dtype=torch.float32).items()}
-    run = functools.partial(cca_attention, x.q, x.k, x.v, group_size=4, window_size=9, rotary=ROTARY)
+    zero = {
+        name: torch.zeros_like(value) for name, value in make_learned(dtype=torch.float32).items()
+    }
+    run = functools.partial(
+        cca_attention, x.q, x.k, x.v, group_size=4, window_size=9, rotary=ROTARY
+    )
     torch.testing.assert_close(run(learned=zero), run(), rtol=0, atol=2e-6)
     for name in LEARNED:
         moved = run(learned=make_learned((name,), torch.float32))
@@ -92,16 +139,36 @@ def test_zero_parameters_are_the_papers_rule():
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_gradients_agree_with_the_reference(rule, with_lse):
-    x, settings = make_inputs(53, batch_size=2, dtype=torch.float64, with_lse=with_lse), settings_of(rule)
+    x, settings = (
+        make_inputs(53, batch_size=2, dtype=torch.float64, with_lse=with_lse),
+        settings_of(rule),
+    )
     grads = []
     for backend in ("reference", "packed"):
-        leaves = {name: value.clone().requires_grad_() for name, value in (settings["learned"] or {}).items()}
-        found = results_and_gradients(functools.partial(cca_attention, backend=backend, return_lse=True), x,
-                                      group_size=3, window_size=8, **{**settings, "learned": leaves or None})
+        leaves = {
+            name: value.clone().requires_grad_()
+            for name, value in (settings["learned"] or {}).items()
+        }
+        found = results_and_gradients(
+            functools.partial(cca_attention, backend=backend, return_lse=True),
+            x,
+            group_size=3,
+            window_size=8,
+            **{**settings, "learned": leaves or None},
+        )
         if leaves:
-            out = cca_attention(x.q, x.k, x.v, group_size=3, window_size=8, backend=backend,
-                                **{**settings, "learned": leaves})
-            found |= dict(zip(leaves, torch.autograd.grad((out * x.grad_out).sum(), list(leaves.values()))))
+            out = cca_attention(
+                x.q,
+                x.k,
+                x.v,
+                group_size=3,
+                window_size=8,
+                backend=backend,
+                **{**settings, "learned": leaves},
+            )
+            found |= dict(
+                zip(leaves, torch.autograd.grad((out * x.grad_out).sum(), list(leaves.values())))
+            )
         grads.append(found)
     for name in grads[0]:
         torch.testing.assert_close(grads[1][name], grads[0][name], rtol=0, atol=1e-10)
@@ -116,22 +183,31 @@ def test_causal_ragged_and_full_where_it_must_be(rule):
     out = run(x.q, x.k, x.v)
     dense = run(x.q, x.k, x.v, backend="reference")
     for t in (7, 20, 40):
-        q, k, v = (torch.cat((y[:, :, :t + 1], torch.full_like(y[:, :, t + 1:], torch.nan)), 2) for y in x[:3])
-        assert torch.equal(run(q, k, v, backend="reference")[:, :, :t + 1], dense[:, :, :t + 1])
-        q, k, v = (y.nan_to_num(3.0) for y in (q, k, v))  # fused kernels multiply what they mask by zero
-        assert torch.equal(run(q, k, v)[:, :, :t + 1], out[:, :, :t + 1])
+        q, k, v = (
+            torch.cat((y[:, :, : t + 1], torch.full_like(y[:, :, t + 1 :], torch.nan)), 2)
+            for y in x[:3]
+        )
+        assert torch.equal(run(q, k, v, backend="reference")[:, :, : t + 1], dense[:, :, : t + 1])
+        q, k, v = (
+            y.nan_to_num(3.0) for y in (q, k, v)
+        )  # fused kernels multiply what they mask by zero
+        assert torch.equal(run(q, k, v)[:, :, : t + 1], out[:, :, : t + 1])
     mask = torch.ones(3, 45, dtype=torch.long)
     mask[1, :5], mask[2, :30] = 0, 0
     padded = run(x.q, x.k, x.v, attention_mask=mask)
     for row, pad in enumerate((0, 5, 30)):
-        alone = run(*(y[row:row + 1, :, pad:] for y in x[:3]))
-        torch.testing.assert_close(padded[row:row + 1, :, pad:], alone, rtol=0, atol=1e-6)
+        alone = run(*(y[row : row + 1, :, pad:] for y in x[:3]))
+        torch.testing.assert_close(padded[row : row + 1, :, pad:], alone, rtol=0, atol=1e-6)
         assert not padded[row, :, :pad].any()
     edges = torch.tensor([0, 11, 45])
     packed = run(*(y[:1] for y in x[:3]), cu_seqlens=edges)
-    torch.testing.assert_close(packed[:, :, 11:], run(*(y[:1, :, 11:] for y in x[:3])), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        packed[:, :, 11:], run(*(y[:1, :, 11:] for y in x[:3])), rtol=0, atol=1e-6
+    )
     short = [y[:, :, :10] for y in x[:3]]
-    torch.testing.assert_close(run(*short), cca_attention(*short, group_size=1, rotary=ROTARY), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        run(*short), cca_attention(*short, group_size=1, rotary=ROTARY), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -139,15 +215,26 @@ def test_causal_ragged_and_full_where_it_must_be(rule):
 def test_prefill_is_decoding(rule, max_length):
     settings, x = settings_of(rule, torch.float32), make_inputs(61, batch_size=2)
     learned = settings.pop("learned")
-    config = CCAConfig(group_size=4, window_size=7, pooling=rule["pooling"], core_heads=rule.get("core_heads", "kv"),
-                       learned=tuple(learned or ()))
+    config = CCAConfig(
+        group_size=4,
+        window_size=7,
+        pooling=rule["pooling"],
+        core_heads=rule.get("core_heads", "kv"),
+        learned=tuple(learned or ()),
+    )
     mask = torch.ones(2, 61, dtype=torch.long)
     mask[1, :6] = 0
-    whole = cca_attention(x.q, x.k, x.v, group_size=4, window_size=7, learned=learned, attention_mask=mask, **settings)
+    whole = cca_attention(
+        x.q, x.k, x.v, group_size=4, window_size=7, learned=learned, attention_mask=mask, **settings
+    )
     for cuts in ((20, 7, 1, 33), (20, *(1,) * 41)):
-        layer, at, parts = CompactLayer(config, ROTARY, max_length=max_length, learned=learned), 0, []
+        layer, at, parts = (
+            CompactLayer(config, ROTARY, max_length=max_length, learned=learned),
+            0,
+            [],
+        )
         for n in cuts:
-            q, k, v = (y[:, :, at:at + n] for y in x[:3])
+            q, k, v = (y[:, :, at : at + n] for y in x[:3])
             at += n
             parts.append(layer.attend(q, k, v, attention_mask=mask[:, :at] if n > 1 else None))
         torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=0, atol=3e-6)
@@ -158,25 +245,41 @@ def test_groups_of_one_are_full_attention_unless_weighed():
     full = cca_attention(x.q, x.k, x.v, group_size=1, window_size=5, rotary=ROTARY)
     for name in LEARNED:
         learned = make_learned((name,), torch.float32)
-        one = cca_attention(x.q, x.k, x.v, group_size=1, window_size=5, rotary=ROTARY, learned=learned)
-        layer = CompactLayer(CCAConfig(group_size=1, window_size=5, learned=(name,)), ROTARY, learned=learned)
+        one = cca_attention(
+            x.q, x.k, x.v, group_size=1, window_size=5, rotary=ROTARY, learned=learned
+        )
+        layer = CompactLayer(
+            CCAConfig(group_size=1, window_size=5, learned=(name,)), ROTARY, learned=learned
+        )
         torch.testing.assert_close(layer.attend(x.q, x.k, x.v), one, rtol=0, atol=2e-6)
         assert (name in ("key_gain", "bias")) == bool((one - full).abs().max() > 1e-3), name
 
 
 def test_pooling_alone_and_triton(device):
     x = make_inputs(24)
-    mean = x.q.unflatten(1, (KV, -1)).mean(2, keepdim=True).expand(-1, -1, HEADS // KV, -1, -1).flatten(1, 2)
-    for one, other in zip(pool_core_tokens(x.q, x.k, x.v, group_size=4, pooling="mean_query", rotary=ROTARY),
-                          pool_core_tokens(mean, x.k, x.v, group_size=4, rotary=ROTARY)):
+    mean = (
+        x.q.unflatten(1, (KV, -1))
+        .mean(2, keepdim=True)
+        .expand(-1, -1, HEADS // KV, -1, -1)
+        .flatten(1, 2)
+    )
+    for one, other in zip(
+        pool_core_tokens(x.q, x.k, x.v, group_size=4, pooling="mean_query", rotary=ROTARY),
+        pool_core_tokens(mean, x.k, x.v, group_size=4, rotary=ROTARY),
+    ):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     pytest.importorskip("triton")
     settings = settings_of(RULES[1], torch.float32)
     q, k, v, grad_out = (one.to(device) for one in (x.q, x.k, x.v, x.grad_out))
     grads = []
     for backend in ("packed", "triton"):
-        leaves = {name: value.to(device).clone().requires_grad_() for name, value in settings["learned"].items()}
-        out = cca_attention(q, k, v, group_size=4, window_size=6, rotary=ROTARY, backend=backend, learned=leaves)
+        leaves = {
+            name: value.to(device).clone().requires_grad_()
+            for name, value in settings["learned"].items()
+        }
+        out = cca_attention(
+            q, k, v, group_size=4, window_size=6, rotary=ROTARY, backend=backend, learned=leaves
+        )
         grads.append([out, *torch.autograd.grad((out * grad_out).sum(), list(leaves.values()))])
     for one, other in zip(*grads):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -214,18 +317,26 @@ def test_checkpoints_carry_learned_parameters(folder, tmp_path):
     torch.testing.assert_close(model(ids(50)).logits, paper, rtol=0, atol=1e-5)
     assert len(set(model.state_dict()) - before) == 3 * len(LEARNED)
     model(ids(50), labels=ids(50), use_cache=False).loss.backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for n, p in model.named_parameters() if ".cca." in n)
+    assert all(
+        p.grad is not None and p.grad.abs().max() > 0
+        for n, p in model.named_parameters()
+        if ".cca." in n
+    )
     randomise(model)
     trained = model(ids(50)).logits
     assert (trained - paper).abs().max() > 1e-3
     model.save_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(from_pretrained(tmp_path / "saved")(ids(50)).logits, trained, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        from_pretrained(tmp_path / "saved")(ids(50)).logits, trained, rtol=0, atol=1e-6
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "saved" / name).write_bytes((tmp_path.__class__(folder) / name).read_bytes())
     loaded = load(str(tmp_path / "saved"), group_size=8, device="cpu")
     assert loaded.config.learned == LEARNED and loaded.config.group_size == 8
-    torch.testing.assert_close(loaded.model.model.layers[1].self_attn.cca["probe"],
-                               model.model.layers[1].self_attn.cca["probe"])
+    torch.testing.assert_close(
+        loaded.model.model.layers[1].self_attn.cca["probe"],
+        model.model.layers[1].self_attn.cca["probe"],
+    )
     handle.disable()
     assert set(model.state_dict()) == before and torch.equal(model(ids(50)).logits, plain)
     # settings that promise parameters, and a checkpoint without them
@@ -243,15 +354,29 @@ def test_checkpoints_carry_learned_parameters(folder, tmp_path):
         load(str(tmp_path / "empty"))
     # and one that has those of half the heads, as one of two processes that share them does
     path = tmp_path / "saved/model.safetensors"
-    save_file({name: x[:len(x) // 2].clone() if ".cca." in name else x for name, x in load_file(path).items()}, path,
-              metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"must hold .*temperature' \[4\] that its settings name, got \[2\]"):
+    save_file(
+        {
+            name: x[: len(x) // 2].clone() if ".cca." in name else x
+            for name, x in load_file(path).items()
+        },
+        path,
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(
+        UserError, match=r"must hold .*temperature' \[4\] that its settings name, got \[2\]"
+    ):
         load(str(tmp_path / "saved"))
 
 
-@pytest.mark.parametrize("config", [CONFIG, CCAConfig(window_size=8, layer_group_sizes=(2, 4, 8)),
-                                    CCAConfig(group_size=4, window_size=8, pooling="mean_query")],
-                         ids=["learned", "by layer", "mean_query"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        CCAConfig(window_size=8, layer_group_sizes=(2, 4, 8)),
+        CCAConfig(group_size=4, window_size=8, pooling="mean_query"),
+    ],
+    ids=["learned", "by layer", "mean_query"],
+)
 def test_models_generate_what_they_would_recompute(folder, config):
     model = from_pretrained(folder, config)
     randomise(model)
@@ -261,8 +386,14 @@ def test_models_generate_what_they_would_recompute(folder, config):
         wanted = torch.cat((wanted, model(wanted, use_cache=False).logits[:, -1:].argmax(-1)), 1)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(prompt, **options), wanted)
-    assert torch.equal(model.generate(prompt, cache_implementation="static", disable_compile=True, **options), wanted)
-    assert Engine(model, chunk_size=7).generate(prompt, max_new_tokens=12)[0] == wanted[0, 30:].tolist()
+    assert torch.equal(
+        model.generate(prompt, cache_implementation="static", disable_compile=True, **options),
+        wanted,
+    )
+    assert (
+        Engine(model, chunk_size=7).generate(prompt, max_new_tokens=12)[0]
+        == wanted[0, 30:].tolist()
+    )
 
 
 def test_sizes_by_layer_are_sizes_of_layers(folder):
@@ -274,7 +405,10 @@ def test_sizes_by_layer_are_sizes_of_layers(folder):
         handle.configure(group_size=2)
         cache = model(ids(64), use_cache=True).past_key_values
         assert [layer.compact.group_size for layer in cache.layers] == [2, 2, 2]
-    with enabled(model, config.replace(layer_group_sizes=(4, 4, 4))), enabled_same(model, folder) as same:
+    with (
+        enabled(model, config.replace(layer_group_sizes=(4, 4, 4))),
+        enabled_same(model, folder) as same,
+    ):
         assert torch.equal(model(ids(64)).logits, same(ids(64)).logits)
 
 
@@ -294,11 +428,13 @@ class enabled_same:
 
 def test_mistakes_are_said(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
-    for settings, message in (({"learned": ("temprature",)}, "Did you mean 'temperature'"),
-                              ({"learned": ("bias",), "pooling": "mean"}, "others have no weights to learn"),
-                              ({"learned": "bias"}, "learned must be a tuple"),
-                              ({"layer_group_sizes": (4, 0)}, "layer_group_sizes must be at least 1"),
-                              ({"layer_group_sizes": (4,), "num_groups": 3}, "both set g")):
+    for settings, message in (
+        ({"learned": ("temprature",)}, "Did you mean 'temperature'"),
+        ({"learned": ("bias",), "pooling": "mean"}, "others have no weights to learn"),
+        ({"learned": "bias"}, "learned must be a tuple"),
+        ({"layer_group_sizes": (4, 0)}, "layer_group_sizes must be at least 1"),
+        ({"layer_group_sizes": (4,), "num_groups": 3}, "both set g"),
+    ):
         with pytest.raises((ValueError, TypeError), match=message):
             CCAConfig(**settings)
     with pytest.raises(ValueError, match="each of the 3 full-attention layers, got 2"):
@@ -307,8 +443,10 @@ def test_mistakes_are_said(folder):
     with enabled(model, CONFIG) as handle, pytest.raises(ValueError, match="learned must stay"):
         handle.configure(learned=())
     x = make_inputs(20)
-    for learned, message in (({"biass": torch.zeros(4)}, "learned must hold"),
-                             ({"bias": torch.zeros(3)}, r"must have shape \[4\], got \[3\]")):
+    for learned, message in (
+        ({"biass": torch.zeros(4)}, "learned must hold"),
+        ({"bias": torch.zeros(3)}, r"must have shape \[4\], got \[3\]"),
+    ):
         with pytest.raises(ValueError, match=message):
             cca_attention(x.q, x.k, x.v, rotary=ROTARY, learned=learned)
 
@@ -317,4 +455,6 @@ def test_compiled_code_leaves_the_rule_to_torch():
     x, settings = make_inputs(40), settings_of(RULES[1], torch.float32)
     run = functools.partial(cca_attention, group_size=4, window_size=6, **settings)
     compiled = torch.compile(lambda q, k, v: run(q, k, v).sum(1), backend="eager")
-    torch.testing.assert_close(compiled(x.q, x.k, x.v), run(x.q, x.k, x.v).sum(1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        compiled(x.q, x.k, x.v), run(x.q, x.k, x.v).sum(1), rtol=0, atol=1e-5
+    )

@@ -37,7 +37,13 @@ def prompt(length, seed=0):
 def job(length, new=8, seed=0, **options):
     """A request that keeps its tokens in `tokens`."""
     made = []
-    one = Job(options.pop("prompt", None) or prompt(length, seed), new, seed=seed, on_token=made.append, **options)
+    one = Job(
+        options.pop("prompt", None) or prompt(length, seed),
+        new,
+        seed=seed,
+        on_token=made.append,
+        **options,
+    )
     one.tokens = made
     return one
 
@@ -52,11 +58,19 @@ def finish(scheduler, limit=10000):
 
 def alone(model, one, chunk_size=16):
     """What the engine makes of a request by itself."""
-    options = {} if one.config is None else {"group_size": one.config.group_size,
-                                             "window_size": one.config.window_size}
+    options = (
+        {}
+        if one.config is None
+        else {"group_size": one.config.group_size, "window_size": one.config.window_size}
+    )
     return Engine(model, chunk_size=chunk_size).generate(
-        torch.tensor([one.prompt]), max_new_tokens=one.max_new_tokens, sampling=one.sampling, seed=one.seed,
-        eos_token_id=list(one.eos), **options)[0]
+        torch.tensor([one.prompt]),
+        max_new_tokens=one.max_new_tokens,
+        sampling=one.sampling,
+        seed=one.seed,
+        eos_token_id=list(one.eos),
+        **options,
+    )[0]
 
 
 def assert_empty(scheduler):
@@ -67,8 +81,17 @@ def assert_empty(scheduler):
     assert scheduler.prefixes.nbytes == 0 and not scheduler.prefixes._nodes
 
 
-@pytest.mark.parametrize("family, fixed", [("llama", False), ("llama", True), ("llama-yarn", False),
-                                           ("qwen3_moe", False), ("gemma", False), ("glm4", True)])
+@pytest.mark.parametrize(
+    "family, fixed",
+    [
+        ("llama", False),
+        ("llama", True),
+        ("llama-yarn", False),
+        ("qwen3_moe", False),
+        ("gemma", False),
+        ("glm4", True),
+    ],
+)
 def test_requests_that_come_and_go_get_the_tokens_they_get_alone(family, fixed):
     model, draw = tiny_model(family), random.Random(1)
     with corecontext.enabled(model, CONFIG):
@@ -77,9 +100,17 @@ def test_requests_that_come_and_go_get_the_tokens_they_get_alone(family, fixed):
         jobs = []
         for number in range(14):
             g, s = draw.choice(((None, None), (5, 13), (3, 20), (16, 9), (1, 7)))
-            jobs.append(job(draw.randint(1, 70), draw.randint(1, 30), number, group_size=g, window_size=s,
-                            sampling=draw.choice((Sampling(), Sampling(1.2), Sampling(0.9, 20, 0.8))),
-                            eos=frozenset(draw.sample(range(96), 2))))
+            jobs.append(
+                job(
+                    draw.randint(1, 70),
+                    draw.randint(1, 30),
+                    number,
+                    group_size=g,
+                    window_size=s,
+                    sampling=draw.choice((Sampling(), Sampling(1.2), Sampling(0.9, 20, 0.8))),
+                    eos=frozenset(draw.sample(range(96), 2)),
+                )
+            )
             scheduler.submit(jobs[-1])
             for _ in range(draw.randint(0, 6)):
                 scheduler.step()
@@ -95,8 +126,12 @@ def test_requests_that_come_and_go_get_the_tokens_they_get_alone(family, fixed):
 def test_full_attention_from_a_static_cache():
     model = tiny_model()
     jobs = [job(n, 12, seed=n) for n in (3, 40, 17, 16, 33, 64)]
-    expected = [model.generate(torch.tensor([one.prompt]), max_new_tokens=12, do_sample=False)[0, len(one.prompt):]
-                .tolist() for one in jobs]
+    expected = [
+        model.generate(torch.tensor([one.prompt]), max_new_tokens=12, do_sample=False)[
+            0, len(one.prompt) :
+        ].tolist()
+        for one in jobs
+    ]
     with corecontext.enabled(model, CONFIG):
         for fixed in (False, True):
             scheduler = Scheduler(model, full=True, chunk_size=16, rows_per_pool=4, capture=False)
@@ -107,7 +142,9 @@ def test_full_attention_from_a_static_cache():
             finish(scheduler)
             assert [one.tokens for one in again] == expected and again[0].config is None
             assert_empty(scheduler)
-        with pytest.raises(ValueError, match="^group_size and window_size must be left out, got a server of full"):
+        with pytest.raises(
+            ValueError, match="^group_size and window_size must be left out, got a server of full"
+        ):
             scheduler.submit(job(3, group_size=2))
 
 
@@ -116,9 +153,16 @@ def test_the_kernel_decodes_from_a_full_cache_as_pytorch_does(monkeypatch):
     if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
         pytest.skip("no GPU, and the interpreter is off")
     from corecontext.cache import full
-    x = [torch.randn(2, heads, 1, 16, generator=torch.Generator("cpu").manual_seed(i), device="cpu").to(
-        torch.get_default_device()) for i, heads in enumerate((4, 2, 2))]
-    past = torch.randn(2, 2, 2, 24, 16, generator=torch.Generator("cpu").manual_seed(9), device="cpu").to(x[0].device)
+
+    x = [
+        torch.randn(
+            2, heads, 1, 16, generator=torch.Generator("cpu").manual_seed(i), device="cpu"
+        ).to(torch.get_default_device())
+        for i, heads in enumerate((4, 2, 2))
+    ]
+    past = torch.randn(
+        2, 2, 2, 24, 16, generator=torch.Generator("cpu").manual_seed(9), device="cpu"
+    ).to(x[0].device)
     out, kept = [], []
     for backend in ("packed", "triton"):
         monkeypatch.setattr(full, "choose_backend", lambda *_, backend=backend: backend)
@@ -149,7 +193,9 @@ def test_a_shared_beginning_is_read_once_and_changes_no_bit(model):
     scheduler = Scheduler(model, chunk_size=16)
     scheduler._join = join.__get__(scheduler)
     jobs = [job(0, 6, prompt=document + prompt(n, seed=n), seed=n) for n in (9, 3, 30)]
-    jobs.append(job(0, 6, prompt=document[:96], seed=96))  # whole chunks: the last one is read for its logits
+    jobs.append(
+        job(0, 6, prompt=document[:96], seed=96)
+    )  # whole chunks: the last one is read for its logits
     jobs.append(job(0, 6, prompt=document[:40] + prompt(30, seed=5), seed=40))
     for one in jobs:
         scheduler.submit(one)
@@ -162,7 +208,11 @@ def test_a_shared_beginning_is_read_once_and_changes_no_bit(model):
         other = job(0, 6, prompt=one.prompt, seed=one.seed)
         fresh.submit(other)
         finish(fresh)
-        assert torch.equal(logits[one.seed], branched) and other.tokens == one.tokens and not other.cached_tokens
+        assert (
+            torch.equal(logits[one.seed], branched)
+            and other.tokens == one.tokens
+            and not other.cached_tokens
+        )
     other = job(0, 6, prompt=document, window_size=20)
     scheduler.submit(other)
     finish(scheduler)
@@ -221,7 +271,11 @@ def test_a_cancelled_request_is_gone_before_the_next_step(model):
     assert jobs[0].ended == jobs[4].ended == "cancelled" and scheduler.reading == [jobs[3]]
     scheduler.cancel(jobs[3])  # being read
     scheduler.step()
-    assert jobs[3].ended == "cancelled" and scheduler.num_active == 2 and scheduler.cache_bytes_used < used
+    assert (
+        jobs[3].ended == "cancelled"
+        and scheduler.num_active == 2
+        and scheduler.cache_bytes_used < used
+    )
     finish(scheduler)
     for one in jobs[1:3]:
         assert one.tokens == alone(model, one, 8)
@@ -260,7 +314,9 @@ def test_the_queue_has_a_limit_and_the_budget_makes_requests_wait(model):
                 jobs.remove(one)
                 break
     assert most >= 2 and not scheduler.waiting
-    with pytest.raises(ValueError, match="^prompt and answer must fit the cache, got 190 tokens for a budget"):
+    with pytest.raises(
+        ValueError, match="^prompt and answer must fit the cache, got 190 tokens for a budget"
+    ):
         Scheduler(model, cache_bytes=2 * row).submit(job(180, 10))
     with pytest.raises(ValueError, match="^prompt and answer must fit 256 tokens, got 250 and 7"):
         scheduler.submit(job(250, 7))
@@ -273,7 +329,9 @@ def test_the_queue_has_a_limit_and_the_budget_makes_requests_wait(model):
 @pytest.mark.parametrize("fixed", [False, True])
 def test_rows_and_beginnings_share_one_budget(model, fixed):
     row = Scheduler(model).shape.row_bytes(CONFIG, 64)
-    scheduler = Scheduler(model, cache_bytes=12 * row, rows_per_pool=16, chunk_size=16, capture=False)
+    scheduler = Scheduler(
+        model, cache_bytes=12 * row, rows_per_pool=16, chunk_size=16, capture=False
+    )
     scheduler.batch.fixed = fixed
     jobs = [job(0, 5, prompt=prompt(40) + prompt(9, seed)) for seed in range(3)]
     jobs += [job(0, 5, prompt=prompt(40) + prompt(9, seed), window_size=11) for seed in range(3)]
@@ -282,7 +340,9 @@ def test_rows_and_beginnings_share_one_budget(model, fixed):
         while not scheduler.idle:
             scheduler.step()
             assert scheduler.cache_bytes_allocated <= 12 * row
-    assert [one.cached_tokens for one in jobs] == [0, 32, 32] * 2 and jobs[2].tokens == alone(model, jobs[2])
+    assert [one.cached_tokens for one in jobs] == [0, 32, 32] * 2 and jobs[2].tokens == alone(
+        model, jobs[2]
+    )
     assert_empty(scheduler)
 
 
@@ -294,13 +354,21 @@ def test_the_policy_sees_the_load_and_chooses_for_requests_that_start_now(model)
         return (2, 16) if load.queue_length < 2 else (4, 9)
 
     scheduler = Scheduler(model, policy=policy)
-    jobs = [job(30, 3, seed=n) for n in range(4)] + [job(30, 3, seed=9, window_size=5), job(30, 3, group_size=7,
-                                                                                             window_size=6)]
+    jobs = [job(30, 3, seed=n) for n in range(4)] + [
+        job(30, 3, seed=9, window_size=5),
+        job(30, 3, group_size=7, window_size=6),
+    ]
     for one in jobs:
         scheduler.submit(one)
     finish(scheduler)
     assert [(one.config.group_size, one.config.window_size) for one in jobs] == [
-        (4, 9), (4, 9), (4, 9), (4, 9), (2, 5), (7, 6)]
+        (4, 9),
+        (4, 9),
+        (4, 9),
+        (4, 9),
+        (2, 5),
+        (7, 6),
+    ]
     assert len(seen) >= 5 and seen[0].cache_bytes_budget == 2**30 and seen[0].prompt_length == 30
     assert seen[-1].time_to_first_token > 0 or seen[-1].queue_length == 1
 
@@ -321,7 +389,9 @@ def test_the_policy_sees_the_load_and_chooses_for_requests_that_start_now(model)
 
 
 def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):
-    scheduler = Scheduler(model, chunk_size=8, capture=False)  # a captured step does not come to what fails here
+    scheduler = Scheduler(
+        model, chunk_size=8, capture=False
+    )  # a captured step does not come to what fails here
     good, bad, talker = job(20, 30), job(20, 5, seed=2), job(9, 30, seed=3)
     scheduler.submit(good)
     while not good.tokens:
@@ -373,7 +443,11 @@ def test_a_prompt_that_is_read_outlives_a_step_that_fails(model, monkeypatch, fi
     with monkeypatch.context() as patch:
         patch.setattr(scheduler.batch, "step", lambda *args: 1 / 0)
         scheduler._decode()
-    assert lost.ended == "error" and read.pool in scheduler.pools and scheduler.cache_bytes_allocated == held
+    assert (
+        lost.ended == "error"
+        and read.pool in scheduler.pools
+        and scheduler.cache_bytes_allocated == held
+    )
     finish(scheduler, 100)
     assert read.tokens == alone(model, read, 8)
     assert_empty(scheduler)
@@ -417,11 +491,15 @@ def test_what_a_call_that_failed_had_computed_is_freed(model, monkeypatch):
 def test_models_that_cannot_be_served_are_refused(model):
     with pytest.raises(ValueError, match="^model must have CCA enabled"):
         Scheduler(tiny_model())
-    with corecontext.enabled(hybrid := tiny_model("gemma2")), pytest.raises(NotImplementedError,
-                                                                           match="^models with sliding-window"):
+    with (
+        corecontext.enabled(hybrid := tiny_model("gemma2")),
+        pytest.raises(NotImplementedError, match="^models with sliding-window"),
+    ):
         Scheduler(hybrid)
     with corecontext.enabled(taken_back := tiny_model(), CONFIG, rollback=2):
-        with pytest.raises(NotImplementedError, match="^rollback must be 0 in a model that is served, got 2"):
+        with pytest.raises(
+            NotImplementedError, match="^rollback must be 0 in a model that is served, got 2"
+        ):
             Scheduler(taken_back)
         Scheduler(taken_back, full=True)
     with pytest.raises(ValueError, match="^max_rows must be at least 1, got 0"):
@@ -431,25 +509,49 @@ def test_models_that_cannot_be_served_are_refused(model):
 def held_bytes(scheduler):
     """Bytes of everything that pools and beginnings hold, by their storage."""
     tensors = [x for pool in scheduler.pools for buffers in pool._buffers for x in buffers]
-    tensors += [x for node in scheduler.prefixes._nodes.values() for held in (*node.raw, *node.cores) for x in held]
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.numel()}
+    tensors += [
+        x
+        for node in scheduler.prefixes._nodes.values()
+        for held in (*node.raw, *node.cores)
+        for x in held
+    ]
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.numel()
+    }
     return sum(storages.values())
 
 
 def learn(model):
     """Learned parameters that change what is computed: zero is the paper's rule."""
-    for seed, parameter in enumerate(one for name, one in model.named_parameters() if ".cca." in name):
-        drawn = torch.randn(parameter.shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    for seed, parameter in enumerate(
+        one for name, one in model.named_parameters() if ".cca." in name
+    ):
+        drawn = torch.randn(
+            parameter.shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu"
+        )
         parameter.data.copy_(3 * drawn)
 
 
 SETTINGS = {
-    "int8": {"cache_dtype": "int8"}, "fp8-per-query-head": {"cache_dtype": "fp8", "core_heads": "query"},
-    "learned": {"learned": ("temperature", "probe", "distance", "key_gain", "bias")}, "bias": {"learned": ("bias",)},
-    "layers": {"layer_group_sizes": (3, 8)}, "heads": {"layer_group_sizes": ((3, 1), 8)},
-    "heads-all": {"head_group_sizes": (7, 4), "cache_dtype": "int8", "learned": ("probe", "bias"), "sink_size": 7},
+    "int8": {"cache_dtype": "int8"},
+    "fp8-per-query-head": {"cache_dtype": "fp8", "core_heads": "query"},
+    "learned": {"learned": ("temperature", "probe", "distance", "key_gain", "bias")},
+    "bias": {"learned": ("bias",)},
+    "layers": {"layer_group_sizes": (3, 8)},
+    "heads": {"layer_group_sizes": ((3, 1), 8)},
+    "heads-all": {
+        "head_group_sizes": (7, 4),
+        "cache_dtype": "int8",
+        "learned": ("probe", "bias"),
+        "sink_size": 7,
+    },
     "sinks": {"sink_size": 10},
-    "all": {"cache_dtype": "int8", "layer_group_sizes": (8, 3), "learned": ("probe", "bias"), "sink_size": 7},
+    "all": {
+        "cache_dtype": "int8",
+        "layer_group_sizes": (8, 3),
+        "learned": ("probe", "bias"),
+        "sink_size": 7,
+    },
 }
 
 
@@ -463,9 +565,16 @@ def test_eight_bits_learned_core_tokens_and_a_g_for_each_layer(setting, fixed):
         scheduler.batch.fixed = fixed  # as on a GPU, where idle rows run along
         document, jobs, measured = prompt(90), [], 0
         for number in range(10):
-            beginning = document[:draw.choice((0, 20, 50, 90))]
-            jobs.append(job(0, draw.randint(2, 25), number, prompt=beginning + prompt(draw.randint(1, 40), number),
-                            window_size=draw.choice((None, None, 7))))
+            beginning = document[: draw.choice((0, 20, 50, 90))]
+            jobs.append(
+                job(
+                    0,
+                    draw.randint(2, 25),
+                    number,
+                    prompt=beginning + prompt(draw.randint(1, 40), number),
+                    window_size=draw.choice((None, None, 7)),
+                )
+            )
             scheduler.submit(jobs[-1])
             for _ in range(draw.randint(0, 12)):
                 scheduler.step()
@@ -473,7 +582,9 @@ def test_eight_bits_learned_core_tokens_and_a_g_for_each_layer(setting, fixed):
                     assert scheduler.cache_bytes_allocated == held_bytes(scheduler)
                     measured += bool(scheduler.pools)
         finish(scheduler)
-        assert [one.error for one in jobs] == [None] * 10 and sum(one.cached_tokens > 0 for one in jobs) >= 3
+        assert [one.error for one in jobs] == [None] * 10 and sum(
+            one.cached_tokens > 0 for one in jobs
+        ) >= 3
         assert measured > 3
         for one in jobs:
             assert one.config.layer_group_sizes == config.layer_group_sizes
@@ -503,20 +614,28 @@ def test_a_g_for_each_layer_leaves_only_s_to_choose():
         scheduler = Scheduler(model, chunk_size=16, policy=lambda load: (40, 6))
         row = scheduler.shape.row_bytes(scheduler.handle.config, 64)
         assert row == 2 * 2 * 16 * 4 * ((13 + 2 + 64 // 3) + (13 + 7 + 64 // 8))
-        more = scheduler.shape.row_bytes(scheduler.handle.config.replace(sink_size=4), 64)  # 6 for 2 groups, 8 for one
+        more = scheduler.shape.row_bytes(
+            scheduler.handle.config.replace(sink_size=4), 64
+        )  # 6 for 2 groups, 8 for one
         assert more == row + 2 * 2 * 16 * 4 * ((6 - 2) + (8 - 1))
-        with pytest.raises(ValueError, match="^group_size must be left out, got 5 for a model with a g for each"):
+        with pytest.raises(
+            ValueError, match="^group_size must be left out, got 5 for a model with a g for each"
+        ):
             scheduler.submit(job(9, group_size=5))
         one = job(30)
         scheduler.submit(one)
         finish(scheduler)
-        assert one.config == CCAConfig(5, 6, layer_group_sizes=(3, 8)) and one.tokens == alone(model, one)
+        assert one.config == CCAConfig(5, 6, layer_group_sizes=(3, 8)) and one.tokens == alone(
+            model, one
+        )
 
 
 def test_an_empty_pool_that_is_wanted_is_not_given_up_for_itself(model):
     """With captured steps empty pools are kept until memory is short: then others go, and the wanted one stays."""
     row = Scheduler(model).shape.row_bytes(CONFIG, 64)
-    scheduler = Scheduler(model, cache_bytes=5 * row + row // 2, rows_per_pool=2, chunk_size=8, capture=False)
+    scheduler = Scheduler(
+        model, cache_bytes=5 * row + row // 2, rows_per_pool=2, chunk_size=8, capture=False
+    )
     scheduler.batch.fixed = True
     scheduler.prefixes.limit = 0
     first = job(30, 5)
@@ -536,7 +655,9 @@ def test_an_empty_pool_that_is_wanted_is_not_given_up_for_itself(model):
 
 def test_nobody_waits_for_the_memory_of_an_empty_pool_that_is_too_long(model):
     row = Scheduler(model).shape.row_bytes(CONFIG, 256)
-    scheduler = Scheduler(model, cache_bytes=int(3.5 * row), rows_per_pool=1, chunk_size=64, capture=False)
+    scheduler = Scheduler(
+        model, cache_bytes=int(3.5 * row), rows_per_pool=1, chunk_size=64, capture=False
+    )
     scheduler.batch.fixed = True
     scheduler.prefixes.limit = 0
     scheduler.submit(job(200, 3))
@@ -559,11 +680,15 @@ def test_warming_up_leaves_nothing_behind(model, full, fixed):
     scheduler, tried = Scheduler(model, chunk_size=16, full=full, capture=False), []
     scheduler.batch.fixed = fixed
     place = scheduler._place
-    scheduler._place = lambda config, length: tried.append((config and (config.group_size, config.window_size),
-                                                            length)) or place(config, length)
+    scheduler._place = lambda config, length: (
+        tried.append((config and (config.group_size, config.window_size), length))
+        or place(config, length)
+    )
     scheduler.warm_up(TablePolicy(((0.5, 5, 13), (1.0, 10, 30))).sizes)
     assert [sizes for sizes, _ in tried] == ([None] if full else [(5, 13), (5, 13), (10, 30)])
-    assert all(length > 18 for _, length in tried) and (full or tried[2][1] > 41)  # core tokens are seen, too
+    assert all(length > 18 for _, length in tried) and (
+        full or tried[2][1] > 41
+    )  # core tokens are seen, too
     assert_empty(scheduler)
     assert not scheduler.pools and scheduler.load().time_to_first_token is None
     one = job(40, 9)
@@ -573,7 +698,7 @@ def test_warming_up_leaves_nothing_behind(model, full, fixed):
 
 
 def test_warming_up_passes_over_what_does_not_fit(model):
-    scheduler = Scheduler(model, chunk_size=16, cache_bytes=2 ** 17, max_length=60, capture=False)
+    scheduler = Scheduler(model, chunk_size=16, cache_bytes=2**17, max_length=60, capture=False)
     scheduler.warm_up([(1, 1000)])
     assert_empty(scheduler)
 
@@ -583,15 +708,20 @@ def test_steps_of_a_gpu_are_few(model):
     scheduler = Scheduler(model, chunk_size=64, rows_per_pool=16, capture=False)
     scheduler.batch.fixed, seen = True, []
     step = scheduler.batch.step
-    scheduler.batch.step = lambda pools, *rest: seen.append(
-        tuple((id(pool), scheduler.batch._rounded(pool)) for pool in pools)) or step(pools, *rest)
+    scheduler.batch.step = lambda pools, *rest: (
+        seen.append(tuple((id(pool), scheduler.batch._rounded(pool)) for pool in pools))
+        or step(pools, *rest)
+    )
     for first, second in ((5, 7), (7, 5)):
         jobs = [job(30, 5 + i, i, group_size=g) for i, g in enumerate([first, second] * 4)]
         for one in jobs:
             scheduler.submit(one)
         finish(scheduler)
     assert {count for parts in seen for _, count in parts} == {1, 4}
-    assert len({frozenset(parts) for parts in seen}) == len(set(seen)) and len({len(parts) for parts in seen}) == 2
+    assert (
+        len({frozenset(parts) for parts in seen}) == len(set(seen))
+        and len({len(parts) for parts in seen}) == 2
+    )
 
 
 class Memory:
@@ -622,9 +752,15 @@ def test_steps_are_captured_again_after_all_pools_were_given_up(model, monkeypat
     """On a CPU graphs are fakes that count as PyTorch does."""
     if not torch.cuda.is_available():
         stream = mock.Mock()
-        for name, fake in (("graph_pool_handle", object), ("CUDAGraph", Memory), ("graph", recording),
-                           ("Stream", lambda device: stream), ("current_stream", lambda: stream),
-                           ("stream", contextlib.nullcontext), ("device", contextlib.nullcontext)):
+        for name, fake in (
+            ("graph_pool_handle", object),
+            ("CUDAGraph", Memory),
+            ("graph", recording),
+            ("Stream", lambda device: stream),
+            ("current_stream", lambda: stream),
+            ("stream", contextlib.nullcontext),
+            ("device", contextlib.nullcontext),
+        ):
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     scheduler = Scheduler(model, chunk_size=16)

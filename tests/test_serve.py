@@ -33,21 +33,35 @@ from corecontext.serve.text import TextStream, chat_prompt  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 KEY, NAME = "a-key-of-the-test", "corecontext-demo"
 DOCUMENT = (ROOT / "corecontext/assets/document.txt").read_text(encoding="utf-8")
-needs_assets = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="the bundled model is not here")
+needs_assets = pytest.mark.skipif(
+    not (BUNDLED / "config.json").is_file(), reason="the bundled model is not here"
+)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     from served import Served
-    served = Served(tmp_path_factory.mktemp("serve") / "log", "--policy", "fixed", "--window-size", "256",
-                    "--chunk-size", "128", "--cache-mib", "1500")
-    served.client = openai.OpenAI(base_url=served.url + "/v1", api_key=KEY, max_retries=0, timeout=60)
+
+    served = Served(
+        tmp_path_factory.mktemp("serve") / "log",
+        "--policy",
+        "fixed",
+        "--window-size",
+        "256",
+        "--chunk-size",
+        "128",
+        "--cache-mib",
+        "1500",
+    )
+    served.client = openai.OpenAI(
+        base_url=served.url + "/v1", api_key=KEY, max_retries=0, timeout=60
+    )
     yield served
     served.kill()
 
 
 def prompts(count: int) -> list[str]:
-    return [DOCUMENT[500 * i:500 * i + 60 + 97 * (i % 9)] for i in range(count)]
+    return [DOCUMENT[500 * i : 500 * i + 60 + 97 * (i % 9)] for i in range(count)]
 
 
 @needs_assets
@@ -60,8 +74,12 @@ def test_the_official_client(server):
     assert whole.usage.prompt_tokens == 700 and whole.usage.completion_tokens == 12
     assert whole.choices[0].finish_reason == "length" and len(whole.choices[0].text) == 12
     assert whole.corecontext == {"group_size": 16, "window_size": 256}
-    pieces = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == whole.choices[0].text
+    pieces = list(
+        client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    assert (
+        "".join(piece.choices[0].text for piece in pieces if piece.choices) == whole.choices[0].text
+    )
     assert pieces[-1].usage.total_tokens == 712 and pieces[-2].choices[0].finish_reason == "length"
     assert pieces[-1].usage.prompt_tokens_details.cached_tokens == 640  # five chunks of 128
     assert pieces[0].corecontext == {"group_size": 16, "window_size": 256} and len(pieces) > 10
@@ -70,21 +88,41 @@ def test_the_official_client(server):
     numbers = client.completions.create(**{**asked, "prompt": list(DOCUMENT[:700].encode())})
     assert numbers.choices[0].text == whole.choices[0].text
 
-    chat = {"model": NAME, "messages": [{"role": "system", "content": DOCUMENT[:300]}, {"role": "user", "content": [
-        {"type": "text", "text": "Who?"}]}], "max_completion_tokens": 10, "temperature": 0}
+    chat = {
+        "model": NAME,
+        "messages": [
+            {"role": "system", "content": DOCUMENT[:300]},
+            {"role": "user", "content": [{"type": "text", "text": "Who?"}]},
+        ],
+        "max_completion_tokens": 10,
+        "temperature": 0,
+    }
     answer = client.chat.completions.create(**chat)
-    assert answer.choices[0].message.role == "assistant" and len(answer.choices[0].message.content) == 10
+    assert (
+        answer.choices[0].message.role == "assistant"
+        and len(answer.choices[0].message.content) == 10
+    )
     pieces = list(client.chat.completions.create(**chat, stream=True))
-    assert "".join(p.choices[0].delta.content or "" for p in pieces) == answer.choices[0].message.content
-    assert pieces[0].choices[0].delta.role == "assistant" and pieces[-1].choices[0].finish_reason == "length"
+    assert (
+        "".join(p.choices[0].delta.content or "" for p in pieces)
+        == answer.choices[0].message.content
+    )
+    assert (
+        pieces[0].choices[0].delta.role == "assistant"
+        and pieces[-1].choices[0].finish_reason == "length"
+    )
 
     text = whole.choices[0].text
     for stop in (text[3:6], [text[5:8], "no such text"]):
         first = stop if isinstance(stop, str) else stop[0]
         stopped = client.completions.create(**asked, stop=stop).choices[0]
-        assert stopped.finish_reason == "stop" and stopped.text == text[:text.index(first)]
-    sampled = [client.completions.create(**{**asked, "temperature": 1.0, "top_p": 0.95}, seed=seed).choices[0].text
-               for seed in (3, 3, 4)]
+        assert stopped.finish_reason == "stop" and stopped.text == text[: text.index(first)]
+    sampled = [
+        client.completions.create(**{**asked, "temperature": 1.0, "top_p": 0.95}, seed=seed)
+        .choices[0]
+        .text
+        for seed in (3, 3, 4)
+    ]
     assert sampled[0] == sampled[1] != sampled[2]
 
 
@@ -93,29 +131,52 @@ def test_32_at_once_get_the_tokens_that_each_gets_alone(server):
     loaded, texts = load(str(BUNDLED), window_size=256, device="cpu"), prompts(32)
     engine, expected = Engine(loaded.model, chunk_size=128), []
     for text in texts:
-        made = engine.generate(loaded.tokenizer(text, return_tensors="pt")["input_ids"], max_new_tokens=16,
-                               eos_token_id=[])[0]
+        made = engine.generate(
+            loaded.tokenizer(text, return_tensors="pt")["input_ids"],
+            max_new_tokens=16,
+            eos_token_id=[],
+        )[0]
         expected.append(loaded.tokenizer.decode(made, skip_special_tokens=True))
 
     def ask(text: str, stream: bool) -> str:
-        answer = server.client.completions.create(model=NAME, prompt=text, max_tokens=16, temperature=0, stream=stream,
-                                                  extra_body={"ignore_eos": True})
-        return "".join(piece.choices[0].text for piece in answer) if stream else answer.choices[0].text
+        answer = server.client.completions.create(
+            model=NAME,
+            prompt=text,
+            max_tokens=16,
+            temperature=0,
+            stream=stream,
+            extra_body={"ignore_eos": True},
+        )
+        return (
+            "".join(piece.choices[0].text for piece in answer) if stream else answer.choices[0].text
+        )
 
     with ThreadPoolExecutor(32) as threads:
         found = list(threads.map(ask, texts, [i % 2 == 0 for i in range(32)]))
     assert found == expected
-    assert server.gauge("corecontext_running") == server.gauge('corecontext_cache_bytes{what="used"}') == 0
+    assert (
+        server.gauge("corecontext_running")
+        == server.gauge('corecontext_cache_bytes{what="used"}')
+        == 0
+    )
 
 
 @needs_assets
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_frees_its_slot(server, stream):
-    body = {"model": NAME, "prompt": DOCUMENT[:50], "max_tokens": 30000, "temperature": 0, "stream": stream,
-            "ignore_eos": True}
+    body = {
+        "model": NAME,
+        "prompt": DOCUMENT[:50],
+        "max_tokens": 30000,
+        "temperature": 0,
+        "stream": stream,
+        "ignore_eos": True,
+    }
     headers = {"Authorization": f"Bearer {KEY}"}
     if stream:
-        with httpx.stream("POST", server.url + "/v1/completions", json=body, headers=headers, timeout=30) as response:
+        with httpx.stream(
+            "POST", server.url + "/v1/completions", json=body, headers=headers, timeout=30
+        ) as response:
             lines = response.iter_lines()  # kept: its end closes the connection
             next(lines)
             assert server.gauge("corecontext_running") == 1
@@ -127,7 +188,9 @@ def test_a_client_that_disconnects_frees_its_slot(server, stream):
         assert time.monotonic() - left < 5, "the slot was not freed"
         time.sleep(0.02)
     assert server.gauge('corecontext_cache_bytes{what="used"}') == 0
-    assert [line["outcome"] for line in server.lines() if line["event"] == "request"][-1] == "cancelled"
+    assert [line["outcome"] for line in server.lines() if line["event"] == "request"][
+        -1
+    ] == "cancelled"
 
 
 @needs_assets
@@ -135,10 +198,19 @@ def test_logs_and_metrics_say_what_happened_without_the_text(server):
     lines = [line for line in server.lines() if line["event"] == "request"]
     if not lines:
         pytest.skip("needs the tests above")
-    assert {"outcome", "prompt_tokens", "completion_tokens", "group_size", "first_token_s", "total_s"} <= set(lines[0])
-    assert not any(DOCUMENT[i:i + 12] in server.log.read_text() for i in range(0, 600, 12))
+    assert {
+        "outcome",
+        "prompt_tokens",
+        "completion_tokens",
+        "group_size",
+        "first_token_s",
+        "total_s",
+    } <= set(lines[0])
+    assert not any(DOCUMENT[i : i + 12] in server.log.read_text() for i in range(0, 600, 12))
     assert server.gauge("corecontext_requests_total") == len(lines)
-    assert server.gauge('corecontext_tokens_total{kind="made"}') == sum(line["completion_tokens"] for line in lines)
+    assert server.gauge('corecontext_tokens_total{kind="made"}') == sum(
+        line["completion_tokens"] for line in lines
+    )
     assert server.gauge("corecontext_time_to_first_token_seconds_count") > 0
     assert httpx.get(server.url + "/health").json() == {"status": "ok"}
     assert httpx.get(server.url + "/ready").json() == {"status": "ready"}
@@ -150,8 +222,14 @@ def test_sigterm_under_load_loses_no_accepted_request(server):
     begun, answers = threading.Barrier(9), {}
 
     def ask(number: int) -> None:
-        stream = server.client.completions.create(model=NAME, prompt=DOCUMENT[:40 * (number + 1)], max_tokens=60,
-                                                  temperature=0, stream=True, extra_body={"ignore_eos": True})
+        stream = server.client.completions.create(
+            model=NAME,
+            prompt=DOCUMENT[: 40 * (number + 1)],
+            max_tokens=60,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
         pieces = [next(stream).choices[0]]
         begun.wait()
         pieces += [piece.choices[0] for piece in stream]
@@ -180,26 +258,40 @@ def test_sigterm_under_load_loses_no_accepted_request(server):
 class Asgi:
     """The application without a network; its worker's thread runs only where asked."""
 
-    def __init__(self, model: str, *, start: bool = True, api_key: str | None = None, time_limit_s: float = 60.0,
-                 **settings) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        start: bool = True,
+        api_key: str | None = None,
+        time_limit_s: float = 60.0,
+        **settings,
+    ) -> None:
         self.loaded = load(model, group_size=8, window_size=32, device="cpu")
         self.scheduler = Scheduler(self.loaded.model, **settings)
-        self.app = create_app(self.scheduler, self.loaded.tokenizer, Options("tiny", api_key, time_limit_s))
+        self.app = create_app(
+            self.scheduler, self.loaded.tokenizer, Options("tiny", api_key, time_limit_s)
+        )
         self.worker = self.app.state.worker
         if start:
             self.worker.start()
 
     def ask(self, *requests: tuple) -> list:
         """Send requests at once: (method, path, options of httpx); returns the responses."""
+
         async def send() -> list:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return await asyncio.gather(*(client.request(method, path, **options)
-                                              for method, path, options in requests))
+                return await asyncio.gather(
+                    *(client.request(method, path, **options) for method, path, options in requests)
+                )
+
         return asyncio.run(send())
 
     def complete(self, **body):
-        return self.ask(("POST", "/v1/completions", {"json": {"model": "tiny", "prompt": "abc", **body}}))[0]
+        return self.ask(
+            ("POST", "/v1/completions", {"json": {"model": "tiny", "prompt": "abc", **body}})
+        )[0]
 
 
 @pytest.fixture(scope="module")
@@ -214,32 +306,72 @@ def tiny(folder):
     served.worker.stop()
 
 
-@pytest.mark.parametrize("body, message", [
-    (b'{"model": ', "the body must be JSON"), (b"\xff\xfe", ""), (b"", ""), (b"[]", "the body is not valid"),
-    (b"[" * 5000, ""), (b'"a"', "the body is not valid"), (b'{"model": "tiny", "prompt": "\\ud800"}', ".*unpaired"),
-    (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature is not valid")], ids=repr)
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (b'{"model": ', "the body must be JSON"),
+        (b"\xff\xfe", ""),
+        (b"", ""),
+        (b"[]", "the body is not valid"),
+        (b"[" * 5000, ""),
+        (b'"a"', "the body is not valid"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', ".*unpaired"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature is not valid"),
+    ],
+    ids=repr,
+)
 def test_malformed_bodies(tiny, body, message):
-    response = tiny.ask(("POST", "/v1/completions", {"content": body,
-                                                     "headers": {"content-type": "application/json"}}))[0]
-    assert response.status_code == 400 and message.strip(".*") in response.json()["error"]["message"]
+    response = tiny.ask(
+        (
+            "POST",
+            "/v1/completions",
+            {"content": body, "headers": {"content-type": "application/json"}},
+        )
+    )[0]
+    assert (
+        response.status_code == 400 and message.strip(".*") in response.json()["error"]["message"]
+    )
 
 
-@pytest.mark.parametrize("status, body, message", [
-    (404, {"model": "gpt-5"}, "model 'gpt-5' is not served here. Use 'tiny'."),
-    (400, {"prompt": 5}, "prompt"), (400, {"prompt": ["a", "b"]}, "prompt"), (400, {"prompt": []}, "prompt"),
-    (400, {"prompt": [1, 300]}, "prompt must hold token numbers below 256, got 300."),
-    (400, {"prompt": [-1]}, "prompt"), (400, {"prompt": ""}, "prompt must have at least one token, got an empty one."),
-    (400, {"max_tokens": "5"}, "max_tokens is not valid: Input should be a valid integer."),
-    (400, {"max_tokens": 0}, "max_tokens is not valid"), (400, {"max_tokens": 510}, "prompt and answer must fit 512"),
-    (400, {"prompt": "abcdefgh" * 70}, "prompt and answer must fit 512 tokens, got 560 and 16. Shorten"),
-    (400, {"temperature": -1}, "temperature is not valid"), (400, {"top_p": 0}, "top_p is not valid"),
-    (400, {"seed": 2**70}, "seed is not valid"), (400, {"seed": True}, "seed is not valid"),
-    (400, {"stop": ""}, "stop"), (400, {"stop": ["a"] * 17}, "stop"), (400, {"n": 2}, "n is not valid"),
-    (400, {"logprobs": 3}, "logprobs is not valid"), (400, {"echo": True}, "echo is not valid"),
-    (400, {"presence_penalty": 0.5}, "presence_penalty is not valid"),
-    (400, {"tools": []}, "field 'tools' is not supported. Leave it out."),
-    (400, {"group_size": 0}, "group_size is not valid"), (400, {"window_size": "all"}, "window_size is not valid"),
-    (400, {"stream_options": {"include_usage": True}}, "stream_options must be given with stream")], ids=str)
+@pytest.mark.parametrize(
+    "status, body, message",
+    [
+        (404, {"model": "gpt-5"}, "model 'gpt-5' is not served here. Use 'tiny'."),
+        (400, {"prompt": 5}, "prompt"),
+        (400, {"prompt": ["a", "b"]}, "prompt"),
+        (400, {"prompt": []}, "prompt"),
+        (400, {"prompt": [1, 300]}, "prompt must hold token numbers below 256, got 300."),
+        (400, {"prompt": [-1]}, "prompt"),
+        (400, {"prompt": ""}, "prompt must have at least one token, got an empty one."),
+        (400, {"max_tokens": "5"}, "max_tokens is not valid: Input should be a valid integer."),
+        (400, {"max_tokens": 0}, "max_tokens is not valid"),
+        (400, {"max_tokens": 510}, "prompt and answer must fit 512"),
+        (
+            400,
+            {"prompt": "abcdefgh" * 70},
+            "prompt and answer must fit 512 tokens, got 560 and 16. Shorten",
+        ),
+        (400, {"temperature": -1}, "temperature is not valid"),
+        (400, {"top_p": 0}, "top_p is not valid"),
+        (400, {"seed": 2**70}, "seed is not valid"),
+        (400, {"seed": True}, "seed is not valid"),
+        (400, {"stop": ""}, "stop"),
+        (400, {"stop": ["a"] * 17}, "stop"),
+        (400, {"n": 2}, "n is not valid"),
+        (400, {"logprobs": 3}, "logprobs is not valid"),
+        (400, {"echo": True}, "echo is not valid"),
+        (400, {"presence_penalty": 0.5}, "presence_penalty is not valid"),
+        (400, {"tools": []}, "field 'tools' is not supported. Leave it out."),
+        (400, {"group_size": 0}, "group_size is not valid"),
+        (400, {"window_size": "all"}, "window_size is not valid"),
+        (
+            400,
+            {"stream_options": {"include_usage": True}},
+            "stream_options must be given with stream",
+        ),
+    ],
+    ids=str,
+)
 def test_wrong_requests(tiny, status, body, message):
     response = tiny.complete(**body)
     error = response.json()["error"]
@@ -249,20 +381,51 @@ def test_wrong_requests(tiny, status, body, message):
 
 def test_wrong_chats_paths_and_methods(tiny):
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-    wrong = [{"messages": []}, {"messages": [{"role": "tool", "content": "x"}]}, {"messages": [{"role": "user"}]},
-             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-             {"response_format": {"type": "json_object"}}, {"max_completion_tokens": 600}]
+    wrong = [
+        {"messages": []},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "user"}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
+        {"response_format": {"type": "json_object"}},
+        {"max_completion_tokens": 600},
+    ]
     asked = [("POST", "/v1/chat/completions", {"json": {**chat, **one}}) for one in wrong]
-    asked += [("GET", "/v1/models/other", {}), ("GET", "/nothing", {}), ("GET", "/v1/completions", {})]
+    asked += [
+        ("GET", "/v1/models/other", {}),
+        ("GET", "/nothing", {}),
+        ("GET", "/v1/completions", {}),
+    ]
     found = [response.status_code for response in tiny.ask(*asked)]
     assert found == [400] * 6 + [404, 404, 405]
-    assert tiny.ask(("POST", "/v1/chat/completions", {"json": {**chat, "max_tokens": 3}}))[0].status_code == 200
+    assert (
+        tiny.ask(("POST", "/v1/chat/completions", {"json": {**chat, "max_tokens": 3}}))[
+            0
+        ].status_code
+        == 200
+    )
 
 
 def test_what_changes_nothing_is_taken(tiny):
     plain = tiny.complete(temperature=0, max_tokens=5).json()
-    full = tiny.complete(temperature=0, max_tokens=5, n=1, presence_penalty=0.0, frequency_penalty=0, logit_bias={},
-                         echo=False, logprobs=None, suffix=None, best_of=1, user="me", stop=None, stream=False).json()
+    full = tiny.complete(
+        temperature=0,
+        max_tokens=5,
+        n=1,
+        presence_penalty=0.0,
+        frequency_penalty=0,
+        logit_bias={},
+        echo=False,
+        logprobs=None,
+        suffix=None,
+        best_of=1,
+        user="me",
+        stop=None,
+        stream=False,
+    ).json()
     assert full["choices"] == plain["choices"]
     assert tiny.complete(temperature=1e-30, max_tokens=5).json()["choices"] == plain["choices"]
 
@@ -270,22 +433,39 @@ def test_what_changes_nothing_is_taken(tiny):
 def test_the_key_is_asked_for_and_large_bodies_are_not_read(folder):
     served = Asgi(folder, start=False, api_key="right")
     key = {"Authorization": "Bearer right"}
-    found = served.ask(*(("GET", "/v1/models", {"headers": headers}) for headers in (
-        {}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}, {"Authorization": "Bearer"}, key)),
-        ("GET", "/health", {}), ("GET", "/metrics", {}))
+    found = served.ask(
+        *(
+            ("GET", "/v1/models", {"headers": headers})
+            for headers in (
+                {},
+                {"Authorization": "Bearer wrong"},
+                {"Authorization": "right"},
+                {"Authorization": "Bearer"},
+                key,
+            )
+        ),
+        ("GET", "/health", {}),
+        ("GET", "/metrics", {}),
+    )
     assert [response.status_code for response in found] == [401, 401, 401, 401, 200, 503, 200]
-    assert "Bearer KEY" in found[0].json()["error"]["message"] and found[0].headers["www-authenticate"] == "Bearer"
+    assert (
+        "Bearer KEY" in found[0].json()["error"]["message"]
+        and found[0].headers["www-authenticate"] == "Bearer"
+    )
     large = b"x" * (2**20 + 32 * 512 + 1)
 
     async def parts():
         for start in range(0, len(large), 100000):
-            yield large[start:start + 100000]
+            yield large[start : start + 100000]
 
     for content in (large, parts()):
         response = served.ask(("POST", "/v1/completions", {"content": content, "headers": key}))[0]
         assert response.status_code == 413 and "at most" in response.json()["error"]["message"]
     page = served.ask(("GET", "/metrics", {}))[0].text
-    assert 'corecontext_refused_total{status="401"} 4.0' in page and 'refused_total{status="413"} 2.0' in page
+    assert (
+        'corecontext_refused_total{status="401"} 4.0' in page
+        and 'refused_total{status="413"} 2.0' in page
+    )
     assert 'refused_total{status="503"}' not in page  # the probe's
 
 
@@ -304,8 +484,13 @@ def test_a_body_that_grows_too_large_runs_nothing(tiny, monkeypatch):
         for _ in range(12):
             yield b" " * 100000
 
-    response = tiny.ask(("POST", "/v1/completions", {"content": parts(), "headers": {
-        "content-type": "application/json"}}))[0]
+    response = tiny.ask(
+        (
+            "POST",
+            "/v1/completions",
+            {"content": parts(), "headers": {"content-type": "application/json"}},
+        )
+    )[0]
     assert response.status_code == 413 and not taken
 
 
@@ -323,9 +508,23 @@ def test_a_client_that_leaves_a_body_that_is_too_large_is_seen_to_leave():
         pass
 
     scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
-    guard = Guard(app, None, SimpleNamespace(draining=False), Metrics(SimpleNamespace(
-        waiting=[], pools=[], cache_bytes=0, cache_bytes_used=0, cache_bytes_allocated=0,
-        prefixes=SimpleNamespace(nbytes=0), active=list)), 4)
+    guard = Guard(
+        app,
+        None,
+        SimpleNamespace(draining=False),
+        Metrics(
+            SimpleNamespace(
+                waiting=[],
+                pools=[],
+                cache_bytes=0,
+                cache_bytes_used=0,
+                cache_bytes_allocated=0,
+                prefixes=SimpleNamespace(nbytes=0),
+                active=list,
+            )
+        ),
+        4,
+    )
     asyncio.run(guard(scope, receive, send))
     assert [message["type"] for message in told] == ["http.disconnect"] * 2
 
@@ -336,8 +535,10 @@ def test_the_key_is_asked_for_behind_a_prefix_of_paths(folder):
     async def send() -> list:
         transport = httpx.ASGITransport(served.app, root_path="/llm")
         async with httpx.AsyncClient(transport=transport, base_url="http://test/llm") as client:
-            return [(await client.get("/v1/models", headers=headers)).status_code
-                    for headers in ({}, {"Authorization": "Bearer right"})]
+            return [
+                (await client.get("/v1/models", headers=headers)).status_code
+                for headers in ({}, {"Authorization": "Bearer right"})
+            ]
 
     assert asyncio.run(send()) == [401, 200]
 
@@ -346,9 +547,15 @@ def test_an_answer_can_be_sent_back_in_the_next_chat(tiny):
     async def talk() -> None:
         transport = httpx.ASGITransport(tiny.app)
         async with httpx.AsyncClient(transport=transport) as http:
-            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", max_retries=0, http_client=http)
+            client = openai.AsyncOpenAI(
+                base_url="http://test/v1", api_key="none", max_retries=0, http_client=http
+            )
             turns = [{"role": "user", "content": "hi"}]
-            said = (await client.chat.completions.create(model="tiny", messages=turns, max_tokens=3)).choices[0].message
+            said = (
+                (await client.chat.completions.create(model="tiny", messages=turns, max_tokens=3))
+                .choices[0]
+                .message
+            )
             for form in (said, said.model_dump()):
                 again = [*turns, form, {"role": "user", "content": "and"}]
                 await client.chat.completions.create(model="tiny", messages=again, max_tokens=3)
@@ -359,9 +566,12 @@ def test_an_answer_can_be_sent_back_in_the_next_chat(tiny):
 def test_templates_write_special_tokens_themselves(folder):
     served, prompts = Asgi(folder), []
     tokenizer, submit = served.loaded.tokenizer, served.scheduler.submit
-    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single="Q $A", special_tokens=[
-        ("Q", tokenizer.convert_tokens_to_ids("Q"))])
-    served.scheduler.submit = lambda job: prompts.append(tokenizer.decode(job.prompt)) or submit(job)
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="Q $A", special_tokens=[("Q", tokenizer.convert_tokens_to_ids("Q"))]
+    )
+    served.scheduler.submit = lambda job: (
+        prompts.append(tokenizer.decode(job.prompt)) or submit(job)
+    )
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     served.ask(("POST", "/v1/chat/completions", {"json": chat}))
     tokenizer.bos_token, tokenizer.chat_template = "Q", "{{ bos_token }}<{{ messages[0].content }}>"
@@ -376,13 +586,17 @@ def test_tokens_that_only_the_tokenizer_knows_are_refused(folder):
     served.loaded.tokenizer.add_tokens(["<pad>"])
     response = served.complete(prompt="abc<pad>")
     assert response.status_code == 400
-    assert response.json()["error"]["message"] == "prompt must hold token numbers below 256, got 256."
+    assert (
+        response.json()["error"]["message"] == "prompt must hold token numbers below 256, got 256."
+    )
 
 
 def test_an_event_is_one_line_for_every_client(tiny, monkeypatch):
     monkeypatch.setattr(TextStream, "push", lambda self, token: "a\u2028b\x85c")
     lines = tiny.complete(max_tokens=2, stream=True).text.splitlines()
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"
+    ]
     assert "".join(event["choices"][0]["text"] for event in events) == "a\u2028b\x85c" * 2
 
 
@@ -392,7 +606,10 @@ def test_what_is_stopped_is_not_called_late(folder):
     served.scheduler.step = lambda: time.sleep(0.01) or step()
     threading.Timer(0.2, served.worker.stop).start()
     response = served.complete(max_tokens=400)
-    assert response.status_code == 503 and "the server was stopped before" in response.json()["error"]["message"]
+    assert (
+        response.status_code == 503
+        and "the server was stopped before" in response.json()["error"]["message"]
+    )
 
 
 def test_a_full_queue_and_a_closed_door(folder):
@@ -404,7 +621,9 @@ def test_a_full_queue_and_a_closed_door(folder):
         transport = httpx.ASGITransport(served.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
-            tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(5)]
+            tasks = [
+                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(5)
+            ]
             while sum(task.done() for task in tasks) < 3:
                 await asyncio.sleep(0.01)
             gate.set()
@@ -414,7 +633,10 @@ def test_a_full_queue_and_a_closed_door(folder):
     served.worker.stop()
     response = served.complete()
     assert response.status_code == 503 and response.json()["error"]["code"] == "draining"
-    assert [r.status_code for r in served.ask(("GET", "/ready", {}), ("GET", "/health", {}))] == [503, 503]
+    assert [r.status_code for r in served.ask(("GET", "/ready", {}), ("GET", "/health", {}))] == [
+        503,
+        503,
+    ]
 
 
 def test_the_time_limit_and_errors_inside(folder, monkeypatch):
@@ -422,13 +644,26 @@ def test_the_time_limit_and_errors_inside(folder, monkeypatch):
     original = served.scheduler.step
     served.scheduler.step = lambda: time.sleep(0.02) or original()
     response = served.complete(max_tokens=400)
-    assert response.status_code == 408 and "took longer than its time limit" in response.json()["error"]["message"]
-    events = [line for line in served.complete(max_tokens=400, stream=True).text.splitlines() if line]
-    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "timeout" and len(events) > 1
-    for error, status in ((torch.OutOfMemoryError("no"), 503), (RuntimeError("broken: abc"), 500),
-                          (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."), 503)):
+    assert (
+        response.status_code == 408
+        and "took longer than its time limit" in response.json()["error"]["message"]
+    )
+    events = [
+        line for line in served.complete(max_tokens=400, stream=True).text.splitlines() if line
+    ]
+    assert (
+        json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+        and len(events) > 1
+    )
+    for error, status in (
+        (torch.OutOfMemoryError("no"), 503),
+        (RuntimeError("broken: abc"), 500),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."), 503),
+    ):
+
         def failing(*args, error=error, **kwargs):
             raise error
+
         with monkeypatch.context() as patch:
             patch.setattr(served.loaded.model.model, "forward", failing)
             response = served.complete()
@@ -445,8 +680,13 @@ def test_text_comes_in_whole_characters_and_stops_are_held_back(tiny):
     tokenizer = tiny.loaded.tokenizer
     text = "na\u00efve \u4f60\u597d \U0001f600 end of it"
     ids = tokenizer(text)["input_ids"]
-    for stops, expected in (((), text), (("end of",), text[:-len("end of it")]), (("\u597d",), text[:7]),
-                            (("it!", "xx"), text), (("t", "of it"), text[:-len("of it")])):
+    for stops, expected in (
+        ((), text),
+        (("end of",), text[: -len("end of it")]),
+        (("\u597d",), text[:7]),
+        (("it!", "xx"), text),
+        (("t", "of it"), text[: -len("of it")]),
+    ):
         stream = TextStream(tokenizer, stops)
         pieces = []
         for token in ids:
@@ -464,7 +704,9 @@ def test_spaces_between_words_are_kept():
     """As in tokenizers of Llama 2, which write a word with the space before it and drop that of the first one."""
     words = ["<s>", "▁The", "▁sea", "▁was", "▁calm", "</s>", "▁then", "▁"]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>"))
-    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     inner.add_special_tokens(["<s>", "</s>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
 
@@ -472,7 +714,10 @@ def test_spaces_between_words_are_kept():
         stream = TextStream(tokenizer, (), prompt)
         return "".join([*map(stream.push, answer), stream.end()])
 
-    assert text([0, 1, 2], [3, 4]) == " was calm" and text([0], [1, 2]) == text([], [1, 2]) == "The sea"
+    assert (
+        text([0, 1, 2], [3, 4]) == " was calm"
+        and text([0], [1, 2]) == text([], [1, 2]) == "The sea"
+    )
     assert text([0, 1, 2], [3, 5, 6]) == text([0, 1, 2], [3, 5, 5, 5, 6]) == " was then"
     many = TextStream(tokenizer)
     assert "".join(map(many.push, [1] + [5] * 500)) == "The" and len(many._ids) - many._context < 40
@@ -489,11 +734,17 @@ def test_chats_without_a_template_are_lines(tiny, monkeypatch):
     tokenizer = tiny.loaded.tokenizer
     turns = [("system", "Be short."), ("user", "Hi")]
     assert chat_prompt(tokenizer, turns) == "system: Be short.\nuser: Hi\nassistant:"
-    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-                                                    "{% if messages[0].role == 'user' %}{{ raise_exception('no') }}"
-                                                    "{% endif %}")
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if messages[0].role == 'user' %}{{ raise_exception('no') }}"
+        "{% endif %}",
+    )
     assert chat_prompt(tokenizer, turns) == "<system>Be short.<user>Hi"
-    with pytest.raises(ValueError, match="^messages must suit the model's chat template, which refuses them: no"):
+    with pytest.raises(
+        ValueError, match="^messages must suit the model's chat template, which refuses them: no"
+    ):
         chat_prompt(tokenizer, turns[1:])
 
 
@@ -508,23 +759,40 @@ def test_policies_by_name():
     assert load_policy(f"{__name__}:a_policy")(Load()) == (4, 16)
     table = table_around(16, 512, first_token_limit=2.0)
     assert isinstance(table, TablePolicy)
-    assert [table(Load(time_to_first_token=seconds)) for seconds in (0.5, 1.5, 5)] == [(16, 512), (32, 256), (64, 128)]
-    for wrong, message in (("nothing", "policy must be 'elastic', 'fixed' or module:function"),
-                           ("no_module:f", "policy 'no_module:f' cannot be loaded"),
-                           (f"{__name__}:nobody", f"policy '{__name__}:nobody' cannot be loaded"),
-                           (f"{__name__}:KEY", "policy must be a function of a Load")):
+    assert [table(Load(time_to_first_token=seconds)) for seconds in (0.5, 1.5, 5)] == [
+        (16, 512),
+        (32, 256),
+        (64, 128),
+    ]
+    for wrong, message in (
+        ("nothing", "policy must be 'elastic', 'fixed' or module:function"),
+        ("no_module:f", "policy 'no_module:f' cannot be loaded"),
+        (f"{__name__}:nobody", f"policy '{__name__}:nobody' cannot be loaded"),
+        (f"{__name__}:KEY", "policy must be a function of a Load"),
+    ):
         with pytest.raises(ValueError, match=f"^{message}"):
             load_policy(wrong)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--method", "fast"], "method must be cca or full"), (["--port", "70000"], "port must be 0 to 65535"),
-    (["--time-limit", "0"], "time-limit must be more than 0"), (["--cache-mib", "0"], "cache-mib must be at least 1"),
-    (["--queue-limit", "-1"], "queue-limit must be at least 0"), (["--policy", "wild"], "policy must be 'elastic'"),
-    (["--method", "full", "--group-size", "4"], "group-size, window-size and sinks must be left out"),
-    (["--model", "nowhere/at/all"], "model 'nowhere/at/all' does not exist"),
-    (["--api-key-file", "nowhere"], "file 'nowhere' does not exist"),
-    (["--max-running", "0"], "max-running must be at least 1")], ids=str)
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--method", "fast"], "method must be cca or full"),
+        (["--port", "70000"], "port must be 0 to 65535"),
+        (["--time-limit", "0"], "time-limit must be more than 0"),
+        (["--cache-mib", "0"], "cache-mib must be at least 1"),
+        (["--queue-limit", "-1"], "queue-limit must be at least 0"),
+        (["--policy", "wild"], "policy must be 'elastic'"),
+        (
+            ["--method", "full", "--group-size", "4"],
+            "group-size, window-size and sinks must be left out",
+        ),
+        (["--model", "nowhere/at/all"], "model 'nowhere/at/all' does not exist"),
+        (["--api-key-file", "nowhere"], "file 'nowhere' does not exist"),
+        (["--max-running", "0"], "max-running must be at least 1"),
+    ],
+    ids=str,
+)
 def test_wrong_options_are_one_line(arguments, message, capfd, monkeypatch):
     assert main(["serve", *arguments]) == 2
     assert capfd.readouterr().err.startswith(f"error: {message}")
@@ -532,10 +800,24 @@ def test_wrong_options_are_one_line(arguments, message, capfd, monkeypatch):
 
 def test_a_taken_port_is_one_line(folder, capfd):
     import socket
+
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert main(["serve", "--model", folder, "--device", "cpu", "--port", str(taken.getsockname()[1])]) == 2
+        assert (
+            main(
+                [
+                    "serve",
+                    "--model",
+                    folder,
+                    "--device",
+                    "cpu",
+                    "--port",
+                    str(taken.getsockname()[1]),
+                ]
+            )
+            == 2
+        )
     assert "cannot listen on 127.0.0.1 port" in capfd.readouterr().err
 
 
@@ -543,6 +825,7 @@ def test_a_server_that_says_it_listens_does(monkeypatch):
     import socket
 
     from corecontext.serve import run as runs
+
     reached = []
 
     def says(event, *, host="", port=0, **fields):
@@ -551,8 +834,11 @@ def test_a_server_that_says_it_listens_does(monkeypatch):
             reached.append(port)
 
     worker = types.SimpleNamespace(failed=False)
-    monkeypatch.setattr(runs, "make_app", lambda serving: types.SimpleNamespace(
-        state=types.SimpleNamespace(worker=worker)))
+    monkeypatch.setattr(
+        runs,
+        "make_app",
+        lambda serving: types.SimpleNamespace(state=types.SimpleNamespace(worker=worker)),
+    )
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: sockets[0].close())
     monkeypatch.setattr("corecontext.serve.logs.start_logging", lambda: None)
     monkeypatch.setattr("corecontext.serve.logs.log_event", says)
@@ -563,6 +849,7 @@ def test_a_server_that_says_it_listens_does(monkeypatch):
 
 def test_random_weights_and_names(folder):
     from corecontext.serve.run import make_app
+
     app = make_app(Serving(folder, method="full", random_weights=True, device="cpu", cache_mib=64))
     service = app.state.service
     assert service.options.model_name == Path(folder).name and service.scheduler.full

@@ -25,16 +25,43 @@ from corecontext.config import LEARNED
 from corecontext.serve.run import Serving
 from corecontext.text import UserError
 
-pytestmark = [pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed"),
-              pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes in /proc"),
-              pytest.mark.timeout(300)]
-OPTIONS = ("--name", "tiny", "--cache-mib", "4", "--chunk-size", "32", "--rows-per-pool", "3", "--max-length", "512",
-           "--window-size", "16", "--group-size", "4", "--policy", "fixed",
-           "--dtype", "float32")
-ASKED = [{"prompt": "abcdefghij" * (3 + 5 * (i % 7)) + "xyz" * i, "max_tokens": 5 + 11 * (i % 5), "temperature": 0,
-          "ignore_eos": True, **({"group_size": 2, "window_size": 20} if i % 4 == 1 else {}),
-          **({"temperature": 0.8, "seed": i} if i % 5 == 2 else {}), **({"stop": ["a", "e"]} if i % 3 == 0 else {})}
-         for i in range(24)]
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed"),
+    pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes in /proc"),
+    pytest.mark.timeout(300),
+]
+OPTIONS = (
+    "--name",
+    "tiny",
+    "--cache-mib",
+    "4",
+    "--chunk-size",
+    "32",
+    "--rows-per-pool",
+    "3",
+    "--max-length",
+    "512",
+    "--window-size",
+    "16",
+    "--group-size",
+    "4",
+    "--policy",
+    "fixed",
+    "--dtype",
+    "float32",
+)
+ASKED = [
+    {
+        "prompt": "abcdefghij" * (3 + 5 * (i % 7)) + "xyz" * i,
+        "max_tokens": 5 + 11 * (i % 5),
+        "temperature": 0,
+        "ignore_eos": True,
+        **({"group_size": 2, "window_size": 20} if i % 4 == 1 else {}),
+        **({"temperature": 0.8, "seed": i} if i % 5 == 2 else {}),
+        **({"stop": ["a", "e"]} if i % 3 == 0 else {}),
+    }
+    for i in range(24)
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +76,9 @@ def ask(client, body):
 
 
 def open_client(server):
-    return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
+    return httpx.Client(
+        base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120
+    )
 
 
 def others_of(server):
@@ -92,8 +121,20 @@ def learned(model, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("gpus", [False, pytest.param(True, marks=[pytest.mark.multi_gpu, pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="needs two GPUs")])], ids=["cpu", "gpus"])
+@pytest.mark.parametrize(
+    "gpus",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=[
+                pytest.mark.multi_gpu,
+                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+            ],
+        ),
+    ],
+    ids=["cpu", "gpus"],
+)
 @pytest.mark.parametrize("kind", ["model", "raw_head", "learned"])
 def test_two_processes_answer_as_one_does(kind, gpus, tmp_path, request):
     """With little memory, so that pools come and go; requests at once, some of which leave, some that are ended by
@@ -101,8 +142,10 @@ def test_two_processes_answer_as_one_does(kind, gpus, tmp_path, request):
     model, options, asked = request.getfixturevalue(kind), OPTIONS, ASKED
     if kind == "raw_head":  # its sizes are its own
         at = OPTIONS.index("--group-size")
-        options = OPTIONS[:at] + OPTIONS[at + 2:]
-        asked = [{key: value for key, value in body.items() if key != "group_size"} for body in ASKED]
+        options = OPTIONS[:at] + OPTIONS[at + 2 :]
+        asked = [
+            {key: value for key, value in body.items() if key != "group_size"} for body in ASKED
+        ]
     one = Served(tmp_path / "one", "--model", model, *options, gpus=gpus)
     with open_client(one) as client:
         alone = [ask(client, body) for body in asked]
@@ -120,11 +163,21 @@ def test_two_processes_answer_as_one_does(kind, gpus, tmp_path, request):
         def leaver():
             with open_client(two) as client:
                 for _ in range(4):
-                    with client.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "abc" * 30,
-                                                                        "max_tokens": 300, "stream": True}) as answer:
+                    with client.stream(
+                        "POST",
+                        "/v1/completions",
+                        json={
+                            "model": "tiny",
+                            "prompt": "abc" * 30,
+                            "max_tokens": 300,
+                            "stream": True,
+                        },
+                    ) as answer:
                         next(answer.iter_lines())
 
-        users = [threading.Thread(target=user, args=(range(first, len(asked), 6),)) for first in range(6)]
+        users = [
+            threading.Thread(target=user, args=(range(first, len(asked), 6),)) for first in range(6)
+        ]
         users.append(threading.Thread(target=leaver))
         for one in users:
             one.start()
@@ -143,8 +196,17 @@ def test_a_server_without_one_of_its_processes_ends_with_an_error(model, tmp_pat
     server = Served(tmp_path / "log", "--model", model, *OPTIONS, "--tensor-parallel", "2")
     try:
         with open_client(server) as client:
-            with client.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "abc", "max_tokens": 400,
-                                                                "ignore_eos": True, "stream": True}) as answer:
+            with client.stream(
+                "POST",
+                "/v1/completions",
+                json={
+                    "model": "tiny",
+                    "prompt": "abc",
+                    "max_tokens": 400,
+                    "ignore_eos": True,
+                    "stream": True,
+                },
+            ) as answer:
                 lines = answer.iter_lines()
                 next(lines)
                 os.kill(others_of(server)[0], signal.SIGKILL)
@@ -155,13 +217,38 @@ def test_a_server_without_one_of_its_processes_ends_with_an_error(model, tmp_pat
 
 
 def test_torchrun_starts_them_too(model, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "CORECONTEXT_API_KEY": KEY,
-                   "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "CORECONTEXT_API_KEY": KEY,
+        "OMP_NUM_THREADS": "1",
+    }
     log = tmp_path / "log"
     with log.open("w") as out:
-        run = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                                "-m", "corecontext", "serve", "--model", model, "--port", "0", *OPTIONS,
-                                "--tensor-parallel", "2"], stdout=out, stderr=out, env=environment)
+        run = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                "-m",
+                "corecontext",
+                "serve",
+                "--model",
+                model,
+                "--port",
+                "0",
+                *OPTIONS,
+                "--tensor-parallel",
+                "2",
+            ],
+            stdout=out,
+            stderr=out,
+            env=environment,
+        )
     server = Served.__new__(Served)
     server.log, server.process = log, run
     try:
@@ -180,29 +267,67 @@ def test_torchrun_starts_them_too(model, tmp_path):
 
 def test_a_row_is_as_large_as_in_the_process_that_has_most():
     """One with the head that keeps every token, whichever it is: all decide alike, and find room."""
-    hf_config = types.SimpleNamespace(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=2, head_dim=2)
+    hf_config = types.SimpleNamespace(
+        num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=2, head_dim=2
+    )
     hf_config.get_text_config = lambda decoder: hf_config
     config = CCAConfig(8, 16, layer_group_sizes=((8, 8, 8, 1), (8, 1, 8, 1)))
-    whole, half, quarter = (RowShape.of(hf_config, torch.float16, processes) for processes in (1, 2, 4))
+    whole, half, quarter = (
+        RowShape.of(hf_config, torch.float16, processes) for processes in (1, 2, 4)
+    )
 
     def entries(size, length=100, before=0):
         return 16 + size - 1 + length // size - before // size
 
-    for sizes, shape in (((8, 8, 8, 1, 8, 1, 8, 1), whole), ((8, 1, 8, 1), half), ((1, 1), quarter)):
+    for sizes, shape in (
+        ((8, 8, 8, 1, 8, 1, 8, 1), whole),
+        ((8, 1, 8, 1), half),
+        ((1, 1), quarter),
+    ):
         assert shape.row_bytes(config, 100) == sum(map(entries, sizes)) * 2 * 2 * 2
-        assert shape.row_bytes(config, 100, 32) == sum(entries(size, 100, 32) for size in sizes) * 2 * 2 * 2
+        assert (
+            shape.row_bytes(config, 100, 32)
+            == sum(entries(size, 100, 32) for size in sizes) * 2 * 2 * 2
+        )
 
 
-@pytest.mark.parametrize("options", [{"tensor_parallel": 0}, {"tensor_parallel": 2, "device": "cpu"},
-                                     {"tensor_parallel": 2, "random_weights": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel": 0},
+        {"tensor_parallel": 2, "device": "cpu"},
+        {"tensor_parallel": 2, "random_weights": True},
+    ],
+)
 def test_what_cannot_be_split_is_refused(options):
     with pytest.raises(UserError, match="^tensor-parallel must be at least 1, and 1 with"):
         Serving(**options)
 
 
 def test_a_number_that_does_not_divide_the_heads_is_one_line(model, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "corecontext", "serve", "--model", model, "--port", "0",
-                           "--tensor-parallel", "3"], capture_output=True, text=True, env=environment, timeout=200)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "corecontext",
+            "serve",
+            "--model",
+            model,
+            "--port",
+            "0",
+            "--tensor-parallel",
+            "3",
+        ],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=200,
+    )
     assert done.returncode == 2 and "divides its 2 KV heads, got 3" in done.stderr
     assert "Traceback" not in done.stderr

@@ -18,9 +18,12 @@ PORT = 18765
 
 
 def test_arguments_are_checked():
-    for arguments, message in (({"modle": "x"}, "unknown argument 'modle'"), ({"port": 1}, "unknown argument 'port'"),
-                               ({"max_replicas": "many"}, "max_replicas must be a number, got 'many'"),
-                               ({"cache_mib": "0"}, "cache-mib must be at least 1, got 0")):
+    for arguments, message in (
+        ({"modle": "x"}, "unknown argument 'modle'"),
+        ({"port": 1}, "unknown argument 'port'"),
+        ({"max_replicas": "many"}, "max_replicas must be a number, got 'many'"),
+        ({"cache_mib": "0"}, "cache-mib must be at least 1, got 0"),
+    ):
         with pytest.raises(UserError, match=f"^{message}"):
             app(arguments)
 
@@ -37,17 +40,40 @@ def test_a_killed_replica_takes_only_its_own_requests_with_it(tmp_path):
     ray.init(num_cpus=2, include_dashboard=True, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-        serve.run(app({"model": model, "name": "tiny", "device": "cpu", "min_replicas": "2", "max_replicas": 2,
-                       "num_cpus": 0.5, "cache_mib": 256, "policy": "fixed"}))
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=120)
+        serve.run(
+            app(
+                {
+                    "model": model,
+                    "name": "tiny",
+                    "device": "cpu",
+                    "min_replicas": "2",
+                    "max_replicas": 2,
+                    "num_cpus": 0.5,
+                    "cache_mib": 256,
+                    "policy": "fixed",
+                }
+            )
+        )
+        client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=120
+        )
 
         def replicas() -> dict[int, str]:
-            return {actor.pid: actor.name for actor in list_actors(filters=[("state", "=", "ALIVE")])
-                    if actor.class_name.startswith("ServeReplica")}
+            return {
+                actor.pid: actor.name
+                for actor in list_actors(filters=[("state", "=", "ALIVE")])
+                if actor.class_name.startswith("ServeReplica")
+            }
 
         def ask(text: str, tokens: int, **options):
-            return client.completions.create(model="tiny", prompt=text, max_tokens=tokens, temperature=0,
-                                             extra_body={"ignore_eos": True}, **options)
+            return client.completions.create(
+                model="tiny",
+                prompt=text,
+                max_tokens=tokens,
+                temperature=0,
+                extra_body={"ignore_eos": True},
+                **options,
+            )
 
         assert client.models.list().data[0].id == "tiny" and len(replicas()) == 2
         with pytest.raises(openai.NotFoundError):

@@ -21,9 +21,17 @@ pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig(4, 9, sink_size=6)  # 8 tokens
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"cache_implementation": "static"}, {"prefill_chunk_size": 5}, {"prefill_chunk_size": 1},
-    {"prompt_lookup_num_tokens": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cache_implementation": "static"},
+        {"prefill_chunk_size": 5},
+        {"prefill_chunk_size": 1},
+        {"prompt_lookup_num_tokens": 5},
+    ],
+    ids=str,
+)
 def test_greedy_equals_recomputing(options):
     model, ids = tiny_model(), tokens(1, 37)
     ids[:, 20:30] = ids[:, 5:15]  # something for prompt lookup to find
@@ -36,7 +44,13 @@ def test_greedy_equals_recomputing(options):
 def test_the_model_sees_the_rule():
     model, ids = tiny_model(), tokens(2, 61)
     found = []
-    for changes in ({"backend": "reference"}, {}, {"sink_size": 0}, {"sink_size": 61}, {"group_size": 1}):
+    for changes in (
+        {"backend": "reference"},
+        {},
+        {"sink_size": 0},
+        {"sink_size": 61},
+        {"group_size": 1},
+    ):
         with corecontext.enabled(model, CONFIG.replace(**changes)):
             found.append(stateless(model, ids))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=3e-5)
@@ -52,11 +66,15 @@ def test_beams_padding_and_the_bytes():
     mask = torch.cat([pad(torch.ones_like(tokens(1, n)), (37 - n, 0)) for n in (37, 21, 5)])
     with corecontext.enabled(model, CONFIG):
         options = {"num_beams": 3, "max_new_tokens": 14, "do_sample": False}
-        assert torch.equal(model.generate(ids, attention_mask=mask, **options),
-                           model.generate(ids, attention_mask=mask, use_cache=False, **options))
+        assert torch.equal(
+            model.generate(ids, attention_mask=mask, **options),
+            model.generate(ids, attention_mask=mask, use_cache=False, **options),
+        )
         batch = model.generate(ids, attention_mask=mask, max_new_tokens=14, do_sample=False)
         for row, n in enumerate((37, 21, 5)):
-            assert torch.equal(batch[row:row + 1, 37 - n:], recompute(model, tokens(1, n, seed=n), 14))
+            assert torch.equal(
+                batch[row : row + 1, 37 - n :], recompute(model, tokens(1, n, seed=n), 14)
+            )
         with torch.no_grad():
             cache = model(tokens(1, 50), use_cache=True).past_key_values
     entry = model.config.num_hidden_layers * model.config.num_key_value_heads * 2 * 16 * 4
@@ -70,13 +88,19 @@ def test_the_engine_in_chunks_with_g_and_s_by_request(static):
     mask = torch.cat([pad(torch.ones_like(tokens(1, n)), (41 - n, 0)) for n in (41, 22, 3)])
     with corecontext.enabled(model, CONFIG):
         for sizes in ({}, {"group_size": 5, "window_size": 7}):  # 6 first tokens are 10 then
-            made = [Engine(model, static=static, chunk_size=size).generate(ids, mask, max_new_tokens=16, **sizes)
-                    for size in (1, 7, 100)]
+            made = [
+                Engine(model, static=static, chunk_size=size).generate(
+                    ids, mask, max_new_tokens=16, **sizes
+                )
+                for size in (1, 7, 100)
+            ]
             handle_of(model).configure(**sizes)
             for row, n in enumerate((41, 22, 3)):
                 alone = recompute(model, tokens(1, n, seed=n), 16)[0, n:].tolist()
                 assert [one[row] for one in made] == [alone] * 3
-        with Engine(model, static=static).stream(ids, mask, max_new_tokens=12, window_size=9) as stream:
+        with Engine(model, static=static).stream(
+            ids, mask, max_new_tokens=12, window_size=9
+        ) as stream:
             for _ in range(4):
                 next(stream)
             stream.configure(window_size=3)
@@ -89,10 +113,15 @@ def test_checkpoints_and_training(tmp_path):
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["cca"]["sink_size"] == 6
     loaded = corecontext.from_pretrained(str(tmp_path))
-    assert handle_of(loaded).config == CONFIG and torch.equal(stateless(loaded, ids), stateless(model, ids))
+    assert handle_of(loaded).config == CONFIG and torch.equal(
+        stateless(loaded, ids), stateless(model, ids)
+    )
     grads = []
-    for one, backend, checkpointing in ((model, "packed", False), (loaded, "reference", False),
-                                        (model, "packed", True)):
+    for one, backend, checkpointing in (
+        (model, "packed", False),
+        (loaded, "reference", False),
+        (model, "packed", True),
+    ):
         handle_of(one).configure(backend=backend)
         if checkpointing:
             one.gradient_checkpointing_enable()
@@ -111,19 +140,45 @@ def test_the_command_line(tmp_path, capfd, monkeypatch):
     model = save_tiny_model(tmp_path / "model")
     (tmp_path / "text.txt").write_text("The first tokens of a text are where attention rests. " * 8)
     sizes = ["--model", model, "--group-size", "8", "--window-size", "16", "--device", "cpu"]
-    assert main(["perplexity", "text.txt", *sizes, "--compare", "--sinks", "12", "--json", "r.jsonl"]) == 0
-    values = {one["params"]["method"]: one for one in map(json.loads, open("r.jsonl"))
-              if one["name"] == "quality.perplexity" and "bucket" not in one["params"]}
+    assert (
+        main(["perplexity", "text.txt", *sizes, "--compare", "--sinks", "12", "--json", "r.jsonl"])
+        == 0
+    )
+    values = {
+        one["params"]["method"]: one
+        for one in map(json.loads, open("r.jsonl"))
+        if one["name"] == "quality.perplexity" and "bucket" not in one["params"]
+    }
     assert values["cca"]["params"]["sinks"] == 12 and "sinks" not in values["full"]["params"]
-    assert main(["convert", model, "with", "--group-size", "8", "--window-size", "16", "--sink-size", "12"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                model,
+                "with",
+                "--group-size",
+                "8",
+                "--window-size",
+                "16",
+                "--sink-size",
+                "12",
+            ]
+        )
+        == 0
+    )
     assert load("with", device="cpu").config == CCAConfig(8, 16, sink_size=12)
     texts = []
     for more in (["--sinks", "500"], ["--method", "full"], []):
         capfd.readouterr()
-        assert main(["generate", *sizes, "--prompt-file", "text.txt", "--max-new-tokens", "6", *more]) == 0
+        assert (
+            main(["generate", *sizes, "--prompt-file", "text.txt", "--max-new-tokens", "6", *more])
+            == 0
+        )
         texts.append(capfd.readouterr().out)
     assert texts[0] == texts[1]
-    for wrong, message in ((["--sinks", "-2"], "sink_size must be at least 0, got -2"),
-                           (["--method", "full", "--sinks", "2"], "sinks and patterns must be given for methods")):
+    for wrong, message in (
+        (["--sinks", "-2"], "sink_size must be at least 0, got -2"),
+        (["--method", "full", "--sinks", "2"], "sinks and patterns must be given for methods"),
+    ):
         assert main(["generate", *sizes, "--prompt-file", "text.txt", *wrong]) == 2
         assert message in capfd.readouterr().err

@@ -20,7 +20,7 @@ from corecontext.inference import Engine, Sampling
 from corecontext.ops import packed
 
 pytestmark = pytest.mark.usefixtures("default_device")
-GROWTH = 48 * 2 ** 20  # bytes that the process may grow by after the first tenth of the requests
+GROWTH = 48 * 2**20  # bytes that the process may grow by after the first tenth of the requests
 
 
 def live_tensors() -> int:
@@ -40,23 +40,34 @@ def resident_bytes() -> int:
 
 def prompts(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Rows of these lengths, padded on the left, their mask, and the rows alone."""
-    rows, longest = [tokens(1, n, seed=1000 * seed + i) for i, n in enumerate(lengths)], max(lengths)
-    ids, mask = (torch.cat([pad(x, (longest - x.shape[1], 0)) for x in group])
-                 for group in (rows, [torch.ones_like(row) for row in rows]))
+    rows, longest = (
+        [tokens(1, n, seed=1000 * seed + i) for i, n in enumerate(lengths)],
+        max(lengths),
+    )
+    ids, mask = (
+        torch.cat([pad(x, (longest - x.shape[1], 0)) for x in group])
+        for group in (rows, [torch.ones_like(row) for row in rows])
+    )
     return ids, mask, rows
 
 
 def one_request(engine: Engine, handle, draw: random.Random, number: int) -> None:
     """Send a batch, some of them left before their end, and each of its rows alone."""
-    handle.configure(cache_dtype=draw.choice(("auto", "auto", "int8", "fp8")),
-                     core_heads=draw.choice(("kv", "query")))
+    handle.configure(
+        cache_dtype=draw.choice(("auto", "auto", "int8", "fp8")),
+        core_heads=draw.choice(("kv", "query")),
+    )
     lengths = [draw.randint(1, 70) for _ in range(draw.randint(1, 4))]
     ids, mask, rows = prompts(lengths, number)
     engine.chunk_size = draw.choice((None, 1, 7, 16))
     count = draw.randint(1, 8)
     stop = draw.randint(1, count) if draw.random() < 0.2 else count
-    options = {"max_new_tokens": count, "group_size": draw.choice((1, 2, 5, 16)), "window_size": draw.randint(1, 30),
-               "sampling": draw.choice((Sampling(), Sampling(1.1), Sampling(0.9, top_k=20)))}
+    options = {
+        "max_new_tokens": count,
+        "group_size": draw.choice((1, 2, 5, 16)),
+        "window_size": draw.randint(1, 30),
+        "sampling": draw.choice((Sampling(), Sampling(1.1), Sampling(0.9, top_k=20))),
+    }
     seeds = [draw.randint(0, 1000) for _ in lengths]
     with engine.stream(ids, mask, seed=seeds, **options) as stream:
         made = [list(row) for row in zip(*(next(stream) for _ in range(stop)))]
@@ -81,7 +92,9 @@ def test_soak(request):
                     torch.cuda.synchronize()
                     allocated = torch.cuda.memory_allocated()
             if number and number % 100 == 0 and "PYTEST_XDIST_WORKER" not in os.environ:
-                print(f"{number} of {count} requests, {resident_bytes() / 2 ** 20:.0f} MiB", flush=True)
+                print(
+                    f"{number} of {count} requests, {resident_bytes() / 2**20:.0f} MiB", flush=True
+                )
         assert engine.cache_bytes_kept > 0
         engine.clear()
         # Fewer, where what tests before this one left is collected meanwhile.

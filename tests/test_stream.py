@@ -25,7 +25,10 @@ def encode(texts):
 @pytest.fixture(scope="module")
 def names(tmp_path_factory):
     """Local files, and a folder that `load_dataset` takes as it takes a name on the hub: 40 documents."""
-    folder, rows = tmp_path_factory.mktemp("stream"), [{"text": f"<{i}>" + "abc" * (i % 9)} for i in range(40)]
+    folder, rows = (
+        tmp_path_factory.mktemp("stream"),
+        [{"text": f"<{i}>" + "abc" * (i % 9)} for i in range(40)],
+    )
     with gzip.open(folder / "a.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows[:10])
     (folder / "b.txt").write_text(rows[10]["text"])
@@ -33,7 +36,9 @@ def names(tmp_path_factory):
     hub.mkdir()
     datasets.Dataset.from_list([{"text": None}, *rows[11:25]]).to_parquet(hub / "train-0.parquet")
     datasets.Dataset.from_list([*rows[25:], {"text": " "}]).to_parquet(hub / "train-1.parquet")
-    return [str(folder / "a.jsonl.gz"), str(folder / "b.txt"), f"hub:{hub}"], [row["text"] for row in rows]
+    return [str(folder / "a.jsonl.gz"), str(folder / "b.txt"), f"hub:{hub}"], [
+        row["text"] for row in rows
+    ]
 
 
 def stream(names, count=40, **options):
@@ -49,10 +54,12 @@ def test_a_pass_holds_every_document_once_in_random_order(names):
         text = bytes(np.concatenate([row["input_ids"].numpy() for row in one]).tolist()).decode()
         assert sum(whole in text for whole in texts) >= 38  # what does not fill a row is left out
         assert all(torch.equal(row["labels"] == -100, row["position_ids"] == 0) for row in one)
-        assert text != "".join(texts)[:len(text)]
+        assert text != "".join(texts)[: len(text)]
     assert not all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(*passes))
     told = rows.describe(2 * per_pass - 1)
-    assert "(tokens 0 to" in told and any(name in told for name in ("a.jsonl.gz:", "b.txt:1", "hub part "))
+    assert "(tokens 0 to" in told and any(
+        name in told for name in ("a.jsonl.gz:", "b.txt:1", "hub part ")
+    )
     assert len(rows) == 40 and rows.describe(10**6) == "read long ago"
     with pytest.raises(IndexError):
         rows[40]
@@ -75,7 +82,9 @@ def test_it_is_read_on_from_the_exact_sample(names):
         read.append(len(opened))
         assert torch.equal(after[stop + 4]["input_ids"], whole[stop + 4]), stop
         assert torch.equal(after[stop + 1]["input_ids"], whole[stop + 1]), stop  # and back
-    assert max(read) <= 12 and len(before._states) < 10  # neither from the start nor with everything kept
+    assert (
+        max(read) <= 12 and len(before._states) < 10
+    )  # neither from the start nor with everything kept
     others = stream(names, seed=1)
     assert not torch.equal(others[0]["input_ids"], whole[0])
 
@@ -107,5 +116,7 @@ def test_what_is_broken_is_said(tmp_path, names):
             stream([wrong])
     with pytest.raises(UserError, match="data must name at least one"):
         stream([])
-    with pytest.raises(UserError, match="hub part [01]', line 1: field 'body' is missing, got text"):
+    with pytest.raises(
+        UserError, match="hub part [01]', line 1: field 'body' is missing, got text"
+    ):
         StreamedRows(open_shards(names[0][2:], text_field="body"), encode, LENGTH, 9)[0]

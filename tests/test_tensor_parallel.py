@@ -15,12 +15,23 @@ PROGRAM = Path(__file__).with_name("tensor_parallel.py")
 
 def start(folder, output, device, **environment):
     """One process, on the CPU or with a GPU of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(
-        (str(PROGRAM.parent.parent), os.environ.get("PYTHONPATH", ""))), **environment}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(
+            (str(PROGRAM.parent.parent), os.environ.get("PYTHONPATH", ""))
+        ),
+        **environment,
+    }
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    return subprocess.Popen([sys.executable, str(PROGRAM), folder, str(output)], env=environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), folder, str(output)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def wait(*processes):
@@ -35,21 +46,54 @@ def wait(*processes):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.multi_gpu, pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="needs two GPUs")])])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.multi_gpu,
+                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+            ],
+        ),
+    ],
+)
 def test_two_processes_equal_one(tmp_path, device):
     folder = save_tiny_model(tmp_path / "model")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     wait(start(folder, tmp_path / "one.pt", device))
-    wait(*(start(folder, tmp_path / "two.pt", device, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2",
-                 MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in "01"))
-    one, two, second = (torch.load(tmp_path / name) for name in ("one.pt.0", "two.pt.0", "two.pt.1"))
+    wait(
+        *(
+            start(
+                folder,
+                tmp_path / "two.pt",
+                device,
+                RANK=rank,
+                LOCAL_RANK=rank,
+                WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+            )
+            for rank in "01"
+        )
+    )
+    one, two, second = (
+        torch.load(tmp_path / name) for name in ("one.pt.0", "two.pt.0", "two.pt.1")
+    )
     # Each process keeps its own KV heads only, each with its g.
-    assert [x["equal"]["heads"] for x in (one, two, second)] == [[(2, 4)] * 2, [(1, 4)] * 2, [(1, 4)] * 2]
-    assert [set(x["by head"]["heads"]) for x in (one, two, second)] == [{(2, 4), (1, 8), (1, 1)}, {(1, 4), (1, 8)},
-                                                                        {(1, 4), (1, 1)}]
+    assert [x["equal"]["heads"] for x in (one, two, second)] == [
+        [(2, 4)] * 2,
+        [(1, 4)] * 2,
+        [(1, 4)] * 2,
+    ]
+    assert [set(x["by head"]["heads"]) for x in (one, two, second)] == [
+        {(2, 4), (1, 8), (1, 1)},
+        {(1, 4), (1, 8)},
+        {(1, 4), (1, 1)},
+    ]
     for name in ("equal", "by head"):
         assert one[name]["device"] == two[name]["device"] == device
         for what in ("whole", "last"):

@@ -54,7 +54,10 @@ def whole(setting) -> dict[str, torch.Tensor]:
 def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys):
     config = load_recipe(str(ROOT / "recipes/tiny_cpu.py"))
     out, cache = str(tmp_path / "run"), str(tmp_path / "cache")
-    assert main(["train", str(ROOT / "recipes/tiny_cpu.py"), "--output", out, "--cache-dir", cache]) == 0
+    assert (
+        main(["train", str(ROOT / "recipes/tiny_cpu.py"), "--output", out, "--cache-dir", cache])
+        == 0
+    )
     assert "24 steps, loss" in capsys.readouterr().out
     state = transformers.TrainerState.load_from_json(f"{out}/checkpoint-24/trainer_state.json")
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
@@ -63,16 +66,35 @@ def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys):
     assert handle_of(model).config == corecontext.CCAConfig(config.group_size, config.window_size)
     assert model.config.num_hidden_layers == 2 and model.config.use_cache
     card = Path(out, "model/README.md").read_text()
-    assert "g = 16, s = 64" in card and str(tmp_path) not in card and Path(out, "model/loss.png").stat().st_size > 5000
+    assert (
+        "g = 16, s = 64" in card
+        and str(tmp_path) not in card
+        and Path(out, "model/loss.png").stat().st_size > 5000
+    )
     # There and back: the same weights with other settings, or none.
     assert main(["convert", f"{out}/model", str(tmp_path / "plain"), "--method", "full"]) == 0
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert not hasattr(plain.config, "cca")
-    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "back"), "--group-size", "16", "--window-size",
-                 "64"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "plain"),
+                str(tmp_path / "back"),
+                "--group-size",
+                "16",
+                "--window-size",
+                "64",
+            ]
+        )
+        == 0
+    )
     ids = torch.arange(20, 220)[None]
     with torch.no_grad():
-        assert torch.equal(model.eval()(ids).logits, corecontext.from_pretrained(str(tmp_path / "back"))(ids).logits)
+        assert torch.equal(
+            model.eval()(ids).logits,
+            corecontext.from_pretrained(str(tmp_path / "back"))(ids).logits,
+        )
         assert not torch.equal(model(ids).logits, plain(ids).logits)
     assert main(["convert", f"{out}/model", str(tmp_path / "plain")]) == 2
     assert "already exists" in capsys.readouterr().err
@@ -81,29 +103,51 @@ def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys):
 def test_killed_in_a_save_and_in_a_deletion_it_continues_bit_for_bit(setting, whole, tmp_path):
     config = setting.replace(output=str(tmp_path / "run"), keep=1, eval_data=setting.data[:1])
     program = Path(__file__).with_name("train_killed.py")
-    done = subprocess.run([sys.executable, str(program), repr(config)], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, str(program), repr(config)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "checkpoint-4" and "\ncheckpoint-2\n" in done.stdout
     assert any(Path(config.output).glob(".[sd]*"))  # what the kills left half done
     result = train(config)
     assert result.resumed_from == 4 and result.steps == STEPS
     assert_equal(weights(config), whole)
-    assert sorted(path.name for path in Path(config.output).iterdir()) == ["checkpoint-6", "model", "train_config.json"]
+    assert sorted(path.name for path in Path(config.output).iterdir()) == [
+        "checkpoint-6",
+        "model",
+        "train_config.json",
+    ]
     with pytest.raises(UserError, match="already holds the finished run in model/"):
         train(config)
-    (tmp_path / "run/model").rename(tmp_path / "first")  # as if it had been killed before the last line of all
+    (tmp_path / "run/model").rename(
+        tmp_path / "first"
+    )  # as if it had been killed before the last line of all
     train(config)
     assert_equal(weights(config), whole)
-    assert (tmp_path / "first/README.md").read_text() == (tmp_path / "run/model/README.md").read_text()
+    assert (tmp_path / "first/README.md").read_text() == (
+        tmp_path / "run/model/README.md"
+    ).read_text()
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, whose sums have no order of their own")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU, whose sums have no order of their own"
+)
 def test_on_a_gpu_it_continues_bit_for_bit_where_that_is_asked_for(setting, tmp_path):
     """In half precision, whose kernels add from many programs, and rows that have many."""
-    long = setting.replace(precision="bfloat16", context_length=1400, window_size=64, batch_size=2, steps=8, fuse=True,
-                           deterministic=True)
+    long = setting.replace(
+        precision="bfloat16",
+        context_length=1400,
+        window_size=64,
+        batch_size=2,
+        steps=8,
+        fuse=True,
+        deterministic=True,
+    )
     runs = [long.replace(output=str(tmp_path / name)) for name in ("once", "again", "stopped")]
     stop_at(5, runs[2])
     for one in runs:
@@ -115,7 +159,12 @@ def test_a_fixed_order_is_asked_of_torch_for_the_run_alone(setting, tmp_path, mo
     asked, real = [], trainer.CCATrainer.training_step
 
     def step(self, *args):
-        asked.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        asked.append(
+            (
+                torch.are_deterministic_algorithms_enabled(),
+                os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+            )
+        )
         return real(self, *args)
 
     monkeypatch.setattr(trainer.CCATrainer, "training_step", step)
@@ -126,9 +175,13 @@ def test_a_fixed_order_is_asked_of_torch_for_the_run_alone(setting, tmp_path, mo
         assert torch.utils.deterministic.fill_uninitialized_memory
     assert asked == [(True, ":16:8"), (False, ":16:8")]
     missing = "histc_cuda does not have a deterministic implementation, but you set it. You can turn it off."
-    for told, error, shown in ((missing, UserError, "^deterministic must be left out for .*: histc_.* set it[.]$"),
-                               ("out of memory", RuntimeError, "^out of memory$")):
-        monkeypatch.setattr(trainer.CCATrainer, "training_step", mock.Mock(side_effect=RuntimeError(told)))
+    for told, error, shown in (
+        (missing, UserError, "^deterministic must be left out for .*: histc_.* set it[.]$"),
+        ("out of memory", RuntimeError, "^out of memory$"),
+    ):
+        monkeypatch.setattr(
+            trainer.CCATrainer, "training_step", mock.Mock(side_effect=RuntimeError(told))
+        )
         with pytest.raises(error, match=shown):
             train(setting.replace(output=str(tmp_path / told[:3]), deterministic=True))
 
@@ -138,22 +191,33 @@ def test_streamed_data_continues_bit_for_bit(setting, tmp_path, monkeypatch):
     hub.mkdir()
     for i, path in enumerate(setting.data):
         text = Path(path).read_text()
-        datasets.Dataset.from_list([{"text": text[j:j + 90]} for j in range(0, 1500, 90)]).to_parquet(
-            hub / f"train-{i}.parquet")
-    config = setting.replace(streaming=True, data=(f"hub:{hub}", setting.data[0]), shuffle_documents=4, batch_size=2,
-                             output=str(tmp_path / "whole"))
+        datasets.Dataset.from_list(
+            [{"text": text[j : j + 90]} for j in range(0, 1500, 90)]
+        ).to_parquet(hub / f"train-{i}.parquet")
+    config = setting.replace(
+        streaming=True,
+        data=(f"hub:{hub}", setting.data[0]),
+        shuffle_documents=4,
+        batch_size=2,
+        output=str(tmp_path / "whole"),
+    )
     train(config)
     want, config = weights(config), config.replace(output=str(tmp_path / "run"))
     stop_at(5, config)
     opened = []
     load = trainer.StreamedRows.load_state_dict
-    monkeypatch.setattr(trainer.StreamedRows, "load_state_dict", lambda self, state: (opened.append(state["row"]),
-                                                                                      load(self, state)))
+    monkeypatch.setattr(
+        trainer.StreamedRows,
+        "load_state_dict",
+        lambda self, state: (opened.append(state["row"]), load(self, state)),
+    )
     assert train(config).resumed_from == 4
     assert opened[0] == 0 and 4 < opened[1] <= 8  # eight rows were seen; a block has about four
     assert_equal(weights(config), want)
-    for change, message in (({"long_tokens": 9, "source_field": "text"}, "long_tokens must be left out with streaming"),
-                            ({"context_length": 99_999}, "at least one row of 99999 tokens, got 6000 tokens")):
+    for change, message in (
+        ({"long_tokens": 9, "source_field": "text"}, "long_tokens must be left out with streaming"),
+        ({"context_length": 99_999}, "at least one row of 99999 tokens, got 6000 tokens"),
+    ):
         with pytest.raises(UserError, match=message):
             train(config.replace(output=str(tmp_path / "new"), **change))
     assert not (tmp_path / "new").exists()
@@ -178,8 +242,14 @@ def test_a_full_disk_loses_nothing(setting, whole, tmp_path, monkeypatch, caplog
     monkeypatch.setattr(run, "WAIT_S", 0)
     train(config)
     assert attempts == [2, 4, 6, 6, 6]
-    assert "checkpoint-4 could not be written" in caplog.text and "The last one is checkpoint-2" in caplog.text
-    assert [path.name for path in checkpoints(Path(config.output))] == ["checkpoint-2", "checkpoint-6"]
+    assert (
+        "checkpoint-4 could not be written" in caplog.text
+        and "The last one is checkpoint-2" in caplog.text
+    )
+    assert [path.name for path in checkpoints(Path(config.output))] == [
+        "checkpoint-2",
+        "checkpoint-6",
+    ]
     assert_equal(weights(config), whole)
 
 
@@ -196,11 +266,17 @@ def test_a_run_is_continued_as_it_was_begun_and_by_one_process(setting, tmp_path
     saved = tmp_path / "run/train_config.json"
     settings = saved.read_text()
     saved.write_text(settings.replace('"processes": 1', '"processes": 8'))
-    with pytest.raises(UserError, match="holds a run of 8 processes, got 1: a step would have other rows"):
+    with pytest.raises(
+        UserError, match="holds a run of 8 processes, got 1: a step would have other rows"
+    ):
         train(config)
     saved.write_text(settings)
-    with (mock.patch.object(folder, "write_text", side_effect=OSError(28, "No space left on device")),
-          pytest.raises(UserError, match="run' cannot be written: No space left on device. Free space")):
+    with (
+        mock.patch.object(folder, "write_text", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(
+            UserError, match="run' cannot be written: No space left on device. Free space"
+        ),
+    ):
         train(config)
     older = json.loads(settings)
     del older["config"]["streaming"], older["processes"], older["rows"]
@@ -209,12 +285,17 @@ def test_a_run_is_continued_as_it_was_begun_and_by_one_process(setting, tmp_path
     with pytest.raises(UserError, match="on other data, or data that has changed since"):
         train(config)
     saved.write_text("{")
-    with pytest.raises(UserError, match="must hold a run's settings in train_config.json, which cannot be read"):
+    with pytest.raises(
+        UserError, match="must hold a run's settings in train_config.json, which cannot be read"
+    ):
         train(config)
     saved.write_text(json.dumps(older))  # by an older version, which kept less
     train(config)
     (tmp_path / "file").write_text("mine")
-    for output, message in (("file", "must be a folder, got a file"), ("file/run", "cannot be made: Not a directory")):
+    for output, message in (
+        ("file", "must be a folder, got a file"),
+        ("file/run", "cannot be made: Not a directory"),
+    ):
         with pytest.raises(UserError, match=message):
             train(config.replace(output=str(tmp_path / output)))
 
@@ -223,36 +304,58 @@ def test_a_continued_run_saves_and_logs_as_often_as_it_is_told_now(setting, tmp_
     config = setting.replace(output=str(tmp_path / "run"), steps=5, save_every=3, log_every=4)
     stop_at(3, config)
     result = train(config.replace(save_every=1, log_every=9))
-    assert [path.name for path in checkpoints(Path(config.output))] == [f"checkpoint-{i}" for i in (3, 4, 5)]
-    assert [step for step, _ in result.losses] == [5]  # a finished run has a loss, whatever log_every is
+    assert [path.name for path in checkpoints(Path(config.output))] == [
+        f"checkpoint-{i}" for i in (3, 4, 5)
+    ]
+    assert [step for step, _ in result.losses] == [
+        5
+    ]  # a finished run has a loss, whatever log_every is
     assert f"{result.losses[0][1]:.4f} at step 5" in (result.model / "README.md").read_text()
 
 
 def test_settings_of_generation_that_cannot_be_saved_do_no_harm(setting, tmp_path):
-    config = setting.replace(output=str(tmp_path / "run"), model=save_tiny_model(tmp_path / "model"), steps=1,
-                             strategy="lora")
+    config = setting.replace(
+        output=str(tmp_path / "run"),
+        model=save_tiny_model(tmp_path / "model"),
+        steps=1,
+        strategy="lora",
+    )
     path = tmp_path / "model/generation_config.json"
-    path.write_text('{"temperature": 0.9, "top_p": 0.6, "eos_token_id": 7}')  # as older models have, without do_sample
+    path.write_text(
+        '{"temperature": 0.9, "top_p": 0.6, "eos_token_id": 7}'
+    )  # as older models have, without do_sample
     saved = json.loads((train(config).model / "generation_config.json").read_text())
     assert saved["eos_token_id"] == 7 and "temperature" not in saved and not saved.get("do_sample")
     path.write_text('{"num_return_sequences": 3}')
-    with pytest.raises(UserError, match="model '.*' cannot be loaded: Greedy methods .* do not support"):
+    with pytest.raises(
+        UserError, match="model '.*' cannot be loaded: Greedy methods .* do not support"
+    ):
         train(config.replace(output=str(tmp_path / "other")))
 
 
 def test_shapes_that_make_no_model_are_said(setting, tmp_path):
-    for shape, strategy, message in (({"hidden_size": 65}, "scratch", "shape does not make a model: The hidden size"),
-                                     ({"hidden_size": 32}, "full", "which changes model.embed_tokens.weight. Use --s"),
-                                     ({"num_hidden_layers": 3}, "full", "which changes model.layers.2")):
+    for shape, strategy, message in (
+        ({"hidden_size": 65}, "scratch", "shape does not make a model: The hidden size"),
+        ({"hidden_size": 32}, "full", "which changes model.embed_tokens.weight. Use --s"),
+        ({"num_hidden_layers": 3}, "full", "which changes model.layers.2"),
+    ):
         with pytest.raises(UserError, match=message):
             train(setting.replace(output=str(tmp_path / "run"), shape=shape, strategy=strategy))
-    with pytest.raises(UserError, match="eval_data: data must hold at least one row of 96 tokens, got 9 tokens"):
+    with pytest.raises(
+        UserError, match="eval_data: data must hold at least one row of 96 tokens, got 9 tokens"
+    ):
         (tmp_path / "short.txt").write_text("too short")
-        train(setting.replace(output=str(tmp_path / "run"), eval_data=(str(tmp_path / "short.txt"),)))
+        train(
+            setting.replace(output=str(tmp_path / "run"), eval_data=(str(tmp_path / "short.txt"),))
+        )
 
 
-@pytest.mark.parametrize("method, what", [("compute_loss", "loss"), ("_clip_grad_norm", "length of the gradient")])
-def test_a_loss_that_is_no_number_stops_with_its_rows(setting, whole, tmp_path, monkeypatch, method, what):
+@pytest.mark.parametrize(
+    "method, what", [("compute_loss", "loss"), ("_clip_grad_norm", "length of the gradient")]
+)
+def test_a_loss_that_is_no_number_stops_with_its_rows(
+    setting, whole, tmp_path, monkeypatch, method, what
+):
     config = setting.replace(output=str(tmp_path / "run"), save_every=1)
     original = getattr(transformers.Trainer, method)
 
@@ -264,7 +367,10 @@ def test_a_loss_that_is_no_number_stops_with_its_rows(setting, whole, tmp_path, 
     with pytest.raises(UserError) as error:
         train(config)
     message = str(error.value)
-    assert f"the {what} of step 3 must be finite, got nan" in message and "last checkpoint is checkpoint-2" in message
+    assert (
+        f"the {what} of step 3 must be finite, got nan" in message
+        and "last checkpoint is checkpoint-2" in message
+    )
     assert "text" in message and "tokens 0 to" in message or "tokens" in message
     assert_equal(weights(config, "checkpoint-2"), weights(setting, "checkpoint-2"))
     monkeypatch.undo()
@@ -272,24 +378,46 @@ def test_a_loss_that_is_no_number_stops_with_its_rows(setting, whole, tmp_path, 
     assert_equal(weights(config), whole)
 
 
-@pytest.mark.parametrize("strategy, changes, trained", [
-    ("partial", {"rope_theta": 5e5}, ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
-    ("lora", {"lora_rank": 2, "lora_targets": ("q_proj", "down_proj"), "accumulation": 2},
-     ("q_proj.weight", "down_proj.weight")),
-    ("full", {"precision": "bfloat16", "checkpointing": False}, ("",)),
-    ("partial", {"distil": 1.0, "rope_theta": 5e5, "precision": "bfloat16"},
-     ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
-    ("lora", {"distil": 0.5, "lora_targets": ("q_proj",), "lora_rank": 2, "accumulation": 2}, ("q_proj.weight",)),
-    ("full", {"distil": 0.5, "precision": "bfloat16"}, ("",))])
+@pytest.mark.parametrize(
+    "strategy, changes, trained",
+    [
+        ("partial", {"rope_theta": 5e5}, ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
+        (
+            "lora",
+            {"lora_rank": 2, "lora_targets": ("q_proj", "down_proj"), "accumulation": 2},
+            ("q_proj.weight", "down_proj.weight"),
+        ),
+        ("full", {"precision": "bfloat16", "checkpointing": False}, ("",)),
+        (
+            "partial",
+            {"distil": 1.0, "rope_theta": 5e5, "precision": "bfloat16"},
+            ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
+        ),
+        (
+            "lora",
+            {"distil": 0.5, "lora_targets": ("q_proj",), "lora_rank": 2, "accumulation": 2},
+            ("q_proj.weight",),
+        ),
+        ("full", {"distil": 0.5, "precision": "bfloat16"}, ("",)),
+    ],
+)
 def test_strategies_train_only_what_they_say(setting, tmp_path, strategy, changes, trained):
-    config = setting.replace(output=str(tmp_path / "run"), strategy=strategy, steps=2, eval_data=setting.data[:1],
-                             **changes)
+    config = setting.replace(
+        output=str(tmp_path / "run"),
+        strategy=strategy,
+        steps=2,
+        eval_data=setting.data[:1],
+        **changes,
+    )
     result = train(config)
     before, after = load_file(Path(config.model) / "model.safetensors"), weights(config)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if name.endswith(trained)}
     if strategy == "lora":
-        ranks = {torch.linalg.matrix_rank(after[name] - before[name], atol=1e-5).item() for name in changed}
+        ranks = {
+            torch.linalg.matrix_rank(after[name] - before[name], atol=1e-5).item()
+            for name in changed
+        }
         assert ranks <= {1, 2}
     settings = transformers.AutoConfig.from_pretrained(result.model)
     assert settings.rope_parameters["rope_theta"] == (config.rope_theta or 10_000.0)
@@ -301,20 +429,29 @@ def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, whole, tmp
     from corecontext.train.model import read_config
 
     hf_config = read_config(setting.replace(context_length=20_000, rope_theta=1e6))
-    assert (hf_config.max_position_embeddings, hf_config.rope_parameters["rope_theta"]) == (20_000, 1e6)
+    assert (hf_config.max_position_embeddings, hf_config.rope_parameters["rope_theta"]) == (
+        20_000,
+        1e6,
+    )
     (tmp_path / "mine.txt").write_text("mine")
-    for change, message in (({"output": ""}, "output must be given"), ({"model": ""}, "model must be given"),
-                            ({"output": str(tmp_path)}, "must be a new or empty folder, or a run's"),
-                            ({"output": setting.output, "steps": 7}, "other settings: steps was 6, got 7"),
-                            ({"fsdp": True}, "fsdp needs several processes with a GPU each"),
-                            ({"context_parallel": 2}, "context_parallel must divide the number of processes 1, got 2"),
-                            ({"long_tokens": 9}, "source_field must be given with long_tokens"),
-                            ({"distil": 0.5, "context_length": 9999}, "context_length must be at most the model's 8192 "
-                             "tokens with distil 0.5, got 9999: it cannot teach beyond them"),
-                            ({"output": setting.output, "distil": 0.5}, "other settings: distil was 0.0, got 0.5"),
-                            ({"shape": {"heads": 3}}, "shape must name settings of llama, got 'heads'"),
-                            ({"context_length": 9999}, "must hold at least one row of 9999 tokens, got 4500 tokens"),
-                            ({"data": ()}, "data must name at least one file")):
+    for change, message in (
+        ({"output": ""}, "output must be given"),
+        ({"model": ""}, "model must be given"),
+        ({"output": str(tmp_path)}, "must be a new or empty folder, or a run's"),
+        ({"output": setting.output, "steps": 7}, "other settings: steps was 6, got 7"),
+        ({"fsdp": True}, "fsdp needs several processes with a GPU each"),
+        ({"context_parallel": 2}, "context_parallel must divide the number of processes 1, got 2"),
+        ({"long_tokens": 9}, "source_field must be given with long_tokens"),
+        (
+            {"distil": 0.5, "context_length": 9999},
+            "context_length must be at most the model's 8192 "
+            "tokens with distil 0.5, got 9999: it cannot teach beyond them",
+        ),
+        ({"output": setting.output, "distil": 0.5}, "other settings: distil was 0.0, got 0.5"),
+        ({"shape": {"heads": 3}}, "shape must name settings of llama, got 'heads'"),
+        ({"context_length": 9999}, "must hold at least one row of 9999 tokens, got 4500 tokens"),
+        ({"data": ()}, "data must name at least one file"),
+    ):
         with pytest.raises(UserError, match=message):
             train(setting.replace(**{"output": str(tmp_path / "new"), **change}))
     assert (tmp_path / "mine.txt").read_text() == "mine"
@@ -339,23 +476,34 @@ def test_a_finished_model_is_pushed_and_reported(setting, tmp_path, monkeypatch)
                 raise OSError("no room")
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    config = setting.replace(output=str(tmp_path / "run"), steps=1, push_to="nobody/run", save_every=1)
-    with pytest.raises(UserError, match="push_to 'nobody/run' cannot be written: 401 Client Error. Log in with"):
+    config = setting.replace(
+        output=str(tmp_path / "run"), steps=1, push_to="nobody/run", save_every=1
+    )
+    with pytest.raises(
+        UserError, match="push_to 'nobody/run' cannot be written: 401 Client Error. Log in with"
+    ):
         train(config)
     assert not checkpoints(tmp_path / "run")
     config = config.replace(push_to="me/full")  # which may change
-    with pytest.raises(UserError, match="the finished model lies in '.*run/model', but push_to 'me/full' failed: no r"):
+    with pytest.raises(
+        UserError,
+        match="the finished model lies in '.*run/model', but push_to 'me/full' failed: no r",
+    ):
         train(config)
     (tmp_path / "run/model").rename(tmp_path / "first")
     reports = ("tensorboard",) if importlib.util.find_spec("tensorboard") else ()
     train(config.replace(push_to="me/run", report_to=reports))
     assert asked[-2] == ("me/run", {"private": True, "exist_ok": True})
-    assert {"README.md", "config.json", "loss.png", "model.safetensors", "tokenizer.json"} <= set(asked[-1])
+    assert {"README.md", "config.json", "loss.png", "model.safetensors", "tokenizer.json"} <= set(
+        asked[-1]
+    )
     assert "me/run" not in (tmp_path / "run/model/README.md").read_text()
     train(config.replace(push_to=None, report_to=reports, output=str(tmp_path / "again")))
     assert len(list((tmp_path / "again").glob("runs/*/events*"))) == len(reports)
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name)
+    )
     with pytest.raises(UserError, match="report_to 'wandb' needs the package wandb. Install it"):
         train(config.replace(report_to=("wandb",)))
     with pytest.raises(ValueError, match="report_to must be one of 'tensorboard', 'wandb'"):
@@ -364,8 +512,11 @@ def test_a_finished_model_is_pushed_and_reported(setting, tmp_path, monkeypatch)
 
 def test_cards_name_data_of_the_hub_in_full(tmp_path):
     (tmp_path / "secret").mkdir()
-    config = TrainConfig(model="me/model", output="run", data=(f"hub:{tmp_path}/secret", f"{tmp_path}/a.txt",
-                                                                "hub:some/set@main:part:train"))
+    config = TrainConfig(
+        model="me/model",
+        output="run",
+        data=(f"hub:{tmp_path}/secret", f"{tmp_path}/a.txt", "hub:some/set@main:part:train"),
+    )
     card.write(tmp_path, config, [{"step": 1, "loss": 2.0}], {}, 5)
     text = (tmp_path / "README.md").read_text()
     assert "`secret`, `a.txt`, `hub:some/set@main:part:train`" in text and str(tmp_path) not in text
@@ -373,8 +524,10 @@ def test_cards_name_data_of_the_hub_in_full(tmp_path):
 
 
 def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch):
-    path, config = tmp_path / "zero.json", setting.replace(output=str(tmp_path / "run"),
-                                                           deepspeed=str(tmp_path / "zero.json"))
+    path, config = (
+        tmp_path / "zero.json",
+        setting.replace(output=str(tmp_path / "run"), deepspeed=str(tmp_path / "zero.json")),
+    )
 
     def refused(settings, message):
         path.write_text(settings)
@@ -386,26 +539,43 @@ def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch)
     refused('{"zero_optimization": {"stage": 3}}', "must have ZeRO stage 0, 1 or 2, got 3")
     refused('{"optimizer": {}}', "must have no 'optimizer'")
     find = importlib.util.find_spec
-    for found, message in ((None, "--deepspeed needs the package deepspeed"), ("yes", "--deepspeed needs torchrun")):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "deepspeed" else find(name))
+    for found, message in (
+        (None, "--deepspeed needs the package deepspeed"),
+        ("yes", "--deepspeed needs torchrun"),
+    ):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: found if name == "deepspeed" else find(name)
+        )
         refused('{"zero_optimization": {"stage": 2}}', message)
     for change in ({"context_parallel": 2}, {"fsdp": True}):
         with pytest.raises(ValueError, match="deepspeed must be left out with"):
             config.replace(**change)
     monkeypatch.setenv("LOCAL_RANK", "0")
     given = {}
-    monkeypatch.setattr(transformers, "TrainingArguments", lambda **options: (
-        given.update(options), SimpleNamespace(device=torch.device("cpu")))[1])
+    monkeypatch.setattr(
+        transformers,
+        "TrainingArguments",
+        lambda **options: (given.update(options), SimpleNamespace(device=torch.device("cpu")))[1],
+    )
     arguments.arguments_of(config)
-    assert given["deepspeed"] == {"zero_optimization": {"stage": 2}} and not (tmp_path / "run").exists()
+    assert (
+        given["deepspeed"] == {"zero_optimization": {"stage": 2}}
+        and not (tmp_path / "run").exists()
+    )
 
 
 def test_fsdp_sums_gradients_split_and_in_float32(setting, monkeypatch):
     given = {}
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(transformers, "TrainingArguments", lambda **options: (given.update(options), SimpleNamespace(
-        device=torch.device("cuda"), bf16=options["bf16"], fsdp_plugin_args={}))[1])
+    monkeypatch.setattr(
+        transformers,
+        "TrainingArguments",
+        lambda **options: (
+            given.update(options),
+            SimpleNamespace(device=torch.device("cuda"), bf16=options["bf16"], fsdp_plugin_args={}),
+        )[1],
+    )
     made = arguments.arguments_of(setting.replace(fsdp=True, accumulation=8, precision="auto"))
     assert given["accelerator_config"]["gradient_accumulation_kwargs"] == {"sync_each_batch": True}
     policy = made.fsdp_plugin_args["mixed_precision_policy"]
@@ -423,14 +593,20 @@ def test_processes_wait_for_the_one_that_tokenises_without_a_collective(monkeypa
 
     def process(rank):
         for turn in range(2):
-            arguments = SimpleNamespace(world_size=4, process_index=2 + rank, local_process_index=rank)
+            arguments = SimpleNamespace(
+                world_size=4, process_index=2 + rank, local_process_index=rank
+            )
             with run._one_first(arguments):
                 time.sleep(0 if rank else 0.1)
                 done.append((turn, rank))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(process, (1, 0), timeout=20))
-    assert [rank for turn, rank in done if turn == 0] == [rank for turn, rank in done if turn == 1] == [0, 1]
+    assert (
+        [rank for turn, rank in done if turn == 0]
+        == [rank for turn, rank in done if turn == 1]
+        == [0, 1]
+    )
 
 
 def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, monkeypatch):
@@ -447,9 +623,17 @@ def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, mo
     monkeypatch.setattr(trainer, "save_fsdp_model", no_room)
     monkeypatch.setattr(trainer, "save_fsdp_optimizer", lambda *args: gathered.append("optimizer"))
     monkeypatch.setattr(transformers.Trainer, "_save", no_weights)
-    one = trainer.CCATrainer(torch.nn.Linear(2, 2), transformers.TrainingArguments(str(tmp_path), use_cpu=True))
-    one.is_fsdp_enabled, one.accelerator.state.fsdp_plugin, one.lr_scheduler = True, None, mock.Mock()
-    monkeypatch.setattr(trainer.CCATrainer, "save_model", lambda self, folder, **_: self._save(folder))
+    one = trainer.CCATrainer(
+        torch.nn.Linear(2, 2), transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    )
+    one.is_fsdp_enabled, one.accelerator.state.fsdp_plugin, one.lr_scheduler = (
+        True,
+        None,
+        mock.Mock(),
+    )
+    monkeypatch.setattr(
+        trainer.CCATrainer, "save_model", lambda self, folder, **_: self._save(folder)
+    )
     with mock.patch.object(torch, "save"):
         one._save_checkpoint(one.model, None)
     assert gathered == ["model", "optimizer"] and "No space left" in str(one.save_error)
@@ -460,17 +644,38 @@ def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, mo
 def test_two_processes_under_deepspeed_equal_one(setting, whole, tmp_path):
     pytest.importorskip("deepspeed", reason="an extra")
     path = tmp_path / "zero.json"
-    path.write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", '
-                    '"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}')
+    path.write_text(
+        '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", '
+        '"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}'
+    )
     config = setting.replace(output=str(tmp_path / "two"), deepspeed=str(path), steps=3)
     (tmp_path / "recipe.json").write_text(json.dumps(config.to_dict()))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m"]
-    done = subprocess.run([*launcher, "corecontext", "train", str(tmp_path / "recipe.json")], capture_output=True,
-                          text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-                                            "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)})
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        port,
+        "-m",
+    ]
+    done = subprocess.run(
+        [*launcher, "corecontext", "train", str(tmp_path / "recipe.json")],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+    )
     assert done.returncode == 0, done.stderr
     one = setting.replace(output=str(tmp_path / "one"), batch_size=2, steps=3)
     train(one)
@@ -491,16 +696,26 @@ def test_compiled_parts_train_alike(setting, whole, tmp_path):
         torch.testing.assert_close(fused[key], value, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("method, distil", [("full", 0.0), ("window", 0.0), ("longlora", 0.0), ("window", 0.5)])
+@pytest.mark.parametrize(
+    "method, distil", [("full", 0.0), ("window", 0.0), ("longlora", 0.0), ("window", 0.5)]
+)
 def test_rivals_train_too(setting, tmp_path, method, distil):
     config = setting.replace(output=str(tmp_path / "run"), method=method, steps=2, distil=distil)
     train(config)
-    assert not hasattr(transformers.AutoConfig.from_pretrained(Path(config.output) / "model"), "cca")
+    assert not hasattr(
+        transformers.AutoConfig.from_pretrained(Path(config.output) / "model"), "cca"
+    )
 
 
 def test_learned_core_tokens_are_trained_saved_and_loaded(setting, tmp_path):
-    config = setting.replace(output=str(tmp_path / "run"), strategy="partial", learned=("probe", "bias"), steps=3,
-                             layer_group_sizes=(4, 8), save_every=1)
+    config = setting.replace(
+        output=str(tmp_path / "run"),
+        strategy="partial",
+        learned=("probe", "bias"),
+        steps=3,
+        layer_group_sizes=(4, 8),
+        save_every=1,
+    )
     train(config)
     model = corecontext.from_pretrained(str(Path(config.output) / "model"))
     assert handle_of(model).config == config.cca() and config.cca().layer_group_sizes == (4, 8)
@@ -508,12 +723,20 @@ def test_learned_core_tokens_are_trained_saved_and_loaded(setting, tmp_path):
     assert len(found) == 4 and all(p.abs().max() > 0 for p in found.values())
     saved = weights(config)
     assert all(torch.equal(saved[name], p) for name, p in found.items())
-    again = setting.replace(output=str(tmp_path / "again"), model=str(Path(config.output) / "model"), steps=1,
-                            learned=("probe", "bias"), layer_group_sizes=(4, 8), learning_rate=1e-9)
+    again = setting.replace(
+        output=str(tmp_path / "again"),
+        model=str(Path(config.output) / "model"),
+        steps=1,
+        learned=("probe", "bias"),
+        layer_group_sizes=(4, 8),
+        learning_rate=1e-9,
+    )
     train(again)  # begins with what was learned
     for name, p in found.items():
         torch.testing.assert_close(weights(again)[name], p, rtol=0, atol=1e-6)
-    with pytest.raises(UserError, match="learned must name what .* has learned, probe, bias, got probe: the rest"):
+    with pytest.raises(
+        UserError, match="learned must name what .* has learned, probe, bias, got probe: the rest"
+    ):
         train(again.replace(output=str(tmp_path / "less"), learned=("probe",)))
     with pytest.raises(ValueError, match="learned must be left out with strategy 'lora'"):
         setting.replace(strategy="lora", learned=("probe",))

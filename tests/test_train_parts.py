@@ -30,7 +30,9 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_the_loss_in_chunks_is_the_loss(dtype, softcap):
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(rows, 16, generator=generator).to(dtype).requires_grad_() for rows in (37, 50))
+    hidden, weight = (
+        torch.randn(rows, 16, generator=generator).to(dtype).requires_grad_() for rows in (37, 50)
+    )
     labels = torch.randint(0, 50, (37,), generator=generator)
     labels[[3, 20]] = -100
     logits = F.linear(hidden, weight).float()
@@ -43,10 +45,16 @@ def test_the_loss_in_chunks_is_the_loss(dtype, softcap):
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
         for got, want in zip(torch.autograd.grad(loss, (hidden, weight)), wanted):
-            torch.testing.assert_close(got, want, rtol=1e-5 if dtype == torch.float32 else 3e-2,
-                                       atol=1e-7 if dtype == torch.float32 else 1e-3)
+            torch.testing.assert_close(
+                got,
+                want,
+                rtol=1e-5 if dtype == torch.float32 else 3e-2,
+                atol=1e-7 if dtype == torch.float32 else 1e-3,
+            )
     frozen = chunked_cross_entropy(hidden, weight.detach(), labels, 35, 8, softcap=softcap)
-    torch.testing.assert_close(torch.autograd.grad(frozen, hidden)[0], wanted[0], rtol=3e-2, atol=1e-3)
+    torch.testing.assert_close(
+        torch.autograd.grad(frozen, hidden)[0], wanted[0], rtol=3e-2, atol=1e-3
+    )
     assert not chunked_cross_entropy(hidden.detach(), weight.detach(), labels, 35, 8).requires_grad
 
 
@@ -61,8 +69,10 @@ def mixed(logits, labels, taught, share):
 @pytest.mark.parametrize("softcap, teachers", [(None, None), (3.0, 3.0), (None, 2.0)])
 def test_a_teacher_gives_the_divergence_and_its_gradient(softcap, teachers):
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, taught, head = (torch.randn(rows, width, generator=generator)
-                                    for rows, width in ((37, 16), (50, 16), (37, 24), (50, 24)))
+    hidden, weight, taught, head = (
+        torch.randn(rows, width, generator=generator)
+        for rows, width in ((37, 16), (50, 16), (37, 24), (50, 24))
+    )
     hidden.requires_grad_(), weight.requires_grad_()
     labels = torch.randint(0, 50, (37,), generator=generator)
     labels[[3, 20]] = -100
@@ -72,18 +82,34 @@ def test_a_teacher_gives_the_divergence_and_its_gradient(softcap, teachers):
 
     wanted = capped(F.linear(taught.double(), head.double()), teachers)
     for share in (0.25, 1.0):
-        expected = mixed(capped(F.linear(hidden.double(), weight.double()), softcap), labels, wanted, share) / 35
+        expected = (
+            mixed(
+                capped(F.linear(hidden.double(), weight.double()), softcap), labels, wanted, share
+            )
+            / 35
+        )
         want = torch.autograd.grad(expected, (hidden, weight))
         for chunk in (1, 8, 100):
-            loss = chunked_cross_entropy(hidden, weight, labels, 35, chunk, softcap=softcap,
-                                         taught=Taught(taught, head, share, teachers))
+            loss = chunked_cross_entropy(
+                hidden,
+                weight,
+                labels,
+                35,
+                chunk,
+                softcap=softcap,
+                taught=Taught(taught, head, share, teachers),
+            )
             torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-6)
             for got, one in zip(torch.autograd.grad(loss, (hidden, weight)), want):
                 torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-6)
-    plain, none = (chunked_cross_entropy(hidden, weight, labels, 35, 8, softcap=softcap, taught=one)
-                   for one in (None, Taught(taught, head, 0.0, teachers)))
+    plain, none = (
+        chunked_cross_entropy(hidden, weight, labels, 35, 8, softcap=softcap, taught=one)
+        for one in (None, Taught(taught, head, 0.0, teachers))
+    )
     assert torch.equal(plain, none)
-    for a, b in zip(torch.autograd.grad(plain, (hidden, weight)), torch.autograd.grad(none, (hidden, weight))):
+    for a, b in zip(
+        torch.autograd.grad(plain, (hidden, weight)), torch.autograd.grad(none, (hidden, weight))
+    ):
         assert torch.equal(a, b)
     itself = Taught(hidden.detach(), weight.detach(), 1.0, softcap)
     same = chunked_cross_entropy(hidden, weight, labels, 35, 8, softcap=softcap, taught=itself)
@@ -111,18 +137,33 @@ def test_logits_of_one_chunk_exist_at_a_time(share, monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2-hybrid"])
 def test_a_teacher_is_the_model_under_full_attention_with_documents_apart(family, tmp_path):
     tiny_model(family).save_pretrained(tmp_path)
-    config = TrainConfig(model=str(tmp_path), distil=0.5, group_size=4, window_size=8, rope_theta=5e5,
-                         context_length=40)
+    config = TrainConfig(
+        model=str(tmp_path),
+        distil=0.5,
+        group_size=4,
+        window_size=8,
+        rope_theta=5e5,
+        context_length=40,
+    )
     student = make_model(config, read_config(config), bfloat16=False)
     teacher = load_teacher(config, bfloat16=False, device=torch.device("cpu"))
-    assert not teacher.model.training and not any(p.requires_grad for p in teacher.model.parameters())
-    assert teacher.model.config._attn_implementation == "sdpa" and student.config._attn_implementation == "cca"
+    assert not teacher.model.training and not any(
+        p.requires_grad for p in teacher.model.parameters()
+    )
+    assert (
+        teacher.model.config._attn_implementation == "sdpa"
+        and student.config._attn_implementation == "cca"
+    )
     ids, labels = tokens(2, 40), tokens(2, 40, 1)
     labels[0, 5:9] = -100
-    positions = torch.cat((torch.arange(13), torch.arange(27))).expand(2, 40)  # two documents in each row
+    positions = torch.cat((torch.arange(13), torch.arange(27))).expand(
+        2, 40
+    )  # two documents in each row
     with torch.no_grad():
         whole = tiny_model(family)
-        wanted = torch.cat([whole(ids[:, part]).logits for part in (slice(13), slice(13, 40))], 1).double()
+        wanted = torch.cat(
+            [whole(ids[:, part]).logits for part in (slice(13), slice(13, 40))], 1
+        ).double()
     logits = student.train()(ids, position_ids=positions).logits.double()
     expected = mixed(logits.flatten(0, 1), labels.flatten(), wanted.flatten(0, 1), 0.5) / 76
     want = torch.autograd.grad(expected, list(student.parameters()))
@@ -132,7 +173,9 @@ def test_a_teacher_is_the_model_under_full_attention_with_documents_apart(family
     for got, one in zip(torch.autograd.grad(loss, list(student.parameters())), want):
         torch.testing.assert_close(got, one, rtol=1e-3, atol=1e-5)
     plain = F.cross_entropy(logits.flatten(0, 1), labels.flatten()).float()
-    torch.testing.assert_close(student.eval()(ids, position_ids=positions, shift_labels=labels).loss, plain)
+    torch.testing.assert_close(
+        student.eval()(ids, position_ids=positions, shift_labels=labels).loss, plain
+    )
 
 
 def test_a_fused_teacher_says_the_same_in_as_many_ways_as_its_norms_need():
@@ -143,11 +186,18 @@ def test_a_fused_teacher_says_the_same_in_as_many_ways_as_its_norms_need():
     counters = torch._dynamo.utils.counters
     graphs, before = counters["stats"]["unique_graphs"], torch._dynamo.config.recompile_limit
     with torch.no_grad():
-        torch.testing.assert_close(fused(ids, positions).hidden, plain(ids, positions).hidden, rtol=1e-4, atol=1e-5)
-    assert counters["stats"]["unique_graphs"] > graphs and torch._dynamo.config.recompile_limit == before
+        torch.testing.assert_close(
+            fused(ids, positions).hidden, plain(ids, positions).hidden, rtol=1e-4, atol=1e-5
+        )
+    assert (
+        counters["stats"]["unique_graphs"] > graphs
+        and torch._dynamo.config.recompile_limit == before
+    )
     assert all(module._compiled_call_impl is None for module in model.modules())
     with Fused(model), Fused(model, None):
-        assert torch._dynamo.config.recompile_limit == max(before, MOST_PARTS)  # transformers may have set more
+        assert torch._dynamo.config.recompile_limit == max(
+            before, MOST_PARTS
+        )  # transformers may have set more
     assert torch._dynamo.config.recompile_limit == before
 
 
@@ -157,7 +207,10 @@ def test_a_teacher_is_refused_where_the_loss_is_not_in_chunks():
     biased.lm_head = torch.nn.Linear(48, 96)
     wrapped = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["lm_head"]))
     for model in (routed, biased, wrapped.base_model.model):
-        with pytest.raises(UserError, match="distil must be 0 where the loss cannot be computed in chunks, got a mode"):
+        with pytest.raises(
+            UserError,
+            match="distil must be 0 where the loss cannot be computed in chunks, got a mode",
+        ):
             compute_loss_in_chunks(model, 7, lambda: None)
 
 
@@ -185,7 +238,9 @@ def test_a_model_computes_its_own_loss_in_chunks(family):
 
 def test_heads_that_are_no_plain_matrix_are_not_taken_for_one():
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    model = peft.get_peft_model(
+        tiny_model(), peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    )
     inner, ids = model.base_model.model, tokens(1, 30)
     expected = model(ids, labels=ids).loss
     compute_loss_in_chunks(inner, 7)
@@ -205,11 +260,18 @@ def test_what_learns_is_kept_in_float32_and_only_matrices_decay(tmp_path):
 
     from corecontext.train.trainer import CCATrainer
 
-    tiny_model("phi3").bfloat16().save_pretrained(tmp_path)  # its attention begins with a frozen matrix
-    config = TrainConfig(model=str(tmp_path), strategy="partial", learned=LEARNED, group_size=4, window_size=8)
+    tiny_model("phi3").bfloat16().save_pretrained(
+        tmp_path
+    )  # its attention begins with a frozen matrix
+    config = TrainConfig(
+        model=str(tmp_path), strategy="partial", learned=LEARNED, group_size=4, window_size=8
+    )
     model = make_model(config, read_config(config), bfloat16=True)
     learns = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
-    assert {name.rpartition("_attn.")[2] for name in learns} == {"qkv_proj.weight", *(f"cca.{one}" for one in LEARNED)}
+    assert {name.rpartition("_attn.")[2] for name in learns} == {
+        "qkv_proj.weight",
+        *(f"cca.{one}" for one in LEARNED),
+    }
     assert set(learns.values()) == {torch.float32} and model.dtype == torch.bfloat16
     trainer = CCATrainer(model, TrainingArguments(str(tmp_path / "run"), use_cpu=True))
     decay = [name for name in trainer.get_decay_parameter_names(model) if name in learns]
@@ -219,27 +281,33 @@ def test_what_learns_is_kept_in_float32_and_only_matrices_decay(tmp_path):
 def test_settings_are_checked_and_travel():
     config = TrainConfig(data=("a", "b"), shape={"hidden_size": 8}, long_tokens=9)
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert set(field_help()) == set(config.to_dict()) and config.replace(sink_size=4).cca().sink_size == 4
-    for change, message in (({"strategy": "lore"}, "strategy must be one of .* Did you mean 'lora'"),
-                            ({"steps": 0}, "steps must be at least 1, got 0"),
-                            ({"learning_rate": float("nan")}, "learning_rate must be at least 0, got nan"),
-                            ({"min_learning_rate": 1.0}, "min_learning_rate must be at most learning_rate"),
-                            ({"long_share": 1.0}, "long_share must lie between 0 and 1"),
-                            ({"method": "full", "context_parallel": 2}, "context_parallel must be 1, got 2, but"),
-                            ({"sink_size": 4, "context_parallel": 2}, "context_parallel must be 1, got 2, but"),
-                            ({"sink_size": -1}, "sink_size must be at least 0"),
-                            ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
-                            ({"seed": 2**32}, "seed must be below 2"), ({"rope_theta": 0.0}, "rope_theta must be a nu"),
-                            ({"method": "full", "learned": ("bias",)}, "learned and layer_group_sizes must be left ou"),
-                            ({"distil": 1.5}, "distil must be at most 1, the whole loss, got 1.5"),
-                            ({"distil": -0.5}, "distil must be at least 0, got -0.5"),
-                            ({"distil": 0.5, "strategy": "scratch"}, "distil must be 0 with strategy 'scratch', whose"),
-                            ({"distil": 0.5, "method": "full"}, "distil must be 0 with method 'full', which is the te"),
-                            ({"distil": 0.5, "context_parallel": 2}, "distil must be 0 with context_parallel 2: the "),
-                            ({"raw_heads": -1}, "raw_heads must be at least 0, got -1"),
-                            ({"raw_heads": 2, "method": "window"}, "raw_heads must be 0 with method 'window', which "),
-                            ({"raw_heads": 2, "layer_group_sizes": (4, 8)}, "raw_heads must be 0 with layer_group_siz"),
-                            ({"stepz": 3}, "unknown recipe key 'stepz'. Did you mean 'steps'")):
+    assert (
+        set(field_help()) == set(config.to_dict())
+        and config.replace(sink_size=4).cca().sink_size == 4
+    )
+    for change, message in (
+        ({"strategy": "lore"}, "strategy must be one of .* Did you mean 'lora'"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be at least 0, got nan"),
+        ({"min_learning_rate": 1.0}, "min_learning_rate must be at most learning_rate"),
+        ({"long_share": 1.0}, "long_share must lie between 0 and 1"),
+        ({"method": "full", "context_parallel": 2}, "context_parallel must be 1, got 2, but"),
+        ({"sink_size": 4, "context_parallel": 2}, "context_parallel must be 1, got 2, but"),
+        ({"sink_size": -1}, "sink_size must be at least 0"),
+        ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
+        ({"seed": 2**32}, "seed must be below 2"),
+        ({"rope_theta": 0.0}, "rope_theta must be a nu"),
+        ({"method": "full", "learned": ("bias",)}, "learned and layer_group_sizes must be left ou"),
+        ({"distil": 1.5}, "distil must be at most 1, the whole loss, got 1.5"),
+        ({"distil": -0.5}, "distil must be at least 0, got -0.5"),
+        ({"distil": 0.5, "strategy": "scratch"}, "distil must be 0 with strategy 'scratch', whose"),
+        ({"distil": 0.5, "method": "full"}, "distil must be 0 with method 'full', which is the te"),
+        ({"distil": 0.5, "context_parallel": 2}, "distil must be 0 with context_parallel 2: the "),
+        ({"raw_heads": -1}, "raw_heads must be at least 0, got -1"),
+        ({"raw_heads": 2, "method": "window"}, "raw_heads must be 0 with method 'window', which "),
+        ({"raw_heads": 2, "layer_group_sizes": (4, 8)}, "raw_heads must be 0 with layer_group_siz"),
+        ({"stepz": 3}, "unknown recipe key 'stepz'. Did you mean 'steps'"),
+    ):
         with pytest.raises(ValueError, match=message):
             config.replace(**change)
     with pytest.raises(TypeError, match="shape must be a JSON object"):
@@ -250,31 +318,50 @@ def test_settings_are_checked_and_travel():
 
 def test_recipes_are_what_the_paper_says(tmp_path, capsys):
     pytest.importorskip("datasets")  # asked for before the recipe is read
-    for name, length in (("llama2_7b_32k", 32768), ("llama2_7b_80k", 81920), ("llama31_8b_128k", 131072),
-                         ("qwen25_7b_128k", 131072)):
+    for name, length in (
+        ("llama2_7b_32k", 32768),
+        ("llama2_7b_80k", 81920),
+        ("llama31_8b_128k", 131072),
+        ("qwen25_7b_128k", 131072),
+    ):
         config = load_recipe(f"{RECIPES}/long_context.py:{name}")
-        assert (config.context_length, config.group_size, config.window_size, config.steps) == (length, 16, 1024, 1000)
+        assert (config.context_length, config.group_size, config.window_size, config.steps) == (
+            length,
+            16,
+            1024,
+            1000,
+        )
         assert config.batch_size * config.accumulation * 8 == 64 and config.strategy == "full"
         assert config.rope_theta == (500_000.0 if "llama2" in name else None)
     saved = tmp_path / "train_config.json"
     saved.write_text(json.dumps(config.to_dict()))
     assert load_recipe(str(saved)) == config
-    saved.write_text(json.dumps({"config": config.to_dict(), "commit": "abc"}))  # as a run leaves it
+    saved.write_text(
+        json.dumps({"config": config.to_dict(), "commit": "abc"})
+    )  # as a run leaves it
     assert load_recipe(str(saved)) == config
     (tmp_path / "wrong.py").write_text("def wrong(:\n")
     (tmp_path / "list.json").write_text("[3]")
     (tmp_path / "mine.py").write_text("def mine():\n    return 3\n")
     (tmp_path / "broken.json").write_text('{"stepz": 3}')
-    for name, message in (("nothing.py", "does not exist"), ("mine.py:yours", "must have a function 'yours', got mine"),
-                          ("mine.py", "must return a TrainConfig, got int"), ("broken.json", "unknown recipe key"),
-                          ("wrong.py", "cannot be read: .*line 1"), ("list.json", "must hold a TrainConfig: got a l")):
+    for name, message in (
+        ("nothing.py", "does not exist"),
+        ("mine.py:yours", "must have a function 'yours', got mine"),
+        ("mine.py", "must return a TrainConfig, got int"),
+        ("broken.json", "unknown recipe key"),
+        ("wrong.py", "cannot be read: .*line 1"),
+        ("list.json", "must hold a TrainConfig: got a l"),
+    ):
         with pytest.raises(UserError, match=message):
             load_recipe(f"{tmp_path}/{name}")
     assert main(["train", f"{tmp_path}/mine.py"]) == 2 and main(["train", "--steps", "0"]) == 2
     assert main(["train", "--shape", "{"]) == 2 and main(["train"]) == 2
     assert "output must be given" in capsys.readouterr().err
     assert main(["train", f"{RECIPES}/tiny_cpu.py", "--distil", "0.5"]) == 2
-    assert "distil must be 0 with strategy 'scratch', whose random weights are no teacher" in capsys.readouterr().err
+    assert (
+        "distil must be 0 with strategy 'scratch', whose random weights are no teacher"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_checkpoint_has_its_name_when_it_is_whole(tmp_path):
@@ -289,7 +376,11 @@ def test_a_checkpoint_has_its_name_when_it_is_whole(tmp_path):
     publish(staged, tmp_path / "checkpoint-9")
     assert (tmp_path / "checkpoint-9/weights").read_text() == "9" and not staged.exists()
     (tmp_path / "checkpoint-11.partial").mkdir()
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-9", "checkpoint-10"]
+    assert [path.name for path in checkpoints(tmp_path)] == [
+        "checkpoint-2",
+        "checkpoint-9",
+        "checkpoint-10",
+    ]
     keep_newest(tmp_path, 2)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
     assert not (tmp_path / ".deleting").exists()

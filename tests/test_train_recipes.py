@@ -58,7 +58,9 @@ def test_distilled_a_model_comes_to_predict_as_it_did_under_full_attention(sharp
     assert abs(wide[0]) < 1e-6  # CCA that sees every token is full attention
     based, _ = losses("based", window_size=96, steps=1, rope_theta=5e5)
     assert based[0] > 1e-3  # the base is the student's alone
-    narrow, _ = losses("narrow", steps=6, data=sharp.data[:1], batch_size=15, learning_rate=2e-4)  # always all rows
+    narrow, _ = losses(
+        "narrow", steps=6, data=sharp.data[:1], batch_size=15, learning_rate=2e-4
+    )  # always all rows
     assert narrow[0] > 0.01 and narrow[-1] < 0.9 * narrow[0]
     # Nothing learns at rate 0: the loss is a mixture of both, and what is evaluated is none.
     still = {"learning_rate": 0.0, "steps": 2, "eval_data": sharp.data[:1]}
@@ -67,14 +69,19 @@ def test_distilled_a_model_comes_to_predict_as_it_did_under_full_attention(sharp
         assert quarter == pytest.approx(0.75 * none + 0.25 * whole, rel=1e-5)
     assert found[0][1] == found[1][1] == found[2][1]
     card = (tmp_path / "still0.25/model/README.md").read_text()
-    assert "- distilled: 0.25 of this loss is the divergence from the predictions of `model` as it was" in card
+    assert (
+        "- distilled: 0.25 of this loss is the divergence from the predictions of `model` as it was"
+        in card
+    )
     assert "distilled" not in (tmp_path / "still0.0/model/README.md").read_text()
 
 
 def test_distilled_it_continues_bit_for_bit(sharp, tmp_path):
     """The teacher of a continued run is the model that the run began with."""
     for strategy in ("full", "lora"):
-        config = sharp.replace(strategy=strategy, output=str(tmp_path / f"{strategy}-whole"), distil=0.5, steps=4)
+        config = sharp.replace(
+            strategy=strategy, output=str(tmp_path / f"{strategy}-whole"), distil=0.5, steps=4
+        )
         train(config)
         stopped = config.replace(output=str(tmp_path / strategy))
         stop_at(3, stopped)
@@ -91,27 +98,43 @@ def one_head(sharp, tmp_path_factory) -> TrainConfig:
         model.model.layers[0].self_attn.o_proj.weight.zero_()
         model.model.layers[1].self_attn.o_proj.weight[:, :32] = 0
     model.save_pretrained(name)
-    return sharp.replace(model=name, output=f"{name}-run", distil=0.0, context_length=128, window_size=32,
-                         raw_heads=None, steps=4)
+    return sharp.replace(
+        model=name,
+        output=f"{name}-run",
+        distil=0.0,
+        context_length=128,
+        window_size=32,
+        raw_heads=None,
+        steps=4,
+    )
 
 
-def test_the_head_that_keeps_every_token_is_found_once_on_the_runs_text(one_head, tmp_path, monkeypatch, capsys):
+def test_the_head_that_keeps_every_token_is_found_once_on_the_runs_text(
+    one_head, tmp_path, monkeypatch, capsys
+):
     train(one_head)
     assert "keep every token (layer.head): 1.1; s = " in capsys.readouterr().out
     written = json.loads(Path(one_head.output, "train_config.json").read_text())
     sizes = written["heads"]
     assert sizes["layer_group_sizes"] == [16, [16, 1]] and 16 < sizes["window_size"] < 32
     assert written["config"]["raw_heads"] is None and written["config"]["window_size"] == 32
-    assert handle_of(corecontext.from_pretrained(f"{one_head.output}/model")).config == corecontext.CCAConfig(
-        4, sizes["window_size"], layer_group_sizes=(16, (16, 1)))
+    assert handle_of(
+        corecontext.from_pretrained(f"{one_head.output}/model")
+    ).config == corecontext.CCAConfig(4, sizes["window_size"], layer_group_sizes=(16, (16, 1)))
     assert "g = [16, (16, 1)] by layer" in Path(one_head.output, "model/README.md").read_text()
 
     # The same as a run that is told; and a continued one does not look again.
-    told = one_head.replace(output=str(tmp_path / "told"), raw_heads=0, window_size=sizes["window_size"],
-                            layer_group_sizes=(16, (16, 1)))
+    told = one_head.replace(
+        output=str(tmp_path / "told"),
+        raw_heads=0,
+        window_size=sizes["window_size"],
+        layer_group_sizes=(16, (16, 1)),
+    )
     train(told)
     assert_equal(weights(told), weights(one_head))
-    streamed = one_head.replace(output=str(tmp_path / "streamed"), streaming=True)  # looking moves no row
+    streamed = one_head.replace(
+        output=str(tmp_path / "streamed"), streaming=True
+    )  # looking moves no row
     train(streamed)
     train(told.replace(output=str(tmp_path / "told_streamed"), streaming=True))
     assert_equal(weights(streamed), load_file(tmp_path / "told_streamed/model/model.safetensors"))
@@ -124,11 +147,16 @@ def test_the_head_that_keeps_every_token_is_found_once_on_the_runs_text(one_head
 
 def test_heads_cannot_be_found_in_short_text_or_paid_for_in_a_short_context(one_head, tmp_path):
     changes = {"output": str(tmp_path / "run"), "steps": 1}
-    with pytest.raises(UserError, match=r"documents of 136 tokens or more .* got 128 tokens at most in \d+ rows\. Give "
-                                        r"longer .* the paper's rule, which needs none: --raw-heads 0\.$"):
+    with pytest.raises(
+        UserError,
+        match=r"documents of 136 tokens or more .* got 128 tokens at most in \d+ rows\. Give "
+        r"longer .* the paper's rule, which needs none: --raw-heads 0\.$",
+    ):
         train(one_head.replace(window_size=52, **changes))
-    for many, window, told in ((None, 10, "what keeps every token must be at most 0 of 4 KV heads"),
-                               (2, 32, "count must be 1 .. 1 of 2 to choose from, got 2")):
+    for many, window, told in (
+        (None, 10, "what keeps every token must be at most 0 of 4 KV heads"),
+        (2, 32, "count must be 1 .. 1 of 2 to choose from, got 2"),
+    ):
         with pytest.raises(UserError, match=rf"^raw_heads: {told}.* --raw-heads 0\.$"):
             train(one_head.replace(raw_heads=many, window_size=window, **changes))
 
@@ -139,7 +167,9 @@ def test_processes_wait_for_the_one_that_finds_the_heads(one_head, tmp_path, mon
     config = one_head.replace(output=str(tmp_path))
 
     def process(rank):
-        return heads.with_heads(config, None, SimpleNamespace(world_size=2, process_index=rank), None)
+        return heads.with_heads(
+            config, None, SimpleNamespace(world_size=2, process_index=rank), None
+        )
 
     def find(*_):
         time.sleep(0.1)
@@ -157,56 +187,116 @@ def test_processes_wait_for_the_one_that_finds_the_heads(one_head, tmp_path, mon
             second.result(20)
 
 
-@pytest.mark.parametrize("options, expected", [
-    ((), {"window_size": 13, "layer_group_sizes": ((8, 1), 8)}),
-    (("--strategy", "lora"), {"window_size": 13, "layer_group_sizes": ((8, 1), 8)}),
-    (("--window-size", "9"), {"window_size": 9, "layer_group_sizes": ((8, 1), 8)}),
-    (("--group-size", "2"), {"group_size": 2, "window_size": 13}),
-    (("--strategy", "scratch"), {"group_size": 16, "layer_group_sizes": (64, (1, 64))}),  # none of it: a new model
-    (("--method", "full"), None)])
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ((), {"window_size": 13, "layer_group_sizes": ((8, 1), 8)}),
+        (("--strategy", "lora"), {"window_size": 13, "layer_group_sizes": ((8, 1), 8)}),
+        (("--window-size", "9"), {"window_size": 9, "layer_group_sizes": ((8, 1), 8)}),
+        (("--group-size", "2"), {"group_size": 2, "window_size": 13}),
+        (
+            ("--strategy", "scratch"),
+            {"group_size": 16, "layer_group_sizes": (64, (1, 64))},
+        ),  # none of it: a new model
+        (("--method", "full"), None),
+    ],
+)
 def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options, expected):
     """As `corecontext layers --output` writes them; what an option says counts more."""
     model, out = save_tiny_model(tmp_path / "model"), tmp_path / "run"
     held = json.loads((tmp_path / "model" / "config.json").read_text())
-    held["cca"] = corecontext.CCAConfig(8, 13, layer_group_sizes=((8, 1), 8), cache_dtype="int8").to_dict()
+    held["cca"] = corecontext.CCAConfig(
+        8, 13, layer_group_sizes=((8, 1), 8), cache_dtype="int8"
+    ).to_dict()
     (tmp_path / "model" / "config.json").write_text(json.dumps(held))
-    assert main(["train", "--model", model, "--data", setting.data[0], "--output", str(out), "--steps", "1",
-                 "--context-length", "64", "--cache-dir", setting.cache_dir, *options]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--model",
+                model,
+                "--data",
+                setting.data[0],
+                "--output",
+                str(out),
+                "--steps",
+                "1",
+                "--context-length",
+                "64",
+                "--cache-dir",
+                setting.cache_dir,
+                *options,
+            ]
+        )
+        == 0
+    )
     saved = getattr(transformers.AutoConfig.from_pretrained(out / "model"), "cca", None)
     if expected is None:
         assert saved is None
     else:
         cache_dtype = "auto" if "scratch" in options else "int8"
-        assert corecontext.CCAConfig.from_dict(saved) == corecontext.CCAConfig(**{
-            "group_size": 8, "cache_dtype": cache_dtype, **expected})
+        assert corecontext.CCAConfig.from_dict(saved) == corecontext.CCAConfig(
+            **{"group_size": 8, "cache_dtype": cache_dtype, **expected}
+        )
 
 
 def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
     """As far as it can have it; the paper's rule by its name, and what options say."""
+
     def run(name, *options):
-        command = ["train", *(["paper"] if name == "paper" else []), "--model", one_head.model, "--data",
-                   one_head.data[0], "--output", str(tmp_path / name), "--steps", "1", "--context-length", "128",
-                   "--group-size", "4", "--window-size", "32", "--cache-dir", one_head.cache_dir, *options]
+        command = [
+            "train",
+            *(["paper"] if name == "paper" else []),
+            "--model",
+            one_head.model,
+            "--data",
+            one_head.data[0],
+            "--output",
+            str(tmp_path / name),
+            "--steps",
+            "1",
+            "--context-length",
+            "128",
+            "--group-size",
+            "4",
+            "--window-size",
+            "32",
+            "--cache-dir",
+            one_head.cache_dir,
+            *options,
+        ]
         assert main(command) == 0
         config = json.loads((tmp_path / name / "train_config.json").read_text())["config"]
         return config["raw_heads"], config["distil"]
 
     assert run("best") == (None, 0.5)
-    assert "by default: KV heads that keep every token, the model as it was teaches. " in capsys.readouterr().out
-    saved = corecontext.CCAConfig(**transformers.AutoConfig.from_pretrained(tmp_path / "best/model").cca)
+    assert (
+        "by default: KV heads that keep every token, the model as it was teaches. "
+        in capsys.readouterr().out
+    )
+    saved = corecontext.CCAConfig(
+        **transformers.AutoConfig.from_pretrained(tmp_path / "best/model").cca
+    )
     assert saved.layer_group_sizes == (16, (16, 1))
     assert run("paper") == run("none", "--raw-heads", "0", "--distil", "0") == (0, 0.0)
-    assert run("window", "--method", "window") == (0, 0.0) and "by default" not in capsys.readouterr().out
+    assert (
+        run("window", "--method", "window") == (0, 0.0)
+        and "by default" not in capsys.readouterr().out
+    )
     assert run("scratch", "--strategy", "scratch") == (None, 0.0)
-    assert corecontext.CCAConfig(**transformers.AutoConfig.from_pretrained(
-        tmp_path / "scratch/model").cca) == saved.replace(layer_group_sizes=(16, (1, 16)))
+    assert corecontext.CCAConfig(
+        **transformers.AutoConfig.from_pretrained(tmp_path / "scratch/model").cca
+    ) == saved.replace(layer_group_sizes=(16, (1, 16)))
     assert run("query", "--core-heads", "query") == (0, 0.5)
     assert run("lora", "--strategy", "lora", "--distil", "0.25") == (None, 0.25)
     config = json.loads(Path(one_head.model, "config.json").read_text())
     short = tmp_path / "short"
     shutil.copytree(one_head.model, short)
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
-    assert run("long", "--model", str(short)) == (None, 0.0)  # it cannot teach what it was not built for
+    assert run("long", "--model", str(short)) == (
+        None,
+        0.0,
+    )  # it cannot teach what it was not built for
     assert run("sized", "--layer-group-sizes", "8", "--layer-group-sizes", "8") == (0, 0.5)
 
 
@@ -217,32 +307,72 @@ def test_sizes_by_head_and_constant_groups_of_a_checkpoint_are_not_lost(setting,
 
     def run(name, *options, **cca):
         path.write_text(json.dumps({**plain, "cca": corecontext.CCAConfig(**cca).to_dict()}))
-        code = main(["train", "--model", model, "--data", setting.data[0], "--output", str(tmp_path / name), "--steps",
-                     "1", "--context-length", "64", "--cache-dir", setting.cache_dir, *options])
+        code = main(
+            [
+                "train",
+                "--model",
+                model,
+                "--data",
+                setting.data[0],
+                "--output",
+                str(tmp_path / name),
+                "--steps",
+                "1",
+                "--context-length",
+                "64",
+                "--cache-dir",
+                setting.cache_dir,
+                *options,
+            ]
+        )
         saved = tmp_path / name / "model"
-        return code, corecontext.CCAConfig(**transformers.AutoConfig.from_pretrained(saved).cca) if code == 0 else None
-    assert run("heads", window_size=13, head_group_sizes=(1, 8)) == (0, corecontext.CCAConfig(
-        16, 13, layer_group_sizes=((1, 8), (1, 8))))
+        return code, corecontext.CCAConfig(
+            **transformers.AutoConfig.from_pretrained(saved).cca
+        ) if code == 0 else None
+
+    assert run("heads", window_size=13, head_group_sizes=(1, 8)) == (
+        0,
+        corecontext.CCAConfig(16, 13, layer_group_sizes=((1, 8), (1, 8))),
+    )
     equal = run("equal", "--group-size", "4", window_size=13, head_group_sizes=(1, 8))
     assert equal == (0, corecontext.CCAConfig(4, 13))
     assert run("groups", num_groups=4) == (2, None)
-    assert f"error: group_size must be given for '{model}', whose groups are 4 at any" in capsys.readouterr().err
+    assert (
+        f"error: group_size must be given for '{model}', whose groups are 4 at any"
+        in capsys.readouterr().err
+    )
     assert run("sized", "--group-size", "4", num_groups=4) == (0, corecontext.CCAConfig(4))
 
 
-@pytest.mark.parametrize("options, message", [
-    (("--pooling", "mean"), "learned must come with pooling 'cca' or 'mean_query', got 'mean'"),
-    (("--strategy", "lora"), "learned must be left out with strategy 'lora'")])
-def test_options_that_a_checkpoints_own_settings_do_not_allow_say_whose_they_are(setting, tmp_path, capsys, options,
-                                                                                 message):
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--pooling", "mean"), "learned must come with pooling 'cca' or 'mean_query', got 'mean'"),
+        (("--strategy", "lora"), "learned must be left out with strategy 'lora'"),
+    ],
+)
+def test_options_that_a_checkpoints_own_settings_do_not_allow_say_whose_they_are(
+    setting, tmp_path, capsys, options, message
+):
     model = save_tiny_model(tmp_path / "model")
     held = json.loads((tmp_path / "model/config.json").read_text())
     held["cca"] = corecontext.CCAConfig(8, 13, learned=("bias",)).to_dict()
     (tmp_path / "model/config.json").write_text(json.dumps(held))
-    run = ["train", "--model", model, "--data", setting.data[0], "--output", str(tmp_path / "run"), *options]
+    run = [
+        "train",
+        "--model",
+        model,
+        "--data",
+        setting.data[0],
+        "--output",
+        str(tmp_path / "run"),
+        *options,
+    ]
     assert main(run) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"error: {message}")
-    assert error.endswith(f"'{model}' was adapted with learned of its own: leave the option out, or begin with a model "
-                          "that was not adapted.")
+    assert error.endswith(
+        f"'{model}' was adapted with learned of its own: leave the option out, or begin with a model "
+        "that was not adapted."
+    )
     assert not (tmp_path / "run").exists()

@@ -18,9 +18,20 @@ def trainer(folder, model, steps, **options):
     from transformers import Trainer, TrainingArguments
 
     rows = [{"input_ids": row, "labels": row} for row in tokens(8, 40)]
-    arguments = TrainingArguments(output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4,
-                                  learning_rate=1e-2, lr_scheduler_type="constant", save_steps=3, logging_steps=1,
-                                  report_to=[], use_cpu=True, disable_tqdm=True, seed=3, **options)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        save_steps=3,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=3,
+        **options,
+    )
     return Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
 
 
@@ -33,7 +44,9 @@ def test_trainer_learns_resumes_and_its_checkpoint_loads_enabled(tmp_path):
     assert losses[-1] < 0.8 * losses[0]
     resumed = tiny_model()
     corecontext.enable(resumed, CONFIG)
-    trainer(tmp_path / "a", resumed, 6).train(resume_from_checkpoint=str(tmp_path / "a/checkpoint-3"))
+    trainer(tmp_path / "a", resumed, 6).train(
+        resume_from_checkpoint=str(tmp_path / "a/checkpoint-3")
+    )
     for a, b in zip(model.parameters(), resumed.parameters()):
         torch.testing.assert_close(a, b, rtol=0, atol=0)  # resuming equals never stopping
     loaded = corecontext.from_pretrained(str(tmp_path / "a/checkpoint-6"))
@@ -56,7 +69,9 @@ def test_lora_trains_its_own_weights_only_and_merges():
     peft = pytest.importorskip("peft")
     ids = tokens(2, 50)
     base = tiny_model()
-    wrapped = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"]))
+    wrapped = peft.get_peft_model(
+        base, peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"])
+    )
     handle = corecontext.enable(wrapped, CONFIG)
     before = {name: p.detach().clone() for name, p in wrapped.named_parameters()}
     optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-2)

@@ -68,15 +68,25 @@ def test_only_the_given_model_changes_and_disable_restores():
     assert other.config._attn_implementation == "sdpa" and not hasattr(other.config, "cca")
     handle.disable()
     assert model.config.to_dict() == before and model.config._attn_implementation == "sdpa"
-    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks and handle_of(model) is None
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks and handle_of(
+        model
+    ) is None
     with pytest.raises(ValueError, match="no longer in use"):
         handle.disable()
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"cache_implementation": "static"}, {"prefill_chunk_size": 10},
-    {"prefill_chunk_size": 10, "cache_implementation": "static"}, {"prompt_lookup_num_tokens": 5},
-    {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cache_implementation": "static"},
+        {"prefill_chunk_size": 10},
+        {"prefill_chunk_size": 10, "cache_implementation": "static"},
+        {"prompt_lookup_num_tokens": 5},
+        {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 1},
+    ],
+    ids=str,
+)
 def test_greedy_equals_recomputing(model, options):
     ids = tokens(1, PROMPT)
     ids[:, 20:30] = ids[:, 5:15]  # something for prompt lookup to find
@@ -89,17 +99,25 @@ def test_greedy_equals_recomputing(model, options):
 def test_greedy_of_other_families(family, static):
     model, ids = tiny_model(family), tokens(1, PROMPT)
     with corecontext.enabled(model, CONFIG):
-        out = model.generate(ids, max_new_tokens=12, do_sample=False,
-                             cache_implementation="static" if static else None)
+        out = model.generate(
+            ids,
+            max_new_tokens=12,
+            do_sample=False,
+            cache_implementation="static" if static else None,
+        )
         assert torch.equal(out, recompute(model, ids, 12))
 
 
 def test_assisted_decoding(model):
     ids, assistant = tokens(1, PROMPT), tiny_model(num_hidden_layers=1)
     expected = recompute(model, ids, 25)
-    assert torch.equal(model.generate(ids, assistant_model=assistant, max_new_tokens=25, do_sample=False), expected)
+    assert torch.equal(
+        model.generate(ids, assistant_model=assistant, max_new_tokens=25, do_sample=False), expected
+    )
     corecontext.enable(assistant, CONFIG, rollback=32)
-    assert torch.equal(model.generate(ids, assistant_model=assistant, max_new_tokens=25, do_sample=False), expected)
+    assert torch.equal(
+        model.generate(ids, assistant_model=assistant, max_new_tokens=25, do_sample=False), expected
+    )
 
 
 @pytest.mark.parametrize("draft", [1, 6])
@@ -110,15 +128,23 @@ def test_a_first_draft_is_taken_back(model, turns, draft):
     with torch.no_grad():
         for turn in turns[:-1]:
             model(ids[:, :turn], past_key_values=cache)
-        for length in range(ids.shape[1] - 5, ids.shape[1] + 1):  # each way of groups and draft to lie
+        for length in range(
+            ids.shape[1] - 5, ids.shape[1] + 1
+        ):  # each way of groups and draft to lie
             branch = copy.deepcopy(cache)
-            both = torch.cat((ids[:, sum(turns[:-1]):length], tokens(1, draft, seed=length)), 1)
+            both = torch.cat((ids[:, sum(turns[:-1]) : length], tokens(1, draft, seed=length)), 1)
             kept = model(both, past_key_values=branch, logits_to_keep=draft + 1).logits
-            torch.testing.assert_close(kept[:, :1], stateless(model, ids[:, :length])[:, -1:], rtol=1e-4, atol=3e-5)
+            torch.testing.assert_close(
+                kept[:, :1], stateless(model, ids[:, :length])[:, -1:], rtol=1e-4, atol=3e-5
+            )
             branch.crop(-draft)
             after = torch.cat((ids[:, :length], tokens(1, 1)), 1)
-            torch.testing.assert_close(model(after[:, -1:], past_key_values=branch).logits,
-                                       stateless(model, after)[:, -1:], rtol=1e-4, atol=3e-5)
+            torch.testing.assert_close(
+                model(after[:, -1:], past_key_values=branch).logits,
+                stateless(model, after)[:, -1:],
+                rtol=1e-4,
+                atol=3e-5,
+            )
 
 
 def test_prompt_lookup_with_a_wrong_first_draft(model):
@@ -130,27 +156,45 @@ def test_prompt_lookup_with_a_wrong_first_draft(model):
 
 def test_beam_search_and_sampling(model):
     ids = tokens(2, PROMPT)
-    for options in ({"num_beams": 4}, {"num_beams": 4, "num_return_sequences": 3},
-                    {"do_sample": True, "num_return_sequences": 2, "top_k": 20}):
+    for options in (
+        {"num_beams": 4},
+        {"num_beams": 4, "num_return_sequences": 3},
+        {"do_sample": True, "num_return_sequences": 2, "top_k": 20},
+    ):
         torch.manual_seed(5)
         cached = model.generate(ids, max_new_tokens=14, **options)
         torch.manual_seed(5)
-        assert torch.equal(cached, model.generate(ids, max_new_tokens=14, use_cache=False, **options))
+        assert torch.equal(
+            cached, model.generate(ids, max_new_tokens=14, use_cache=False, **options)
+        )
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 9},
-                                     {"prefill_chunk_size": 1}, {"prefill_chunk_size": 12},
-                                     {"prefill_chunk_size": 1, "cache_implementation": "static"},
-                                     {"num_beams": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cache_implementation": "static"},
+        {"prefill_chunk_size": 9},
+        {"prefill_chunk_size": 1},
+        {"prefill_chunk_size": 12},
+        {"prefill_chunk_size": 1, "cache_implementation": "static"},
+        {"num_beams": 3},
+    ],
+    ids=str,
+)
 def test_left_padded_batch_equals_single_rows(model, options):
     lengths = (37, 22, 5, 30)
     rows = [tokens(1, n, seed=n) for n in lengths]
     ids = torch.cat([torch.nn.functional.pad(row, (37 - row.shape[1], 0)) for row in rows])
-    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (37 - row.shape[1], 0)) for row in rows])
+    mask = torch.cat(
+        [torch.nn.functional.pad(torch.ones_like(row), (37 - row.shape[1], 0)) for row in rows]
+    )
     out = model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, **options)
     for i, row in enumerate(rows):
-        alone = model.generate(row, max_new_tokens=16, do_sample=False, num_beams=options.get("num_beams", 1))
-        assert torch.equal(out[i, 37:], alone[0, lengths[i]:])
+        alone = model.generate(
+            row, max_new_tokens=16, do_sample=False, num_beams=options.get("num_beams", 1)
+        )
+        assert torch.equal(out[i, 37:], alone[0, lengths[i] :])
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -163,12 +207,22 @@ def test_one_token_chunks_inside_padding(family, static):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with corecontext.enabled(model, CONFIG), torch.no_grad():
         for sizes in ([1] * 37, [9, 1, 14, 1, 1, 11], [1, 23, 1, 12]):
-            cache = StaticCache(model.config, max_cache_len=40) if static else DynamicCache(config=model.config)
+            cache = (
+                StaticCache(model.config, max_cache_len=40)
+                if static
+                else DynamicCache(config=model.config)
+            )
             start, logits = 0, []
             for size in sizes:
                 end = start + size
-                logits.append(model(ids[:, start:end], attention_mask=mask[:, :end],
-                                    position_ids=positions[:, start:end], past_key_values=cache).logits)
+                logits.append(
+                    model(
+                        ids[:, start:end],
+                        attention_mask=mask[:, :end],
+                        position_ids=positions[:, start:end],
+                        past_key_values=cache,
+                    ).logits
+                )
                 start = end
             got = torch.cat(logits, 1)
             torch.testing.assert_close(got[:1, 25:], stateless(model, row), rtol=1e-4, atol=3e-5)
@@ -183,7 +237,10 @@ class Syncs(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        self.count += func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.is_nonzero.default,
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -194,11 +251,17 @@ def test_a_decoding_step_of_a_padded_batch_reads_nothing_back(model):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = StaticCache(model.config, max_cache_len=40)
     with torch.no_grad():
-        model(ids, attention_mask=mask[:, :37], position_ids=positions[:, :37], past_key_values=cache)
+        model(
+            ids, attention_mask=mask[:, :37], position_ids=positions[:, :37], past_key_values=cache
+        )
         with Syncs() as syncs:
             for end in (38, 39):
-                model(ids[:, :1], attention_mask=mask[:, :end], position_ids=positions[:, end - 1:end],
-                      past_key_values=cache)
+                model(
+                    ids[:, :1],
+                    attention_mask=mask[:, :end],
+                    position_ids=positions[:, end - 1 : end],
+                    past_key_values=cache,
+                )
             assert syncs.count == 0
             assert cache.layers[0].compact.seq_len == 39 and syncs.count == 1  # what is counted
 
@@ -213,13 +276,17 @@ def test_padding_without_cache_left_and_right(model):
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         for use_cache in (False, True):
             with torch.no_grad():
-                out = model(ids, attention_mask=mask, position_ids=positions, use_cache=use_cache).logits
+                out = model(
+                    ids, attention_mask=mask, position_ids=positions, use_cache=use_cache
+                ).logits
             torch.testing.assert_close(out[:1, place], alone, rtol=1e-4, atol=2e-5)
 
 
 def test_turns_on_one_cache_and_branches(model):
     ids = tokens(1, 90)
-    first = model.generate(ids[:, :30], max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+    first = model.generate(
+        ids[:, :30], max_new_tokens=8, do_sample=False, return_dict_in_generate=True
+    )
     cache = first.past_key_values
     for end in (50, 51, 90):
         branch = copy.deepcopy(cache)
@@ -232,11 +299,19 @@ def test_turns_on_one_cache_and_branches(model):
 def test_user_made_caches(model):
     ids = tokens(1, PROMPT)
     expected = recompute(model, ids, 10)
-    for cache in (DynamicCache(), DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=64)):
-        assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False), expected)
+    for cache in (
+        DynamicCache(),
+        DynamicCache(config=model.config),
+        StaticCache(model.config, max_cache_len=64),
+    ):
+        assert torch.equal(
+            model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False), expected
+        )
         assert all(isinstance(layer, CCALayer) for layer in cache.layers)
         cache.reset()
-        assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False), expected)
+        assert torch.equal(
+            model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False), expected
+        )
 
 
 def test_inputs_embeds(model):
@@ -250,9 +325,14 @@ def test_cache_bytes_follow_the_formula_from_the_first_token(model):
     config, cache = model.config, None
     for length in range(1, 60):
         with torch.no_grad():
-            cache = model(tokens(1, 1, seed=length), past_key_values=cache, use_cache=True).past_key_values
+            cache = model(
+                tokens(1, 1, seed=length), past_key_values=cache, use_cache=True
+            ).past_key_values
         entries = length // 4 + 9 + 4 - 1
-        assert cache_bytes(cache) == entries * config.num_hidden_layers * config.num_key_value_heads * 2 * 16 * 4
+        assert (
+            cache_bytes(cache)
+            == entries * config.num_hidden_layers * config.num_key_value_heads * 2 * 16 * 4
+        )
     with torch.no_grad():
         prefilled = model(tokens(1, 59), use_cache=True).past_key_values
     assert cache_bytes(prefilled) == cache_bytes(cache)
@@ -280,7 +360,9 @@ def test_configure_is_elastic(model):
     with torch.no_grad():
         old = model(ids, use_cache=True).past_key_values
     handle.configure(group_size=3, window_size=12)
-    torch.testing.assert_close(stateless(model, ids), oracle_logits_disabled(ids, 3, 12), rtol=1e-4, atol=3e-5)
+    torch.testing.assert_close(
+        stateless(model, ids), oracle_logits_disabled(ids, 3, 12), rtol=1e-4, atol=3e-5
+    )
     with pytest.raises(ValueError, match="must keep its settings"):
         model(ids[:, :1], past_key_values=old)
 
@@ -317,7 +399,9 @@ def test_gradients_and_checkpointing(model, reentrant):
     assert not torch.allclose(expected[0], full[0], rtol=1e-2)
     for backend in ("reference", "packed"):
         with corecontext.enabled(model, CONFIG.replace(backend=backend)):
-            for a, b in zip(gradients(use_cache=True), expected):  # use_cache is the default in training, too
+            for a, b in zip(
+                gradients(use_cache=True), expected
+            ):  # use_cache is the default in training, too
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
     with corecontext.enabled(model, CONFIG):
         model.train()
@@ -335,8 +419,15 @@ def test_packed_documents_do_not_see_each_other(model):
     edges = torch.tensor([0, 20, 21, 54], dtype=torch.int32)
     with torch.no_grad():
         by_positions = model(ids, position_ids=positions, use_cache=False).logits
-        by_edges = model(ids, position_ids=positions, use_cache=False, cu_seq_lens_q=edges, cu_seq_lens_k=edges,
-                         max_length_q=33, max_length_k=33).logits
+        by_edges = model(
+            ids,
+            position_ids=positions,
+            use_cache=False,
+            cu_seq_lens_q=edges,
+            cu_seq_lens_k=edges,
+            max_length_q=33,
+            max_length_k=33,
+        ).logits
         cached = model(ids, position_ids=positions, use_cache=True)
         for out in (by_positions, by_edges, cached.logits):
             torch.testing.assert_close(out, alone, rtol=1e-4, atol=2e-5)
@@ -349,8 +440,9 @@ def test_packed_documents_beside_sliding_layers_need_no_cache():
     ids, positions = torch.cat(docs, 1), torch.cat([torch.arange(20), torch.arange(13)])[None]
     with corecontext.enabled(model, CONFIG), torch.no_grad():
         alone = torch.cat([stateless(model, doc) for doc in docs], 1)
-        torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, alone, rtol=1e-4,
-                                   atol=3e-5)
+        torch.testing.assert_close(
+            model(ids, position_ids=positions, use_cache=False).logits, alone, rtol=1e-4, atol=3e-5
+        )
         with pytest.raises(ValueError, match="use_cache must be False for packed documents"):
             model(ids, position_ids=positions)
 
@@ -361,7 +453,9 @@ def test_deepcopied_model_is_independent(model):
     expected = stateless(model, ids)
     handle_of(model).disable()
     assert torch.equal(stateless(twin, ids), expected)
-    assert torch.equal(twin.generate(ids, max_new_tokens=5, do_sample=False), recompute(twin, ids, 5))
+    assert torch.equal(
+        twin.generate(ids, max_new_tokens=5, do_sample=False), recompute(twin, ids, 5)
+    )
     handle_of(twin).disable()
     assert torch.equal(stateless(twin, ids), stateless(model, ids))
 
@@ -386,6 +480,7 @@ def test_autocast_trains_and_generates(model, use_cache, monkeypatch):
     ids = tokens(2, 60)
     truth = stateless(model, ids)
     from corecontext.ops import pooling
+
     seen, original = [], pooling._weights
     monkeypatch.setattr(pooling, "_weights", lambda *a: (seen.append(out := original(*a)), out)[1])
     with torch.autocast(ids.device.type, torch.bfloat16):
@@ -393,7 +488,9 @@ def test_autocast_trains_and_generates(model, use_cache, monkeypatch):
         out.loss.backward()
         generated = model.generate(ids, max_new_tokens=5, do_sample=False)
     assert generated.shape == (2, 65)
-    assert {weights.dtype for weights, *_ in seen} == {torch.float32}  # autocast leaves the pooling alone
+    assert {weights.dtype for weights, *_ in seen} == {
+        torch.float32
+    }  # autocast leaves the pooling alone
     assert (out.logits.float() - truth).abs().mean() < 0.1
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
@@ -421,10 +518,17 @@ def test_compiled_static_decoding_is_one_graph(model):
     counter = CompileCounter()
     step = torch.compile(model, fullgraph=True, backend=counter)
     with torch.no_grad():
-        out = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+        out = model(
+            ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            past_key_values=cache,
+        )
         got, positions = [out.logits[:, -1].argmax(-1)], mask.sum(1)
         for i in range(19):
-            out = step(got[-1][:, None], past_key_values=cache, position_ids=(positions + i)[:, None])
+            out = step(
+                got[-1][:, None], past_key_values=cache, position_ids=(positions + i)[:, None]
+            )
             got.append(out.logits[:, -1].argmax(-1))
     assert torch.equal(torch.stack(got, 1), eager[:, 40:])
     assert counter.frame_count == 1
@@ -433,8 +537,13 @@ def test_compiled_static_decoding_is_one_graph(model):
 def test_no_square_mask_is_built(model, monkeypatch):
     seen = []
     from corecontext.integrations import transformers as plugin
+
     original = plugin.cca_attention
-    monkeypatch.setattr(plugin, "cca_attention", lambda *a, **k: seen.append(k["attention_mask"]) or original(*a, **k))
+    monkeypatch.setattr(
+        plugin,
+        "cca_attention",
+        lambda *a, **k: seen.append(k["attention_mask"]) or original(*a, **k),
+    )
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[0, :4] = 0
     with torch.no_grad():
@@ -445,8 +554,11 @@ def test_no_square_mask_is_built(model, monkeypatch):
 
 # Refusals ------------------------------------------------------------------------------------------------------------
 
+
 def test_refuses_untested_architecture():
-    other = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=50))
+    other = AutoModelForCausalLM.from_config(
+        GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=50)
+    )
     with pytest.raises(NotImplementedError, match="architecture 'gpt2' is not tested.*llama"):
         corecontext.enable(other, CONFIG)
     with pytest.raises(TypeError, match="must be a transformers PreTrainedModel"):
@@ -458,7 +570,9 @@ def test_refuses_all_sliding_layers():
         corecontext.enable(tiny_model("mistral", sliding_window=8), CONFIG)
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}], ids=["dynamic"])
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}], ids=["dynamic"]
+)
 def test_refuses_rotary_that_changes_with_length(rope):
     model = tiny_model(rope_parameters=rope)
     with pytest.raises(NotImplementedError, match="changes its frequencies with the length"):
@@ -475,7 +589,10 @@ def test_refuses_twice(model):
 def test_refuses_the_settings_of_rivals():
     from corecontext.baselines import StreamingLLM
 
-    with pytest.raises(TypeError, match="config must be a CCAConfig, got StreamingLLM.*corecontext.baselines.enable"):
+    with pytest.raises(
+        TypeError,
+        match="config must be a CCAConfig, got StreamingLLM.*corecontext.baselines.enable",
+    ):
         corecontext.enable(tiny_model(), StreamingLLM())
 
 
@@ -486,10 +603,14 @@ def test_refuses_foreign_caches(model):
     with pytest.raises(ValueError, match="tokens cached by another attention"):
         model(ids[:, :1], past_key_values=filled)
     with pytest.raises(NotImplementedError, match="layer type DynamicSlidingWindowLayer"):
-        model(ids, past_key_values=DynamicCache(config=tiny_model("mistral", sliding_window=8).config))
+        model(
+            ids, past_key_values=DynamicCache(config=tiny_model("mistral", sliding_window=8).config)
+        )
     quantized = DynamicCache(config=model.config)
     quantized.layers[0] = type("QuantoQuantizedLayer", (DynamicLayer,), {})()
-    with pytest.raises(NotImplementedError, match="layer type QuantoQuantizedLayer cannot hold core tokens"):
+    with pytest.raises(
+        NotImplementedError, match="layer type QuantoQuantizedLayer cannot hold core tokens"
+    ):
         model(ids, past_key_values=quantized)
     offloaded = DynamicCache(config=model.config)
     offloaded.offloading = True
@@ -523,7 +644,9 @@ def test_refuses_output_attentions(model, how):
         if how == "kwarg":
             model(ids, output_attentions=True)
         else:
-            model.generate(ids, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
+            model.generate(
+                ids, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True
+            )
 
 
 def test_refuses_dropout():
@@ -543,7 +666,9 @@ def test_refuses_gradients_through_a_filled_cache(model):
     ids = tokens(1, 20)
     cache = model(ids, use_cache=True).past_key_values
     for n in (1, 3):
-        with pytest.raises(ValueError, match="gradients must not be asked through a filled compact cache"):
+        with pytest.raises(
+            ValueError, match="gradients must not be asked through a filled compact cache"
+        ):
             model(ids[:, :n], past_key_values=cache)
 
 
@@ -552,9 +677,11 @@ def test_hybrid_list_is_what_the_families_say():
 
 
 def test_import_leaves_transformers_alone():
-    code = ("import corecontext, sys; assert 'transformers' not in sys.modules and 'triton' not in sys.modules;"
-            "from transformers import AttentionInterface; before = dict(AttentionInterface._global_mapping);"
-            "corecontext.enable; after = AttentionInterface._global_mapping;"
-            "assert {k: v for k, v in after.items() if k != 'cca'} == before")
+    code = (
+        "import corecontext, sys; assert 'transformers' not in sys.modules and 'triton' not in sys.modules;"
+        "from transformers import AttentionInterface; before = dict(AttentionInterface._global_mapping);"
+        "corecontext.enable; after = AttentionInterface._global_mapping;"
+        "assert {k: v for k, v in after.items() if k != 'cca'} == before"
+    )
     with warnings.catch_warnings():
         subprocess.run([sys.executable, "-c", code], check=True)

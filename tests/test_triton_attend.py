@@ -17,22 +17,45 @@ DEVICE = "cuda" if GPU else "cpu"
 # The interpreter gets bfloat16 wrong. On the GPU every dtype runs.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])
 ERROR = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}  # of the norm of all rows
-WORST = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}  # of the largest element, in any row
+WORST = {
+    torch.float32: 2e-5,
+    torch.float16: 6e-3,
+    torch.bfloat16: 5e-2,
+}  # of the largest element, in any row
 
 #        N  r  T    D   g    s   Hc
-SHAPES = [(1, 2, 70, 16, 4, 9, 1), (2, 2, 100, 20, 7, 13, 2), (1, 1, 157, 32, 16, 33, 1), (1, 3, 60, 16, 5, 1, 3),
-          (1, 1, 130, 16, 100, 20, 1), (1, 1, 33, 64, 1, 5, 1), (1, 2, 20, 16, 4, 9, 1), (1, 1, 1, 16, 4, 9, 1)]
+SHAPES = [
+    (1, 2, 70, 16, 4, 9, 1),
+    (2, 2, 100, 20, 7, 13, 2),
+    (1, 1, 157, 32, 16, 33, 1),
+    (1, 3, 60, 16, 5, 1, 3),
+    (1, 1, 130, 16, 100, 20, 1),
+    (1, 1, 33, 64, 1, 5, 1),
+    (1, 2, 20, 16, 4, 9, 1),
+    (1, 1, 1, 16, 4, 9, 1),
+]
 if GPU:
-    SHAPES += [(2, 4, 1500, 128, 16, 64, 1), (1, 2, 700, 256, 16, 100, 1), (1, 2, 999, 80, 5, 33, 2)]
+    SHAPES += [
+        (2, 4, 1500, 128, 16, 64, 1),
+        (1, 2, 700, 256, 16, 100, 1),
+        (1, 2, 999, 80, 5, 33, 2),
+    ]
 
 
 def tensors(n, r, t, d, g, s, hc, dtype, q_start=0):
     """q, k, v, core_k, core_v as a cache would pass them: raw keys from the first one that any query sees."""
     generator = torch.Generator(DEVICE).manual_seed(t + d)
     total, k_start = q_start + t, max(0, (q_start + 1 - s) // g) * g
-    shapes = ((n, r, t, d), (n, total - k_start, d), (n, total - k_start, d), (n, hc, total // g, d),
-              (n, hc, total // g, d))
-    return [torch.randn(shape, device=DEVICE, generator=generator).to(dtype) for shape in shapes], k_start
+    shapes = (
+        (n, r, t, d),
+        (n, total - k_start, d),
+        (n, total - k_start, d),
+        (n, hc, total // g, d),
+        (n, hc, total // g, d),
+    )
+    return [
+        torch.randn(shape, device=DEVICE, generator=generator).to(dtype) for shape in shapes
+    ], k_start
 
 
 def assert_near(got, expected, dtype, what, terms=16):
@@ -40,25 +63,39 @@ def assert_near(got, expected, dtype, what, terms=16):
 
     Sums that cancel may be off by a rounding of each of their `terms`, which are of size 1.
     """
-    floor = ERROR[dtype] * terms ** 0.5
+    floor = ERROR[dtype] * terms**0.5
     got, expected = got.double(), expected.double()
     assert got.isfinite().all(), what
     if not expected.numel():
         return
     assert (got - expected).norm() <= ERROR[dtype] * expected.norm() + floor, what
-    rows = (got - expected).flatten(0, -2).norm(dim=-1) if expected.dim() > 1 else (got - expected).abs()
-    size = expected.flatten(0, -2).norm(dim=-1).amax() if expected.dim() > 1 else expected.abs().amax()
-    assert (rows <= WORST[dtype] * size + floor).all(), f"{what}: row {int(rows.argmax())} is off by {rows.max():.2e}"
+    rows = (
+        (got - expected).flatten(0, -2).norm(dim=-1)
+        if expected.dim() > 1
+        else (got - expected).abs()
+    )
+    size = (
+        expected.flatten(0, -2).norm(dim=-1).amax() if expected.dim() > 1 else expected.abs().amax()
+    )
+    assert (rows <= WORST[dtype] * size + floor).all(), (
+        f"{what}: row {int(rows.argmax())} is off by {rows.max():.2e}"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x)[6:])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"bias": True, "grad_lse": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 5.0}, {"bias": True, "grad_lse": True}], ids=str
+)
 def test_forward_and_gradients(shape, dtype, options):
     (q, k, v, core_k, core_v), _ = tensors(*shape, dtype)
     bias = torch.randn(shape[0], shape[1], device=DEVICE) if "bias" in options else None
-    sizes = {"group_size": shape[4], "window_size": shape[5], "scale": shape[3] ** -0.5,
-             "softcap": options.get("softcap")}
+    sizes = {
+        "group_size": shape[4],
+        "window_size": shape[5],
+        "scale": shape[3] ** -0.5,
+        "softcap": options.get("softcap"),
+    }
     leaves = [x.double().requires_grad_() for x in (q, k, v, core_k, core_v)]
     wide_bias = None if bias is None else bias.double().requires_grad_()
     truth, truth_lse = reference.attend(*leaves, core_bias=wide_bias, **sizes)
@@ -67,13 +104,21 @@ def test_forward_and_gradients(shape, dtype, options):
     torch.testing.assert_close(lse.double(), truth_lse, rtol=0, atol=ERROR[dtype])
     grad = torch.randn_like(q)
     grad_lse = torch.randn_like(lse) if "grad_lse" in options else None
-    loss = (truth * grad.double()).sum() + (0 if grad_lse is None else (truth_lse * grad_lse.double()).sum())
-    expected = torch.autograd.grad(loss, leaves + ([] if bias is None else [wide_bias]), allow_unused=True)
-    got = kernels.attend_backward(grad, grad_lse, q, k, v, core_k, core_v, out, lse, core_bias=bias, **sizes)
+    loss = (truth * grad.double()).sum() + (
+        0 if grad_lse is None else (truth_lse * grad_lse.double()).sum()
+    )
+    expected = torch.autograd.grad(
+        loss, leaves + ([] if bias is None else [wide_bias]), allow_unused=True
+    )
+    got = kernels.attend_backward(
+        grad, grad_lse, q, k, v, core_k, core_v, out, lse, core_bias=bias, **sizes
+    )
     for name, a, b in zip(("q", "k", "v", "core_k", "core_v", "bias"), got, expected):
         terms = shape[2] * shape[3] if name == "bias" else 16
         assert_near(a, torch.zeros_like(a) if b is None else b, dtype, f"gradient of {name}", terms)
-    again = kernels.attend_backward(grad, grad_lse, q, k, v, core_k, core_v, out, lse, core_bias=bias, **sizes)
+    again = kernels.attend_backward(
+        grad, grad_lse, q, k, v, core_k, core_v, out, lse, core_bias=bias, **sizes
+    )
     assert all(a is b or torch.equal(a, b) for a, b in zip(got, again))  # the same from run to run
 
 
@@ -82,7 +127,13 @@ def test_forward_and_gradients(shape, dtype, options):
 def test_queries_may_start_anywhere(q_start, length):
     shape = (1, 2, length, 16, 4, 9, 1)
     (q, k, v, core_k, core_v), k_start = tensors(*shape, torch.float32, q_start=q_start)
-    sizes = {"q_start": q_start, "k_start": k_start, "group_size": 4, "window_size": 9, "scale": 0.25}
+    sizes = {
+        "q_start": q_start,
+        "k_start": k_start,
+        "group_size": 4,
+        "window_size": 9,
+        "scale": 0.25,
+    }
     truth, _ = reference.attend(*(x.double() for x in (q, k, v, core_k, core_v)), **sizes)
     out, _ = kernels.attend(q, k, v, core_k, core_v, **sizes)
     assert_near(out, truth, torch.float32, "out")
@@ -94,20 +145,37 @@ def test_the_future_changes_nothing():
     before, _ = kernels.attend(q, k, v, core_k, core_v, **sizes)
     for t in (0, 12, 13, 60, 118):
         changed = [x.clone() for x in (q, k, v, core_k, core_v)]
-        changed[0][:, :, t + 1:] = 7
-        changed[1][:, t + 1:], changed[2][:, t + 1:] = 1e4, -1e4
-        changed[3][:, :, (t + 1) // 4:], changed[4][:, :, (t + 1) // 4:] = 1e4, -1e4
+        changed[0][:, :, t + 1 :] = 7
+        changed[1][:, t + 1 :], changed[2][:, t + 1 :] = 1e4, -1e4
+        changed[3][:, :, (t + 1) // 4 :], changed[4][:, :, (t + 1) // 4 :] = 1e4, -1e4
         after, _ = kernels.attend(*changed, **sizes)
-        assert torch.equal(after[:, :, :t + 1], before[:, :, :t + 1])
+        assert torch.equal(after[:, :, : t + 1], before[:, :, : t + 1])
 
 
-@pytest.mark.parametrize("options", [{}, {"attention_mask": True}, {"cu_seqlens": True}, {"core_heads": "query"},
-                                     {"pooling": "max", "core_bias": 0.7}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"attention_mask": True},
+        {"cu_seqlens": True},
+        {"core_heads": "query"},
+        {"pooling": "max", "core_bias": 0.7},
+    ],
+    ids=str,
+)
 def test_public_operator(options):
     rows = 1 if "cu_seqlens" in options else 2
     generator = torch.Generator(DEVICE).manual_seed(0)
-    q, k, v = (torch.randn(rows, 75, h, 16, device=DEVICE, generator=generator).transpose(1, 2) for h in (4, 2, 2))
-    settings = {"group_size": 4, "window_size": 9, "rotary": Rotary.from_theta(100.0, 16, DEVICE), **options}
+    q, k, v = (
+        torch.randn(rows, 75, h, 16, device=DEVICE, generator=generator).transpose(1, 2)
+        for h in (4, 2, 2)
+    )
+    settings = {
+        "group_size": 4,
+        "window_size": 9,
+        "rotary": Rotary.from_theta(100.0, 16, DEVICE),
+        **options,
+    }
     if "attention_mask" in options:
         settings["attention_mask"] = torch.ones(2, 75, device=DEVICE)
         settings["attention_mask"][0, :30] = 0
@@ -120,20 +188,33 @@ def test_public_operator(options):
         out = cca_attention(*leaves, backend=backend, **settings)
         return [out, *torch.autograd.grad((out * weights.to(dtype)).sum(), leaves)]
 
-    for name, a, b in zip(("out", "q", "k", "v"), results("triton", torch.float32),
-                          results("reference", torch.float64)):
+    for name, a, b in zip(
+        ("out", "q", "k", "v"),
+        results("triton", torch.float32),
+        results("reference", torch.float64),
+    ):
         assert_near(a, b, torch.float32, name)
 
 
 def test_cache_in_chunks():
-    (q, k, v), rotary = (torch.randn(2, h, 70, 16, device=DEVICE) for h in (4, 2, 2)), Rotary.from_theta(100.0, 16)
+    (q, k, v), rotary = (
+        (torch.randn(2, h, 70, 16, device=DEVICE) for h in (4, 2, 2)),
+        Rotary.from_theta(100.0, 16),
+    )
     layer = CompactLayer(CCAConfig(4, 9, backend="triton"), rotary)
     outs, start = [], 0
     for size in (30, 1, 5, 1, 33):
-        outs.append(layer.attend(*(x[:, :, start:start + size] for x in (q, k, v))))
+        outs.append(layer.attend(*(x[:, :, start : start + size] for x in (q, k, v))))
         start += size
-    truth = cca_attention(q.double(), k.double(), v.double(), group_size=4, window_size=9, rotary=rotary,
-                          backend="reference")
+    truth = cca_attention(
+        q.double(),
+        k.double(),
+        v.double(),
+        group_size=4,
+        window_size=9,
+        rotary=rotary,
+        backend="reference",
+    )
     assert_near(torch.cat(outs, 2), truth, torch.float32, "out")
 
 

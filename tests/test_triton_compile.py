@@ -15,18 +15,36 @@ triton = pytest.importorskip("triton", reason="the triton backend needs triton")
 
 # Whoever imports the tests has read TRITON_INTERPRET, so compilation has a process of its own.
 PROGRAM = Path(__file__).with_name("compile_kernels.py")
-PLAIN = {"_attend_fwd_kernel", "_attend_dq_kernel", "_attend_dkv_kernel", "_pool_fwd_kernel", "_pool_bwd_kernel",
-         "_pool_half_fwd_kernel", "_pool_half_bwd_kernel",
-         "_pool_long_fwd_kernel", "_pool_long_bwd_kernel", "_step_kernel", "_merge_kernel"}
+PLAIN = {
+    "_attend_fwd_kernel",
+    "_attend_dq_kernel",
+    "_attend_dkv_kernel",
+    "_pool_fwd_kernel",
+    "_pool_bwd_kernel",
+    "_pool_half_fwd_kernel",
+    "_pool_half_bwd_kernel",
+    "_pool_long_fwd_kernel",
+    "_pool_long_bwd_kernel",
+    "_step_kernel",
+    "_merge_kernel",
+}
 HOPPER = {"_attend_fwd_hopper", "_attend_bwd_hopper", "_prepare_kernel", "_finish_kernel"}
 SPILLED = {"_attend_dkv_kernel": 1024}  # bytes a thread, where it is more than a few registers
 
 
 def compile_for(chip: str, tmp_path: Path, *more: str) -> list[dict]:
     """What the program prints."""
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path),
-           "PYTHONPATH": os.pathsep.join((str(PROGRAM.parent.parent), os.environ.get("PYTHONPATH", "")))}
-    done = subprocess.run([sys.executable, str(PROGRAM), chip, *more], env=env, capture_output=True, text=True)
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(
+            (str(PROGRAM.parent.parent), os.environ.get("PYTHONPATH", ""))
+        ),
+    }
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), chip, *more], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -40,7 +58,9 @@ def check(made: list[dict], chip: str, kernels: set[str]) -> None:
             assert (one["spilled"] or 0) <= SPILLED.get(one["kernel"], 256), one
 
 
-OLD = pytest.mark.skipif(Version(triton.__version__) < Version("3.6"), reason="Triton 3.5 has none of them on Hopper")
+OLD = pytest.mark.skipif(
+    Version(triton.__version__) < Version("3.6"), reason="Triton 3.5 has none of them on Hopper"
+)
 
 
 # One of each: Hopper's own kernels; the least shared memory of NVIDIA's chips; AMD.
@@ -51,7 +71,9 @@ def test_kernels_fit(chip, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", ["sm_80", "sm_89", "sm_100", "sm_120", pytest.param("sm_90", marks=OLD), "sm_86",
-                                  "gfx942"])
+@pytest.mark.parametrize(
+    "chip",
+    ["sm_80", "sm_89", "sm_100", "sm_120", pytest.param("sm_90", marks=OLD), "sm_86", "gfx942"],
+)
 def test_all_sizes_fit(chip, tmp_path):
     check(compile_for(chip, tmp_path, "all"), chip, PLAIN | HOPPER if chip == "sm_90" else PLAIN)

@@ -18,27 +18,43 @@ pytestmark = pytest.mark.usefixtures("default_device")
 GPU = torch.cuda.is_available()
 # The interpreter gets bfloat16 wrong. On the GPU every dtype runs.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])
-WORST = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest row's norm, in any row
+WORST = {
+    torch.float32: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}  # of the largest row's norm, in any row
 
 
 def rotary_of(dim, share=1.0, interleaved=False):
     """Frequencies for the first part of the dimensions."""
-    return Rotary(Rotary.from_theta(100.0, dim).inv_freq[:int(dim * share) // 2], interleaved)
+    return Rotary(Rotary.from_theta(100.0, dim).inv_freq[: int(dim * share) // 2], interleaved)
 
 
 def tensors(batch, heads, kv_heads, length, dim, dtype, seed=0):
     generator = torch.Generator("cpu").manual_seed(seed)
     default = torch.get_default_device()
-    return [torch.randn(batch, h, length, dim, generator=generator, device="cpu").to(default, dtype)
-            for h in (heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(batch, h, length, dim, generator=generator, device="cpu").to(default, dtype)
+        for h in (heads, kv_heads, kv_heads)
+    ]
 
 
 def reference(config, rotary, qkv, mask=None, softcap=None):
     c = config
-    return cca_attention(*(x.double() for x in qkv), group_size=c.group_size, window_size=c.window_size,
-                         pooling=c.pooling, core_position=c.core_position, core_heads=c.core_heads,
-                         core_bias=c.core_bias, sink_size=c.sink_size, rotary=rotary, attention_mask=mask,
-                         softcap=softcap, backend="reference")
+    return cca_attention(
+        *(x.double() for x in qkv),
+        group_size=c.group_size,
+        window_size=c.window_size,
+        pooling=c.pooling,
+        core_position=c.core_position,
+        core_heads=c.core_heads,
+        core_bias=c.core_bias,
+        sink_size=c.sink_size,
+        rotary=rotary,
+        attention_mask=mask,
+        softcap=softcap,
+        backend="reference",
+    )
 
 
 def decoded(layer, qkv, prefill, mask=None, before=None, **options):
@@ -49,7 +65,7 @@ def decoded(layer, qkv, prefill, mask=None, before=None, **options):
     for t in range(prefill, qkv[0].shape[2]):
         if before:
             before(t)
-        outs.append(layer.attend(*(x[:, :, t:t + 1] for x in qkv), **options))
+        outs.append(layer.attend(*(x[:, :, t : t + 1] for x in qkv), **options))
     return torch.cat(outs, 2)
 
 
@@ -61,18 +77,29 @@ def assert_rows(got, expected, dtype):
 
 
 #        g   s   H  Hkv D   prefill length, settings
-CASES = [(4, 9, 4, 2, 16, 21, 34, {}), (5, 12, 2, 2, 16, 1, 24, {}), (16, 20, 2, 1, 16, 13, 55, {}),
-         (1, 5, 2, 1, 16, 7, 19, {"core_bias": 0.7}), (7, 3, 3, 1, 80, 20, 36, {}),
-         (4, 9, 4, 2, 16, 21, 33, {"core_heads": "query", "core_bias": -0.7}),
-         (5, 6, 3, 1, 16, 13, 31, {"core_heads": "query", "pooling": "mean"}),
-         (5, 8, 2, 1, 16, 13, 31, {"pooling": "max"}), (5, 8, 2, 1, 16, 13, 31, {"pooling": "mean"}),
-         (4, 9, 2, 1, 18, 13, 31, {"core_position": "token"}), (40, 3, 2, 1, 96, 35, 45, {}),
-         (4, 5, 4, 2, 16, 6, 24, {"sink_size": 8, "core_heads": "query", "core_bias": -0.7}),
-         (5, 6, 2, 1, 16, 1, 28, {"sink_size": 10})]
+CASES = [
+    (4, 9, 4, 2, 16, 21, 34, {}),
+    (5, 12, 2, 2, 16, 1, 24, {}),
+    (16, 20, 2, 1, 16, 13, 55, {}),
+    (1, 5, 2, 1, 16, 7, 19, {"core_bias": 0.7}),
+    (7, 3, 3, 1, 80, 20, 36, {}),
+    (4, 9, 4, 2, 16, 21, 33, {"core_heads": "query", "core_bias": -0.7}),
+    (5, 6, 3, 1, 16, 13, 31, {"core_heads": "query", "pooling": "mean"}),
+    (5, 8, 2, 1, 16, 13, 31, {"pooling": "max"}),
+    (5, 8, 2, 1, 16, 13, 31, {"pooling": "mean"}),
+    (4, 9, 2, 1, 18, 13, 31, {"core_position": "token"}),
+    (40, 3, 2, 1, 96, 35, 45, {}),
+    (4, 5, 4, 2, 16, 6, 24, {"sink_size": 8, "core_heads": "query", "core_bias": -0.7}),
+    (5, 6, 2, 1, 16, 1, 28, {"sink_size": 10}),
+]
 if GPU:
-    CASES += [(16, 100, 32, 8, 128, 3000, 3050, {}), (16, 64, 8, 8, 128, 1000, 1040, {"core_bias": 2.0}),
-              (16, 33, 64, 1, 128, 500, 540, {"core_heads": "query"}), (300, 50, 4, 2, 256, 890, 905, {}),
-              (16, 64, 4, 2, 256, 800, 820, {"pooling": "max"})]
+    CASES += [
+        (16, 100, 32, 8, 128, 3000, 3050, {}),
+        (16, 64, 8, 8, 128, 1000, 1040, {"core_bias": 2.0}),
+        (16, 33, 64, 1, 128, 500, 540, {"core_heads": "query"}),
+        (300, 50, 4, 2, 256, 890, 905, {}),
+        (16, 64, 4, 2, 256, 800, 820, {"pooling": "max"}),
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x)[6:])
@@ -80,15 +107,21 @@ if GPU:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_step_of_every_row(case, softcap, dtype):
     g, s, heads, kv_heads, dim, prefill, length, settings = case
-    if softcap and not GPU and (dtype != torch.float32 or case not in (CASES[2], CASES[5], CASES[7])):
+    if (
+        softcap
+        and not GPU
+        and (dtype != torch.float32 or case not in (CASES[2], CASES[5], CASES[7]))
+    ):
         pytest.skip("the interpreter is slow")
     config = CCAConfig(g, s, backend="triton", **settings)
     rotary = rotary_of(dim, interleaved=g == 5) if g != 7 else rotary_of(dim, 0.5)
     qkv = tensors(2, heads, kv_heads, length, dim, dtype)
     mask = torch.ones(2, length, dtype=torch.long)
-    mask[1, :3 if prefill > 3 else 0] = 0
+    mask[1, : 3 if prefill > 3 else 0] = 0
     fixed = (softcap is None) == (length % 2 == 0)
-    layer = CompactLayer(config, rotary, max_length=length + 2 if fixed else None, rollback=3 if fixed else 0)
+    layer = CompactLayer(
+        config, rotary, max_length=length + 2 if fixed else None, rollback=3 if fixed else 0
+    )
     out = decoded(layer, qkv, prefill, mask, softcap=softcap)
     expected = reference(config, rotary, qkv, mask, softcap)
     assert_rows(out, expected, dtype)
@@ -98,21 +131,25 @@ def test_every_step_of_every_row(case, softcap, dtype):
 def test_entries_are_shared_by_several_programs():
     chip = chip_of(torch.zeros(()).device)
     for dtype in (torch.float32, torch.float16):
-        assert decode_splits(chip, 4, 60, decode_tiles(chip, dtype, 2, 16).block_n) > (0 if GPU else 1)
-    assert decode_splits(chip, 10 ** 6, 10 ** 6, 64) == 1
+        assert decode_splits(chip, 4, 60, decode_tiles(chip, dtype, 2, 16).block_n) > (
+            0 if GPU else 1
+        )
+    assert decode_splits(chip, 10**6, 10**6, 64) == 1
 
 
 @pytest.mark.parametrize("prefill", [3, 30])
 def test_nothing_unseen_is_read(prefill):
     g, s, length = 4, 9, 46
-    layer, qkv = CompactLayer(CCAConfig(g, s, backend="triton"), rotary_of(16), max_length=99), tensors(
-        1, 4, 2, length, 16, torch.float32)
+    layer, qkv = (
+        CompactLayer(CCAConfig(g, s, backend="triton"), rotary_of(16), max_length=99),
+        tensors(1, 4, 2, length, 16, torch.float32),
+    )
 
     def poison(t):
         """NaN in all that the step at t does not see, but for core tokens that a later one does."""
         ring, low = layer.ring_size, num_visible_cores(t, g, s) * g
         unseen = torch.ones(layer.keys.shape[2], dtype=torch.bool)
-        unseen[ring:ring + t // g] = False
+        unseen[ring : ring + t // g] = False
         unseen[[p % ring for p in range(low, t)]] = False
         layer.keys[:, :, unseen] = float("nan")
         layer.values[:, :, unseen] = float("nan")
@@ -142,8 +179,8 @@ def test_crop_state_and_rows_go_with_it():
         for one, rows in ((layer, [0, 1]), (other, [1, 1])):
             one.select(torch.tensor(rows))
             for t in range(31, 37):
-                out = one.attend(*(x[rows, :, t:t + 1] for x in qkv))
-                assert_rows(out, expected[rows, :, t:t + 1], torch.float32)
+                out = one.attend(*(x[rows, :, t : t + 1] for x in qkv))
+                assert_rows(out, expected[rows, :, t : t + 1], torch.float32)
 
 
 def test_strided_inputs():
@@ -152,9 +189,11 @@ def test_strided_inputs():
     expected = reference(config, rotary_of(16), qkv)
     layer.attend(*(x[:, :, :24] for x in qkv))
     for t in range(24, 30):
-        step = torch.cat([x[:, :, t:t + 1] for x in qkv], 1).transpose(1, 2).flatten(2)  # as one projection gives them
+        step = (
+            torch.cat([x[:, :, t : t + 1] for x in qkv], 1).transpose(1, 2).flatten(2)
+        )  # as one projection gives them
         q, k, v = (x.unflatten(2, (-1, 16)).transpose(1, 2) for x in step.split((64, 32, 32), 2))
-        assert_rows(layer.attend(q, k, v), expected[:, :, t:t + 1], torch.float32)
+        assert_rows(layer.attend(q, k, v), expected[:, :, t : t + 1], torch.float32)
 
 
 def test_what_has_no_slot_is_not_written():
@@ -162,11 +201,23 @@ def test_what_has_no_slot_is_not_written():
     memory = [torch.full((2, ring, 16), 7.0) for _ in range(2)]
     keys, values = (x[:1].view(1, 1, ring, 16) for x in memory)
     q, k, v = tensors(1, 2, 1, 1, 16, torch.float32)
-    options = {"turn": None, "interleaved": False, "group_size": g, "window_size": s, "ring_size": ring,
-               "pooling": "mean", "core_heads": "kv", "scale": 0.25}
+    options = {
+        "turn": None,
+        "interleaved": False,
+        "group_size": g,
+        "window_size": s,
+        "ring_size": ring,
+        "pooling": "mean",
+        "core_heads": "kv",
+        "scale": 0.25,
+    }
     seen, pad = torch.tensor(3), torch.tensor([0])
     decode_step(q, k, v, keys, values, seen, pad, **options)  # closes group 0, which has no slot
-    assert seen == 4 and torch.equal(keys[0, 0, 3], k[0, 0, 0]) and torch.equal(values[0, 0, 3], v[0, 0, 0])
+    assert (
+        seen == 4
+        and torch.equal(keys[0, 0, 3], k[0, 0, 0])
+        and torch.equal(values[0, 0, 3], v[0, 0, 0])
+    )
     decode_step(q, k, v, keys, values, 4, torch.tensor([5]), **options)  # padding
     for x in (*memory, keys[0], values[0]):
         assert (x.flatten(0, 1)[[0, 1, 2, 4, 5, 6, 7]] == 7).all() and (memory[0][1] == 7).all()
@@ -182,7 +233,11 @@ def test_compiles_as_one_graph():
     step = torch.compile(lambda q, k, v: 2 * layer.attend(q, k, v), fullgraph=True, backend=counter)
     with torch.no_grad():
         for t in range(26, 34):
-            assert_rows(step(*(x[:, :, t:t + 1] for x in qkv)) / 2, expected[:, :, t:t + 1], torch.float32)
+            assert_rows(
+                step(*(x[:, :, t : t + 1] for x in qkv)) / 2,
+                expected[:, :, t : t + 1],
+                torch.float32,
+            )
     assert counter.frame_count == 1 and layer.seq_len == 34
 
 
@@ -194,13 +249,13 @@ def test_a_captured_step_replays():
     layer = CompactLayer(config, rotary_of(128), max_length=length)
     expected = reference(config, rotary_of(128), qkv)
     layer.attend(*(x[:, :, :prefill] for x in qkv))
-    new = [x[:, :, prefill:prefill + 1].clone() for x in qkv]
+    new = [x[:, :, prefill : prefill + 1].clone() for x in qkv]
     layer.attend(*new)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = layer.attend(*new)
     for t in range(prefill + 1, length):
         for buffer, x in zip(new, qkv):
-            buffer.copy_(x[:, :, t:t + 1])
+            buffer.copy_(x[:, :, t : t + 1])
         graph.replay()
-        assert_rows(out, expected[:, :, t:t + 1], torch.bfloat16)
+        assert_rows(out, expected[:, :, t : t + 1], torch.bfloat16)

@@ -23,13 +23,22 @@ from corecontext import Rotary, cca_attention  # noqa: E402
 from corecontext.ops import compose  # noqa: E402
 from corecontext.ops.triton import attend as anywhere  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
-from corecontext.testing import (Inputs, assert_accurate, assert_within_budget, make_inputs, plain_cca,  # noqa: E402
-                                 results_and_gradients, row_errors)
+from corecontext.testing import (
+    Inputs,
+    assert_accurate,
+    assert_within_budget,
+    make_inputs,
+    plain_cca,  # noqa: E402
+    results_and_gradients,
+    row_errors,
+)
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and backend.hopper is not None
 DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.bfloat16, torch.float16] if GPU else [torch.float16]  # the interpreter gets bfloat16 wrong
+DTYPES = (
+    [torch.bfloat16, torch.float16] if GPU else [torch.float16]
+)  # the interpreter gets bfloat16 wrong
 
 
 class _Anywhere:
@@ -49,13 +58,25 @@ WAYS = pytest.mark.parametrize("way", ["anywhere", pytest.param("hopper", marks=
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 #        r  length D    g    s    options
-CASES = [(1, 600, 128, 16, 64, {}), (2, 601, 64, 7, 33, {}), (4, 700, 128, 16, 100, {"grad_lse": True}),
-         (4, 333, 80, 7, 50, {"grad_lse": True}), (2, 500, 96, 1, 64, {}), (2, 500, 96, 1, 61, {"bias": True}),
-         (2, 700, 128, 150, 170, {}), (1, 460, 64, 150, 10, {"bias": True, "grad_lse": True}),
-         (1, 400, 256, 16, 64, {}), (2, 300, 256, 7, 45, {"grad_lse": True}),
-         (4, 600, 128, 16, 64, {"core_heads": "query"}), (2, 430, 80, 7, 20, {"core_heads": "query", "bias": True}),
-         (4, 600, 128, 16, 50, {"bias": True}), (4, 130, 96, 16, 40, {"bias": True, "grad_lse": True}),
-         (2, 127, 128, 7, 1, {}), (1, 20, 64, 16, 9, {}), (1, 1, 128, 16, 9, {})]
+CASES = [
+    (1, 600, 128, 16, 64, {}),
+    (2, 601, 64, 7, 33, {}),
+    (4, 700, 128, 16, 100, {"grad_lse": True}),
+    (4, 333, 80, 7, 50, {"grad_lse": True}),
+    (2, 500, 96, 1, 64, {}),
+    (2, 500, 96, 1, 61, {"bias": True}),
+    (2, 700, 128, 150, 170, {}),
+    (1, 460, 64, 150, 10, {"bias": True, "grad_lse": True}),
+    (1, 400, 256, 16, 64, {}),
+    (2, 300, 256, 7, 45, {"grad_lse": True}),
+    (4, 600, 128, 16, 64, {"core_heads": "query"}),
+    (2, 430, 80, 7, 20, {"core_heads": "query", "bias": True}),
+    (4, 600, 128, 16, 50, {"bias": True}),
+    (4, 130, 96, 16, 40, {"bias": True, "grad_lse": True}),
+    (2, 127, 128, 7, 1, {}),
+    (1, 20, 64, 16, 9, {}),
+    (1, 1, 128, 16, 9, {}),
+]
 SMALL = [(2, 45, 40, 7, 10, {"bias": True, "grad_lse": True})]
 CASES = CASES if GPU else SMALL
 
@@ -85,8 +106,13 @@ def every_second(x: Tensor) -> Tensor:
     return x.new_empty(*x.shape, 2)[..., 0].copy_(x)
 
 
-LAYOUTS = {"contiguous": lambda x: x.contiguous(), "rearranged": rearranged, "misaligned": misaligned,
-           "odd rows": odd_rows, "every second": every_second}
+LAYOUTS = {
+    "contiguous": lambda x: x.contiguous(),
+    "rearranged": rearranged,
+    "misaligned": misaligned,
+    "odd rows": odd_rows,
+    "every second": every_second,
+}
 
 
 def one(x: Tensor, like: Tensor) -> Tensor:
@@ -109,11 +135,22 @@ class _Direct(torch.autograd.Function):
         q = place(by_sequence(q, kv_heads))
         k, v = (place(by_sequence(x, kv_heads)[:, 0]) for x in (k, v))
         count = q.shape[2] // g
-        groups = (q[:, :, g - 1:count * g:g], *(x[:, :count * g].unflatten(1, (count, g)) for x in (k, v)))
-        bias = None if core_bias is None else core_bias.view(kv_heads, -1).repeat(q.shape[0] // kv_heads, 1)
+        groups = (
+            q[:, :, g - 1 : count * g : g],
+            *(x[:, : count * g].unflatten(1, (count, g)) for x in (k, v)),
+        )
+        bias = (
+            None
+            if core_bias is None
+            else core_bias.view(kv_heads, -1).repeat(q.shape[0] // kv_heads, 1)
+        )
         cores = surface.pool(*groups, **options)
         out, lse = surface.attend(q, k, v, *cores, **sizes, scale=options["scale"], core_bias=bias)
-        ctx.surface, ctx.place, ctx.kept = surface, place, (q, k, v, place(out), place(lse), groups, cores)
+        ctx.surface, ctx.place, ctx.kept = (
+            surface,
+            place,
+            (q, k, v, place(out), place(lse), groups, cores),
+        )
         ctx.sizes, ctx.options, ctx.bias = sizes, options, bias
         return out.view(ctx.shapes[0]), lse.view(ctx.shapes[0][:-1])
 
@@ -123,30 +160,69 @@ class _Direct(torch.autograd.Function):
         grad_out = by_sequence(grad_out, kv_heads)
         if 0 not in grad_out.stride():  # an expanded gradient is handed over as it is
             grad_out = ctx.place(grad_out)
-        grads = ctx.surface.gradients(grad_out, None if grad_lse is None else by_sequence(grad_lse, kv_heads),
-                                      *ctx.kept, **ctx.sizes, core_bias=ctx.bias, **ctx.options)
-        dq, dk, dv = (x.reshape(shape).to(grad_out.dtype)
-                      for x, shape in zip(grads, (ctx.shapes[0], ctx.shapes[1], ctx.shapes[1])))
+        grads = ctx.surface.gradients(
+            grad_out,
+            None if grad_lse is None else by_sequence(grad_lse, kv_heads),
+            *ctx.kept,
+            **ctx.sizes,
+            core_bias=ctx.bias,
+            **ctx.options,
+        )
+        dq, dk, dv = (
+            x.reshape(shape).to(grad_out.dtype)
+            for x, shape in zip(grads, (ctx.shapes[0], ctx.shapes[1], ctx.shapes[1]))
+        )
         dbias = None if grads[3] is None else grads[3].view(-1, ctx.shapes[0][1]).sum(0)
         return dq, dk, dv, dbias, None, None, None, None
 
 
-def direct(surface: Any, place: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, *,
-           core_bias: Tensor | None = None, rotary: Rotary | None = None, core_heads: str = "kv",
-           **sizes: int) -> tuple[Tensor, Tensor]:
+def direct(
+    surface: Any,
+    place: Callable[[Tensor], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    core_bias: Tensor | None = None,
+    rotary: Rotary | None = None,
+    core_heads: str = "kv",
+    **sizes: int,
+) -> tuple[Tensor, Tensor]:
     """out and log-sum-exp, differentiable, by `_Direct`."""
-    options = {"scale": q.shape[-1] ** -0.5, "pooling": "cca", "core_heads": core_heads, "rotary": rotary}
+    options = {
+        "scale": q.shape[-1] ** -0.5,
+        "pooling": "cca",
+        "core_heads": core_heads,
+        "rotary": rotary,
+    }
     return _Direct.apply(q, k, v, core_bias, surface, place, sizes, options)
 
 
 def prepared(case: tuple, dtype: torch.dtype) -> tuple[Inputs, Tensor | None, dict[str, Any]]:
     """Inputs, bias and settings of a case."""
     r, length, dim, g, s, options = case
-    inputs = make_inputs(length, batch_size=2, num_heads=2 * r, num_kv_heads=2, head_dim=dim, dtype=dtype,
-                         device=DEVICE, seed=length, with_lse="grad_lse" in options)
+    inputs = make_inputs(
+        length,
+        batch_size=2,
+        num_heads=2 * r,
+        num_kv_heads=2,
+        head_dim=dim,
+        dtype=dtype,
+        device=DEVICE,
+        seed=length,
+        with_lse="grad_lse" in options,
+    )
     bias = torch.linspace(-1, 1, 2 * r, device=DEVICE) if "bias" in options else None
-    return inputs, bias, {"group_size": g, "window_size": s, "core_heads": options.get("core_heads", "kv"),
-                          "rotary": Rotary.from_theta(1e4, dim, DEVICE)}
+    return (
+        inputs,
+        bias,
+        {
+            "group_size": g,
+            "window_size": s,
+            "core_heads": options.get("core_heads", "kv"),
+            "rotary": Rotary.from_theta(1e4, dim, DEVICE),
+        },
+    )
 
 
 @contextlib.contextmanager
@@ -176,14 +252,18 @@ def test_hopper_takes_the_calls():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_row_is_within_its_budget(case, dtype, way):
     inputs, bias, settings = prepared(case, dtype)
-    assert_accurate(functools.partial(direct, SURFACES[way], LAYOUTS["contiguous"]), inputs, bias, **settings)
+    assert_accurate(
+        functools.partial(direct, SURFACES[way], LAYOUTS["contiguous"]), inputs, bias, **settings
+    )
 
 
 @WAYS
 @DTYPE
 @pytest.mark.parametrize("layout", [*LAYOUTS, "expanded number", "expanded row"])
 def test_tensors_may_lie_anyhow(layout, dtype, way):
-    inputs, bias, settings = prepared((2, 300, 80, 7, 33, {"bias": True}) if GPU else SMALL[0], dtype)
+    inputs, bias, settings = prepared(
+        (2, 300, 80, 7, 33, {"bias": True}) if GPU else SMALL[0], dtype
+    )
     spread = {"expanded number": one, "expanded row": one_row}.get(layout)
     if spread is not None:
         inputs = inputs._replace(grad_out=spread(inputs.grad_out, inputs.q))
@@ -199,10 +279,16 @@ def test_the_same_bits_from_run_to_run(case, dtype, way):
     leaves = [x.requires_grad_() for x in (*inputs[:3], *(() if bias is None else (bias,)))]
 
     def run():
-        out, lse = direct(SURFACES[way], LAYOUTS["contiguous"], *leaves[:3], core_bias=bias, **settings)
+        out, lse = direct(
+            SURFACES[way], LAYOUTS["contiguous"], *leaves[:3], core_bias=bias, **settings
+        )
         into = inputs.grad_out if inputs.grad_lse is None else (inputs.grad_out, inputs.grad_lse)
         with deterministic():
-            return [out, lse, *torch.autograd.grad((out, lse) if isinstance(into, tuple) else out, leaves, into)]
+            return [
+                out,
+                lse,
+                *torch.autograd.grad((out, lse) if isinstance(into, tuple) else out, leaves, into),
+            ]
 
     first = run()
     for _ in range(2):
@@ -212,36 +298,76 @@ def test_the_same_bits_from_run_to_run(case, dtype, way):
 
 @WAYS
 @DTYPE
-@pytest.mark.parametrize("q_start, count", [(0, 1), (0, 130), (5, 64), (64, 200), (133, 128), (299, 1), (150, 150)]
-                         if GPU else [(23, 17)])
-@pytest.mark.parametrize("r, dim, g, s, core_heads", [(1, 128, 16, 64, "kv"), (2, 64, 7, 33, "query"),
-                                                      (4, 256, 16, 50, "kv"), (2, 80, 1, 20, "kv")]
-                         if GPU else [(2, 40, 7, 10, "query")])
+@pytest.mark.parametrize(
+    "q_start, count",
+    [(0, 1), (0, 130), (5, 64), (64, 200), (133, 128), (299, 1), (150, 150)] if GPU else [(23, 17)],
+)
+@pytest.mark.parametrize(
+    "r, dim, g, s, core_heads",
+    [(1, 128, 16, 64, "kv"), (2, 64, 7, 33, "query"), (4, 256, 16, 50, "kv"), (2, 80, 1, 20, "kv")]
+    if GPU
+    else [(2, 40, 7, 10, "query")],
+)
 def test_chunks_of_queries(r, dim, g, s, core_heads, q_start, count, dtype, way):
     """A chunk's rows hold the budget of the same rows of the whole; keys before the window are not handed over."""
-    inputs = make_inputs(300 if GPU else 45, batch_size=2, num_heads=2 * r, num_kv_heads=2, head_dim=dim, dtype=dtype,
-                         device=DEVICE)
+    inputs = make_inputs(
+        300 if GPU else 45,
+        batch_size=2,
+        num_heads=2 * r,
+        num_kv_heads=2,
+        head_dim=dim,
+        dtype=dtype,
+        device=DEVICE,
+    )
     q, k, v = inputs[:3]
     bias = torch.linspace(-1, 1, 2 * r, device=DEVICE)
-    settings = {"group_size": g, "window_size": s, "core_heads": core_heads,
-                "rotary": Rotary.from_theta(1e4, dim, DEVICE)}
-    truth = cca_attention(*(x.double() for x in inputs[:3]), core_bias=bias.double(), backend="reference",
-                          return_lse=True, **settings)
+    settings = {
+        "group_size": g,
+        "window_size": s,
+        "core_heads": core_heads,
+        "rotary": Rotary.from_theta(1e4, dim, DEVICE),
+    }
+    truth = cca_attention(
+        *(x.double() for x in inputs[:3]),
+        core_bias=bias.double(),
+        backend="reference",
+        return_lse=True,
+        **settings,
+    )
     plain = [plain_cca(q, k, v, core_bias=bias, fused=fused, **settings) for fused in (False, True)]
     surface, end = SURFACES[way], q_start + count
     rows, (keys, values) = by_sequence(q, 2), (by_sequence(x, 2)[:, 0] for x in (k, v))
     groups = end // g
-    cores = surface.pool(rows[:, :, g - 1:groups * g:g],
-                         *(x[:, :groups * g].unflatten(1, (groups, g)) for x in (keys, values)),
-                         scale=dim ** -0.5, core_heads=core_heads, rotary=settings["rotary"])
+    cores = surface.pool(
+        rows[:, :, g - 1 : groups * g : g],
+        *(x[:, : groups * g].unflatten(1, (groups, g)) for x in (keys, values)),
+        scale=dim**-0.5,
+        core_heads=core_heads,
+        rotary=settings["rotary"],
+    )
     k_start = max(0, (q_start + 1 - s) // g) * g
-    got = [surface.attend(rows[:, :, q_start:end], keys[:, k_start:end], values[:, k_start:end], *cores,
-                          q_start=q_start, k_start=k_start, group_size=g, window_size=s, scale=dim ** -0.5,
-                          core_bias=bias.view(2, r).repeat(2, 1)) for _ in range(2)]
+    got = [
+        surface.attend(
+            rows[:, :, q_start:end],
+            keys[:, k_start:end],
+            values[:, k_start:end],
+            *cores,
+            q_start=q_start,
+            k_start=k_start,
+            group_size=g,
+            window_size=s,
+            scale=dim**-0.5,
+            core_bias=bias.view(2, r).repeat(2, 1),
+        )
+        for _ in range(2)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*got))
-    for name, index, roundings, size in (("out", 0, 2, dim ** 0.5 / 2), ("lse", 1, 3, 1.0)):
+    for name, index, roundings, size in (("out", 0, 2, dim**0.5 / 2), ("lse", 1, 3, 1.0)):
+
         def here(x: Tensor) -> Tensor:
-            return (x[:, :, q_start:end] if x.dim() == 4 else x[:, :, q_start:end, None]).flatten(0, 1)
+            return (x[:, :, q_start:end] if x.dim() == 4 else x[:, :, q_start:end, None]).flatten(
+                0, 1
+            )
 
         expected = here(truth[index])
         actual = got[0][index].reshape(expected.shape)
@@ -255,11 +381,28 @@ def test_gradients_of_a_part_of_a_row_are_those_of_the_part_alone(how, dtype):
     """Documents in a row, and rows with padding, are slices of the batch: of its log-sum-exp, too."""
     length, edges = (500, (0, 130, 131, 420, 500)) if GPU else (60, (0, 25, 26, 60))
     dim, g, s = (64, 16, 33) if GPU else (40, 4, 9)
-    inputs = make_inputs(length, num_heads=4, num_kv_heads=2, head_dim=dim, dtype=dtype, device=DEVICE, with_lse=False)
-    run = functools.partial(cca_attention, backend="triton", return_lse=True, group_size=g, window_size=s,
-                            rotary=Rotary.from_theta(1e4, dim, DEVICE))
+    inputs = make_inputs(
+        length,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=dim,
+        dtype=dtype,
+        device=DEVICE,
+        with_lse=False,
+    )
+    run = functools.partial(
+        cca_attention,
+        backend="triton",
+        return_lse=True,
+        group_size=g,
+        window_size=s,
+        rotary=Rotary.from_theta(1e4, dim, DEVICE),
+    )
     if how == "packed":
-        parts, where = list(zip(edges, edges[1:])), {"cu_seqlens": torch.tensor(edges, device=DEVICE)}
+        parts, where = (
+            list(zip(edges, edges[1:])),
+            {"cu_seqlens": torch.tensor(edges, device=DEVICE)},
+        )
     else:
         parts, mask = [(edges[1], length)], torch.arange(length, device=DEVICE)[None] >= edges[1]
         where = {"attention_mask": mask}
@@ -267,8 +410,13 @@ def test_gradients_of_a_part_of_a_row_are_those_of_the_part_alone(how, dtype):
     for start, end in parts:
         alone = type(inputs)(*(x if x is None else x[:, :, start:end].contiguous() for x in inputs))
         for name, value in results_and_gradients(run, alone).items():
-            torch.testing.assert_close(found[name][:, :, start:end], value, rtol=1e-2, atol=1e-2, msg=lambda why: (
-                f"{name} of {start} to {end}: {why}"))
+            torch.testing.assert_close(
+                found[name][:, :, start:end],
+                value,
+                rtol=1e-2,
+                atol=1e-2,
+                msg=lambda why: f"{name} of {start} to {end}: {why}",
+            )
 
 
 @pytest.mark.skipif(backend.hopper_backward is None, reason="this Triton has no Gluon")
@@ -282,7 +430,9 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
 
     def launch(kernel, grid, arguments, exact=(), *, num_warps, **constants):
         launched.append(kernel)
-        with_strides = 2 if kernel is hopper_backward._prepare_kernel else 0  # the output and its gradient
+        with_strides = (
+            2 if kernel is hopper_backward._prepare_kernel else 0
+        )  # the output and its gradient
         assert all(x.is_contiguous() for x in arguments[with_strides:] if isinstance(x, Tensor))
         if kernel is hopper_backward._prepare_kernel:
             kernel[grid](*arguments, *exact, **constants, num_warps=num_warps)
@@ -291,21 +441,52 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
     for module in (hopper, hopper_backward):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(hopper, "num_programs", lambda device: 132)
-    monkeypatch.setattr(hopper_backward, "pool_backward", lambda *args, **options: (None, None, None))
+    monkeypatch.setattr(
+        hopper_backward, "pool_backward", lambda *args, **options: (None, None, None)
+    )
     generator = torch.Generator(DEVICE).manual_seed(0)
-    row = {name: torch.randn(2, *shape, device=DEVICE, generator=generator).to(dtype) for name, shape in {
-        "grad_out": (2, 80, dim), "q": (2, 80, dim), "k": (80, dim), "v": (80, dim), "out": (2, 80, dim)}.items()}
+    row = {
+        name: torch.randn(2, *shape, device=DEVICE, generator=generator).to(dtype)
+        for name, shape in {
+            "grad_out": (2, 80, dim),
+            "q": (2, 80, dim),
+            "k": (80, dim),
+            "v": (80, dim),
+            "out": (2, 80, dim),
+        }.items()
+    }
     lse, grad_lse = (torch.randn(2, 2, 80, device=DEVICE, generator=generator) for _ in range(2))
-    some = {name: x[..., 20:20 + length, :] for name, x in row.items()}
-    some_lse, some_grad_lse = lse[..., 20:20 + length], grad_lse[..., 20:20 + length]
+    some = {name: x[..., 20 : 20 + length, :] for name, x in row.items()}
+    some_lse, some_grad_lse = lse[..., 20 : 20 + length], grad_lse[..., 20 : 20 + length]
     cores = tuple(torch.zeros(2, 1, length // 7, dim, dtype=dtype, device=DEVICE) for _ in range(2))
     groups = (some["q"][:, :, 6:42:7], *(some[name][:, :42].unflatten(1, (6, 7)) for name in "kv"))
-    bias, sizes = torch.ones(4, 2, device=DEVICE)[::2], {"group_size": 7, "window_size": 10, "scale": 0.2}
+    bias, sizes = (
+        torch.ones(4, 2, device=DEVICE)[::2],
+        {"group_size": 7, "window_size": 10, "scale": 0.2},
+    )
     hopper.attend(some["q"], some["k"], some["v"], *cores, core_bias=bias, **sizes)
-    hopper_backward.gradients(some["grad_out"], some_grad_lse, some["q"], some["k"], some["v"], some["out"], some_lse,
-                              groups, cores, core_bias=bias, pooling="cca", core_heads="kv", rotary=None, **sizes)
-    assert launched == [hopper._attend_fwd_hopper, hopper_backward._prepare_kernel, hopper_backward._attend_bwd_hopper,
-                        hopper_backward._finish_kernel]
+    hopper_backward.gradients(
+        some["grad_out"],
+        some_grad_lse,
+        some["q"],
+        some["k"],
+        some["v"],
+        some["out"],
+        some_lse,
+        groups,
+        cores,
+        core_bias=bias,
+        pooling="cca",
+        core_heads="kv",
+        rotary=None,
+        **sizes,
+    )
+    assert launched == [
+        hopper._attend_fwd_hopper,
+        hopper_backward._prepare_kernel,
+        hopper_backward._attend_bwd_hopper,
+        hopper_backward._finish_kernel,
+    ]
     stats = taken[0].unflatten(-1, (2, -1)).transpose(2, 3).flatten(3)[..., :length]
     torch.testing.assert_close(stats[:, :, 0], -some_lse / math.log(2), rtol=1e-6, atol=1e-6)
     delta = some_grad_lse - (some["out"].float() * some["grad_out"].float()).sum(-1)
@@ -347,18 +528,28 @@ def test_first_tokens_kept_raw_take_the_kernels_that_run_everywhere(monkeypatch)
 
 def test_a_triton_that_cannot_compile_for_hopper_has_the_other_kernels(monkeypatch):
     """Triton 3.5 imports what the kernels need, and then has other arguments."""
+
     def refuse(*args, **options):
-        raise triton.CompilationError(None, ast.parse("f()").body[0], "f() missing 1 required positional argument: 'x'")
+        raise triton.CompilationError(
+            None, ast.parse("f()").body[0], "f() missing 1 required positional argument: 'x'"
+        )
 
     young = SimpleNamespace(unsupported_reason=lambda *args: None, attend=refuse, gradients=refuse)
-    q, k, v = (torch.randn(1, heads, 45, 40, device=DEVICE, requires_grad=True) for heads in (2, 1, 1))
+    q, k, v = (
+        torch.randn(1, heads, 45, 40, device=DEVICE, requires_grad=True) for heads in (2, 1, 1)
+    )
     found = []
     for chosen in (None, (young, None), (None, young)):
         monkeypatch.setattr(backend, "hopper", chosen and chosen[0])
         monkeypatch.setattr(backend, "hopper_backward", chosen and chosen[1])
-        with pytest.warns(UserWarning, match="cannot compile .*It said: f.. missing 1") if chosen else (
-                contextlib.nullcontext()):
-            out = cca_attention(q, k, v, group_size=7, window_size=10, core_position="token", backend="triton")
+        with (
+            pytest.warns(UserWarning, match="cannot compile .*It said: f.. missing 1")
+            if chosen
+            else (contextlib.nullcontext())
+        ):
+            out = cca_attention(
+                q, k, v, group_size=7, window_size=10, core_position="token", backend="triton"
+            )
             found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
         assert backend.hopper is None and backend.hopper_backward is None
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other))

@@ -19,6 +19,7 @@ class Kernel:
         def run(*arguments, **constants):
             self.own.append((grid, arguments, constants))
             return Compiled(self)
+
         return run
 
 
@@ -50,8 +51,11 @@ def test_the_second_launch_is_lean(kernel):
     assert kernel.lean == [((5, 1, 1), (x, 7, 0.5, 64, 1, 32))]
 
 
-@pytest.mark.parametrize("other", [{"exact": (65, 1)}, {"exact": (64, 2)}, {"block": 16}, {"dtype": torch.float16}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "other",
+    [{"exact": (65, 1)}, {"exact": (64, 2)}, {"block": 16}, {"dtype": torch.float16}],
+    ids=str,
+)
 def test_what_triton_compiles_anew_goes_through_triton(kernel, other):
     run(kernel, torch.zeros(64))
     run(kernel, torch.zeros(64, dtype=other.pop("dtype", torch.float32)), **other)

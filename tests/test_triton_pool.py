@@ -50,16 +50,35 @@ def rotary_of(kind: str | None, head_dim: int) -> Rotary | None:
     return Rotary(Rotary.from_theta(100.0, size).inv_freq, interleaved="interleaved" in kind)
 
 
-def inputs(group_size: int, head_dim: int, heads: int, groups: int, dtype: torch.dtype, kv_heads: int = 2,
-           seed: int = 0) -> list[torch.Tensor]:
+def inputs(
+    group_size: int,
+    head_dim: int,
+    heads: int,
+    groups: int,
+    dtype: torch.dtype,
+    kv_heads: int = 2,
+    seed: int = 0,
+) -> list[torch.Tensor]:
     """q_last, k and v as views of the projections of a model, [1, T, H, D], with a token left over at the end."""
     make = torch.Generator().manual_seed(seed)
     length = groups * group_size + 1
-    q = torch.randn(1, length, kv_heads * heads, head_dim, generator=make).to(DEVICE, dtype).transpose(1, 2)
-    k, v = (torch.randn(1, length, kv_heads, head_dim, generator=make).to(DEVICE, dtype).transpose(1, 2)[0]
-            for _ in range(2))
-    q_last = q.reshape(kv_heads, heads, length, head_dim)[:, :, group_size - 1:groups * group_size:group_size]
-    return [q_last] + [x[:, :groups * group_size].unflatten(1, (groups, group_size)) for x in (k, v)]
+    q = (
+        torch.randn(1, length, kv_heads * heads, head_dim, generator=make)
+        .to(DEVICE, dtype)
+        .transpose(1, 2)
+    )
+    k, v = (
+        torch.randn(1, length, kv_heads, head_dim, generator=make)
+        .to(DEVICE, dtype)
+        .transpose(1, 2)[0]
+        for _ in range(2)
+    )
+    q_last = q.reshape(kv_heads, heads, length, head_dim)[
+        :, :, group_size - 1 : groups * group_size : group_size
+    ]
+    return [q_last] + [
+        x[:, : groups * group_size].unflatten(1, (groups, group_size)) for x in (k, v)
+    ]
 
 
 def truth(q_last, k, v, grads, **options):
@@ -85,7 +104,9 @@ def check(got, same, exact, dtype):
         assert a.shape == b.shape and a.dtype == b.dtype, name
         error, plain_error = ((x.double() - c).abs().amax(-1) for x in (a, b))
         allowed = 2 * plain_error + 8 * torch.finfo(dtype).eps * c.abs().amax().clamp(min=1e-3)
-        assert bool((error <= allowed).all()), f"{name}: {error.max():.2e}, plain torch {plain_error.max():.2e}"
+        assert bool((error <= allowed).all()), (
+            f"{name}: {error.max():.2e}, plain torch {plain_error.max():.2e}"
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -93,8 +114,13 @@ def check(got, same, exact, dtype):
 def test_matches_plain_and_reference(case, dtype):
     group_size, head_dim, heads, groups, pooling, core_heads, kind, softcap = case
     q_last, k, v = inputs(group_size, head_dim, heads, groups, dtype)
-    options = dict(scale=head_dim ** -0.5, pooling=pooling, core_heads=core_heads, rotary=rotary_of(kind, head_dim),
-                   softcap=softcap)
+    options = dict(
+        scale=head_dim**-0.5,
+        pooling=pooling,
+        core_heads=core_heads,
+        rotary=rotary_of(kind, head_dim),
+        softcap=softcap,
+    )
     shape = (k.shape[0], heads if core_heads == "query" else 1, groups, head_dim)
     make = torch.Generator().manual_seed(1)
     grads = [torch.randn(shape, generator=make).to(DEVICE) for _ in range(2)]
@@ -107,12 +133,22 @@ def test_matches_plain_and_reference(case, dtype):
 def test_ties_of_max_share_the_gradient(group_size):
     q_last, k, v = inputs(group_size, 80, 1, 2, torch.float32)
     k, v = k.round(), v.round()  # many equal maxima
-    grads = [torch.randn(2, 1, 2, 80, generator=torch.Generator().manual_seed(1)).to(DEVICE) for _ in range(2)]
+    grads = [
+        torch.randn(2, 1, 2, 80, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        for _ in range(2)
+    ]
     options = dict(scale=1.0, pooling="max")
     got = run(fused, ("pool", "pool_backward"), q_last, k, v, grads, **options)
-    check(got, run(plain, ("forward", "backward"), q_last, k, v, grads, **options),
-          truth(q_last, k, v, grads, **options), torch.float32)
-    assert int((got[4][0, 0, :, 0] != 0).sum()) > 1 or int((got[4] != 0).sum()) > got[4][:, :, 0].numel()
+    check(
+        got,
+        run(plain, ("forward", "backward"), q_last, k, v, grads, **options),
+        truth(q_last, k, v, grads, **options),
+        torch.float32,
+    )
+    assert (
+        int((got[4][0, 0, :, 0] != 0).sum()) > 1
+        or int((got[4] != 0).sum()) > got[4][:, :, 0].numel()
+    )
 
 
 @pytest.mark.parametrize("pooling", ["cca", "max"])
@@ -142,8 +178,14 @@ def test_scores_of_any_size():
 def test_no_groups_and_expanded_gradients():
     q_last, k, v = inputs(4, 16, 2, 3, torch.float32)
     assert fused.pool(q_last[:, :, :0], k[:, :0], v[:, :0], scale=1.0)[0].shape == (2, 1, 0, 16)
-    assert fused.pool_backward(*[k.new_empty(2, 1, 0, 16)] * 2, q_last[:, :, :0], k[:, :0], v[:, :0], scale=1.0,
-                               pooling="mean")[1].shape == (2, 0, 4, 16)
+    assert fused.pool_backward(
+        *[k.new_empty(2, 1, 0, 16)] * 2,
+        q_last[:, :, :0],
+        k[:, :0],
+        v[:, :0],
+        scale=1.0,
+        pooling="mean",
+    )[1].shape == (2, 0, 4, 16)
     grads = [torch.ones((), device=DEVICE).expand(2, 1, 3, 16)] * 2
     got = fused.pool_backward(*grads, q_last, k, v, scale=1.0)
     for a, b in zip(got, plain.backward(*grads, q_last, k, v, scale=1.0)):

@@ -52,7 +52,7 @@ def test_each_token_is_covered_exactly_once(group_size, window_size):
 @pytest.mark.parametrize("group_size, window_size", SIZES)
 def test_the_local_part_has_between_s_and_s_plus_g_minus_1_tokens(group_size, window_size):
     counts = [t + 1 - vis.local_start(t, group_size, window_size) for t in range(max(LENGTHS))]
-    full = counts[window_size - 1:]
+    full = counts[window_size - 1 :]
     assert counts[:window_size] == list(range(1, window_size + 1))
     assert min(full) == window_size
     assert max(full) == window_size + group_size - 1 == vis.window_capacity(group_size, window_size)
@@ -62,7 +62,11 @@ def test_the_local_part_has_between_s_and_s_plus_g_minus_1_tokens(group_size, wi
 def test_a_core_token_is_only_seen_once_its_group_is_complete(group_size, window_size):
     for position in range(max(LENGTHS)):
         visible = vis.num_visible_cores(position, group_size, window_size)
-        assert visible <= vis.num_complete_groups(position + 1, group_size) == (position + 1) // group_size
+        assert (
+            visible
+            <= vis.num_complete_groups(position + 1, group_size)
+            == (position + 1) // group_size
+        )
 
 
 @pytest.mark.parametrize("group_size, window_size", SIZES)
@@ -72,7 +76,9 @@ def test_first_core_query_and_full_attention(group_size, window_size):
     assert vis.num_visible_cores(first, group_size, window_size) == 1
     for seq_len in LENGTHS:
         sees_core = any(seen_by(t, group_size, window_size)[0] for t in range(seq_len))
-        assert vis.is_full_attention(seq_len, group_size, window_size) == (group_size == 1 or not sees_core)
+        assert vis.is_full_attention(seq_len, group_size, window_size) == (
+            group_size == 1 or not sees_core
+        )
 
 
 @pytest.mark.parametrize("group_size, window_size", SIZES)
@@ -102,4 +108,6 @@ def test_constant_number_of_groups(window_size, num_groups):
 
 
 def test_the_specification_sizes():
-    assert vis.num_scores(131072, 16, 1024) / (131072 * 131073 / 2) == pytest.approx(1 / 12.9, rel=0.01)
+    assert vis.num_scores(131072, 16, 1024) / (131072 * 131073 / 2) == pytest.approx(
+        1 / 12.9, rel=0.01
+    )

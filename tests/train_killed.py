@@ -34,7 +34,7 @@ def main(where: str, config: TrainConfig) -> None:
                 whole = io.BytesIO()
                 save(value, whole)
                 with open(target, "wb") as file:
-                    file.write(whole.getvalue()[:len(whole.getvalue()) // 2])
+                    file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
                     file.flush()
                     die()
         save(value, target, *args, **kwargs)
@@ -55,7 +55,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     settings = eval(sys.argv[1])
     for place in ("optimizer.pt", "deletion"):
-        if not (child := os.fork()):  # a process of its own, without the seconds that its imports would take
+        if not (
+            child := os.fork()
+        ):  # a process of its own, without the seconds that its imports would take
             main(place, settings)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL

@@ -22,11 +22,23 @@ def make_setting(folder: Path) -> TrainConfig:
     """A tiny model, text in several documents, and a run on them in float32; all lie in the folder."""
     text = (ROOT / "LICENSE").read_text()
     for i in range(3):
-        (folder / f"text{i}.txt").write_text(text[1500 * i:1500 * (i + 1)])
-    return TrainConfig(model=save_tiny_model(folder / "model"), data=tuple(map(str, sorted(folder.glob("*.txt")))),
-                       output=str(folder / "whole"), cache_dir=str(folder / "cache"), context_length=96, group_size=4,
-                       window_size=10, steps=STEPS, save_every=EVERY, learning_rate=3e-3, warmup_steps=1, keep=10,
-                       precision="float32", deterministic=torch.cuda.is_available())
+        (folder / f"text{i}.txt").write_text(text[1500 * i : 1500 * (i + 1)])
+    return TrainConfig(
+        model=save_tiny_model(folder / "model"),
+        data=tuple(map(str, sorted(folder.glob("*.txt")))),
+        output=str(folder / "whole"),
+        cache_dir=str(folder / "cache"),
+        context_length=96,
+        group_size=4,
+        window_size=10,
+        steps=STEPS,
+        save_every=EVERY,
+        learning_rate=3e-3,
+        warmup_steps=1,
+        keep=10,
+        precision="float32",
+        deterministic=torch.cuda.is_available(),
+    )
 
 
 def weights(config: TrainConfig, which: str = "model") -> dict[str, torch.Tensor]:
@@ -44,7 +56,10 @@ def stop_at(step: int, config: TrainConfig, before: Callable[[], None] = lambda:
             raise KeyboardInterrupt
         return own(self, *args)
 
-    with mock.patch.object(trainer.CCATrainer, "training_step", stopped), pytest.raises(KeyboardInterrupt):
+    with (
+        mock.patch.object(trainer.CCATrainer, "training_step", stopped),
+        pytest.raises(KeyboardInterrupt),
+    ):
         train(config)
 
 

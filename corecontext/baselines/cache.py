@@ -41,31 +41,64 @@ class SinkLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Empty buffers like these keys and values."""
-        self.keys, self.values = (x.new_zeros(*x.shape[:2], self.sinks, x.shape[3])
-                                  for x in (key_states, value_states))
+        self.keys, self.values = (
+            x.new_zeros(*x.shape[:2], self.sinks, x.shape[3]) for x in (key_states, value_states)
+        )
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """Hand the new tokens through."""
         return key_states, value_states
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, *, far_position: str,
-               rotary: Rotary | None, scale: float, softcap: float | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        far_position: str,
+        rotary: Rotary | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Append the tokens k, v [B, Hkv, T, D] and let their queries q [B, H, T, D] attend: [B, H, T, D]."""
         if self.closed:
-            raise ValueError("a cache that saw documents packed in one row cannot be continued. Start a new cache.")
+            raise ValueError(
+                "a cache that saw documents packed in one row cannot be continued. Start a new cache."
+            )
         if not self.is_initialized:
             self.lazy_initialization(k, v)
         if attention_mask is not None:
             self.pads = left_padding(attention_mask)
-        sink_k, sink_v = (self._with_sinks(old[:, :, :self.sinks], new)
-                          for old, new in ((self.keys, k), (self.values, v)))
-        all_k, all_v = (torch.cat((old[:, :, self.sinks:], new), 2) if self.seen else new
-                        for old, new in ((self.keys, k), (self.values, v)))
-        out = sink_attention(q, all_k, all_v, sink_k, sink_v, first=self.seen, window_size=self.window_size,
-                             pads=self.pads, far_position=far_position, rotary=rotary, scale=scale, softcap=softcap)
-        self.keys, self.values = (torch.cat((sinks, every[:, :, -self.window_size:]), 2).detach()
-                                  for sinks, every in ((sink_k, all_k), (sink_v, all_v)))
+        sink_k, sink_v = (
+            self._with_sinks(old[:, :, : self.sinks], new)
+            for old, new in ((self.keys, k), (self.values, v))
+        )
+        all_k, all_v = (
+            torch.cat((old[:, :, self.sinks :], new), 2) if self.seen else new
+            for old, new in ((self.keys, k), (self.values, v))
+        )
+        out = sink_attention(
+            q,
+            all_k,
+            all_v,
+            sink_k,
+            sink_v,
+            first=self.seen,
+            window_size=self.window_size,
+            pads=self.pads,
+            far_position=far_position,
+            rotary=rotary,
+            scale=scale,
+            softcap=softcap,
+        )
+        self.keys, self.values = (
+            torch.cat((sinks, every[:, :, -self.window_size :]), 2).detach()
+            for sinks, every in ((sink_k, all_k), (sink_v, all_v))
+        )
         self.seen += k.shape[2]
         return out
 
@@ -74,8 +107,12 @@ class SinkLayer(CacheLayerMixin):
         if not self.sinks or (self.seen >= self.sinks and self.pads is None):
             return old
         pads = 0 if self.pads is None else self.pads[:, None]
-        slots = (torch.arange(self.sinks, device=new.device)[None] + pads - self.seen).expand(new.shape[0], -1)
-        index = slots.clamp(0, new.shape[2] - 1)[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
+        slots = (torch.arange(self.sinks, device=new.device)[None] + pads - self.seen).expand(
+            new.shape[0], -1
+        )
+        index = slots.clamp(0, new.shape[2] - 1)[:, None, :, None].expand(
+            -1, new.shape[1], -1, new.shape[3]
+        )
         inside = ((slots >= 0) & (slots < new.shape[2]))[:, None, :, None]
         return torch.where(inside, new.gather(2, index), old)
 
@@ -103,20 +140,27 @@ class SinkLayer(CacheLayerMixin):
             ValueError: it holds tokens already.
         """
         if self.seen:
-            raise ValueError(f"documents packed in one row must not follow a filled cache, got {self.seen} tokens. "
-                             "Start a new cache.")
+            raise ValueError(
+                f"documents packed in one row must not follow a filled cache, got {self.seen} tokens. "
+                "Start a new cache."
+            )
         self.closed = True
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(x.numel() * x.element_size() for x in (self.keys, self.values)) if self.is_initialized else 0
+        return (
+            sum(x.numel() * x.element_size() for x in (self.keys, self.values))
+            if self.is_initialized
+            else 0
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused, but for nothing."""
         if tokens_to_remove:
-            raise NotImplementedError("tokens cannot be taken back: what left the window is gone. Use no "
-                                      "drafts.")
+            raise NotImplementedError(
+                "tokens cannot be taken back: what left the window is gone. Use no drafts."
+            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the beams."""
@@ -137,10 +181,12 @@ class SinkLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Refused: transformers offloads before the attention has appended."""
-        raise NotImplementedError("an offloaded cache cannot hold sinks and window. Use the default cache.")
+        raise NotImplementedError(
+            "an offloaded cache cannot hold sinks and window. Use the default cache."
+        )
 
 
-EVERYTHING = 2 ** 40  # a window that nothing leaves
+EVERYTHING = 2**40  # a window that nothing leaves
 
 
 class DuoLayer(SinkLayer):
@@ -158,10 +204,14 @@ class DuoLayer(SinkLayer):
         both = [(list(full), SinkLayer(0, EVERYTHING)), (rest, SinkLayer(sinks, window_size))]
         self.shares, self.parts = zip(*[(some, layer) for some, layer in both if some])
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Tensor:
         """See `SinkLayer.attend`."""
         outs = []
-        for layer, *tensors in zip(self.parts, *(deal(x, self.shares, self.heads) for x in (q, k, v))):
+        for layer, *tensors in zip(
+            self.parts, *(deal(x, self.shares, self.heads) for x in (q, k, v))
+        ):
             layer.closed = self.closed
             outs.append(layer.attend(*tensors, attention_mask, **options))
         self.is_initialized, self.seen = True, self.seen + k.shape[2]

@@ -68,7 +68,9 @@ class WindowOnly(_Sinks):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sinks:
-            raise ValueError(f"sinks must be 0 for a window alone, got {self.sinks}. Use StreamingLLM.")
+            raise ValueError(
+                f"sinks must be 0 for a window alone, got {self.sinks}. Use StreamingLLM."
+            )
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,13 @@ class DuoAttention:
         Raises:
             ValueError: there are none for this layer, or no such heads.
         """
-        if index >= len(self.full_heads) or any(head >= kv_heads for head in self.full_heads[index]):
-            raise ValueError(f"full_heads must have heads from 0 to {kv_heads - 1} for each layer, got "
-                             f"{self.full_heads[index] if index < len(self.full_heads) else 'no such layer'}.")
+        if index >= len(self.full_heads) or any(
+            head >= kv_heads for head in self.full_heads[index]
+        ):
+            raise ValueError(
+                f"full_heads must have heads from 0 to {kv_heads - 1} for each layer, got "
+                f"{self.full_heads[index] if index < len(self.full_heads) else 'no such layer'}."
+            )
         return tuple(sorted(set(self.full_heads[index])))
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,9 +158,11 @@ class MInference:
         if self.patterns is None:
             return (Pattern(),) * heads
         if layer >= len(self.patterns) or len(self.patterns[layer]) != heads:
-            raise ValueError(f"patterns must have one pattern for each of {heads} heads of layer {layer}, got "
-                             f"{len(self.patterns[layer]) if layer < len(self.patterns) else 'no such layer'}. "
-                             "Search them on this model.")
+            raise ValueError(
+                f"patterns must have one pattern for each of {heads} heads of layer {layer}, got "
+                f"{len(self.patterns[layer]) if layer < len(self.patterns) else 'no such layer'}. "
+                "Search them on this model."
+            )
         return self.patterns[layer]
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,21 +193,36 @@ class LongLoRA:
 Rival = StreamingLLM | LMInfinite | WindowOnly | DuoAttention | MInference | LongLoRA | CCAConfig
 
 
-def make_rival(name: str, *, group_size: int | None = None, window_size: int | None = None,
-               sinks: int | None = None) -> Rival:
+def make_rival(
+    name: str,
+    *,
+    group_size: int | None = None,
+    window_size: int | None = None,
+    sinks: int | None = None,
+) -> Rival:
     """The rival of this name; sizes that it does not have are errors, sizes that are None are its own defaults.
 
     "mean" and "max" are our own operators with another pooling.
     """
     check_choice("method", name, NAMES)
-    given = {k: v for k, v in (("group_size", group_size), ("window_size", window_size), ("sinks", sinks))
-             if v is not None}
+    given = {
+        k: v
+        for k, v in (("group_size", group_size), ("window_size", window_size), ("sinks", sinks))
+        if v is not None
+    }
     if name in ("mean", "max"):
         kind, fixed = CCAConfig, {"pooling": name}
     else:
-        kind, fixed = {one.name: one for one in (StreamingLLM, LMInfinite, WindowOnly, MInference, LongLoRA)}[name], {}
+        kind, fixed = (
+            {one.name: one for one in (StreamingLLM, LMInfinite, WindowOnly, MInference, LongLoRA)}[
+                name
+            ],
+            {},
+        )
     known = {field.name for field in dataclasses.fields(kind)}
     for key in given:
         if key not in known:
-            raise ValueError(f"{key} must not be given for {name}, got {given[key]}: it has no such size.")
+            raise ValueError(
+                f"{key} must not be given for {name}, got {given[key]}: it has no such size."
+            )
     return kind(**given, **fixed)

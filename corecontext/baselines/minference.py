@@ -26,8 +26,17 @@ NEAR_BANDS = 2
 """Diagonals that are always picked: the query's own block and the one before."""
 
 
-def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern], *, block_size: int = 64,
-                     probe: int = 64, scale: float, softcap: float | None = None) -> Tensor:
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    patterns: Sequence[Pattern],
+    *,
+    block_size: int = 64,
+    probe: int = 64,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
     """The last T of S tokens, q [B, H, T, D] on k, v [B, Hkv, S, D], one pattern for each of H heads: [B, H, T, D]."""
     k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
     out = torch.empty_like(q)
@@ -35,51 +44,74 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern
         heads = [i for i, one in enumerate(patterns) if one == pattern]
         part = q[:, heads], k[:, heads], v[:, heads]
         if pattern.kind == "a_shape":
-            out[:, heads] = sink_attention(*part, part[1][:, :, :pattern.first], part[2][:, :, :pattern.first],
-                                           first=k.shape[2] - q.shape[2], window_size=pattern.second, scale=scale,
-                                           softcap=softcap)
+            out[:, heads] = sink_attention(
+                *part,
+                part[1][:, :, : pattern.first],
+                part[2][:, :, : pattern.first],
+                first=k.shape[2] - q.shape[2],
+                window_size=pattern.second,
+                scale=scale,
+                softcap=softcap,
+            )
         else:
             out[:, heads] = _by_blocks(*part, pattern, block_size, probe, scale, softcap)
     return out
 
 
-def _by_blocks(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_size: int, probe: int, scale: float,
-               softcap: float | None) -> Tensor:
+def _by_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    block_size: int,
+    probe: int,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
     """One pattern of picked columns or blocks, block of queries by block of queries."""
     start, seen = k.shape[2] - q.shape[2], k.shape[2]
     if pattern.kind == "vertical_slash":
         columns, bands = pick_vertical_slash(q, k, pattern, block_size, probe, scale)
     else:
-        sums = torch.zeros(*k.shape[:2], -(-seen // block_size), k.shape[3], dtype=torch.float32, device=k.device)
+        sums = torch.zeros(
+            *k.shape[:2], -(-seen // block_size), k.shape[3], dtype=torch.float32, device=k.device
+        )
         index = torch.arange(seen, device=k.device) // block_size
         means = sums.index_add_(2, index, k.float()) / torch.bincount(index)[:, None]
     parts = []
     for block in range(start // block_size, -(-seen // block_size)):
         first, end = max(start, block * block_size), min(seen, (block + 1) * block_size)
-        rows = q[:, :, first - start:end - start]
+        rows = q[:, :, first - start : end - start]
         if pattern.kind == "vertical_slash":
             blocks = block - bands
             in_band = (block - columns // block_size)[..., None] == bands[:, :, None]
             ok = ~in_band.any(-1)  # such a column comes with its diagonal
         else:
-            blocks = pick_blocks(rows, means[:, :, :block + 1], pattern.first)
-        tokens = (blocks[..., None] * block_size + torch.arange(block_size, device=q.device)).flatten(2)
+            blocks = pick_blocks(rows, means[:, :, : block + 1], pattern.first)
+        tokens = (
+            blocks[..., None] * block_size + torch.arange(block_size, device=q.device)
+        ).flatten(2)
         valid = (tokens >= 0) & (tokens < seen)
         if pattern.kind == "vertical_slash":
             tokens, valid = torch.cat((columns, tokens), -1), torch.cat((ok, valid), -1)
-        mask = valid[:, :, None] & (tokens[:, :, None] <= torch.arange(first, end, device=q.device)[:, None])
+        mask = valid[:, :, None] & (
+            tokens[:, :, None] <= torch.arange(first, end, device=q.device)[:, None]
+        )
         index = tokens.clamp(0, seen - 1)[..., None].expand(-1, -1, -1, k.shape[3])
-        parts.append(masked_attention(rows, k.gather(2, index), v.gather(2, index), mask, scale, softcap))
+        parts.append(
+            masked_attention(rows, k.gather(2, index), v.gather(2, index), mask, scale, softcap)
+        )
     return torch.cat(parts, 2)
 
 
-def pick_vertical_slash(q: Tensor, k: Tensor, pattern: Pattern, block_size: int, probe: int,
-                        scale: float) -> tuple[Tensor, Tensor]:
+def pick_vertical_slash(
+    q: Tensor, k: Tensor, pattern: Pattern, block_size: int, probe: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """Columns [B, h, C] and diagonals (distances in blocks) [B, h, N] with most attention of the last queries."""
     seen = k.shape[2]
     rows = torch.arange(max(seen - q.shape[2], seen - probe), seen, device=q.device)
     keys = torch.arange(seen, device=q.device)
-    scores = (q[:, :, -len(rows):].float() @ k.float().mT) * scale
+    scores = (q[:, :, -len(rows) :].float() @ k.float().mT) * scale
     weights = scores.masked_fill(keys > rows[:, None], -torch.inf).softmax(-1)  # [B, h, probe, S]
     vertical = weights.sum(2)
     vertical[:, :, :FIRST_COLUMNS] = _before_all(min(FIRST_COLUMNS, seen), q.device)

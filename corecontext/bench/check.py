@@ -12,8 +12,15 @@ from corecontext.bench.methods import COMPRESSED, attend_cca, attend_with, make_
 from corecontext.bench.rows import check_rows
 
 
-def check_correct(methods: Sequence[str], sizes: dict[str, Any], group_size: int, window_size: int, *, longest: int,
-                  decoding: bool = False) -> dict[str, str]:
+def check_correct(
+    methods: Sequence[str],
+    sizes: dict[str, Any],
+    group_size: int,
+    window_size: int,
+    *,
+    longest: int,
+    decoding: bool = False,
+) -> dict[str, str]:
     """Raise unless what is to be timed is right: query by query as close to float64 as plain attention is.
 
     Args:
@@ -27,7 +34,10 @@ def check_correct(methods: Sequence[str], sizes: dict[str, Any], group_size: int
     sizes, (g, s) = {**sizes, "batch": 1}, (group_size, window_size)
     q, k, v = make_inputs(s + 4 * g + 3, **sizes)
     wide = q.double(), k.double(), v.double()
-    truths = {True: attend_cca(*wide, g, s, backend="reference"), False: attend_with("full")(*wide, g, s)}
+    truths = {
+        True: attend_cca(*wide, g, s, backend="reference"),
+        False: attend_with("full")(*wide, g, s),
+    }
     usual = (attend_with("full")(q, k, v, g, s) - truths[False]).abs().amax(-1)
     missing = {}
     for method in methods:
@@ -41,12 +51,16 @@ def check_correct(methods: Sequence[str], sizes: dict[str, Any], group_size: int
             missing[method] = short(problem)
             continue
         error = (out - truth).abs().amax(-1)
-        bound = 2 * usual.clamp(min=usual.median()) + torch.finfo(q.dtype).eps * truth.abs().amax(-1)
+        bound = 2 * usual.clamp(min=usual.median()) + torch.finfo(q.dtype).eps * truth.abs().amax(
+            -1
+        )
         if bool((error <= 4 * bound).all()):
             continue
         row = int((error / bound).nan_to_num(torch.inf).amax((0, 1)).argmax())
-        wrong = (f"query {row} is off by {float(error[..., row].max()):.2e}, plain attention by "
-                 f"{float(usual.max()):.2e}")
+        wrong = (
+            f"query {row} is off by {float(error[..., row].max()):.2e}, plain attention by "
+            f"{float(usual.max()):.2e}"
+        )
         if method == "cca":
             raise AssertionError(f"CCA is wrong on this machine, nothing was timed: {wrong}")
         missing[method] = f"wrong on this machine: {wrong}"

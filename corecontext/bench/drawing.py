@@ -22,8 +22,10 @@ def check_plot(path: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UserError("plot needs matplotlib, which is not installed. Install it with: "
-                        "pip install 'corecontext[plot]'") from None
+        raise UserError(
+            "plot needs matplotlib, which is not installed. Install it with: "
+            "pip install 'corecontext[plot]'"
+        ) from None
 
 
 def pyplot() -> Any:

@@ -22,21 +22,42 @@ from corecontext.bench.training_figure import draw_training, training_markdown
 from corecontext.record import Record, read_records
 from corecontext.text import write_text
 
-__all__ = ["SUFFIXES", "check_plot", "demo_table", "draw_demo", "draw_model", "draw_operator", "draw_sweep", "main",
-           "model_markdown", "newest", "operator_markdown", "update_tables"]
+__all__ = [
+    "SUFFIXES",
+    "check_plot",
+    "demo_table",
+    "draw_demo",
+    "draw_model",
+    "draw_operator",
+    "draw_sweep",
+    "main",
+    "model_markdown",
+    "newest",
+    "operator_markdown",
+    "update_tables",
+]
 
-DEMO_ROWS = (("time to first token", "first_token_s", "{:.2f} s", 1), ("time per further token", "next_token_ms",
-             "{:.1f} ms", 1), ("cache", "cache_bytes", "{:.1f} MiB", 2 ** 20),
-             ("peak memory of the prefill", "peak_bytes", "{:.1f} MiB", 2 ** 20),
-             ("perplexity", "perplexity", "{:.3f}", 1), ("planted facts found", "retrieval_accuracy", "{:.0%}", 1))
+DEMO_ROWS = (
+    ("time to first token", "first_token_s", "{:.2f} s", 1),
+    ("time per further token", "next_token_ms", "{:.1f} ms", 1),
+    ("cache", "cache_bytes", "{:.1f} MiB", 2**20),
+    ("peak memory of the prefill", "peak_bytes", "{:.1f} MiB", 2**20),
+    ("perplexity", "perplexity", "{:.3f}", 1),
+    ("planted facts found", "retrieval_accuracy", "{:.0%}", 1),
+)
 
 
 def draw_demo(records: Sequence[Record], path: str) -> None:
     """Bars of what the demo measured, full attention beside CCA."""
     rows = [row for row in DEMO_ROWS if row[1] != "retrieval_accuracy"]
-    figure, axes = pyplot().subplots(1, len(rows), figsize=(2.3 * len(rows), 2.6), layout="constrained")
+    figure, axes = pyplot().subplots(
+        1, len(rows), figsize=(2.3 * len(rows), 2.6), layout="constrained"
+    )
     for axis, (label, name, shown, unit) in zip(axes, rows):
-        values = [newest(records, f"demo.{name}", method=method).value / unit for method in ("full", "cca")]
+        values = [
+            newest(records, f"demo.{name}", method=method).value / unit
+            for method in ("full", "cca")
+        ]
         bars = axis.bar(("full", "CCA"), values, color=(FULL, CCA))
         axis.bar_label(bars, [shown.format(value) for value in values], fontsize=8)
         axis.set_title(label, fontsize=9)
@@ -44,27 +65,41 @@ def draw_demo(records: Sequence[Record], path: str) -> None:
         axis.margins(y=0.15)
         axis.spines[["top", "right", "left"]].set_visible(False)
     params = newest(records, "demo.first_token_s", method="cca").params
-    figure.supxlabel(f"{params['length']} tokens, g = {params['group_size']}, s = {params['window_size']}; "
-                     f"{records[0].device}", fontsize=8)
+    figure.supxlabel(
+        f"{params['length']} tokens, g = {params['group_size']}, s = {params['window_size']}; "
+        f"{records[0].device}",
+        fontsize=8,
+    )
     save(figure, path)
 
 
 def demo_table(records: Sequence[Record]) -> str:
     """README's table of the demo, in Markdown."""
     params = newest(records, "demo.first_token_s", method="cca").params
-    lines = [f"`corecontext demo` on {records[-1].device}: {params['length']} tokens, {params['dtype']}, "
-             f"g = {params['group_size']}, s = {params['window_size']}.", "",
-             "| | full attention | CCA |", "|---|---:|---:|"]
+    lines = [
+        f"`corecontext demo` on {records[-1].device}: {params['length']} tokens, {params['dtype']}, "
+        f"g = {params['group_size']}, s = {params['window_size']}.",
+        "",
+        "| | full attention | CCA |",
+        "|---|---:|---:|",
+    ]
     for label, name, shown, unit in DEMO_ROWS:
-        values = [newest(records, f"demo.{name}", method=method).value / unit for method in ("full", "cca")]
+        values = [
+            newest(records, f"demo.{name}", method=method).value / unit
+            for method in ("full", "cca")
+        ]
         lines.append(f"| {label} | " + " | ".join(shown.format(value) for value in values) + " |")
     return "\n".join(lines) + "\n"
 
 
 OneTable = tuple[str, str, Callable[[Sequence[Record]], str]]
 """What stands in the page's mark, the file of its records in results/, and what makes it of them."""
-TABLES: Sequence[OneTable] = (("demo", "demo", demo_table), ("operator", "operator", operator_markdown),
-                              ("model", "model", model_markdown), ("training", "training", training_markdown))
+TABLES: Sequence[OneTable] = (
+    ("demo", "demo", demo_table),
+    ("operator", "operator", operator_markdown),
+    ("model", "model", model_markdown),
+    ("training", "training", training_markdown),
+)
 
 
 def newest(records: Iterable[Record], name: str, **params: Any) -> Record:
@@ -86,27 +121,44 @@ def update_tables(text: str, results: Path, tables: Sequence[OneTable] = TABLES)
         if path.exists():
             before, mark, rest = text.partition(f"<!-- table: {name} -->\n")
             if mark:
-                text = before + mark + draw(read_records(path)) + rest[rest.index("<!-- end table -->"):]
+                text = (
+                    before
+                    + mark
+                    + draw(read_records(path))
+                    + rest[rest.index("<!-- end table -->") :]
+                )
     return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw every figure that has records; with --readme rewrite the tables too."""
-    parser = argparse.ArgumentParser(prog="python -m corecontext.bench.figures", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m corecontext.bench.figures", description=main.__doc__
+    )
     parser.add_argument("--results", default="results", help="folder of the records")
-    parser.add_argument("--readme", nargs="?", const="README.md",
-                        help="also rewrite the tables of this file and of docs/ beside it")
+    parser.add_argument(
+        "--readme",
+        nargs="?",
+        const="README.md",
+        help="also rewrite the tables of this file and of docs/ beside it",
+    )
     options = parser.parse_args(argv)
     results = Path(options.results)
-    for name, figure, draw in (("demo", "demo", draw_demo), ("operator", "operator", draw_operator),
-                               ("model", "model", draw_model), ("model", "model_sweep", draw_sweep),
-                               ("training", "training", draw_training)):
+    for name, figure, draw in (
+        ("demo", "demo", draw_demo),
+        ("operator", "operator", draw_operator),
+        ("model", "model", draw_model),
+        ("model", "model_sweep", draw_sweep),
+        ("training", "training", draw_training),
+    ):
         if (results / f"{name}.jsonl").exists():
             draw(read_records(results / f"{name}.jsonl"), str(results / f"{figure}.svg"))
     if (results / "serve.jsonl").exists():
         records = read_records(results / "serve.jsonl")
         for mode in {r.params["mode"] for r in records} & {"day", "rising"}:
-            draw_serve([r for r in records if r.params["mode"] == mode], str(results / f"serve-{mode}.svg"))
+            draw_serve(
+                [r for r in records if r.params["mode"] == mode], str(results / f"serve-{mode}.svg")
+            )
     if options.readme:
         update_pages(options.readme, results)
     return 0

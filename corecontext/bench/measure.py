@@ -25,12 +25,21 @@ from typing import Any
 
 import torch
 
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}  # glibc: no hoarding
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "262144",
+    "MALLOC_TRIM_THRESHOLD_": "262144",
+}  # glibc: no hoarding
 QUEUE_S, QUEUE_CALLS = 0.02, 200
 
 
-def sample_seconds(call: Callable[[], Any], *, repeats: int = 5, warm_up: int = 1, device: str = "cpu",
-                   budget_s: float = float("inf")) -> list[float]:
+def sample_seconds(
+    call: Callable[[], Any],
+    *,
+    repeats: int = 5,
+    warm_up: int = 1,
+    device: str = "cpu",
+    budget_s: float = float("inf"),
+) -> list[float]:
     """Seconds of each of `repeats` calls after `warm_up` calls; fewer, but one at least, once budget_s is spent."""
     for _ in range(warm_up):
         call()
@@ -63,8 +72,14 @@ def queue_seconds(call: Callable[[], Any], count: int, device: str = "cpu") -> f
     return before.elapsed_time(after) / 1e3 / count
 
 
-def sample_in_turns(calls: Mapping[str, Callable[[], Any]], *, repeats: int, device: str = "cpu",
-                    budget_s: float = float("inf"), once: Collection[str] = ()) -> dict[str, list[float]]:
+def sample_in_turns(
+    calls: Mapping[str, Callable[[], Any]],
+    *,
+    repeats: int,
+    device: str = "cpu",
+    budget_s: float = float("inf"),
+    once: Collection[str] = (),
+) -> dict[str, list[float]]:
     """Seconds of several calls by name, in turns, so that whatever drifts meanwhile meets all of them alike.
 
     Args:
@@ -148,8 +163,12 @@ class PeakMemory:
 def peak_bytes_in_subprocess(module: str, function: str, arguments: dict[str, Any]) -> int:
     """Peak bytes that `module.function(**arguments)` reports from a fresh process (see `PeakMemory`)."""
     code = f"import json, sys; from {module} import {function} as f; print(f(**json.loads(sys.argv[1])))"
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(arguments)], capture_output=True, text=True,
-                          env={**package_path(), **MALLOC})
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(arguments)],
+        capture_output=True,
+        text=True,
+        env={**package_path(), **MALLOC},
+    )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         if done.returncode < 0 or "memory" in last.lower():
@@ -162,14 +181,18 @@ def matmul_flops_per_s(dtype: torch.dtype, device: str = "cpu", size: int | None
     """The best matrix product rate of this machine, operations per second: what the floor is made of."""
     size = size or (8192 if torch.device(device).type == "cuda" else 2048)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size ** 3 / min(sample_seconds(lambda: a @ b, repeats=10, warm_up=3, device=device))
+    return 2 * size**3 / min(sample_seconds(lambda: a @ b, repeats=10, warm_up=3, device=device))
 
 
 def copy_bytes_per_s(device: str = "cpu", num_bytes: int | None = None) -> float:
     """The best rate at which this machine copies memory, bytes read and written per second: what decoding is up to."""
-    num_bytes = num_bytes or (2 ** 31 if torch.device(device).type == "cuda" else 2 ** 28)
+    num_bytes = num_bytes or (2**31 if torch.device(device).type == "cuda" else 2**28)
     a, b = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * num_bytes / min(sample_seconds(lambda: b.copy_(a), repeats=10, warm_up=3, device=device))
+    return (
+        2
+        * num_bytes
+        / min(sample_seconds(lambda: b.copy_(a), repeats=10, warm_up=3, device=device))
+    )
 
 
 def reset_resident_peak() -> bool:
@@ -202,4 +225,8 @@ def package_path() -> dict[str, str]:
     """An environment in which a subprocess imports this very package, from wherever it was loaded."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}  # not what happens to lie in the current folder
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTHONSAFEPATH": "1",
+    }  # not what happens to lie in the current folder

@@ -50,15 +50,28 @@ def attend_with(method: str) -> Attend:
         return functools.partial(attend_cca, backend="packed")
     if method == "flex":
         from corecontext.bench.flex import flex_cca  # loads a compiler
+
         return functools.partial(flex_cca, rotary_theta=THETA)
     if method == "flash_attn_4":
-        return functools.partial(_flash_attn_4, importlib.import_module("flash_attn.cute").flash_attn_func)
+        return functools.partial(
+            _flash_attn_4, importlib.import_module("flash_attn.cute").flash_attn_func
+        )
     return functools.partial(_sdpa, KERNELS.get(method))
 
 
-def attend_cca(q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, backend: str = "auto") -> Tensor:
+def attend_cca(
+    q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, backend: str = "auto"
+) -> Tensor:
     """CCA with the default settings."""
-    out = cca_attention(q, k, v, group_size=group_size, window_size=window_size, rotary=rotary_for(q), backend=backend)
+    out = cca_attention(
+        q,
+        k,
+        v,
+        group_size=group_size,
+        window_size=window_size,
+        rotary=rotary_for(q),
+        backend=backend,
+    )
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out
 
@@ -73,31 +86,60 @@ def rotary_for(q: Tensor) -> Rotary:
     return _rotary(q.shape[-1], q.device)
 
 
-def _sdpa(kernel: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, group_size: int = 1,
-          window_size: int = 1) -> Tensor:
+def _sdpa(
+    kernel: SDPBackend | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group_size: int = 1,
+    window_size: int = 1,
+) -> Tensor:
     """PyTorch's full causal attention on grouped heads, by the kernel asked for or the one that it picks."""
     if kernel is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
     with sdpa_kernel(kernel):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
 
-def _flash_attn_4(attend: Callable, q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int) -> Tensor:
+def _flash_attn_4(
+    attend: Callable, q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int
+) -> Tensor:
     """FlashAttention-4, which wants [B, L, H, D]."""
     out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
-def make_inputs(length: int, query_heads: int, kv_heads: int, head_dim: int, batch: int, dtype: str,
-                device: str) -> list[Tensor]:
+def make_inputs(
+    length: int, query_heads: int, kv_heads: int, head_dim: int, batch: int, dtype: str, device: str
+) -> list[Tensor]:
     """q [B, H, L, D], k and v [B, Hkv, L, D], standard normal, seed 0."""
     generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(batch, heads, length, head_dim, generator=generator, device=device,
-                        dtype=getattr(torch, dtype)) for heads in (query_heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(
+            batch,
+            heads,
+            length,
+            head_dim,
+            generator=generator,
+            device=device,
+            dtype=getattr(torch, dtype),
+        )
+        for heads in (query_heads, kv_heads, kv_heads)
+    ]
 
 
-def make_call(method: str, pass_name: str, inputs: list[Tensor], grad: Tensor | None, group_size: int,
-              window_size: int) -> Callable[[], object]:
+def make_call(
+    method: str,
+    pass_name: str,
+    inputs: list[Tensor],
+    grad: Tensor | None,
+    group_size: int,
+    window_size: int,
+) -> Callable[[], object]:
     """A function that runs one pass of a method once on these inputs.
 
     The backward alone runs on the graph of one forward, made here and kept.

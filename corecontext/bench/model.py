@@ -17,8 +17,19 @@ from corecontext.bench import cost
 from corecontext.bench.check import short
 from corecontext.bench.measure import PeakMemory, copy_bytes_per_s, matmul_flops_per_s, synchronize
 from corecontext.bench.model_check import check_model
-from corecontext.bench.model_methods import (FULL, OURS, RAW, ROWS, CompactRun, FilledRun, PlainRun, RowsRun,
-                                             StaticRun, attention, raw_config)
+from corecontext.bench.model_methods import (
+    FULL,
+    OURS,
+    RAW,
+    ROWS,
+    CompactRun,
+    FilledRun,
+    PlainRun,
+    RowsRun,
+    StaticRun,
+    attention,
+    raw_config,
+)
 from corecontext.bench.model_settings import ModelBench
 from corecontext.bench.operator import free_memory
 from corecontext.bench.shapes import make_model, make_prompt
@@ -51,7 +62,11 @@ class _Run:
         self.model, self.of_model = make_model(bench.shape, bench.dtype, bench.device)
         if bench.mode != "throughput":  # which fills caches without a prompt
             with one_line():  # said before anything is measured
-                check_length(self.model.config, max(bench.lengths), WARM_STEPS + bench.repeats * bench.steps + 2)
+                check_length(
+                    self.model.config,
+                    max(bench.lengths),
+                    WARM_STEPS + bench.repeats * bench.steps + 2,
+                )
         self.cuda = torch.device(bench.device).type == "cuda"
         self.device = device_name(bench.device)
         self.cost = cost.ModelCost.of(self.model.config, self.model)
@@ -68,14 +83,25 @@ class _Run:
             own |= {"cache_dtype": config.cache_dtype} if config.cache_dtype != "auto" else {}
         elif method == "streaming_llm":
             own = {"sinks": 4, "window_size": config.window_size}
-        return {"method": method, "backend": self.backend(method), **self.of_model, "length": length, "batch": 1, **own,
-                **{name: value for name, value in more.items() if value is not None}}
+        return {
+            "method": method,
+            "backend": self.backend(method),
+            **self.of_model,
+            "length": length,
+            "batch": 1,
+            **own,
+            **{name: value for name, value in more.items() if value is not None},
+        }
 
     def backend(self, method: str) -> str:
         """What computes a method's attention: for CCA, what `backend="auto"` chooses here."""
         if method in OURS:
-            return choose_backend("auto", torch.empty(1, 1, 1, self.cost.head_dim, dtype=self.model.dtype,
-                                                      device=self.bench.device))
+            return choose_backend(
+                "auto",
+                torch.empty(
+                    1, 1, 1, self.cost.head_dim, dtype=self.model.dtype, device=self.bench.device
+                ),
+            )
         return {"sdpa_flash": "flash", "sdpa_cudnn": "cudnn", ROWS: "rows"}.get(method, "sdpa")
 
     def record(self, name: str, value: float | Sequence[float], params: dict[str, Any]) -> None:
@@ -94,7 +120,9 @@ class _Run:
             measure()
         except Exception as error:
             if is_out_of_memory(error):
-                reason = "out of memory" + (": " + str(error) if isinstance(error, MemoryError) and str(error) else "")
+                reason = "out of memory" + (
+                    ": " + str(error) if isinstance(error, MemoryError) and str(error) else ""
+                )
             elif params["method"] in OURS:
                 raise
             else:
@@ -105,7 +133,9 @@ class _Run:
         return reason is None
 
 
-def run_model_bench(bench: ModelBench, on_records: Callable[[list[Record]], None] | None = None) -> list[Record]:
+def run_model_bench(
+    bench: ModelBench, on_records: Callable[[list[Record]], None] | None = None
+) -> list[Record]:
     """Check that CCA is right on this model, then measure; returns the records, "floor" being the least there can be.
 
     Args:
@@ -119,7 +149,9 @@ def run_model_bench(bench: ModelBench, on_records: Callable[[list[Record]], None
         with one_line():  # the window may reach beyond the model's positions
             check_model(run.model, bench.config())
     jobs = list({"lengths": _lengths, "sweep": _sweep, "throughput": _throughput}[bench.mode](run))
-    with progress(f"corecontext bench model, {run.of_model['shape']}", sum(weight for weight, _ in jobs)) as advance:
+    with progress(
+        f"corecontext bench model, {run.of_model['shape']}", sum(weight for weight, _ in jobs)
+    ) as advance:
         for weight, job in jobs:
             job()
             advance(weight)
@@ -132,8 +164,12 @@ def _lengths(run: _Run) -> Iterator[tuple[float, Callable[[], None]]]:
     for length in sorted(bench.lengths):
         for method in bench.methods:
             for fuse in bench.fuses if method in OURS else ("none",):
-                yield length, lambda length=length, method=method, fuse=fuse: _method(  # type: ignore[misc]
-                    run, method, length, bench.config(), fuse)
+                yield (
+                    length,
+                    lambda length=length, method=method, fuse=fuse: _method(  # type: ignore[misc]
+                        run, method, length, bench.config(), fuse
+                    ),
+                )
         yield 0, lambda length=length: _floors(run, length)  # type: ignore[misc]
 
 
@@ -141,8 +177,12 @@ def _sweep(run: _Run) -> Iterator[tuple[float, Callable[[], None]]]:
     """CCA by group and window size."""
     for length in run.bench.lengths:
         for config in run.bench.sweep():
-            yield length, lambda length=length, config=config: _method(  # type: ignore[misc]
-                run, "cca", length, config, run.bench.fuses[0])
+            yield (
+                length,
+                lambda length=length, config=config: _method(  # type: ignore[misc]
+                    run, "cca", length, config, run.bench.fuses[0]
+                ),
+            )
 
 
 def _method(run: _Run, method: str, length: int, config: CCAConfig, fuse: str) -> None:
@@ -151,7 +191,9 @@ def _method(run: _Run, method: str, length: int, config: CCAConfig, fuse: str) -
     own: dict[str, Any] = {"fuse": fuse, "chunk_size": bench.chunk_size} if method in OURS else {}
     if method == RAW:
         try:
-            config_of, count = raw_config(Shape(run.cost.num_layers, run.cost.kv_heads), config, length)
+            config_of, count = raw_config(
+                Shape(run.cost.num_layers, run.cost.kv_heads), config, length
+            )
         except ValueError as error:
             return run.skip("prompt", short(error), run.params(method, length, config, **own))
         own |= {"raw_heads": count, "raw_window_size": config_of.window_size}
@@ -161,18 +203,25 @@ def _method(run: _Run, method: str, length: int, config: CCAConfig, fuse: str) -
     known = run.last.get(method)
     estimate = known and known[1] * (length / known[0]) ** 2
     if method in FULL and estimate and estimate > bench.baseline_limit_s:
-        run.skip("growing cache", f"over the limit of {bench.baseline_limit_s:g} s a prompt", params)
+        run.skip(
+            "growing cache", f"over the limit of {bench.baseline_limit_s:g} s a prompt", params
+        )
     elif method != ROWS:
         with attention(run.model, method, config_of):
-            run.attempt("growing cache" if method not in OURS else "prompt", params,
-                        lambda: _prompt_and_steps(run, method, params, length, fuse))
+            run.attempt(
+                "growing cache" if method not in OURS else "prompt",
+                params,
+                lambda: _prompt_and_steps(run, method, params, length, fuse),
+            )
     if method in (*FULL, ROWS) and "itl" in bench.what:
         static = {**params, "cache": "static"}
         with attention(run.model, method, config):
             run.attempt("static cache", static, lambda: _static_steps(run, method, static, length))
 
 
-def _prompt_and_steps(run: _Run, method: str, params: dict[str, Any], length: int, fuse: str) -> None:
+def _prompt_and_steps(
+    run: _Run, method: str, params: dict[str, Any], length: int, fuse: str
+) -> None:
     """Prompts, as often as there is time for; the last one goes on."""
     bench = run.bench
     total = WARM_STEPS + bench.repeats * bench.steps + 2
@@ -211,7 +260,9 @@ def _prompt_and_steps(run: _Run, method: str, params: dict[str, Any], length: in
 
 def _static_steps(run: _Run, method: str, params: dict[str, Any], length: int) -> None:
     total = WARM_STEPS + run.bench.repeats * run.bench.steps + 2
-    static = (RowsRun if method == ROWS else StaticRun)(run.model, method, params["batch"], length, total)
+    static = (RowsRun if method == ROWS else StaticRun)(
+        run.model, method, params["batch"], length, total
+    )
     run.record("model.next_token_ms", _step_ms(run, static.step), params)
     static.close()
 
@@ -224,14 +275,23 @@ def _floors(run: _Run, length: int) -> None:
         itemsize = _cache_itemsize(run) if of == "cca" else run.cost.itemsize
         if "ftl" in bench.what:
             flops = run.cost.prefill_flops(length, g, s)
-            run.record("model.first_token_s", cost.floor_seconds(flops, run.flops_per_s),
-                       {**params, "backend": "matmul"})
-            run.record("model.cache_bytes", run.cost.cache_bytes(length, g, s) * itemsize / run.cost.itemsize,
-                       {**params, "backend": "formula"})
+            run.record(
+                "model.first_token_s",
+                cost.floor_seconds(flops, run.flops_per_s),
+                {**params, "backend": "matmul"},
+            )
+            run.record(
+                "model.cache_bytes",
+                run.cost.cache_bytes(length, g, s) * itemsize / run.cost.itemsize,
+                {**params, "backend": "formula"},
+            )
         if "itl" in bench.what:
             num_bytes = run.cost.step_bytes(length, g, s, cache_itemsize=itemsize)
-            run.record("model.next_token_ms", 1e3 * num_bytes / run.bytes_per_s,
-                       {**params, "backend": "copy", "bytes_read": num_bytes})
+            run.record(
+                "model.next_token_ms",
+                1e3 * num_bytes / run.bytes_per_s,
+                {**params, "backend": "copy", "bytes_read": num_bytes},
+            )
 
 
 def _cache_itemsize(run: _Run) -> float:
@@ -251,11 +311,18 @@ def _batches(run: _Run, method: str, length: int) -> None:
     """Tokens per second by batch."""
     bench, config = run.bench, run.bench.config()
     for batch in batches(run, method, length):
-        own = {"fuse": bench.fuses[0], "cache": "compact"} if method == "cca" else {"cache": "static"}
+        own = (
+            {"fuse": bench.fuses[0], "cache": "compact"} if method == "cca" else {"cache": "static"}
+        )
         params = {**run.params(method, length, config, **own), "batch": batch}
         with attention(run.model, method, config):
-            if not run.attempt("throughput", params, lambda batch=batch, params=params: _tokens_per_s(  # type: ignore[misc]
-                    run, method, params, length, batch)):
+            if not run.attempt(
+                "throughput",
+                params,
+                lambda batch=batch, params=params: _tokens_per_s(  # type: ignore[misc]
+                    run, method, params, length, batch
+                ),
+            ):
                 return
 
 
@@ -264,11 +331,15 @@ def batches(run: _Run, method: str, length: int) -> list[int]:
     bench, config = run.bench, run.bench.config()
     g, s = (config.group_size, config.window_size) if method == "cca" else (1, 1)
     room = length + WARM_STEPS + bench.repeats * bench.steps + 2
-    row = run.cost.cache_bytes(room, g, s) * (_cache_itemsize(run) / run.cost.itemsize if method == "cca" else 1)
-    row += 16 * run.model.config.get_text_config(decoder=True).vocab_size  # logits, in several dtypes
+    row = run.cost.cache_bytes(room, g, s) * (
+        _cache_itemsize(run) / run.cost.itemsize if method == "cca" else 1
+    )
+    row += (
+        16 * run.model.config.get_text_config(decoder=True).vocab_size
+    )  # logits, in several dtypes
     free = free_bytes(torch.device(bench.device))
     most = bench.max_batch if free is None else min(bench.max_batch, int(MEMORY_SHARE * free / row))
-    powers = [2 ** i for i in range(32) if most / 16 <= 2 ** i <= most]
+    powers = [2**i for i in range(32) if most / 16 <= 2**i <= most]
     return sorted({*powers, most}) if most else [1]  # the one that does not fit is recorded as such
 
 
@@ -276,8 +347,12 @@ def _tokens_per_s(run: _Run, method: str, params: dict[str, Any], length: int, b
     bench = run.bench
     total, fuse = WARM_STEPS + bench.repeats * bench.steps + 2, bench.fuses[0]
     going: StaticRun | FilledRun = (
-        FilledRun(run.model, bench.config(), batch, length, total, fuse=None if fuse == "none" else fuse)
-        if method == "cca" else (RowsRun if method == ROWS else StaticRun)(run.model, method, batch, length, total))
+        FilledRun(
+            run.model, bench.config(), batch, length, total, fuse=None if fuse == "none" else fuse
+        )
+        if method == "cca"
+        else (RowsRun if method == ROWS else StaticRun)(run.model, method, batch, length, total)
+    )
     run.record("model.tokens_per_s", [1e3 * batch / ms for ms in _step_ms(run, going.step)], params)
     going.close()
 

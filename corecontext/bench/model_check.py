@@ -27,17 +27,32 @@ def check_model(model: Any, config: CCAConfig) -> None:
     with enabled(model, config):
         made = Engine(model, keep=0).generate(ids, max_new_tokens=NEW_TOKENS)[0]
         whole = torch.cat((ids, torch.tensor([made[:-1]], device=ids.device)), 1)
-        logits = model(whole, use_cache=config.cache_dtype != "auto", logits_to_keep=NEW_TOKENS).logits[0].float()
+        logits = (
+            model(whole, use_cache=config.cache_dtype != "auto", logits_to_keep=NEW_TOKENS)
+            .logits[0]
+            .float()
+        )
         cache = StaticCache(model.config, max_cache_len=whole.shape[1])
         first, cache, positions = prefill(model, ids, cache=cache)
         steps = [first[0].float()]
         for i, token in enumerate(made[:-1]):
-            out = model(ids.new_tensor([[token]]), past_key_values=cache, position_ids=positions[:, None] + i)
+            out = model(
+                ids.new_tensor([[token]]),
+                past_key_values=cache,
+                position_ids=positions[:, None] + i,
+            )
             steps.append(out.logits[0, -1].float())
     error = (torch.stack(steps) - logits).norm(dim=1) / logits.norm(dim=1)
-    gap = logits.max(-1).values - logits.gather(1, torch.tensor(made, device=ids.device)[:, None])[:, 0]
-    for name, found, allowed in (("logits are off by", error, rounding),
-                                 ("the token chosen is behind the likeliest by", gap / logits.std(-1), 8 * rounding)):
+    gap = (
+        logits.max(-1).values
+        - logits.gather(1, torch.tensor(made, device=ids.device)[:, None])[:, 0]
+    )
+    for name, found, allowed in (
+        ("logits are off by", error, rounding),
+        ("the token chosen is behind the likeliest by", gap / logits.std(-1), 8 * rounding),
+    ):
         if not bool((found <= allowed).all()):  # also where it is NaN
-            raise AssertionError(f"decoding is wrong on this machine, nothing was timed: {name} "
-                                 f"{float(found.max()):.2e}, allowed is {allowed:.2e}")
+            raise AssertionError(
+                f"decoding is wrong on this machine, nothing was timed: {name} "
+                f"{float(found.max()):.2e}, allowed is {allowed:.2e}"
+            )

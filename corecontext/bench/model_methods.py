@@ -29,7 +29,10 @@ ROWS = "full_rows"  # decodes only
 RAW = "cca_raw"
 OURS = ("cca", RAW)
 METHODS = (*FULL, ROWS, "streaming_llm", *OURS)
-DECODERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # where the kernel asked for takes no mask
+DECODERS = (
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)  # where the kernel asked for takes no mask
 
 
 def attention(model: Any, method: str, config: CCAConfig) -> contextlib.AbstractContextManager[Any]:
@@ -38,7 +41,9 @@ def attention(model: Any, method: str, config: CCAConfig) -> contextlib.Abstract
         return contextlib.nullcontext()
     from corecontext.baselines import StreamingLLM, enabled
 
-    return enabled(model, StreamingLLM(window_size=config.window_size) if method == "streaming_llm" else config)
+    return enabled(
+        model, StreamingLLM(window_size=config.window_size) if method == "streaming_llm" else config
+    )
 
 
 def raw_config(shape: Shape, config: CCAConfig, length: int) -> tuple[CCAConfig, int]:
@@ -49,7 +54,10 @@ def raw_config(shape: Shape, config: CCAConfig, length: int) -> tuple[CCAConfig,
         ValueError: they do not fit.
     """
     count = raw_heads(shape, config, length)
-    units = [Unit(*divmod(i * shape.layers * shape.kv_heads // count, shape.kv_heads)) for i in range(count)]
+    units = [
+        Unit(*divmod(i * shape.layers * shape.kv_heads // count, shape.kv_heads))
+        for i in range(count)
+    ]
     return at_equal_cache(shape, units, config, length, raw=True), count
 
 
@@ -71,7 +79,9 @@ class PlainRun:
     def step(self) -> None:
         """One more token."""
         with _kernel(self.method, decoding=True):
-            out = self.model(self.token, past_key_values=self.cache, position_ids=self.positions, use_cache=True)
+            out = self.model(
+                self.token, past_key_values=self.cache, position_ids=self.positions, use_cache=True
+            )
         self.token, self.positions = out.logits[:, -1:].argmax(-1), self.positions + 1
 
     def close(self) -> None:
@@ -106,7 +116,9 @@ class StaticRun:
     @torch.no_grad()
     def _step(self) -> None:
         with _kernel(self.method, decoding=True):
-            out = self.model(self.token, past_key_values=self.cache, position_ids=self.positions, use_cache=True)
+            out = self.model(
+                self.token, past_key_values=self.cache, position_ids=self.positions, use_cache=True
+            )
         self.token.copy_(out.logits[:, -1:].argmax(-1))
         self.positions.add_(1)
 
@@ -126,8 +138,13 @@ class RowsRun(StaticRun):
         for _ in range(self.model.config.get_text_config(decoder=True).num_hidden_layers):
             layer = FullLayer(room, fixed=True)
             one = _one_token(self.model, batch)
-            layer.hold([one.new_empty(*one.shape[:2], room, one.shape[3]).normal_() for _ in range(2)])
-            layer.pad, layer.pads = torch.zeros(batch, dtype=torch.long, device=one.device), [0] * batch
+            layer.hold(
+                [one.new_empty(*one.shape[:2], room, one.shape[3]).normal_() for _ in range(2)]
+            )
+            layer.pad, layer.pads = (
+                torch.zeros(batch, dtype=torch.long, device=one.device),
+                [0] * batch,
+            )
             layer.seen = torch.full((), length, device=one.device)
             layers.append(GivenLayer(layer))
         return Cache(layers=layers)
@@ -144,8 +161,15 @@ def _one_token(model: Any, batch: int) -> torch.Tensor:
 class CompactRun:
     """CCA as `Engine` runs it."""
 
-    def __init__(self, model: Any, input_ids: torch.Tensor, steps: int, *, fuse: str | None = None,
-                 chunk_size: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        steps: int,
+        *,
+        fuse: str | None = None,
+        chunk_size: int | None = None,
+    ) -> None:
         engine = Engine(model, keep=0, fuse=fuse, chunk_size=chunk_size)
         self.stream = engine.stream(input_ids, max_new_tokens=steps)
 
@@ -169,15 +193,25 @@ class CompactRun:
 class FilledRun:
     """Steps of CCA on fixed buffers filled with random numbers, as if a prompt of `length` tokens had been read."""
 
-    def __init__(self, model: Any, config: CCAConfig, batch: int, length: int, steps: int, *,
-                 fuse: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: CCAConfig,
+        batch: int,
+        length: int,
+        steps: int,
+        *,
+        fuse: str | None = None,
+    ) -> None:
         engine = Engine(model, keep=0, fuse=fuse, static=True)
         session: Any = engine.take((batch, length + steps, config, 1))
         ids = make_prompt(model, batch, 2)
         _, session.cache, positions = prefill(model, ids, cache=session.cache)
         for layer in session.cache.layers:
             for x in layer.compact.buffers:
-                x.normal_() if x.is_floating_point() else x.random_(0, 127)  # 127 is no number in fp8
+                x.normal_() if x.is_floating_point() else x.random_(
+                    0, 127
+                )  # 127 is no number in fp8
             layer.compact.seen.fill_(length)
         session.begin(positions - 2 + length, [0] * batch, length)
         session.tokens.copy_(ids[:, -1:])
@@ -201,4 +235,8 @@ def _kernel(method: str, decoding: bool) -> contextlib.AbstractContextManager[An
     """PyTorch's attention by the kernel of a method: in a prompt by no other, in a step by others where it refuses."""
     if method not in KERNELS:
         return contextlib.nullcontext()
-    return sdpa_kernel([KERNELS[method], *DECODERS], set_priority=True) if decoding else sdpa_kernel(KERNELS[method])
+    return (
+        sdpa_kernel([KERNELS[method], *DECODERS], set_priority=True)
+        if decoding
+        else sdpa_kernel(KERNELS[method])
+    )

@@ -8,8 +8,13 @@ from typing import Any
 
 from corecontext.record import Record
 
-NAMES = {"model.first_token_s": "first token", "model.next_token_ms": "next token", "model.cache_bytes": "cache",
-         "model.peak_bytes": "peak memory", "model.tokens_per_s": "tokens per second"}
+NAMES = {
+    "model.first_token_s": "first token",
+    "model.next_token_ms": "next token",
+    "model.cache_bytes": "cache",
+    "model.peak_bytes": "peak memory",
+    "model.tokens_per_s": "tokens per second",
+}
 WHAT = {"growing cache": "prompt and growing cache", "prompt": "prompt and steps"}
 
 
@@ -37,7 +42,11 @@ class Place:
     def best_full(self, name: str) -> tuple[str, float] | None:
         """The label and value of the best full attention."""
         most = name == "model.tokens_per_s"
-        found = [(label, r.value) for label, r in self.values.get(name, {}).items() if is_full(r.params["method"])]
+        found = [
+            (label, r.value)
+            for label, r in self.values.get(name, {}).items()
+            if is_full(r.params["method"])
+        ]
         return (max if most else min)(found, key=lambda item: item[1]) if found else None
 
     def gain(self, name: str) -> float | None:
@@ -58,15 +67,21 @@ def label_of(params: Any) -> str:
     """How tables and figures call what a record measured."""
     method = params["method"]
     if method == "cca":
-        return "CCA" + (", fused" if params.get("fuse") == "compile" else "") + (
-            f", {params['cache_dtype']}" if "cache_dtype" in params else "") + (
-            f", chunks of {params['chunk_size']}" if "chunk_size" in params else "")
+        return (
+            "CCA"
+            + (", fused" if params.get("fuse") == "compile" else "")
+            + (f", {params['cache_dtype']}" if "cache_dtype" in params else "")
+            + (f", chunks of {params['chunk_size']}" if "chunk_size" in params else "")
+        )
     if method == "cca_raw":
         return "CCA, some heads raw" + (", fused" if params.get("fuse") == "compile" else "")
     if method == "streaming_llm":
         return "StreamingLLM"
-    kernel = {"sdpa_flash": "full (flash)", "sdpa_cudnn": "full (cuDNN)", "full_rows": "full (rows)"}.get(
-        method, "full")
+    kernel = {
+        "sdpa_flash": "full (flash)",
+        "sdpa_cudnn": "full (cuDNN)",
+        "full_rows": "full (rows)",
+    }.get(method, "full")
     return kernel + (", static cache" if params.get("cache") == "static" else "")
 
 
@@ -107,7 +122,14 @@ def places(records: Iterable[Record]) -> list[Place]:
 
 def _key(record: Record) -> tuple[Any, ...]:
     p = record.params
-    return record.device, p["shape"], p["dtype"], p["length"], p.get("group_size", 0), p.get("window_size", 0)
+    return (
+        record.device,
+        p["shape"],
+        p["dtype"],
+        p["length"],
+        p.get("group_size", 0),
+        p.get("window_size", 0),
+    )
 
 
 def main_places(found: Sequence[Place]) -> list[Place]:
@@ -117,9 +139,15 @@ def main_places(found: Sequence[Place]) -> list[Place]:
         sizes = counts.setdefault(_model(place), {})
         pair = place.params["group_size"], place.params["window_size"]
         sizes[pair] = sizes.get(pair, 0) + 1
-    chosen = {model: max(sizes, key=lambda pair: (sizes[pair], pair == (16, 1024))) for model, sizes in counts.items()}
-    return [place for place in found if chosen[_model(place)] == (place.params["group_size"],
-                                                                  place.params["window_size"])]
+    chosen = {
+        model: max(sizes, key=lambda pair: (sizes[pair], pair == (16, 1024)))
+        for model, sizes in counts.items()
+    }
+    return [
+        place
+        for place in found
+        if chosen[_model(place)] == (place.params["group_size"], place.params["window_size"])
+    ]
 
 
 def _model(place: Place) -> tuple[Any, ...]:
@@ -142,16 +170,23 @@ def labels(found: Sequence[Place], name: str) -> list[str]:
 
 def skipped(records: Sequence[Record]) -> list[str]:
     """What was left out and why; not what was measured later on."""
-    last = {_kind(r): i for i, r in enumerate(records) if r.name in NAMES and r.params["method"] != "floor"}
+    last = {
+        _kind(r): i
+        for i, r in enumerate(records)
+        if r.name in NAMES and r.params["method"] != "floor"
+    }
     lines: dict[tuple[str, ...], list[str]] = {}
     for i, r in enumerate(records):
         if r.name == "model.skipped" and last.get(_kind(r), -1) < i:
             p = r.params
             batch = f" at batch {p['batch']}" if p["what"] == "throughput" else ""
-            lines.setdefault((label_of(p), p["shape"], WHAT.get(p["what"], p["what"]), r.device, p["reason"]),
-                             []).append(f"{p['length']}{batch}")
-    return [f"{label} not measured on {device}, {shape}, {what}: {reason} (L {', '.join(dict.fromkeys(at))})"
-            for (label, shape, what, device, reason), at in lines.items()]
+            lines.setdefault(
+                (label_of(p), p["shape"], WHAT.get(p["what"], p["what"]), r.device, p["reason"]), []
+            ).append(f"{p['length']}{batch}")
+    return [
+        f"{label} not measured on {device}, {shape}, {what}: {reason} (L {', '.join(dict.fromkeys(at))})"
+        for (label, shape, what, device, reason), at in lines.items()
+    ]
 
 
 def _kind(record: Record) -> tuple[Any, ...]:

@@ -16,8 +16,13 @@ SIZES = ("query_heads", "kv_heads", "head_dim", "batch", "dtype")
 FULL = ("full", "sdpa_flash", "sdpa_cudnn", "flash_attn_4")
 OTHERS = {"flex": "FlexAttention", "packed": "packed"}
 """Other ways to compute CCA, and how tables call them."""
-LABELS = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward", "decode": "decoding",
-          "all": "every pass"}
+LABELS = {
+    "forward": "forward",
+    "backward": "backward",
+    "forward_backward": "forward + backward",
+    "decode": "decoding",
+    "all": "every pass",
+}
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -48,7 +53,9 @@ class Row:
     @property
     def gain(self) -> float | None:
         """How many times CCA's value the best full attention takes."""
-        return self.best[1] / self.cca if self.best and self.cca else None  # tiny inputs may take no memory
+        return (
+            self.best[1] / self.cca if self.best and self.cca else None
+        )  # tiny inputs may take no memory
 
     @property
     def graph(self) -> bool:
@@ -57,7 +64,9 @@ class Row:
 
     @property
     def label(self) -> str:
-        return LABELS[self.pass_name] + (", CUDA graph" if self.graph and self.pass_name != "decode" else "")
+        return LABELS[self.pass_name] + (
+            ", CUDA graph" if self.graph and self.pass_name != "decode" else ""
+        )
 
     @property
     def share(self) -> float | None:
@@ -68,15 +77,29 @@ class Row:
     def tflops(self) -> float:
         """CCA's 10^12 operations a second in a pass."""
         p = self.params
-        flops = cost.pass_flops(self.pass_name, p["length"], p["query_heads"], p["kv_heads"], p["head_dim"],
-                                group_size=p["group_size"], window_size=p["window_size"], batch=p["batch"])
+        flops = cost.pass_flops(
+            self.pass_name,
+            p["length"],
+            p["query_heads"],
+            p["kv_heads"],
+            p["head_dim"],
+            group_size=p["group_size"],
+            window_size=p["window_size"],
+            batch=p["batch"],
+        )
         return flops / self.cca / 1e9
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """What rows of one series share: device, sizes, g and s, pass and timer."""
-        return (self.device, *_shape(self.params), self.params["group_size"], self.params["window_size"],
-                self.pass_name, self.graph)
+        return (
+            self.device,
+            *_shape(self.params),
+            self.params["group_size"],
+            self.params["window_size"],
+            self.pass_name,
+            self.graph,
+        )
 
 
 def _shape(params: Any) -> tuple[Any, ...]:
@@ -113,17 +136,30 @@ def rows(records: Iterable[Record], *names: str) -> list[Row]:
     for key, r in ours.items():
         sized, timer = key[:-1], r.params.get("timer")
         row = Row(r.device, pass_of(r), dict(r.params), r.value, floor=floors.get(sized))
-        row.full = {backend: x.value for (_, backend), x in found.get((*sized[:-2], timer), {}).items()}
+        row.full = {
+            backend: x.value for (_, backend), x in found.get((*sized[:-2], timer), {}).items()
+        }
         row.others = {method: x.value for (method, _), x in found.get((*sized, timer), {}).items()}
         made.append(row)
     devices = list(dict.fromkeys(row.device for row in made))
-    return sorted(made, key=lambda row: (devices.index(row.device), -row.params["kv_heads"], list(LABELS).index(
-        row.pass_name), row.graph, row.params["batch"], row.length))
+    return sorted(
+        made,
+        key=lambda row: (
+            devices.index(row.device),
+            -row.params["kv_heads"],
+            list(LABELS).index(row.pass_name),
+            row.graph,
+            row.params["batch"],
+            row.length,
+        ),
+    )
 
 
 def time_rows(records: Iterable[Record]) -> list[Row]:
     """Every pass."""
-    return rows(records, "operator.forward_ms", "operator.backward_ms", "operator.forward_backward_ms")
+    return rows(
+        records, "operator.forward_ms", "operator.backward_ms", "operator.forward_backward_ms"
+    )
 
 
 def memory_rows(records: Iterable[Record]) -> list[Row]:
@@ -146,7 +182,9 @@ def of_minimum(row: Row, peak: float) -> float:
     sizes = (row.length, p["query_heads"], p["kv_heads"], p["head_dim"], ITEMSIZE[p["dtype"]])
     forward = cost.operator_bytes(*sizes, batch=p["batch"])
     out = p["batch"] * row.length * p["query_heads"] * p["head_dim"] * ITEMSIZE[p["dtype"]]
-    given = forward if back else forward - out  # q, k, v and the gradient of out, which is as large as out
+    given = (
+        forward if back else forward - out
+    )  # q, k, v and the gradient of out, which is as large as out
     return (peak + given) / cost.operator_bytes(*sizes, batch=p["batch"], backward=back)
 
 
@@ -171,20 +209,37 @@ def crossovers(found: Iterable[Row]) -> dict[tuple[Any, ...], int | None]:
 
 def skipped(records: Sequence[Record]) -> list[str]:
     """What was left out and why, a line for each method and reason; not what was measured later on."""
-    measured = {(r.device, r.params.get("method"), *_shape(r.params), place, length) for r in records
-                if r.name != "operator.skipped" and r.name.startswith("operator.")
-                for place in (pass_of(r), "all") for length in (r.params.get("length"), None)}
+    measured = {
+        (r.device, r.params.get("method"), *_shape(r.params), place, length)
+        for r in records
+        if r.name != "operator.skipped" and r.name.startswith("operator.")
+        for place in (pass_of(r), "all")
+        for length in (r.params.get("length"), None)
+    }
     lines: dict[tuple[str, str, str], dict[str, list[Any]]] = {}
     for r in records:
         p = r.params
         place = (r.device, p.get("method"), *_shape(p), p.get("pass"), p.get("length"))
         if r.name == "operator.skipped" and (p.get("timer") == "graph" or place not in measured):
-            of = lines.setdefault((r.device, p["method"], p["reason"]), {"KV heads": [], "batch": [], "pass": [],
-                                                                         "L": []})
-            for key, value in (("KV heads", p["kv_heads"]), ("batch", p["batch"]), ("L", p["length"]),
-                               ("pass", LABELS.get(p["pass"], p["pass"]))):
-                if value is not None and value not in of[key] and (key != "batch" or p["pass"] == "decode"):
+            of = lines.setdefault(
+                (r.device, p["method"], p["reason"]),
+                {"KV heads": [], "batch": [], "pass": [], "L": []},
+            )
+            for key, value in (
+                ("KV heads", p["kv_heads"]),
+                ("batch", p["batch"]),
+                ("L", p["length"]),
+                ("pass", LABELS.get(p["pass"], p["pass"])),
+            ):
+                if (
+                    value is not None
+                    and value not in of[key]
+                    and (key != "batch" or p["pass"] == "decode")
+                ):
                     of[key].append(value)
-    return [f"{method} not measured on {device}: {reason} (" + "; ".join(
-        f"{key} {', '.join(map(str, values))}" for key, values in of.items() if values) + ")"
-        for (device, method, reason), of in lines.items()]
+    return [
+        f"{method} not measured on {device}: {reason} ("
+        + "; ".join(f"{key} {', '.join(map(str, values))}" for key, values in of.items() if values)
+        + ")"
+        for (device, method, reason), of in lines.items()
+    ]

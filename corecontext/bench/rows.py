@@ -14,12 +14,28 @@ TOLERANCE = 8  # times the spacing of the dtype's numbers at the row's largest v
 
 def sample_rows(length: int, group_size: int, window_size: int) -> list[int]:
     """The first row, the first ones to see a core token, the middle, and the last two."""
-    rows = (0, window_size + group_size - 1, window_size + group_size, length // 2, length - 2, length - 1)
+    rows = (
+        0,
+        window_size + group_size - 1,
+        window_size + group_size,
+        length // 2,
+        length - 2,
+        length - 1,
+    )
     return sorted({row for row in rows if 0 <= row < length})
 
 
-def true_rows(q: Tensor, k: Tensor, v: Tensor, rows: list[int], kv_head: int, rotary: Rotary, *, group_size: int,
-              window_size: int) -> Tensor:
+def true_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: list[int],
+    kv_head: int,
+    rotary: Rotary,
+    *,
+    group_size: int,
+    window_size: int,
+) -> Tensor:
     """CCA's output of these rows of the first sequence, for the query heads of one KV head, in float64.
 
     Args:
@@ -32,31 +48,59 @@ def true_rows(q: Tensor, k: Tensor, v: Tensor, rows: list[int], kv_head: int, ro
     heads = slice(kv_head * repeats, (kv_head + 1) * repeats)
     groups = num_visible_cores(rows[-1], g, window_size)
     past = slice(0, groups * g)
-    group_k, group_v = (x[0, kv_head, past].double().unflatten(0, (groups, g))[None] for x in (k, v))
-    core_k, core_v = reference.pool(q[:1, heads, g - 1:groups * g:g].double(), group_k, group_v, scale=dim ** -0.5,
-                                    rotary=rotary)
+    group_k, group_v = (
+        x[0, kv_head, past].double().unflatten(0, (groups, g))[None] for x in (k, v)
+    )
+    core_k, core_v = reference.pool(
+        q[:1, heads, g - 1 : groups * g : g].double(),
+        group_k,
+        group_v,
+        scale=dim**-0.5,
+        rotary=rotary,
+    )
     found = []
     for row in rows:
         start, cores = local_start(row, g, window_size), num_visible_cores(row, g, window_size)
-        near_k, near_v = (x[0, kv_head, None, start:row + 1].double() for x in (k, v))
-        out, _ = reference.attend(q[:1, heads, row:row + 1].double(), near_k, near_v, core_k[:, :, :cores],
-                                  core_v[:, :, :cores], q_start=row, k_start=start, group_size=g,
-                                  window_size=window_size, scale=dim ** -0.5)
+        near_k, near_v = (x[0, kv_head, None, start : row + 1].double() for x in (k, v))
+        out, _ = reference.attend(
+            q[:1, heads, row : row + 1].double(),
+            near_k,
+            near_v,
+            core_k[:, :, :cores],
+            core_v[:, :, :cores],
+            q_start=row,
+            k_start=start,
+            group_size=g,
+            window_size=window_size,
+            scale=dim**-0.5,
+        )
         found.append(out[0, :, 0])
     return torch.stack(found)
 
 
-def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, *, group_size: int,
-               window_size: int) -> None:
+def check_rows(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: Rotary,
+    *,
+    group_size: int,
+    window_size: int,
+) -> None:
     """Raise unless sampled rows of CCA's output [B, H, L, D], of the first and last KV head, are right."""
     rows = sample_rows(q.shape[2], group_size, window_size)
     repeats = q.shape[1] // k.shape[1]
     for kv_head in sorted({0, k.shape[1] - 1}):
-        truth = true_rows(q, k, v, rows, kv_head, rotary, group_size=group_size, window_size=window_size)
-        ours = out[0, kv_head * repeats:(kv_head + 1) * repeats, rows].double().transpose(0, 1)
+        truth = true_rows(
+            q, k, v, rows, kv_head, rotary, group_size=group_size, window_size=window_size
+        )
+        ours = out[0, kv_head * repeats : (kv_head + 1) * repeats, rows].double().transpose(0, 1)
         error = (ours - truth).abs().amax(-1)  # [rows, r]
         bound = TOLERANCE * torch.finfo(q.dtype).eps * truth.abs().amax(-1)
         if not bool((error <= bound).all()):  # also where it is NaN
             worst = int((error / bound).nan_to_num(torch.inf).amax(1).argmax())
-            raise AssertionError(f"CCA is wrong at length {q.shape[2]}, nothing was timed: query {rows[worst]} is off "
-                                 f"by {float(error[worst].max()):.2e}, allowed is {float(bound[worst].min()):.2e}")
+            raise AssertionError(
+                f"CCA is wrong at length {q.shape[2]}, nothing was timed: query {rows[worst]} is off "
+                f"by {float(error[worst].max()):.2e}, allowed is {float(bound[worst].min()):.2e}"
+            )

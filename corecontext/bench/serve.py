@@ -28,13 +28,32 @@ from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
 from corecontext.text import UserError
 
-SHAPES = {"llama3.1-8b": {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "bos_token_id": 128000, "eos_token_id": 128001,
-    "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}}
+SHAPES = {
+    "llama3.1-8b": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+}
 """Sizes of models whose weights are made up (`--shape`)."""
 BINS = 24  # of a day
 START_LIMIT_S = 900.0
@@ -79,7 +98,9 @@ class ServeBench:
         if self.mode not in MODES:
             raise ValueError(f"mode must be day, rising or saturated, got {self.mode!r}.")
         if self.shape is not None and (self.shape not in SHAPES or self.model is not None):
-            raise ValueError(f"shape must be one of {', '.join(SHAPES)}, without --model; got {self.shape!r}.")
+            raise ValueError(
+                f"shape must be one of {', '.join(SHAPES)}, without --model; got {self.shape!r}."
+            )
         if not self.variants:
             raise ValueError("variant must be given at least once.")
         for variant in self.variants:
@@ -88,22 +109,37 @@ class ServeBench:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if not 0 <= self.shared_length < self.prompt_length:
-            raise ValueError(f"shared_length must be at least 0 and less than prompt_length {self.prompt_length}, got "
-                             f"{self.shared_length}.")
+            raise ValueError(
+                f"shared_length must be at least 0 and less than prompt_length {self.prompt_length}, got "
+                f"{self.shared_length}."
+            )
         for name in ("seconds", "base_rate", "peak_rate", "first_token_limit"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}.")
         if self.peak_rate < self.base_rate or self.growth <= 1:
-            raise ValueError(f"peak_rate must be at least base_rate {self.base_rate} and growth more than 1, got "
-                             f"{self.peak_rate} and {self.growth}.")
+            raise ValueError(
+                f"peak_rate must be at least base_rate {self.base_rate} and growth more than 1, got "
+                f"{self.peak_rate} and {self.growth}."
+            )
 
     def server_options(self, variant: str) -> list[str]:
         """How a variant is asked of `corecontext serve`."""
         kind, *sizes = variant.split(":")
-        if kind == "cca" and len(sizes) == 2 and all(size.isdigit() and int(size) > 0 for size in sizes):
+        if (
+            kind == "cca"
+            and len(sizes) == 2
+            and all(size.isdigit() and int(size) > 0 for size in sizes)
+        ):
             return ["--policy", "fixed", "--group-size", sizes[0], "--window-size", sizes[1]]
-        own = [part for name, value in (("--group-size", self.group_size), ("--window-size", self.window_size))
-               if value is not None for part in (name, str(value))]
+        own = [
+            part
+            for name, value in (
+                ("--group-size", self.group_size),
+                ("--window-size", self.window_size),
+            )
+            if value is not None
+            for part in (name, str(value))
+        ]
         if variant == "full":
             return ["--method", "full"]
         if variant in ("elastic", "fixed"):
@@ -112,12 +148,26 @@ class ServeBench:
 
     def params(self, variant: str, **more: Any) -> dict[str, Any]:
         """A record's params."""
-        return {"mode": self.mode, "variant": variant, "model": self.shape or self.model or "bundled",
-                "random_weights": self.shape is not None, "prompt_length": self.prompt_length,
-                "shared_length": self.shared_length, "new_tokens": self.new_tokens, "dtype": self.dtype,
-                "max_running": self.max_running, "cache_mib": self.cache_mib, "chunk_size": self.chunk_size,
-                **({"requests": self.requests} if self.mode == "saturated" else {"seconds": self.seconds}),
-                "seed": self.seed, **more}
+        return {
+            "mode": self.mode,
+            "variant": variant,
+            "model": self.shape or self.model or "bundled",
+            "random_weights": self.shape is not None,
+            "prompt_length": self.prompt_length,
+            "shared_length": self.shared_length,
+            "new_tokens": self.new_tokens,
+            "dtype": self.dtype,
+            "max_running": self.max_running,
+            "cache_mib": self.cache_mib,
+            "chunk_size": self.chunk_size,
+            **(
+                {"requests": self.requests}
+                if self.mode == "saturated"
+                else {"seconds": self.seconds}
+            ),
+            "seed": self.seed,
+            **more,
+        }
 
 
 @contextmanager
@@ -141,9 +191,26 @@ def served(bench: ServeBench, variant: str) -> Iterator[str]:
         log = Path(folder) / "log"
         env = {key: value for key, value in package_path().items() if key != "CORECONTEXT_API_KEY"}
         with log.open("w") as out:
-            process = subprocess.Popen([sys.executable, "-m", "corecontext", "serve", "--name", "served", "--port", "0",
-                                        "--queue-limit", "1000000", "--time-limit", "86400", *options],
-                                       stdout=out, stderr=out, env=env)
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "corecontext",
+                    "serve",
+                    "--name",
+                    "served",
+                    "--port",
+                    "0",
+                    "--queue-limit",
+                    "1000000",
+                    "--time-limit",
+                    "86400",
+                    *options,
+                ],
+                stdout=out,
+                stderr=out,
+                env=env,
+            )
         try:
             yield _wait_for(process, log)
         finally:
@@ -154,7 +221,9 @@ def served(bench: ServeBench, variant: str) -> Iterator[str]:
                 process.kill()
                 process.wait()
             for line in dict.fromkeys(log.read_text(errors="replace").splitlines()):
-                if "Warning: " in line:  # such as of steps that run uncaptured, without which times say little
+                if (
+                    "Warning: " in line
+                ):  # such as of steps that run uncaptured, without which times say little
                     print(f"{variant}: {line}", file=sys.stderr)
 
 
@@ -163,14 +232,24 @@ def _wait_for(process: subprocess.Popen, log: Path) -> str:
     deadline = time.monotonic() + START_LIMIT_S
     while process.poll() is None and time.monotonic() < deadline:
         for line in log.read_text(errors="replace").splitlines():
-            if line.startswith("{") and line.endswith("}") and json.loads(line)["event"] == "listening":
+            if (
+                line.startswith("{")
+                and line.endswith("}")
+                and json.loads(line)["event"] == "listening"
+            ):
                 return f"http://127.0.0.1:{json.loads(line)['port']}"
         time.sleep(0.1)
-    said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
-    raise UserError(f"the server did not start: {said[-1].removeprefix('error: ') if said else 'see its options'}")
+    said = [
+        line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: ")
+    ]
+    raise UserError(
+        f"the server did not start: {said[-1].removeprefix('error: ') if said else 'see its options'}"
+    )
 
 
-def run_serve_bench(bench: ServeBench, on_records: Callable[[list[Record]], Any] = lambda new: None) -> list[Record]:
+def run_serve_bench(
+    bench: ServeBench, on_records: Callable[[list[Record]], Any] = lambda new: None
+) -> list[Record]:
     """Measure every variant; records are handed on as soon as they are made.
 
     Raises:
@@ -179,8 +258,10 @@ def run_serve_bench(bench: ServeBench, on_records: Callable[[list[Record]], Any]
     try:
         import httpx  # noqa: F401
     except ImportError:
-        raise UserError("bench serve needs httpx, which is not installed. Install it with: "
-                        "pip install 'corecontext[serve]' httpx") from None
+        raise UserError(
+            "bench serve needs httpx, which is not installed. Install it with: "
+            "pip install 'corecontext[serve]' httpx"
+        ) from None
     device, records = device_name(pick_device(bench.device)), []
     for variant in bench.variants:
         with served(bench, variant) as url:
@@ -198,31 +279,60 @@ def warm_up(bench: ServeBench, url: str) -> None:
     asyncio.run(_replay(short, url, [0.0] * 4, first_number=-4))
 
 
-async def _replay(bench: ServeBench, url: str, due: Sequence[float], first_number: int = 0,
-                  on_done: Callable[[Seen], Any] = lambda seen: None) -> list[Seen]:
-    return await replay(url, "served", due, lambda number: prompt_of(
-        first_number + number, bench.prompt_length, bench.shared_length, bench.seed), bench.new_tokens, on_done)
+async def _replay(
+    bench: ServeBench,
+    url: str,
+    due: Sequence[float],
+    first_number: int = 0,
+    on_done: Callable[[Seen], Any] = lambda seen: None,
+) -> list[Seen]:
+    return await replay(
+        url,
+        "served",
+        due,
+        lambda number: prompt_of(
+            first_number + number, bench.prompt_length, bench.shared_length, bench.seed
+        ),
+        bench.new_tokens,
+        on_done,
+    )
 
 
-def _shown(bench: ServeBench, variant: str, url: str, due: Sequence[float], text: str, first_number: int
-           ) -> list[Seen]:
+def _shown(
+    bench: ServeBench, variant: str, url: str, due: Sequence[float], text: str, first_number: int
+) -> list[Seen]:
     with progress(f"{variant}, {text}, {len(due)} requests", max(1, len(due))) as advance:
         return asyncio.run(_replay(bench, url, due, first_number, lambda seen: advance(1)))
 
 
 def _day(bench: ServeBench, variant: str, url: str, device: str) -> Iterator[list[Record]]:
     """A day of traffic; records by the hour (a 24th of it) in which requests came."""
-    due = arrivals(lambda t: day_rate(t, bench.seconds, bench.base_rate, bench.peak_rate), bench.peak_rate,
-                   bench.seconds, bench.seed)
+    due = arrivals(
+        lambda t: day_rate(t, bench.seconds, bench.base_rate, bench.peak_rate),
+        bench.peak_rate,
+        bench.seconds,
+        bench.seed,
+    )
     seen = _shown(bench, variant, url, due, "a day", 0)
     width = bench.seconds / BINS
     for hour in range(BINS):
         inside = [one for one in seen if hour * width <= one.due < (hour + 1) * width]
-        ended = [one for one in seen if hour * width <= one.end < (hour + 1) * width and one.error is None]
+        ended = [
+            one
+            for one in seen
+            if hour * width <= one.end < (hour + 1) * width and one.error is None
+        ]
         more = {"hour": hour, "offered_per_s": len(inside) / width}
         yield _summary(bench, variant, device, inside, ended, width, **more)
-    yield _summary(bench, variant, device, seen, [one for one in seen if one.error is None],
-                   max([bench.seconds, *(one.end for one in seen)]), offered_per_s=len(due) / bench.seconds)
+    yield _summary(
+        bench,
+        variant,
+        device,
+        seen,
+        [one for one in seen if one.error is None],
+        max([bench.seconds, *(one.end for one in seen)]),
+        offered_per_s=len(due) / bench.seconds,
+    )
 
 
 def _rising(bench: ServeBench, variant: str, url: str, device: str) -> Iterator[list[Record]]:
@@ -233,50 +343,104 @@ def _rising(bench: ServeBench, variant: str, url: str, device: str) -> Iterator[
         seen = _shown(bench, variant, url, due, f"{rate:.3g} a second", number)
         number += len(due)
         good = [one for one in seen if one.error is None]
-        yield _summary(bench, variant, device, seen, good, max(bench.seconds, *(one.end for one in seen), 0.0),
-                       rate=rate, offered_per_s=len(due) / bench.seconds)
+        yield _summary(
+            bench,
+            variant,
+            device,
+            seen,
+            good,
+            max(bench.seconds, *(one.end for one in seen), 0.0),
+            rate=rate,
+            offered_per_s=len(due) / bench.seconds,
+        )
         waits = [float("inf") if one.first_token_s is None else one.first_token_s for one in seen]
         if statistics.median(waits) > bench.first_token_limit:
             break
         held, rate = rate, rate * bench.growth
     else:
-        yield [make_record("serve.limit_rate", held, bench.params(variant, first_token_limit=bench.first_token_limit,
-                                                                  reached=False), device=device)]
+        yield [
+            make_record(
+                "serve.limit_rate",
+                held,
+                bench.params(variant, first_token_limit=bench.first_token_limit, reached=False),
+                device=device,
+            )
+        ]
         return
-    yield [make_record("serve.limit_rate", held, bench.params(variant, first_token_limit=bench.first_token_limit,
-                                                              reached=True), device=device)]
+    yield [
+        make_record(
+            "serve.limit_rate",
+            held,
+            bench.params(variant, first_token_limit=bench.first_token_limit, reached=True),
+            device=device,
+        )
+    ]
 
 
 def _saturated(bench: ServeBench, variant: str, url: str, device: str) -> Iterator[list[Record]]:
     """All requests at once: what a server does that is never idle, from the first token asked to the last one made."""
     seen = _shown(bench, variant, url, [0.0] * bench.requests, "all at once", 0)
     good = [one for one in seen if one.error is None]
-    yield _summary(bench, variant, device, seen, good, max(one.end for one in seen), offered_per_s=None)
+    yield _summary(
+        bench, variant, device, seen, good, max(one.end for one in seen), offered_per_s=None
+    )
 
 
-def _summary(bench: ServeBench, variant: str, device: str, came: Sequence[Seen], ended: Sequence[Seen], seconds: float,
-             **more: Any) -> list[Record]:
+def _summary(
+    bench: ServeBench,
+    variant: str,
+    device: str,
+    came: Sequence[Seen],
+    ended: Sequence[Seen],
+    seconds: float,
+    **more: Any,
+) -> list[Record]:
     """Records of the requests that came in some time, and of those that ended in it without an error."""
     good, params = [one for one in came if one.error is None], bench.params(variant, **more)
-    records = [make_record("serve.requests_per_s", len(ended) / seconds, params, device=device),
-               make_record("serve.tokens_per_s", sum(one.tokens for one in ended) / seconds, params, device=device),
-               make_record("serve.failed", len(came) - len(good), params, device=device)]
-    for name, values in (("serve.first_token_s", [one.first_token_s for one in good if one.first_token_s is not None]),
-                         ("serve.next_token_ms", [1000 * one.next_token_s for one in good
-                                                  if one.next_token_s is not None])):
+    records = [
+        make_record("serve.requests_per_s", len(ended) / seconds, params, device=device),
+        make_record(
+            "serve.tokens_per_s", sum(one.tokens for one in ended) / seconds, params, device=device
+        ),
+        make_record("serve.failed", len(came) - len(good), params, device=device),
+    ]
+    for name, values in (
+        (
+            "serve.first_token_s",
+            [one.first_token_s for one in good if one.first_token_s is not None],
+        ),
+        (
+            "serve.next_token_ms",
+            [1000 * one.next_token_s for one in good if one.next_token_s is not None],
+        ),
+    ):
         if values:
             records.append(make_record(name, values, {**params, "quantile": 0.5}, device=device))
-            records.append(make_record(name, percentile(values, 0.99), {**params, "quantile": 0.99}, device=device))
-    for (g, s), count in sorted(Counter(one.setting for one in good if one.setting[0] is not None).items()):
-        records.append(make_record("serve.setting_share", count / len(good),
-                                   {**params, "group_size": g, "window_size": s}, device=device))
+            records.append(
+                make_record(
+                    name, percentile(values, 0.99), {**params, "quantile": 0.99}, device=device
+                )
+            )
+    for (g, s), count in sorted(
+        Counter(one.setting for one in good if one.setting[0] is not None).items()
+    ):
+        records.append(
+            make_record(
+                "serve.setting_share",
+                count / len(good),
+                {**params, "group_size": g, "window_size": s},
+                device=device,
+            )
+        )
     return records
 
 
 def percentile(values: Sequence[float], quantile: float) -> float:
     """The smallest value that at least this share of all do not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-round(quantile * 1e6) * len(ordered) // 1000000) - 1))]
+    return ordered[
+        min(len(ordered) - 1, max(0, -(-round(quantile * 1e6) * len(ordered) // 1000000) - 1))
+    ]
 
 
 def print_table(records: Sequence[Record]) -> None:
@@ -286,27 +450,53 @@ def print_table(records: Sequence[Record]) -> None:
     from corecontext.terminal import console
 
     table = Table()
-    for title in ("variant", "offered /s", "done /s", "tokens /s", "first token, s: 50 %", "99 %",
-                  "next token, ms: 50 %", "99 %", "failed", "g, s"):
+    for title in (
+        "variant",
+        "offered /s",
+        "done /s",
+        "tokens /s",
+        "first token, s: 50 %",
+        "99 %",
+        "next token, ms: 50 %",
+        "99 %",
+        "failed",
+        "g, s",
+    ):
         table.add_column(title, justify="left" if title in ("variant", "g, s") else "right")
     totals = [r for r in records if r.name == "serve.requests_per_s" and "hour" not in r.params]
     for total in totals:
         same = [r for r in records if total.params.items() <= r.params.items()]
 
         def value(name: str, quantile: float | None = None, same: list[Record] = same) -> str:
-            found = [r.value for r in same if r.name == name and r.params.get("quantile") == quantile]
+            found = [
+                r.value for r in same if r.name == name and r.params.get("quantile") == quantile
+            ]
             return f"{found[-1]:.3g}" if found else "-"
 
-        shares = [f"{r.params['group_size']}, {r.params['window_size']}: {r.value:.0%}" for r in same
-                  if r.name == "serve.setting_share"]
+        shares = [
+            f"{r.params['group_size']}, {r.params['window_size']}: {r.value:.0%}"
+            for r in same
+            if r.name == "serve.setting_share"
+        ]
         offered = total.params["offered_per_s"]
-        table.add_row(total.params["variant"], "-" if offered is None else f"{offered:.3g}", f"{total.value:.3g}",
-                      value("serve.tokens_per_s"), *(value(name, quantile) for name in (
-                          "serve.first_token_s", "serve.next_token_ms") for quantile in (0.5, 0.99)),
-                      value("serve.failed"), "; ".join(shares))
+        table.add_row(
+            total.params["variant"],
+            "-" if offered is None else f"{offered:.3g}",
+            f"{total.value:.3g}",
+            value("serve.tokens_per_s"),
+            *(
+                value(name, quantile)
+                for name in ("serve.first_token_s", "serve.next_token_ms")
+                for quantile in (0.5, 0.99)
+            ),
+            value("serve.failed"),
+            "; ".join(shares),
+        )
     console().print(table)
     for r in records:
         if r.name == "serve.limit_rate":
             more = "" if r.params["reached"] else " or more, all that was offered"
-            print(f"{r.params['variant']}: the median request waits at most {r.params['first_token_limit']:g} s for "
-                  f"its first token at {r.value:.3g} requests a second{more}.")
+            print(
+                f"{r.params['variant']}: the median request waits at most {r.params['first_token_limit']:g} s for "
+                f"its first token at {r.value:.3g} requests a second{more}."
+            )

@@ -7,19 +7,64 @@ from typing import Any
 import torch
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2-7b": ("llama", {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-                            "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000}),
-    "llama3.1-8b": ("llama", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-                              "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}),
-    "qwen2.5-7b": ("qwen2", {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-                             "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064}),
-    "llama-1b": ("llama", {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-                           "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}),
-    "tiny": ("llama", {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-                       "num_key_value_heads": 2, "vocab_size": 512}),
+    "llama2-7b": (
+        "llama",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "vocab_size": 32000,
+        },
+    ),
+    "llama3.1-8b": (
+        "llama",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+    ),
+    "qwen2.5-7b": (
+        "qwen2",
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+        },
+    ),
+    "llama-1b": (
+        "llama",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "vocab_size": 32000,
+        },
+    ),
+    "tiny": (
+        "llama",
+        {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+        },
+    ),
 }
 """Model type and sizes; what weights hold does not change how long a step takes."""
-POSITIONS = 2 ** 21
+POSITIONS = 2**21
 ROTARY = {"rope_type": "default", "rope_theta": 500000.0}
 
 
@@ -42,28 +87,46 @@ def make_model(shape: str, dtype: str, device: str) -> tuple[Any, dict[str, Any]
     wanted = getattr(torch, dtype)
     if shape in SHAPES:
         kind, sizes = SHAPES[shape]
-        config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=POSITIONS, rope_parameters=ROTARY,
-                                      bos_token_id=None, eos_token_id=None, pad_token_id=None,
-                                      tie_word_embeddings=False, dtype=wanted)
+        config = AutoConfig.for_model(
+            kind,
+            **sizes,
+            max_position_embeddings=POSITIONS,
+            rope_parameters=ROTARY,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+            tie_word_embeddings=False,
+            dtype=wanted,
+        )
         with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
             torch.manual_seed(0)
             with torch.device(device):
-                model = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation="sdpa").eval()
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=wanted, attn_implementation="sdpa"
+                ).eval()
     else:
         config = load_config(shape)
         check_architecture(config)
         with one_line(f"model '{shape}' cannot be loaded"):
-            model = AutoModelForCausalLM.from_pretrained(shape, dtype=wanted,
-                                                         attn_implementation=full_attention(config))
+            model = AutoModelForCausalLM.from_pretrained(
+                shape, dtype=wanted, attn_implementation=full_attention(config)
+            )
         model.to(torch.device(device)).eval()  # type: ignore[arg-type]
         config.dtype = wanted
-    model.generation_config.eos_token_id = None  # every request makes as many tokens as it is to be timed for
+    model.generation_config.eos_token_id = (
+        None  # every request makes as many tokens as it is to be timed for
+    )
     text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
-    return model, {"shape": shape.rstrip("/").split("/")[-1], "weights": "random" if shape in SHAPES else "checkpoint",
-                   "layers": text.num_hidden_layers, "query_heads": heads,
-                   "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
-                   "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads, "dtype": dtype}
+    return model, {
+        "shape": shape.rstrip("/").split("/")[-1],
+        "weights": "random" if shape in SHAPES else "checkpoint",
+        "layers": text.num_hidden_layers,
+        "query_heads": heads,
+        "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "dtype": dtype,
+    }
 
 
 def make_prompt(model: Any, batch: int, length: int) -> torch.Tensor:

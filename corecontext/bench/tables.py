@@ -40,10 +40,15 @@ def shown_us(value: float | None) -> str:
 def print_table(records: Sequence[Record]) -> None:
     """Time by length, CCA beside full attention, with the share of the floor that was reached; memory; decoding."""
     params = next(r.params for r in records if r.params["method"] == "cca")
-    console().print(f"{records[0].device}\n{params['query_heads']} query heads of {params['head_dim']}, "
-                    f"{params['dtype']}, g = {params['group_size']}, s = {params['window_size']}")
-    for title, (head, *body) in (("time", time_cells(records)), ("peak memory above the inputs", memory_cells(records)),
-                                 ("decoding, one step of one layer", decode_cells(records))):
+    console().print(
+        f"{records[0].device}\n{params['query_heads']} query heads of {params['head_dim']}, "
+        f"{params['dtype']}, g = {params['group_size']}, s = {params['window_size']}"
+    )
+    for title, (head, *body) in (
+        ("time", time_cells(records)),
+        ("peak memory above the inputs", memory_cells(records)),
+        ("decoding, one step of one layer", decode_cells(records)),
+    ):
         if body:
             table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
             for number, column in enumerate(head):
@@ -53,17 +58,40 @@ def print_table(records: Sequence[Record]) -> None:
             console().print(table)
     for line in (*crossover_lines(time_rows(records)), *skipped(records)):
         console().print(line, soft_wrap=True)
-    console().print("floor: the operations at the matrix product rate measured here; no method can be faster.")
+    console().print(
+        "floor: the operations at the matrix product rate measured here; no method can be faster."
+    )
 
 
 def time_cells(records: Sequence[Record]) -> list[list[str]]:
     """Head and body of the table of times: every kernel that was measured."""
     found = time_rows(records)
     backends, others = _backends(found), _others(found)
-    head = ["", "KV heads", "length", *backends, *others, "CCA", "full / CCA", "TFLOP/s", "of floor"]
-    body = [[row.label, str(row.params["kv_heads"]), str(row.length), *_full_cells(row, backends, shown_ms),
-             *(shown_ms(row.others.get(one)) for one in others), shown_ms(row.cca), _times(row.gain),
-             f"{row.tflops:.3g}", _percent(row.share)] for row in found]
+    head = [
+        "",
+        "KV heads",
+        "length",
+        *backends,
+        *others,
+        "CCA",
+        "full / CCA",
+        "TFLOP/s",
+        "of floor",
+    ]
+    body = [
+        [
+            row.label,
+            str(row.params["kv_heads"]),
+            str(row.length),
+            *_full_cells(row, backends, shown_ms),
+            *(shown_ms(row.others.get(one)) for one in others),
+            shown_ms(row.cca),
+            _times(row.gain),
+            f"{row.tflops:.3g}",
+            _percent(row.share),
+        ]
+        for row in found
+    ]
     return [head, *body]
 
 
@@ -77,9 +105,22 @@ def memory_cells(records: Sequence[Record]) -> list[list[str]]:
     found = memory_rows(records)
     backends = _backends(found)
     head = ["", "KV heads", "length", *backends, "CCA", "full / CCA", "of the minimum: full", "CCA"]
-    return [head, *([row.label, str(row.params["kv_heads"]), str(row.length), *_full_cells(row, backends, _mib),
-                     _mib(row.cca), _times(row.gain), _times(of_minimum(row, row.best[1]) if row.best else None),
-                     _times(of_minimum(row, row.cca))] for row in found)]
+    return [
+        head,
+        *(
+            [
+                row.label,
+                str(row.params["kv_heads"]),
+                str(row.length),
+                *_full_cells(row, backends, _mib),
+                _mib(row.cca),
+                _times(row.gain),
+                _times(of_minimum(row, row.best[1]) if row.best else None),
+                _times(of_minimum(row, row.cca)),
+            ]
+            for row in found
+        ),
+    ]
 
 
 def decode_cells(records: Sequence[Record]) -> list[list[str]]:
@@ -87,9 +128,22 @@ def decode_cells(records: Sequence[Record]) -> list[list[str]]:
     found = decode_rows(records)
     backends = _backends(found)
     head = ["KV heads", "batch", "context", *backends, "CCA", "full / CCA", "TB/s", "of copying"]
-    return [head, *([str(row.params["kv_heads"]), str(row.params["batch"]), str(row.length),
-                     *_full_cells(row, backends, shown_us), shown_us(row.cca), _times(row.gain),
-                     f"{row.params['bytes_read'] / row.cca / 1e6:.3g}", _percent(row.share)] for row in found)]
+    return [
+        head,
+        *(
+            [
+                str(row.params["kv_heads"]),
+                str(row.params["batch"]),
+                str(row.length),
+                *_full_cells(row, backends, shown_us),
+                shown_us(row.cca),
+                _times(row.gain),
+                f"{row.params['bytes_read'] / row.cca / 1e6:.3g}",
+                _percent(row.share),
+            ]
+            for row in found
+        ),
+    ]
 
 
 def crossover_lines(found: Sequence[Row]) -> list[str]:
@@ -100,8 +154,11 @@ def crossover_lines(found: Sequence[Row]) -> list[str]:
         if len(of_shape) > 1:
             row = of_shape[0]
             what = f"{row.label}, {row.params['kv_heads']} KV heads"
-            lines.append(f"{what}: CCA is the faster from {length} tokens on" if length else
-                         f"{what}: full attention is the faster at {max(r.length for r in of_shape)} tokens still")
+            lines.append(
+                f"{what}: CCA is the faster from {length} tokens on"
+                if length
+                else f"{what}: full attention is the faster at {max(r.length for r in of_shape)} tokens still"
+            )
     return lines
 
 
@@ -113,12 +170,18 @@ def operator_markdown(records: Sequence[Record]) -> str:
     lines: list[str] = []
     for section, found in sections.items():
         device, heads, dim, batch, dtype, g, s = section
-        lines += ["", f"**{device}**, {heads} query heads of {dim}, {dtype}, g = {g}, s = {s}" +
-                  (f", batch {batch}:" if batch != 1 else ":"), ""]
+        lines += [
+            "",
+            f"**{device}**, {heads} query heads of {dim}, {dtype}, g = {g}, s = {s}"
+            + (f", batch {batch}:" if batch != 1 else ":"),
+            "",
+        ]
         lines += _time_markdown(found)
         lines += [""] * bool(notes := _crossover_markdown(found)) + notes
         lines += _memory_markdown([row for row in memory_rows(records) if _section(row) == section])
-        lines += _decode_markdown([row for row in decode_rows(records) if _section(row, batch) == section])
+        lines += _decode_markdown(
+            [row for row in decode_rows(records) if _section(row, batch) == section]
+        )
     notes = skipped(records)
     if notes:
         lines += ["", *(f"- {note}" for note in notes)]
@@ -128,8 +191,15 @@ def operator_markdown(records: Sequence[Record]) -> str:
 def _section(row: Row, batch: int | None = None) -> tuple[Any, ...]:
     """What the rows of one section share; decoding has batches of its own."""
     p = row.params
-    return (row.device, p["query_heads"], p["head_dim"], batch or p["batch"], p["dtype"], p["group_size"],
-            p["window_size"])
+    return (
+        row.device,
+        p["query_heads"],
+        p["head_dim"],
+        batch or p["batch"],
+        p["dtype"],
+        p["group_size"],
+        p["window_size"],
+    )
 
 
 def _time_markdown(found: Sequence[Row]) -> list[str]:
@@ -140,8 +210,17 @@ def _time_markdown(found: Sequence[Row]) -> list[str]:
         if not row.graph:
             places.setdefault((row.params["kv_heads"], row.length), {})[row.pass_name] = row
     others = _others([row for row in found if row.pass_name in shown])
-    parts = [part for name in shown for part in (
-        f"{LABELS[name]}: full attention", *(OTHERS[one] for one in others), "CCA", "", "of floor")]
+    parts = [
+        part
+        for name in shown
+        for part in (
+            f"{LABELS[name]}: full attention",
+            *(OTHERS[one] for one in others),
+            "CCA",
+            "",
+            "of floor",
+        )
+    ]
     lines = ["| KV heads | L | " + " | ".join(parts) + " |", "|---:|---:|" + "---:|" * len(parts)]
     for (kv_heads, length), passes in places.items():
         cells: list[str] = []
@@ -150,9 +229,13 @@ def _time_markdown(found: Sequence[Row]) -> list[str]:
                 cells += [""] * (len(parts) // 2)
                 continue
             row = passes[name]
-            cells += [f"{shown_ms(row.best[1])} ({row.best[0]})" if row.best else "not measured",
-                      *(shown_ms(row.others.get(one)) for one in others), shown_ms(row.cca), _times(row.gain),
-                      _percent(row.share)]
+            cells += [
+                f"{shown_ms(row.best[1])} ({row.best[0]})" if row.best else "not measured",
+                *(shown_ms(row.others.get(one)) for one in others),
+                shown_ms(row.cca),
+                _times(row.gain),
+                _percent(row.share),
+            ]
         lines.append(f"| {kv_heads} | {length} | " + " | ".join(cells) + " |")
     return lines
 
@@ -160,7 +243,9 @@ def _time_markdown(found: Sequence[Row]) -> list[str]:
 def _crossover_markdown(found: Sequence[Row]) -> list[str]:
     """From which length CCA wins, by pass and KV heads, in one sentence."""
     wins = []
-    for shape, length in crossovers(row for row in found if row.pass_name != "backward" and not row.graph).items():
+    for shape, length in crossovers(
+        row for row in found if row.pass_name != "backward" and not row.graph
+    ).items():
         of_shape = [row for row in found if row.shape == shape]
         if len(of_shape) > 1:
             since = f"L = {length}" if length else "no measured length"
@@ -173,10 +258,21 @@ def _memory_markdown(found: Sequence[Row]) -> list[str]:
     places: dict[tuple[int, int], dict[str, Row]] = {}
     for row in found:
         places.setdefault((row.params["kv_heads"], row.length), {})[row.pass_name] = row
-    passes = [name for name in ("forward", "forward_backward") if any(name in rows for rows in places.values())]
-    heads = [f"{LABELS[name]}: full attention | of the minimum | CCA | of the minimum" for name in passes]
-    lines = ["", "Peak memory above the inputs:", "", "| KV heads | L | " + " | ".join(heads) + " |",
-             "|---:|---:|" + "---:|" * 4 * len(passes)]
+    passes = [
+        name
+        for name in ("forward", "forward_backward")
+        if any(name in rows for rows in places.values())
+    ]
+    heads = [
+        f"{LABELS[name]}: full attention | of the minimum | CCA | of the minimum" for name in passes
+    ]
+    lines = [
+        "",
+        "Peak memory above the inputs:",
+        "",
+        "| KV heads | L | " + " | ".join(heads) + " |",
+        "|---:|---:|" + "---:|" * 4 * len(passes),
+    ]
     for (kv_heads, length), by_pass in places.items():
         cells = []
         for name in passes:
@@ -185,7 +281,11 @@ def _memory_markdown(found: Sequence[Row]) -> list[str]:
                 continue
             row = by_pass[name]
             for peak in (row.best[1] if row.best else None, row.cca):
-                cells += ["not measured", ""] if peak is None else [_mib(peak), _times(of_minimum(row, peak))]
+                cells += (
+                    ["not measured", ""]
+                    if peak is None
+                    else [_mib(peak), _times(of_minimum(row, peak))]
+                )
         lines.append(f"| {kv_heads} | {length} | " + " | ".join(cells) + " |")
     return lines if places else []
 
@@ -194,11 +294,20 @@ def _decode_markdown(found: Sequence[Row]) -> list[str]:
     """One decoding step of one layer."""
     lines = []
     for row in found:
-        p, full = row.params, f"{shown_us(row.best[1])} ({row.best[0]})" if row.best else "not measured"
-        lines.append(f"| {p['kv_heads']} | {p['batch']} | {row.length} | {full} | {shown_us(row.cca)} | "
-                     f"{_times(row.gain)} | {p['bytes_read'] / row.cca / 1e6:.3g} | {_percent(row.share)} |")
-    return lines and ["", "| KV heads | batch | context | decoding step: full attention | CCA | | TB/s | of copying |",
-                      "|---:|---:|---:|---:|---:|---:|---:|---:|", *lines]
+        p, full = (
+            row.params,
+            f"{shown_us(row.best[1])} ({row.best[0]})" if row.best else "not measured",
+        )
+        lines.append(
+            f"| {p['kv_heads']} | {p['batch']} | {row.length} | {full} | {shown_us(row.cca)} | "
+            f"{_times(row.gain)} | {p['bytes_read'] / row.cca / 1e6:.3g} | {_percent(row.share)} |"
+        )
+    return lines and [
+        "",
+        "| KV heads | batch | context | decoding step: full attention | CCA | | TB/s | of copying |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+        *lines,
+    ]
 
 
 def _backends(found: Sequence[Row]) -> list[str]:
@@ -220,4 +329,4 @@ def _percent(value: float | None) -> str:
 
 
 def _mib(value: float) -> str:
-    return f"{value / 2 ** 20:.1f} MiB"
+    return f"{value / 2**20:.1f} MiB"

@@ -62,12 +62,21 @@ def arrivals(rate: Callable[[float], float], most: float, length: float, seed: i
 def prompt_of(number: int, length: int, shared: int, seed: int) -> list[int]:
     """Random token numbers; all requests of a seed share the first `shared`, and no two have the same rest."""
     common, own = random.Random(seed), random.Random(f"{seed} {number}")
-    return [*(common.randrange(VOCABULARY) for _ in range(min(shared, length))),
-            *(own.randrange(VOCABULARY) for _ in range(length - shared))]
+    return [
+        *(common.randrange(VOCABULARY) for _ in range(min(shared, length))),
+        *(own.randrange(VOCABULARY) for _ in range(length - shared)),
+    ]
 
 
-async def replay(url: str, model: str, due: Sequence[float], prompts: Callable[[int], list[int]], new_tokens: int,
-                 on_done: Callable[[Seen], Any], key: str | None = None) -> list[Seen]:
+async def replay(
+    url: str,
+    model: str,
+    due: Sequence[float],
+    prompts: Callable[[int], list[int]],
+    new_tokens: int,
+    on_done: Callable[[Seen], Any],
+    key: str | None = None,
+) -> list[Seen]:
     """Send requests when they are due, whether or not those before have been answered, and watch their streams.
 
     Args:
@@ -78,17 +87,34 @@ async def replay(url: str, model: str, due: Sequence[float], prompts: Callable[[
 
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, headers=headers) as client:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=None, limits=limits, headers=headers
+    ) as client:
         began = time.monotonic()
 
         async def one(number: int) -> Seen:
             await asyncio.sleep(max(0.0, due[number] - (time.monotonic() - began)))
-            body = {"model": model, "prompt": prompts(number), "max_tokens": new_tokens, "temperature": 0,
-                    "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+            body = {
+                "model": model,
+                "prompt": prompts(number),
+                "max_tokens": new_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
             try:
                 seen = await _watch(client, body, began, due[number])
             except httpx.HTTPError as error:
-                seen = Seen(due[number], None, time.monotonic() - began, 0, None, (None, None), type(error).__name__)
+                seen = Seen(
+                    due[number],
+                    None,
+                    time.monotonic() - began,
+                    0,
+                    None,
+                    (None, None),
+                    type(error).__name__,
+                )
             on_done(seen)
             return seen
 
@@ -102,7 +128,15 @@ async def _watch(client: Any, body: dict[str, Any], began: float, due: float) ->
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             await response.aread()
-            return Seen(due, None, time.monotonic() - began, 0, None, setting, f"HTTP {response.status_code}")
+            return Seen(
+                due,
+                None,
+                time.monotonic() - began,
+                0,
+                None,
+                setting,
+                f"HTTP {response.status_code}",
+            )
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -118,5 +152,17 @@ async def _watch(client: Any, body: dict[str, Any], began: float, due: float) ->
                 setting = event["corecontext"]["group_size"], event["corecontext"]["window_size"]
     if error is None and (first is None or not tokens):
         error = "no text"
-    between = (last - first) / (tokens - 1) if first is not None and last is not None and tokens > 1 else None
-    return Seen(due, None if first is None else first - due, time.monotonic() - began, tokens, between, setting, error)
+    between = (
+        (last - first) / (tokens - 1)
+        if first is not None and last is not None and tokens > 1
+        else None
+    )
+    return Seen(
+        due,
+        None if first is None else first - due,
+        time.monotonic() - began,
+        tokens,
+        between,
+        setting,
+        error,
+    )

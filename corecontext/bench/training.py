@@ -91,10 +91,14 @@ class TrainingBench:
 
     def wanted(self) -> Sequence[str]:
         """The methods, CCA first: the others may run out of time."""
-        return self.methods or (("cca",) if self.context_parallel else ("cca", *(KERNELS if self.cuda else ("full",))))
+        return self.methods or (
+            ("cca",) if self.context_parallel else ("cca", *(KERNELS if self.cuda else ("full",)))
+        )
 
 
-def run_training_bench(bench: TrainingBench, on_records: Callable[[list[Record]], None] | None = None) -> list[Record]:
+def run_training_bench(
+    bench: TrainingBench, on_records: Callable[[list[Record]], None] | None = None
+) -> list[Record]:
     """Check, then measure; returns the records of this process, none but on the first of several.
 
     Args:
@@ -110,7 +114,11 @@ def run_training_bench(bench: TrainingBench, on_records: Callable[[list[Record]]
         records: list[Record] = []
         last: dict[str, tuple[int, float]] = {}
         steps = len(bench.lengths) * len(bench.wanted())
-        shown = progress("corecontext bench train", steps) if rank == 0 else contextlib.nullcontext(lambda amount: None)
+        shown = (
+            progress("corecontext bench train", steps)
+            if rank == 0
+            else contextlib.nullcontext(lambda amount: None)
+        )
         with Fused(trial.model, "compile" if bench.fuse else None), shown as ahead:
             trial.check()
             for length in sorted(bench.lengths):
@@ -136,14 +144,23 @@ class _Trial:
         self.bench, self.rank, self.world = bench, rank, world
         kind, sizes = SHAPES[bench.shape]
         longest = max(*bench.lengths, CHECK_LENGTH) * world
-        hf_config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=longest, rope_parameters=ROTARY,
-                                         use_cache=False, tie_word_embeddings=False, bos_token_id=None,
-                                         eos_token_id=None, pad_token_id=None)
+        hf_config = AutoConfig.for_model(
+            kind,
+            **sizes,
+            max_position_embeddings=longest,
+            rope_parameters=ROTARY,
+            use_cache=False,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
         self.cost = ModelCost.of(hf_config)
         torch.manual_seed(0)
         with torch.device(bench.device):
-            self.model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32,
-                                                               attn_implementation="sdpa").train()
+            self.model: Any = AutoModelForCausalLM.from_config(
+                hf_config, dtype=torch.float32, attn_implementation="sdpa"
+            ).train()
         self.hf_config, self.teacher = hf_config, None
         compute_loss_in_chunks(self.model, LOSS_CHUNK, self._taught)
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -174,7 +191,9 @@ class _Trial:
         """The teacher's view, in the steps that have one."""
         if self.teacher is None:
             return None
-        return self.teacher(input_ids, torch.arange(input_ids.shape[1], device=input_ids.device)[None])
+        return self.teacher(
+            input_ids, torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        )
 
     @contextlib.contextmanager
     def _attention(self, method: str, config: CCAConfig) -> Iterator[None]:
@@ -182,8 +201,15 @@ class _Trial:
         from corecontext.integrations.transformers import enabled
 
         self.teacher = self._make_teacher() if method == DEFAULT else None
-        with (contextlib.nullcontext() if self.handle is not None else enabled(self.model, config) if method in OURS
-              else sdpa_kernel(KERNELS[method]) if method in KERNELS else contextlib.nullcontext()):
+        with (
+            contextlib.nullcontext()
+            if self.handle is not None
+            else enabled(self.model, config)
+            if method in OURS
+            else sdpa_kernel(KERNELS[method])
+            if method in KERNELS
+            else contextlib.nullcontext()
+        ):
             try:
                 yield
             finally:
@@ -196,9 +222,15 @@ class _Trial:
         from corecontext.train.teacher import Teacher
 
         with torch.device(self.bench.device):
-            return Teacher(AutoModelForCausalLM.from_config(
-                copy.deepcopy(self.hf_config), dtype=getattr(torch, self.bench.dtype), attn_implementation="sdpa"),
-                TEACHES, "compile" if self.bench.fuse else None)
+            return Teacher(
+                AutoModelForCausalLM.from_config(
+                    copy.deepcopy(self.hf_config),
+                    dtype=getattr(torch, self.bench.dtype),
+                    attn_implementation="sdpa",
+                ),
+                TEACHES,
+                "compile" if self.bench.fuse else None,
+            )
 
     def _config(self, method: str, length: int) -> CCAConfig:
         """CCA's settings: with heads that keep every token, the cache is as large as with equal groups.
@@ -207,24 +239,41 @@ class _Trial:
             ValueError: they do not fit.
         """
         shape = Shape(self.cost.num_layers, self.cost.kv_heads)
-        return self.config if method not in (RAW, DEFAULT) else raw_config(shape, self.config, length)[0]
+        return (
+            self.config
+            if method not in (RAW, DEFAULT)
+            else raw_config(shape, self.config, length)[0]
+        )
 
     def _step_flops(self, method: str, length: int, config: CCAConfig) -> float:
         """Operations of a step; a teacher adds a pass of full attention, and the head for each token."""
         if method not in OURS:
             return self.cost.step_flops(length)
-        sizes = [size for one in config.layer_group_sizes or (config.group_size,)
-                 for size in (one if isinstance(one, tuple) else (one,) * self.cost.kv_heads)]
-        own = statistics.mean(self.cost.step_flops(length, size, config.window_size) for size in sizes)
+        sizes = [
+            size
+            for one in config.layer_group_sizes or (config.group_size,)
+            for size in (one if isinstance(one, tuple) else (one,) * self.cost.kv_heads)
+        ]
+        own = statistics.mean(
+            self.cost.step_flops(length, size, config.window_size) for size in sizes
+        )
         teacher = self.cost.prefill_flops(length) + 2 * (length - 1) * self.cost.head_weights
         return own + teacher * (method == DEFAULT)
 
     def _loss(self, length: int, whole: bool = False) -> torch.Tensor:
         """This process's share of the mean loss on random tokens, which are the same everywhere; length of all."""
         bench = self.bench
-        ids = torch.randint(0, self.model.config.vocab_size, (1, length), device=bench.device,
-                            generator=torch.Generator(bench.device).manual_seed(1))
-        inputs = {"input_ids": ids, "shift_labels": torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]}
+        ids = torch.randint(
+            0,
+            self.model.config.vocab_size,
+            (1, length),
+            device=bench.device,
+            generator=torch.Generator(bench.device).manual_seed(1),
+        )
+        inputs = {
+            "input_ids": ids,
+            "shift_labels": torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:],
+        }
         if self.handle is not None:
             from corecontext.distributed.context_parallel import Shard
             from corecontext.distributed.layout import Layout
@@ -257,23 +306,39 @@ class _Trial:
                     share = self._loss(CHECK_LENGTH)
         error = abs(float(share - expected) / float(expected))
         if not error <= CHECK_TOLERANCE[self.bench.dtype]:
-            raise AssertionError(f"a step's loss is wrong, nothing was timed: got {float(share):.5f}, expected "
-                                 f"{float(expected):.5f}")
+            raise AssertionError(
+                f"a step's loss is wrong, nothing was timed: got {float(share):.5f}, expected "
+                f"{float(expected):.5f}"
+            )
 
     def measure(self, method: str, length: int, last: dict[str, tuple[int, float]]) -> list[Record]:
         """Records of one method at one length."""
         bench, total = self.bench, length * self.world
         params: dict[str, Any] = {
-            "method": method, "backend": self._backend(method), "shape": bench.shape, "strategy": "full",
-            "length": total, "tokens_per_gpu": length, "gpus": self.world, "batch": 1, "dtype": bench.dtype,
-            "checkpointing": True, "fsdp": self.wire is not None, "fuse": bench.fuse}
+            "method": method,
+            "backend": self._backend(method),
+            "shape": bench.shape,
+            "strategy": "full",
+            "length": total,
+            "tokens_per_gpu": length,
+            "gpus": self.world,
+            "batch": 1,
+            "dtype": bench.dtype,
+            "checkpointing": True,
+            "fsdp": self.wire is not None,
+            "fuse": bench.fuse,
+        }
         device = device_name(bench.device)
         if method in OURS:
             params |= {"group_size": bench.group_size, "window_size": bench.window_size}
         try:
             config = self._config(method, total)
         except ValueError as error:
-            return [make_record("training.skipped", 1, {**params, "reason": short(error)}, device=device)]
+            return [
+                make_record(
+                    "training.skipped", 1, {**params, "reason": short(error)}, device=device
+                )
+            ]
         if config is not self.config:
             params |= {"raw_window_size": config.window_size}
         params["step_flops"] = self._step_flops(method, total, config)
@@ -298,17 +363,29 @@ class _Trial:
                 raise
             self.optimizer.zero_grad()
             last[method] = (1, float("inf"))
-            return [make_record("training.skipped", 1, {**params, "reason": "memory"}, device=device)]
+            return [
+                make_record("training.skipped", 1, {**params, "reason": "memory"}, device=device)
+            ]
         finally:
             gc.collect()
             if bench.cuda:
                 torch.cuda.empty_cache()
         last[method] = (params["step_flops"], min(seconds))
-        found = [make_record("training.tokens_per_s", [total / one for one in seconds], params, device=device),
-                 make_record("training.peak_bytes", peak, params, device=device)]
+        found = [
+            make_record(
+                "training.tokens_per_s", [total / one for one in seconds], params, device=device
+            ),
+            make_record("training.peak_bytes", peak, params, device=device),
+        ]
         if self.wire:
-            found.append(make_record("training.received_bytes", received, {**params, **self._ring(total)},
-                                     device=device))
+            found.append(
+                make_record(
+                    "training.received_bytes",
+                    received,
+                    {**params, **self._ring(total)},
+                    device=device,
+                )
+            )
         return found
 
     def _seconds(self, total: int) -> float:
@@ -329,18 +406,30 @@ class _Trial:
         from corecontext.ops.api import choose_backend
 
         dim = self.cost.head_dim
-        return choose_backend("auto", torch.empty(1, 1, 1, dim, dtype=getattr(torch, self.bench.dtype),
-                                                  device=self.bench.device))
+        return choose_backend(
+            "auto",
+            torch.empty(
+                1, 1, 1, dim, dtype=getattr(torch, self.bench.dtype), device=self.bench.device
+            ),
+        )
 
     def _ring(self, total: int) -> dict[str, Any]:
         """What the layers of ring attention would receive in such a step: keys and values forward, twice with
         checkpointing, and backward."""
         from corecontext.distributed.traffic import ring_traffic
 
-        ring = ring_traffic(total, self.world, batch_size=1, num_kv_heads=self.cost.kv_heads,
-                            head_dim=self.cost.head_dim, item_bytes=2 if self.bench.cuda else 4)
-        return {"layers": self.cost.num_layers,
-                "ring_bytes": self.cost.num_layers * (2 * ring.forward_bytes + ring.backward_bytes)}
+        ring = ring_traffic(
+            total,
+            self.world,
+            batch_size=1,
+            num_kv_heads=self.cost.kv_heads,
+            head_dim=self.cost.head_dim,
+            item_bytes=2 if self.bench.cuda else 4,
+        )
+        return {
+            "layers": self.cost.num_layers,
+            "ring_bytes": self.cost.num_layers * (2 * ring.forward_bytes + ring.backward_bytes),
+        }
 
     def _slowest(self, value: float) -> float:
         """The largest of all processes' values."""
@@ -361,8 +450,10 @@ def _processes(bench: TrainingBench) -> Any:
         yield bench, 0, 1
         return
     if "RANK" not in os.environ:
-        raise UserError("context-parallel must run in several processes. Use torchrun --nproc-per-node N -m "
-                        "corecontext bench train --context-parallel.")
+        raise UserError(
+            "context-parallel must run in several processes. Use torchrun --nproc-per-node N -m "
+            "corecontext bench train --context-parallel."
+        )
     if bench.cuda:
         from dataclasses import replace
 

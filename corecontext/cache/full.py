@@ -22,7 +22,10 @@ class FullLayer:
         fixed: Keep the length in a tensor, so that a decoding step can be captured.
     """
 
-    is_empty, padding_known = False, True  # no first append differs from a later one, and no mask is ever needed
+    is_empty, padding_known = (
+        False,
+        True,
+    )  # no first append differs from a later one, and no mask is ever needed
     config = None
 
     def __init__(self, max_length: int, *, fixed: bool = False) -> None:
@@ -47,8 +50,16 @@ class FullLayer:
         """Bytes of the buffers."""
         return sum(x.untyped_storage().nbytes() for x in self.buffers)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention_mask: Tensor | None = None,
-               scale: float | None = None, softcap: float | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Append n new tokens and attend from them to everything so far, causally.
 
         Args:
@@ -61,31 +72,69 @@ class FullLayer:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if self.keys is None:
             shape = (len(q), k.shape[1], self.max_length, k.shape[3])
-            self.keys, self.values = (torch.zeros(shape, dtype=k.dtype, device=k.device) for _ in range(2))
-            self.pad, self.pads = torch.zeros(len(q), dtype=torch.long, device=q.device), [0] * len(q)
+            self.keys, self.values = (
+                torch.zeros(shape, dtype=k.dtype, device=k.device) for _ in range(2)
+            )
+            self.pad, self.pads = (
+                torch.zeros(len(q), dtype=torch.long, device=q.device),
+                [0] * len(q),
+            )
         if q.shape[2] == 1 and attention_mask is None:
             return self._decode(q, k, v, scale, softcap)
         if softcap is not None or attention_mask is not None or len(q) > 1:
-            raise NotImplementedError("the static full cache reads one prompt at a time, without padding and softcap.")
+            raise NotImplementedError(
+                "the static full cache reads one prompt at a time, without padding and softcap."
+            )
         start, end = int(self.seen), int(self.seen) + q.shape[2]
         if end > self.max_length:
-            raise ValueError(f"the full cache must hold at most max_length {self.max_length} tokens, got {end}.")
+            raise ValueError(
+                f"the full cache must hold at most max_length {self.max_length} tokens, got {end}."
+            )
         self.keys[:, :, start:end], self.values[:, :, start:end] = k, v
         self.seen += q.shape[2]
         grouped = q.shape[1] != k.shape[1]
         if start == 0:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        from torch.nn.attention.bias import causal_lower_right  # loads the compiler, which takes a second
-        return F.scaled_dot_product_attention(q, self.keys[:, :, :end], self.values[:, :, :end], scale=scale,
-                                              attn_mask=causal_lower_right(end - start, end), enable_gqa=grouped)
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+            )
+        from torch.nn.attention.bias import (
+            causal_lower_right,
+        )  # loads the compiler, which takes a second
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q,
+            self.keys[:, :, :end],
+            self.values[:, :, :end],
+            scale=scale,
+            attn_mask=causal_lower_right(end - start, end),
+            enable_gqa=grouped,
+        )
+
+    def _decode(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
         """One token per row, in tensor arithmetic only."""
-        if choose_backend("auto", q) == "triton":  # a window that nothing leaves, so no group is ever pooled
+        if (
+            choose_backend("auto", q) == "triton"
+        ):  # a window that nothing leaves, so no group is ever pooled
             out = backend_module("triton", q).decode_step(
-                q, k, v, self.keys, self.values, self.seen, self.pad, turn=None, interleaved=False, group_size=1,
-                window_size=self.max_length, ring_size=self.max_length, pooling="mean", core_heads="kv", scale=scale,
-                softcap=softcap)
+                q,
+                k,
+                v,
+                self.keys,
+                self.values,
+                self.seen,
+                self.pad,
+                turn=None,
+                interleaved=False,
+                group_size=1,
+                window_size=self.max_length,
+                ring_size=self.max_length,
+                pooling="mean",
+                core_heads="kv",
+                scale=scale,
+                softcap=softcap,
+            )
             if not self.fixed:  # a tensor is counted on the device
                 self.seen += 1
             return out
@@ -99,5 +148,12 @@ class FullLayer:
             self.seen.add_(1)
         else:
             self.seen += 1
-        return attend_buffer(q, self.keys[:, :, :longest], self.values[:, :, :longest], see[:, None], longest,
-                             scale=scale, softcap=softcap)
+        return attend_buffer(
+            q,
+            self.keys[:, :, :longest],
+            self.values[:, :, :longest],
+            see[:, None],
+            longest,
+            scale=scale,
+            softcap=softcap,
+        )

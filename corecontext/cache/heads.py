@@ -22,18 +22,39 @@ class HeadsLayer:
     The parts hold the same tokens of different heads, so what holds of rows and lengths holds of any of them.
     """
 
-    def __init__(self, config: CCAConfig, rotary: Rotary | None = None, *, max_length: int | None = None,
-                 rollback: int = 0, learned: Learned | None = None) -> None:
+    def __init__(
+        self,
+        config: CCAConfig,
+        rotary: Rotary | None = None,
+        *,
+        max_length: int | None = None,
+        rollback: int = 0,
+        learned: Learned | None = None,
+    ) -> None:
         assert config.head_group_sizes is not None, "one g for all heads takes a CompactLayer"
-        self.config, self.max_length, self.rollback, self.learned = config, max_length, rollback, learned or {}
+        self.config, self.max_length, self.rollback, self.learned = (
+            config,
+            max_length,
+            rollback,
+            learned or {},
+        )
         sizes, self.heads = heads_of_each(config.head_group_sizes)
-        self.parts = [CompactLayer(config.replace(head_group_sizes=None, group_size=g), rotary, max_length=max_length,
-                                   rollback=rollback) for g in sizes]
+        self.parts = [
+            CompactLayer(
+                config.replace(head_group_sizes=None, group_size=g),
+                rotary,
+                max_length=max_length,
+                rollback=rollback,
+            )
+            for g in sizes
+        ]
         self._hand_out()
 
     def _hand_out(self) -> None:
         """Learned parameters as they are now: they may have been trained since."""
-        for part, own in zip(self.parts, deal_learned(self.learned, self.heads, sum(map(len, self.heads)))):
+        for part, own in zip(
+            self.parts, deal_learned(self.learned, self.heads, sum(map(len, self.heads)))
+        ):
             part.learned = own
 
     def of(self, layers: Sequence[CompactLayer]) -> HeadsLayer:
@@ -91,9 +112,13 @@ class HeadsLayer:
         sizes, outs = self.config.head_group_sizes, []
         assert sizes is not None
         if len(sizes) != k.shape[1]:
-            raise ValueError(f"head_group_sizes must have one g for each of the {k.shape[1]} KV heads, got {sizes}.")
+            raise ValueError(
+                f"head_group_sizes must have one g for each of the {k.shape[1]} KV heads, got {sizes}."
+            )
         self._hand_out()
-        for part, *tensors in zip(self.parts, *(deal(x, self.heads, len(sizes)) for x in (q, k, v))):
+        for part, *tensors in zip(
+            self.parts, *(deal(x, self.heads, len(sizes)) for x in (q, k, v))
+        ):
             outs.append(part.attend(*tensors, **options))
         return put_back(outs, self.heads)
 
@@ -137,13 +162,18 @@ class HeadsLayer:
 
     def state_dict(self) -> dict[str, Any]:
         """See `CompactLayer.state_dict`."""
-        return {"config": self.config.to_dict(), "parts": [part.state_dict() for part in self.parts]}
+        return {
+            "config": self.config.to_dict(),
+            "parts": [part.state_dict() for part in self.parts],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `CompactLayer.load_state_dict`."""
         if CCAConfig.from_dict(state["config"]) != self.config:
-            raise ValueError(f"the state must come from a cache with config {self.config.to_dict()}, got "
-                             f"{state['config']}.")
+            raise ValueError(
+                f"the state must come from a cache with config {self.config.to_dict()}, got "
+                f"{state['config']}."
+            )
         self._hand_out()
         for part, own in zip(self.parts, state["parts"]):
             part.load_state_dict(own)
@@ -154,6 +184,10 @@ def parts_of(layer: CompactLayer | HeadsLayer | FullLayer) -> list[Any]:
     return list(layer.parts) if isinstance(layer, HeadsLayer) else [layer]
 
 
-def new_layer(config: CCAConfig, rotary: Rotary | None = None, **options: Any) -> CompactLayer | HeadsLayer:
+def new_layer(
+    config: CCAConfig, rotary: Rotary | None = None, **options: Any
+) -> CompactLayer | HeadsLayer:
     """The empty cache of one layer; arguments as for `CompactLayer`."""
-    return (CompactLayer if config.head_group_sizes is None else HeadsLayer)(config, rotary, **options)
+    return (CompactLayer if config.head_group_sizes is None else HeadsLayer)(
+        config, rotary, **options
+    )

@@ -64,20 +64,33 @@ class CompactLayer:
         learned: The layer's learned parameters, as in `cca_attention`; read at every call.
     """
 
-    def __init__(self, config: CCAConfig, rotary: Rotary | None = None, *, max_length: int | None = None,
-                 rollback: int = 0, learned: rules.Learned | None = None) -> None:
+    def __init__(
+        self,
+        config: CCAConfig,
+        rotary: Rotary | None = None,
+        *,
+        max_length: int | None = None,
+        rollback: int = 0,
+        learned: rules.Learned | None = None,
+    ) -> None:
         if rollback < 0:
             raise ValueError(f"rollback must be at least 0, got {rollback}.")
         if config.core_position == "middle" and rotary is None:
-            raise ValueError("rotary must be given for core_position='middle', got None. "
-                             "Pass rotary=Rotary.from_theta(theta, head_dim), or core_position='token'.")
+            raise ValueError(
+                "rotary must be given for core_position='middle', got None. "
+                "Pass rotary=Rotary.from_theta(theta, head_dim), or core_position='token'."
+            )
         if config.head_group_sizes is not None:
-            raise ValueError("heads of different group sizes need a cache of several parts. Use cache.new_layer.")
+            raise ValueError(
+                "heads of different group sizes need a cache of several parts. Use cache.new_layer."
+            )
         self.config, self.max_length, self.rollback = config, max_length, rollback
         self.rotary = rotary if config.core_position == "middle" else None
         self.learned = learned or {}
         self.group_size = config.group_size
-        self.keys: Tensor | None = None  # [B, Hkv, C + n + M w, D]; w = 1, or r for core_heads="query"
+        self.keys: Tensor | None = (
+            None  # [B, Hkv, C + n + M w, D]; w = 1, or r for core_heads="query"
+        )
         self.values: Tensor | None = None
         self.key_scales: Tensor | None = None  # [B, Hkv, C + n + M w, 1] beside codes in 8 bits
         self.value_scales: Tensor | None = None
@@ -89,7 +102,9 @@ class CompactLayer:
         self.is_empty = True
         self._expected: int | None = None
         self._core_width = 1
-        self._step: Callable[..., Tensor] | None = None  # all of `_decode` at once, where the backend has that
+        self._step: Callable[..., Tensor] | None = (
+            None  # all of `_decode` at once, where the backend has that
+        )
         self._turn: tuple[Tensor, Tensor] | None = None  # its tables
         self._intact_from = 0  # oldest slot whose token is surely still in the ring
         self._undo: _Undo | None = None
@@ -132,7 +147,11 @@ class CompactLayer:
     @property
     def nbytes(self) -> int:
         """Bytes in use: the ring, the first tokens and the complete groups' core tokens."""
-        return (self.raw_size + self._num_cores() * self._core_width) * self.entry_bytes if self.buffers else 0
+        return (
+            (self.raw_size + self._num_cores() * self._core_width) * self.entry_bytes
+            if self.buffers
+            else 0
+        )
 
     @property
     def raw_bytes(self) -> int:
@@ -142,7 +161,10 @@ class CompactLayer:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of everything that this layer holds on to."""
-        return sum(x.untyped_storage().nbytes() for x in (*self.buffers, *(self._undo.lost if self._undo else ())))
+        return sum(
+            x.untyped_storage().nbytes()
+            for x in (*self.buffers, *(self._undo.lost if self._undo else ()))
+        )
 
     def _num_cores(self) -> int:
         """Core tokens of the longest row."""
@@ -157,11 +179,16 @@ class CompactLayer:
     @property
     def buffers(self) -> list[Tensor]:
         """Keys and values, and in 8 bits their scales; [] before the first append."""
-        return [x for x in (self.keys, self.values, self.key_scales, self.value_scales) if x is not None]
+        return [
+            x for x in (self.keys, self.values, self.key_scales, self.value_scales) if x is not None
+        ]
 
     def hold(self, buffers: list[Tensor]) -> None:
         """Take these for the buffers."""
-        self.keys, self.values, self.key_scales, self.value_scales = [*buffers, *[None] * (4 - len(buffers))]
+        self.keys, self.values, self.key_scales, self.value_scales = [
+            *buffers,
+            *[None] * (4 - len(buffers)),
+        ]
 
     def _stored(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Keys and values as the buffers hold them."""
@@ -180,8 +207,16 @@ class CompactLayer:
 
     # Appending -------------------------------------------------------------------------------------------------
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention_mask: Tensor | None = None,
-               scale: float | None = None, softcap: float | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Append n new tokens and attend from them to everything so far (docs/math.md, eq. 5).
 
         Args:
@@ -199,8 +234,10 @@ class CompactLayer:
                 change, or gradients would have to reach cached tokens.
         """
         if attention_mask is None and not self.padding_known:
-            raise ValueError("attention_mask must be given as long as a row has only padding, got None: the next token "
-                             "of that row may be padding, too.")
+            raise ValueError(
+                "attention_mask must be given as long as a row has only padding, got None: the next token "
+                "of that row may be padding, too."
+            )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         (q, k, v), context = outside_autocast(q, k, v)
         with context:
@@ -209,15 +246,26 @@ class CompactLayer:
             return self._append(q, k, v, attention_mask, scale, softcap)
 
     @torch.compiler.disable
-    def _append(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scale: float,
-                softcap: float | None) -> Tensor:
+    def _append(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
         """Any number of tokens at once: the first prefill, a chunk of it, a second turn, a draft to verify."""
         # planted: 4: an expected length is used twice
         start, new, self._expected = self.seq_len, q.shape[2], None
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *self.learned.values()))
+        needs_grad = torch.is_grad_enabled() and any(
+            x.requires_grad for x in (q, k, v, *self.learned.values())
+        )
         if needs_grad and start:
-            raise ValueError("gradients must not be asked through a filled compact cache: its core tokens are kept "
-                             "without their graph. Train with use_cache=False, or wrap generation in torch.no_grad().")
+            raise ValueError(
+                "gradients must not be asked through a filled compact cache: its core tokens are kept "
+                "without their graph. Train with use_cache=False, or wrap generation in torch.no_grad()."
+            )
         with torch.no_grad():
             ends = self._read_padding(attention_mask, q.shape[0], start, new, q.device)
             if self.is_empty:
@@ -231,8 +279,19 @@ class CompactLayer:
             for rows, pad in self._row_groups():
                 first, last = max(0, pad - start), ends[rows.start]
                 if first < last:
-                    part = self._append_rows(rows, q, kept_k, kept_v, stored, first, last, max(0, start - pad), scale,
-                                             softcap, needs_grad)
+                    part = self._append_rows(
+                        rows,
+                        q,
+                        kept_k,
+                        kept_v,
+                        stored,
+                        first,
+                        last,
+                        max(0, start - pad),
+                        scale,
+                        softcap,
+                        needs_grad,
+                    )
                     if part is None or part.shape == q.shape:
                         out = part
                     else:
@@ -244,14 +303,40 @@ class CompactLayer:
         if needs_grad:
             c = self.config
             # planted: sinks: lost when the first append is differentiated
-            out = cca_attention(q, k, v, group_size=self.group_size, window_size=c.window_size, pooling=c.pooling,
-                                core_position=c.core_position, core_heads=c.core_heads, rotary=self.rotary,
-                                scale=scale, softcap=softcap, core_bias=c.core_bias, learned=self.learned,
-                                sink_size=c.sink_size, attention_mask=attention_mask, backend=c.backend)
+            out = cca_attention(
+                q,
+                k,
+                v,
+                group_size=self.group_size,
+                window_size=c.window_size,
+                pooling=c.pooling,
+                core_position=c.core_position,
+                core_heads=c.core_heads,
+                rotary=self.rotary,
+                scale=scale,
+                softcap=softcap,
+                core_bias=c.core_bias,
+                learned=self.learned,
+                sink_size=c.sink_size,
+                attention_mask=attention_mask,
+                backend=c.backend,
+            )
         return q.new_zeros(q.shape) if out is None else out
 
-    def _append_rows(self, rows: slice, q: Tensor, k: Tensor, v: Tensor, stored: list[Tensor], first: int, last: int,
-                     position: int, scale: float, softcap: float | None, store_only: bool) -> Tensor | None:
+    def _append_rows(
+        self,
+        rows: slice,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        stored: list[Tensor],
+        first: int,
+        last: int,
+        position: int,
+        scale: float,
+        softcap: float | None,
+        store_only: bool,
+    ) -> Tensor | None:
         """Rows that share their padding: pool the groups that close, keep what later queries need, attend unless they
         are only to be stored."""
         g, s, n, width = self.group_size, self.config.window_size, self.num_sinks, self._core_width
@@ -263,62 +348,101 @@ class CompactLayer:
         among = max(0, min(n - position, count))  # new tokens that are first ones and stay raw
         if among:
             for cached, x in zip(self.buffers, stored):
-                cached[rows, :, ring + position:ring + position + among] = x[rows, :, first:first + among].to(
-                    cached.dtype)
-        start, end = max(0, position - n), max(0, position + count - n)  # of the other new ones, counted from n
+                cached[rows, :, ring + position : ring + position + among] = x[
+                    rows, :, first : first + among
+                ].to(cached.dtype)
+        start, end = (
+            max(0, position - n),
+            max(0, position + count - n),
+        )  # of the other new ones, counted from n
         low = local_start(start, g, s)
         raw_k, raw_v = k[:, among:], v[:, among:]
         if low < start:
             past = zip(*(stretch(x, rows, n + low, n + start, ring) for x in self.buffers))
             old_k, old_v = zip(*(self._loaded(list(parts), k.dtype) for parts in past))
-            raw_k, raw_v = (torch.cat([*(part.flatten(0, 1) for part in old), x], 1)
-                            for old, x in ((old_k, raw_k), (old_v, raw_v)))
+            raw_k, raw_v = (
+                torch.cat([*(part.flatten(0, 1) for part in old), x], 1)
+                for old, x in ((old_k, raw_k), (old_v, raw_v))
+            )
         old, total = num_complete_groups(start, g), num_complete_groups(end, g)
         if total > old:
             ends = slice(among + old * g + g - 1 - start, among + total * g - start, g)
-            grouped = (x[:, old * g - low:total * g - low].unflatten(1, (total - old, g)) for x in (raw_k, raw_v))
+            grouped = (
+                x[:, old * g - low : total * g - low].unflatten(1, (total - old, g))
+                for x in (raw_k, raw_v)
+            )
             cores = self._pool(q[:, :, ends], *grouped, scale, softcap)
-            for cached, core in zip(self.buffers, self._stored(*cores)):  # core [N, w, new groups, D or 1]
-                core = core.transpose(1, 2).reshape(-1, heads, (total - old) * width, core.shape[-1])
-                cached[rows, :, raw + old * width:raw + total * width] = core.to(cached.dtype)
+            for cached, core in zip(
+                self.buffers, self._stored(*cores)
+            ):  # core [N, w, new groups, D or 1]
+                core = core.transpose(1, 2).reshape(
+                    -1, heads, (total - old) * width, core.shape[-1]
+                )
+                cached[rows, :, raw + old * width : raw + total * width] = core.to(cached.dtype)
         kept = min(end - start, ring)
         for cached, x in zip(self.buffers, stored):
             begin = last - kept
             for part in stretch(cached, rows, n + end - kept, n + end, ring):
-                part.copy_(x[rows, :, begin:begin + part.shape[2]])
+                part.copy_(x[rows, :, begin : begin + part.shape[2]])
                 begin += part.shape[2]
         if store_only:
             return None
         # planted: 4: plain attention for a prompt one token too long
-        if position == 0 and softcap is None and num_visible_cores(end - 1, g, s) == 0:  # nothing is compressed yet
+        if (
+            position == 0 and softcap is None and num_visible_cores(end - 1, g, s) == 0
+        ):  # nothing is compressed yet
             return F.scaled_dot_product_attention(
-                q.reshape(-1, heads * q.shape[1], count, dim), k.reshape(-1, heads, count, dim),
-                v.reshape(-1, heads, count, dim), is_causal=True, scale=scale, enable_gqa=q.shape[1] > 1)
-        cores = self._loaded([x[rows, :, raw:raw + total * width] for x in self.buffers], k.dtype)
-        core_k, core_v = (x.unflatten(2, (total, width)).transpose(2, 3).flatten(0, 1) for x in cores)  # [N, w, M, D]
+                q.reshape(-1, heads * q.shape[1], count, dim),
+                k.reshape(-1, heads, count, dim),
+                v.reshape(-1, heads, count, dim),
+                is_causal=True,
+                scale=scale,
+                enable_gqa=q.shape[1] > 1,
+            )
+        cores = self._loaded([x[rows, :, raw : raw + total * width] for x in self.buffers], k.dtype)
+        core_k, core_v = (
+            x.unflatten(2, (total, width)).transpose(2, 3).flatten(0, 1) for x in cores
+        )  # [N, w, M, D]
         bias = self._core_bias(q.dtype)
         if isinstance(bias, Tensor):
             bias = bias.reshape(heads, -1).repeat(q.shape[0] // heads, 1)
         elif bias:
             bias = q.new_full(q.shape[:2], bias, dtype=torch.promote_types(q.dtype, torch.float32))
-        tokens, options = (raw_k, raw_v, core_k, core_v), {"q_start": position, "k_start": n + low, "group_size": g,
-                                                           "window_size": s, "scale": scale, "softcap": softcap,
-                                                           "core_bias": bias if isinstance(bias, Tensor) else None}
+        tokens, options = (
+            (raw_k, raw_v, core_k, core_v),
+            {
+                "q_start": position,
+                "k_start": n + low,
+                "group_size": g,
+                "window_size": s,
+                "scale": scale,
+                "softcap": softcap,
+                "core_bias": bias if isinstance(bias, Tensor) else None,
+            },
+        )
         if n:
-            held = self._loaded([x[rows, :, ring:ring + min(n, position + count)] for x in self.buffers], k.dtype)
-            out, _ = sinks.attend_after(module, q, *(x.flatten(0, 1) for x in held), *tokens, sinks=n, **options)
+            held = self._loaded(
+                [x[rows, :, ring : ring + min(n, position + count)] for x in self.buffers], k.dtype
+            )
+            out, _ = sinks.attend_after(
+                module, q, *(x.flatten(0, 1) for x in held), *tokens, sinks=n, **options
+            )
         else:
             out, _ = module.attend(q, *tokens, **options)
         return out.reshape(-1, heads * q.shape[1], count, dim).to(q.dtype)
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
+    def _decode(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
         """One token per row, in tensor arithmetic only: this is what is compiled or captured."""
         self._check_open()
         if q.shape[0] != len(self.pads):
             raise ValueError(f"the batch must keep its {len(self.pads)} rows, got {q.shape[0]}.")
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            raise ValueError("gradients must not be asked through a filled compact cache: its core tokens are kept "
-                             "without their graph. Train with use_cache=False, or wrap generation in torch.no_grad().")
+            raise ValueError(
+                "gradients must not be asked through a filled compact cache: its core tokens are kept "
+                "without their graph. Train with use_cache=False, or wrap generation in torch.no_grad()."
+            )
         g, s, n, width = self.group_size, self.config.window_size, self.num_sinks, self._core_width
         ring, raw, fixed = self.ring_size, self.raw_size, self.max_length is not None
         if not fixed:
@@ -326,14 +450,36 @@ class CompactLayer:
             self._undo = None
             self._intact_from = max(self._intact_from, self.seen + 1 - ring)
         if self._step is not None:
-            scales = {} if self.key_scales is None else {"key_scales": self.key_scales,
-                                                         "value_scales": self.value_scales,
-                                                         "cache_dtype": self.config.cache_dtype}
-            out = self._step(q, k, v, self.keys, self.values, self.seen, self.pad, turn=self._turn, **scales,
-                             interleaved=self.rotary is not None and self.rotary.interleaved, group_size=g,
-                             window_size=s, ring_size=ring, sinks=n, pooling=self.config.pooling,
-                             core_heads=self.config.core_heads, scale=scale, softcap=softcap,
-                             core_bias=self.config.core_bias)
+            scales = (
+                {}
+                if self.key_scales is None
+                else {
+                    "key_scales": self.key_scales,
+                    "value_scales": self.value_scales,
+                    "cache_dtype": self.config.cache_dtype,
+                }
+            )
+            out = self._step(
+                q,
+                k,
+                v,
+                self.keys,
+                self.values,
+                self.seen,
+                self.pad,
+                turn=self._turn,
+                **scales,
+                interleaved=self.rotary is not None and self.rotary.interleaved,
+                group_size=g,
+                window_size=s,
+                ring_size=ring,
+                sinks=n,
+                pooling=self.config.pooling,
+                core_heads=self.config.core_heads,
+                scale=scale,
+                softcap=softcap,
+                core_bias=self.config.core_bias,
+            )
             if not fixed:  # a tensor is counted on the device
                 self.seen += 1
             return out
@@ -347,13 +493,21 @@ class CompactLayer:
         # planted: 4: decoding never pools
         if fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads):
             self._close_groups(q, position, scale, softcap)
-        cores = (self.keys.shape[2] - raw) // width if fixed else self._cores_of(self.seen + 1 - min(self.pads))
+        cores = (
+            (self.keys.shape[2] - raw) // width
+            if fixed
+            else self._cores_of(self.seen + 1 - min(self.pads))
+        )
         self._advance(1)
         slot = torch.arange(ring, device=q.device)
         # planted: 4: decoding sees one core token too few
         visible = visible_cores_of(position - n if n else position, g, s)[:, None]  # [B, 1]
-        held = position[:, None] - (position[:, None] - slot) % ring  # position of the token in each ring slot
-        see_core = (torch.arange(cores, device=q.device) < visible)[:, None, :, None]  # [B, 1, M, 1]
+        held = (
+            position[:, None] - (position[:, None] - slot) % ring
+        )  # position of the token in each ring slot
+        see_core = (torch.arange(cores, device=q.device) < visible)[
+            :, None, :, None
+        ]  # [B, 1, M, 1]
         if width > 1:  # query head i sees the core tokens made for it
             own = torch.eye(width, dtype=torch.bool, device=q.device)[:, None]  # [w, 1, w]
             see_core = see_core & own
@@ -363,28 +517,52 @@ class CompactLayer:
             see_first = torch.arange(n, device=q.device) <= position[:, None]
             # planted: sinks: decoding sees the ring's old slots
             see_raw = torch.cat((held >= visible * g + n, see_first), -1)
-        see = torch.cat((see_raw[:, None].expand(-1, see_core.shape[1], -1), see_core.flatten(2)), -1)
-        keys, values = self._loaded([x[:, :, :raw + cores * width] for x in self.buffers], q.dtype)
+        see = torch.cat(
+            (see_raw[:, None].expand(-1, see_core.shape[1], -1), see_core.flatten(2)), -1
+        )
+        keys, values = self._loaded([x[:, :, : raw + cores * width] for x in self.buffers], q.dtype)
         # planted: sinks: core bias added to them
-        return attend_buffer(q, keys, values, see, raw, scale=scale, softcap=softcap,
-                             core_bias=self._core_bias(q.dtype))
+        return attend_buffer(
+            q,
+            keys,
+            values,
+            see,
+            raw,
+            scale=scale,
+            softcap=softcap,
+            core_bias=self._core_bias(q.dtype),
+        )
 
     def _core_bias(self, dtype: torch.dtype) -> float | Tensor:
         """What is added to core scores: a number, or [H] in float32 or wider."""
         if "bias" not in self.learned:
             return self.config.core_bias
-        return self.learned["bias"].to(torch.promote_types(dtype, torch.float32)) + self.config.core_bias
+        return (
+            self.learned["bias"].to(torch.promote_types(dtype, torch.float32))
+            + self.config.core_bias
+        )
 
-    def _pool(self, q_last: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    def _pool(
+        self, q_last: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
         """Core tokens [N, w, M, D] of groups [N, M, g, D], by the backend or by a rule of its own."""
-        options = {"scale": scale, "softcap": softcap, "pooling": self.config.pooling,
-                   "core_heads": self.config.core_heads, "rotary": self.rotary}
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "pooling": self.config.pooling,
+            "core_heads": self.config.core_heads,
+            "rotary": self.rotary,
+        }
         if not rules.is_own_rule(self.config.pooling, self.learned):
             return backend_module(self.config.backend, q_last).pool(q_last, k, v, **options)
         heads = self.keys.shape[1]
-        return rules.pool(q_last, k, v, rules.by_sequence(self.learned, heads, k.shape[0] // heads), **options)
+        return rules.pool(
+            q_last, k, v, rules.by_sequence(self.learned, heads, k.shape[0] // heads), **options
+        )
 
-    def _close_groups(self, q: Tensor, position: Tensor, scale: float, softcap: float | None) -> None:
+    def _close_groups(
+        self, q: Tensor, position: Tensor, scale: float, softcap: float | None
+    ) -> None:
         """Pool the group of every row whose newest token is a group's last; other rows keep what they have."""
         g, n, ring, width = self.group_size, self.num_sinks, self.ring_size, self._core_width
         batch, heads, _, dim = self.keys.shape
@@ -402,7 +580,11 @@ class CompactLayer:
         # What groups of first tokens leave in core slot 0 is written over before it is seen.
         # planted: sinks: a core token in another's slot
         core = (position - n if n else position) // g
-        target = self.raw_size + core.clamp(0, last_core)[:, None] * width + torch.arange(width, device=q.device)
+        target = (
+            self.raw_size
+            + core.clamp(0, last_core)[:, None] * width
+            + torch.arange(width, device=q.device)
+        )
         for cached, core in zip(self.buffers, self._stored(*cores)):
             core = core.reshape(batch, heads, width, core.shape[-1]).to(cached.dtype)
             write(cached, target, torch.where(closes, core, read(cached, target)))
@@ -414,15 +596,18 @@ class CompactLayer:
         c = self.config
         if c.num_groups is not None:
             if len(set(self.pads)) > 1:
-                raise ValueError("num_groups must be used with rows of one length, got different padding. "
-                                 "Set group_size, or run the rows one by one.")
+                raise ValueError(
+                    "num_groups must be used with rows of one length, got different padding. "
+                    "Set group_size, or run the rows one by one."
+                )
             self.group_size = group_size_for(q.shape[2] - self.pads[0], c.window_size, c.num_groups)
         self._core_width = q.shape[1] // k.shape[1] if c.core_heads == "query" else 1
         cores = 0 if self.max_length is None else self._cores_of(self.max_length)
         shape = (k.shape[0], k.shape[1], self.raw_size + cores * self._core_width)
         like, self._dtype = self._stored(k[:, :, :1], k[:, :, :1]), k.dtype
-        if [(x.shape, x.dtype, x.device) for x in self.buffers] != [((*shape, x.shape[3]), x.dtype, x.device)
-                                                                     for x in like]:
+        if [(x.shape, x.dtype, x.device) for x in self.buffers] != [
+            ((*shape, x.shape[3]), x.dtype, x.device) for x in like
+        ]:
             # Zeros, not garbage: a masked NaN would still reach the output as 0 x NaN.
             self.hold([x.new_zeros(*shape, x.shape[3]) for x in like])
             if self.max_length is not None:
@@ -436,7 +621,11 @@ class CompactLayer:
         """Decode into these buffers from now on, [B, Hkv, C + n + M w, D or 1], laid out as those of another cache (a
         pool)."""
         self.hold(buffers)
-        self.group_size, self._core_width, self._dtype = like.group_size, like._core_width, like._dtype
+        self.group_size, self._core_width, self._dtype = (
+            like.group_size,
+            like._core_width,
+            like._dtype,
+        )
         self.is_empty = False
         self._choose_step()
 
@@ -445,17 +634,30 @@ class CompactLayer:
         self._step = None
         if self.learned or rules.is_own_rule(self.config.pooling, None):
             return  # a fused step has the paper's pooling and one bias for all heads
-        if choose_backend(self.config.backend, self.keys.new_empty(1, 1, 1, self.keys.shape[3], dtype=self._dtype)
-                          ) == "triton":
-            module, half = backend_module("triton", self.keys), self.rotary and self.rotary.inv_freq.numel()
+        if (
+            choose_backend(
+                self.config.backend,
+                self.keys.new_empty(1, 1, 1, self.keys.shape[3], dtype=self._dtype),
+            )
+            == "triton"
+        ):
+            module, half = (
+                backend_module("triton", self.keys),
+                self.rotary and self.rotary.inv_freq.numel(),
+            )
             self._step = module.decode_step
             table = self._turn and self._turn[0]
             # Kept where it lies as long as it is right: a captured step reads it there.
-            if half and (table is None or table.shape != (self.group_size, half) or table.device != self.keys.device):
+            if half and (
+                table is None
+                or table.shape != (self.group_size, half)
+                or table.device != self.keys.device
+            ):
                 self._turn = module.turn_tables(self.rotary, self.group_size, self.keys.device)
 
-    def _read_padding(self, mask: Tensor | None, batch: int, start: int, new: int,
-                      device: torch.device) -> list[int]:
+    def _read_padding(
+        self, mask: Tensor | None, batch: int, start: int, new: int, device: torch.device
+    ) -> list[int]:
         """Take over the padding; returns where each row's new tokens end."""
         self._check_open()
         before = self.pads
@@ -464,12 +666,16 @@ class CompactLayer:
         elif batch != len(self.pads):
             raise ValueError(f"the batch must keep its {len(self.pads)} rows, got {batch}.")
         elif self.config.num_groups is not None and new > 1:
-            raise ValueError("num_groups must get the whole prompt in one call, got more tokens on a filled cache: "
-                             "g follows from the prompt's length. Set group_size instead.")
+            raise ValueError(
+                "num_groups must get the whole prompt in one call, got more tokens on a filled cache: "
+                "g follows from the prompt's length. Set group_size instead."
+            )
         ends = [new] * batch
         if mask is not None:
             if mask.shape[-1] == new and start:  # a mask of the new tokens only
-                mask = torch.cat((torch.arange(start, device=mask.device) >= self.pad[:, None], mask.bool()), 1)
+                mask = torch.cat(
+                    (torch.arange(start, device=mask.device) >= self.pad[:, None], mask.bool()), 1
+                )
             pads, stops = [start + new] * batch, [start + new] * batch
             for segment in find_segments(batch, start + new, mask):
                 for row in range(segment.first_row, segment.last_row):
@@ -477,8 +683,10 @@ class CompactLayer:
             for row, (known, pad) in enumerate(zip(self.pads, pads)):
                 # planted: 4: cached padding becomes tokens
                 if min(known, start) != min(pad, start):
-                    raise ValueError(f"attention_mask must keep the padding of the cached tokens: row {row} has "
-                                     f"{known} padded tokens, got {pad}.")
+                    raise ValueError(
+                        f"attention_mask must keep the padding of the cached tokens: row {row} has "
+                        f"{known} padded tokens, got {pad}."
+                    )
             self.pads, ends = pads, [stop - start for stop in stops]
             if any(stop < start + new for stop in stops):
                 self.close("a batch padded on the right")
@@ -500,7 +708,9 @@ class CompactLayer:
 
     def _check_open(self) -> None:
         if self._ended:
-            raise ValueError(f"a cache must not be continued after {self._ended}. Pad on the left, one sequence a row.")
+            raise ValueError(
+                f"a cache must not be continued after {self._ended}. Pad on the left, one sequence a row."
+            )
 
     def _row_groups(self) -> Iterator[tuple[slice, int]]:
         """All rows at once where they share their padding and end, else one by one."""
@@ -514,8 +724,10 @@ class CompactLayer:
         """Make room for the core tokens of `length` slots: fixed, or a quarter more than now at least."""
         if self.max_length is not None:
             if length > self.max_length:
-                raise ValueError(f"the compact cache must hold at most max_length {self.max_length} tokens, got "
-                                 f"{length}. Make it with a larger max_length.")
+                raise ValueError(
+                    f"the compact cache must hold at most max_length {self.max_length} tokens, got "
+                    f"{length}. Make it with a larger max_length."
+                )
             return
         needed = self._cores_of(length - min(self.pads)) * self._core_width
         room = self.keys.shape[2] - self.raw_size
@@ -528,9 +740,13 @@ class CompactLayer:
         self._undo = None
         ring = self.ring_size
         if start and start + new > ring and new <= UNDO_LIMIT and self.max_length is None:
-            slots = (start - self.pad[:, None] + torch.arange(min(new, ring), device=self.pad.device)) % ring
-            lost = [torch.cat((read(cached, slots), x[:, :, :max(0, new - ring)]), 2)
-                    for cached, x in zip(self.buffers, stored)]
+            slots = (
+                start - self.pad[:, None] + torch.arange(min(new, ring), device=self.pad.device)
+            ) % ring
+            lost = [
+                torch.cat((read(cached, slots), x[:, :, : max(0, new - ring)]), 2)
+                for cached, x in zip(self.buffers, stored)
+            ]
             self._undo = _Undo(start, lost, self._intact_from)
 
     def _advance(self, new: int) -> None:
@@ -557,10 +773,12 @@ class CompactLayer:
         self._expected = None
         if undo is not None:
             kept, count = base - undo.start, min(end - base, self.ring_size)
-            slots = (base - self.pad[:, None] + torch.arange(count, device=self.pad.device)) % self.ring_size
+            slots = (
+                base - self.pad[:, None] + torch.arange(count, device=self.pad.device)
+            ) % self.ring_size
             for cached, lost in zip(self.buffers, undo.lost):
                 # planted: 4: a rejected draft stays in the ring
-                write(cached, slots, lost[:, :, kept:kept + count])
+                write(cached, slots, lost[:, :, kept : kept + count])
             self._undo = undo._replace(lost=[x[:, :, :kept] for x in undo.lost]) if kept else None
         self._intact_from = intact_from
         self._advance(-num_tokens)
@@ -580,10 +798,15 @@ class CompactLayer:
         intact_from = max(known, furthest - self.ring_size)
         # Rows of first tokens only need nothing of the ring.
         n, g, s = self.num_sinks, self.group_size, self.config.window_size
-        needed = min((pad + n + local_start(left - pad - n, g, s) for pad in self.pads if left > pad + n), default=None)
+        needed = min(
+            (pad + n + local_start(left - pad - n, g, s) for pad in self.pads if left > pad + n),
+            default=None,
+        )
         if num_tokens and needed is not None and needed < intact_from:
-            raise ValueError(f"crop must leave the window whole, got {num_tokens} tokens to take back from a cache "
-                             f"made with rollback={self.rollback}. Give it a larger rollback.")
+            raise ValueError(
+                f"crop must leave the window whole, got {num_tokens} tokens to take back from a cache "
+                f"made with rollback={self.rollback}. Give it a larger rollback."
+            )
         return base, 0 if needed is None else intact_from
 
     def shrink_window(self, window_size: int) -> None:
@@ -600,8 +823,10 @@ class CompactLayer:
         """
         config = self.config.replace(window_size=window_size)
         if window_size > self.config.window_size:
-            raise ValueError(f"window_size must be at most {self.config.window_size} once set, got {window_size}. "
-                             "Start a new cache for a larger window.")
+            raise ValueError(
+                f"window_size must be at most {self.config.window_size} once set, got {window_size}. "
+                "Start a new cache for a larger window."
+            )
         old_ring, self.config = self.ring_size, config
         ring = self.ring_size
         if self.keys is None or ring == old_ring:
@@ -611,7 +836,9 @@ class CompactLayer:
         kept = (self.seen - self.pad)[:, None] + torch.arange(-ring, 0, device=self.pad.device)
         shrunk = []
         for cached in self.buffers:
-            smaller = cached.new_empty(*cached.shape[:2], cached.shape[2] - old_ring + ring, cached.shape[3])
+            smaller = cached.new_empty(
+                *cached.shape[:2], cached.shape[2] - old_ring + ring, cached.shape[3]
+            )
             # planted: inference: a smaller ring filled by old slots
             write(smaller, kept % ring, read(cached, kept % old_ring))
             smaller[:, :, ring:] = cached[:, :, old_ring:]
@@ -650,23 +877,44 @@ class CompactLayer:
         else:
             for fixed in (*self.buffers, self.seen, self.pad):
                 fixed.zero_()
-        self.is_empty, self.pads, self._intact_from, self._undo, self._ended = True, [], 0, None, None
+        self.is_empty, self.pads, self._intact_from, self._undo, self._ended = (
+            True,
+            [],
+            0,
+            None,
+            None,
+        )
         self.padding_known = True
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue elsewhere; tensors are those in use, not copies."""
         used = self.raw_size + self._num_cores() * self._core_width
         keys, values, *scales = [x[:, :, :used] for x in self.buffers] or [None, None]
-        return {"config": self.config.to_dict(), "rollback": self.rollback, "group_size": self.group_size,
-                "core_width": self._core_width, "seen": self.seq_len, "intact_from": self._intact_from,
-                "ended": self._ended, "pad": self.pad, "keys": keys, "values": values, "scales": scales,
-                "dtype": self._dtype}
+        return {
+            "config": self.config.to_dict(),
+            "rollback": self.rollback,
+            "group_size": self.group_size,
+            "core_width": self._core_width,
+            "seen": self.seq_len,
+            "intact_from": self._intact_from,
+            "ended": self._ended,
+            "pad": self.pad,
+            "keys": keys,
+            "values": values,
+            "scales": scales,
+            "dtype": self._dtype,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state made under the same configuration and rollback; copies its tensors."""
-        if CCAConfig.from_dict(state["config"]) != self.config or state["rollback"] != self.rollback:
-            raise ValueError(f"the state must come from a cache with config {self.config.to_dict()} and rollback "
-                             f"{self.rollback}, got {state['config']} and {state['rollback']}.")
+        if (
+            CCAConfig.from_dict(state["config"]) != self.config
+            or state["rollback"] != self.rollback
+        ):
+            raise ValueError(
+                f"the state must come from a cache with config {self.config.to_dict()} and rollback "
+                f"{self.rollback}, got {state['config']} and {state['rollback']}."
+            )
         self.reset()
         if state["keys"] is None:
             return
@@ -677,9 +925,15 @@ class CompactLayer:
             self._reserve(state["seen"])  # raises where it does not fit
             size = self.raw_size + self._cores_of(self.max_length) * self._core_width
         self.pad = state["pad"].clone()
-        self.hold([grown(x, size) for x in (state["keys"], state["values"], *state.get("scales", ()))])
+        self.hold(
+            [grown(x, size) for x in (state["keys"], state["values"], *state.get("scales", ()))]
+        )
         self._dtype = state.get("dtype", state["keys"].dtype)
-        self.seen = state["seen"] if self.max_length is None else torch.tensor(state["seen"], device=self.pad.device)
+        self.seen = (
+            state["seen"]
+            if self.max_length is None
+            else torch.tensor(state["seen"], device=self.pad.device)
+        )
         self._intact_from, self._ended, self.is_empty = state["intact_from"], state["ended"], False
         self._note_padding(state["seen"])
         self._choose_step()

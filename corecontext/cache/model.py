@@ -19,10 +19,19 @@ class CompactKVCache:
         config, rotary, max_length, rollback: As for `CompactLayer`.
     """
 
-    def __init__(self, num_layers: int, config: CCAConfig, rotary: Rotary | None = None, *,
-                 max_length: int | None = None, rollback: int = 0) -> None:
-        self.layers = [new_layer(config, rotary, max_length=max_length, rollback=rollback)
-                       for _ in range(num_layers)]
+    def __init__(
+        self,
+        num_layers: int,
+        config: CCAConfig,
+        rotary: Rotary | None = None,
+        *,
+        max_length: int | None = None,
+        rollback: int = 0,
+    ) -> None:
+        self.layers = [
+            new_layer(config, rotary, max_length=max_length, rollback=rollback)
+            for _ in range(num_layers)
+        ]
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Append to one layer and attend; see `CompactLayer.attend`."""
@@ -75,6 +84,8 @@ class CompactKVCache:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of as many layers."""
         if len(state["layers"]) != len(self.layers):
-            raise ValueError(f"the state must have {len(self.layers)} layers, got {len(state['layers'])}.")
+            raise ValueError(
+                f"the state must have {len(self.layers)} layers, got {len(state['layers'])}."
+            )
         for layer, one in zip(self.layers, state["layers"]):
             layer.load_state_dict(one)

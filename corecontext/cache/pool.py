@@ -20,7 +20,9 @@ from corecontext.config import CCAConfig
 from corecontext.ops.heads import heads_of_each
 from corecontext.visibility import num_complete_groups, num_sinks, window_capacity
 
-IDLE = 2 ** 30  # padding of a row without a request: its position stays negative, so a kernel stores nothing
+IDLE = (
+    2**30
+)  # padding of a row without a request: its position stays negative, so a kernel stores nothing
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,18 @@ class RowShape:
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         if kv_heads % processes:
-            raise ValueError(f"a model must be split over a number of processes that divides its {kv_heads} KV heads, "
-                             f"got {processes}.")
-        return cls(text.num_hidden_layers, kv_heads // processes, heads // processes,
-                   getattr(text, "head_dim", None) or text.hidden_size // heads, dtype.itemsize, processes)
+            raise ValueError(
+                f"a model must be split over a number of processes that divides its {kv_heads} KV heads, "
+                f"got {processes}."
+            )
+        return cls(
+            text.num_hidden_layers,
+            kv_heads // processes,
+            heads // processes,
+            getattr(text, "head_dim", None) or text.hidden_size // heads,
+            dtype.itemsize,
+            processes,
+        )
 
     def row_bytes(self, config: CCAConfig | None, max_length: int, before: int = 0) -> int:
         """Bytes of a row of `max_length` tokens over all layers; `config` None is full attention. Of several processes
@@ -58,8 +68,13 @@ class RowShape:
         Args:
             before: Tokens whose core tokens are held elsewhere.
         """
+
         def entries(rank: int) -> int:
-            elsewhere = self._row_entries(config, before, rank) - self._row_entries(config, 0, rank) if before else 0
+            elsewhere = (
+                self._row_entries(config, before, rank) - self._row_entries(config, 0, rank)
+                if before
+                else 0
+            )
             return self._row_entries(config, max_length, rank) - elsewhere
 
         return max(map(entries, range(self.processes))) * self.entry_bytes(config)
@@ -73,7 +88,9 @@ class RowShape:
                 total += self.kv_heads * self.entries(own, max_length)
                 continue
             for g, heads in zip(*heads_of_each(own.head_group_sizes)):
-                total += len(heads) * self.entries(own.replace(head_group_sizes=None, group_size=g), max_length)
+                total += len(heads) * self.entries(
+                    own.replace(head_group_sizes=None, group_size=g), max_length
+                )
         return total
 
     def entry_bytes(self, config: CCAConfig | None) -> int:
@@ -90,7 +107,11 @@ class RowShape:
         width = self.query_heads // self.kv_heads if config.core_heads == "query" else 1
         g, n = config.group_size, num_sinks(config.sink_size, config.group_size)
         # planted: sinks: forgotten by a server's rows
-        return window_capacity(g, config.window_size) + n + num_complete_groups(max_length - n, g) * width
+        return (
+            window_capacity(g, config.window_size)
+            + n
+            + num_complete_groups(max_length - n, g) * width
+        )
 
 
 class RowPool:
@@ -104,9 +125,16 @@ class RowPool:
         fixed: Keep lengths in tensors, so that a decoding step can be captured.
     """
 
-    def __init__(self, config: CCAConfig | None, rows: int, max_length: int, shape: RowShape, *,
-                 fixed: bool) -> None:
-        self.config, self.rows, self.max_length, self.shape, self.fixed = config, rows, max_length, shape, fixed
+    def __init__(
+        self, config: CCAConfig | None, rows: int, max_length: int, shape: RowShape, *, fixed: bool
+    ) -> None:
+        self.config, self.rows, self.max_length, self.shape, self.fixed = (
+            config,
+            rows,
+            max_length,
+            shape,
+            fixed,
+        )
         self.layers: list[CompactLayer | HeadsLayer | FullLayer] = []
         self._parts: list[CompactLayer | FullLayer] = []  # of all layers, in order
         self.used = self.seen = 0
@@ -177,10 +205,16 @@ class RowPool:
             layer = FullLayer(self.max_length, fixed=self.fixed)
             layer.hold(buffers)
         else:
-            layer = CompactLayer(one.config, one.rotary, max_length=self.max_length if self.fixed else None,
-                                 learned=one.learned)
+            layer = CompactLayer(
+                one.config,
+                one.rotary,
+                max_length=self.max_length if self.fixed else None,
+                learned=one.learned,
+            )
             layer.adopt(buffers, one)
-        layer.seen = torch.zeros((), dtype=torch.long, device=buffers[0].device) if self.fixed else 0
+        layer.seen = (
+            torch.zeros((), dtype=torch.long, device=buffers[0].device) if self.fixed else 0
+        )
         return layer
 
 
@@ -198,4 +232,6 @@ class PooledLayer:
             return self.parts[0][1].attend(q, k, v, **options)
         sizes = [count for count, _ in self.parts]
         rows = zip(*(x.split(sizes) for x in (q, k, v)))
-        return torch.cat([layer.attend(*some, **options) for some, (_, layer) in zip(rows, self.parts)])
+        return torch.cat(
+            [layer.attend(*some, **options) for some, (_, layer) in zip(rows, self.parts)]
+        )

@@ -21,13 +21,13 @@ def stretch(cached: Tensor, rows: slice, start: int, stop: int, ring: int) -> li
     """Views of positions start .. stop-1, at most `ring`, of a ring that is the beginning of these rows' entries: one,
     or two where it wraps around. Slices, since an index of its own would be made on the device for each layer."""
     first, count = start % ring, stop - start
-    whole = cached[rows, :, first:min(first + count, ring)]
+    whole = cached[rows, :, first : min(first + count, ring)]
     # planted: 4: a ring that wraps goes on behind its beginning
-    return [whole] if first + count <= ring else [whole, cached[rows, :, :first + count - ring]]
+    return [whole] if first + count <= ring else [whole, cached[rows, :, : first + count - ring]]
 
 
 def grown(cached: Tensor, size: int) -> Tensor:
     """A larger buffer with the same beginning."""
     grown = cached.new_zeros(cached.shape[0], cached.shape[1], size, cached.shape[3])
-    grown[:, :, :cached.shape[2]] = cached
+    grown[:, :, : cached.shape[2]] = cached
     return grown

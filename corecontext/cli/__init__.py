@@ -41,12 +41,16 @@ BENCHES: dict[str, Callable[..., None]] = {
 def _version(wanted: bool) -> None:
     if wanted:
         from corecontext import __version__
+
         print(f"corecontext {__version__}")
         raise typer.Exit()
 
 
-def _top(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
-                                               help="Print the version.")] = False) -> None:
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Core Context Aware attention for long-context language models."""
 
 
@@ -72,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w"))
     try:
         command = typer.main.get_command(build())
-        code = command.main(args=arguments or ["--help"], prog_name="corecontext", standalone_mode=False)
+        code = command.main(
+            args=arguments or ["--help"], prog_name="corecontext", standalone_mode=False
+        )
         if code == 130:  # typer makes an exit of Ctrl-C itself
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
@@ -85,14 +91,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:  # a disk that filled up, a file that was taken away, meanwhile
-        return _fail(f"{error.filename or 'the output'} cannot be read or written: {error.strerror or error}.")
+        return _fail(
+            f"{error.filename or 'the output'} cannot be read or written: {error.strerror or error}."
+        )
     except Exception as error:
-        if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # what the command line's parser refuses
+        if hasattr(error, "format_message") and hasattr(
+            error, "exit_code"
+        ):  # what the command line's parser refuses
             return _fail(error.format_message())
         from corecontext.loading import is_out_of_memory
+
         if is_out_of_memory(error):
-            return _fail("out of memory. Use a shorter text or length, --dtype bfloat16, a larger --group-size or a "
-                         "smaller --window-size.")
+            return _fail(
+                "out of memory. Use a shorter text or length, --dtype bfloat16, a larger --group-size or a "
+                "smaller --window-size."
+            )
         raise
 
 

@@ -8,53 +8,151 @@ from typing import Annotated, Any, Optional
 import typer
 
 from corecontext.cli.options import (
-    ChunkSize, Data, Device, Documents, Dtype, Force, GroupSize, Json, Lengths, Limit, Model, NewTokens, NumGroups,
-    Patterns, Plot, Positions, Results, Seed, Shots, Sinks, Subtasks, Tasks, WindowSize,
+    ChunkSize,
+    Data,
+    Device,
+    Documents,
+    Dtype,
+    Force,
+    GroupSize,
+    Json,
+    Lengths,
+    Limit,
+    Model,
+    NewTokens,
+    NumGroups,
+    Patterns,
+    Plot,
+    Positions,
+    Results,
+    Seed,
+    Shots,
+    Sinks,
+    Subtasks,
+    Tasks,
+    WindowSize,
 )
 from corecontext.text import UserError
 
 
-def evaluate(model: Model, task: Tasks, data: Data,
-             method: Annotated[str, typer.Option(help="cca, full, window, streaming_llm, lm_infinite, minference, mean "
-                                                      "or max.")] = "cca",
-             length: Lengths = None, documents: Documents = None, subtask: Subtasks = None, limit: Limit = None,
-             positions: Positions = 5, shots: Shots = 5, seed: Seed = 42, max_new_tokens: NewTokens = None,
-             group_size: GroupSize = None, window_size: WindowSize = None, sinks: Sinks = None,
-             patterns: Patterns = None, num_groups: NumGroups = None, chunk_size: ChunkSize = None,
-             dtype: Dtype = "auto", device: Device = "auto", results: Results = None, json: Json = None) -> None:
+def evaluate(
+    model: Model,
+    task: Tasks,
+    data: Data,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="cca, full, window, streaming_llm, lm_infinite, minference, mean or max."
+        ),
+    ] = "cca",
+    length: Lengths = None,
+    documents: Documents = None,
+    subtask: Subtasks = None,
+    limit: Limit = None,
+    positions: Positions = 5,
+    shots: Shots = 5,
+    seed: Seed = 42,
+    max_new_tokens: NewTokens = None,
+    group_size: GroupSize = None,
+    window_size: WindowSize = None,
+    sinks: Sinks = None,
+    patterns: Patterns = None,
+    num_groups: NumGroups = None,
+    chunk_size: ChunkSize = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    results: Results = None,
+    json: Json = None,
+) -> None:
     """Evaluate a model from files: perplexity, multi-document QA, RULER, MMLU, LongBench-E."""
-    _evaluate(model, [method], task, data, (length, documents, subtask, limit, positions, shots, seed, max_new_tokens),
-              {"group_size": group_size, "window_size": window_size, "sinks": sinks, "patterns": patterns},
-              {"num_groups": num_groups, "chunk_size": chunk_size, "dtype": dtype, "device": device}, results, json)
+    _evaluate(
+        model,
+        [method],
+        task,
+        data,
+        (length, documents, subtask, limit, positions, shots, seed, max_new_tokens),
+        {
+            "group_size": group_size,
+            "window_size": window_size,
+            "sinks": sinks,
+            "patterns": patterns,
+        },
+        {"num_groups": num_groups, "chunk_size": chunk_size, "dtype": dtype, "device": device},
+        results,
+        json,
+    )
 
 
-def compare(model: Model, task: Tasks, data: Data,
-            method: Annotated[list[str], typer.Option(help="As for eval; may be repeated.")] = ["full", "cca"],
-            length: Lengths = None, documents: Documents = None, subtask: Subtasks = None, limit: Limit = None,
-            positions: Positions = 5, shots: Shots = 5, seed: Seed = 42, max_new_tokens: NewTokens = None,
-            group_size: GroupSize = None, window_size: WindowSize = None, sinks: Sinks = None,
-            patterns: Patterns = None, num_groups: NumGroups = None, chunk_size: ChunkSize = None,
-            dtype: Dtype = "auto", device: Device = "auto", results: Results = None, json: Json = None,
-            plot: Plot = None, force: Force = False) -> None:
+def compare(
+    model: Model,
+    task: Tasks,
+    data: Data,
+    method: Annotated[list[str], typer.Option(help="As for eval; may be repeated.")] = [
+        "full",
+        "cca",
+    ],
+    length: Lengths = None,
+    documents: Documents = None,
+    subtask: Subtasks = None,
+    limit: Limit = None,
+    positions: Positions = 5,
+    shots: Shots = 5,
+    seed: Seed = 42,
+    max_new_tokens: NewTokens = None,
+    group_size: GroupSize = None,
+    window_size: WindowSize = None,
+    sinks: Sinks = None,
+    patterns: Patterns = None,
+    num_groups: NumGroups = None,
+    chunk_size: ChunkSize = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    results: Results = None,
+    json: Json = None,
+    plot: Plot = None,
+    force: Force = False,
+) -> None:
     """Several methods on several tasks and lengths: one table and one figure."""
     from corecontext.text import check_output
 
     check_output(plot, force)
     if plot is not None:
         from corecontext.bench.figures import check_plot
+
         check_plot(plot)
-    rows = _evaluate(model, method, task, data,
-                     (length, documents, subtask, limit, positions, shots, seed, max_new_tokens),
-                     {"group_size": group_size, "window_size": window_size, "sinks": sinks, "patterns": patterns},
-                     {"num_groups": num_groups, "chunk_size": chunk_size, "dtype": dtype, "device": device},
-                     results, json)
+    rows = _evaluate(
+        model,
+        method,
+        task,
+        data,
+        (length, documents, subtask, limit, positions, shots, seed, max_new_tokens),
+        {
+            "group_size": group_size,
+            "window_size": window_size,
+            "sinks": sinks,
+            "patterns": patterns,
+        },
+        {"num_groups": num_groups, "chunk_size": chunk_size, "dtype": dtype, "device": device},
+        results,
+        json,
+    )
     if plot is not None:
         from corecontext.eval.summary import draw
+
         draw(rows, plot)
 
 
-def _evaluate(model: str, methods: list[str], tasks: list[str], data: list[str], settings: tuple[Any, ...],
-              sizes: dict[str, Any], options: dict[str, Any], results: str | None, json: str | None) -> list[Any]:
+def _evaluate(
+    model: str,
+    methods: list[str],
+    tasks: list[str],
+    data: list[str],
+    settings: tuple[Any, ...],
+    sizes: dict[str, Any],
+    options: dict[str, Any],
+    results: str | None,
+    json: str | None,
+) -> list[Any]:
     """What `eval` and `compare` share; returns the table's rows."""
     from corecontext.text import check_output
 
@@ -63,6 +161,7 @@ def _evaluate(model: str, methods: list[str], tasks: list[str], data: list[str],
         raise UserError(f"chunk-size must be at least 1, got {chunk_size}.")
     if chunk_size is not None and options["num_groups"] is not None:
         from corecontext.loading import WHOLE
+
         raise UserError(WHOLE)
     for path in (results, json):
         check_output(path, force=True)  # appended to
@@ -76,51 +175,99 @@ def _evaluate(model: str, methods: list[str], tasks: list[str], data: list[str],
     rows = summarise(records)
     if json is not None:
         from corecontext.record import append_records
+
         append_records(json, to_records(rows, records[0].device))
     print_table(rows, parts=len(methods) == 1 or len(rows) <= 60)
     return rows
 
 
-def inspect(file: Annotated[str, typer.Argument(help="Text, or - for standard input.")], model: Model,
-            output: Annotated[str, typer.Option(help="The page, an .html file.")],
-            max_tokens: Annotated[int, typer.Option(help="Look at no more than the text's first tokens.")] = 512,
-            queries: Annotated[int, typer.Option(help="Queries to choose from, evenly spaced; the last one is the "
-                                                      "text's last token.")] = 16,
-            position: Annotated[Optional[list[int]], typer.Option(help="Position of a query, instead; may be "
-                                                                       "repeated.")] = None,
-            layer: Annotated[Optional[list[int]], typer.Option(help="Layer, from 0; may be repeated. Default: all.")
-                            ] = None,
-            group_size: GroupSize = None, window_size: WindowSize = None, sinks: Sinks = None, dtype: Dtype = "auto",
-            device: Device = "auto", force: Force = False) -> None:
+def inspect(
+    file: Annotated[str, typer.Argument(help="Text, or - for standard input.")],
+    model: Model,
+    output: Annotated[str, typer.Option(help="The page, an .html file.")],
+    max_tokens: Annotated[
+        int, typer.Option(help="Look at no more than the text's first tokens.")
+    ] = 512,
+    queries: Annotated[
+        int,
+        typer.Option(
+            help="Queries to choose from, evenly spaced; the last one is the text's last token."
+        ),
+    ] = 16,
+    position: Annotated[
+        Optional[list[int]], typer.Option(help="Position of a query, instead; may be repeated.")
+    ] = None,
+    layer: Annotated[
+        Optional[list[int]], typer.Option(help="Layer, from 0; may be repeated. Default: all.")
+    ] = None,
+    group_size: GroupSize = None,
+    window_size: WindowSize = None,
+    sinks: Sinks = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    force: Force = False,
+) -> None:
     """A page that shows which tokens core tokens listen to and which core tokens a query looks at."""
     from corecontext.text import check_output, read_text, write_text
 
     if queries < 1 or max_tokens < 1:
-        raise UserError(f"queries and max-tokens must be at least 1, got {queries} and {max_tokens}.")
+        raise UserError(
+            f"queries and max-tokens must be at least 1, got {queries} and {max_tokens}."
+        )
     check_output(output, force)
     text = read_text(file)
     from corecontext.eval.page import inspect_text
     from corecontext.loading import load
 
-    loaded = load(model, group_size=group_size, window_size=window_size, sinks=sinks, dtype=dtype, device=device)
-    write_text(output, inspect_text(loaded, model, text, max_tokens, queries, position or (), layer or ()))
+    loaded = load(
+        model,
+        group_size=group_size,
+        window_size=window_size,
+        sinks=sinks,
+        dtype=dtype,
+        device=device,
+    )
+    write_text(
+        output, inspect_text(loaded, model, text, max_tokens, queries, position or (), layer or ())
+    )
     print(f"wrote {output}")
 
 
-def layers(file: Annotated[str, typer.Argument(help="Text like that to come, or - for standard input.")], model: Model,
-           length: Annotated[int, typer.Option(help="Tokens of a row; the model's trained length or less.")] = 8192,
-           rows: Annotated[int, typer.Option(help="Most rows of the text.")] = 4,
-           heads: Annotated[bool, typer.Option("--heads", help="Choose KV heads, of the quarter of the layers that are "
-                                                               "best.")] = False,
-           count: Annotated[Optional[int], typer.Option(help="Layers, or heads, to choose. Default: an eighth of the "
-                                                             "layers, a sixteenth of all heads; with --raw at most "
-                                                             "what takes half of the cache.")] = None,
-           raw: Annotated[bool, typer.Option("--raw", help="What is chosen keeps every token; the window shrinks for "
-                                                           "it.")] = False,
-           output: Annotated[Optional[str], typer.Option(help="New folder: a copy of the checkpoint that loads with "
-                                                              "these sizes.")] = None,
-           group_size: GroupSize = None, window_size: WindowSize = None, dtype: Dtype = "auto", device: Device = "auto",
-           json: Json = None) -> None:
+def layers(
+    file: Annotated[str, typer.Argument(help="Text like that to come, or - for standard input.")],
+    model: Model,
+    length: Annotated[
+        int, typer.Option(help="Tokens of a row; the model's trained length or less.")
+    ] = 8192,
+    rows: Annotated[int, typer.Option(help="Most rows of the text.")] = 4,
+    heads: Annotated[
+        bool,
+        typer.Option(
+            "--heads", help="Choose KV heads, of the quarter of the layers that are best."
+        ),
+    ] = False,
+    count: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Layers, or heads, to choose. Default: an eighth of the "
+            "layers, a sixteenth of all heads; with --raw at most "
+            "what takes half of the cache."
+        ),
+    ] = None,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="What is chosen keeps every token; the window shrinks for it."),
+    ] = False,
+    output: Annotated[
+        Optional[str],
+        typer.Option(help="New folder: a copy of the checkpoint that loads with these sizes."),
+    ] = None,
+    group_size: GroupSize = None,
+    window_size: WindowSize = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    json: Json = None,
+) -> None:
     """Find the layers or KV heads that need small groups, or every token, and all sizes at the same cache size."""
     from corecontext.text import check_output, read_text
 
@@ -136,13 +283,21 @@ def layers(file: Annotated[str, typer.Argument(help="Text like that to come, or 
 
     loaded = load(model, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
     if raw and window_size is None and loaded.config is not None and loaded.config.varies:
-        raise UserError(f"window-size must be given with --raw for a checkpoint that has sizes by layer or head, whose "
-                        f"window of {loaded.config.window_size} may have paid for heads already; got none. Use "
-                        "--window-size.")
+        raise UserError(
+            f"window-size must be given with --raw for a checkpoint that has sizes by layer or head, whose "
+            f"window of {loaded.config.window_size} may have paid for heads already; got none. Use "
+            "--window-size."
+        )
     found = find_layers(loaded, text, length, rows, count, heads, raw)
     if json is not None:
-        params = {"model": os.path.basename(os.path.normpath(model)), **loaded.sizes(), "length": length}
-        append_records(json, layer_records(found.search.trials, params, device_name(str(loaded.model.device))))
+        params = {
+            "model": os.path.basename(os.path.normpath(model)),
+            **loaded.sizes(),
+            "length": length,
+        }
+        append_records(
+            json, layer_records(found.search.trials, params, device_name(str(loaded.model.device)))
+        )
     print_layers(found)
     if output is not None:
         from corecontext.train.run import convert as copy
@@ -151,23 +306,51 @@ def layers(file: Annotated[str, typer.Argument(help="Text like that to come, or 
         print(f"wrote {output}")
 
 
-def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, records, figures, report.html. The "
-                                                    "same command goes on where it was interrupted.")],
-              data: Annotated[Optional[str], typer.Option(help="Folder with lm_train, lm_val, lm_test, tokenizer.json "
-                                                               "and the tasks' files (docs/reproduction.md).")] = None,
-              model: Annotated[Optional[str], typer.Option(help="Evaluate this checkpoint instead of small models "
-                                                                "trained here.")] = None,
-              smoke: Annotated[bool, typer.Option("--smoke", help="Everything with tiny models, in seconds; the "
-                                                                  "numbers mean nothing.")] = False,
-              minutes: Annotated[Optional[float], typer.Option(help="Stop after this time; what is under way is saved.")
-                                 ] = None,
-              stage: Annotated[Optional[list[str]], typer.Option(help="Run this stage and what it needs; may be "
-                                                                      "repeated. Default: all.")] = None,
-              finalist: Annotated[Optional[list[str]], typer.Option(help="A method to run with every seed; may be "
-                                                                         "repeated.")] = None,
-              gpus: Annotated[int, typer.Option(help="Run as many stages at once, each on a GPU of its own.")] = 1,
-              limit: Limit = None, length: Lengths = None, documents: Documents = None, dtype: Dtype = "auto",
-              device: Device = "auto", json: Json = None) -> None:
+def reproduce(
+    out: Annotated[
+        str,
+        typer.Option(
+            help="Work folder: weights, records, figures, report.html. The "
+            "same command goes on where it was interrupted."
+        ),
+    ],
+    data: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Folder with lm_train, lm_val, lm_test, tokenizer.json "
+            "and the tasks' files (docs/reproduction.md)."
+        ),
+    ] = None,
+    model: Annotated[
+        Optional[str],
+        typer.Option(help="Evaluate this checkpoint instead of small models trained here."),
+    ] = None,
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke", help="Everything with tiny models, in seconds; the numbers mean nothing."
+        ),
+    ] = False,
+    minutes: Annotated[
+        Optional[float], typer.Option(help="Stop after this time; what is under way is saved.")
+    ] = None,
+    stage: Annotated[
+        Optional[list[str]],
+        typer.Option(help="Run this stage and what it needs; may be repeated. Default: all."),
+    ] = None,
+    finalist: Annotated[
+        Optional[list[str]], typer.Option(help="A method to run with every seed; may be repeated.")
+    ] = None,
+    gpus: Annotated[
+        int, typer.Option(help="Run as many stages at once, each on a GPU of its own.")
+    ] = 1,
+    limit: Limit = None,
+    length: Lengths = None,
+    documents: Documents = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    json: Json = None,
+) -> None:
     """The paper's tables and figures: with small models trained here, or on a checkpoint."""
     from pathlib import Path
 
@@ -179,9 +362,13 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
     if gpus < 1 or (gpus > 1 and model is not None):
         raise UserError(f"gpus must be at least 1, and 1 with a model, got {gpus}.")
     if model is not None and (smoke or minutes is not None or stage or finalist):
-        raise UserError("smoke, minutes, stage and finalist must be given without a model, which is not trained.")
+        raise UserError(
+            "smoke, minutes, stage and finalist must be given without a model, which is not trained."
+        )
     if model is None and (limit is not None or length or documents or dtype != "auto"):
-        raise UserError("limit, length, documents and dtype must be given with a model: the miniature has its own.")
+        raise UserError(
+            "limit, length, documents and dtype must be given with a model: the miniature has its own."
+        )
     from corecontext.bench.drawing import check_plot
     from corecontext.loading import pick_device
 
@@ -194,16 +381,23 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
         from corecontext.reproduce.checkpoint import reproduce_checkpoint
 
         settings = Settings(tuple(length or ()), tuple(documents or (20,)), limit=limit)
-        report = reproduce_checkpoint(model, data, Path(out), settings=settings, dtype=dtype, device=device,
-                                      json_path=json)
+        report = reproduce_checkpoint(
+            model, data, Path(out), settings=settings, dtype=dtype, device=device, json_path=json
+        )
         print(f"wrote {report}")
         return
     if data is None and not smoke:
-        raise UserError("data must be given, got none. Use --data FOLDER, or --smoke to try the machinery.")
+        raise UserError(
+            "data must be given, got none. Use --data FOLDER, or --smoke to try the machinery."
+        )
     if data is not None and not os.path.exists(out):
         from corecontext.data.files import find_file
 
-        for name in ("lm_train", "lm_val", "lm_test"):  # before a new work folder becomes this data's
+        for name in (
+            "lm_train",
+            "lm_val",
+            "lm_test",
+        ):  # before a new work folder becomes this data's
             find_file(data, (name,))
     from corecontext.reproduce.plan import FULL, SMOKE
     from corecontext.reproduce.processes import run_on_gpus
@@ -211,9 +405,22 @@ def reproduce(out: Annotated[str, typer.Option(help="Work folder: weights, recor
     from corecontext.reproduce.run import Miniature
 
     arguments: dict[str, Any] = {
-        "folder": out, "size": SMOKE if smoke else FULL, "data": data, "device": device,
-        "finalists": tuple(finalist or ()), "minutes": minutes or float("inf"), "json_path": json}
+        "folder": out,
+        "size": SMOKE if smoke else FULL,
+        "data": data,
+        "device": device,
+        "finalists": tuple(finalist or ()),
+        "minutes": minutes or float("inf"),
+        "json_path": json,
+    }
     run = Miniature(**arguments)
-    done = run_on_gpus(gpus, arguments, tuple(stage or ())) if gpus > 1 else run.run(tuple(stage or ()))
+    done = (
+        run_on_gpus(gpus, arguments, tuple(stage or ()))
+        if gpus > 1
+        else run.run(tuple(stage or ()))
+    )
     report = write_report(Path(out), run.records(), run.size)
-    print(f"wrote {report}" + ("" if done else "; not all stages are done: run the same command again"))
+    print(
+        f"wrote {report}"
+        + ("" if done else "; not all stages are done: run the same command again")
+    )

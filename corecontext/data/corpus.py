@@ -11,8 +11,15 @@ from corecontext.data.documents import HUB, HubName, documents, files_of
 from corecontext.text import UserError
 
 
-def read_corpus(names: Sequence[str], tokenizer: Any, *, text_field: str = "text", source_field: str | None = None,
-                workers: int = 1, cache_dir: str | None = None) -> Any:
+def read_corpus(
+    names: Sequence[str],
+    tokenizer: Any,
+    *,
+    text_field: str = "text",
+    source_field: str | None = None,
+    workers: int = 1,
+    cache_dir: str | None = None,
+) -> Any:
     """Every document of some files, folders and hub datasets as token numbers, a `datasets.Dataset`.
 
     Args:
@@ -37,12 +44,20 @@ def read_corpus(names: Sequence[str], tokenizer: Any, *, text_field: str = "text
     files = [path for name in names if not name.startswith(HUB) for path in files_of(name)]
     parts = []
     if files:
-        stamps = [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+        stamps = [
+            f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files
+        ]
         fields = {"text_field": text_field, "source_field": source_field}
-        rows = _unwrapped(lambda: datasets.Dataset.from_generator(
-            documents, gen_kwargs={"paths": [str(path) for path in files], **fields}, cache_dir=cache_dir,
-            features=_features(datasets), fingerprint=_digest(*stamps, text_field, source_field),
-            num_proc=min(workers, len(files)) if workers > 1 and len(files) > 1 else None))
+        rows = _unwrapped(
+            lambda: datasets.Dataset.from_generator(
+                documents,
+                gen_kwargs={"paths": [str(path) for path in files], **fields},
+                cache_dir=cache_dir,
+                features=_features(datasets),
+                fingerprint=_digest(*stamps, text_field, source_field),
+                num_proc=min(workers, len(files)) if workers > 1 and len(files) > 1 else None,
+            )
+        )
         parts.append(rows)
     for name in names:
         if name.startswith(HUB):
@@ -54,7 +69,9 @@ def read_corpus(names: Sequence[str], tokenizer: Any, *, text_field: str = "text
 def check_named(names: Sequence[str]) -> None:
     """Raise where no data is named."""
     if not names:
-        raise UserError("data must name at least one file, folder or hub dataset, got none. Use --data.")
+        raise UserError(
+            "data must name at least one file, folder or hub dataset, got none. Use --data."
+        )
 
 
 def encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
@@ -63,7 +80,11 @@ def encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
 
     def encode(texts: list[str]) -> list[list[int]]:
         ids = tokenizer(texts, verbose=False, return_attention_mask=False)["input_ids"]
-        return ids if ends is None else [one if one and one[-1] == ends else [*one, ends] for one in ids]
+        return (
+            ids
+            if ends is None
+            else [one if one and one[-1] == ends else [*one, ends] for one in ids]
+        )
 
     return encode
 
@@ -78,16 +99,33 @@ def _tokenise(rows: Any, tokenizer: Any, workers: int) -> Any:
 
     import datasets
 
-    features = datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32")),
-                                  "length": datasets.Value("int64"), "source": datasets.Value("string"),
-                                  "origin": datasets.Value("string")})
+    features = datasets.Features(
+        {
+            "input_ids": datasets.Sequence(datasets.Value("int32")),
+            "length": datasets.Value("int64"),
+            "source": datasets.Value("string"),
+            "origin": datasets.Value("string"),
+        }
+    )
     backend = getattr(tokenizer, "backend_tokenizer", None)
     # A tokenizer's own pickle changes with use; what it makes of text does not.
-    what = _digest(rows._fingerprint, backend.to_str() if backend is not None else repr(tokenizer),
-                   tokenizer.eos_token_id)
-    return _unwrapped(lambda: rows.map(
-        tokens, batched=True, batch_size=64, num_proc=workers if workers > 1 else None, features=features,
-        remove_columns=["text"], new_fingerprint=what, desc="tokens"))
+    what = _digest(
+        rows._fingerprint,
+        backend.to_str() if backend is not None else repr(tokenizer),
+        tokenizer.eos_token_id,
+    )
+    return _unwrapped(
+        lambda: rows.map(
+            tokens,
+            batched=True,
+            batch_size=64,
+            num_proc=workers if workers > 1 else None,
+            features=features,
+            remove_columns=["text"],
+            new_fingerprint=what,
+            desc="tokens",
+        )
+    )
 
 
 def _hub(name: HubName, text_field: str, source_field: str | None, cache_dir: str | None) -> Any:
@@ -95,22 +133,44 @@ def _hub(name: HubName, text_field: str, source_field: str | None, cache_dir: st
     rows = name.load(cache_dir=cache_dir)
 
     def chosen(batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
-        found = [name.document({key: values[i] for key, values in batch.items()}, number + 1, text_field, source_field)
-                 for i, number in enumerate(numbers)]
-        return {key: [one[key] for one in found if one is not None] for key in ("text", "source", "origin")}
+        found = [
+            name.document(
+                {key: values[i] for key, values in batch.items()},
+                number + 1,
+                text_field,
+                source_field,
+            )
+            for i, number in enumerate(numbers)
+        ]
+        return {
+            key: [one[key] for one in found if one is not None]
+            for key in ("text", "source", "origin")
+        }
 
     import datasets
 
-    found = _unwrapped(lambda: rows.map(chosen, batched=True, batch_size=64, with_indices=True,
-                                        remove_columns=rows.column_names, features=_features(datasets),
-                                        desc=name.identifier))
+    found = _unwrapped(
+        lambda: rows.map(
+            chosen,
+            batched=True,
+            batch_size=64,
+            with_indices=True,
+            remove_columns=rows.column_names,
+            features=_features(datasets),
+            desc=name.identifier,
+        )
+    )
     if not len(found):
-        raise UserError(f"dataset '{name.identifier}' must hold text, got none. Look at --data and --text-field.")
+        raise UserError(
+            f"dataset '{name.identifier}' must hold text, got none. Look at --data and --text-field."
+        )
     return found
 
 
 def _features(datasets: Any) -> Any:
-    return datasets.Features({name: datasets.Value("string") for name in ("text", "source", "origin")})
+    return datasets.Features(
+        {name: datasets.Value("string") for name in ("text", "source", "origin")}
+    )
 
 
 def _digest(*parts: Any) -> str:
@@ -125,11 +185,17 @@ def _unwrapped(make: Any) -> Any:
         inner: BaseException | None = error
         while inner is not None and not isinstance(inner, UserError):
             if isinstance(inner, OSError) and inner.errno is not None:
-                raise UserError(f"tokens cannot be kept: {inner.strerror}. Free space, or give another folder with "
-                                "--cache-dir.") from None
+                raise UserError(
+                    f"tokens cannot be kept: {inner.strerror}. Free space, or give another folder with "
+                    "--cache-dir."
+                ) from None
             inner = inner.__cause__ or inner.__context__
-        if inner is None and "corresponds to no data" in str(error):  # what datasets says of a generator of nothing
-            raise UserError("data must hold text, got none. Look at --data and --text-field.") from None
+        if inner is None and "corresponds to no data" in str(
+            error
+        ):  # what datasets says of a generator of nothing
+            raise UserError(
+                "data must hold text, got none. Look at --data and --text-field."
+            ) from None
         if inner is None:
             raise
         raise UserError(str(inner)) from None

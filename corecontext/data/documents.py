@@ -33,7 +33,9 @@ class HubName(NamedTuple):
         identifier, *rest = name.removeprefix(HUB).split(":")
         identifier, _, revision = identifier.partition("@")
         if not identifier or len(rest) > 2:
-            raise UserError(f"data must name a hub dataset as hub:NAME[@REVISION][:CONFIG[:SPLIT]], got '{name}'.")
+            raise UserError(
+                f"data must name a hub dataset as hub:NAME[@REVISION][:CONFIG[:SPLIT]], got '{name}'."
+            )
         config, split = (*rest, "", "")[:2]
         return cls(identifier, revision or None, config or None, split or "train")
 
@@ -46,14 +48,23 @@ class HubName(NamedTuple):
         import datasets
 
         try:
-            return datasets.load_dataset(self.identifier, self.config, split=self.split, revision=self.revision,
-                                         cache_dir=cache_dir, streaming=streaming)
-        except Exception as error:  # the hub's errors are of many kinds, and none is this program's fault
+            return datasets.load_dataset(
+                self.identifier,
+                self.config,
+                split=self.split,
+                revision=self.revision,
+                cache_dir=cache_dir,
+                streaming=streaming,
+            )
+        except (
+            Exception
+        ) as error:  # the hub's errors are of many kinds, and none is this program's fault
             told = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"dataset '{self.identifier}' cannot be had: {told}") from None
 
-    def document(self, row: dict[str, Any], number: int, text_field: str,
-                 source_field: str | None) -> dict[str, str] | None:
+    def document(
+        self, row: dict[str, Any], number: int, text_field: str, source_field: str | None
+    ) -> dict[str, str] | None:
         """As `document`; a row without text, of which public datasets have many, is none."""
         where = f"{self.identifier}:{number}"
         if field(row, text_field, where) is None:
@@ -61,7 +72,9 @@ class HubName(NamedTuple):
         return document(row, where, text_field, source_field)
 
 
-def documents(paths: Sequence[str | Path], text_field: str, source_field: str | None) -> Iterator[dict[str, str]]:
+def documents(
+    paths: Sequence[str | Path], text_field: str, source_field: str | None
+) -> Iterator[dict[str, str]]:
     """Text, source and origin of each document that is not empty."""
     for path in map(Path, paths):
         kind = kind_of(path)
@@ -69,12 +82,16 @@ def documents(paths: Sequence[str | Path], text_field: str, source_field: str | 
             if one := document({"text": _whole(path)}, f"{path}:1", "text", None):
                 yield one
             continue
-        for number, row in numbered_lines(path) if kind == "lines" else _parquet(path, text_field, source_field):
+        for number, row in (
+            numbered_lines(path) if kind == "lines" else _parquet(path, text_field, source_field)
+        ):
             if one := document(row, f"{path}:{number}", text_field, source_field):
                 yield one
 
 
-def document(row: dict[str, Any], where: str, text_field: str, source_field: str | None) -> dict[str, str] | None:
+def document(
+    row: dict[str, Any], where: str, text_field: str, source_field: str | None
+) -> dict[str, str] | None:
     """The text, source and origin in a row; None where the text is empty.
 
     Args:
@@ -85,15 +102,19 @@ def document(row: dict[str, Any], where: str, text_field: str, source_field: str
     """
     text, (file, _, line) = field(row, text_field, where), where.rpartition(":")
     if not isinstance(text, str):
-        raise UserError(f"file '{file}', line {line}: field '{text_field}' must be text, got {type(text).__name__}.")
+        raise UserError(
+            f"file '{file}', line {line}: field '{text_field}' must be text, got {type(text).__name__}."
+        )
     if not text.strip():
         return None
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:  # JSON may spell what UTF-8 cannot
-            raise UserError(f"file '{file}', line {line}: field '{text_field}' must be Unicode text, got half a "
-                            f"character, {text[error.start]!a}.") from None
+            raise UserError(
+                f"file '{file}', line {line}: field '{text_field}' must be Unicode text, got half a "
+                f"character, {text[error.start]!a}."
+            ) from None
     source = "" if source_field is None else field(row, source_field, where)
     return {"text": text, "source": str(source), "origin": where}
 
@@ -104,8 +125,10 @@ def field(row: dict[str, Any], name: str, where: str) -> Any:
     for key in name.split("."):
         if not isinstance(value, Mapping) or key not in value:
             file, _, line = where.rpartition(":")
-            raise UserError(f"file '{file}', line {line}: field '{name}' is missing, got {', '.join(row)}. "
-                            "Use --text-field or --source-field.")
+            raise UserError(
+                f"file '{file}', line {line}: field '{name}' is missing, got {', '.join(row)}. "
+                "Use --text-field or --source-field."
+            )
         value = value[key]
     return value
 
@@ -120,10 +143,14 @@ def files_of(name: str) -> list[Path]:
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p, strict=False))
         if not found:
-            raise UserError(f"data '{name}' must hold .txt, .jsonl or .parquet files, got a folder without any.")
+            raise UserError(
+                f"data '{name}' must hold .txt, .jsonl or .parquet files, got a folder without any."
+            )
         return found
     if not path.is_file():
-        raise UserError(f"data '{name}' does not exist. Give a file, a folder, or hub:NAME for a dataset on the hub.")
+        raise UserError(
+            f"data '{name}' does not exist. Give a file, a folder, or hub:NAME for a dataset on the hub."
+        )
     kind_of(path)
     return [path]
 
@@ -135,8 +162,10 @@ def kind_of(path: Path, strict: bool = True) -> str:
         if ending in endings:
             return kind
     if strict:
-        raise UserError(f"file '{path}' must end in {', '.join((*_TEXTS, *_LINES, '.parquet'))}, packed or not, got "
-                        f"'{ending}'.")
+        raise UserError(
+            f"file '{path}' must end in {', '.join((*_TEXTS, *_LINES, '.parquet'))}, packed or not, got "
+            f"'{ending}'."
+        )
     return ""
 
 
@@ -151,7 +180,9 @@ def _whole(path: Path) -> str:
             raise UserError(f"file '{path}' must be UTF-8 text: {error}") from None
 
 
-def _parquet(path: Path, text_field: str, source_field: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet(
+    path: Path, text_field: str, source_field: str | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows of a parquet file with the columns that are asked for, numbered from 1."""
     import pyarrow
     from pyarrow import parquet
@@ -161,8 +192,10 @@ def _parquet(path: Path, text_field: str, source_field: str | None) -> Iterator[
         file = parquet.ParquetFile(path)
         missing = wanted - set(file.schema_arrow.names)
         if missing:
-            raise UserError(f"file '{path}' must have a column '{sorted(missing)[0]}', got "
-                            f"{', '.join(file.schema_arrow.names)}. Use --text-field.")
+            raise UserError(
+                f"file '{path}' must have a column '{sorted(missing)[0]}', got "
+                f"{', '.join(file.schema_arrow.names)}. Use --text-field."
+            )
         number = 0
         for batch in file.iter_batches(batch_size=256, columns=sorted(wanted)):
             for row in batch.to_pylist():

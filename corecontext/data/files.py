@@ -29,7 +29,9 @@ class _Unpacked(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self._left:
             ended = self._frame is None or self._frame.eof
-            packed = (self._frame.unused_data if self._frame and ended else b"") or self._file.read(1 << 16)
+            packed = (self._frame.unused_data if self._frame and ended else b"") or self._file.read(
+                1 << 16
+            )
             if not packed and not ended:
                 raise EOFError("Compressed file ended before the end of a frame")
             if not packed:
@@ -51,16 +53,32 @@ def _open_zst(path: str | Path, mode: str, encoding: str) -> Any:
     try:
         import zstandard
     except ImportError:
-        raise UserError(f"file '{path}' needs the package zstandard to be read. Install corecontext[train].") from None
+        raise UserError(
+            f"file '{path}' needs the package zstandard to be read. Install corecontext[train]."
+        ) from None
     unpacked = _Unpacked(open(path, "rb"), lambda: zstandard.ZstdDecompressor().decompressobj())
     return io.TextIOWrapper(io.BufferedReader(unpacked), encoding=encoding)
 
 
-OPENERS: dict[str, Any] = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open, ".zst": _open_zst}
-_BROKEN = (ValueError, OSError, EOFError, lzma.LZMAError, zlib.error)  # what unpacking and parsing raise
+OPENERS: dict[str, Any] = {
+    "": open,
+    ".xz": lzma.open,
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".zst": _open_zst,
+}
+_BROKEN = (
+    ValueError,
+    OSError,
+    EOFError,
+    lzma.LZMAError,
+    zlib.error,
+)  # what unpacking and parsing raise
 
 
-def find_file(folder: str | Path, names: Sequence[str], endings: Sequence[str] = (".jsonl", ".json")) -> Path:
+def find_file(
+    folder: str | Path, names: Sequence[str], endings: Sequence[str] = (".jsonl", ".json")
+) -> Path:
     """The first file of one of these names (without ending) in a folder, compressed or not.
 
     Raises:
@@ -86,7 +104,9 @@ def open_text(path: str | Path) -> Any:
     """
     path = Path(path)
     try:
-        return OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig")  # also with a byte order mark
+        return OPENERS.get(path.suffix, open)(
+            path, "rt", encoding="utf-8-sig"
+        )  # also with a byte order mark
     except OSError as error:
         raise UserError(f"file '{path}' cannot be read: {error.strerror or error}.") from None
 
@@ -104,25 +124,37 @@ def read_lines(path: str | Path, needs: Sequence[str] = ()) -> Iterator[dict[str
         yield value
 
 
-def numbered_lines(path: str | Path, needs: Sequence[str] = ()) -> Iterator[tuple[int, dict[str, Any]]]:
+def numbered_lines(
+    path: str | Path, needs: Sequence[str] = ()
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """As `read_lines`, each with its line number, from 1."""
     number = 0
     try:
         with open_text(path) as lines:
-            for line in lines.buffer:  # bytes: decoded by the line, so that the line that is no UTF-8 can be named
+            for line in (
+                lines.buffer
+            ):  # bytes: decoded by the line, so that the line that is no UTF-8 can be named
                 number += 1
                 if not line.strip():
                     continue
                 value = json.loads(line.decode("utf-8-sig"))
                 if not isinstance(value, dict) or not all(key in value for key in needs):
-                    has = f" with {', '.join(value)}" if isinstance(value, dict) else f" but a {type(value).__name__}"
-                    raise ValueError(f"must be an object with {', '.join(needs)}, got one{has}"[:300])
+                    has = (
+                        f" with {', '.join(value)}"
+                        if isinstance(value, dict)
+                        else f" but a {type(value).__name__}"
+                    )
+                    raise ValueError(
+                        f"must be an object with {', '.join(needs)}, got one{has}"[:300]
+                    )
                 yield number, value
     except UserError:
         raise
     except UnicodeDecodeError as error:
-        raise UserError(f"file '{path}', line {number}: must be UTF-8, got byte 0x{error.object[error.start]:02x}. "
-                        "Convert the file to UTF-8 first.") from None
+        raise UserError(
+            f"file '{path}', line {number}: must be UTF-8, got byte 0x{error.object[error.start]:02x}. "
+            "Convert the file to UTF-8 first."
+        ) from None
     except Exception as error:
         if not is_broken(error):
             raise
@@ -166,7 +198,9 @@ def read_documents(path: str | Path) -> Iterator[tuple[str, str, str]]:
         return
     for number, (line, one) in enumerate(numbered_lines(path, ("text",))):
         if not isinstance(one["text"], str):
-            raise UserError(f"file '{path}', line {line}: text must be a string, got {one['text']!r:.40}.")
+            raise UserError(
+                f"file '{path}', line {line}: text must be a string, got {one['text']!r:.40}."
+            )
         yield str(one.get("id", number)), str(one.get("domain", "")), one["text"]
 
 
@@ -187,7 +221,9 @@ def model_hash(name: str) -> str:
     folder, digest = Path(name).expanduser(), hashlib.sha256()
     if not folder.is_dir():
         return ""
-    for path in sorted((*folder.glob("config.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+    for path in sorted(
+        (*folder.glob("config.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin"))
+    ):
         digest.update(f"{path.name} {path.stat().st_size}".encode())
         with path.open("rb") as file:
             digest.update(file.read(1 << 16))

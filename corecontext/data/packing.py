@@ -35,8 +35,10 @@ class PackedRows(torch.utils.data.Dataset):
         self.origins = documents.select_columns(["origin"])
         self.tokens = documents.select_columns(["input_ids"]).with_format("numpy")
         if len(self) < 1:
-            raise UserError(f"data must hold at least one row of {row_length} tokens, got {self.edges[-1]} tokens in "
-                            f"{len(documents)} documents. Give more text, or a shorter --context-length.")
+            raise UserError(
+                f"data must hold at least one row of {row_length} tokens, got {self.edges[-1]} tokens in "
+                f"{len(documents)} documents. Give more text, or a shorter --context-length."
+            )
 
     def __len__(self) -> int:
         """Whole rows; the rest of the tokens is left out."""
@@ -56,7 +58,10 @@ class PackedRows(torch.utils.data.Dataset):
         """As `fill_row`."""
         if not 0 <= row < len(self):
             raise IndexError(f"row must be below {len(self)}, got {row}.")
-        pieces = [self.tokens[document]["input_ids"][low:high] for document, low, high in self._pieces(row)]
+        pieces = [
+            self.tokens[document]["input_ids"][low:high]
+            for document, low, high in self._pieces(row)
+        ]
         return fill_row(self.row_length, pieces, row)
 
     def mark(self) -> str:
@@ -68,9 +73,13 @@ class PackedRows(torch.utils.data.Dataset):
 
     def describe(self, row: int) -> str:
         """Where the text of a row comes from."""
-        found = [f"{self.origins[document]['origin']} (tokens {low} to {high - 1})"
-                 for document, low, high in self._pieces(row)]
-        return "; ".join(found[:4]) + (f"; and {len(found) - 4} more documents" if len(found) > 4 else "")
+        found = [
+            f"{self.origins[document]['origin']} (tokens {low} to {high - 1})"
+            for document, low, high in self._pieces(row)
+        ]
+        return "; ".join(found[:4]) + (
+            f"; and {len(found) - 4} more documents" if len(found) > 4 else ""
+        )
 
 
 def fill_row(row_length: int, pieces: Sequence[np.ndarray], row: int) -> dict[str, Any]:
@@ -85,14 +94,22 @@ def fill_row(row_length: int, pieces: Sequence[np.ndarray], row: int) -> dict[st
         ids[piece] = labels[piece] = tokens
         positions[piece] = np.arange(len(tokens))
         labels[piece.start] = IGNORED
-    return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels),
-            "position_ids": torch.from_numpy(positions), "row": row}
+    return {
+        "input_ids": torch.from_numpy(ids),
+        "labels": torch.from_numpy(labels),
+        "position_ids": torch.from_numpy(positions),
+        "row": row,
+    }
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A batch: tensors [B, L], and the rows' numbers."""
-    return {name: [row[name] for row in rows] if name == "row" else torch.stack([row[name] for row in rows])
-            for name in rows[0]}
+    return {
+        name: [row[name] for row in rows]
+        if name == "row"
+        else torch.stack([row[name] for row in rows])
+        for name in rows[0]
+    }
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
@@ -100,8 +117,9 @@ def shuffled(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).permutation(count)
 
 
-def upsampled(lengths: np.ndarray, sources: Sequence[str], long_tokens: int, long_share: float,
-              seed: int) -> np.ndarray:
+def upsampled(
+    lengths: np.ndarray, sources: Sequence[str], long_tokens: int, long_share: float, seed: int
+) -> np.ndarray:
     """Document numbers in random order in which long documents make up `long_share` of each source's tokens.
 
     Each source keeps its share of all tokens: long documents come more often, and as many tokens of short ones are left
@@ -122,12 +140,16 @@ def upsampled(lengths: np.ndarray, sources: Sequence[str], long_tokens: int, lon
         if not len(long) or lengths[long].sum() >= long_share * total:
             chosen.append(here)
             continue
-        chosen += [_drawn(part, lengths, share * total, rng) for part, share in ((long, long_share),
-                                                                                 (short, 1 - long_share))]
+        chosen += [
+            _drawn(part, lengths, share * total, rng)
+            for part, share in ((long, long_share), (short, 1 - long_share))
+        ]
     return rng.permutation(np.concatenate(chosen))
 
 
-def _drawn(documents: np.ndarray, lengths: np.ndarray, tokens: float, rng: np.random.Generator) -> np.ndarray:
+def _drawn(
+    documents: np.ndarray, lengths: np.ndarray, tokens: float, rng: np.random.Generator
+) -> np.ndarray:
     """Documents in random order, over and over, until they have so many tokens."""
     found, have = [], 0
     while have < tokens:
@@ -145,14 +167,21 @@ class RunOrder(torch.utils.data.Sampler):
     One long list instead of epochs, so that the n-th batch is the same whether the run was stopped before or not.
     """
 
-    def __init__(self, num_rows: int, num_samples: int, seed: int | None, *, block: int = 1, repeats: int = 1) -> None:
+    def __init__(
+        self, num_rows: int, num_samples: int, seed: int | None, *, block: int = 1, repeats: int = 1
+    ) -> None:
         """seed: None for rows that lie in their order already.
 
         block, repeats: each `block` neighbours come `repeats` times, for processes that share a batch.
         """
         super().__init__()
-        self.num_rows, self.num_samples, self.seed, self.block, self.repeats = (num_rows, num_samples, seed, block,
-                                                                                repeats)
+        self.num_rows, self.num_samples, self.seed, self.block, self.repeats = (
+            num_rows,
+            num_samples,
+            seed,
+            block,
+            repeats,
+        )
 
     def __len__(self) -> int:
         return self.num_samples * self.repeats
@@ -163,7 +192,7 @@ class RunOrder(torch.utils.data.Sampler):
             return
         for start in range(0, self.num_samples, self.num_rows):
             rng = np.random.default_rng((self.seed, start // self.num_rows))
-            yield from rng.permutation(self.num_rows)[:self.num_samples - start].tolist()
+            yield from rng.permutation(self.num_rows)[: self.num_samples - start].tolist()
 
     def __iter__(self) -> Iterator[int]:
         block: list[int] = []

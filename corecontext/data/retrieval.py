@@ -13,27 +13,193 @@ KINDS = ("place", "value", "passkey")
 
 _TITLES = ("Dr", "Mr", "Mrs", "Miss", "Captain", "Professor", "Judge", "Lady")
 _SURNAMES = (
-    "Harlow", "Bennett", "Carver", "Dalton", "Everett", "Fisher", "Granger", "Hollis", "Ingram", "Jarvis", "Keller",
-    "Lambert", "Mercer", "Norwood", "Osborne", "Palmer", "Quincy", "Redmond", "Sawyer", "Thorne", "Upton", "Vaughan",
-    "Whitaker", "Yardley", "Ashby", "Blackwood", "Corbett", "Drummond", "Ellison", "Farrell", "Gibbs", "Hartley")
+    "Harlow",
+    "Bennett",
+    "Carver",
+    "Dalton",
+    "Everett",
+    "Fisher",
+    "Granger",
+    "Hollis",
+    "Ingram",
+    "Jarvis",
+    "Keller",
+    "Lambert",
+    "Mercer",
+    "Norwood",
+    "Osborne",
+    "Palmer",
+    "Quincy",
+    "Redmond",
+    "Sawyer",
+    "Thorne",
+    "Upton",
+    "Vaughan",
+    "Whitaker",
+    "Yardley",
+    "Ashby",
+    "Blackwood",
+    "Corbett",
+    "Drummond",
+    "Ellison",
+    "Farrell",
+    "Gibbs",
+    "Hartley",
+)
 _PLACES = (
-    "Lisbon", "Vienna", "Oslo", "Cairo", "Lima", "Kyoto", "Nairobi", "Quebec", "Dublin", "Athens", "Prague", "Madrid",
-    "Geneva", "Havana", "Riga", "Sofia", "Tunis", "Warsaw", "Zurich", "Bergen", "Calgary", "Delhi", "Florence", "Ghent",
-    "Hanoi", "Izmir", "Jakarta", "Krakow", "Leipzig", "Manila", "Naples", "Odessa", "Porto", "Rotterdam", "Seville",
-    "Toledo", "Utrecht", "Verona", "Windsor", "York", "Aberdeen", "Boston", "Cordoba", "Dresden", "Edinburgh",
-    "Freiburg", "Granada", "Hamburg")
+    "Lisbon",
+    "Vienna",
+    "Oslo",
+    "Cairo",
+    "Lima",
+    "Kyoto",
+    "Nairobi",
+    "Quebec",
+    "Dublin",
+    "Athens",
+    "Prague",
+    "Madrid",
+    "Geneva",
+    "Havana",
+    "Riga",
+    "Sofia",
+    "Tunis",
+    "Warsaw",
+    "Zurich",
+    "Bergen",
+    "Calgary",
+    "Delhi",
+    "Florence",
+    "Ghent",
+    "Hanoi",
+    "Izmir",
+    "Jakarta",
+    "Krakow",
+    "Leipzig",
+    "Manila",
+    "Naples",
+    "Odessa",
+    "Porto",
+    "Rotterdam",
+    "Seville",
+    "Toledo",
+    "Utrecht",
+    "Verona",
+    "Windsor",
+    "York",
+    "Aberdeen",
+    "Boston",
+    "Cordoba",
+    "Dresden",
+    "Edinburgh",
+    "Freiburg",
+    "Granada",
+    "Hamburg",
+)
 _ADJECTIVES = (
-    "amber", "brisk", "copper", "dusty", "eager", "faded", "gentle", "hollow", "ivory", "jolly", "keen", "lunar",
-    "misty", "noble", "olive", "proud", "quiet", "rustic", "silver", "tidy", "upper", "velvet", "witty", "young",
-    "azure", "bronze", "crimson", "distant", "early", "frozen", "golden", "humble")
+    "amber",
+    "brisk",
+    "copper",
+    "dusty",
+    "eager",
+    "faded",
+    "gentle",
+    "hollow",
+    "ivory",
+    "jolly",
+    "keen",
+    "lunar",
+    "misty",
+    "noble",
+    "olive",
+    "proud",
+    "quiet",
+    "rustic",
+    "silver",
+    "tidy",
+    "upper",
+    "velvet",
+    "witty",
+    "young",
+    "azure",
+    "bronze",
+    "crimson",
+    "distant",
+    "early",
+    "frozen",
+    "golden",
+    "humble",
+)
 _NOUNS = (
-    "falcon", "anchor", "bridge", "candle", "dragon", "engine", "forest", "garden", "harbor", "island", "jacket",
-    "kettle", "ladder", "meadow", "needle", "orchard", "pepper", "quarry", "ribbon", "saddle", "temple", "umbrella",
-    "violin", "window", "yarrow", "badger", "cactus", "dolphin", "ember", "fiddle", "goblet", "hammer")
-_WOODS = ("cedar", "oak", "maple", "walnut", "birch", "pine", "willow", "elm", "iron", "stone", "brass", "marble")
+    "falcon",
+    "anchor",
+    "bridge",
+    "candle",
+    "dragon",
+    "engine",
+    "forest",
+    "garden",
+    "harbor",
+    "island",
+    "jacket",
+    "kettle",
+    "ladder",
+    "meadow",
+    "needle",
+    "orchard",
+    "pepper",
+    "quarry",
+    "ribbon",
+    "saddle",
+    "temple",
+    "umbrella",
+    "violin",
+    "window",
+    "yarrow",
+    "badger",
+    "cactus",
+    "dolphin",
+    "ember",
+    "fiddle",
+    "goblet",
+    "hammer",
+)
+_WOODS = (
+    "cedar",
+    "oak",
+    "maple",
+    "walnut",
+    "birch",
+    "pine",
+    "willow",
+    "elm",
+    "iron",
+    "stone",
+    "brass",
+    "marble",
+)
 _ROOMS = (
-    "vault", "cellar", "library", "tower", "chapel", "stable", "pantry", "attic", "gallery", "kitchen", "study",
-    "ballroom", "boathouse", "granary", "armory", "nursery", "parlor", "greenhouse", "workshop", "observatory")
+    "vault",
+    "cellar",
+    "library",
+    "tower",
+    "chapel",
+    "stable",
+    "pantry",
+    "attic",
+    "gallery",
+    "kitchen",
+    "study",
+    "ballroom",
+    "boathouse",
+    "granary",
+    "armory",
+    "nursery",
+    "parlor",
+    "greenhouse",
+    "workshop",
+    "observatory",
+)
 
 
 @dataclass(frozen=True)
@@ -109,10 +275,16 @@ def plant(text: str, facts: Sequence[Fact], depths: Sequence[float]) -> str:
         raise ValueError(f"depths must be as many as facts, got {len(depths)} and {len(facts)}.")
     if not all(0 <= depth <= 1 for depth in depths):
         raise ValueError(f"depths must lie between 0 and 1, got {list(depths)}.")
-    places = sorted((nearest_boundary(text, round(depth * len(text))), i) for i, depth in enumerate(depths))
+    places = sorted(
+        (nearest_boundary(text, round(depth * len(text))), i) for i, depth in enumerate(depths)
+    )
     parts, last = [], 0
     for place, i in places:
-        parts += [text[last:place], facts[i].sentence, "\n" if place == 0 or text[place - 1] == "\n" else " "]
+        parts += [
+            text[last:place],
+            facts[i].sentence,
+            "\n" if place == 0 or text[place - 1] == "\n" else " ",
+        ]
         last = place
     return "".join(parts) + text[last:]
 
@@ -122,6 +294,10 @@ def nearest_boundary(text: str, position: int) -> int:
     before = max(text.rfind("\n", 0, position) + 1, text.rfind(". ", 0, position) + 2)
     if before == 1:  # neither found
         before = 0
-    found = [end + len(mark) for mark in ("\n", ". ") if (end := text.find(mark, max(0, position - 1))) >= 0]
+    found = [
+        end + len(mark)
+        for mark in ("\n", ". ")
+        if (end := text.find(mark, max(0, position - 1))) >= 0
+    ]
     after = min(found, default=before)
     return before if position - before <= abs(after - position) else after

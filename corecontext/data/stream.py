@@ -47,8 +47,15 @@ class FileShard:
 class HubShard:
     """One of the parts that a dataset on the hub is stored in, from any row on."""
 
-    def __init__(self, name: HubName, rows: Any, index: int, text_field: str, source_field: str | None) -> None:
-        self.name, self.rows, self.index, self.fields = name, rows, index, (text_field, source_field)
+    def __init__(
+        self, name: HubName, rows: Any, index: int, text_field: str, source_field: str | None
+    ) -> None:
+        self.name, self.rows, self.index, self.fields = (
+            name,
+            rows,
+            index,
+            (text_field, source_field),
+        )
         self.count, self.mark = 0, f"{name.identifier} {index}"
 
     def read(self, state: Any = None) -> Iterator[dict[str, str]]:
@@ -68,8 +75,10 @@ class HubShard:
                 row = next(rows, None)
             except Exception as error:  # of as many kinds as in HubName.load
                 told = (str(error).splitlines() or [type(error).__name__])[0]
-                raise UserError(f"dataset '{self.name.identifier}' cannot be read on: {told}. The same command "
-                                "continues the run from its last checkpoint.") from None
+                raise UserError(
+                    f"dataset '{self.name.identifier}' cannot be read on: {told}. The same command "
+                    "continues the run from its last checkpoint."
+                ) from None
             if row is None:
                 return
             self.count += 1
@@ -82,8 +91,13 @@ class HubShard:
         return {"count": self.count, "rows": self.part.state_dict()}
 
 
-def open_shards(names: Sequence[str], *, text_field: str = "text", source_field: str | None = None,
-                cache_dir: str | None = None) -> list[FileShard | HubShard]:
+def open_shards(
+    names: Sequence[str],
+    *,
+    text_field: str = "text",
+    source_field: str | None = None,
+    cache_dir: str | None = None,
+) -> list[FileShard | HubShard]:
     """The files, and parts of hub datasets, that some names stand for; names as in `read_corpus`.
 
     Raises:
@@ -97,15 +111,26 @@ def open_shards(names: Sequence[str], *, text_field: str = "text", source_field:
             continue
         parsed = HubName.parse(name)
         rows = parsed.load(cache_dir=cache_dir, streaming=True)
-        found += [HubShard(parsed, rows, i, text_field, source_field) for i in range(rows.num_shards)]
+        found += [
+            HubShard(parsed, rows, i, text_field, source_field) for i in range(rows.num_shards)
+        ]
     return found
 
 
 class StreamedRows(torch.utils.data.Dataset):
     """Rows of `row_length` tokens in the order in which training sees them; to be asked for in that order."""
 
-    def __init__(self, shards: Sequence[FileShard | HubShard], encode: Callable[[list[str]], list[list[int]]],
-                 row_length: int, count: int, *, seed: int = 0, block_size: int = 1000, ahead: int = 64) -> None:
+    def __init__(
+        self,
+        shards: Sequence[FileShard | HubShard],
+        encode: Callable[[list[str]], list[list[int]]],
+        row_length: int,
+        count: int,
+        *,
+        seed: int = 0,
+        block_size: int = 1000,
+        ahead: int = 64,
+    ) -> None:
         """encode: From texts to token numbers, as `corpus.encoder` makes it.
 
         Args:
@@ -116,7 +141,9 @@ class StreamedRows(torch.utils.data.Dataset):
         self.shards, self.encode, self.row_length, self.count = shards, encode, row_length, count
         self.seed, self.block_size, self.ahead = seed, block_size, ahead
         self._origins: dict[int, str] = {}
-        self.load_state_dict({"row": 0, "pass": 0, "shard": 0, "inner": None, "block": 0, "first": 0, "rest": []})
+        self.load_state_dict(
+            {"row": 0, "pass": 0, "shard": 0, "inner": None, "block": 0, "first": 0, "rest": []}
+        )
 
     def __len__(self) -> int:
         """Rows of the whole run."""
@@ -150,7 +177,9 @@ class StreamedRows(torch.utils.data.Dataset):
 
     def mark(self) -> str:
         """Tells other data apart, as far as that is known before it is read: names and sizes of files."""
-        return hashlib.sha256("\n".join(shard.mark for shard in self.shards).encode()).hexdigest()[:16]
+        return hashlib.sha256("\n".join(shard.mark for shard in self.shards).encode()).hexdigest()[
+            :16
+        ]
 
     def describe(self, row: int) -> str:
         """Where the text of a row that was asked for lately comes from."""
@@ -159,11 +188,14 @@ class StreamedRows(torch.utils.data.Dataset):
     # One row after the other ------------------------------------------------------------------------------------------
 
     def _restart(self, state: dict[str, Any]) -> None:
-        self._row, self._pass, self._shard, self._block = (state[k] for k in ("row", "pass", "shard", "block"))
+        self._row, self._pass, self._shard, self._block = (
+            state[k] for k in ("row", "pass", "shard", "block")
+        )
         self._first = state["first"]
         """Row with which this pass began."""
         self._rest: deque[tuple[str, int, np.ndarray]] = deque(
-            (origin, low, np.asarray(ids, np.int64)) for origin, low, ids in state["rest"])
+            (origin, low, np.asarray(ids, np.int64)) for origin, low, ids in state["rest"]
+        )
         """Tokens not yet in a row: origin, place in the document and numbers of each piece."""
         self._have = sum(len(ids) for *_, ids in self._rest)
         self._texts: list[dict[str, str]] = []
@@ -190,8 +222,14 @@ class StreamedRows(torch.utils.data.Dataset):
             wanted -= len(ids)
             pieces.append((origin, low, ids))
         self._have -= self.row_length
-        told = [f"{origin} (tokens {low} to {low + len(ids) - 1})" for origin, low, ids in pieces if len(ids)]
-        self._origins[self._row] = "; ".join(told[:4]) + (f"; and {len(told) - 4} more" if len(told) > 4 else "")
+        told = [
+            f"{origin} (tokens {low} to {low + len(ids) - 1})"
+            for origin, low, ids in pieces
+            if len(ids)
+        ]
+        self._origins[self._row] = "; ".join(told[:4]) + (
+            f"; and {len(told) - 4} more" if len(told) > 4 else ""
+        )
         self._row += 1
         return pieces
 
@@ -212,10 +250,18 @@ class StreamedRows(torch.utils.data.Dataset):
             self._block += 1
             return [found[i] for i in rng.permutation(len(found))]
         if self._row == self._first:
-            raise UserError(f"data must hold at least one row of {self.row_length} tokens, got {self._have} tokens. "
-                            "Give more text, or a shorter --context-length.")
+            raise UserError(
+                f"data must hold at least one row of {self.row_length} tokens, got {self._have} tokens. "
+                "Give more text, or a shorter --context-length."
+            )
         self._rest.clear()
-        self._have, self._pass, self._shard, self._block, self._first = 0, self._pass + 1, 0, 0, self._row
+        self._have, self._pass, self._shard, self._block, self._first = (
+            0,
+            self._pass + 1,
+            0,
+            0,
+            self._row,
+        )
         return []
 
     # Where it stands --------------------------------------------------------------------------------------------------
@@ -227,8 +273,15 @@ class StreamedRows(torch.utils.data.Dataset):
             order = np.random.default_rng((self.seed, self._pass)).permutation(len(self.shards))
             inner = self.shards[order[self._shard]].state()
         rest = [(origin, low, ids.tolist()) for origin, low, ids in self._rest]
-        state = {"row": self._row, "pass": self._pass, "shard": self._shard, "inner": inner, "block": self._block,
-                 "first": self._first, "rest": rest}
+        state = {
+            "row": self._row,
+            "pass": self._pass,
+            "shard": self._shard,
+            "inner": inner,
+            "block": self._block,
+            "first": self._first,
+            "rest": rest,
+        }
         if self._states[-1]["row"] < self._row:
             self._states.append(state)
         elif self._states[-1]["row"] == self._row:

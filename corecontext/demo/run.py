@@ -50,7 +50,11 @@ class DemoResult:
 
     def value(self, name: str, method: str) -> float:
         """One measured value."""
-        return next(r.value for r in self.records if r.name == f"demo.{name}" and r.params["method"] == method)
+        return next(
+            r.value
+            for r in self.records
+            if r.name == f"demo.{name}" and r.params["method"] == method
+        )
 
 
 def run_demo(settings: DemoSettings) -> DemoResult:
@@ -64,14 +68,29 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     device = device_name(pick_device(settings.device))
     records = []
     for method, result in results.items():
-        right = [question.fact.is_correct(answer) for question, answer in zip(task.questions, result["answers"])]
-        params = {"method": method, "backend": "sdpa" if method == "full" else "auto", "length": result["tokens"],
-                  "batch": 1, **result["sizes"]}
-        for name, value in (("first_token_s", result["first_token_s"]), ("next_token_ms", result["next_token_ms"]),
-                            ("cache_bytes", result["cache_bytes"]), ("peak_bytes", result["peak_bytes"]),
-                            ("perplexity", result["perplexity"]), ("retrieval_accuracy", sum(right) / len(right))):
+        right = [
+            question.fact.is_correct(answer)
+            for question, answer in zip(task.questions, result["answers"])
+        ]
+        params = {
+            "method": method,
+            "backend": "sdpa" if method == "full" else "auto",
+            "length": result["tokens"],
+            "batch": 1,
+            **result["sizes"],
+        }
+        for name, value in (
+            ("first_token_s", result["first_token_s"]),
+            ("next_token_ms", result["next_token_ms"]),
+            ("cache_bytes", result["cache_bytes"]),
+            ("peak_bytes", result["peak_bytes"]),
+            ("perplexity", result["perplexity"]),
+            ("retrieval_accuracy", sum(right) / len(right)),
+        ):
             records.append(make_record(f"demo.{name}", value, params, device=device))
-    return DemoResult(records, task.questions, {method: result["answers"] for method, result in results.items()})
+    return DemoResult(
+        records, task.questions, {method: result["answers"] for method, result in results.items()}
+    )
 
 
 def plan(settings: DemoSettings) -> Task:
@@ -89,13 +108,23 @@ def plan(settings: DemoSettings) -> Task:
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
     spare = 256  # for a question, its answer and the timed tokens
     if settings.max_tokens is not None and settings.max_tokens > limit - spare:
-        raise UserError(f"max-tokens must be at most {limit - spare} for this model, got {settings.max_tokens}.")
-    task = make_task(tokenizer, read_text(settings.document), num_questions=settings.num_questions,
-                     max_tokens=min(limit if settings.max_tokens is None else settings.max_tokens, limit - spare))
+        raise UserError(
+            f"max-tokens must be at most {limit - spare} for this model, got {settings.max_tokens}."
+        )
+    task = make_task(
+        tokenizer,
+        read_text(settings.document),
+        num_questions=settings.num_questions,
+        max_tokens=min(
+            limit if settings.max_tokens is None else settings.max_tokens, limit - spare
+        ),
+    )
     needed = settings.window_size + settings.group_size + task.document_mask.count(False)
     if len(task.token_ids) < needed:
-        raise UserError(f"max-tokens must be at least {needed}: the planted facts, and window-size + group-size tokens "
-                        f"of the document for CCA to differ from full attention, got {len(task.token_ids)} tokens.")
+        raise UserError(
+            f"max-tokens must be at least {needed}: the planted facts, and window-size + group-size tokens "
+            f"of the document for CCA to differ from full attention, got {len(task.token_ids)} tokens."
+        )
     return task
 
 
@@ -103,23 +132,47 @@ def formula_bytes(record: Record) -> int:
     """What the cache of a record's method must hold, by the formula."""
     p = record.params
     itemsize = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}[p["dtype"]]
-    return cost.cache_bytes(p["length"], p["layers"], p["kv_heads"], p["head_dim"], itemsize,
-                            group_size=p.get("group_size", 1), window_size=p.get("window_size", 1))
+    return cost.cache_bytes(
+        p["length"],
+        p["layers"],
+        p["kv_heads"],
+        p["head_dim"],
+        itemsize,
+        group_size=p.get("group_size", 1),
+        window_size=p.get("window_size", 1),
+    )
 
 
 def _run_in_process(method: str, settings: DemoSettings, task: Task) -> dict[str, Any]:
     """One method in a fresh process; its progress becomes a bar here."""
-    order = {"model": settings.model, "method": method, "group_size": settings.group_size,
-             "window_size": settings.window_size, "dtype": settings.dtype, "device": settings.device,
-             "task": task.to_json()}
+    order = {
+        "model": settings.model,
+        "method": method,
+        "group_size": settings.group_size,
+        "window_size": settings.window_size,
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "task": task.to_json(),
+    }
     title = {"full": "full attention", "cca": "CCA"}[method]
     result = None
-    with tempfile.TemporaryFile("w+") as errors, progress(f"{title}, {len(task.token_ids)} tokens", 1.0) as advance:
-        child = subprocess.Popen(CHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                                 env=package_path())
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        progress(f"{title}, {len(task.token_ids)} tokens", 1.0) as advance,
+    ):
+        child = subprocess.Popen(
+            CHILD,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=package_path(),
+        )
         try:
             assert child.stdin is not None and child.stdout is not None
-            with contextlib.suppress(BrokenPipeError):  # a child that died at once; its exit code says why
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # a child that died at once; its exit code says why
                 child.stdin.write(json.dumps(order))
                 child.stdin.close()
             for line in child.stdout:
@@ -135,7 +188,9 @@ def _run_in_process(method: str, settings: DemoSettings, task: Task) -> dict[str
                 child.wait()
         if result is None:
             if child.returncode == -9:
-                raise UserError("out of memory: the system stopped the demo. Use --max-tokens with a smaller number.")
+                raise UserError(
+                    "out of memory: the system stopped the demo. Use --max-tokens with a smaller number."
+                )
             errors.seek(0)
             raise RuntimeError(f"the process that measures {title} failed:\n{errors.read()}")
     return result

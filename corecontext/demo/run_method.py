@@ -26,8 +26,15 @@ from corecontext.loading import Loaded, is_out_of_memory, load
 from corecontext.perplexity import hidden_nll
 from corecontext.text import UserError
 
-SHARES = {"prefill": 0.6, "perplexity": 0.05, "decode": 0.1, "questions": 0.25}  # of the progress bar
-PREFILL_BUDGET_S = 12.0  # repeat the prefill up to PREFILL_REPEATS times while it has taken less than this
+SHARES = {
+    "prefill": 0.6,
+    "perplexity": 0.05,
+    "decode": 0.1,
+    "questions": 0.25,
+}  # of the progress bar
+PREFILL_BUDGET_S = (
+    12.0  # repeat the prefill up to PREFILL_REPEATS times while it has taken less than this
+)
 PREFILL_REPEATS = 3
 DECODE_STEPS, DECODE_WARM_UP = 32, 4
 
@@ -55,10 +62,16 @@ def run_method(loaded: Loaded, task: Task, advance: Callable[[float], Any]) -> M
     layers = model.get_decoder().layers
     with torch.inference_mode():
         # The warm-up loads code and starts threads: no cost of the method.
-        warm_up = 64 if loaded.config is None else loaded.config.window_size + 4 * loaded.config.group_size
+        warm_up = (
+            64
+            if loaded.config is None
+            else loaded.config.window_size + 4 * loaded.config.group_size
+        )
         model(input_ids[:, :warm_up], use_cache=True, logits_to_keep=1)
-        hooks = [layer.register_forward_hook(lambda *_: advance(SHARES["prefill"] / len(layers)))
-                 for layer in layers]
+        hooks = [
+            layer.register_forward_hook(lambda *_: advance(SHARES["prefill"] / len(layers)))
+            for layer in layers
+        ]
         peak = PeakMemory(device)
         seconds, hidden, cache, first = _prefill(model, input_ids, device)
         peak_bytes = peak.read()
@@ -74,12 +87,29 @@ def run_method(loaded: Loaded, task: Task, advance: Callable[[float], Any]) -> M
         advance(SHARES["decode"])
         answers = []
         for question in task.questions:
-            answers.append(_answer(model, tokenizer, copy.deepcopy(cache), question.token_ids, question.max_new_tokens))
+            answers.append(
+                _answer(
+                    model,
+                    tokenizer,
+                    copy.deepcopy(cache),
+                    question.token_ids,
+                    question.max_new_tokens,
+                )
+            )
             advance(SHARES["questions"] / len(task.questions))
     keep = torch.tensor(task.document_mask[1:])
     method = "full" if loaded.config is None else "cca"
-    return MethodResult(method, len(task.token_ids), samples, next_ms, cache_bytes(cache), peak_bytes,
-                        float(nll[keep].double().mean().exp()), answers, loaded.sizes())
+    return MethodResult(
+        method,
+        len(task.token_ids),
+        samples,
+        next_ms,
+        cache_bytes(cache),
+        peak_bytes,
+        float(nll[keep].double().mean().exp()),
+        answers,
+        loaded.sizes(),
+    )
 
 
 def _prefill(model: Any, input_ids: Tensor, device: str) -> tuple[float, Tensor, Any, Tensor]:
@@ -104,12 +134,18 @@ def _decode_times(model: Any, cache: Any, token: Tensor, device: str) -> list[fl
     return samples[DECODE_WARM_UP:]
 
 
-def _answer(model: Any, tokenizer: Any, cache: Any, question_ids: list[int], max_new_tokens: int) -> str:
+def _answer(
+    model: Any, tokenizer: Any, cache: Any, question_ids: list[int], max_new_tokens: int
+) -> str:
     """Continue the document by a question and read on greedily, to the end of the answer."""
     tokens = torch.tensor([question_ids], device=model.device)
     made: list[int] = []
     for _ in range(max_new_tokens):
-        tokens = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        tokens = (
+            model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            .logits[:, -1:]
+            .argmax(-1)
+        )
         made.append(int(tokens))
         if made[-1] == tokenizer.eos_token_id or {".", "\n"} & set(tokenizer.decode(made[-1:])):
             break
@@ -118,13 +154,20 @@ def _answer(model: Any, tokenizer: Any, cache: Any, question_ids: list[int], max
 
 def main() -> int:
     """The child process."""
+
     def say(**message: Any) -> None:
         print(json.dumps(message), flush=True)
 
     settings = json.load(sys.stdin)
     try:
-        loaded = load(settings["model"], method=settings["method"], group_size=settings["group_size"],
-                      window_size=settings["window_size"], dtype=settings["dtype"], device=settings["device"])
+        loaded = load(
+            settings["model"],
+            method=settings["method"],
+            group_size=settings["group_size"],
+            window_size=settings["window_size"],
+            dtype=settings["dtype"],
+            device=settings["device"],
+        )
         task = Task.from_json(settings["task"])
         say(result=dataclasses.asdict(run_method(loaded, task, lambda amount: say(advance=amount))))
     except UserError as error:

@@ -42,12 +42,24 @@ class Task:
     def from_json(cls, text: str) -> Task:
         """The inverse of `to_json`."""
         values = json.loads(text)
-        return cls(values["token_ids"], values["document_mask"],
-                   [Question(**{**question, "fact": Fact(**question["fact"])}) for question in values["questions"]])
+        return cls(
+            values["token_ids"],
+            values["document_mask"],
+            [
+                Question(**{**question, "fact": Fact(**question["fact"])})
+                for question in values["questions"]
+            ],
+        )
 
 
-def make_task(tokenizer: Any, document: str, *, num_questions: int = 6, max_tokens: int | None = None,
-              seed: int = 0) -> Task:
+def make_task(
+    tokenizer: Any,
+    document: str,
+    *,
+    num_questions: int = 6,
+    max_tokens: int | None = None,
+    seed: int = 0,
+) -> Task:
     """Plant facts at equal distances in a document and ask for each at its end.
 
     Args:
@@ -60,8 +72,12 @@ def make_task(tokenizer: Any, document: str, *, num_questions: int = 6, max_toke
     facts = make_facts(random.Random(seed), KINDS, num_questions)
     token_ids = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     if max_tokens is not None:
-        room = max_tokens - len(token_ids) - sum(len(_encode(tokenizer, fact.sentence + "\n")) for fact in facts)
-        document = tokenizer.decode(_encode(tokenizer, document)[:max(0, room)]).rstrip("\ufffd")
+        room = (
+            max_tokens
+            - len(token_ids)
+            - sum(len(_encode(tokenizer, fact.sentence + "\n")) for fact in facts)
+        )
+        document = tokenizer.decode(_encode(tokenizer, document)[: max(0, room)]).rstrip("\ufffd")
     rest = plant(document, facts, [(i + 0.5) / num_questions for i in range(num_questions)])
     mask, ends = [False] * len(token_ids), []
 
@@ -73,13 +89,26 @@ def make_task(tokenizer: Any, document: str, *, num_questions: int = 6, max_toke
     for fact in facts:
         before, rest = rest.split(fact.sentence, 1)
         put(before, True)
-        put(fact.sentence + rest[0], False)  # with the blank or line break that was planted behind it
+        put(
+            fact.sentence + rest[0], False
+        )  # with the blank or line break that was planted behind it
         rest = rest[1:]
         ends.append(len(token_ids))
     put(rest, True)
-    return Task(token_ids, mask, [
-        Question(fact, end / len(token_ids), len(token_ids) - end, _encode(tokenizer, fact.prompt),
-                 len(_encode(tokenizer, fact.completion)) + 2) for fact, end in zip(facts, ends)])
+    return Task(
+        token_ids,
+        mask,
+        [
+            Question(
+                fact,
+                end / len(token_ids),
+                len(token_ids) - end,
+                _encode(tokenizer, fact.prompt),
+                len(_encode(tokenizer, fact.completion)) + 2,
+            )
+            for fact, end in zip(facts, ends)
+        ],
+    )
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

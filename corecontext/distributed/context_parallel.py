@@ -42,22 +42,42 @@ class Shard:
     def __post_init__(self) -> None:
         edges = self.documents
         if self.layout.rank != self.wire.rank or max(self.layout.owners) >= self.wire.size:
-            raise ValueError(f"layout must be of process {self.wire.rank} of {self.wire.size}, got rank "
-                             f"{self.layout.rank} and owners {self.layout.owners}.")
+            raise ValueError(
+                f"layout must be of process {self.wire.rank} of {self.wire.size}, got rank "
+                f"{self.layout.rank} and owners {self.layout.owners}."
+            )
         rising = all(a < b for a, b in zip(edges, edges[1:]))
         if edges and not (rising and edges[0] == 0 and edges[-1] == self.layout.seq_len):
-            raise ValueError(f"documents must rise from 0 to the length {self.layout.seq_len}, got {edges[:8]}.")
+            raise ValueError(
+                f"documents must rise from 0 to the length {self.layout.seq_len}, got {edges[:8]}."
+            )
         if self.keeper is not None and (edges or not self.layout.is_shared):
-            raise ValueError("keeper must be None where documents are packed, or one process holds the whole sequence.")
+            raise ValueError(
+                "keeper must be None where documents are packed, or one process holds the whole sequence."
+            )
 
 
 @torch.compiler.disable  # the exchanges are Python
-def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *, group_size: int | Sequence[int] = 16,
-                               window_size: int = 1024, num_groups: int | None = None, pooling: str = "cca",
-                               core_position: str = "middle", core_heads: str = "kv", rotary: Rotary | None = None,
-                               scale: float | None = None, softcap: float | None = None, core_bias: float = 0.0,
-                               learned: Mapping[str, Tensor] | None = None, sink_size: int = 0,
-                               backend: str = "auto") -> Tensor:
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: Shard,
+    *,
+    group_size: int | Sequence[int] = 16,
+    window_size: int = 1024,
+    num_groups: int | None = None,
+    pooling: str = "cca",
+    core_position: str = "middle",
+    core_heads: str = "kv",
+    rotary: Rotary | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    core_bias: float = 0.0,
+    learned: Mapping[str, Tensor] | None = None,
+    sink_size: int = 0,
+    backend: str = "auto",
+) -> Tensor:
     """`cca_attention` of the whole sequence, for the tokens of this process. A collective call.
 
     Args:
@@ -81,39 +101,102 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, shard: Shard, *,
     if isinstance(group_size, (tuple, list)):
         kv_heads = len(check_sizes(group_size, k.shape[1], num_groups))
         sizes, parts = heads_of_each(group_size)
-        return put_back([context_parallel_attention(
-            *tensors, shard, group_size=g, window_size=window_size, pooling=pooling, core_position=core_position,
-            core_heads=core_heads, rotary=rotary, scale=scale, softcap=softcap, core_bias=core_bias, learned=own,
-            sink_size=sink_size, backend=backend)
-            for g, own, *tensors in zip(sizes, deal_learned(learned or {}, parts, kv_heads),
-                                        *(deal(x, parts, kv_heads) for x in (q, k, v)))], parts)
-    CCAConfig(group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias,
-              sink_size=sink_size)  # validates
+        return put_back(
+            [
+                context_parallel_attention(
+                    *tensors,
+                    shard,
+                    group_size=g,
+                    window_size=window_size,
+                    pooling=pooling,
+                    core_position=core_position,
+                    core_heads=core_heads,
+                    rotary=rotary,
+                    scale=scale,
+                    softcap=softcap,
+                    core_bias=core_bias,
+                    learned=own,
+                    sink_size=sink_size,
+                    backend=backend,
+                )
+                for g, own, *tensors in zip(
+                    sizes,
+                    deal_learned(learned or {}, parts, kv_heads),
+                    *(deal(x, parts, kv_heads) for x in (q, k, v)),
+                )
+            ],
+            parts,
+        )
+    CCAConfig(
+        group_size,
+        window_size,
+        num_groups,
+        pooling,
+        core_position,
+        core_heads,
+        core_bias,
+        sink_size=sink_size,
+    )  # validates
     if sink_size:
-        raise NotImplementedError(f"sink_size must be 0 in context parallelism, got {sink_size}. Use one process.")
+        raise NotImplementedError(
+            f"sink_size must be 0 in context parallelism, got {sink_size}. Use one process."
+        )
     layout, same = shard.layout, {"pooling": pooling, "core_heads": core_heads, "softcap": softcap}
     count = sum(layout.lengths[i] for i in layout.chunks())
     if q.shape[2] != count or k.shape[2] != count:
-        raise ValueError(f"q and k must hold the {count} tokens that the layout gives process {layout.rank}, got "
-                         f"{q.shape[2]} and {k.shape[2]}.")
+        raise ValueError(
+            f"q and k must hold the {count} tokens that the layout gives process {layout.rank}, got "
+            f"{q.shape[2]} and {k.shape[2]}."
+        )
     if core_position == "middle" and rotary is None:
-        raise ValueError("rotary must be given for core_position='middle', got None. "
-                         "Pass rotary=Rotary.from_theta(theta, head_dim), or core_position='token'.")
+        raise ValueError(
+            "rotary must be given for core_position='middle', got None. "
+            "Pass rotary=Rotary.from_theta(theta, head_dim), or core_position='token'."
+        )
     (q, k, v), context = outside_autocast(q, k, v)
     if choose_backend(backend, q) == "reference":
-        raise NotImplementedError("backend 'reference' cannot run context parallelism. Use backend='packed'.")
+        raise NotImplementedError(
+            "backend 'reference' cannot run context parallelism. Use backend='packed'."
+        )
     if learned:
         rules.check(learned, q.shape[1], k.shape[1], q.shape[3])
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     with context:
+
         def one(layout: Layout, tokens: Sequence[Tensor]) -> Tensor:
-            size = group_size_for(layout.seq_len, window_size, num_groups) if num_groups else group_size
+            size = (
+                group_size_for(layout.seq_len, window_size, num_groups)
+                if num_groups
+                else group_size
+            )
             if not layout.is_shared:
-                return cca_attention(*tokens, group_size=size, window_size=window_size, core_position=core_position,
-                                     rotary=rotary, scale=scale, core_bias=core_bias, learned=learned, backend=backend,
-                                     **same)
-            options = {**same, "scale": scale, "rotary": rotary if core_position == "middle" else None}
-            halo = Halo(shard.wire, layout, size, window_size, q.shape[0], q.shape[1], k.shape[1], q.shape[3])
+                return cca_attention(
+                    *tokens,
+                    group_size=size,
+                    window_size=window_size,
+                    core_position=core_position,
+                    rotary=rotary,
+                    scale=scale,
+                    core_bias=core_bias,
+                    learned=learned,
+                    backend=backend,
+                    **same,
+                )
+            options = {
+                **same,
+                "scale": scale,
+                "rotary": rotary if core_position == "middle" else None,
+            }
+            halo = Halo(
+                shard.wire,
+                layout,
+                size,
+                window_size,
+                q.shape[0],
+                q.shape[1],
+                k.shape[1],
+                q.shape[3],
+            )
             keep = shard.keeper and functools.partial(shard.keeper.keep, halo, rotary, *tokens[1:])
             call = Call(halo, backend_module(backend, tokens[0]), float(core_bias), options, keep)
             if learned or pooling == "mean_query":

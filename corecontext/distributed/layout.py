@@ -37,7 +37,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.owners) or min(self.lengths, default=-1) < 0:
-            raise ValueError(f"lengths must be at least 0, one for each owner, got {self.lengths} and {self.owners}.")
+            raise ValueError(
+                f"lengths must be at least 0, one for each owner, got {self.lengths} and {self.owners}."
+            )
 
     @classmethod
     def contiguous(cls, lengths: tuple[int, ...], rank: int) -> Layout:
@@ -52,8 +54,11 @@ class Layout:
         """
         num_chunks = 2 * num_processes
         edges = [seq_len * i // num_chunks for i in range(num_chunks + 1)]
-        return cls(tuple(b - a for a, b in zip(edges, edges[1:])),
-                   tuple(min(i, num_chunks - 1 - i) for i in range(num_chunks)), rank)
+        return cls(
+            tuple(b - a for a, b in zip(edges, edges[1:])),
+            tuple(min(i, num_chunks - 1 - i) for i in range(num_chunks)),
+            rank,
+        )
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
@@ -73,7 +78,11 @@ class Layout:
     def chunks(self, rank: int | None = None) -> list[int]:
         """The chunks that are not empty of a process, this one by default, in the order of the sequence."""
         rank = self.rank if rank is None else rank
-        return [i for i, (owner, length) in enumerate(zip(self.owners, self.lengths)) if owner == rank and length]
+        return [
+            i
+            for i, (owner, length) in enumerate(zip(self.owners, self.lengths))
+            if owner == rank and length
+        ]
 
     def span(self, chunk: int) -> tuple[int, int]:
         """First token of a chunk and the one after its last."""
@@ -106,8 +115,11 @@ class Layout:
 
     def take(self, whole: Tensor, dim: int = 1) -> Tensor:
         """This process's part of a tensor over the whole sequence."""
-        return torch.cat([whole.narrow(dim, self.starts[i], self.lengths[i]) for i in self.chunks()]
-                         or [whole.narrow(dim, 0, 0)], dim)
+        return torch.cat(
+            [whole.narrow(dim, self.starts[i], self.lengths[i]) for i in self.chunks()]
+            or [whole.narrow(dim, 0, 0)],
+            dim,
+        )
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Positions of this process's tokens, [1, T]."""

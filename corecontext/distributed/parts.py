@@ -49,7 +49,9 @@ class Call(NamedTuple):
 
     def far(self, chunk: int) -> int:
         """Core tokens that every query of a chunk sees: its near part begins after them."""
-        return self.layout.halo_start(chunk, self.group_size, self.halo.window_size) // self.group_size
+        return (
+            self.layout.halo_start(chunk, self.group_size, self.halo.window_size) // self.group_size
+        )
 
     def own(self, chunk: int) -> slice:
         """The near part's groups that end in the chunk itself."""
@@ -58,7 +60,10 @@ class Call(NamedTuple):
 
     def counts(self, rank: int) -> list[int]:
         """Core tokens that each chunk of a process makes."""
-        return [b - a for a, b in (self.layout.groups(i, self.group_size) for i in self.layout.chunks(rank))]
+        return [
+            b - a
+            for a, b in (self.layout.groups(i, self.group_size) for i in self.layout.chunks(rank))
+        ]
 
     @property
     def most(self) -> int:
@@ -69,14 +74,24 @@ class Call(NamedTuple):
         """The arguments of a backend's attention; like: queries [N, r, T, D]."""
         bias = None
         if self.core_bias:
-            bias = torch.full(like.shape[:2], self.core_bias, device=like.device,
-                              dtype=torch.promote_types(like.dtype, torch.float32))
-        return {"group_size": self.group_size, "window_size": self.halo.window_size, "core_bias": bias}
+            bias = torch.full(
+                like.shape[:2],
+                self.core_bias,
+                device=like.device,
+                dtype=torch.promote_types(like.dtype, torch.float32),
+            )
+        return {
+            "group_size": self.group_size,
+            "window_size": self.halo.window_size,
+            "core_bias": bias,
+        }
 
     def groups(self, q_last: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Group-end queries [N, r, M, D] as they are, keys and values of a near part by group [N, M, g, D]."""
         count = q_last.shape[2]
-        return q_last, *(x[:, :count * self.group_size].unflatten(1, (count, self.group_size)) for x in (k, v))
+        return q_last, *(
+            x[:, : count * self.group_size].unflatten(1, (count, self.group_size)) for x in (k, v)
+        )
 
 
 class _Attend(torch.autograd.Function):
@@ -89,58 +104,106 @@ class _Attend(torch.autograd.Function):
         halos = call.halo.fetch(tokens)
         for chunk, (chunk_q, chunk_k, chunk_v) in tokens.items():
             halo_k, halo_v, halo_ends = halos[chunk]
-            last = torch.cat((halo_ends, chunk_q[:, :, call.halo.ends(*call.layout.span(chunk))]), 2)
-            near_k, near_v = (torch.cat(pair, 2).flatten(0, 1) for pair in ((halo_k, chunk_k), (halo_v, chunk_v)))
+            last = torch.cat(
+                (halo_ends, chunk_q[:, :, call.halo.ends(*call.layout.span(chunk))]), 2
+            )
+            near_k, near_v = (
+                torch.cat(pair, 2).flatten(0, 1) for pair in ((halo_k, chunk_k), (halo_v, chunk_v))
+            )
             near.append((by_kv_head(last, kv_heads), near_k, near_v))
             cores.append(call.module.pool(*call.groups(*near[-1]), **call.options))
             own.append(torch.stack([x[:, :, call.own(chunk)] for x in cores[-1]]))
         gathering = gather_cores(call, own, k)
-        for (chunk, (chunk_q, *_)), (_, near_k, near_v), (core_k, core_v) in zip(tokens.items(), near, cores):
+        for (chunk, (chunk_q, *_)), (_, near_k, near_v), (core_k, core_v) in zip(
+            tokens.items(), near, cores
+        ):
             local = by_kv_head(chunk_q, kv_heads)
-            results.append(call.module.attend(
-                local, near_k, near_v, core_k, core_v, q_start=call.halo.size(chunk), k_start=0,
-                scale=call.options["scale"], softcap=call.options["softcap"], **call.sizes(local)))
+            results.append(
+                call.module.attend(
+                    local,
+                    near_k,
+                    near_v,
+                    core_k,
+                    core_v,
+                    q_start=call.halo.size(chunk),
+                    k_start=0,
+                    scale=call.options["scale"],
+                    softcap=call.options["softcap"],
+                    **call.sizes(local),
+                )
+            )
         every = in_order(call, gathering.wait())  # [2, N, Hc, M, D], M of the whole sequence
         if call.keep is not None:
             call.keep(every)
         for (chunk, (chunk_q, *_)), (out, lse) in zip(tokens.items(), results):
             if call.far(chunk):
-                _merge_far(call, by_kv_head(chunk_q, kv_heads), every[:, :, :, :call.far(chunk)], out, lse)
+                _merge_far(
+                    call, by_kv_head(chunk_q, kv_heads), every[:, :, :, : call.far(chunk)], out, lse
+                )
         ctx.call, ctx.kv_heads = call, kv_heads
-        ctx.save_for_backward(q, every, *(x for group in (near, cores, results) for one in group for x in one))
-        return torch.cat([q[:, :, :0], *(out.reshape(*q.shape[:2], -1, q.shape[3]) for out, _ in results)], 2)
+        ctx.save_for_backward(
+            q, every, *(x for group in (near, cores, results) for one in group for x in one)
+        )
+        return torch.cat(
+            [q[:, :, :0], *(out.reshape(*q.shape[:2], -1, q.shape[3]) for out, _ in results)], 2
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         call, kv_heads, chunks = ctx.call, ctx.kv_heads, ctx.call.layout.chunks()
         q, every, *saved = ctx.saved_tensors
-        near = [saved[3 * i:3 * i + 3] for i in range(len(chunks))]
-        cores, results = ([saved[at * len(chunks) + 2 * i:][:2] for i in range(len(chunks))] for at in (3, 5))
+        near = [saved[3 * i : 3 * i + 3] for i in range(len(chunks))]
+        cores, results = (
+            [saved[at * len(chunks) + 2 * i :][:2] for i in range(len(chunks))] for at in (3, 5)
+        )
         wide = torch.promote_types(q.dtype, torch.float32)
-        rows = [[by_kv_head(x, kv_heads) for x in both] for both in by_chunk(call, q, grad_out).values()]
+        rows = [
+            [by_kv_head(x, kv_heads) for x in both] for both in by_chunk(call, q, grad_out).values()
+        ]
         with torch.autocast(q.device.type, enabled=False):
             far_dq, far_grads = [], torch.zeros_like(every, dtype=wide)
             for chunk, (local, grad), (out, lse) in zip(chunks, rows, results):
                 far = slice(0, call.far(chunk))
-                far_dq.append(_far_backward(call, local, every[:, :, :, far], grad, out, lse, far_grads[:, :, :, far]))
+                far_dq.append(
+                    _far_backward(
+                        call, local, every[:, :, :, far], grad, out, lse, far_grads[:, :, :, far]
+                    )
+                )
             scattering = scatter_core_grads(call, far_grads)
             grads = []
             for i, (chunk, (local, grad)) in enumerate(zip(chunks, rows)):
                 # The halo's queries are others': zeros with no gradient, which add nothing to anybody's.
-                grad, local, out, lse = (after_zeros(call.halo.size(chunk), x) for x in (grad, local, *results[i]))
-                *parts, _ = call.module.gradients(grad, None, local, *near[i][1:], out, lse, call.groups(*near[i]),
-                                                  tuple(cores[i]), **call.options, **call.sizes(local))
+                grad, local, out, lse = (
+                    after_zeros(call.halo.size(chunk), x) for x in (grad, local, *results[i])
+                )
+                *parts, _ = call.module.gradients(
+                    grad,
+                    None,
+                    local,
+                    *near[i][1:],
+                    out,
+                    lse,
+                    call.groups(*near[i]),
+                    tuple(cores[i]),
+                    **call.options,
+                    **call.sizes(local),
+                )
                 grads.append([x.to(wide) for x in parts])
                 if far_dq[i] is not None:
-                    grads[i][0][:, :, call.halo.size(chunk):] += far_dq[i]
+                    grads[i][0][:, :, call.halo.size(chunk) :] += far_dq[i]
             _pool_backward(call, scattering.wait(), near, grads)
             # [N, ...] to [B, H or Hkv, halo + T, D]
-            near_grads = {chunk: tuple(x.reshape(q.shape[0], -1, *x.shape[-2:]) for x in one)
-                          for chunk, one in zip(chunks, grads)}
+            near_grads = {
+                chunk: tuple(x.reshape(q.shape[0], -1, *x.shape[-2:]) for x in one)
+                for chunk, one in zip(chunks, grads)
+            }
             own = call.halo.give_back(near_grads)
         empty = (q[:, :, :0], q[:, :kv_heads, :0], q[:, :kv_heads, :0])
-        return *(torch.cat([none, *(own[i][at].to(q.dtype) for i in chunks)], 2) for at, none in enumerate(empty)), None
+        return *(
+            torch.cat([none, *(own[i][at].to(q.dtype) for i in chunks)], 2)
+            for at, none in enumerate(empty)
+        ), None
 
 
 def by_chunk(call: Call, *tensors: Tensor) -> dict[int, tuple[Tensor, ...]]:
@@ -176,7 +239,9 @@ def gather_cores(call: Call, own: list[Tensor], like: Tensor) -> Gathering:
     the largest share."""
     halo = call.halo
     heads = halo.num_heads // halo.num_kv_heads if call.options["core_heads"] == "query" else 1
-    mine = torch.cat([like.new_empty(2, halo.batch_size * halo.num_kv_heads, heads, 0, halo.head_dim), *own], 3)
+    mine = torch.cat(
+        [like.new_empty(2, halo.batch_size * halo.num_kv_heads, heads, 0, halo.head_dim), *own], 3
+    )
     return call.halo.wire.gather(F.pad(mine, (0, 0, 0, call.most - mine.shape[3])))
 
 
@@ -193,14 +258,16 @@ def _places(call: Call) -> list[tuple[int, int, int, int]]:
 
 def in_order(call: Call, every: Tensor) -> Tensor:
     """The core tokens of the whole sequence, [2, N, Hc, M, D], from all processes' messages."""
-    return torch.cat([every[rank][:, :, :, at:at + count] for rank, at, _, count in _places(call)], 3)
+    return torch.cat(
+        [every[rank][:, :, :, at : at + count] for rank, at, _, count in _places(call)], 3
+    )
 
 
 def scatter_core_grads(call: Call, grads: Tensor) -> Gathering:
     """Send gradients of core tokens [2, N, Hc, M, D] to those who made them."""
     every = grads.new_zeros(call.halo.wire.size, *grads.shape[:3], call.most, grads.shape[4])
     for rank, at, first, count in _places(call):
-        every[rank][:, :, :, at:at + count] = grads[:, :, :, first:first + count]
+        every[rank][:, :, :, at : at + count] = grads[:, :, :, first : first + count]
     return call.halo.wire.scatter_sum(every)
 
 
@@ -212,13 +279,17 @@ def _pool_backward(call: Call, core_grads: Tensor, near: list, grads: list) -> N
             own = call.own(chunk)
             q_last, k, v = call.groups(*near[i])
             dq_last, *dkv = call.module.pool_backward(
-                *core_grads[:, :, :, at:at + count].contiguous().unbind(), q_last[:, :, own], k[:, own], v[:, own],
-                **call.options)
+                *core_grads[:, :, :, at : at + count].contiguous().unbind(),
+                q_last[:, :, own],
+                k[:, own],
+                v[:, own],
+                **call.options,
+            )
             tokens = slice(own.start * g, own.stop * g)
             for total, grad in zip(grads[i][1:], dkv):
                 total[:, tokens] += grad.flatten(1, 2)
             if dq_last is not None:
-                grads[i][0][:, :, tokens][:, :, g - 1::g] += dq_last
+                grads[i][0][:, :, tokens][:, :, g - 1 :: g] += dq_last
         at += count
 
 
@@ -238,25 +309,41 @@ def far_keys(far: Tensor) -> list[Tensor]:
 
 def _merge_far(call: Call, q: Tensor, far: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge attention to core tokens [2, N, Hc, M, D] into out [N, r, T, D] and lse [N, r, T], in place."""
-    far_out, far_lse = partial.forward(by_core_head(q, far), *far_keys(far), scale=call.options["scale"],
-                                       softcap=call.options["softcap"])
+    far_out, far_lse = partial.forward(
+        by_core_head(q, far),
+        *far_keys(far),
+        scale=call.options["scale"],
+        softcap=call.options["softcap"],
+    )
     far_out, far_lse = far_out.reshape(out.shape), far_lse.reshape(lse.shape) + call.core_bias
     step = max(1, _MERGE_ELEMENTS // max(1, out.shape[0] * out.shape[1] * out.shape[3]))
     for low in range(0, out.shape[2], step):
         rows = slice(low, low + step)
-        out[:, :, rows], lse[:, :, rows] = merge([out[:, :, rows], far_out[:, :, rows]],
-                                                 [lse[:, :, rows], far_lse[:, :, rows]])
+        out[:, :, rows], lse[:, :, rows] = merge(
+            [out[:, :, rows], far_out[:, :, rows]], [lse[:, :, rows], far_lse[:, :, rows]]
+        )
 
 
-def _far_backward(call: Call, q: Tensor, far: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor,
-                  far_grads: Tensor) -> Tensor | None:
+def _far_backward(
+    call: Call,
+    q: Tensor,
+    far: Tensor,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    far_grads: Tensor,
+) -> Tensor | None:
     """Add to the gradients of the core tokens that a chunk sees far away; returns its queries' [N, r, T, D]."""
     if not far.shape[3]:
         return None
     # A bias on all core scores only shifts the part's log-sum-exp.
-    dq, *grads = partial.backward(*(by_core_head(x, far) for x in (grad_out, q)), *far_keys(far),
-                                  *(by_core_head(x, far) for x in (out, lse - call.core_bias)),
-                                  scale=call.options["scale"], softcap=call.options["softcap"])
+    dq, *grads = partial.backward(
+        *(by_core_head(x, far) for x in (grad_out, q)),
+        *far_keys(far),
+        *(by_core_head(x, far) for x in (out, lse - call.core_bias)),
+        scale=call.options["scale"],
+        softcap=call.options["softcap"],
+    )
     for total, grad in zip(far_grads, grads):
         total += grad.reshape(total.shape)
     return dq.reshape(q.shape)

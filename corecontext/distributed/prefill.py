@@ -60,7 +60,9 @@ class Keeper:
         slots = torch.arange(length - tail.shape[3], length, device=k.device) % ring
         for raw, core in zip(tail, cores):
             core = core.transpose(1, 2).reshape(*k.shape[:2], -1, k.shape[3])
-            buffers.append(torch.cat((k.new_zeros(*k.shape[:2], ring, k.shape[3]), core.to(k.dtype)), 2))
+            buffers.append(
+                torch.cat((k.new_zeros(*k.shape[:2], ring, k.shape[3]), core.to(k.dtype)), 2)
+            )
             buffers[-1][:, :, slots] = raw
         self.layers.append(Kept(*buffers, halo.group_size, width, rotary))
 
@@ -76,7 +78,7 @@ class Keeper:
             if n <= 0:
                 continue
             if owner == wire.rank:
-                pieces.append(torch.stack([x[:, :, end - n:end] for x in (k, v)]).detach())
+                pieces.append(torch.stack([x[:, :, end - n : end] for x in (k, v)]).detach())
                 sent += [(target, pieces[-1]) for target in targets if target != owner]
             elif wire.rank in targets:
                 pieces.append(k.new_empty(2, *k.shape[:2], n, k.shape[3]))

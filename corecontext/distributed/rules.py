@@ -14,8 +14,17 @@ import torch
 from torch import Tensor
 
 from corecontext.config import LEARNED_WEIGHTS
-from corecontext.distributed.parts import (Call, after_zeros, by_chunk, by_core_head, by_kv_head, far_keys,
-                                           gather_cores, in_order, scatter_core_grads)
+from corecontext.distributed.parts import (
+    Call,
+    after_zeros,
+    by_chunk,
+    by_core_head,
+    by_kv_head,
+    far_keys,
+    gather_cores,
+    in_order,
+    scatter_core_grads,
+)
 from corecontext.ops import partial, rules
 from corecontext.ops.merge import merge
 
@@ -23,20 +32,34 @@ from corecontext.ops.merge import merge
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Tensor]) -> Tensor:
     """Attention of this process's queries [B, H, T, D]; differentiable in `learned`, too. A collective call."""
     batch_size, kv_heads, options = q.shape[0], k.shape[1], call.options
-    weights = rules.by_sequence({name: x for name, x in learned.items() if name in LEARNED_WEIGHTS}, kv_heads,
-                                batch_size)
-    bias = torch.full((q.shape[1],), call.core_bias, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
-    bias = (bias + learned["bias"] if "bias" in learned else bias).unflatten(0, (kv_heads, -1)).repeat(batch_size, 1)
+    weights = rules.by_sequence(
+        {name: x for name, x in learned.items() if name in LEARNED_WEIGHTS}, kv_heads, batch_size
+    )
+    bias = torch.full(
+        (q.shape[1],),
+        call.core_bias,
+        device=q.device,
+        dtype=torch.promote_types(q.dtype, torch.float32),
+    )
+    bias = (
+        (bias + learned["bias"] if "bias" in learned else bias)
+        .unflatten(0, (kv_heads, -1))
+        .repeat(batch_size, 1)
+    )
     anchor, *fetched = _Fetch.apply(k, v, call)
     chunks, own = by_chunk(call, q), []
     fetched = [x.flatten(0, 1) for x in fetched]  # [N, halo + T, D]
-    near = {chunk: fetched[2 * i:2 * i + 2] for i, chunk in enumerate(chunks)}
+    near = {chunk: fetched[2 * i : 2 * i + 2] for i, chunk in enumerate(chunks)}
     for chunk, both in near.items():
         groups, (local,) = call.own(chunk), chunks[chunk]
-        last = by_kv_head(local[:, :, call.halo.ends(*call.layout.span(chunk))], kv_heads)  # each group ends here
+        last = by_kv_head(
+            local[:, :, call.halo.ends(*call.layout.span(chunk))], kv_heads
+        )  # each group ends here
         tokens = slice(groups.start * call.group_size, groups.stop * call.group_size)
         shape = (last.shape[2], call.group_size)
-        made = rules.pool(last, *(x[:, tokens].unflatten(1, shape) for x in both), weights, **options)
+        made = rules.pool(
+            last, *(x[:, tokens].unflatten(1, shape) for x in both), weights, **options
+        )
         own.append(torch.stack(made))
     every = _Gather.apply(anchor, call, *own)  # [2, N, Hc, M, D]
     sizes = {"group_size": call.group_size, "window_size": call.halo.window_size}
@@ -45,16 +68,37 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Te
     # A process without tokens of this document takes part in the backward's exchanges all the same.
     outs = [q[:, :, :0] + every[:, :, :, :0].sum().to(q.dtype)]
     for chunk, (near_k, near_v) in near.items():
-        local, halo, far = by_kv_head(chunks[chunk][0], kv_heads), call.halo.size(chunk), call.far(chunk)
-        cores = every[:, :, :, far:far + near_k.shape[1] // call.group_size]
-        out, lse = (x[:, :, halo:] for x in rules.attend(
-            call.module, after_zeros(halo, local), near_k, near_v, *cores.unbind(), bias, sizes, options["scale"],
-            options["softcap"]))
+        local, halo, far = (
+            by_kv_head(chunks[chunk][0], kv_heads),
+            call.halo.size(chunk),
+            call.far(chunk),
+        )
+        cores = every[:, :, :, far : far + near_k.shape[1] // call.group_size]
+        out, lse = (
+            x[:, :, halo:]
+            for x in rules.attend(
+                call.module,
+                after_zeros(halo, local),
+                near_k,
+                near_v,
+                *cores.unbind(),
+                bias,
+                sizes,
+                options["scale"],
+                options["softcap"],
+            )
+        )
         if far:
-            far_out, far_lse = _Far.apply(by_core_head(local, every), *far_keys(every[:, :, :, :far]),
-                                          options["scale"], options["softcap"])
-            out, _ = merge([out, far_out.reshape(out.shape)],
-                           [lse, far_lse.reshape(lse.shape) + bias[..., None].to(lse.dtype)])
+            far_out, far_lse = _Far.apply(
+                by_core_head(local, every),
+                *far_keys(every[:, :, :, :far]),
+                options["scale"],
+                options["softcap"],
+            )
+            out, _ = merge(
+                [out, far_out.reshape(out.shape)],
+                [lse, far_lse.reshape(lse.shape) + bias[..., None].to(lse.dtype)],
+            )
         outs.append(out.reshape(batch_size, q.shape[1], -1, q.shape[3]).to(q.dtype))
     return torch.cat(outs, 2)
 
@@ -77,11 +121,15 @@ class _Fetch(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, anchor: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wide = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-        near = {chunk: (wide[2 * i][:, :0], *wide[2 * i:2 * i + 2])
-                for i, chunk in enumerate(ctx.halo.layout.chunks())}
+        near = {
+            chunk: (wide[2 * i][:, :0], *wide[2 * i : 2 * i + 2])
+            for i, chunk in enumerate(ctx.halo.layout.chunks())
+        }
         own = ctx.halo.give_back(near)
         empty = anchor.new_empty(ctx.empty)
-        return *(torch.cat([empty, *(own[i][at].to(anchor.dtype) for i in near)], 2) for at in (1, 2)), None
+        return *(
+            torch.cat([empty, *(own[i][at].to(anchor.dtype) for i in near)], 2) for at in (1, 2)
+        ), None
 
 
 class _Gather(torch.autograd.Function):
@@ -96,7 +144,7 @@ class _Gather(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        mine = scatter_core_grads(ctx.call, wide).wait()[:, :, :, :sum(ctx.counts)].to(grad.dtype)
+        mine = scatter_core_grads(ctx.call, wide).wait()[:, :, :, : sum(ctx.counts)].to(grad.dtype)
         return grad.new_zeros(0), None, *(mine.split(ctx.counts, 3) if ctx.counts else ())
 
 
@@ -104,7 +152,9 @@ class _Far(torch.autograd.Function):
     """Attention to all of some core tokens, out and log-sum-exp; q [N Hc, r / Hc, T, D], keys [N Hc, 1, M, D]."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
         out, lse = partial.forward(q, k, v, scale=scale, softcap=softcap)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale, ctx.softcap = scale, softcap
@@ -114,5 +164,7 @@ class _Far(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grads = partial.backward(grad_out, q, k, v, out, lse, scale=ctx.scale, softcap=ctx.softcap, grad_lse=grad_lse)
+        grads = partial.backward(
+            grad_out, q, k, v, out, lse, scale=ctx.scale, softcap=ctx.softcap, grad_lse=grad_lse
+        )
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v))), None, None

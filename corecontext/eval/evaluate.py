@@ -30,20 +30,34 @@ def data_paths(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
         if task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}.")
         if task not in found and "" not in found:
-            raise UserError(f"data must be given for {task}, got none. Use --data FOLDER or --data {task}=FOLDER.")
+            raise UserError(
+                f"data must be given for {task}, got none. Use --data FOLDER or --data {task}=FOLDER."
+            )
     return {task: found.get(task, found.get("", "")) for task in tasks}
 
 
 def of_task(settings: Settings, task: str) -> Settings:
     """The settings with the subtasks of this task: "TASK:PART", or "PART" for every task."""
     split = [one.partition(":") for one in settings.subtasks]
-    return settings._replace(subtasks=tuple(part or name for name, colon, part in split
-                                            if not colon or name == task))
+    return settings._replace(
+        subtasks=tuple(part or name for name, colon, part in split if not colon or name == task)
+    )
 
 
-def evaluate(model: str, methods: Sequence[str], tasks: Sequence[str], data: Sequence[str], settings: Settings, *,
-             sizes: Mapping[str, Any] | None = None, num_groups: int | None = None, chunk_size: int | None = None,
-             dtype: str = "auto", device: str = "auto", results: str | None = None) -> list[Record]:
+def evaluate(
+    model: str,
+    methods: Sequence[str],
+    tasks: Sequence[str],
+    data: Sequence[str],
+    settings: Settings,
+    *,
+    sizes: Mapping[str, Any] | None = None,
+    num_groups: int | None = None,
+    chunk_size: int | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    results: str | None = None,
+) -> list[Record]:
     """Item records of every method on every task.
 
     Args:
@@ -68,15 +82,29 @@ def evaluate(model: str, methods: Sequence[str], tasks: Sequence[str], data: Seq
             have = {"sinks": ("cca", "streaming_llm", "lm_infinite"), "patterns": ("minference",)}
             given = {k: v for k, v in given.items() if method in have.get(k, methods)}
         loaded = load(model, method=method, dtype=dtype, device=device, **given)
-        if chunk_size is not None and loaded.config is not None and loaded.config.num_groups is not None:
+        if (
+            chunk_size is not None
+            and loaded.config is not None
+            and loaded.config.num_groups is not None
+        ):
             raise UserError(WHOLE)
         groups = num_groups if loaded.config is not None or len(methods) == 1 else None
         subject = ModelSubject(loaded, num_groups=groups, chunk_size=chunk_size)
         identity = describe(loaded, model, method)
         if groups is not None:
-            identity = {**{k: v for k, v in identity.items() if k != "group_size"}, "num_groups": groups}
+            identity = {
+                **{k: v for k, v in identity.items() if k != "group_size"},
+                "num_groups": groups,
+            }
         for task in tasks:
-            records += run_task(task, paths[task], of_task(settings, task), subject, identity, results=results,
-                                device=loaded.model.device)
+            records += run_task(
+                task,
+                paths[task],
+                of_task(settings, task),
+                subject,
+                identity,
+                results=results,
+                device=loaded.model.device,
+            )
         del subject, loaded
     return records

@@ -66,8 +66,10 @@ class Generated:
         question = self.make()
         tokens = _fits(subject, question.prompt, self.max_new_tokens)
         answer = subject.generate(question.prompt, self.max_new_tokens, self.stop)
-        return Outcome(self.score(answer, question.references),
-                       {"prompt_tokens": tokens, "answer": answer, "references": list(question.references)})
+        return Outcome(
+            self.score(answer, question.references),
+            {"prompt_tokens": tokens, "answer": answer, "references": list(question.references)},
+        )
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,14 @@ class Chosen:
         prompt = self.make()
         tokens = _fits(subject, prompt, 1)
         chosen = subject.choose(prompt, self.options)
-        return Outcome(float(chosen == self.right), {"prompt_tokens": tokens, "answer": self.options[chosen].strip(),
-                                                     "references": [self.options[self.right].strip()]})
+        return Outcome(
+            float(chosen == self.right),
+            {
+                "prompt_tokens": tokens,
+                "answer": self.options[chosen].strip(),
+                "references": [self.options[self.right].strip()],
+            },
+        )
 
 
 @dataclass(frozen=True)
@@ -107,10 +115,17 @@ class Window:
         found = Perplexity(subject.nll(self.ids), self.num_bytes)
         buckets = []
         for start, end, _ in found.by_position():
-            part = found.nll[max(0, start - 1):end - 1].double()
+            part = found.nll[max(0, start - 1) : end - 1].double()
             buckets.append([start, end, float(part.sum()), len(part)])
-        return Outcome(found.value, {"nll": float(found.nll.double().sum()), "tokens": len(found.nll),
-                                     "bytes": self.num_bytes, "buckets": buckets})
+        return Outcome(
+            found.value,
+            {
+                "nll": float(found.nll.double().sum()),
+                "tokens": len(found.nll),
+                "bytes": self.num_bytes,
+                "buckets": buckets,
+            },
+        )
 
 
 Item = Generated | Chosen | Window

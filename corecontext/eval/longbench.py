@@ -14,20 +14,32 @@ from typing import Any
 
 from corecontext.data.files import find_file, read_json, read_lines
 from corecontext.eval.items import Generated, Item, Question, Settings
-from corecontext.eval.metrics import (Metric, classification, edit_similarity, number_match, rouge_l, token_f1)
+from corecontext.eval.metrics import (
+    Metric,
+    classification,
+    edit_similarity,
+    number_match,
+    rouge_l,
+    token_f1,
+)
 from corecontext.eval.subject import Subject
 from corecontext.text import UserError
 
 CATEGORIES = {
-    "single-document QA": ("qasper", "multifieldqa_en"), "multi-document QA": ("hotpotqa", "2wikimqa"),
-    "summaries": ("gov_report", "multi_news"), "few-shot": ("trec", "triviaqa", "samsum"),
-    "synthetic": ("passage_count", "passage_retrieval_en"), "code": ("lcc", "repobench-p")}
+    "single-document QA": ("qasper", "multifieldqa_en"),
+    "multi-document QA": ("hotpotqa", "2wikimqa"),
+    "summaries": ("gov_report", "multi_news"),
+    "few-shot": ("trec", "triviaqa", "samsum"),
+    "synthetic": ("passage_count", "passage_retrieval_en"),
+    "code": ("lcc", "repobench-p"),
+}
 SUBTASKS = tuple(task for tasks in CATEGORIES.values() for task in tasks)
 METRICS: dict[str, Metric] = {
     **dict.fromkeys(("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "triviaqa"), token_f1),
     **dict.fromkeys(("gov_report", "multi_news", "samsum"), rouge_l),
     **dict.fromkeys(("passage_count", "passage_retrieval_en"), number_match),
-    **dict.fromkeys(("lcc", "repobench-p"), edit_similarity)}
+    **dict.fromkeys(("lcc", "repobench-p"), edit_similarity),
+}
 FIRST_LINE = ("trec", "triviaqa", "samsum")
 """Tasks of which only the answer's first line counts."""
 BUCKETS = ((4000, "0-4k"), (8000, "4-8k"), (float("inf"), "8k+"))
@@ -50,22 +62,29 @@ def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item
             if settings.subtasks:
                 raise
             continue
-        rows = list(read_lines(path, ("input", "context", "answers", "length")))[:settings.limit]
+        rows = list(read_lines(path, ("input", "context", "answers", "length")))[: settings.limit]
         try:
             template, most = config["dataset2prompt"][task], config["dataset2maxlen"][task]
             for row in rows:
                 template.format(**row)
                 next(name for end, name in BUCKETS if row["length"] < end)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise UserError(f"{task} must have its template and limit in longbench_config, and rows that fit the "
-                            f"template, with a number as length; {type(error).__name__}: {error}.") from None
+            raise UserError(
+                f"{task} must have its template and limit in longbench_config, and rows that fit the "
+                f"template, with a number as length; {type(error).__name__}: {error}."
+            ) from None
         for length in lengths:
             for number, row in enumerate(rows):
                 bucket = next(name for end, name in BUCKETS if row["length"] < end)
-                found.append(Generated(
-                    f"{task}/{length}/{row.get('_id', number)}", {"length": length, "subtask": task, "bucket": bucket},
-                    partial(_question, template, row, length, subject),
-                    settings.max_new_tokens or most, scorer(task, row)))
+                found.append(
+                    Generated(
+                        f"{task}/{length}/{row.get('_id', number)}",
+                        {"length": length, "subtask": task, "bucket": bucket},
+                        partial(_question, template, row, length, subject),
+                        settings.max_new_tokens or most,
+                        scorer(task, row),
+                    )
+                )
     if not found:
         raise UserError(f"data '{folder}' must hold files such as {SUBTASKS[0]}_e.jsonl, got none.")
     return found
@@ -83,10 +102,15 @@ def _question(template: str, row: dict[str, Any], length: int, subject: Subject)
 
 def scorer(task: str, row: dict[str, Any]) -> Callable[[str, Sequence[str]], float]:
     """The task's metric, highest over the references."""
-    metric = partial(classification, classes=row.get("all_classes") or ()) if task == "trec" else METRICS[task]
+    metric = (
+        partial(classification, classes=row.get("all_classes") or ())
+        if task == "trec"
+        else METRICS[task]
+    )
 
     def score(answer: str, references: Sequence[str]) -> float:
         if task in FIRST_LINE:
             answer = answer.lstrip("\n").split("\n")[0]
         return max((metric(answer, one) for one in references), default=0.0)
+
     return score

@@ -55,7 +55,9 @@ def rouge_l(answer: str, reference: str) -> float:
     try:
         from rouge import Rouge
     except ImportError:
-        raise UserError("Rouge needs the package rouge. Install it: pip install 'corecontext[eval]'.") from None
+        raise UserError(
+            "Rouge needs the package rouge. Install it: pip install 'corecontext[eval]'."
+        ) from None
     try:
         return float(Rouge().get_scores([answer], [reference], avg=True)["rouge-l"]["f"])
     except (ValueError, RecursionError):

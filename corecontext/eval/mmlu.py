@@ -34,14 +34,24 @@ def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item
         if settings.limit is not None and counts[field] > settings.limit:
             continue
         if one["answer"] not in tuple(LETTERS) or len(one["choices"]) != len(LETTERS):
-            raise UserError("answers must be A to D with four choices, got "
-                            f"{one['answer']!r} in question {number + 1}.")
-        shots = examples.get(field, [])[:settings.shots]
+            raise UserError(
+                "answers must be A to D with four choices, got "
+                f"{one['answer']!r} in question {number + 1}."
+            )
+        shots = examples.get(field, [])[: settings.shots]
         if len(shots) < settings.shots:
-            raise UserError(f"examples must be at least {settings.shots} for {field}, got {len(shots)}.")
-        found.append(Chosen(f"{field}/{one.get('idx', number)}", {"subtask": field, "shots": settings.shots},
-                            lambda q=one, s=shots: _cropped(subject, q, s), tuple(f" {x}" for x in LETTERS),
-                            LETTERS.index(one["answer"])))
+            raise UserError(
+                f"examples must be at least {settings.shots} for {field}, got {len(shots)}."
+            )
+        found.append(
+            Chosen(
+                f"{field}/{one.get('idx', number)}",
+                {"subtask": field, "shots": settings.shots},
+                lambda q=one, s=shots: _cropped(subject, q, s),
+                tuple(f" {x}" for x in LETTERS),
+                LETTERS.index(one["answer"]),
+            )
+        )
     return found
 
 
@@ -57,7 +67,9 @@ def _cropped(subject: Subject, question: dict[str, Any], shots: list[dict[str, A
 def prompt_of(question: dict[str, Any], shots: list[dict[str, Any]]) -> str:
     """Subject line, examples with their answers, question."""
     head = f"The following are multiple choice questions (with answers) about {question['subject'].replace('_', ' ')}."
-    return "\n\n".join([head, *(f"{_block(one)} {one['answer']}" for one in shots), _block(question)])
+    return "\n\n".join(
+        [head, *(f"{_block(one)} {one['answer']}" for one in shots), _block(question)]
+    )
 
 
 def _block(one: dict[str, Any]) -> str:

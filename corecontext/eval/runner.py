@@ -21,16 +21,31 @@ from corecontext.terminal import progress
 from corecontext.text import UserError
 
 TASKS: dict[str, Callable[[str | Path, Settings, Subject], list[Item]]] = {
-    "perplexity": windows.items, "multidoc_qa": multidoc_qa.items, "ruler": ruler.items, "mmlu": mmlu.items,
-    "longbench": longbench.items}
-_FILES = {"perplexity": windows.FILES, "multidoc_qa": multidoc_qa.FILES, "ruler": ruler.FILES, "mmlu": mmlu.FILES,
-          "longbench": ("longbench_config", *longbench.SUBTASKS, *(f"{task}_e" for task in longbench.SUBTASKS))}
+    "perplexity": windows.items,
+    "multidoc_qa": multidoc_qa.items,
+    "ruler": ruler.items,
+    "mmlu": mmlu.items,
+    "longbench": longbench.items,
+}
+_FILES = {
+    "perplexity": windows.FILES,
+    "multidoc_qa": multidoc_qa.FILES,
+    "ruler": ruler.FILES,
+    "mmlu": mmlu.FILES,
+    "longbench": (
+        "longbench_config",
+        *longbench.SUBTASKS,
+        *(f"{task}_e" for task in longbench.SUBTASKS),
+    ),
+}
 
 
 def describe(loaded: Loaded, model: str, method: str) -> dict[str, Any]:
     """What identifies a model and its attention in records."""
-    sizes = {k: (hashlib.sha256(json.dumps(v).encode()).hexdigest()[:16] if k == "patterns" else v)
-             for k, v in loaded.sizes().items()}
+    sizes = {
+        k: (hashlib.sha256(json.dumps(v).encode()).hexdigest()[:16] if k == "patterns" else v)
+        for k, v in loaded.sizes().items()
+    }
     return {"method": method, "model": Path(model).name, "weights": model_hash(model), **sizes}
 
 
@@ -39,12 +54,25 @@ def data_hashes(task: str, data: str | Path) -> dict[str, str]:
     path = Path(data)
     if path.is_file():
         return {path.name: file_hash(path)}
-    names = {f"{name}{ending}{packed}" for name in _FILES[task] for ending in (".jsonl", ".json") for packed in OPENERS}
+    names = {
+        f"{name}{ending}{packed}"
+        for name in _FILES[task]
+        for ending in (".jsonl", ".json")
+        for packed in OPENERS
+    }
     return {one.name: file_hash(one) for one in sorted(path.glob("*")) if one.name in names}
 
 
-def run_task(task: str, data: str | Path, settings: Settings, subject: Subject, identity: Mapping[str, Any], *,
-             results: str | os.PathLike[str] | None = None, device: Any = "cpu") -> list[Record]:
+def run_task(
+    task: str,
+    data: str | Path,
+    settings: Settings,
+    subject: Subject,
+    identity: Mapping[str, Any],
+    *,
+    results: str | os.PathLike[str] | None = None,
+    device: Any = "cpu",
+) -> list[Record]:
     """Evaluate a subject on one task.
 
     Args:
@@ -65,9 +93,13 @@ def run_task(task: str, data: str | Path, settings: Settings, subject: Subject, 
     """
     if task not in TASKS:
         raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}.")
-    for name, value, least in (("limit", settings.limit, 1), ("positions", settings.positions, 1),
-                               ("shots", settings.shots, 0), ("max-new-tokens", settings.max_new_tokens, 1),
-                               *(("length", length, 1) for length in settings.lengths)):
+    for name, value, least in (
+        ("limit", settings.limit, 1),
+        ("positions", settings.positions, 1),
+        ("shots", settings.shots, 0),
+        ("max-new-tokens", settings.max_new_tokens, 1),
+        *(("length", length, 1) for length in settings.lengths),
+    ):
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}, got {value}.")
     items = TASKS[task](data, settings, subject)
@@ -79,7 +111,9 @@ def run_task(task: str, data: str | Path, settings: Settings, subject: Subject, 
         one = {**common, **item.params, "item": item.key}
         params[fingerprint(one)] = one
     if len(params) < len(items):
-        raise UserError(f"items of {task} must have names of their own, got {len(items) - len(params)} twice.")
+        raise UserError(
+            f"items of {task} must have names of their own, got {len(items) - len(params)} twice."
+        )
     done = {} if results is None else finished(results)
     template = None
     found, skipped = [], []
@@ -94,18 +128,26 @@ def run_task(task: str, data: str | Path, settings: Settings, subject: Subject, 
                     advance(1)
                     continue
                 template = template or make_record(item.name, 0.0, {}, device=device_name(device))
-                record = dataclasses.replace(template, name=item.name, unit=make_unit(item.name), value=outcome.value,
-                                             params={**one, "run": mark, **outcome.details},
-                                             date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+                record = dataclasses.replace(
+                    template,
+                    name=item.name,
+                    unit=make_unit(item.name),
+                    value=outcome.value,
+                    params={**one, "run": mark, **outcome.details},
+                    date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                )
                 if results is not None:
                     append_records(results, [record])
             found.append(record)
             advance(1)
     if not found:
-        raise UserError(f"{task} must have an item that fits, got none of {len(items)}"
-                        f"{': ' + skipped[0] if skipped else ''}.")
+        raise UserError(
+            f"{task} must have an item that fits, got none of {len(items)}"
+            f"{': ' + skipped[0] if skipped else ''}."
+        )
     if skipped:
         from corecontext.terminal import console
+
         console().print(f"{task}: {len(skipped)} of {len(items)} left out ({skipped[0]})")
     return found
 
@@ -136,7 +178,7 @@ def finished(path: str | os.PathLike[str]) -> dict[str, Record]:
     cut, begins = data[whole:], b'{"name": "quality.'
     try:
         records = parse_records(data[:whole], path)
-        if not cut.startswith(begins[:len(cut)]):
+        if not cut.startswith(begins[: len(cut)]):
             raise ValueError(f"{path}: the last line must be a record, got {cut[:60]!r}.")
     except (ValueError, UnicodeDecodeError) as error:
         raise UserError(str(error)) from None

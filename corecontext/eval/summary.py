@@ -37,15 +37,29 @@ def summarise(records: Iterable[Record]) -> list[Row]:
     groups: dict[tuple, list[Record]] = {}
     for one in records:
         p = one.params
-        groups.setdefault((method_name(p), p["model"], p["weights"], p["task"], p.get("length", p.get("documents"))),
-                          []).append(one)
+        groups.setdefault(
+            (
+                method_name(p),
+                p["model"],
+                p["weights"],
+                p["task"],
+                p.get("length", p.get("documents")),
+            ),
+            [],
+        ).append(one)
     rows = []
     for (method, _, _, task, size), some in groups.items():
-        shared = {k: v for k, v in some[0].params.items() if all(one.params.get(k) == v for one in some)
-                  and k not in ("run", "item", "answer", "references", "prompt_tokens")}
+        shared = {
+            k: v
+            for k, v in some[0].params.items()
+            if all(one.params.get(k) == v for one in some)
+            and k not in ("run", "item", "answer", "references", "prompt_tokens")
+        }
         parts = perplexity_parts(some) if task == "perplexity" else score_parts(some)
-        rows += [Row(method, task, size, part, value, count, {**shared, "items": count})
-                 for part, (value, count) in parts.items()]
+        rows += [
+            Row(method, task, size, part, value, count, {**shared, "items": count})
+            for part, (value, count) in parts.items()
+        ]
     return rows
 
 
@@ -63,20 +77,29 @@ def perplexity_parts(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
         sources = [("", one.params["nll"], one.params["tokens"])]
         if one.params.get("domain"):
             sources.append((one.params["domain"], one.params["nll"], one.params["tokens"]))
-        sources += [(f"{start}-{end - 1}", nll, count) for start, end, nll, count in one.params["buckets"]]
+        sources += [
+            (f"{start}-{end - 1}", nll, count) for start, end, nll, count in one.params["buckets"]
+        ]
         for part, nll, count in sources:
             total = sums.setdefault(part, [0.0, 0])
             total[0], total[1] = total[0] + nll, total[1] + count
-    return {part: (math.exp(nll / count), int(count)) for part, (nll, count) in sums.items() if count}
+    return {
+        part: (math.exp(nll / count), int(count)) for part, (nll, count) in sums.items() if count
+    }
 
 
 def score_parts(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
     """Mean scores: (value, items). The whole is the mean of subtasks (RULER), of categories (LongBench), of items."""
     task = records[0].params["task"]
     key = {"multidoc_qa": "position"}.get(task, "subtask")
-    parts = {name: _mean(some, "bucket" if task == "longbench" else None)
-             for name, some in _by(records, lambda one: str(one.params.get(key, "")), key == "position")}
-    counts = {name: len(some) for name, some in _by(records, lambda one: str(one.params.get(key, "")), False)}
+    parts = {
+        name: _mean(some, "bucket" if task == "longbench" else None)
+        for name, some in _by(records, lambda one: str(one.params.get(key, "")), key == "position")
+    }
+    counts = {
+        name: len(some)
+        for name, some in _by(records, lambda one: str(one.params.get(key, "")), False)
+    }
     if task == "longbench":
         for category, tasks in CATEGORIES.items():
             here = [name for name in tasks if name in parts]
@@ -89,30 +112,47 @@ def score_parts(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
         whole = sum(parts.values()) / len(parts)
     else:
         whole = _mean(records, None)
-    return {"": (whole, len(records)), **{name: (value, counts[name]) for name, value in parts.items()}}
+    return {
+        "": (whole, len(records)),
+        **{name: (value, counts[name]) for name, value in parts.items()},
+    }
 
 
-def _by(records: Sequence[Record], key: Callable[[Record], str], numeric: bool) -> list[tuple[str, list[Record]]]:
+def _by(
+    records: Sequence[Record], key: Callable[[Record], str], numeric: bool
+) -> list[tuple[str, list[Record]]]:
     """Records by a key, in its order where it is a number."""
     groups: dict[str, list[Record]] = {}
     for one in records:
         groups.setdefault(key(one), []).append(one)
-    return sorted(groups.items(), key=lambda item: int(item[0])) if numeric else list(groups.items())
+    return (
+        sorted(groups.items(), key=lambda item: int(item[0])) if numeric else list(groups.items())
+    )
 
 
 def _mean(records: Sequence[Record], within: str | None) -> float:
     """The mean, or the mean of the means of each value of a key."""
     if within is None:
         return sum(one.value for one in records) / len(records)
-    means = [_mean(some, None) for _, some in _by(records, lambda one: str(one.params.get(within)), False)]
+    means = [
+        _mean(some, None)
+        for _, some in _by(records, lambda one: str(one.params.get(within)), False)
+    ]
     return sum(means) / len(means)
 
 
 def to_records(rows: Iterable[Row], device: str) -> list[Record]:
     """One record for each row, for results/quality.jsonl."""
     names = {"perplexity": "quality.perplexity", "mmlu": "quality.accuracy"}
-    return [make_record(names.get(row.task, "quality.score"), row.value,
-                        {**row.params, **({"part": row.part} if row.part else {})}, device=device) for row in rows]
+    return [
+        make_record(
+            names.get(row.task, "quality.score"),
+            row.value,
+            {**row.params, **({"part": row.part} if row.part else {})},
+            device=device,
+        )
+        for row in rows
+    ]
 
 
 def print_table(rows: Sequence[Row], parts: bool = True) -> None:
@@ -126,8 +166,12 @@ def print_table(rows: Sequence[Row], parts: bool = True) -> None:
     for task, size, part in dict.fromkeys((row.task, row.size, row.part) for row in rows):
         if part and not parts:
             continue
-        values = {row.method: row for row in rows if (row.task, row.size, row.part) == (task, size, part)}
-        shown = [("" if (row := values.get(method)) is None else shown_value(row)) for method in methods]
+        values = {
+            row.method: row for row in rows if (row.task, row.size, row.part) == (task, size, part)
+        }
+        shown = [
+            ("" if (row := values.get(method)) is None else shown_value(row)) for method in methods
+        ]
         table.add_row(task, "" if size is None else str(size), part or "all", *shown)
     console().print(table)
 
@@ -152,10 +196,17 @@ def draw(rows: Sequence[Row], path: str) -> None:
     for panel, task in zip(panels[0], tasks):
         here = [row for row in whole if row.task == task]
         for method in dict.fromkeys(row.method for row in here):
-            points = sorted((row.size or 0, row.value * (1 if task == "perplexity" else 100)) for row in here
-                            if row.method == method)
-            panel.plot([str(size) if size else "all" for size, _ in points], [value for _, value in points], "o-",
-                       label=method)
+            points = sorted(
+                (row.size or 0, row.value * (1 if task == "perplexity" else 100))
+                for row in here
+                if row.method == method
+            )
+            panel.plot(
+                [str(size) if size else "all" for size, _ in points],
+                [value for _, value in points],
+                "o-",
+                label=method,
+            )
         panel.set_title(task)
         panel.set_xlabel("documents" if task == "multidoc_qa" else "length, tokens")
         panel.set_ylabel("perplexity" if task == "perplexity" else "score, %")

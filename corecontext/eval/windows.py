@@ -27,20 +27,32 @@ def items(data: str | Path, settings: Settings, subject: Subject) -> list[Item]:
     for name, domain, text in read_documents(path):
         if settings.subtasks and domain not in settings.subtasks:
             continue
-        if settings.limit is not None and all(len(some) >= settings.limit for some in found.values()):
+        if settings.limit is not None and all(
+            len(some) >= settings.limit for some in found.values()
+        ):
             break
         ids = subject.encode(text)
         for length, some in found.items():
             for start in range(0, len(ids) - length + 1, length):
                 if settings.limit is not None and len(some) >= settings.limit:
                     break
-                part = ids[start:start + length]
-                some.append(Window(f"{name}/{length}/{start}", {"length": length, "domain": domain}, part,
-                                   len(subject.decode(part).encode())))
+                part = ids[start : start + length]
+                some.append(
+                    Window(
+                        f"{name}/{length}/{start}",
+                        {"length": length, "domain": domain},
+                        part,
+                        len(subject.decode(part).encode()),
+                    )
+                )
     for length, some in found.items():
         if not some and settings.subtasks:
-            raise UserError(f"subtask must be a domain with a document of {length} tokens in '{path}', got "
-                            f"{', '.join(settings.subtasks)}.")
+            raise UserError(
+                f"subtask must be a domain with a document of {length} tokens in '{path}', got "
+                f"{', '.join(settings.subtasks)}."
+            )
         if not some:
-            raise UserError(f"length must be at most that of a document, got {length} and none as long in '{path}'.")
+            raise UserError(
+                f"length must be at most that of a document, got {length} and none as long in '{path}'."
+            )
     return [one for some in found.values() for one in some]

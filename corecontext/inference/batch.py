@@ -25,13 +25,25 @@ class Step:
     """Buffers of a step over the rows of some pools; captured in a CUDA graph where it is given memory for graphs."""
 
     def __init__(self, model: Any, parts: Parts, memory: Any, warm: int = 0) -> None:
-        self.model, self.parts, self.memory, self.warm, device = model, parts, memory, warm, model.device
+        self.model, self.parts, self.memory, self.warm, device = (
+            model,
+            parts,
+            memory,
+            warm,
+            model.device,
+        )
         rows = sum(count for _, count in parts)
-        self.tokens, self.positions = (torch.zeros(rows, 1, dtype=torch.long, device=device) for _ in range(2))
+        self.tokens, self.positions = (
+            torch.zeros(rows, 1, dtype=torch.long, device=device) for _ in range(2)
+        )
         self._hold()
         layers = zip(*(pool.layers for pool, _ in parts))
-        self.cache = Cache(layers=[GivenLayer(PooledLayer([(count, layer) for (_, count), layer in zip(parts, own)]))
-                                   for own in layers])
+        self.cache = Cache(
+            layers=[
+                GivenLayer(PooledLayer([(count, layer) for (_, count), layer in zip(parts, own)]))
+                for own in layers
+            ]
+        )
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
 
@@ -41,7 +53,9 @@ class Step:
 
     @torch.no_grad()
     def _run(self) -> Tensor:
-        out = self.model(self.tokens, position_ids=self.positions, past_key_values=self.cache, use_cache=True)
+        out = self.model(
+            self.tokens, position_ids=self.positions, past_key_values=self.cache, use_cache=True
+        )
         return out.logits[:, -1]
 
     def run(self) -> Tensor:
@@ -50,7 +64,9 @@ class Step:
             self._hold()
         if self.memory is None:
             return self._run()
-        with torch.cuda.device(self.tokens.device):  # graphs and streams belong to it, not to the current device
+        with torch.cuda.device(
+            self.tokens.device
+        ):  # graphs and streams belong to it, not to the current device
             return self._captured()
 
     def _captured(self) -> Tensor:
@@ -73,8 +89,11 @@ class Step:
             with torch.cuda.graph(graph, pool=self.memory, stream=stream):
                 self.logits = self._run()
         except RuntimeError as error:  # recording ran nothing: the step is still to be done
-            warnings.warn(f"a step of {type(self.model).__name__} cannot be captured in a CUDA graph, so it runs "
-                          f"uncaptured, which is slower: {error}", stacklevel=2)
+            warnings.warn(
+                f"a step of {type(self.model).__name__} cannot be captured in a CUDA graph, so it runs "
+                f"uncaptured, which is slower: {error}",
+                stacklevel=2,
+            )
             self.memory = None
             return self._run()
         self.graph = graph
@@ -96,11 +115,17 @@ class DecodeBatch:
 
     def __init__(self, model: Any, *, capture: bool = True) -> None:
         self.model, self.fixed = model, model.device.type == "cuda"
-        self._memory, self._keeper = _graph_memory(model.device) if capture and self.fixed else (None, None)
+        self._memory, self._keeper = (
+            _graph_memory(model.device) if capture and self.fixed else (None, None)
+        )
         self._steps: OrderedDict[tuple, Step] = OrderedDict()
 
-    def step(self, pools: Sequence[RowPool], tokens: Sequence[Sequence[int]],
-             positions: Sequence[Sequence[int]]) -> Tensor:
+    def step(
+        self,
+        pools: Sequence[RowPool],
+        tokens: Sequence[Sequence[int]],
+        positions: Sequence[Sequence[int]],
+    ) -> Tensor:
         """Feed one token to each row in use; returns logits [rows in use, vocabulary], pool after pool.
 
         Args:
@@ -110,7 +135,11 @@ class DecodeBatch:
         parts = tuple((pool, self._rounded(pool)) for pool in pools)
         step = self._step_for(parts)
         for buffer, values in ((step.tokens, tokens), (step.positions, positions)):
-            flat = [x for row, (_, count) in zip(values, parts) for x in (*row, *[0] * (count - len(row)))]
+            flat = [
+                x
+                for row, (_, count) in zip(values, parts)
+                for x in (*row, *[0] * (count - len(row)))
+            ]
             buffer.copy_(torch.tensor(flat)[:, None])
         logits = step.run()
         for pool in pools:
@@ -119,7 +148,7 @@ class DecodeBatch:
             return logits
         used, start = [], 0
         for pool, count in parts:
-            used.append(logits[start:start + pool.used])
+            used.append(logits[start : start + pool.used])
             start += count
         return torch.cat(used)
 
@@ -133,7 +162,9 @@ class DecodeBatch:
             return Step(self.model, parts, None)
         key = tuple((id(pool), count) for pool, count in parts)
         # What the first step compiled and chose need not be compiled and chosen again.
-        step = self._steps.pop(key, None) or Step(self.model, parts, self._memory, WARM_UP - 1 if self._steps else 0)
+        step = self._steps.pop(key, None) or Step(
+            self.model, parts, self._memory, WARM_UP - 1 if self._steps else 0
+        )
         self._steps[key] = step
         while len(self._steps) > KEEP_GRAPHS:
             self._steps.popitem(last=False)

@@ -50,11 +50,15 @@ class Follower(Scheduler):
             job.last_token = token
         return True
 
-    def _start(self, pool: RowPool | None, number: int, config: CCAConfig | None, *what: Any) -> None:
+    def _start(
+        self, pool: RowPool | None, number: int, config: CCAConfig | None, *what: Any
+    ) -> None:
         """A request has left the queue of the first process."""
         job = self._jobs[number] = Job(*what, config=config, pool=pool)
         if pool is None:
-            raise Apart(f"this process has no room for {job.length} tokens, which the first one has.")
+            raise Apart(
+                f"this process has no room for {job.length} tokens, which the first one has."
+            )
         self.reading.append(job)
 
     def _take(self, job: Job, token: int) -> str | None:

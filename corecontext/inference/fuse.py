@@ -23,7 +23,9 @@ MOST_STEPS = 64  # kinds of steps (batch, length, g, s) that stay compiled at on
 MOST_PARTS = 32  # kinds of norms (of a layer, of a head; learning or not, ...), which torch counts as one function
 _REFUSED = (TorchDynamoException, FailOnRecompileLimitHit)
 _ROTATE = "apply_rotary_pos_emb"  # what transformers calls it in each model's file
-_rotating: dict[ModuleType, tuple[int, Callable[..., Any], Callable[..., Any]]] = {}  # uses now, its own, compiled
+_rotating: dict[
+    ModuleType, tuple[int, Callable[..., Any], Callable[..., Any]]
+] = {}  # uses now, its own, compiled
 _limits: list[int] = []  # torch's for kinds of one function, as each use now found it
 _lock = threading.Lock()
 
@@ -54,11 +56,18 @@ class Fused:
         if fuse is not None:
             # As one graph or not at all: then nothing has run, and the cache is untouched, when it fails.
             self._step = torch.compile(model, dynamic=False, fullgraph=True)
-            self._compiled = [(module, compiled_or_plain(module._call_impl, type(module).__name__))
-                              for module in model.modules() if module._compiled_call_impl is None
-                              and type(module).__name__.endswith(("MLP", "RMSNorm"))]
-            self._files = {file for module in model.modules() if type(module).__name__.endswith("Attention")
-                           and hasattr(file := sys.modules[type(module).__module__], _ROTATE)}
+            self._compiled = [
+                (module, compiled_or_plain(module._call_impl, type(module).__name__))
+                for module in model.modules()
+                if module._compiled_call_impl is None
+                and type(module).__name__.endswith(("MLP", "RMSNorm"))
+            ]
+            self._files = {
+                file
+                for module in model.modules()
+                if type(module).__name__.endswith("Attention")
+                and hasattr(file := sys.modules[type(module).__module__], _ROTATE)
+            }
 
     def __enter__(self) -> None:
         if not self._is_on:
@@ -119,5 +128,9 @@ def compiled_or_plain(function: Callable[..., Any], name: str) -> Callable[..., 
 
 
 def _warn(name: str, error: BaseException) -> None:
-    why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    warnings.warn(f"{name} cannot be compiled, so it runs as it is, which is slower: {why}", stacklevel=3)
+    why = next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
+    warnings.warn(
+        f"{name} cannot be compiled, so it runs as it is, which is slower: {why}", stacklevel=3
+    )

@@ -35,8 +35,10 @@ def check_length(config: Any, prompt: int, new: int = 0) -> None:
     limit = position_limit(config)
     if limit is not None and prompt + new > limit:
         more = f" and {new} new ones" if new else ""
-        raise ValueError(f"input_ids must fit the model's {limit} positions, got {prompt} tokens{more}. Shorten the "
-                         "prompt, or load the model with a rope scaling (config.rope_parameters) that reaches further.")
+        raise ValueError(
+            f"input_ids must fit the model's {limit} positions, got {prompt} tokens{more}. Shorten the "
+            "prompt, or load the model with a rope scaling (config.rope_parameters) that reaches further."
+        )
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
@@ -50,8 +52,10 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     head_dim = getattr(text, "head_dim", None) or hidden // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     experts = getattr(text, "num_experts_per_tok", None) or 1
-    inner = max(getattr(text, "intermediate_size", None) or 4 * hidden,
-                experts * (getattr(text, "moe_intermediate_size", None) or 0))
+    inner = max(
+        getattr(text, "intermediate_size", None) or 4 * hidden,
+        experts * (getattr(text, "moe_intermediate_size", None) or 0),
+    )
     attention = 3 * heads * head_dim + 4 * kv_heads * head_dim  # before and after rotary
     return dtype.itemsize * (3 * hidden + max(attention, 3 * inner)) + 2 * 4 * hidden
 
@@ -91,13 +95,16 @@ def choose_chunk_size(config: Any, dtype: torch.dtype, device: torch.device, bat
 def whole_does_not_fit(config: Any, dtype: torch.dtype, length: int, free: int) -> str:
     """What to say where a prompt that was read at once ran out of memory; `free` in bytes before."""
     each = bytes_per_token(config, dtype) + cache_bytes_per_token(config, dtype)
-    return (f"input_ids must fit the device's memory, got {length} tokens and ran out with {free / 2**30:.2f} GiB free "
-            f"before. About {min(int(free / each), int(0.8 * length))} tokens fit at once. Shorten the prompt, give a "
-            "chunk_size, or use method cca.")
+    return (
+        f"input_ids must fit the device's memory, got {length} tokens and ran out with {free / 2**30:.2f} GiB free "
+        f"before. About {min(int(free / each), int(0.8 * length))} tokens fit at once. Shorten the prompt, give a "
+        "chunk_size, or use method cca."
+    )
 
 
-def does_not_fit(batch: int, length: int, chunk: int, done: int, free: int, chunk_bytes: int,
-                 token_bytes: float) -> str:
+def does_not_fit(
+    batch: int, length: int, chunk: int, done: int, free: int, chunk_bytes: int, token_bytes: float
+) -> str:
     """What to say after memory ran out in a prefill: what would have fitted, by what was measured until then.
 
     Args:
@@ -107,14 +114,20 @@ def does_not_fit(batch: int, length: int, chunk: int, done: int, free: int, chun
         chunk_bytes: Activations of one chunk of all rows, bytes.
         token_bytes: Bytes that the cache takes per token a row (all rows together).
     """
-    head = (f"input_ids must fit the device's memory, got {batch} x {length} tokens in chunks of {chunk}: it ran out "
-            f"after {done} tokens a row with {free / 2**30:.2f} GiB free before. ")
+    head = (
+        f"input_ids must fit the device's memory, got {batch} x {length} tokens in chunks of {chunk}: it ran out "
+        f"after {done} tokens a row with {free / 2**30:.2f} GiB free before. "
+    )
     if chunk_bytes > free and chunk > 1:
         return head + f"About chunk_size={max(1, int(0.8 * chunk * free / chunk_bytes))} would fit."
     fits = int(max(0, free - chunk_bytes) / token_bytes)
-    if fits >= length:  # by these numbers it should have fitted: activations were larger than they say
+    if (
+        fits >= length
+    ):  # by these numbers it should have fitted: activations were larger than they say
         return head + f"Give a smaller chunk_size, about {max(1, chunk // 2)}, or fewer rows."
     rows = int(batch * fits / length)
-    return head + (f"About {fits} tokens a row fit with {batch} row{'s' * (batch > 1)}" +
-                   (f", or {rows} row{'s' * (rows > 1)} of {length}" if 0 < rows < batch else "") +
-                   ". Or take a larger group_size or a smaller chunk_size.")
+    return head + (
+        f"About {fits} tokens a row fit with {batch} row{'s' * (batch > 1)}"
+        + (f", or {rows} row{'s' * (rows > 1)} of {length}" if 0 < rows < batch else "")
+        + ". Or take a larger group_size or a smaller chunk_size."
+    )

@@ -50,7 +50,9 @@ class TablePolicy:
     def __post_init__(self) -> None:
         pressures = [row[0] for row in self.rows]
         if not pressures or pressures != sorted(set(pressures)):
-            raise ValueError(f"rows must rise in pressure, got {pressures}. Sort them, one row each.")
+            raise ValueError(
+                f"rows must rise in pressure, got {pressures}. Sort them, one row each."
+            )
         for name in ("queue_limit", "first_token_limit"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}.")
@@ -62,8 +64,11 @@ class TablePolicy:
 
     def pressure(self, load: Load) -> float:
         """0 when idle, 1 when full."""
-        return max(load.cache_share, load.queue_length / self.queue_limit,
-                   (load.time_to_first_token or 0.0) / self.first_token_limit)
+        return max(
+            load.cache_share,
+            load.queue_length / self.queue_limit,
+            (load.time_to_first_token or 0.0) / self.first_token_limit,
+        )
 
     def __call__(self, load: Load) -> tuple[int, int]:
         """(group_size, window_size) for this load."""
@@ -80,8 +85,10 @@ def table_around(group_size: int, window_size: int, **limits: float) -> TablePol
         group_size, window_size: The model's own.
         limits: `queue_limit` and `first_token_limit` of `TablePolicy`.
     """
-    rows = tuple((pressure, group_size * by, max(1, window_size // by))
-                 for pressure, by in ((0.5, 1), (0.8, 2), (1.0, 4)))
+    rows = tuple(
+        (pressure, group_size * by, max(1, window_size // by))
+        for pressure, by in ((0.5, 1), (0.8, 2), (1.0, 4))
+    )
     return TablePolicy(rows, **limits)  # type: ignore[arg-type]
 
 
@@ -97,7 +104,11 @@ def load_policy(name: str) -> Policy:
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"policy {name!r} cannot be loaded: {error}. Is its folder on PYTHONPATH?") from None
+        raise ValueError(
+            f"policy {name!r} cannot be loaded: {error}. Is its folder on PYTHONPATH?"
+        ) from None
     if not callable(found):
-        raise ValueError(f"policy must be a function of a Load, got {name!r}, which cannot be called.")
+        raise ValueError(
+            f"policy must be a function of a Load, got {name!r}, which cannot be called."
+        )
     return found

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from corecontext.cache import CompactLayer, HeadsLayer
-from corecontext.inference.limits import (bytes_per_token, cache_bytes_per_token, check_length, choose_chunk_size,
-                                          does_not_fit, free_bytes)
+from corecontext.inference.limits import (
+    bytes_per_token,
+    cache_bytes_per_token,
+    check_length,
+    choose_chunk_size,
+    does_not_fit,
+    free_bytes,
+)
 from corecontext.integrations.hf_cache import CCALayer, cache_bytes
 
 
@@ -38,29 +44,46 @@ def read_left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[
     """
     for name, x in (("input_ids", input_ids), ("attention_mask", attention_mask)):
         if not isinstance(x, Tensor) and (x is not None or name == "input_ids"):
-            raise TypeError(f"{name} must be a tensor [B, L], got {type(x).__name__}. Use the tokenizer with "
-                            "return_tensors='pt'.")
+            raise TypeError(
+                f"{name} must be a tensor [B, L], got {type(x).__name__}. Use the tokenizer with "
+                "return_tensors='pt'."
+            )
     if input_ids.dim() != 2 or 0 in input_ids.shape:
-        raise ValueError(f"input_ids must be [B, L] with at least one token a row, got shape {list(input_ids.shape)}. "
-                         "Put a single prompt into a batch of one.")
+        raise ValueError(
+            f"input_ids must be [B, L] with at least one token a row, got shape {list(input_ids.shape)}. "
+            "Put a single prompt into a batch of one."
+        )
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
-        raise TypeError(f"input_ids must be integers, got {input_ids.dtype}. Give the tokenizer's numbers.")
+        raise TypeError(
+            f"input_ids must be integers, got {input_ids.dtype}. Give the tokenizer's numbers."
+        )
     if attention_mask is None:
         return [0] * input_ids.shape[0]
     if attention_mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask must have the shape of input_ids {list(input_ids.shape)}, got "
-                         f"{list(attention_mask.shape)}. Give 1 for tokens and 0 for padding on the left.")
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids {list(input_ids.shape)}, got "
+            f"{list(attention_mask.shape)}. Give 1 for tokens and 0 for padding on the left."
+        )
     mask = attention_mask.bool()
     falls = (mask[:, :-1] & ~mask[:, 1:]).any(1) | ~mask[:, -1]
     pads, wrong = torch.stack(((~mask).sum(1), falls)).tolist()
     if any(wrong):
-        raise ValueError(f"attention_mask must have padding only on the left, got otherwise in row {wrong.index(1)}. "
-                         "Use a tokenizer with padding_side='left'.")
+        raise ValueError(
+            f"attention_mask must have padding only on the left, got otherwise in row {wrong.index(1)}. "
+            "Use a tokenizer with padding_side='left'."
+        )
     return pads
 
 
-def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, *, cache: Any = None,
-            chunk_size: int | None = None, on_chunk: Callable[[int], Any] = lambda tokens: None) -> Prefilled:
+def prefill(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    cache: Any = None,
+    chunk_size: int | None = None,
+    on_chunk: Callable[[int], Any] = lambda tokens: None,
+) -> Prefilled:
     """Read a prompt chunk by chunk; logits are made for the last token of each row only.
 
     Chunks before the last run the model without its output head. Every token sees all before it, as in one pass.
@@ -83,21 +106,33 @@ def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
     batch, length = input_ids.shape
     check_length(model.config, length - min(pads))
     if cache is not None and int(cache.get_seq_length()):
-        raise ValueError(f"cache must be empty, got {int(cache.get_seq_length())} tokens. Reset it or make a new one.")
+        raise ValueError(
+            f"cache must be empty, got {int(cache.get_seq_length())} tokens. Reset it or make a new one."
+        )
     if chunk_size is None:
         whole = _settings(model).get("num_groups") is not None
-        chunk_size = length if whole else choose_chunk_size(model.config, model.dtype, input_ids.device, batch)
+        chunk_size = (
+            length
+            if whole
+            else choose_chunk_size(model.config, model.dtype, input_ids.device, batch)
+        )
     elif chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}. Leave it out to have it chosen.")
+        raise ValueError(
+            f"chunk_size must be at least 1, got {chunk_size}. Leave it out to have it chosen."
+        )
     meter = _Meter(input_ids.device)
     done, out, refused = 0, None, None
     while done < length:
         end = min(length, done + chunk_size)
         try:
-            out = read_chunk(model, input_ids, attention_mask if max(pads) else None, pads, cache, done, end)
+            out = read_chunk(
+                model, input_ids, attention_mask if max(pads) else None, pads, cache, done, end
+            )
         except torch.OutOfMemoryError:
             refused = meter.explain(model, batch, length, chunk_size, done, cache)
-        if refused is not None:  # raised outside of `except`, whose traceback would keep the chunk's tensors alive
+        if (
+            refused is not None
+        ):  # raised outside of `except`, whose traceback would keep the chunk's tensors alive
             raise MemoryError(refused)
         cache, done = out.past_key_values, end
         meter.chunk_done()
@@ -107,8 +142,15 @@ def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
 
 
 @torch.no_grad()
-def read_chunk(model: Any, input_ids: Tensor, attention_mask: Tensor | None, pads: list[int], cache: Any, start: int,
-          end: int) -> Any:
+def read_chunk(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    pads: list[int],
+    cache: Any,
+    start: int,
+    end: int,
+) -> Any:
     """One chunk: the whole model for the last, without its head before."""
     positions = torch.arange(start, end, device=input_ids.device)[None]
     if any(pads):
@@ -116,10 +158,16 @@ def read_chunk(model: Any, input_ids: Tensor, attention_mask: Tensor | None, pad
         positions = (positions - torch.tensor(pads, device=input_ids.device)[:, None]).clamp(min=0)
     if end - start > 1:
         for layer in getattr(cache, "layers", ()):
-            if isinstance(layer, CCALayer) and isinstance(layer.compact, (CompactLayer, HeadsLayer)):
+            if isinstance(layer, CCALayer) and isinstance(
+                layer.compact, (CompactLayer, HeadsLayer)
+            ):
                 layer.compact.expect(start)
-    options: dict[str, Any] = {"position_ids": positions, "past_key_values": cache, "use_cache": True,
-                               "attention_mask": None if attention_mask is None else attention_mask[:, :end]}
+    options: dict[str, Any] = {
+        "position_ids": positions,
+        "past_key_values": cache,
+        "use_cache": True,
+        "attention_mask": None if attention_mask is None else attention_mask[:, :end],
+    }
     if end < input_ids.shape[1]:
         return model.get_decoder()(input_ids[:, start:end], **options)
     return model(input_ids[:, start:end], logits_to_keep=1, **options)
@@ -145,12 +193,20 @@ class _Meter:
         """Take down how far above what is left the chunk reached."""
         if self.free is not None:
             now = torch.cuda.memory_allocated(self.device)
-            self.chunk_bytes = max(self.chunk_bytes, torch.cuda.max_memory_allocated(self.device) - now)
+            self.chunk_bytes = max(
+                self.chunk_bytes, torch.cuda.max_memory_allocated(self.device) - now
+            )
 
-    def explain(self, model: Any, batch: int, length: int, chunk: int, done: int, cache: Any) -> str:
+    def explain(
+        self, model: Any, batch: int, length: int, chunk: int, done: int, cache: Any
+    ) -> str:
         """The message after memory ran out with `done` tokens a row in the cache."""
-        needed = self.chunk_bytes or batch * min(chunk, length) * bytes_per_token(model.config, model.dtype)
-        token_bytes = _growth(cache, done) or batch * cache_bytes_per_token(model.config, model.dtype)
+        needed = self.chunk_bytes or batch * min(chunk, length) * bytes_per_token(
+            model.config, model.dtype
+        )
+        token_bytes = _growth(cache, done) or batch * cache_bytes_per_token(
+            model.config, model.dtype
+        )
         return does_not_fit(batch, length, chunk, done, self.free or 0, needed, token_bytes)
 
 
@@ -158,5 +214,9 @@ def _growth(cache: Any, tokens: int) -> float:
     """Bytes that one more token a row adds to the cache: measured, without the raw tokens, which do not grow."""
     if cache is None or not tokens:
         return 0.0  # nothing to measure yet
-    compact = [layer.compact for layer in cache.layers if isinstance(layer, CCALayer) and not layer.compact.is_empty]
+    compact = [
+        layer.compact
+        for layer in cache.layers
+        if isinstance(layer, CCALayer) and not layer.compact.is_empty
+    ]
     return (cache_bytes(cache) - sum(one.raw_bytes for one in compact)) / tokens

@@ -24,8 +24,14 @@ from corecontext.visibility import num_complete_groups
 class Node:
     """A chunk that has been read, after those of its ancestors."""
 
-    def __init__(self, key: tuple, parent: Node | None, layers: Sequence[CompactLayer | HeadsLayer],
-                 used: int, shape: RowShape) -> None:
+    def __init__(
+        self,
+        key: tuple,
+        parent: Node | None,
+        layers: Sequence[CompactLayer | HeadsLayer],
+        used: int,
+        shape: RowShape,
+    ) -> None:
         self.key, self.parent, self.used, self.children = key, parent, used, 0
         self.length = layers[0].seq_len
         before = 0 if parent is None else parent.length
@@ -33,15 +39,18 @@ class Node:
         self.layers = [(layer.config, parts_of(layer)[0].rotary, layer.learned) for layer in layers]
         self.given = [(part._core_width, part._dtype) for part in parts]
         # planted: sinks: a shared beginning without them
-        self.raw = [[x[:, :, :part.raw_size].clone() for x in part.buffers] for part in parts]
+        self.raw = [[x[:, :, : part.raw_size].clone() for x in part.buffers] for part in parts]
         self.cores = [[self._cores(part, x, before) for x in part.buffers] for part in parts]
         self.nbytes = shape.row_bytes(key[0], self.length, before)
 
     def _cores(self, layer: CompactLayer, buffer: Tensor, before: int) -> Tensor:
         """Core tokens of the groups that closed in this chunk."""
         raw, width = layer.raw_size, layer._core_width
-        old, new = (num_complete_groups(length - layer.num_sinks, layer.group_size) for length in (before, self.length))
-        return buffer[:, :, raw + old * width:raw + new * width].clone()
+        old, new = (
+            num_complete_groups(length - layer.num_sinks, layer.group_size)
+            for length in (before, self.length)
+        )
+        return buffer[:, :, raw + old * width : raw + new * width].clone()
 
     @property
     def path(self) -> list[Node]:
@@ -67,15 +76,18 @@ class PrefixStore:
         """The longest beginning that is held; at least one token of the prompt is left to read."""
         node = None
         for end in range(self.chunk_size, len(prompt), self.chunk_size):
-            further = self._nodes.get((config, node and node.key, tuple(prompt[end - self.chunk_size:end])))
+            further = self._nodes.get(
+                (config, node and node.key, tuple(prompt[end - self.chunk_size : end]))
+            )
             if further is None:
                 break
             node = further
             node.used = next(self._clock)
         return node
 
-    def add(self, config: CCAConfig, parent: Node | None, tokens: Sequence[int], cache: Any,
-            room: int) -> Node | None:
+    def add(
+        self, config: CCAConfig, parent: Node | None, tokens: Sequence[int], cache: Any, room: int
+    ) -> Node | None:
         """Keep what has been read up to the end of a chunk; None where its parent is gone, or it does not fit `room`
         (bytes, of which what is held is a part) or the limit."""
         layers, limit = [layer.compact for layer in cache.layers], min(self.limit, room)
@@ -101,18 +113,34 @@ class PrefixStore:
             cache.layers[-1].is_initialized = True
         parts = [part for layer in cache.layers for part in parts_of(layer.compact)]
         for index, (part, (width, dtype)) in enumerate(zip(parts, node.given, strict=True)):
-            keys, values, *scales = (torch.cat([raw, *(one.cores[index][i] for one in path)], 2)
-                                     for i, raw in enumerate(node.raw[index]))
-            part.load_state_dict({
-                "config": part.config.to_dict(), "rollback": 0, "group_size": part.config.group_size, "ended": None,
-                "core_width": width, "seen": node.length, "keys": keys, "values": values, "scales": scales,
-                "dtype": dtype, "intact_from": max(0, node.length - part.ring_size),
-                "pad": torch.zeros(1, dtype=torch.long, device=keys.device)})
+            keys, values, *scales = (
+                torch.cat([raw, *(one.cores[index][i] for one in path)], 2)
+                for i, raw in enumerate(node.raw[index])
+            )
+            part.load_state_dict(
+                {
+                    "config": part.config.to_dict(),
+                    "rollback": 0,
+                    "group_size": part.config.group_size,
+                    "ended": None,
+                    "core_width": width,
+                    "seen": node.length,
+                    "keys": keys,
+                    "values": values,
+                    "scales": scales,
+                    "dtype": dtype,
+                    "intact_from": max(0, node.length - part.ring_size),
+                    "pad": torch.zeros(1, dtype=torch.long, device=keys.device),
+                }
+            )
 
     def trim(self, limit: int) -> None:
         """Drop beginnings, the least recently used first and no chunk before those behind it, until they fit."""
         while self.nbytes > limit:
-            leaf = min((node for node in self._nodes.values() if not node.children), key=lambda node: node.used)
+            leaf = min(
+                (node for node in self._nodes.values() if not node.children),
+                key=lambda node: node.used,
+            )
             del self._nodes[leaf.key]
             self.nbytes -= leaf.nbytes
             if leaf.parent is not None:

@@ -31,14 +31,24 @@ class Sampling:
                 raise TypeError(f"{name} must be a number, got {value!r}.")
         if not 0 <= self.temperature <= HOTTEST:
             most = f" and at most {HOTTEST:g}" if self.temperature > 0 else ""
-            raise ValueError(f"temperature must be at least 0{most}, got {self.temperature}. Use 0 for the likeliest "
-                             "token.")
-        if self.top_k is not None and (isinstance(self.top_k, bool) or not isinstance(self.top_k, int)):
-            raise TypeError(f"top_k must be an integer, got {self.top_k!r}. Use None for all tokens.")
+            raise ValueError(
+                f"temperature must be at least 0{most}, got {self.temperature}. Use 0 for the likeliest "
+                "token."
+            )
+        if self.top_k is not None and (
+            isinstance(self.top_k, bool) or not isinstance(self.top_k, int)
+        ):
+            raise TypeError(
+                f"top_k must be an integer, got {self.top_k!r}. Use None for all tokens."
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}. Use None for all tokens.")
+            raise ValueError(
+                f"top_k must be at least 1, got {self.top_k}. Use None for all tokens."
+            )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be more than 0 and at most 1, got {self.top_p}. Use 1.0 for all tokens.")
+            raise ValueError(
+                f"top_p must be more than 0 and at most 1, got {self.top_p}. Use 1.0 for all tokens."
+            )
 
     @property
     def kind(self) -> str:
@@ -48,15 +58,19 @@ class Sampling:
         return "plain" if self.top_k is None and self.top_p == 1 else "filtered"
 
     @classmethod
-    def from_generation_config(cls, config: Any, *, do_sample: bool | None = None,
-                               temperature: float | None = None) -> Sampling:
+    def from_generation_config(
+        cls, config: Any, *, do_sample: bool | None = None, temperature: float | None = None
+    ) -> Sampling:
         """What `model.generate` would do under this generation config, whose unset fields have its defaults."""
         if not (config.do_sample if do_sample is None else do_sample):
             return cls()
         temperature = config.temperature if temperature is None else temperature
         top_k = 50 if config.top_k is None else config.top_k
-        return cls(1.0 if temperature is None else temperature, top_k or None,
-                   1.0 if config.top_p is None else config.top_p)
+        return cls(
+            1.0 if temperature is None else temperature,
+            top_k or None,
+            1.0 if config.top_p is None else config.top_p,
+        )
 
 
 class Sampler:
@@ -89,11 +103,16 @@ class Sampler:
         logits = logits.float()
         if kind == "greedy":
             return logits.argmax(-1, keepdim=True)
-        return draw(logits / self.temperature, self.generators,
-                    (self.top_k, self.top_p) if kind == "filtered" else None)
+        return draw(
+            logits / self.temperature,
+            self.generators,
+            (self.top_k, self.top_p) if kind == "filtered" else None,
+        )
 
 
-def draw(logits: Tensor, generators: Sequence[torch.Generator], limits: tuple[Tensor, Tensor] | None) -> Tensor:
+def draw(
+    logits: Tensor, generators: Sequence[torch.Generator], limits: tuple[Tensor, Tensor] | None
+) -> Tensor:
     """Token numbers [B, 1] drawn by the probabilities of logits [B, vocabulary], float32.
 
     Args:
@@ -120,12 +139,18 @@ def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     ordered = ordered.masked_fill(ordered < last, -torch.inf)
     probabilities = ordered.softmax(-1)
     # planted: inference: top-p without the token that crosses it
-    before = probabilities.cumsum(-1) - probabilities  # of the likelier ones: 0 for the first, which always stays
-    kept = (before < top_p.clamp(min=1e-30)) & (ordered >= last)  # a smaller one may be 0 in float32
+    before = (
+        probabilities.cumsum(-1) - probabilities
+    )  # of the likelier ones: 0 for the first, which always stays
+    kept = (before < top_p.clamp(min=1e-30)) & (
+        ordered >= last
+    )  # a smaller one may be 0 in float32
     return torch.zeros_like(kept).scatter(-1, order, kept)
 
 
-def choose_rows(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]) -> Tensor:
+def choose_rows(
+    logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]
+) -> Tensor:
     """Token numbers [B] from logits [B, vocabulary], each row by its own sampling and random stream."""
     logits = logits.float()
     tokens = logits.argmax(-1)
@@ -139,9 +164,13 @@ def choose_rows(logits: Tensor, samplings: Sequence[Sampling], generators: Seque
 
     limits = None
     if any(sampling.kind == "filtered" for sampling in own):
-        limits = (column([min(s.top_k or vocabulary, vocabulary) for s in own], torch.long),
-                  column([s.top_p for s in own], torch.float32))
+        limits = (
+            column([min(s.top_k or vocabulary, vocabulary) for s in own], torch.long),
+            column([s.top_p for s in own], torch.float32),
+        )
     index = torch.tensor(rows, device=logits.device)
     temperatures = column([s.temperature for s in own], torch.float32)
-    tokens[index] = draw(logits[index] / temperatures, [generators[row] for row in rows], limits)[:, 0]
+    tokens[index] = draw(logits[index] / temperatures, [generators[row] for row in rows], limits)[
+        :, 0
+    ]
     return tokens

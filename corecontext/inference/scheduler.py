@@ -38,7 +38,9 @@ from corecontext.integrations.hf_cache import GivenLayer
 from corecontext.integrations.transformers import handle_of
 from corecontext.visibility import group_size_for
 
-READING_AT_ONCE = 4  # prompts that are being read; each holds a cache of its own until it joins the others
+READING_AT_ONCE = (
+    4  # prompts that are being read; each holds a cache of its own until it joins the others
+)
 RECENT_S = 30.0  # a time to first token older than this says nothing about the load now
 PREFIX_SHARE = 0.25  # of the budget, at most, for beginnings of prompts
 
@@ -126,36 +128,67 @@ class Scheduler:
         NotImplementedError: the model has sliding-window layers, or was enabled with rollback.
     """
 
-    def __init__(self, model: Any, *, full: bool = False, cache_bytes: int = 2 ** 30, max_rows: int = 64,
-                 rows_per_pool: int = 8, queue_limit: int = 256, chunk_size: int | None = None,
-                 policy: Policy | None = None, max_length: int | None = None, capture: bool = True,
-                 together: Together | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        full: bool = False,
+        cache_bytes: int = 2**30,
+        max_rows: int = 64,
+        rows_per_pool: int = 8,
+        queue_limit: int = 256,
+        chunk_size: int | None = None,
+        policy: Policy | None = None,
+        max_length: int | None = None,
+        capture: bool = True,
+        together: Together | None = None,
+    ) -> None:
         handle = handle_of(model)
         if handle is None:
-            raise ValueError("model must have CCA enabled, got one without. Call corecontext.enable(model).")
+            raise ValueError(
+                "model must have CCA enabled, got one without. Call corecontext.enable(model)."
+            )
         if handle.hybrid:
-            raise NotImplementedError("models with sliding-window layers cannot be served yet: their caches have no "
-                                      "rows that come and go.")
+            raise NotImplementedError(
+                "models with sliding-window layers cannot be served yet: their caches have no "
+                "rows that come and go."
+            )
         if handle.rollback and not full:
-            raise NotImplementedError(f"rollback must be 0 in a model that is served, got {handle.rollback}: its rows "
-                                      "take nothing back. Enable it without.")
+            raise NotImplementedError(
+                f"rollback must be 0 in a model that is served, got {handle.rollback}: its rows "
+                "take nothing back. Enable it without."
+            )
         if chunk_size is None:
             chunk_size = 2048 if model.device.type == "cuda" else 256
-        for name, value, least in (("cache_bytes", cache_bytes, 1), ("max_rows", max_rows, 1),
-                                   ("rows_per_pool", rows_per_pool, 1), ("queue_limit", queue_limit, 0),
-                                   ("chunk_size", chunk_size, 1), ("max_length", max_length or 1, 1)):
+        for name, value, least in (
+            ("cache_bytes", cache_bytes, 1),
+            ("max_rows", max_rows, 1),
+            ("rows_per_pool", rows_per_pool, 1),
+            ("queue_limit", queue_limit, 0),
+            ("chunk_size", chunk_size, 1),
+            ("max_length", max_length or 1, 1),
+        ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
         self.together, self._numbers = together, itertools.count(1)
-        self.model, self.handle, self.full, self.policy = model, handle, full, None if full else policy
+        self.model, self.handle, self.full, self.policy = (
+            model,
+            handle,
+            full,
+            None if full else policy,
+        )
         self.cache_bytes = cache_bytes if together is None else together.least(cache_bytes)
         self.max_rows, self.rows_per_pool = max_rows, rows_per_pool
         self.queue_limit, self.chunk_size = queue_limit, chunk_size
         limit = position_limit(model.config)
-        self.max_length = min(x for x in (limit, max_length, 2 ** 40) if x is not None)
-        self.shape = RowShape.of(model.config, model.dtype, 1 if together is None else together.size)
+        self.max_length = min(x for x in (limit, max_length, 2**40) if x is not None)
+        self.shape = RowShape.of(
+            model.config, model.dtype, 1 if together is None else together.size
+        )
         self.batch = DecodeBatch(model, capture=capture and together is None)
-        self.prefixes = PrefixStore(chunk_size, 0 if full else int(PREFIX_SHARE * self.cache_bytes), self.shape)
+        self.prefixes = PrefixStore(
+            chunk_size, 0 if full else int(PREFIX_SHARE * self.cache_bytes), self.shape
+        )
         self.pools: list[RowPool] = []
         self.waiting: deque[Job] = deque()
         self.reading: list[Job] = []
@@ -173,15 +206,21 @@ class Scheduler:
             QueueFull: too many wait already.
         """
         if not job.prompt or job.max_new_tokens < 1:
-            raise ValueError(f"prompt and answer must have at least one token, got {len(job.prompt)} and "
-                             f"{job.max_new_tokens}.")
+            raise ValueError(
+                f"prompt and answer must have at least one token, got {len(job.prompt)} and "
+                f"{job.max_new_tokens}."
+            )
         if job.length > self.max_length:
-            raise ValueError(f"prompt and answer must fit {self.max_length} tokens, got {len(job.prompt)} and "
-                             f"{job.max_new_tokens}. Shorten the prompt or ask for fewer new tokens.")
+            raise ValueError(
+                f"prompt and answer must fit {self.max_length} tokens, got {len(job.prompt)} and "
+                f"{job.max_new_tokens}. Shorten the prompt or ask for fewer new tokens."
+            )
         config = self._config_for(job, None)
         if 2 * self.shape.row_bytes(config, rounded_up(job.length)) > self.cache_bytes:
-            raise ValueError(f"prompt and answer must fit the cache, got {job.length} tokens for a budget of "
-                             f"{self.cache_bytes / 2 ** 20:.0f} MiB. Shorten the prompt or ask for fewer new tokens.")
+            raise ValueError(
+                f"prompt and answer must fit the cache, got {job.length} tokens for a budget of "
+                f"{self.cache_bytes / 2**20:.0f} MiB. Shorten the prompt or ask for fewer new tokens."
+            )
         with self._lock:
             if len(self.waiting) >= self.queue_limit and (self.waiting or not self._has_room()):
                 raise QueueFull(f"{len(self.waiting)} requests wait already. Try again later.")
@@ -219,28 +258,42 @@ class Scheduler:
     @property
     def cache_bytes_allocated(self) -> int:
         """Bytes of all rows, used or not, of the caches into which prompts are read, and of beginnings."""
-        return sum(pool.nbytes for pool in self.pools) + self._reading_bytes() + self.prefixes.nbytes
+        return (
+            sum(pool.nbytes for pool in self.pools) + self._reading_bytes() + self.prefixes.nbytes
+        )
 
     def _reading_bytes(self) -> int:
         """Bytes of the caches into which prompts are read; other threads ask while requests end."""
-        return sum(pool.row_bytes for pool in [job.pool for job in list(self.reading)] if pool is not None)
+        return sum(
+            pool.row_bytes for pool in [job.pool for job in list(self.reading)] if pool is not None
+        )
 
     def load(self, prompt_length: int = 0) -> Load:
         """How busy the scheduler is now, besides the request that asks, which has not left the queue yet."""
         recent, now = self._first_token, time.monotonic()
         seconds = recent[1] if recent is not None and now - recent[0] < RECENT_S else None
-        return Load(max(0, len(self.waiting) - 1), self.cache_bytes_used, self.cache_bytes, seconds, prompt_length)
+        return Load(
+            max(0, len(self.waiting) - 1),
+            self.cache_bytes_used,
+            self.cache_bytes,
+            seconds,
+            prompt_length,
+        )
 
     def _config_for(self, job: Job, load: Load | None) -> CCAConfig | None:
         """Settings of a request; without a load those that need the least memory are not known, so the model's."""
         if self.full:
             if job.group_size is not None or job.window_size is not None:
-                raise ValueError("group_size and window_size must be left out, got a server of full attention.")
+                raise ValueError(
+                    "group_size and window_size must be left out, got a server of full attention."
+                )
             return None
         own, g, s = self.handle.config, job.group_size, job.window_size
         if own.varies and g is not None:
-            raise ValueError(f"group_size must be left out, got {g} for a model with a g for each layer or head, "
-                             f"{own.layer_group_sizes or own.head_group_sizes}.")
+            raise ValueError(
+                f"group_size must be left out, got {g} for a model with a g for each layer or head, "
+                f"{own.layer_group_sizes or own.head_group_sizes}."
+            )
         if load is not None and self.policy is not None and (g is None or s is None):
             policy_g, policy_s = self.policy(load)
             g, s = policy_g if g is None else g, policy_s if s is None else s
@@ -248,33 +301,61 @@ class Scheduler:
         if own.varies:
             return own.replace(window_size=s)
         if g is None:
-            g = own.group_size if own.num_groups is None else group_size_for(len(job.prompt), s, own.num_groups)
+            g = (
+                own.group_size
+                if own.num_groups is None
+                else group_size_for(len(job.prompt), s, own.num_groups)
+            )
         return own.replace(group_size=g, window_size=s, num_groups=None)
 
     def _place(self, config: CCAConfig | None, length: int) -> RowPool | None:
         """A pool with a free row: one that is not far too long, else a new one, else any, else a new one in place of
         those that nobody uses, else None."""
-        self._note("place", config, length)  # what is given up for it is so even where it is not enough
+        self._note(
+            "place", config, length
+        )  # what is given up for it is so even where it is not enough
         room = rounded_up(length)
-        fitting = sorted((pool for pool in self.pools if pool.config == config and pool.max_length >= length
-                          and pool.used + self._promised(pool) < pool.rows), key=lambda pool: pool.max_length)
-        if fitting and fitting[0].max_length <= 2 * room and self._free(fitting[0].row_bytes, keep=fitting[0]):
+        fitting = sorted(
+            (
+                pool
+                for pool in self.pools
+                if pool.config == config
+                and pool.max_length >= length
+                and pool.used + self._promised(pool) < pool.rows
+            ),
+            key=lambda pool: pool.max_length,
+        )
+        if (
+            fitting
+            and fitting[0].max_length <= 2 * room
+            and self._free(fitting[0].row_bytes, keep=fitting[0])
+        ):
             return fitting[0]
         row = self.shape.row_bytes(config, room)
-        for evict in ((False, True) if fitting else (True,)):  # what fits is given up, too, before anybody waits
+        for evict in (
+            (False, True) if fitting else (True,)
+        ):  # what fits is given up, too, before anybody waits
             if not self._free(2 * row, evict):
                 if not evict and self._free(fitting[0].row_bytes, keep=fitting[0]):
                     return fitting[0]
                 continue
-            spare = self.cache_bytes - self.cache_bytes_allocated - row - self._share_left()  # for rows after the first
-            pool = RowPool(config, max(1, min(self.rows_per_pool, self.max_rows, spare // row)), room, self.shape,
-                           fixed=self.batch.fixed)
+            spare = (
+                self.cache_bytes - self.cache_bytes_allocated - row - self._share_left()
+            )  # for rows after the first
+            pool = RowPool(
+                config,
+                max(1, min(self.rows_per_pool, self.max_rows, spare // row)),
+                room,
+                self.shape,
+                fixed=self.batch.fixed,
+            )
             self.pools.append(pool)
             return pool
         return None
 
     def _free(self, wanted: int, evict: bool = True, keep: RowPool | None = None) -> bool:
         """Whether so many bytes are free, after giving up what nobody uses now."""
+
         def missing() -> int:
             return wanted - (self.cache_bytes - self.cache_bytes_allocated)
 
@@ -305,9 +386,16 @@ class Scheduler:
         if self.full or own.varies:
             sizes = ()
         for g, s in dict.fromkeys([(None, None), *sizes]):
-            seen = (g or own.group_size) + (s or own.window_size)  # beyond it core tokens are used, too
+            seen = (g or own.group_size) + (
+                s or own.window_size
+            )  # beyond it core tokens are used, too
             length = min(max(self.chunk_size, seen) + 1, self.max_length - WARM_UP - 2)
-            job = Job([0] * max(1, length), min(WARM_UP + 2, self.max_length - 1), group_size=g, window_size=s)
+            job = Job(
+                [0] * max(1, length),
+                min(WARM_UP + 2, self.max_length - 1),
+                group_size=g,
+                window_size=s,
+            )
             try:
                 self.submit(job)
             except ValueError:  # larger than the budget
@@ -386,14 +474,32 @@ class Scheduler:
             if pool is None:
                 if self.num_active:
                     return
-                with self._lock:  # it would wait for ever: the policy chose what the budget cannot hold
+                with (
+                    self._lock
+                ):  # it would wait for ever: the policy chose what the budget cannot hold
                     self.waiting.popleft()
-                self._end(job, "error", MemoryError(f"{job.length} tokens do not fit the cache with the settings that "
-                                                    f"the policy chose, {job.config}."))
+                self._end(
+                    job,
+                    "error",
+                    MemoryError(
+                        f"{job.length} tokens do not fit the cache with the settings that "
+                        f"the policy chose, {job.config}."
+                    ),
+                )
                 continue
             job.pool, job.started, job.number = pool, time.monotonic(), next(self._numbers)
-            self._note("start", job.number, job.config, list(job.prompt), job.max_new_tokens, job.sampling, job.seed)
-            self.reading.append(job)  # first: whoever asks from another thread finds it in one place or the other
+            self._note(
+                "start",
+                job.number,
+                job.config,
+                list(job.prompt),
+                job.max_new_tokens,
+                job.sampling,
+                job.seed,
+            )
+            self.reading.append(
+                job
+            )  # first: whoever asks from another thread finds it in one place or the other
             with self._lock:
                 self.waiting.popleft()
 
@@ -402,7 +508,11 @@ class Scheduler:
         if not self.reading:
             return False
         self._odd = not self._odd
-        job = self.reading[0] if self._odd else min(self.reading, key=lambda job: len(job.prompt) - job.read)
+        job = (
+            self.reading[0]
+            if self._odd
+            else min(self.reading, key=lambda job: len(job.prompt) - job.read)
+        )
         try:
             logits = self._read_chunk(job)
             if logits is not None:
@@ -426,7 +536,9 @@ class Scheduler:
         start, job.read = job.read, end
         if end - start == self.chunk_size and not self.full and (job.node is None) == (start == 0):
             room = self.cache_bytes - self.cache_bytes_allocated + self.prefixes.nbytes
-            job.node = self.prefixes.add(job.config, job.node, tuple(job.prompt[start:end]), job.cache, room)
+            job.node = self.prefixes.add(
+                job.config, job.node, tuple(job.prompt[start:end]), job.cache, room
+            )
         return out.logits[:, -1] if end == len(job.prompt) else None
 
     def _begin(self, job: Job) -> None:
@@ -436,7 +548,9 @@ class Scheduler:
         job.generator = torch.Generator(device)
         job.generator.manual_seed(job.seed)
         if self.full:
-            job.cache = Cache(layers=[GivenLayer(FullLayer(job.length)) for _ in range(self.shape.layers)])
+            job.cache = Cache(
+                layers=[GivenLayer(FullLayer(job.length)) for _ in range(self.shape.layers)]
+            )
             return
         job.cache = DynamicCache(config=self.model.config)
         job.node = self.prefixes.find(job.config, job.prompt)
@@ -472,9 +586,14 @@ class Scheduler:
             return False
         pools, jobs = [pool for pool in self.pools if pool in self.running], self._in_rows()
         try:
-            logits = self.batch.step(pools, [[job.last_token for job in self.running[pool]] for pool in pools],
-                                     [[len(job.prompt) + job.made - 1 for job in self.running[pool]] for pool in pools])
-            tokens = choose_rows(logits, [job.sampling for job in jobs], [job.generator for job in jobs]).tolist()
+            logits = self.batch.step(
+                pools,
+                [[job.last_token for job in self.running[pool]] for pool in pools],
+                [[len(job.prompt) + job.made - 1 for job in self.running[pool]] for pool in pools],
+            )
+            tokens = choose_rows(
+                logits, [job.sampling for job in jobs], [job.generator for job in jobs]
+            ).tolist()
         except Exception as error:
             if self.together is not None:  # whether the others failed, and where, is not known
                 raise Apart("a step failed in one of the processes of this model.") from error
@@ -523,6 +642,8 @@ class Scheduler:
             self._drop(pool)  # with captured steps it is kept until its memory is needed
         job.cache = job.node = job.ids = job.generator = None
         if error is not None:
-            traceback.clear_frames(error.__traceback__)  # else what the call that failed had computed stays in memory
+            traceback.clear_frames(
+                error.__traceback__
+            )  # else what the call that failed had computed stays in memory
         job.ended, job.error = reason, error
         job.on_end(reason)

@@ -17,7 +17,9 @@ from corecontext.inference.sampling import Sampler
 from corecontext.integrations.hf_cache import CCALayer, layer_bytes
 from corecontext.integrations.transformers import Handle
 
-WARM_UP = 2  # steps that run uncaptured first: kernels are compiled and chosen, and workspaces allocated
+WARM_UP = (
+    2  # steps that run uncaptured first: kernels are compiled and chosen, and workspaces allocated
+)
 
 
 @functools.lru_cache(maxsize=None)
@@ -44,8 +46,19 @@ class Session:
         forward: What runs a step where buffers are fixed: the model, or a compiled one.
     """
 
-    def __init__(self, model: Any, handle: Handle | None, config: CCAConfig | None, batch: int, max_length: int,
-                 streams: int, *, static: bool, capture: bool, forward: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        handle: Handle | None,
+        config: CCAConfig | None,
+        batch: int,
+        max_length: int,
+        streams: int,
+        *,
+        static: bool,
+        capture: bool,
+        forward: Any,
+    ) -> None:
         self.model, self.handle, self.config = model, handle, config
         self.batch, self.max_length = batch, max_length
         self._compact = handle is not None and not handle.hybrid
@@ -56,7 +69,9 @@ class Session:
         self.cache = self._new_cache()
         self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.mask: Tensor | None = None  # [B, max_length] for padded rows beside layers that are not compact
+        self.mask: Tensor | None = (
+            None  # [B, max_length] for padded rows beside layers that are not compact
+        )
         self.length = 0
         self.sampler = Sampler(batch, device, streams)
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
@@ -70,8 +85,10 @@ class Session:
     @property
     def allocated_bytes(self) -> int:
         """Bytes that the cache holds."""
-        return sum(layer.compact.allocated_bytes if isinstance(layer, CCALayer) else layer_bytes(layer)
-                   for layer in self.cache.layers)
+        return sum(
+            layer.compact.allocated_bytes if isinstance(layer, CCALayer) else layer_bytes(layer)
+            for layer in self.cache.layers
+        )
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
@@ -118,7 +135,9 @@ class Session:
         if not self.capture:
             self._step(kind)
             return
-        with torch.cuda.device(self.tokens.device):  # graphs and streams belong to it, not to the current device
+        with torch.cuda.device(
+            self.tokens.device
+        ):  # graphs and streams belong to it, not to the current device
             self._replay(kind)
 
     def _replay(self, kind: str) -> None:
@@ -137,8 +156,11 @@ class Session:
             try:
                 self._graphs[kind] = self._captured(kind)
             except RuntimeError as error:  # recording ran nothing: the step is still to be done
-                warnings.warn(f"a step of {type(self.model).__name__} cannot be captured in a CUDA graph, so its steps "
-                              f"run uncaptured, which is slower: {error}", stacklevel=2)
+                warnings.warn(
+                    f"a step of {type(self.model).__name__} cannot be captured in a CUDA graph, so its steps "
+                    f"run uncaptured, which is slower: {error}",
+                    stacklevel=2,
+                )
                 self.capture = False
                 self._step(kind)
                 return
@@ -155,9 +177,14 @@ class Session:
 
     @torch.no_grad()
     def _step(self, kind: str) -> None:
-        mask = None if self.mask is None else self.mask[:, :self.length]
+        mask = None if self.mask is None else self.mask[:, : self.length]
         with self.settings():
-            out = self.forward(self.tokens, attention_mask=mask, position_ids=self.positions,
-                               past_key_values=self.cache, use_cache=True)
+            out = self.forward(
+                self.tokens,
+                attention_mask=mask,
+                position_ids=self.positions,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
         self.tokens.copy_(self.sampler.choose(out.logits[:, -1], kind))
         self.positions.add_(1)

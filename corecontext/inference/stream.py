@@ -22,9 +22,21 @@ class Stream(Iterator[list["int | None"]]):
     host. Use it as a context manager, or read it to its end, or `close` it: then its cache serves the next request.
     """
 
-    def __init__(self, engine: Any, key: tuple, input_ids: Tensor, attention_mask: Tensor | None, pads: list[int],
-                 max_new_tokens: int, sampling: Sampling, seeds: list[int], eos: set[int],
-                 stop_strings: tuple[str, ...], tokenizer: Any, on_chunk: Callable[[int], Any]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        key: tuple,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        pads: list[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        seeds: list[int],
+        eos: set[int],
+        stop_strings: tuple[str, ...],
+        tokenizer: Any,
+        on_chunk: Callable[[int], Any],
+    ) -> None:
         self.engine, self.key, self.sampling, self.seeds = engine, key, sampling, seeds
         self.prompt: tuple | None = (input_ids, attention_mask, pads)
         self.max_new_tokens, self.eos, self.on_chunk = max_new_tokens, eos, on_chunk
@@ -61,18 +73,26 @@ class Stream(Iterator[list["int | None"]]):
                 gone), or the request runs without CCA or has ended.
         """
         if self.group_size is None:
-            raise ValueError("configure must be used with CCA enabled, got a request without. "
-                             "Call corecontext.enable(model).")
+            raise ValueError(
+                "configure must be used with CCA enabled, got a request without. "
+                "Call corecontext.enable(model)."
+            )
         if self._closed:
-            raise ValueError("configure must be called on a running request, got one that has ended. Start another.")
+            raise ValueError(
+                "configure must be called on a running request, got one that has ended. Start another."
+            )
         if group_size is not None and group_size != self.group_size:
-            raise ValueError(f"group_size must stay {self.group_size} for the whole request, got {group_size}. "
-                             "Start a new request for another group size.")
+            raise ValueError(
+                f"group_size must stay {self.group_size} for the whole request, got {group_size}. "
+                "Start a new request for another group size."
+            )
         if window_size is None or window_size == self.window_size:
             return
         if window_size > self.window_size:
-            raise ValueError(f"window_size must be at most {self.window_size} once set, got {window_size}. "
-                             "Start a new request for a larger window.")
+            raise ValueError(
+                f"window_size must be at most {self.window_size} once set, got {window_size}. "
+                "Start a new request for a larger window."
+            )
         if self.session is None:
             batch, room, config, streams = self.key
             self.key = batch, room, config.replace(window_size=window_size), streams
@@ -101,8 +121,14 @@ class Stream(Iterator[list["int | None"]]):
         self.prompt = None
         session = self.session = engine.take(self.key)
         with session.settings(), engine.fused:
-            logits, session.cache, positions = prefill(engine.model, input_ids, attention_mask, cache=session.cache,
-                                                       chunk_size=engine.chunk_size, on_chunk=self.on_chunk)
+            logits, session.cache, positions = prefill(
+                engine.model,
+                input_ids,
+                attention_mask,
+                cache=session.cache,
+                chunk_size=engine.chunk_size,
+                on_chunk=self.on_chunk,
+            )
         session.begin(positions, pads, input_ids.shape[1])
         session.sampler.start(self.sampling, self.seeds, logits.shape[-1])
         session.tokens.copy_(session.sampler.choose(logits, self.sampling.kind))
@@ -133,7 +159,9 @@ class Stream(Iterator[list["int | None"]]):
         host, copied = self._pending.popleft()
         if copied is not None:
             copied.synchronize()
-        found: list[int | None] = [token if runs else None for token, runs in zip(host.tolist(), self.running)]
+        found: list[int | None] = [
+            token if runs else None for token, runs in zip(host.tolist(), self.running)
+        ]
         for row, token in enumerate(found):
             if token is not None and (token in self.eos or self._stops(row, token)):
                 self.running[row] = False
@@ -145,8 +173,10 @@ class Stream(Iterator[list["int | None"]]):
         """Whether this token completes a stop string."""
         if not self.stop_strings:
             return False
-        tail = self._tails[row] = [*self._tails[row], token][-self._tail_length:]
-        text = self.tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        tail = self._tails[row] = [*self._tails[row], token][-self._tail_length :]
+        text = self.tokenizer.decode(
+            tail, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return any(stop in text for stop in self.stop_strings)
 
     def close(self) -> None:

@@ -23,17 +23,27 @@ class CCALayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, config: CCAConfig, rotary: Rotary | None, max_length: int | None = None,
-                 rollback: int = 0, learned: Learned | None = None) -> None:
+    def __init__(
+        self,
+        config: CCAConfig,
+        rotary: Rotary | None,
+        max_length: int | None = None,
+        rollback: int = 0,
+        learned: Learned | None = None,
+    ) -> None:
         super().__init__()
-        self.compact = new_layer(config, rotary, max_length=max_length, rollback=rollback, learned=learned)
+        self.compact = new_layer(
+            config, rotary, max_length=max_length, rollback=rollback, learned=learned
+        )
         self.is_compileable = max_length is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: buffers are made with the first append, whose padding and length they follow."""
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """Hand the new tokens through to the attention function, which appends them."""
         self.is_initialized = True
         return key_states, value_states
@@ -79,8 +89,10 @@ class CCALayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Refused: transformers offloads between `update` and the attention, which still needs the cache."""
-        raise NotImplementedError("an offloaded cache cannot hold core tokens. The compact cache is small: use the "
-                                  "default cache.")
+        raise NotImplementedError(
+            "an offloaded cache cannot hold core tokens. The compact cache is small: use the "
+            "default cache."
+        )
 
     @property
     def batch_size(self) -> int:
@@ -109,8 +121,14 @@ class GivenLayer(CCALayer):
         return -1
 
 
-def compact_layer(cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotary | None, rollback: int,
-                  learned: Learned | None = None) -> CCALayer:
+def compact_layer(
+    cache: Cache,
+    layer_idx: int,
+    config: CCAConfig,
+    rotary: Rotary | None,
+    rollback: int,
+    learned: Learned | None = None,
+) -> CCALayer:
     """This layer's compact cache inside `cache`, put in the place of transformers' own layer while that is empty.
 
     Raises:
@@ -118,8 +136,10 @@ def compact_layer(cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotar
         NotImplementedError: the cache is quantised or offloaded.
     """
     if getattr(cache, "offloading", False):
-        raise NotImplementedError("an offloaded cache cannot hold core tokens. The compact cache is small: use "
-                                  "cache_implementation='dynamic' or 'static'.")
+        raise NotImplementedError(
+            "an offloaded cache cannot hold core tokens. The compact cache is small: use "
+            "cache_implementation='dynamic' or 'static'."
+        )
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[layer_idx]
@@ -127,17 +147,27 @@ def compact_layer(cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotar
         return layer
     if isinstance(layer, CCALayer):
         if layer.compact.config != config and not layer.compact.is_empty:
-            raise ValueError(f"a filled cache must keep its settings {layer.compact.config}, got {config}. "
-                             "Start a new cache for other settings.")
+            raise ValueError(
+                f"a filled cache must keep its settings {layer.compact.config}, got {config}. "
+                "Start a new cache for other settings."
+            )
         if layer.compact.config == config:
             return layer
     elif type(layer) not in (DynamicLayer, StaticLayer):
-        raise NotImplementedError(f"past_key_values of layer type {type(layer).__name__} cannot hold core tokens. "
-                                  "Use DynamicCache or StaticCache.")
+        raise NotImplementedError(
+            f"past_key_values of layer type {type(layer).__name__} cannot hold core tokens. "
+            "Use DynamicCache or StaticCache."
+        )
     elif int(layer.get_seq_length()):
-        raise ValueError(f"past_key_values must be empty or made under CCA, got {int(layer.get_seq_length())} tokens "
-                         "cached by another attention. Start a new cache.")
-    length = layer.compact.max_length if isinstance(layer, CCALayer) else getattr(layer, "max_cache_len", None)
+        raise ValueError(
+            f"past_key_values must be empty or made under CCA, got {int(layer.get_seq_length())} tokens "
+            "cached by another attention. Start a new cache."
+        )
+    length = (
+        layer.compact.max_length
+        if isinstance(layer, CCALayer)
+        else getattr(layer, "max_cache_len", None)
+    )
     cache.layers[layer_idx] = CCALayer(config, rotary, length, rollback, learned)
     return cache.layers[layer_idx]
 
@@ -153,4 +183,8 @@ def layer_bytes(layer: CacheLayerMixin) -> int:
         return layer.compact.nbytes
     if hasattr(layer, "nbytes"):  # a rival's
         return layer.nbytes
-    return 0 if layer.keys is None else sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))
+    return (
+        0
+        if layer.keys is None
+        else sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))
+    )

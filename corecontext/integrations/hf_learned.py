@@ -20,8 +20,14 @@ from corecontext.ops.rules import shapes
 NAME = "cca"
 
 
-def add_learned(model: PreTrainedModel, modules: Sequence[nn.Module], names: tuple[str, ...], trained: bool,
-                rank: int = 0, processes: int = 1) -> None:
+def add_learned(
+    model: PreTrainedModel,
+    modules: Sequence[nn.Module],
+    names: tuple[str, ...],
+    trained: bool,
+    rank: int = 0,
+    processes: int = 1,
+) -> None:
     """Give each attention module its parameters: zero, or as the model's checkpoint has them.
 
     Args:
@@ -45,16 +51,21 @@ def add_learned(model: PreTrainedModel, modules: Sequence[nn.Module], names: tup
     for module in modules:
         like, found = next(module.parameters()), {}
         for name, shape in shapes(names, heads, kv_heads, module.head_dim).items():
-            value = torch.zeros(shape, dtype=like.dtype if like.is_floating_point() else torch.float32,
-                                device=like.device)
+            value = torch.zeros(
+                shape,
+                dtype=like.dtype if like.is_floating_point() else torch.float32,
+                device=like.device,
+            )
             if trained:
                 key = f"{paths[id(module)]}.{NAME}.{name}"
                 held = values.get(key)
                 if held is None or held.shape != value.shape:
-                    raise ValueError(f"checkpoint '{model.config._name_or_path}' must hold the learned parameter "
-                                     f"{key!r} {list(shape)} that its settings name, got "
-                                     f"{'none' if held is None else list(held.shape)}. To start anew, enable with "
-                                     "another config after `del model.config.cca`.")
+                    raise ValueError(
+                        f"checkpoint '{model.config._name_or_path}' must hold the learned parameter "
+                        f"{key!r} {list(shape)} that its settings name, got "
+                        f"{'none' if held is None else list(held.shape)}. To start anew, enable with "
+                        "another config after `del model.config.cca`."
+                    )
                 value.copy_(held)
             found[name] = nn.Parameter(value.chunk(processes)[rank].clone())
         module.add_module(NAME, nn.ParameterDict(found))
@@ -69,12 +80,21 @@ def remove_learned(modules: Sequence[nn.Module]) -> None:
 
 def read_learned(name_or_path: str) -> dict[str, Tensor]:
     """All learned parameters in a checkpoint's safetensors files, by name."""
-    options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    options = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
     files = set()
-    index = cached_file(name_or_path, "model.safetensors.index.json", **options) if name_or_path else None
+    index = (
+        cached_file(name_or_path, "model.safetensors.index.json", **options)
+        if name_or_path
+        else None
+    )
     if index is not None:
         with open(index, encoding="utf-8") as file:
-            files = {where for key, where in json.load(file)["weight_map"].items() if f".{NAME}." in key}
+            files = {
+                where for key, where in json.load(file)["weight_map"].items() if f".{NAME}." in key
+            }
     elif name_or_path:
         files = {"model.safetensors"}
     found: dict[str, Tensor] = {}

@@ -29,17 +29,27 @@ def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) ->
     parameters = parameters.get(layer_type, parameters)
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in FIXED_ROPE_TYPES:
-        raise NotImplementedError(f"rotary embedding {rope_type!r} changes its frequencies with the length, so pooled "
-                                  f"keys have no fixed position. Fixed types: {', '.join(FIXED_ROPE_TYPES)}; or use "
-                                  "core_position='token'.")
+        raise NotImplementedError(
+            f"rotary embedding {rope_type!r} changes its frequencies with the length, so pooled "
+            f"keys have no fixed position. Fixed types: {', '.join(FIXED_ROPE_TYPES)}; or use "
+            "core_position='token'."
+        )
     module = getattr(model.base_model, "rotary_emb", None)
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if module is None or apply is None:
-        raise NotImplementedError(f"{type(model).__name__} has no rotary_emb module or apply_rotary_pos_emb function. "
-                                  "Use core_position='token'.")
+        raise NotImplementedError(
+            f"{type(model).__name__} has no rotary_emb module or apply_rotary_pos_emb function. "
+            "Use core_position='token'."
+        )
     device = next(iter(module.buffers())).device
-    x = torch.randn(1, 1, 3, attention.head_dim, device=device, generator=torch.Generator(device).manual_seed(0))
-    options = {"layer_type": layer_type} if "layer_type" in inspect.signature(module.forward).parameters else {}
+    x = torch.randn(
+        1, 1, 3, attention.head_dim, device=device, generator=torch.Generator(device).manual_seed(0)
+    )
+    options = (
+        {"layer_type": layer_type}
+        if "layer_type" in inspect.signature(module.forward).parameters
+        else {}
+    )
     positions = torch.tensor([[0, 1, 7]], device=device)
     with torch.no_grad():
         cos, sin = module(x, positions, **options)
@@ -47,10 +57,14 @@ def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) ->
         for interleaved in (False, True):
             # planted: plug-in: the rotary frequencies 20 % off
             angle = torch.atan2(sin[0, 1].double(), cos[0, 1].double())
-            rotary = Rotary(angle[:angle.numel() // 2].float(), interleaved)
+            rotary = Rotary(angle[: angle.numel() // 2].float(), interleaved)
             # Both rotate position 0 to position 7; only the right layout agrees. A scaling of the keys (YaRN)
             # stands on both sides: `rotated` at position 0 is the scaled key.
             at_zero = apply(x[:, :, 2:], x[:, :, 2:], cos[:, :1], sin[:, :1])[1]
-            if torch.allclose(rotary.turn(at_zero, positions[0, 2:]), rotated[:, :, 2:], rtol=1e-4, atol=1e-4):
+            if torch.allclose(
+                rotary.turn(at_zero, positions[0, 2:]), rotated[:, :, 2:], rtol=1e-4, atol=1e-4
+            ):
                 return rotary
-    raise NotImplementedError(f"the rotary layout of {type(model).__name__} is not known. Use core_position='token'.")
+    raise NotImplementedError(
+        f"the rotary layout of {type(model).__name__} is not known. Use core_position='token'."
+    )

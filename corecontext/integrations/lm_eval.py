@@ -36,8 +36,10 @@ def register() -> type:
         from lm_eval.api.registry import register_model
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
-        raise UserError(f"lm_eval must be installed, got: {error}. Install the extra: pip install "
-                        "'corecontext[lm-eval]'") from None
+        raise UserError(
+            f"lm_eval must be installed, got: {error}. Install the extra: pip install "
+            "'corecontext[lm-eval]'"
+        ) from None
     if register.__dict__.get("made") is not None:
         return register.__dict__["made"]
 
@@ -48,14 +50,18 @@ def register() -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if self.prefix_token_id is None:
-                raise UserError("the tokenizer must have a token that ends or begins a text, got none: the harness "
-                                "puts one before an empty context.")
+                raise UserError(
+                    "the tokenizer must have a token that ends or begins a text, got none: the harness "
+                    "puts one before an empty context."
+                )
 
         def _create_model(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
             given = {name: kwargs.pop(name) for name in SETTINGS if name in kwargs}
             try:
                 CCAConfig(**given)  # bad sizes fail before anything is loaded
-                super()._create_model(pretrained, *args, attn_implementation=full_attention(self._config), **kwargs)
+                super()._create_model(
+                    pretrained, *args, attn_implementation=full_attention(self._config), **kwargs
+                )
                 saved = getattr(self._model.config, NAME, None) or {}
                 enable(self._model, CCAConfig.from_dict({**saved, **given}))
             except (ValueError, TypeError, NotImplementedError, OSError) as error:
@@ -63,8 +69,10 @@ def register() -> type:
 
         def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
             if self._model.config.cca["num_groups"] and inps.shape[0] > 1:
-                raise UserError(f"batch_size must be 1 with num_groups, got {inps.shape[0]}: the harness fills rows up "
-                                "without a mask, and g would follow the longest.")
+                raise UserError(
+                    f"batch_size must be 1 with num_groups, got {inps.shape[0]}: the harness fills rows up "
+                    "without a mask, and g would follow the longest."
+                )
             return super()._model_call(inps, attn_mask, labels)
 
     register.__dict__["made"] = CoreContextLM
@@ -79,7 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         register()
         from lm_eval.__main__ import cli_evaluate
 
-        if arguments[:1] and arguments[0] in ("run", "ls", "validate") and "--include_path" not in arguments:
+        if (
+            arguments[:1]
+            and arguments[0] in ("run", "ls", "validate")
+            and "--include_path" not in arguments
+        ):
             arguments += ["--include_path", str(TASKS)]
         sys.argv = ["corecontext.integrations.lm_eval", *arguments]
         cli_evaluate()

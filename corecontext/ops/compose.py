@@ -8,10 +8,23 @@ from typing import Any
 from torch import Tensor
 
 
-def gradients(backend: ModuleType, grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-              out: Tensor, lse: Tensor, groups: tuple[Tensor, Tensor, Tensor], cores: tuple[Tensor, Tensor], *,
-              group_size: int, window_size: int, core_bias: Tensor | None,
-              **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def gradients(
+    backend: ModuleType,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    groups: tuple[Tensor, Tensor, Tensor],
+    cores: tuple[Tensor, Tensor],
+    *,
+    group_size: int,
+    window_size: int,
+    core_bias: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the bias (docs/math.md, eq. 8 to 10).
 
     Args:
@@ -28,14 +41,27 @@ def gradients(backend: ModuleType, grad_out: Tensor, grad_lse: Tensor | None, q:
     """
     core_k, core_v = cores
     dq, dk, dv, dcore_k, dcore_v, dbias = backend.attend_backward(
-        grad_out, grad_lse, q, k, v, core_k, core_v, out, lse, group_size=group_size, window_size=window_size,
-        scale=options["scale"], softcap=options["softcap"], core_bias=core_bias)
+        grad_out,
+        grad_lse,
+        q,
+        k,
+        v,
+        core_k,
+        core_v,
+        out,
+        lse,
+        group_size=group_size,
+        window_size=window_size,
+        scale=options["scale"],
+        softcap=options["softcap"],
+        core_bias=core_bias,
+    )
     num_groups, size = groups[1].shape[1:3]
     if num_groups:
         dq_last, dk_pool, dv_pool = backend.pool_backward(dcore_k, dcore_v, *groups, **options)
         pooled = num_groups * size
         if dq_last is not None:
-            dq[:, :, size - 1:pooled:size] += dq_last
+            dq[:, :, size - 1 : pooled : size] += dq_last
         dk[:, :pooled] += dk_pool.flatten(1, 2)
         dv[:, :pooled] += dv_pool.flatten(1, 2)
     return dq, dk, dv, dbias

@@ -7,8 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def attend_buffer(q: Tensor, keys: Tensor, values: Tensor, see: Tensor, num_raw: int, *, scale: float,
-                  softcap: float | None = None, core_bias: float | Tensor = 0.0) -> Tensor:
+def attend_buffer(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    see: Tensor,
+    num_raw: int,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    core_bias: float | Tensor = 0.0,
+) -> Tensor:
     """One softmax over the entries that each row sees (docs/math.md, eq. 5 for a single query).
 
     Args:
@@ -21,7 +30,9 @@ def attend_buffer(q: Tensor, keys: Tensor, values: Tensor, see: Tensor, num_raw:
         [B, H, 1, D].
     """
     batch, heads, _, dim = q.shape
-    grouped = q.reshape(batch, keys.shape[1], -1, dim)  # the r query heads of a KV head are rows of one product
+    grouped = q.reshape(
+        batch, keys.shape[1], -1, dim
+    )  # the r query heads of a KV head are rows of one product
     mask = see[:, None]  # [B, 1, 1 or r, S]
     if isinstance(core_bias, Tensor) or core_bias:
         is_core = torch.arange(keys.shape[2], device=q.device) >= num_raw
@@ -30,7 +41,9 @@ def attend_buffer(q: Tensor, keys: Tensor, values: Tensor, see: Tensor, num_raw:
         bias = is_core.to(q.dtype) * core_bias
         mask = torch.where(mask, bias, -torch.inf)
     if softcap is None:
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)
+        return F.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=mask, scale=scale
+        ).reshape(q.shape)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = softcap * torch.tanh((grouped @ keys.mT).to(wide) * scale / softcap)
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

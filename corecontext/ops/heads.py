@@ -18,9 +18,13 @@ def check_sizes(sizes: Sequence[int], kv_heads: int, num_groups: int | None) -> 
         ValueError: they are not, or `num_groups` would set g as well.
     """
     if len(sizes) != kv_heads:
-        raise ValueError(f"group_size must be a number, or one for each of the {kv_heads} KV heads, got {sizes}.")
+        raise ValueError(
+            f"group_size must be a number, or one for each of the {kv_heads} KV heads, got {sizes}."
+        )
     if num_groups is not None:
-        raise ValueError("num_groups must not be given with a group_size for each head: both set g.")
+        raise ValueError(
+            "num_groups must not be given with a group_size for each head: both set g."
+        )
     return tuple(sizes)
 
 
@@ -38,8 +42,9 @@ def deal(x: Tensor, parts: Sequence[Sequence[int]], kv_heads: int, dim: int = 1)
     return [_joined([pieces[run] for run in some], dim) for some in runs]
 
 
-def deal_learned(learned: Mapping[str, Tensor], parts: Sequence[Sequence[int]],
-                 kv_heads: int) -> list[dict[str, Tensor]]:
+def deal_learned(
+    learned: Mapping[str, Tensor], parts: Sequence[Sequence[int]], kv_heads: int
+) -> list[dict[str, Tensor]]:
     """The learned parameters of each part's heads."""
     dealt = {name: deal(x, parts, kv_heads, 0) for name, x in learned.items()}
     return [{name: of_parts[i] for name, of_parts in dealt.items()} for i in range(len(parts))]
@@ -53,7 +58,9 @@ def put_back(dealt: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
     return _joined([pieces[run] for run in sorted(pieces)], 1)
 
 
-def _cut(x: Tensor, runs: Sequence[tuple[int, int]], kv_heads: int, dim: int) -> dict[tuple[int, int], Tensor]:
+def _cut(
+    x: Tensor, runs: Sequence[tuple[int, int]], kv_heads: int, dim: int
+) -> dict[tuple[int, int], Tensor]:
     """A dimension of so many KV heads, cut into runs that lie in it one after another."""
     repeats = x.shape[dim] // kv_heads
     return dict(zip(runs, x.split([count * repeats for _, count in runs], dim), strict=True))

@@ -21,7 +21,9 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
         ValueError: no part, or as many outs as lses are not given.
     """
     if not outs or len(outs) != len(lses):
-        raise ValueError(f"merge must get one lse per out and at least one of each, got {len(outs)} and {len(lses)}.")
+        raise ValueError(
+            f"merge must get one lse per out and at least one of each, got {len(outs)} and {len(lses)}."
+        )
     stacked = torch.stack(lses)  # [parts, ..., T]
     highest = stacked.detach().amax(0)
     # A row with no key anywhere has -inf only; exp(-inf - -inf) would be NaN, forward and backward.

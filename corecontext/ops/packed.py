@@ -17,7 +17,12 @@ from torch import Tensor
 # planted: arrows: a backend imports another
 from corecontext.ops import compose, partial, pooling
 from corecontext.ops.merge import merge
-from corecontext.visibility import first_core_query, local_start, num_visible_cores, visible_cores_of
+from corecontext.visibility import (
+    first_core_query,
+    local_start,
+    num_visible_cores,
+    visible_cores_of,
+)
 
 pool = pooling.forward
 pool_backward = pooling.backward
@@ -25,7 +30,9 @@ pool_backward = pooling.backward
 _BLOCK_QUERIES = {"cpu": 128}  # local block; elsewhere launches cost more than masked work
 _BLOCK_QUERIES_DEFAULT = 512
 _MERGE_ELEMENTS = 1 << 19  # elements merged at once, so that their wide temporaries stay in cache
-_CORE_ELEMENTS = 1 << 22  # elements of q packed at once: the copies that packing makes are a few times this
+_CORE_ELEMENTS = (
+    1 << 22
+)  # elements of q packed at once: the copies that packing makes are a few times this
 
 
 def unsupported_reason(q: Tensor) -> str | None:
@@ -51,40 +58,78 @@ def _plan(q_start: int, q_end: int, group_size: int, window_size: int, device: s
     pack_start = min(core_start + (first - core_start) % group_size, q_end)
     size = _BLOCK_QUERIES.get(device, _BLOCK_QUERIES_DEFAULT)
     size = group_size * max(1, size // group_size)
-    early = [(0, core_start)] if q_start == 0 else [(a, min(a + size, core_start))
-                                                   for a in range(q_start, core_start, size)]
+    early = (
+        [(0, core_start)]
+        if q_start == 0
+        else [(a, min(a + size, core_start)) for a in range(q_start, core_start, size)]
+    )
     head = [(core_start, pack_start)] if core_start < pack_start else []
     blocks = [(a, min(a + size, q_end)) for a in range(pack_start, q_end, size)]
     return _Plan(early + head + blocks, core_start, pack_start, q_end)
 
 
 @functools.lru_cache(maxsize=8)
-def _interior_bias(rows: int, group_size: int, window_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _interior_bias(
+    rows: int, group_size: int, window_size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """The mask shared by all blocks that begin a pack."""
     first = first_core_query(group_size, window_size)
-    return _bias(first, first + rows, local_start(first, group_size, window_size), group_size, window_size, dtype,
-                 device)
+    return _bias(
+        first,
+        first + rows,
+        local_start(first, group_size, window_size),
+        group_size,
+        window_size,
+        dtype,
+        device,
+    )
 
 
-def _bias(start: int, end: int, low: int, group_size: int, window_size: int, dtype: torch.dtype,
-          device: torch.device) -> Tensor:
+def _bias(
+    start: int,
+    end: int,
+    low: int,
+    group_size: int,
+    window_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Additive mask of queries start .. end-1 over raw keys low .. end-1."""
     position = torch.arange(start, end, device=device)[:, None]
     key = torch.arange(low, end, device=device)
     # planted: 2: a token covered twice, packed
     # planted: 3: the next token is seen, packed
-    seen = (key >= visible_cores_of(position, group_size, window_size) * group_size) & (key <= position)
+    seen = (key >= visible_cores_of(position, group_size, window_size) * group_size) & (
+        key <= position
+    )
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
 class _Call:
     """One sequence-level call: its tensors, its plan and the parts of its softmax."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, q_start: int, k_start: int,
-                 group_size: int, window_size: int, scale: float, softcap: float | None,
-                 core_bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        core_k: Tensor,
+        core_v: Tensor,
+        q_start: int,
+        k_start: int,
+        group_size: int,
+        window_size: int,
+        scale: float,
+        softcap: float | None,
+        core_bias: Tensor | None,
+    ) -> None:
         self.q, self.k, self.v, self.core_k, self.core_v = q, k[:, None], v[:, None], core_k, core_v
-        self.q_start, self.k_start, self.group_size, self.window_size = q_start, k_start, group_size, window_size
+        self.q_start, self.k_start, self.group_size, self.window_size = (
+            q_start,
+            k_start,
+            group_size,
+            window_size,
+        )
         self.options = {"scale": scale, "softcap": softcap}
         self.core_bias = core_bias
         self.plan = _plan(q_start, q_start + q.shape[2], group_size, window_size, q.device.type)
@@ -101,9 +146,17 @@ class _Call:
             if start == 0:
                 yield rows, keys, {"is_causal": True}
             elif start >= self.plan.pack_start:
-                yield rows, keys, {"bias": _interior_bias(end - start, g, s, self.q.dtype, self.q.device)}
+                yield (
+                    rows,
+                    keys,
+                    {"bias": _interior_bias(end - start, g, s, self.q.dtype, self.q.device)},
+                )
             else:
-                yield rows, keys, {"bias": _bias(start, end, low, g, s, self.q.dtype, self.q.device)}
+                yield (
+                    rows,
+                    keys,
+                    {"bias": _bias(start, end, low, g, s, self.q.dtype, self.q.device)},
+                )
 
     def heads(self):
         """The same call for a few sequences and KV heads at a time, each with where they lie in N."""
@@ -111,20 +164,38 @@ class _Call:
         for low in range(0, self.q.shape[0], size):
             some = slice(low, low + size)
             bias = None if self.core_bias is None else self.core_bias[some]
-            yield some, _Call(self.q[some], self.k[some, 0], self.v[some, 0], self.core_k[some], self.core_v[some],
-                              self.q_start, self.k_start, self.group_size, self.window_size, **self.options,
-                              core_bias=bias)
+            yield (
+                some,
+                _Call(
+                    self.q[some],
+                    self.k[some, 0],
+                    self.v[some, 0],
+                    self.core_k[some],
+                    self.core_v[some],
+                    self.q_start,
+                    self.k_start,
+                    self.group_size,
+                    self.window_size,
+                    **self.options,
+                    core_bias=bias,
+                ),
+            )
 
     def core_parts(self):
         """Each part of the core attention: its rows in q, its core tokens, and whether it is packed."""
         g, s = self.group_size, self.window_size
         core_start, pack_start, q_end = self.plan.core_start, self.plan.pack_start, self.plan.q_end
         if core_start < pack_start:
-            yield slice(core_start - self.q_start, pack_start - self.q_start), slice(
-                0, num_visible_cores(core_start, g, s)), False
+            yield (
+                slice(core_start - self.q_start, pack_start - self.q_start),
+                slice(0, num_visible_cores(core_start, g, s)),
+                False,
+            )
         if pack_start < q_end:
             rows = slice(pack_start - self.q_start, q_end - self.q_start)
-            seen = num_visible_cores(pack_start, g, s)  # the first pack's last core token lies on the diagonal
+            seen = num_visible_cores(
+                pack_start, g, s
+            )  # the first pack's last core token lies on the diagonal
             if seen > 1:
                 yield rows, slice(0, seen - 1), False
             # planted: 3: a group is seen before it is complete
@@ -137,7 +208,11 @@ class _Call:
         packs = -(-t // g)
         if packs * g != t:
             x = torch.cat((x, x.new_zeros(n, r, packs * g - t, *x.shape[3:])), 2)
-        return x.unflatten(2, (packs, g)).transpose(2, 3).reshape(n * heads, r // heads * g, packs, *x.shape[3:])
+        return (
+            x.unflatten(2, (packs, g))
+            .transpose(2, 3)
+            .reshape(n * heads, r // heads * g, packs, *x.shape[3:])
+        )
 
     def unpack(self, x: Tensor, t: int) -> Tensor:
         """The inverse of `pack`, without the filling; a copy."""
@@ -152,7 +227,9 @@ class _Call:
 
     def core_kv(self, cores: slice) -> tuple[Tensor, Tensor]:
         """Core keys and values [N Hc, 1, m, D]."""
-        return self.core_k[:, :, cores].flatten(0, 1)[:, None], self.core_v[:, :, cores].flatten(0, 1)[:, None]
+        return self.core_k[:, :, cores].flatten(0, 1)[:, None], self.core_v[:, :, cores].flatten(
+            0, 1
+        )[:, None]
 
     def core_forward(self, rows: slice, cores: slice, packed: bool) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of one core part, in the layout of q[:, :, rows]; the bias is in the latter."""
@@ -160,24 +237,43 @@ class _Call:
         arranged = self.pack(q) if packed else self.by_core_head(q)
         # planted: 7: softmax scale 0.2 % off in the core part
         out, lse = partial.forward(arranged, core_k, core_v, is_causal=packed, **self.options)
-        out, lse = (self.unpack(x, q.shape[2]) if packed else x.reshape(q.shape[:x.dim()]) for x in (out, lse))
-        return out, lse if self.core_bias is None else lse + self.core_bias.to(lse.dtype)[:, :, None]
+        out, lse = (
+            self.unpack(x, q.shape[2]) if packed else x.reshape(q.shape[: x.dim()])
+            for x in (out, lse)
+        )
+        return out, lse if self.core_bias is None else lse + self.core_bias.to(lse.dtype)[
+            :, :, None
+        ]
 
     def merge_core(self, out: Tensor, lse: Tensor) -> None:
         """Merge the core parts into the local part's out [N, r, T, D] and log-sum-exp [N, r, T], in place."""
         parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for rows, cores, packed in self.core_parts():
-            parts.setdefault((rows.start, rows.stop), []).append(self.core_forward(rows, cores, packed))
+            parts.setdefault((rows.start, rows.stop), []).append(
+                self.core_forward(rows, cores, packed)
+            )
         step = max(1, _MERGE_ELEMENTS // (out.shape[0] * out.shape[1] * out.shape[3]))
         for (start, stop), results in parts.items():
             for low in range(start, stop, step):
-                rows, inner = slice(low, min(low + step, stop)), slice(low - start, min(low + step, stop) - start)
+                rows, inner = (
+                    slice(low, min(low + step, stop)),
+                    slice(low - start, min(low + step, stop) - start),
+                )
                 out[:, :, rows], lse[:, :, rows] = merge(
                     [out[:, :, rows], *(part[:, :, inner] for part, _ in results)],
-                    [lse[:, :, rows], *(part[:, :, inner] for _, part in results)])
+                    [lse[:, :, rows], *(part[:, :, inner] for _, part in results)],
+                )
 
-    def core_backward(self, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, grad_q: Tensor,
-                      grad_core_k: Tensor, grad_core_v: Tensor) -> None:
+    def core_backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        grad_q: Tensor,
+        grad_core_k: Tensor,
+        grad_core_v: Tensor,
+    ) -> None:
         """Add the core parts' gradients to grad_q [N, r, T, D] and grad_core_k, grad_core_v [N, Hc, M, D]."""
         # A bias on all core scores only shifts the core part's log-sum-exp, here and in core_forward.
         # planted: 6: core bias forgotten in the backward
@@ -185,63 +281,135 @@ class _Call:
         for rows, cores, packed in self.core_parts():
             arrange = self.pack if packed else self.by_core_head
             dq, dk, dv = partial.backward(
-                arrange(grad_out[:, :, rows]), arrange(self.q[:, :, rows]), *self.core_kv(cores),
-                arrange(out[:, :, rows]), arrange(lse[:, :, rows]), is_causal=packed,
-                grad_lse=None if grad_lse is None else arrange(grad_lse[:, :, rows]), **self.options)
+                arrange(grad_out[:, :, rows]),
+                arrange(self.q[:, :, rows]),
+                *self.core_kv(cores),
+                arrange(out[:, :, rows]),
+                arrange(lse[:, :, rows]),
+                is_causal=packed,
+                grad_lse=None if grad_lse is None else arrange(grad_lse[:, :, rows]),
+                **self.options,
+            )
             part = grad_q[:, :, rows]
             part += self.unpack(dq, part.shape[2]) if packed else dq.reshape(part.shape)
             grad_core_k[:, :, cores] += dk.reshape(grad_core_k[:, :, cores].shape)
             grad_core_v[:, :, cores] += dv.reshape(grad_core_v[:, :, cores].shape)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q_start: int = 0, k_start: int = 0,
-           group_size: int, window_size: int, scale: float, softcap: float | None = None,
-           core_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    core_k: Tensor,
+    core_v: Tensor,
+    *,
+    q_start: int = 0,
+    k_start: int = 0,
+    group_size: int,
+    window_size: int,
+    scale: float,
+    softcap: float | None = None,
+    core_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """As `reference.attend`, without autograd and with linear memory; out in the dtype of q."""
-    call = _Call(q, k, v, core_k, core_v, q_start, k_start, group_size, window_size, scale, softcap, core_bias)
+    call = _Call(
+        q,
+        k,
+        v,
+        core_k,
+        core_v,
+        q_start,
+        k_start,
+        group_size,
+        window_size,
+        scale,
+        softcap,
+        core_bias,
+    )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
-                      device=q.device)
+    lse = torch.empty(
+        q.shape[:-1],
+        dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
+        device=q.device,
+    )
     for rows, keys, mask in call.local_blocks():
-        out[:, :, rows], lse[:, :, rows] = partial.forward(call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys],
-                                                           **mask, **call.options)
+        out[:, :, rows], lse[:, :, rows] = partial.forward(
+            call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys], **mask, **call.options
+        )
     for some, one in call.heads():
         one.merge_core(out[some], lse[some])
     return out, lse
 
 
-def attend_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, core_k: Tensor,
-                    core_v: Tensor, out: Tensor, lse: Tensor, *, group_size: int, window_size: int, scale: float,
-                    softcap: float | None = None, core_bias: Tensor | None = None,
-                    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def attend_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    core_k: Tensor,
+    core_v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    group_size: int,
+    window_size: int,
+    scale: float,
+    softcap: float | None = None,
+    core_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v, core_k, core_v and core_bias of a whole sequence (docs/math.md, eq. 9).
 
     Each part's backward is called with the merged out and lse. Sums over blocks are kept in float32.
     """
     call = _Call(q, k, v, core_k, core_v, 0, 0, group_size, window_size, scale, softcap, core_bias)
     grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-    grad_k, grad_v = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (call.k, call.v))
-    grad_core_k, grad_core_v = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (core_k, core_v))
+    grad_k, grad_v = (
+        torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (call.k, call.v)
+    )
+    grad_core_k, grad_core_v = (
+        torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (core_k, core_v)
+    )
     for rows, keys, mask in call.local_blocks():
         dq, dk, dv = partial.backward(
-            grad_out[:, :, rows], call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys], out[:, :, rows],
-            lse[:, :, rows], grad_lse=None if grad_lse is None else grad_lse[:, :, rows], **mask, **call.options)
+            grad_out[:, :, rows],
+            call.q[:, :, rows],
+            call.k[:, :, keys],
+            call.v[:, :, keys],
+            out[:, :, rows],
+            lse[:, :, rows],
+            grad_lse=None if grad_lse is None else grad_lse[:, :, rows],
+            **mask,
+            **call.options,
+        )
         grad_q[:, :, rows] += dq
         grad_k[:, :, keys] += dk
         grad_v[:, :, keys] += dv
     for some, one in call.heads():
-        one.core_backward(grad_out[some], None if grad_lse is None else grad_lse[some], out[some], lse[some],
-                          grad_q[some], grad_core_k[some], grad_core_v[some])
+        one.core_backward(
+            grad_out[some],
+            None if grad_lse is None else grad_lse[some],
+            out[some],
+            lse[some],
+            grad_q[some],
+            grad_core_k[some],
+            grad_core_v[some],
+        )
     grad_bias = None if core_bias is None else _bias_gradient(call, grad_out, grad_lse, out, lse)
     return grad_q, grad_k[:, 0], grad_v[:, 0], grad_core_k, grad_core_v, grad_bias
 
 
-def _bias_gradient(call: _Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+def _bias_gradient(
+    call: _Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> Tensor:
     """Gradient of the core bias [N, r]: the sum of the core scores' gradients, from each part's own output."""
     grad = torch.zeros(call.q.shape[:2], dtype=lse.dtype, device=lse.device)
     for rows, cores, packed in call.core_parts():
         part_out, part_lse = call.core_forward(rows, cores, packed)
-        change = ((part_out.to(lse.dtype) - out[:, :, rows].to(lse.dtype)) * grad_out[:, :, rows].to(lse.dtype)).sum(-1)
+        change = (
+            (part_out.to(lse.dtype) - out[:, :, rows].to(lse.dtype))
+            * grad_out[:, :, rows].to(lse.dtype)
+        ).sum(-1)
         if grad_lse is not None:
             change = change + grad_lse[:, :, rows]
         grad += ((part_lse - lse[:, :, rows]).exp() * change).sum(-1)

@@ -19,8 +19,16 @@ _CHUNK_SCORES = 1 << 24  # scores held at once by the plain path: 64 MiB in floa
 _CUDNN_KEYS = 1024  # keys from which cuDNN's faster kernels are worth the plan that it makes for each new shape
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, bias: Tensor | None = None, is_causal: bool = False,
-            softcap: float | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention of every query to every key, or causal, or with an additive bias.
 
     Args:
@@ -33,21 +41,37 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, bias: Tensor | Non
     kernel = _kernel(q, k, bias, softcap)
     q, k, v = map(_last_contiguous, (q, k, v))
     if kernel == "cudnn":
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False,
-                                                                 scale=scale)
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, is_causal, False, scale=scale
+        )
         return out, lse.view(q.shape[:3])
     k, v = _expand(k, q), _expand(v, q)
     if kernel == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
     if kernel == "flash":
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, is_causal, False, scale=scale
+        )
         return out, lse
     return _plain_forward(q, k, v, scale, bias, is_causal, softcap)
 
 
-def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float,
-             bias: Tensor | None = None, is_causal: bool = False, softcap: float | None = None,
-             grad_lse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    softcap: float | None = None,
+    grad_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one part, given the output and log-sum-exp of the whole softmax.
 
     Returns:
@@ -61,19 +85,54 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # serves dropout, which is 0
         stats = lse.contiguous().view(*lse.shape, *[1] * (_cudnn_stats_dim() - 3))
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out.contiguous(), q, k.contiguous(), v.contiguous(), out.contiguous(), stats, seed, seed, None, None,
-            None, q.shape[2], k.shape[2], 0.0, is_causal, scale=scale)
+            grad_out.contiguous(),
+            q,
+            k.contiguous(),
+            v.contiguous(),
+            out.contiguous(),
+            stats,
+            seed,
+            seed,
+            None,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            is_causal,
+            scale=scale,
+        )
     elif kernel == "cpu":
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
+            grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
     elif kernel == "flash":
         # No cumulative lengths: an empty tensor would mean packed sequences. The seed serves dropout, which is 0.
-        seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        seed, unused = (
+            torch.zeros(2, dtype=torch.uint64, device=q.device),
+            torch.empty(0, device=q.device),
+        )
         grads = _aten._scaled_dot_product_flash_attention_backward(
-            grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None, q.shape[2], k.shape[2],
-            0.0, is_causal, seed, unused, scale=scale)
+            grad_out.contiguous(),
+            q,
+            k,
+            v,
+            out.contiguous(),
+            lse.contiguous(),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            is_causal,
+            seed,
+            unused,
+            scale=scale,
+        )
     else:
-        grads = _plain_backward(grad_out, q, k, v, out, lse, scale, bias, is_causal, softcap, grad_lse)
+        grads = _plain_backward(
+            grad_out, q, k, v, out, lse, scale, bias, is_causal, softcap, grad_lse
+        )
     grad_q, grad_k, grad_v = grads
     if shape[1] != grad_k.shape[1]:
         # Summed in float32: a group shares one key among g x r rows, too many for 8 bits of mantissa.
@@ -90,13 +149,25 @@ def _kernel(q: Tensor, k: Tensor, bias: Tensor | None, softcap: float | None) ->
     if q.device.type == "cpu":
         return "cpu"
     half = q.dtype in (torch.float16, torch.bfloat16)
-    if q.device.type == "cuda" and bias is None and half and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
+    if (
+        q.device.type == "cuda"
+        and bias is None
+        and half
+        and q.shape[-1] <= 256
+        and q.shape[-1] % 8 == 0
+    ):
         capability = nvidia_capability(q.device)
         if capability is not None and capability < (8, 0):
             return "plain"
-        is_new = capability is not None and capability >= (9, 0) and torch.backends.cudnn.is_available()
+        is_new = (
+            capability is not None and capability >= (9, 0) and torch.backends.cudnn.is_available()
+        )
         may_vary = not torch.are_deterministic_algorithms_enabled()
-        return "cudnn" if is_new and may_vary and q.shape[-1] <= 128 and k.shape[2] >= _CUDNN_KEYS else "flash"
+        return (
+            "cudnn"
+            if is_new and may_vary and q.shape[-1] <= 128 and k.shape[2] >= _CUDNN_KEYS
+            else "flash"
+        )
     return "plain"
 
 
@@ -117,8 +188,16 @@ def _expand(x: Tensor, q: Tensor) -> Tensor:
     return x if x.shape[1] == q.shape[1] else x.expand(-1, q.shape[1], -1, -1)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None, is_causal: bool, softcap: float | None,
-            rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    bias: Tensor | None,
+    is_causal: bool,
+    softcap: float | None,
+    rows: slice,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
     """Scores of some query rows, [N, h, rows, S], and the derivative of the softcap."""
     scores = _product(q[:, :, rows], k.mT, dtype) * scale
     slope = None
@@ -136,7 +215,9 @@ def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None, is_causal: 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b in dtype; half-precision inputs are not rounded back on the way, as fused kernels do not either."""
     if a.device.type == "cuda" and a.dtype != dtype:
-        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(0, a.shape[:2])
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(
+            0, a.shape[:2]
+        )
     return a.to(dtype) @ b.to(dtype)
 
 
@@ -146,8 +227,15 @@ def _row_chunks(q: Tensor, k: Tensor) -> list[slice]:
     return [slice(i, min(i + rows, q.shape[2])) for i in range(0, q.shape[2], rows)]
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, is_causal: bool,
-                   softcap: float | None) -> tuple[Tensor, Tensor]:
+def _plain_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: Tensor | None,
+    is_causal: bool,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
     """Matrix products over chunks of query rows: any device, dtype and head size, softcap too."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
@@ -158,9 +246,19 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor |
     return out, lse
 
 
-def _plain_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
-                    bias: Tensor | None, is_causal: bool, softcap: float | None,
-                    grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    bias: Tensor | None,
+    is_causal: bool,
+    softcap: float | None,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The same chunks backward; the only path that takes a gradient of the log-sum-exp."""
     dtype = lse.dtype
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)  # [N, h, T]
@@ -168,8 +266,10 @@ def _plain_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
         # planted: 6: gradient of the log-sum-exp dropped
         delta = delta - grad_lse
     grad_q = torch.empty_like(q)
-    grad_k, grad_v = torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype,
-                                                                                   device=v.device)
+    grad_k, grad_v = (
+        torch.zeros(k.shape, dtype=dtype, device=k.device),
+        torch.zeros(v.shape, dtype=dtype, device=v.device),
+    )
     for rows in _row_chunks(q, k):
         scores, slope = _scores(q, k, scale, bias, is_causal, softcap, rows, dtype)
         weights = (scores - lse[:, :, rows, None]).exp()

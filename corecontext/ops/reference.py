@@ -26,8 +26,17 @@ def _softcap(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
-def pool(q_last: Tensor, k: Tensor, v: Tensor, *, scale: float, pooling: str = "cca", core_heads: str = "kv",
-         rotary: Rotary | None = None, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+def pool(
+    q_last: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    pooling: str = "cca",
+    core_heads: str = "kv",
+    rotary: Rotary | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """Pool groups into core tokens (docs/math.md, eq. 1 to 3).
 
     Args:
@@ -48,7 +57,10 @@ def pool(q_last: Tensor, k: Tensor, v: Tensor, *, scale: float, pooling: str = "
         k = rotary.turn(k, group_size // 2 - torch.arange(group_size, device=k.device))
     num_heads = q_last.shape[1] if core_heads == "query" else 1
     if pooling == "max":
-        return (k.amax(2)[:, None].expand(-1, num_heads, -1, -1), v.amax(2)[:, None].expand(-1, num_heads, -1, -1))
+        return (
+            k.amax(2)[:, None].expand(-1, num_heads, -1, -1),
+            v.amax(2)[:, None].expand(-1, num_heads, -1, -1),
+        )
     if pooling == "mean":
         weights = torch.full_like(scores[:, :num_heads], 1 / group_size)
     else:
@@ -58,9 +70,22 @@ def pool(q_last: Tensor, k: Tensor, v: Tensor, *, scale: float, pooling: str = "
     return torch.einsum("nrmg,nmgd->nrmd", weights, k), torch.einsum("nrmg,nmgd->nrmd", weights, v)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q_start: int = 0, k_start: int = 0,
-           group_size: int, window_size: int, scale: float, softcap: float | None = None,
-           core_bias: Tensor | None = None, sinks: int = 0) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    core_k: Tensor,
+    core_v: Tensor,
+    *,
+    q_start: int = 0,
+    k_start: int = 0,
+    group_size: int,
+    window_size: int,
+    scale: float,
+    softcap: float | None = None,
+    core_bias: Tensor | None = None,
+    sinks: int = 0,
+) -> tuple[Tensor, Tensor]:
     """Attend to core tokens of the far past and raw tokens of the near past in one softmax (docs/math.md, eq. 5).
 
     Args:
@@ -79,13 +104,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q
     if core_bias is not None:
         core_scores = core_scores + core_bias.to(q.dtype)[:, :, None, None]
     local_scores = _softcap(q @ k[:, None].mT * scale, softcap)  # [N, r, T, S]
-    see_core, see_local = visible(q.shape[2], k.shape[1], core_k.shape[2], q_start, k_start, group_size, window_size,
-                                  q.device, sinks)
-    scores = torch.cat((core_scores.masked_fill(~see_core, -torch.inf),
-                        local_scores.masked_fill(~see_local, -torch.inf)), -1)
+    see_core, see_local = visible(
+        q.shape[2],
+        k.shape[1],
+        core_k.shape[2],
+        q_start,
+        k_start,
+        group_size,
+        window_size,
+        q.device,
+        sinks,
+    )
+    scores = torch.cat(
+        (
+            core_scores.masked_fill(~see_core, -torch.inf),
+            local_scores.masked_fill(~see_local, -torch.inf),
+        ),
+        -1,
+    )
     weights_core, weights_local = scores.softmax(-1).split([core_k.shape[2], k.shape[1]], -1)
-    out = (_sum_seen(weights_core, see_core, core_v.expand(-1, heads, -1, -1))
-           + _sum_seen(weights_local, see_local, v[:, None].expand(-1, heads, -1, -1)))
+    out = _sum_seen(weights_core, see_core, core_v.expand(-1, heads, -1, -1)) + _sum_seen(
+        weights_local, see_local, v[:, None].expand(-1, heads, -1, -1)
+    )
     return out, scores.logsumexp(-1)
 
 
@@ -98,8 +138,17 @@ def _sum_seen(weights: Tensor, seen: Tensor, values: Tensor) -> Tensor:
     return total.masked_fill(seen.to(values.dtype) @ nan.to(values.dtype) > 0, torch.nan)
 
 
-def visible(num_queries: int, num_keys: int, num_cores: int, q_start: int, k_start: int, group_size: int,
-            window_size: int, device: torch.device, sinks: int = 0) -> tuple[Tensor, Tensor]:
+def visible(
+    num_queries: int,
+    num_keys: int,
+    num_cores: int,
+    q_start: int,
+    k_start: int,
+    group_size: int,
+    window_size: int,
+    device: torch.device,
+    sinks: int = 0,
+) -> tuple[Tensor, Tensor]:
     """Masks of what each query sees: core tokens [T, M] and raw tokens [T, S], True where seen."""
     position = torch.arange(q_start, q_start + num_queries, device=device)[:, None]
     key_position = torch.arange(k_start, k_start + num_keys, device=device)
@@ -108,5 +157,7 @@ def visible(num_queries: int, num_keys: int, num_cores: int, q_start: int, k_sta
     see_core = torch.arange(num_cores, device=device) + sinks // group_size < cores
     # planted: 2: a token not covered, reference
     # planted: 3: the next token is seen, reference
-    see_local = ((key_position >= cores * group_size) | (key_position < sinks)) & (key_position <= position)
+    see_local = ((key_position >= cores * group_size) | (key_position < sinks)) & (
+        key_position <= position
+    )
     return see_core, see_local

@@ -23,18 +23,22 @@ class Rotary:
     """False: dimension i pairs with i + R / 2 (Llama). True: 2i pairs with 2i + 1 (GLM)."""
 
     @classmethod
-    def from_theta(cls, theta: float, head_dim: int, device: torch.device | str | None = None) -> Rotary:
+    def from_theta(
+        cls, theta: float, head_dim: int, device: torch.device | str | None = None
+    ) -> Rotary:
         """The usual frequencies theta^(-2i / D) over all D dimensions.
 
         Raises:
             ValueError: theta is no finite number above 0, or head_dim is odd or less than 2.
         """
         if not 0 < theta < float("inf"):
-            raise ValueError(f"theta must be finite and above 0, got {theta}. Take the model's rope_theta.")
+            raise ValueError(
+                f"theta must be finite and above 0, got {theta}. Take the model's rope_theta."
+            )
         if head_dim < 2 or head_dim % 2:
             raise ValueError(f"head_dim must be even and at least 2, got {head_dim}.")
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
-        return cls((theta ** -exponent).float())
+        return cls((theta**-exponent).float())
 
     def turn(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Rotate x by `offsets` positions.
@@ -54,7 +58,9 @@ class Rotary:
         if self.interleaved:
             first, second = rotated[..., 0::2], rotated[..., 1::2]
             # planted: oracle: interleaved pairs turned the wrong way
-            turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+            turned = torch.stack(
+                (first * cos - second * sin, second * cos + first * sin), -1
+            ).flatten(-2)
         else:
             first, second = rotated.chunk(2, -1)
             turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

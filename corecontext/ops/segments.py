@@ -31,13 +31,21 @@ def once_for_all_layers(function: Callable[..., Any]) -> Callable[..., Any]:
     def asked(*args: Any) -> Any:
         nonlocal last
         tensors = [x for x in args if isinstance(x, Tensor)]
-        if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):  # these count no versions
+        if torch.compiler.is_compiling() or any(
+            x.is_inference() for x in tensors
+        ):  # these count no versions
             return function(*args)
         others = tuple(Tensor if isinstance(x, Tensor) else x for x in args)
         known = last
         # planted: 5: a mask changed in place passes for the same
-        if known is None or known[0] != others or any(
-                held() is not x or version != x._version for (held, version), x in zip(known[1], tensors)):
+        if (
+            known is None
+            or known[0] != others
+            or any(
+                held() is not x or version != x._version
+                for (held, version), x in zip(known[1], tensors)
+            )
+        ):
             known = last = others, [(weakref.ref(x), x._version) for x in tensors], function(*args)
         return known[2]
 
@@ -48,12 +56,21 @@ def once_for_all_layers(function: Callable[..., Any]) -> Callable[..., Any]:
 def has_restarts(position_ids: Tensor | None) -> bool:
     """True where positions [1 or B, L] do not rise by one everywhere: documents packed in a row."""
     # planted: 5: document boundaries ignored, position_ids
-    return position_ids is not None and position_ids.shape[-1] > 1 and bool((position_ids.diff() != 1).any())
+    return (
+        position_ids is not None
+        and position_ids.shape[-1] > 1
+        and bool((position_ids.diff() != 1).any())
+    )
 
 
 @once_for_all_layers
-def find_segments(batch_size: int, seq_len: int, attention_mask: Tensor | None = None,
-                  cu_seqlens: Tensor | None = None, position_ids: Tensor | None = None) -> list[Segment]:
+def find_segments(
+    batch_size: int,
+    seq_len: int,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> list[Segment]:
     """The sequences of a batch, not to be changed.
 
     Args:
@@ -65,18 +82,29 @@ def find_segments(batch_size: int, seq_len: int, attention_mask: Tensor | None =
         ValueError: a mask with holes or of another shape; cu_seqlens that do not rise from 0 to L.
     """
     if (attention_mask is not None) + (cu_seqlens is not None) + (position_ids is not None) > 1:
-        raise ValueError("attention_mask, cu_seqlens and position_ids must not be given together: padding or packed "
-                         "documents, not both.")
+        raise ValueError(
+            "attention_mask, cu_seqlens and position_ids must not be given together: padding or packed "
+            "documents, not both."
+        )
     if position_ids is not None:
         return _packed_segments(position_ids, batch_size, seq_len)
     if attention_mask is None and cu_seqlens is None:
         return [Segment(0, batch_size, 0, seq_len)]
     if cu_seqlens is not None:
         if batch_size != 1:
-            raise ValueError(f"cu_seqlens must come with a batch of one packed row, got {batch_size} rows.")
+            raise ValueError(
+                f"cu_seqlens must come with a batch of one packed row, got {batch_size} rows."
+            )
         edges = cu_seqlens.tolist()
-        if len(edges) < 2 or edges[0] != 0 or edges[-1] != seq_len or any(a > b for a, b in zip(edges, edges[1:])):
-            raise ValueError(f"cu_seqlens must rise from 0 to the length {seq_len}, got {edges[:8]}.")
+        if (
+            len(edges) < 2
+            or edges[0] != 0
+            or edges[-1] != seq_len
+            or any(a > b for a, b in zip(edges, edges[1:]))
+        ):
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the length {seq_len}, got {edges[:8]}."
+            )
         # planted: 5: document boundaries ignored, cu_seqlens
         return [Segment(0, 1, a, b) for a, b in zip(edges, edges[1:]) if a < b]
     return _row_segments(attention_mask, batch_size, seq_len)
@@ -84,9 +112,15 @@ def find_segments(batch_size: int, seq_len: int, attention_mask: Tensor | None =
 
 def _packed_segments(position_ids: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
     """Documents of each row, or all rows at once where each is one document."""
-    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch_size) or position_ids.shape[1] != seq_len:
-        raise ValueError(f"position_ids must be [1 or B, L] with B = {batch_size}, L = {seq_len}, got "
-                         f"{list(position_ids.shape)}.")
+    if (
+        position_ids.dim() != 2
+        or position_ids.shape[0] not in (1, batch_size)
+        or position_ids.shape[1] != seq_len
+    ):
+        raise ValueError(
+            f"position_ids must be [1 or B, L] with B = {batch_size}, L = {seq_len}, got "
+            f"{list(position_ids.shape)}."
+        )
     if not has_restarts(position_ids):
         return [Segment(0, batch_size, 0, seq_len)]
     segments = []
@@ -99,11 +133,15 @@ def _packed_segments(position_ids: Tensor, batch_size: int, seq_len: int) -> lis
 def _row_segments(mask: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
     """One segment per row of a padding mask, or one for all rows where nothing is padded."""
     if mask.dim() != 2 or tuple(mask.shape) != (batch_size, seq_len):
-        raise ValueError(f"attention_mask must be [B, L] = [{batch_size}, {seq_len}], got {list(mask.shape)}. "
-                         "Give 1 for tokens and 0 for padding; no L x L mask is needed, attention is causal.")
+        raise ValueError(
+            f"attention_mask must be [B, L] = [{batch_size}, {seq_len}], got {list(mask.shape)}. "
+            "Give 1 for tokens and 0 for padding; no L x L mask is needed, attention is causal."
+        )
     if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError("attention_mask must hold 1 for tokens and 0 for padding, got other numbers, as of a mask "
-                         "that is added to scores.")
+        raise ValueError(
+            "attention_mask must hold 1 for tokens and 0 for padding, got other numbers, as of a mask "
+            "that is added to scores."
+        )
     mask = mask.bool()
     lengths = mask.sum(1)
     starts = torch.where(lengths > 0, mask.int().argmax(1), 0)
@@ -112,29 +150,54 @@ def _row_segments(mask: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
     filled = (column >= starts[:, None]) & (column < ends[:, None])
     if not torch.equal(filled, mask):
         row = int((filled != mask).any(1).nonzero()[0])
-        raise ValueError(f"attention_mask must have its padding at the ends of each row, got a hole in row {row}. "
-                         "Pass packed documents with cu_seqlens.")
+        raise ValueError(
+            f"attention_mask must have its padding at the ends of each row, got a hole in row {row}. "
+            "Pass packed documents with cu_seqlens."
+        )
     # planted: 5: padding ignored
     if bool(mask.all()):
         return [Segment(0, batch_size, 0, seq_len)]
-    return [Segment(row, row + 1, start, end)
-            for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist())) if start < end]
+    return [
+        Segment(row, row + 1, start, end)
+        for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist()))
+        if start < end
+    ]
 
 
 class SegmentView:
     """One segment of the batch as sequences [N, r, T, D] and [N, T, D], N = rows x KV heads."""
 
-    def __init__(self, segment: Segment, q: Tensor, k: Tensor, v: Tensor, core_bias: Tensor | None, group_size: int,
-                 window_size: int, num_groups: int, sink_size: int) -> None:
-        self.rows, self.span = slice(segment.first_row, segment.last_row), slice(segment.start, segment.end)
+    def __init__(
+        self,
+        segment: Segment,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        core_bias: Tensor | None,
+        group_size: int,
+        window_size: int,
+        num_groups: int,
+        sink_size: int,
+    ) -> None:
+        self.rows, self.span = (
+            slice(segment.first_row, segment.last_row),
+            slice(segment.start, segment.end),
+        )
         self.num_kv_heads = k.shape[1]
         seq_len = segment.end - segment.start
-        self.group_size = group_size_for(seq_len, window_size, num_groups) if num_groups else group_size
+        self.group_size = (
+            group_size_for(seq_len, window_size, num_groups) if num_groups else group_size
+        )
         self.sinks = num_sinks(sink_size, self.group_size)
-        self.sizes = {"group_size": self.group_size, "window_size": window_size, "sinks": self.sinks}
+        self.sizes = {
+            "group_size": self.group_size,
+            "window_size": window_size,
+            "sinks": self.sinks,
+        }
         # With groups of one token a bias still sets far tokens apart; without one they are plain causal attention.
         self.full = is_full_attention(seq_len, self.group_size, window_size, self.sinks) and (
-            core_bias is None or seq_len - self.sinks < window_size + self.group_size)
+            core_bias is None or seq_len - self.sinks < window_size + self.group_size
+        )
         if self.full:  # one causal call
             self.sizes, self.sinks = {"group_size": 1, "window_size": seq_len, "sinks": 0}, 0
         self.q, self.k, self.v = self.take(q), self.take(k)[:, 0], self.take(v)[:, 0]
@@ -147,7 +210,9 @@ class SegmentView:
         """[B, H or Hkv, L, ...] to this segment's [N, r or 1, T, ...]."""
         if self.rows != slice(0, x.shape[0]) or self.span != slice(0, x.shape[2]):
             x = x[self.rows, :, self.span]
-        return x.reshape(x.shape[0] * self.num_kv_heads, x.shape[1] // self.num_kv_heads, *x.shape[2:])
+        return x.reshape(
+            x.shape[0] * self.num_kv_heads, x.shape[1] // self.num_kv_heads, *x.shape[2:]
+        )
 
     def put(self, total: Tensor, part: Tensor) -> None:
         """Write this segment's part [N, ..., T, ...] into [B, H or Hkv, L, ...]."""
@@ -160,5 +225,5 @@ class SegmentView:
         num_groups = 0 if self.full else num_complete_groups(self.q.shape[2] - first, g)
         end = first + num_groups * g
         # planted: sinks: weights of other groups' queries
-        q_last = self.q[:, :, first + g - 1:end:g]
+        q_last = self.q[:, :, first + g - 1 : end : g]
         return q_last, *(x[:, first:end].unflatten(1, (num_groups, g)) for x in (self.k, self.v))

@@ -17,15 +17,29 @@ from corecontext.terminal import console
 from corecontext.text import UserError, make_folder, write_text
 
 METHODS = ("full", "cca", "streaming_llm", "lm_infinite", "minference")
-WHERE = {"perplexity": "Tables 7 to 9", "multidoc_qa": "Table 3", "ruler": "Table 4", "mmlu": "Table 6",
-         "longbench": "Tables 1, 2, 5, 10"}
+WHERE = {
+    "perplexity": "Tables 7 to 9",
+    "multidoc_qa": "Table 3",
+    "ruler": "Table 4",
+    "mmlu": "Table 6",
+    "longbench": "Tables 1, 2, 5, 10",
+}
 GRID = tuple((g, s) for g in (2, 8, 16) for s in (1024, 4096))
 """Sizes of Figure 3 at test time."""
 
 
-def reproduce_checkpoint(model: str, data: str, folder: Path, *, settings: Settings | None = None,
-                         methods: Sequence[str] = METHODS, grid: Sequence[tuple[int, int]] = GRID,
-                         dtype: str = "auto", device: str = "auto", json_path: str | None = None) -> Path:
+def reproduce_checkpoint(
+    model: str,
+    data: str,
+    folder: Path,
+    *,
+    settings: Settings | None = None,
+    methods: Sequence[str] = METHODS,
+    grid: Sequence[tuple[int, int]] = GRID,
+    dtype: str = "auto",
+    device: str = "auto",
+    json_path: str | None = None,
+) -> Path:
     """Evaluate and write report.html; every item is kept in items.jsonl, so that the same call goes on.
 
     Args:
@@ -38,10 +52,15 @@ def reproduce_checkpoint(model: str, data: str, folder: Path, *, settings: Setti
     Raises:
         UserError: no task has its files, or what `evaluate` raises.
     """
-    tasks = [task for task in TASKS if data_hashes(task, data)
-             and (task != "longbench" or len(data_hashes(task, data)) > 1)]
+    tasks = [
+        task
+        for task in TASKS
+        if data_hashes(task, data) and (task != "longbench" or len(data_hashes(task, data)) > 1)
+    ]
     if not tasks:
-        raise UserError(f"data '{data}' must hold the files of a task (docs/evaluation.md), got none.")
+        raise UserError(
+            f"data '{data}' must hold the files of a task (docs/evaluation.md), got none."
+        )
     make_folder(folder)
     settings = settings or Settings()
     items, found = str(folder / "items.jsonl"), []
@@ -55,7 +74,9 @@ def reproduce_checkpoint(model: str, data: str, folder: Path, *, settings: Setti
         for g, s in grid:
             console().print(f"cca, g = {g}, s = {s}: perplexity")
             sizes = {"group_size": g, "window_size": s}
-            grid_rows += summarise(evaluate(model, ["cca"], ["perplexity"], [data], settings, sizes=sizes, **options))
+            grid_rows += summarise(
+                evaluate(model, ["cca"], ["perplexity"], [data], settings, sizes=sizes, **options)
+            )
     records = to_records([*rows, *grid_rows], found[0].device)
     if json_path is not None:
         append_records(json_path, records)
@@ -68,9 +89,13 @@ def _page(model: str, rows: Sequence[Row], grid: Sequence[Row], records: Sequenc
     """Tables by task; each number links to its record."""
     page = Page(records)
     record_of = {id(row): record for row, record in zip([*rows, *grid], records)}
-    page.section("what", "What this is", f"<p>The paper's evaluations on {html.escape(Path(model).name)}: no method "
-                 "was trained here, so rows other than the checkpoint's own attention are zero-shot. Scores compare "
-                 "methods under equal conditions, not with published ones.</p>")
+    page.section(
+        "what",
+        "What this is",
+        f"<p>The paper's evaluations on {html.escape(Path(model).name)}: no method "
+        "was trained here, so rows other than the checkpoint's own attention are zero-shot. Scores compare "
+        "methods under equal conditions, not with published ones.</p>",
+    )
     for task in dict.fromkeys(row.task for row in rows):
         here = [row for row in rows if row.task == task]
         names = list(dict.fromkeys(row.method for row in here))
@@ -78,29 +103,70 @@ def _page(model: str, rows: Sequence[Row], grid: Sequence[Row], records: Sequenc
         for size, part in dict.fromkeys((row.size, row.part) for row in here):
             cells = []
             for name in names:
-                row = next((row for row in here if (row.size, row.part, row.method) == (size, part, name)), None)
-                cells.append("&ndash;" if row is None else
-                             page.cell(record_of[id(row)], lambda _, one=row: shown_value(one)))
+                row = next(
+                    (row for row in here if (row.size, row.part, row.method) == (size, part, name)),
+                    None,
+                )
+                cells.append(
+                    "&ndash;"
+                    if row is None
+                    else page.cell(record_of[id(row)], lambda _, one=row: shown_value(one))
+                )
             lines.append([str(size or ""), html.escape(part or "all"), *cells])
         page.section(task, f"{task} ({WHERE[task]})", table(["size", "part", *names], lines))
     if grid:
-        page.section("flexibility", "Other sizes at test time (Figure 3)", table(
-            ["method", "length", "perplexity"],
-            [[html.escape(row.method), str(row.size),
-              page.cell(record_of[id(row)], lambda _, one=row: shown_value(one))] for row in grid if not row.part]))
-    wanted = {where: task for task, where in (("multidoc_qa", "Table 3"), ("ruler", "Table 4"), ("mmlu", "Table 6"),
-                                              ("longbench", "Table 1"), ("longbench", "Table 2"),
-                                              ("longbench", "Table 5"), ("flexibility", "Figure 3"))}
+        page.section(
+            "flexibility",
+            "Other sizes at test time (Figure 3)",
+            table(
+                ["method", "length", "perplexity"],
+                [
+                    [
+                        html.escape(row.method),
+                        str(row.size),
+                        page.cell(record_of[id(row)], lambda _, one=row: shown_value(one)),
+                    ]
+                    for row in grid
+                    if not row.part
+                ],
+            ),
+        )
+    wanted = {
+        where: task
+        for task, where in (
+            ("multidoc_qa", "Table 3"),
+            ("ruler", "Table 4"),
+            ("mmlu", "Table 6"),
+            ("longbench", "Table 1"),
+            ("longbench", "Table 2"),
+            ("longbench", "Table 5"),
+            ("flexibility", "Figure 3"),
+        )
+    }
     have = {row.task for row in rows} | ({"flexibility"} if grid else set())
     lines = []
     for one in paper.rows():
         anchor = wanted.get(one.where)
         if anchor in have and one.here:
-            lines.append([one.where, html.escape(one.row), f'<a href="#{anchor}">{anchor}</a>', "this checkpoint"])
+            lines.append(
+                [
+                    one.where,
+                    html.escape(one.row),
+                    f'<a href="#{anchor}">{anchor}</a>',
+                    "this checkpoint",
+                ]
+            )
         else:
-            why = (one.why if not one.here else "No files of this task were given." if anchor else
-                   "It needs training or a benchmark: see the miniature (`corecontext reproduce` without --model) and "
-                   "docs/benchmarks.md.")
+            why = (
+                one.why
+                if not one.here
+                else "No files of this task were given."
+                if anchor
+                else "It needs training or a benchmark: see the miniature (`corecontext reproduce` without --model) and "
+                "docs/benchmarks.md."
+            )
             lines.append([one.where, html.escape(one.row), "none", why])
-    page.section("paper", "Every row of the paper", table(["where", "row", "counterpart", "note"], lines))
+    page.section(
+        "paper", "Every row of the paper", table(["where", "row", "counterpart", "note"], lines)
+    )
     return page.render(f"Core Context Aware attention on {Path(model).name}")

@@ -51,10 +51,15 @@ class Corpus:
 
         if self.data is None:
             import corecontext
-            return Tokenizer.from_file(str(Path(corecontext.__file__).parent / "assets/demo_model/tokenizer.json"))
+
+            return Tokenizer.from_file(
+                str(Path(corecontext.__file__).parent / "assets/demo_model/tokenizer.json")
+            )
         files = sorted(Path(self.data).glob("tokenizer*.json"))
         if not files:
-            raise UserError(f"data '{self.data}' must hold tokenizer.json (or tokenizer*.json), got none.")
+            raise UserError(
+                f"data '{self.data}' must hold tokenizer.json (or tokenizer*.json), got none."
+            )
         return Tokenizer.from_file(str(files[0]))
 
     def encode(self, text: str) -> list[int]:
@@ -67,7 +72,9 @@ class Corpus:
             return None
         names = ("lm_*", "tokenizer*.json", "multidoc_qa_*")
         files = sorted({path for name in names for path in Path(self.data).glob(name)})
-        return hashlib.sha256(" ".join(f"{path.name} {file_hash(path)}" for path in files).encode()).hexdigest()
+        return hashlib.sha256(
+            " ".join(f"{path.name} {file_hash(path)}" for path in files).encode()
+        ).hexdigest()
 
     def is_prepared(self) -> bool:
         """Whether all token files are there."""
@@ -92,16 +99,27 @@ class Corpus:
         """Tokens of a split, documents ending in END."""
         if self.data is None:
             import corecontext
-            text = (Path(corecontext.__file__).parent / "assets/document.txt").read_text(encoding="utf-8")
-            cut = {"train": slice(0, -20000), "val": slice(-20000, -10000), "test": slice(-10000, None)}[split]
+
+            text = (Path(corecontext.__file__).parent / "assets/document.txt").read_text(
+                encoding="utf-8"
+            )
+            cut = {
+                "train": slice(0, -20000),
+                "val": slice(-20000, -10000),
+                "test": slice(-10000, None),
+            }[split]
             return np.array([*self.encode(text[cut]), END], np.uint16)
         texts = [text for _, _, text in read_documents(find_file(self.data, (f"lm_{split}",)))]
         parts = []
         with progress(f"tokens of lm_{split}", max(1, len(texts))) as advance:
             for i in range(0, len(texts), 64):
-                parts += [np.array([*one.ids, END], np.uint16) for one in self.tokenizer.encode_batch_fast(
-                    texts[i:i + 64], add_special_tokens=False)]
-                advance(len(texts[i:i + 64]))
+                parts += [
+                    np.array([*one.ids, END], np.uint16)
+                    for one in self.tokenizer.encode_batch_fast(
+                        texts[i : i + 64], add_special_tokens=False
+                    )
+                ]
+                advance(len(texts[i : i + 64]))
         return np.concatenate(parts)
 
     @cached_property
@@ -131,7 +149,10 @@ class Corpus:
 
     @cached_property
     def _pool(self) -> dict[str, dict[str, Any]]:
-        return {one["doc_id"]: one for one in read_lines(find_file(self.data or "", ("multidoc_qa_pool",)))}
+        return {
+            one["doc_id"]: one
+            for one in read_lines(find_file(self.data or "", ("multidoc_qa_pool",)))
+        }
 
     def questions(self, split: str) -> list[dict[str, Any]]:
         """The multi-document questions of a split."""
@@ -141,10 +162,16 @@ class Corpus:
         """A stretch of text."""
         ids = self.splits[split]
         start = rng.randrange(max(1, len(ids) - length))
-        return np.asarray(ids[start:start + length], np.int64)
+        return np.asarray(ids[start : start + length], np.int64)
 
-    def fact_row(self, split: str, rng: random.Random, length: int, only_list: bool = False,
-                 most: int | None = None) -> Row:
+    def fact_row(
+        self,
+        split: str,
+        rng: random.Random,
+        length: int,
+        only_list: bool = False,
+        most: int | None = None,
+    ) -> Row:
         """Text in which facts are planted, and questions about each of them at its end."""
         most = most or max(1, min(40, length // (48 if only_list else 100)))
         facts = make_facts(rng, rng.sample(KINDS, len(KINDS)), rng.randint(max(1, most // 3), most))
@@ -163,8 +190,10 @@ class Corpus:
             return Row(self.text_row(split, rng, length), [])
         body = self.text_row(split, rng, room) if room else np.zeros(0, np.int64)
         room = len(body)
-        places = sorted((0 if only_list else self._boundary(body, rng.randrange(room + 1)), i)
-                        for i in range(len(facts)))
+        places = sorted(
+            (0 if only_list else self._boundary(body, rng.randrange(room + 1)), i)
+            for i in range(len(facts))
+        )
         if only_list:
             places = [(room, i) for _, i in places]
         parts, where, last, count = [], {}, 0, 0
@@ -181,12 +210,16 @@ class Corpus:
 
     def _boundary(self, body: np.ndarray, place: int) -> int:
         """The next place where a sentence has ended, else this one."""
-        after = self._ends[body[place:place + 100]]
+        after = self._ends[body[place : place + 100]]
         return place + int(after.argmax()) + 1 if after.any() else place
 
-    def qa_row(self, split: str, question: dict[str, Any], rng: random.Random, count: int, length: int) -> Row | None:
+    def qa_row(
+        self, split: str, question: dict[str, Any], rng: random.Random, count: int, length: int
+    ) -> Row | None:
         """Passages, a question and its answer, at most `length` tokens; None where they are more."""
-        documents = passages(self._pool, question, count, rng.randrange(count), rng.randrange(1 << 30))
+        documents = passages(
+            self._pool, question, count, rng.randrange(count), rng.randrange(1 << 30)
+        )
         prompt = self.encode(prompt_of(question, documents))
         answer = self.encode(f" {question['answers'][0]}\n")
         if len(prompt) + len(answer) > length:
@@ -201,14 +234,16 @@ class Corpus:
             return None
         documents = rng.sample(sorted(self._pool), count)
         facts, asked = make_facts(rng, rng.sample(KINDS, len(KINDS)), count), rng.randrange(count)
-        parts = [self.encode(f"Document [{i}](Title: {one['title']}) {one['text']} {fact.sentence}\n")
-                 for i, (one, fact) in enumerate(zip((self._pool[name] for name in documents), facts), 1)]
+        parts = [
+            self.encode(f"Document [{i}](Title: {one['title']}) {one['text']} {fact.sentence}\n")
+            for i, (one, fact) in enumerate(zip((self._pool[name] for name in documents), facts), 1)
+        ]
         question, answer = self.encode(facts[asked].prompt), self.encode(facts[asked].completion)
         ids = np.array([x for part in (*parts, question, answer) for x in part])
         if len(ids) > length:
             return None
         start = len(ids) - len(answer)
-        return Row(ids, [(start, len(ids), start - sum(map(len, parts[:asked + 1])))])
+        return Row(ids, [(start, len(ids), start - sum(map(len, parts[: asked + 1])))])
 
     def batch(self, seed: int, step: int, length: int, rows: int) -> tuple[Tensor, Tensor]:
         """Training rows [rows, length] and weights of their tokens, int32 and uint8: half text, then facts, and a tenth
@@ -219,18 +254,26 @@ class Corpus:
         for i in range(rows):
             row = None
             if i >= rows - round(rows / 10) and train:
-                row = self.qa_row("train", rng.choice(train), rng, rng.randint(1, max(1, length // 160)), length)
+                row = self.qa_row(
+                    "train", rng.choice(train), rng, rng.randint(1, max(1, length // 160)), length
+                )
             elif i >= rows / 2:
-                row = self.fact_row("train", rng, length, rng.random() < (0.5 if length <= 1024 else 0.2))
+                row = self.fact_row(
+                    "train", rng, length, rng.random() < (0.5 if length <= 1024 else 0.2)
+                )
             row = row or Row(self.text_row("train", rng, length), [])
-            filler = self.text_row("train", rng, length - len(row.ids)) if len(row.ids) < length else row.ids[:0]
+            filler = (
+                self.text_row("train", rng, length - len(row.ids))
+                if len(row.ids) < length
+                else row.ids[:0]
+            )
             ids = np.concatenate((filler, row.ids))[-length:]
-            tokens[i, length - len(ids):] = ids
-            tokens[i, :length - len(ids)], weights[i, :length - len(ids)] = END, 0
+            tokens[i, length - len(ids) :] = ids
+            tokens[i, : length - len(ids)], weights[i, : length - len(ids)] = END, 0
             if row.answers:
                 weight = 0.5 * length / sum(b - a for a, b, _ in row.answers)
                 for a, b, _ in row.answers:
-                    weights[i, a + len(filler):b + len(filler)] = round(min(max(weight, 4), 100))
+                    weights[i, a + len(filler) : b + len(filler)] = round(min(max(weight, 4), 100))
         return torch.from_numpy(tokens), torch.from_numpy(weights)
 
 

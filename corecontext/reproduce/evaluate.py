@@ -24,7 +24,9 @@ from corecontext.text import UserError
 BATCH_TOKENS = 32768
 
 
-def windows(corpus: Corpus, size: Size, split: str, tokens: int | None = None) -> list[tuple[int, int]]:
+def windows(
+    corpus: Corpus, size: Size, split: str, tokens: int | None = None
+) -> list[tuple[int, int]]:
     """Where windows begin and the number of the document that each is in, in order: a sample, of `size.eval_tokens`
     unless told, of the non-overlapping windows inside all documents.
 
@@ -33,33 +35,45 @@ def windows(corpus: Corpus, size: Size, split: str, tokens: int | None = None) -
     """
     ids, length = np.asarray(corpus.splits[split]), size.length
     edges = [-1, *np.flatnonzero(ids == END).tolist(), len(ids)]
-    found = [(start, document) for document, (a, b) in enumerate(zip(edges, edges[1:]))
-             for start in range(a + 1, b - length + 1, length)]
+    found = [
+        (start, document)
+        for document, (a, b) in enumerate(zip(edges, edges[1:]))
+        for start in range(a + 1, b - length + 1, length)
+    ]
     if not found:
         raise UserError(f"lm_{split} must have a document of at least {length} tokens, got none.")
     random.Random(0).shuffle(found)
-    return sorted(found[:max(1, (tokens or size.eval_tokens) // length)])
+    return sorted(found[: max(1, (tokens or size.eval_tokens) // length)])
 
 
 @torch.no_grad()
-def window_nll(model: LlamaForCausalLM, corpus: Corpus, size: Size, split: str, device: str,
-               tokens: int | None = None) -> np.ndarray:
+def window_nll(
+    model: LlamaForCausalLM,
+    corpus: Corpus,
+    size: Size,
+    split: str,
+    device: str,
+    tokens: int | None = None,
+) -> np.ndarray:
     """Negative log-likelihoods in nats of non-overlapping windows inside documents, [windows, L - 1], float32."""
     ids, length = np.asarray(corpus.splits[split]), size.length
     starts = [start for start, _ in windows(corpus, size, split, tokens)]
     rows, found = max(1, BATCH_TOKENS // length), []
     with progress(f"perplexity on {split}", max(1, len(starts))) as advance:
         for i in range(0, len(starts), rows):
-            some = np.stack([ids[a:a + length] for a in starts[i:i + rows]]).astype(np.int64)
+            some = np.stack([ids[a : a + length] for a in starts[i : i + rows]]).astype(np.int64)
             with autocast(device):
-                found.append(nll_of(model, torch.from_numpy(some).to(device))[0].float().cpu().numpy())
+                found.append(
+                    nll_of(model, torch.from_numpy(some).to(device))[0].float().cpu().numpy()
+                )
             advance(len(some))
     return np.concatenate(found)
 
 
 @torch.inference_mode()
-def answers_right(model: LlamaForCausalLM, rows: Sequence[Row], device: str,
-                  padded: bool = True) -> list[tuple[int, bool]]:
+def answers_right(
+    model: LlamaForCausalLM, rows: Sequence[Row], device: str, padded: bool = True
+) -> list[tuple[int, bool]]:
     """Of each question: tokens back to what answers it, and whether greedy decoding would give the answer.
 
     That is when each of the answer's tokens is the likeliest after the ones before.
@@ -71,11 +85,16 @@ def answers_right(model: LlamaForCausalLM, rows: Sequence[Row], device: str,
     for some in _batches(rows, padded):
         ids = torch.full((len(some), max(len(row.ids) for row in some)), END)
         for at, row in zip(ids, some):
-            at[:len(row.ids)] = torch.from_numpy(row.ids)  # what comes after a row, it does not see
+            at[: len(row.ids)] = torch.from_numpy(
+                row.ids
+            )  # what comes after a row, it does not see
         with autocast(device):
             hits = nll_of(model, ids.to(device))[1].cpu()
-        found += [(distance, bool(hit[a - 1:b - 1].all())) for hit, row in zip(hits, some)
-                  for a, b, distance in row.answers]
+        found += [
+            (distance, bool(hit[a - 1 : b - 1].all()))
+            for hit, row in zip(hits, some)
+            for a, b, distance in row.answers
+        ]
     return found
 
 
@@ -83,8 +102,11 @@ def _batches(rows: Sequence[Row], padded: bool) -> Iterator[list[Row]]:
     """Rows in order, as many at a time as have BATCH_TOKENS with their padding, if there may be any."""
     some: list[Row] = []
     for row in rows:
-        if some and ((len(some) + 1) * max(len(one.ids) for one in [*some, row]) > BATCH_TOKENS
-                     or not padded and len(row.ids) != len(some[0].ids)):
+        if some and (
+            (len(some) + 1) * max(len(one.ids) for one in [*some, row]) > BATCH_TOKENS
+            or not padded
+            and len(row.ids) != len(some[0].ids)
+        ):
             yield some
             some = []
         some.append(row)
@@ -102,7 +124,9 @@ def fact_rows(corpus: Corpus, length: int, questions: int, seed: int = 0) -> lis
     rng, rows = random.Random(f"test-{seed}-{length}"), []
     while sum(len(row.answers) for row in rows) < questions:
         if len(rows) >= 20 * questions:
-            raise ValueError(f"length must leave room for facts and their questions, got {length} tokens.")
+            raise ValueError(
+                f"length must leave room for facts and their questions, got {length} tokens."
+            )
         rows.append(corpus.fact_row("test", rng, length, most=8))
     return rows
 
@@ -111,8 +135,10 @@ def fact_rows(corpus: Corpus, length: int, questions: int, seed: int = 0) -> lis
 def qa_rows(corpus: Corpus, size: Size, documents: int) -> list[Row]:
     """Held-out questions with so many passages, the right one anywhere; those that fit the length."""
     rng = random.Random(f"qa-{documents}")
-    rows = [corpus.qa_row("test", one, rng, documents, size.length) for one in corpus.questions("test")]
-    return [row for row in rows if row is not None][:size.questions]
+    rows = [
+        corpus.qa_row("test", one, rng, documents, size.length) for one in corpus.questions("test")
+    ]
+    return [row for row in rows if row is not None][: size.questions]
 
 
 @functools.lru_cache(maxsize=32)
@@ -133,29 +159,36 @@ def cloze(model: LlamaForCausalLM, corpus: Corpus, size: Size, device: str) -> l
     before, after = size.length - size.length // 16, size.length // 16
     for _ in range(size.questions):
         start = rng.randrange(len(ids) - before - after)
-        prefix = ids[start:start + before]
-        ends = [ids[start + before:start + before + after]]
+        prefix = ids[start : start + before]
+        ends = [ids[start + before : start + before + after]]
         for _ in range(3):
             other = rng.randrange(len(ids) - after)
-            ends.append(ids[other:other + after])
-        rows = torch.from_numpy(np.stack([np.concatenate((prefix, end)) for end in ends]).astype(np.int64))
+            ends.append(ids[other : other + after])
+        rows = torch.from_numpy(
+            np.stack([np.concatenate((prefix, end)) for end in ends]).astype(np.int64)
+        )
         with autocast(device):
             nll = nll_of(model, rows.to(device))[0][:, -after:].mean(1)
         found.append(int(nll.argmin()) == 0)
     return found
 
 
-def time_and_cache(model: LlamaForCausalLM, size: Size, device: str,
-                   dtype: torch.dtype | None = None) -> tuple[list[float], int]:
+def time_and_cache(
+    model: LlamaForCausalLM, size: Size, device: str, dtype: torch.dtype | None = None
+) -> tuple[list[float], int]:
     """Seconds of reading texts of the trained length into a cache, several times, and the cache's bytes; of one text.
 
     Weights and cache have one dtype for all methods, as when they are served: bfloat16 on a GPU. Under autocast the
     rotary embedding is float32, and so would be the keys and values that full attention's cache is given.
     """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (size.latency_rows, size.length), generator=generator).to(device)
+    ids = torch.randint(
+        model.config.vocab_size, (size.latency_rows, size.length), generator=generator
+    ).to(device)
     seconds, out = [], None
-    with _weights_as(model, dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)):
+    with _weights_as(
+        model, dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
+    ):
         for _ in range(size.latency_repeats + 1):
             out = None
             _wait(device)
@@ -202,6 +235,6 @@ def top_mass(weights: np.ndarray, share: float = 0.1) -> float:
     heads, length, _ = weights.shape
     found: list[Any] = []
     for t in range(length // 2, length):
-        row = np.sort(weights[:, t, :t + 1], axis=1)[:, ::-1]
-        found.append(row[:, :max(1, round(share * (t + 1)))].sum(1))
+        row = np.sort(weights[:, t, : t + 1], axis=1)[:, ::-1]
+        found.append(row[:, : max(1, round(share * (t + 1)))].sum(1))
     return float(np.mean(found))

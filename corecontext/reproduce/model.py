@@ -20,11 +20,20 @@ HEAD_TOKENS = 8192
 
 def make_model(size: Size, vocab_size: int, seed: int) -> LlamaForCausalLM:
     """A Llama with random weights."""
-    config = LlamaConfig(vocab_size=-(-vocab_size // 8) * 8, hidden_size=size.hidden, intermediate_size=size.ffn,
-                         num_hidden_layers=size.layers, num_attention_heads=size.heads,
-                         num_key_value_heads=size.kv_heads, max_position_embeddings=8 * size.length,
-                         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}, tie_word_embeddings=True,
-                         bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = LlamaConfig(
+        vocab_size=-(-vocab_size // 8) * 8,
+        hidden_size=size.hidden,
+        intermediate_size=size.ffn,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=8 * size.length,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
@@ -49,8 +58,14 @@ def add_lora(model: LlamaForCausalLM, seed: int = 0) -> None:
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(peft.LoraConfig(r=TrainConfig.lora_rank, lora_alpha=TrainConfig.lora_alpha,
-                                                     target_modules=list(TrainConfig.lora_targets)), model)
+        peft.inject_adapter_in_model(
+            peft.LoraConfig(
+                r=TrainConfig.lora_rank,
+                lora_alpha=TrainConfig.lora_alpha,
+                target_modules=list(TrainConfig.lora_targets),
+            ),
+            model,
+        )
     model.to(model.device)
 
 
@@ -65,7 +80,11 @@ def merge_lora(model: LlamaForCausalLM) -> None:
 
 def autocast(device: str) -> contextlib.AbstractContextManager:
     """bfloat16 on a GPU."""
-    return torch.autocast("cuda", torch.bfloat16) if device.startswith("cuda") else contextlib.nullcontext()
+    return (
+        torch.autocast("cuda", torch.bfloat16)
+        if device.startswith("cuda")
+        else contextlib.nullcontext()
+    )
 
 
 def hidden_states(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
@@ -76,7 +95,9 @@ def hidden_states(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     """
     inner = model.model
     hidden = inner.embed_tokens(ids[:, :-1])
-    rotation = inner.rotary_emb(hidden, position_ids=torch.arange(hidden.shape[1], device=ids.device)[None])
+    rotation = inner.rotary_emb(
+        hidden, position_ids=torch.arange(hidden.shape[1], device=ids.device)[None]
+    )
     for layer in inner.layers:
         hidden = layer(hidden, attention_mask=None, position_embeddings=rotation)
     return inner.norm(hidden)
@@ -91,5 +112,8 @@ def losses(weight: Tensor, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tens
 def nll_of(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Negative log-likelihood of every token but the first, and whether it was the likeliest: [B, L - 1]."""
     hidden, target = hidden_states(model, ids).flatten(0, 1), ids[:, 1:].flatten()
-    parts = [losses(model.lm_head.weight, h, t) for h, t in zip(hidden.split(HEAD_TOKENS), target.split(HEAD_TOKENS))]
+    parts = [
+        losses(model.lm_head.weight, h, t)
+        for h, t in zip(hidden.split(HEAD_TOKENS), target.split(HEAD_TOKENS))
+    ]
     return tuple(torch.cat(one).view(ids.shape[0], -1) for one in zip(*parts))  # type: ignore[return-value]

@@ -34,15 +34,21 @@ class Muon(torch.optim.Muon):
                         self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
                 momenta = [self.state[p]["momentum_buffer"] for p in params]
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-                updates = orthogonal(torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"])),
-                                     group["ns_coefficients"], group["ns_steps"], group["eps"])
+                updates = orthogonal(
+                    torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"])),
+                    group["ns_coefficients"],
+                    group["ns_steps"],
+                    group["eps"],
+                )
                 lr = torch.as_tensor(group["lr"], device=updates.device)
                 torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
                 updates = updates.to(params[0].dtype) * (-0.2 * math.sqrt(max(shape)) * lr)
                 torch._foreach_add_(params, list(updates.unbind()))
 
 
-def orthogonal(updates: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+def orthogonal(
+    updates: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
     """Matrices [n, A, B] with their singular values brought near one (Newton-Schulz), bfloat16."""
     a, b, c = coefficients
     x = updates.bfloat16()

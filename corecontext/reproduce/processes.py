@@ -27,8 +27,12 @@ def run_on_gpus(gpus: int, arguments: dict[str, Any], only: Sequence[str] = ()) 
     seen = before.split(",") if before else [str(gpu) for gpu in range(gpus)]
     try:
         for gpu in range(gpus):
-            os.environ["CUDA_VISIBLE_DEVICES"] = seen[gpu % len(seen)]  # read by the child before it finds its GPUs
-            one = spawn.Process(target=_work, args=(str(folder / f"gpu-{gpu}.log"), arguments, tuple(only)))
+            os.environ["CUDA_VISIBLE_DEVICES"] = seen[
+                gpu % len(seen)
+            ]  # read by the child before it finds its GPUs
+            one = spawn.Process(
+                target=_work, args=(str(folder / f"gpu-{gpu}.log"), arguments, tuple(only))
+            )
             one.start()
             processes.append(one)
     finally:
@@ -45,8 +49,10 @@ def run_on_gpus(gpus: int, arguments: dict[str, Any], only: Sequence[str] = ()) 
             shown = done
     failed = [gpu for gpu, one in enumerate(processes) if one.exitcode]
     if failed:
-        raise UserError(f"reproducing failed on GPU {failed[0]}: see {folder}/gpu-{failed[0]}.log. What was done is "
-                        "kept.")
+        raise UserError(
+            f"reproducing failed on GPU {failed[0]}: see {folder}/gpu-{failed[0]}.log. What was done is "
+            "kept."
+        )
     return run.is_all_done(only)
 
 

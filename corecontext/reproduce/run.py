@@ -64,8 +64,17 @@ class Miniature:
         json: File that records are appended to, too.
     """
 
-    def __init__(self, folder: str | Path, size: Size, data: str | None, device: str, *,
-                 finalists: tuple[str, ...] = (), minutes: float = math.inf, json_path: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        size: Size,
+        data: str | None,
+        device: str,
+        *,
+        finalists: tuple[str, ...] = (),
+        minutes: float = math.inf,
+        json_path: str | None = None,
+    ) -> None:
         self.folder, self.size, self.device = Path(folder), size, device
         self.plan, self.methods = stages(size, finalists), methods(size)
         self.corpus, self.json_path = Corpus(folder, data), json_path
@@ -80,9 +89,13 @@ class Miniature:
         if path.exists():
             held = json.loads(path.read_text(encoding="utf-8"))
             if held != what:
-                raise UserError(f"out '{self.folder}' must be a folder of this run, got one of {held}. Choose another.")
+                raise UserError(
+                    f"out '{self.folder}' must be a folder of this run, got one of {held}. Choose another."
+                )
         elif any(self.folder.iterdir()):
-            raise UserError(f"out '{self.folder}' must be empty or hold an earlier run, got other files.")
+            raise UserError(
+                f"out '{self.folder}' must be empty or hold an earlier run, got other files."
+            )
         else:
             path.write_text(json.dumps(what) + "\n", encoding="utf-8")
 
@@ -92,7 +105,9 @@ class Miniature:
 
     def is_done(self, name: str) -> bool:
         """Whether a stage has left its records; the tokens, which are large, may have been left behind since."""
-        return (self.folder / name / RECORDS).exists() and (name != "prepare" or self.corpus.is_prepared())
+        return (self.folder / name / RECORDS).exists() and (
+            name != "prepare" or self.corpus.is_prepared()
+        )
 
     def is_all_done(self, only: Sequence[str] = ()) -> bool:
         """Whether `run` would have nothing to do."""
@@ -107,7 +122,9 @@ class Miniature:
         wanted = set(only or by_name)
         while more := {need for name in wanted for need in by_name[name].needs} - wanted:
             wanted |= more
-        return [stage for stage in self.plan if stage.name in wanted and not self.is_done(stage.name)]
+        return [
+            stage for stage in self.plan if stage.name in wanted and not self.is_done(stage.name)
+        ]
 
     def run(self, only: Sequence[str] = ()) -> bool:
         """Run what is not done, or of that only some stages and what they need; returns whether all of it is done now.
@@ -149,8 +166,9 @@ class Miniature:
     def _is_lost(self, stage: Stage, failed: Container[str]) -> bool:
         """Whether a stage, or one that it needs, has failed."""
         by_name = {one.name: one for one in self.plan}
-        return stage.name in failed or any(not self.is_done(need) and self._is_lost(by_name[need], failed)
-                                           for need in stage.needs)
+        return stage.name in failed or any(
+            not self.is_done(need) and self._is_lost(by_name[need], failed) for need in stage.needs
+        )
 
     def _finish(self, stage: Stage) -> bool:
         """Run one stage to its end; False where the time is over, and what was done is kept."""
@@ -169,8 +187,12 @@ class Miniature:
     def records(self) -> list[Record]:
         """The records of all stages that are done, of other calls' finalists, too."""
         trained = tuple(one.name for one in self.methods.values() if one.trains)
-        return [one for stage in stages(self.size, trained) if self.is_done(stage.name)
-                for one in read_records(self.folder / stage.name / RECORDS)]
+        return [
+            one
+            for stage in stages(self.size, trained)
+            if self.is_done(stage.name)
+            for one in read_records(self.folder / stage.name / RECORDS)
+        ]
 
     # Stages ----------------------------------------------------------------------------------------------------
 
@@ -185,14 +207,21 @@ class Miniature:
         other stage is beside some of them on a GPU."""
         model, cca = self._new(stage.seed).eval(), self.methods["cca"]
         known = [(one, "methods") for one in self.methods.values()]
-        known += [(cca._replace(config=cca.config.replace(group_size=g, window_size=s)), "sizes")
-                  for g, s in sizes_of(self.size)]
+        known += [
+            (cca._replace(config=cca.config.replace(group_size=g, window_size=s)), "sizes")
+            for g, s in sizes_of(self.size)
+        ]
         with progress("time and cache", len(known)) as advance:
             for method, what in known:
                 with attention(model, method.config):
                     seconds, held = measure.time_and_cache(model, self.size, self.device)
-                yield self._record("model.first_token_s", seconds if len(seconds) > 1 else seconds[0], method, stage,
-                                   of=what)
+                yield self._record(
+                    "model.first_token_s",
+                    seconds if len(seconds) > 1 else seconds[0],
+                    method,
+                    stage,
+                    of=what,
+                )
                 yield self._record("model.cache_bytes", held, method, stage, of=what)
                 advance(1)
 
@@ -201,7 +230,9 @@ class Miniature:
         method = self._method(stage)
         model = self._new(stage.seed)
         with attention(model, method.config):
-            self._train(model, method, self.size.tune_levels, self.size.step_tokens, stage.lr, stage, folder)
+            self._train(
+                model, method, self.size.tune_levels, self.size.step_tokens, stage.lr, stage, folder
+            )
             yield from self._perplexity(model, method, stage, ("val",), lr=stage.lr)
 
     def _scratch(self, stage: Stage, folder: Path) -> Iterator[Record]:
@@ -210,8 +241,12 @@ class Miniature:
         A full-attention model is the base of every adaptation; its weights before the longest context are kept, too.
         """
         method, levels = self._method(stage), self.size.levels
-        tries = [one for name in stage.needs for one in read_records(self.folder / name / RECORDS)
-                 if one.params.get("bucket") == "all"]
+        tries = [
+            one
+            for name in stage.needs
+            for one in read_records(self.folder / name / RECORDS)
+            if one.params.get("bucket") == "all"
+        ]
         lr = min(tries, key=lambda one: one.value).params["lr"]
         model = self._new(stage.seed)
         is_base = method.config is None
@@ -224,12 +259,27 @@ class Miniature:
             if step % self.size.follow_steps:
                 return {}
             model.eval()
-            nll = measure.window_nll(model, self.corpus, self.size, "val", self.device, self.size.eval_tokens // 8)
+            nll = measure.window_nll(
+                model, self.corpus, self.size, "val", self.device, self.size.eval_tokens // 8
+            )
             model.train()
-            return {"val": round(float(nll.mean()), 5), "val_far": round(float(self._far(nll).mean()), 5)}
+            return {
+                "val": round(float(nll.mean()), 5),
+                "val_far": round(float(self._far(nll).mean()), 5),
+            }
 
         with attention(model, method.config):
-            self._train(model, method, levels, self.size.step_tokens, lr, stage, folder, on_level=keep, on_step=follow)
+            self._train(
+                model,
+                method,
+                levels,
+                self.size.step_tokens,
+                lr,
+                stage,
+                folder,
+                on_level=keep,
+                on_step=follow,
+            )
             if is_base:
                 self._save(model, folder / "weights.pt")
             yield from self._measure(model, method, stage, folder, lr=lr)
@@ -239,36 +289,63 @@ class Miniature:
         model, size = self._load(f"{base_of(self.size, stage.seed)}/weights.pt").eval(), self.size
         shape, config = Shape(size.layers, size.kv_heads), self.methods["cca"].config
         wanted = [one.fine for one in self.methods.values() if one.fine is not None]
-        most = {by: max(count for kind, count in wanted if (kind == "layers") == (by == "layers"))
-                for by in ("layers", "heads")}
+        most = {
+            by: max(count for kind, count in wanted if (kind == "layers") == (by == "layers"))
+            for by in ("layers", "heads")
+        }
 
         def loss(units: tuple[Unit, ...]) -> float:
             sizes = spread(shape, units, 1, COARSE * config.group_size)
             with attention(model, config.replace(layer_group_sizes=sizes)):
-                nll = measure.window_nll(model, self.corpus, size, "val", self.device, size.eval_tokens // 8)
+                nll = measure.window_nll(
+                    model, self.corpus, size, "val", self.device, size.eval_tokens // 8
+                )
             return float(self._far(nll).mean(dtype=np.float64))
 
         by_layer = search_units([Unit(layer) for layer in range(size.layers)], most["layers"], loss)
-        needy = sorted(by_layer.trials[:size.layers], key=lambda one: one.loss)[:max(2, size.layers // 4)]
-        by_head = search_units([Unit(one.unit.layer, head) for one in needy for head in range(size.kv_heads)],
-                               most["heads"], loss)
+        needy = sorted(by_layer.trials[: size.layers], key=lambda one: one.loss)[
+            : max(2, size.layers // 4)
+        ]
+        by_head = search_units(
+            [Unit(one.unit.layer, head) for one in needy for head in range(size.kv_heads)],
+            most["heads"],
+            loss,
+        )
         trials = by_layer.trials + by_head.trials
-        write_text(folder / LAYERS, json.dumps({"layers": by_layer.chosen, "heads": by_head.chosen}) + "\n")
-        params = {"model": size.name, "stage": stage.name, "seed": stage.seed, "length": size.length, "split": "val"}
+        write_text(
+            folder / LAYERS, json.dumps({"layers": by_layer.chosen, "heads": by_head.chosen}) + "\n"
+        )
+        params = {
+            "model": size.name,
+            "stage": stage.name,
+            "seed": stage.seed,
+            "length": size.length,
+            "split": "val",
+        }
         yield from layer_records(trials, params, device_name(self.device))
 
     def _adapt(self, stage: Stage, folder: Path) -> Iterator[Record]:
         """From the base model to a method, all with the same batches, steps and rate."""
         method, size = self._method(stage), self.size
         short = bool(stage.sizes) or stage.kind == "short"
-        model = self._load(f"{base_of(size, stage.seed)}/{'short' if stage.kind == 'short' else 'weights'}.pt")
+        model = self._load(
+            f"{base_of(size, stage.seed)}/{'short' if stage.kind == 'short' else 'weights'}.pt"
+        )
         teacher = copy.deepcopy(model).eval().requires_grad_(False) if method.distil else None
         steps = (size.short_steps if short else size.adapt_steps) * method.stretch
         if method.trains == "lora":
             add_lora(model, stage.seed)
         with attention(model, method.config):
-            self._train(model, method, ((size.length, steps),), size.adapt_tokens, size.adapt_lr * method.rate, stage,
-                        folder, teacher=teacher)
+            self._train(
+                model,
+                method,
+                ((size.length, steps),),
+                size.adapt_tokens,
+                size.adapt_lr * method.rate,
+                stage,
+                folder,
+                teacher=teacher,
+            )
             if method.trains == "lora":
                 merge_lora(model)
             if stage.name in (f"{name}-{size.seeds[0]}" for name in ("cca", "full")):
@@ -291,7 +368,9 @@ class Miniature:
             for g in self.size.groups:
                 for s in self.size.windows:
                     handle_of(model).configure(group_size=g, window_size=s)
-                    changed = method._replace(config=method.config.replace(group_size=g, window_size=s))
+                    changed = method._replace(
+                        config=method.config.replace(group_size=g, window_size=s)
+                    )
                     yield from self._measure(model, changed, stage, folder, brief=True)
 
     def _cloze(self, stage: Stage, folder: Path) -> Iterator[Record]:
@@ -304,20 +383,38 @@ class Miniature:
                 with attention(model, config):
                     right = measure.cloze(model, self.corpus, self.size, self.device)
                 g = group_size_for(self.size.length - 1, self.size.window, groups) if groups else 0
-                yield self._record("quality.accuracy", sum(right) / len(right), method, stage, task="cloze",
-                                   questions=len(right), **({"num_groups": groups, "group_size": g} if groups else {}))
+                yield self._record(
+                    "quality.accuracy",
+                    sum(right) / len(right),
+                    method,
+                    stage,
+                    task="cloze",
+                    questions=len(right),
+                    **({"num_groups": groups, "group_size": g} if groups else {}),
+                )
 
     def _maps(self, stage: Stage, folder: Path) -> Iterator[Record]:
         """Full attention's own weights on a held-out text."""
         model = self._load(f"{base_of(self.size, stage.seed)}/weights.pt").eval()
-        ids = np.asarray(self.corpus.splits["test"][:min(512, self.size.length)], np.int64)
+        ids = np.asarray(self.corpus.splits["test"][: min(512, self.size.length)], np.int64)
         found = measure.attention_weights(model, torch.from_numpy(ids)[None].to(self.device))
         with atomic_path(folder / "maps.npz") as name:
-            np.savez(name, last=np.stack([one[:, -1] for one in found]), short=np.stack([
-                one[:, :32, :32].mean(0) for one in found]), ids=ids)
+            np.savez(
+                name,
+                last=np.stack([one[:, -1] for one in found]),
+                short=np.stack([one[:, :32, :32].mean(0) for one in found]),
+                ids=ids,
+            )
         for layer, one in enumerate(found):
-            yield self._record("quality.score", measure.top_mass(one), self.methods["full_zero"], stage, layer=layer,
-                               task="weight on the tenth of the keys that has most of it", tokens=len(ids))
+            yield self._record(
+                "quality.score",
+                measure.top_mass(one),
+                self.methods["full_zero"],
+                stage,
+                layer=layer,
+                task="weight on the tenth of the keys that has most of it",
+                tokens=len(ids),
+            )
 
     # What stages share -----------------------------------------------------------------------------------------
 
@@ -325,28 +422,69 @@ class Miniature:
         method = self.methods[stage.method]
         if method.fine is not None:
             kind, count = method.fine
-            found = json.loads((self.folder / layers_of(self.size, stage.seed) / LAYERS).read_text(encoding="utf-8"))
+            found = json.loads(
+                (self.folder / layers_of(self.size, stage.seed) / LAYERS).read_text(
+                    encoding="utf-8"
+                )
+            )
             units = [Unit(*one) for one in found["layers" if kind == "layers" else "heads"][:count]]
             config = fine_config(self.size, kind, units)
-            return method._replace(config=config if kind == "duo" else method.config.replace(
-                layer_group_sizes=config.layer_group_sizes))
-        return method._replace(config=method.config.replace(**dict(stage.sizes))) if stage.sizes else method
+            return method._replace(
+                config=config
+                if kind == "duo"
+                else method.config.replace(layer_group_sizes=config.layer_group_sizes)
+            )
+        return (
+            method._replace(config=method.config.replace(**dict(stage.sizes)))
+            if stage.sizes
+            else method
+        )
 
-    def _train(self, model: LlamaForCausalLM, method: Method, levels: tuple[tuple[int, int], ...], step_tokens: int,
-               lr: float, stage: Stage, folder: Path, **more: Any) -> None:
+    def _train(
+        self,
+        model: LlamaForCausalLM,
+        method: Method,
+        levels: tuple[tuple[int, int], ...],
+        step_tokens: int,
+        lr: float,
+        stage: Stage,
+        folder: Path,
+        **more: Any,
+    ) -> None:
         """Train, and keep the curve."""
         with Fused(model, "compile" if self.device.startswith("cuda") else None):
-            history = train(model, self.corpus, method, levels, step_tokens, lr, stage.seed, self.device, folder,
-                            workers=self.workers, time_left=self.time_left, **more)
+            history = train(
+                model,
+                self.corpus,
+                method,
+                levels,
+                step_tokens,
+                lr,
+                stage.seed,
+                self.device,
+                folder,
+                workers=self.workers,
+                time_left=self.time_left,
+                **more,
+            )
         with atomic_path(folder / "curve.jsonl") as name:
-            Path(name).write_text("".join(json.dumps(one) + "\n" for one in thinned(history)), encoding="utf-8")
+            Path(name).write_text(
+                "".join(json.dumps(one) + "\n" for one in thinned(history)), encoding="utf-8"
+            )
 
     def _far(self, nll: np.ndarray) -> np.ndarray:
         """Of windows [n, L - 1], the second half."""
-        return nll[:, self.size.length // 2 - 1:]
+        return nll[:, self.size.length // 2 - 1 :]
 
-    def _perplexity(self, model: LlamaForCausalLM, method: Method, stage: Stage, splits: tuple[str, ...],
-                    folder: Path | None = None, **params: Any) -> Iterator[Record]:
+    def _perplexity(
+        self,
+        model: LlamaForCausalLM,
+        method: Method,
+        stage: Stage,
+        splits: tuple[str, ...],
+        folder: Path | None = None,
+        **params: Any,
+    ) -> Iterator[Record]:
         """Of whole windows and of their far halves; each window's mean over its far half is kept in `folder`."""
         model.eval()
         for split in splits:
@@ -355,11 +493,27 @@ class Miniature:
                 with atomic_path(folder / f"far_{split}.npy") as name:
                     np.save(name, self._far(nll).mean(1))
             for bucket, part in (("all", nll), ("far", self._far(nll))):
-                yield self._record("quality.perplexity", math.exp(part.mean(dtype=np.float64)), method, stage,
-                                   task="text", bucket=bucket, windows=len(nll), split=split, **params)
+                yield self._record(
+                    "quality.perplexity",
+                    math.exp(part.mean(dtype=np.float64)),
+                    method,
+                    stage,
+                    task="text",
+                    bucket=bucket,
+                    windows=len(nll),
+                    split=split,
+                    **params,
+                )
 
-    def _measure(self, model: LlamaForCausalLM, method: Method, stage: Stage, folder: Path,
-                 brief: bool = False, **params: Any) -> Iterator[Record]:
+    def _measure(
+        self,
+        model: LlamaForCausalLM,
+        method: Method,
+        stage: Stage,
+        folder: Path,
+        brief: bool = False,
+        **params: Any,
+    ) -> Iterator[Record]:
         """Perplexity near and far, answers by distance and length."""
         size, reach = self.size, self.size.window + self.size.group
         padded = not isinstance(method.config, MInference)
@@ -373,31 +527,71 @@ class Miniature:
             for distance, keep in (("all", lambda d: True), ("far", lambda d: d > reach)):
                 some = [right for d, right in found if keep(d)]
                 if some:
-                    yield self._record("quality.accuracy", sum(some) / len(some), method, stage, task="retrieval",
-                                       distance=distance, questions=len(some), length=length)
+                    yield self._record(
+                        "quality.accuracy",
+                        sum(some) / len(some),
+                        method,
+                        stage,
+                        task="retrieval",
+                        distance=distance,
+                        questions=len(some),
+                        length=length,
+                    )
         for documents in () if brief else size.documents:
-            for task, rows in (("multidoc_qa", measure.qa_rows(self.corpus, size, documents)),
-                               ("multidoc_planted", measure.planted_qa_rows(self.corpus, size, documents))):
+            for task, rows in (
+                ("multidoc_qa", measure.qa_rows(self.corpus, size, documents)),
+                ("multidoc_planted", measure.planted_qa_rows(self.corpus, size, documents)),
+            ):
                 if not padded:  # one at a time, which takes long
-                    rows = rows[:-(-len(rows) // 5)]
+                    rows = rows[: -(-len(rows) // 5)]
                 if rows:
-                    right = [hit for _, hit in measure.answers_right(model, rows, self.device, padded)]
-                    yield self._record("quality.accuracy", sum(right) / len(right), method, stage, task=task,
-                                       documents=documents, questions=len(right))
+                    right = [
+                        hit for _, hit in measure.answers_right(model, rows, self.device, padded)
+                    ]
+                    yield self._record(
+                        "quality.accuracy",
+                        sum(right) / len(right),
+                        method,
+                        stage,
+                        task=task,
+                        documents=documents,
+                        questions=len(right),
+                    )
 
     def _record(self, name: str, value: Any, method: Method, stage: Stage, **params: Any) -> Record:
         """A record with everything that tells this measurement from others."""
-        config = {} if method.config is None else {k: v for k, v in method.config.to_dict().items()
-                                                   if v not in (None, (), 0.0) and k not in ("backend", "patterns")}
-        return make_record(name, value, {"model": self.size.name, "method": method.name, "stage": stage.name,
-                                         "seed": stage.seed, "length": self.size.length, **config, **params},
-                           device=device_name(self.device))
+        config = (
+            {}
+            if method.config is None
+            else {
+                k: v
+                for k, v in method.config.to_dict().items()
+                if v not in (None, (), 0.0) and k not in ("backend", "patterns")
+            }
+        )
+        return make_record(
+            name,
+            value,
+            {
+                "model": self.size.name,
+                "method": method.name,
+                "stage": stage.name,
+                "seed": stage.seed,
+                "length": self.size.length,
+                **config,
+                **params,
+            },
+            device=device_name(self.device),
+        )
 
     def _save(self, model: LlamaForCausalLM, path: Path) -> None:
         """The weights in bfloat16, tied ones once: half the size to carry to another machine, and the same start for
         every method."""
         halves: dict[int, torch.Tensor] = {}
-        state = {key: halves.setdefault(x.data_ptr(), x.to(torch.bfloat16)) for key, x in model.state_dict().items()}
+        state = {
+            key: halves.setdefault(x.data_ptr(), x.to(torch.bfloat16))
+            for key, x in model.state_dict().items()
+        }
         with atomic_path(path) as name:
             torch.save(state, name)
 
@@ -408,8 +602,10 @@ class Miniature:
     def _load(self, path: str) -> LlamaForCausalLM:
         """A model with the weights of an earlier stage."""
         if not (self.folder / path).exists():
-            raise UserError(f"'{self.folder / path}' is needed and was left behind, though its stage is done. Remove "
-                            "the stage's folder to train it again.")
+            raise UserError(
+                f"'{self.folder / path}' is needed and was left behind, though its stage is done. Remove "
+                "the stage's folder to train it again."
+            )
         model = self._new(0)
         model.load_state_dict(torch.load(self.folder / path, map_location="cpu", weights_only=True))
         return model

@@ -18,8 +18,14 @@ from corecontext.reproduce.model import HEAD_TOKENS, autocast, hidden_states
 from corecontext.reproduce.muon import Muon
 
 
-def head_loss(weight: Tensor, hidden: Tensor, target: Tensor, weights: Tensor, teacher: Tensor | None = None,
-              taught: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def head_loss(
+    weight: Tensor,
+    hidden: Tensor,
+    target: Tensor,
+    weights: Tensor,
+    teacher: Tensor | None = None,
+    taught: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The weighted sum of the losses of hidden states [n, C], and how many answer tokens (weight above one) are right.
 
     With a teacher's head and hidden states half of the loss is the divergence from its predictions.
@@ -28,7 +34,9 @@ def head_loss(weight: Tensor, hidden: Tensor, target: Tensor, weights: Tensor, t
     nll = F.cross_entropy(logits.float(), target, reduction="none")
     if teacher is not None and taught is not None:
         wanted = F.linear(taught, teacher).float().log_softmax(-1)
-        far = F.kl_div(logits.float().log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
+        far = F.kl_div(
+            logits.float().log_softmax(-1), wanted, reduction="none", log_target=True
+        ).sum(-1)
         nll = 0.5 * nll + 0.5 * far
     return (nll * weights).sum(), ((logits.detach().argmax(-1) == target) & (weights > 1)).sum()
 
@@ -39,8 +47,13 @@ def _fused_head() -> Callable[..., tuple[Tensor, Tensor]]:
     return compiled_or_plain(head_loss, "head_loss")
 
 
-def loss_backward(model: LlamaForCausalLM, ids: Tensor, weights: Tensor, device: str,
-                  teacher: LlamaForCausalLM | None) -> tuple[Tensor, Tensor]:
+def loss_backward(
+    model: LlamaForCausalLM,
+    ids: Tensor,
+    weights: Tensor,
+    device: str,
+    teacher: LlamaForCausalLM | None,
+) -> tuple[Tensor, Tensor]:
     """Gradients of the weighted mean loss, its value, and the share of answer tokens right; nothing waits for the GPU.
 
     The head is run in parts, backward at once, so that no logits of the whole batch are held.
@@ -58,7 +71,9 @@ def loss_backward(model: LlamaForCausalLM, ids: Tensor, weights: Tensor, device:
     for part in (slice(start, start + HEAD_TOKENS) for start in range(0, len(target), HEAD_TOKENS)):
         given = () if teacher is None or taught is None else (teacher.lm_head.weight, taught[part])
         with autocast(device):
-            loss, hits = head(model.lm_head.weight, leaf.flatten(0, 1)[part], target[part], weights[part], *given)
+            loss, hits = head(
+                model.lm_head.weight, leaf.flatten(0, 1)[part], target[part], weights[part], *given
+            )
             loss = loss / total
         loss.backward()
         found, right = found + loss.detach(), right + hits
@@ -70,8 +85,15 @@ def loss_backward(model: LlamaForCausalLM, ids: Tensor, weights: Tensor, device:
 def half_stream(model: LlamaForCausalLM, device: str) -> Iterator[None]:
     """What goes from layer to layer is bfloat16 on a GPU, as in a model of that dtype: autocast alone leaves it
     float32, as the weights of embedding and norms are, which is twice the bytes and a copy before every product."""
-    wanted = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)
-              or type(module).__name__.endswith("RMSNorm")] if device.startswith("cuda") else []
+    wanted = (
+        [
+            module
+            for module in model.modules()
+            if isinstance(module, torch.nn.Embedding) or type(module).__name__.endswith("RMSNorm")
+        ]
+        if device.startswith("cuda")
+        else []
+    )
     for module in wanted:  # not by a hook, which a compiler would run by itself
         module.forward = _to_half(module.forward)
     try:
@@ -90,12 +112,19 @@ def optimizers(model: LlamaForCausalLM, lr: float, trains: str) -> list[torch.op
 
     Rates are tensors beside the weights, so that a captured step reads what they are then.
     """
-    wanted = {"all": ("",), "qkv": ("q_proj", "k_proj", "v_proj", ".cca."), "lora": ("lora_",)}[trains]
+    wanted = {"all": ("",), "qkv": ("q_proj", "k_proj", "v_proj", ".cca."), "lora": ("lora_",)}[
+        trains
+    ]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(one in name for one in wanted))
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = [p for name, p in named.items() if p.dim() == 2 and ".layers." in name
-                and not any(one in name for one in (".cca.", "lora_"))]
+    matrices = [
+        p
+        for name, p in named.items()
+        if p.dim() == 2
+        and ".layers." in name
+        and not any(one in name for one in (".cca.", "lora_"))
+    ]
     chosen = {id(p) for p in matrices}
     few = [p for name, p in named.items() if ".cca." in name]
     chosen |= {id(p) for p in few}
@@ -103,10 +132,20 @@ def optimizers(model: LlamaForCausalLM, lr: float, trains: str) -> list[torch.op
     found: list[torch.optim.Optimizer] = []
     if matrices:
         found.append(Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
-    for some, rate in ((rest, lr), (few, 10 * lr)):  # few start at zero and have a short time to go far
+    for some, rate in (
+        (rest, lr),
+        (few, 10 * lr),
+    ):  # few start at zero and have a short time to go far
         if some:
-            found.append(torch.optim.AdamW(some, lr=rate, betas=(0.9, 0.95), weight_decay=0.0,
-                                           capturable=model.device.type == "cuda"))
+            found.append(
+                torch.optim.AdamW(
+                    some,
+                    lr=rate,
+                    betas=(0.9, 0.95),
+                    weight_decay=0.0,
+                    capturable=model.device.type == "cuda",
+                )
+            )
     for group in (g for one in found for g in one.param_groups):
         group["peak"], group["lr"] = group["lr"], torch.tensor(group["lr"], device=model.device)
     return found
@@ -115,7 +154,9 @@ def optimizers(model: LlamaForCausalLM, lr: float, trains: str) -> list[torch.op
 def lr_factor(step: int, steps: int) -> float:
     """Warm-up over 50 steps or a tenth, then a cosine to 10 %."""
     warm = max(1, min(50, steps // 10))
-    return min(1.0, (step + 1) / warm) * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps)))))
+    return min(1.0, (step + 1) / warm) * (
+        0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps))))
+    )
 
 
 class Step:
@@ -127,8 +168,13 @@ class Step:
 
     WARM = 3  # steps not captured: kernels are compiled in them, optimizers make their state
 
-    def __init__(self, model: LlamaForCausalLM, opts: list[torch.optim.Optimizer], device: str,
-                 teacher: LlamaForCausalLM | None) -> None:
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        opts: list[torch.optim.Optimizer],
+        device: str,
+        teacher: LlamaForCausalLM | None,
+    ) -> None:
         self.model, self.opts, self.device, self.teacher = model, opts, device, teacher
         self.trained = [p for one in opts for group in one.param_groups for p in group["params"]]
         self.stream = torch.cuda.Stream() if device.startswith("cuda") else None
@@ -184,7 +230,10 @@ class Step:
                 self._found = self._run()
             self._graph = graph
         except RuntimeError as error:
-            warnings.warn(f"a step cannot be captured, so all run as they are, which is slower: {error}", stacklevel=2)
+            warnings.warn(
+                f"a step cannot be captured, so all run as they are, which is slower: {error}",
+                stacklevel=2,
+            )
             self._captures = False
             for one in self.opts:
                 one.zero_grad(set_to_none=True)

@@ -29,11 +29,23 @@ class OutOfTime(Exception):
     """The invocation's time is over; what was trained is saved."""
 
 
-def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple[tuple[int, int], ...],
-          step_tokens: int, lr: float, seed: int, device: str, folder: Path, *,
-          teacher: LlamaForCausalLM | None = None, workers: int = 0, time_left: Callable[[], float] = lambda: math.inf,
-          on_level: Callable[[int], Any] = lambda length: None,
-          on_step: Callable[[int], dict[str, float]] = lambda step: {}) -> list[dict[str, Any]]:
+def train(
+    model: LlamaForCausalLM,
+    corpus: Corpus,
+    method: Method,
+    levels: tuple[tuple[int, int], ...],
+    step_tokens: int,
+    lr: float,
+    seed: int,
+    device: str,
+    folder: Path,
+    *,
+    teacher: LlamaForCausalLM | None = None,
+    workers: int = 0,
+    time_left: Callable[[], float] = lambda: math.inf,
+    on_level: Callable[[int], Any] = lambda length: None,
+    on_step: Callable[[int], dict[str, float]] = lambda step: {},
+) -> list[dict[str, Any]]:
     """Train under a method, from where `folder` was left.
 
     Args:
@@ -67,26 +79,46 @@ def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple
         while len(waiting) > keep:
             entry, loss, right = waiting.pop(0)
             if not math.isfinite(loss):
-                raise RuntimeError(f"training {folder.name} diverged at step {entry['step']}. Take a smaller rate.")
-            history.append({**entry, "loss": round(float(loss), 5), "right": round(float(right), 4)})
+                raise RuntimeError(
+                    f"training {folder.name} diverged at step {entry['step']}. Take a smaller rate."
+                )
+            history.append(
+                {**entry, "loss": round(float(loss), 5), "right": round(float(right), 4)}
+            )
 
     def save() -> None:
         settle()
         with atomic_path(state_file) as name:
-            torch.save({"model": model.state_dict(), "opts": [one.state_dict() for one in opts], "level": level,
-                        "step": step, "history": history}, name)
+            torch.save(
+                {
+                    "model": model.state_dict(),
+                    "opts": [one.state_dict() for one in opts],
+                    "level": level,
+                    "step": step,
+                    "history": history,
+                },
+                name,
+            )
 
     saved_at, tokens = time.monotonic(), history[-1]["tokens"] if history else 0
-    with half_stream(model, device), run.on_stream(), progress(f"train {folder.name}", steps) as advance:
+    with (
+        half_stream(model, device),
+        run.on_stream(),
+        progress(f"train {folder.name}", steps) as advance,
+    ):
         advance(step)
         while level < len(levels):
             length, most = levels[level]
             rows = max(1, step_tokens // length)
             done = sum(one["level"] == level for one in history)
             loader = torch.utils.data.DataLoader(
-                Batches(corpus, seed, length, rows), batch_size=None, sampler=range(step, step + most - done),
-                num_workers=workers, multiprocessing_context="fork" if workers else None,
-                pin_memory=device.startswith("cuda"))
+                Batches(corpus, seed, length, rows),
+                batch_size=None,
+                sampler=range(step, step + most - done),
+                num_workers=workers,
+                multiprocessing_context="fork" if workers else None,
+                pin_memory=device.startswith("cuda"),
+            )
             for ids, weights in loader:
                 if time_left() <= 0:
                     save()
@@ -96,8 +128,19 @@ def train(model: LlamaForCausalLM, corpus: Corpus, method: Method, levels: tuple
                     group["lr"].fill_(group["peak"] * lr_factor(spent, steps))
                 loss, right = run(ids, weights)
                 step, done, tokens = step + 1, done + 1, tokens + ids.numel()
-                waiting.append(({"step": step, "level": level, "length": length, "tokens": tokens, **on_step(step)},
-                                loss, right))
+                waiting.append(
+                    (
+                        {
+                            "step": step,
+                            "level": level,
+                            "length": length,
+                            "tokens": tokens,
+                            **on_step(step),
+                        },
+                        loss,
+                        right,
+                    )
+                )
                 settle(keep=1)
                 advance(1)
                 if time.monotonic() - saved_at > SAVE_EVERY_S:
@@ -118,6 +161,14 @@ def thinned(history: Sequence[dict[str, Any]], most: int = 250) -> list[dict[str
     for one in history:
         some.append(one)
         if len(some) >= len(history) / most or "val" in one or one is history[-1]:
-            found.append({**one, **{key: round(sum(x[key] for x in some) / len(some), 5) for key in ("loss", "right")}})
+            found.append(
+                {
+                    **one,
+                    **{
+                        key: round(sum(x[key] for x in some) / len(some), 5)
+                        for key in ("loss", "right")
+                    },
+                }
+            )
             some = []
     return found

@@ -11,8 +11,15 @@ from fastapi.responses import JSONResponse
 class Refusal(Exception):
     """A request that is not answered, and why."""
 
-    def __init__(self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None,
-                 code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -33,7 +40,9 @@ class Guard:
         max_bytes: Longest body.
     """
 
-    def __init__(self, app: Any, api_key: str | None, worker: Any, metrics: Any, max_bytes: int) -> None:
+    def __init__(
+        self, app: Any, api_key: str | None, worker: Any, metrics: Any, max_bytes: int
+    ) -> None:
         self.app, self.worker, self.metrics, self.max_bytes = app, worker, metrics, max_bytes
         self._key = None if api_key is None else api_key.encode()
 
@@ -41,7 +50,9 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
 
-        path = scope["path"].removeprefix(scope.get("root_path", ""))  # which a proxy may have put before it
+        path = scope["path"].removeprefix(
+            scope.get("root_path", "")
+        )  # which a proxy may have put before it
         asks = path.startswith("/v1/")  # and is no probe, which is told of a shutdown, too
 
         async def counted(message: Any) -> None:
@@ -77,16 +88,27 @@ class Guard:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             right = hmac.compare_digest(key.strip(), self._key)
             if scheme.lower() != b"bearer" or not right:
-                return error_body(401, "the API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.",
-                                  {"WWW-Authenticate": "Bearer"}, code="invalid_api_key")
+                return error_body(
+                    401,
+                    "the API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.",
+                    {"WWW-Authenticate": "Bearer"},
+                    code="invalid_api_key",
+                )
         if scope["method"] == "POST" and self.worker.draining:
-            return error_body(503, "the server is shutting down and takes no more requests. Try another one.",
-                              kind="server_error", code="draining")
+            return error_body(
+                503,
+                "the server is shutting down and takes no more requests. Try another one.",
+                kind="server_error",
+                code="draining",
+            )
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self.max_bytes:
             return self._too_large()
         return None
 
     def _too_large(self) -> JSONResponse:
-        return error_body(413, f"the body must have at most {self.max_bytes} bytes. Shorten the prompt.",
-                          code="body_too_large")
+        return error_body(
+            413,
+            f"the body must have at most {self.max_bytes} bytes. Shorten the prompt.",
+            code="body_too_large",
+        )

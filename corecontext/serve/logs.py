@@ -12,16 +12,25 @@ class JsonLines(logging.Formatter):
     """Time, level, event, and the fields given as `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {"time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
-                "level": record.levelname.lower(), "event": record.getMessage(), **getattr(record, "fields", {})}
+        line = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(
+                timespec="milliseconds"
+            ),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
         if record.exc_info and record.exc_info[0] is not None:
             line["error"] = record.exc_info[0].__name__
-            line["trace"] = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in _frames(record)]
+            line["trace"] = [
+                f"{frame.filename}:{frame.lineno} {frame.name}" for frame in _frames(record)
+            ]
         return json.dumps(line, ensure_ascii=True)
 
 
 def _frames(record: logging.LogRecord):
     import traceback
+
     return traceback.extract_tb(record.exc_info[2])  # type: ignore[index]
 
 
@@ -37,4 +46,6 @@ def start_logging() -> None:
 
 def log_event(event: str, *, level: str = "info", **fields: object) -> None:
     """Write one line of the server's own."""
-    logging.getLogger("corecontext.serve").log(getattr(logging, level.upper()), event, extra={"fields": fields})
+    logging.getLogger("corecontext.serve").log(
+        getattr(logging, level.upper()), event, extra={"fields": fields}
+    )

@@ -31,18 +31,43 @@ class Metrics:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self.registry = scheduler, CollectorRegistry()
-        self.requests = Counter("corecontext_requests", "Requests that ended, by how.", ["outcome"],
-                                registry=self.registry)
-        self.refused = Counter("corecontext_refused", "Answers under /v1 that were errors, by HTTP status (of streams "
-                               "only those that did not begin).", ["status"], registry=self.registry)
-        self.tokens = Counter("corecontext_tokens", "Tokens: of prompts read, of prompts found read, and made.",
-                              ["kind"], registry=self.registry)
-        self.settings = Counter("corecontext_settings", "Requests that ended, by the g and s they got.",
-                                ["group_size", "window_size"], registry=self.registry)
-        self.first_token = Histogram("corecontext_time_to_first_token_seconds", "From arrival to the first token.",
-                                     buckets=SECONDS, registry=self.registry)
-        self.per_token = Histogram("corecontext_time_per_token_seconds", "Mean of a request's tokens after the first.",
-                                   buckets=TOKEN_SECONDS, registry=self.registry)
+        self.requests = Counter(
+            "corecontext_requests",
+            "Requests that ended, by how.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.refused = Counter(
+            "corecontext_refused",
+            "Answers under /v1 that were errors, by HTTP status (of streams "
+            "only those that did not begin).",
+            ["status"],
+            registry=self.registry,
+        )
+        self.tokens = Counter(
+            "corecontext_tokens",
+            "Tokens: of prompts read, of prompts found read, and made.",
+            ["kind"],
+            registry=self.registry,
+        )
+        self.settings = Counter(
+            "corecontext_settings",
+            "Requests that ended, by the g and s they got.",
+            ["group_size", "window_size"],
+            registry=self.registry,
+        )
+        self.first_token = Histogram(
+            "corecontext_time_to_first_token_seconds",
+            "From arrival to the first token.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.per_token = Histogram(
+            "corecontext_time_per_token_seconds",
+            "Mean of a request's tokens after the first.",
+            buckets=TOKEN_SECONDS,
+            registry=self.registry,
+        )
         self.registry.register(self)
 
     def ended(self, job: Job, now: float) -> None:
@@ -61,14 +86,23 @@ class Metrics:
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """What is now."""
         scheduler = self.scheduler
-        yield GaugeMetricFamily("corecontext_queue_length", "Requests that wait.", len(scheduler.waiting))
+        yield GaugeMetricFamily(
+            "corecontext_queue_length", "Requests that wait.", len(scheduler.waiting)
+        )
         held = GaugeMetricFamily("corecontext_cache_bytes", "Bytes of caches.", labels=["what"])
-        for what, value in (("budget", scheduler.cache_bytes), ("used", scheduler.cache_bytes_used),
-                            ("allocated", scheduler.cache_bytes_allocated), ("prefixes", scheduler.prefixes.nbytes)):
+        for what, value in (
+            ("budget", scheduler.cache_bytes),
+            ("used", scheduler.cache_bytes_used),
+            ("allocated", scheduler.cache_bytes_allocated),
+            ("prefixes", scheduler.prefixes.nbytes),
+        ):
             held.add_metric([what], value)
         yield held
-        running = GaugeMetricFamily("corecontext_running", "Requests that run, by g and s.",
-                                    labels=["group_size", "window_size"])
+        running = GaugeMetricFamily(
+            "corecontext_running",
+            "Requests that run, by g and s.",
+            labels=["group_size", "window_size"],
+        )
         for (g, s), count in Count(map(setting, scheduler.active())).items():
             running.add_metric([label(g), label(s)], count)
         yield running

@@ -43,15 +43,21 @@ def join(serving: Serving) -> Together | None:
     import torch.distributed as dist
 
     if not dist.is_available():
-        raise UserError(f"tensor-parallel must be 1, got {count}: this PyTorch has no torch.distributed.")
+        raise UserError(
+            f"tensor-parallel must be 1, got {count}: this PyTorch has no torch.distributed."
+        )
     cuda = torch.cuda.is_available()
     if cuda and torch.cuda.device_count() < count:
-        raise UserError(f"tensor-parallel must be at most {torch.cuda.device_count()}, a GPU each, got {count}.")
+        raise UserError(
+            f"tensor-parallel must be at most {torch.cuda.device_count()}, a GPU each, got {count}."
+        )
     if "RANK" not in os.environ:
         _start_others(serving)
     elif int(os.environ["WORLD_SIZE"]) != count:
-        raise UserError(f"tensor-parallel must be the {os.environ['WORLD_SIZE']} processes that torchrun started, got "
-                        f"{count}.")
+        raise UserError(
+            f"tensor-parallel must be the {os.environ['WORLD_SIZE']} processes that torchrun started, got "
+            f"{count}."
+        )
     if not dist.is_initialized():
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -80,14 +86,25 @@ def _start_others(serving: Serving) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(serving.tensor_parallel), MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=str(port))
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE=str(serving.tensor_parallel),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     if sys.platform == "linux":  # else it looks for this machine's name in the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    given = json.dumps(dataclasses.asdict(dataclasses.replace(serving, api_key=None)))  # a command line is no secret
-    others = [subprocess.Popen([sys.executable, "-m", "corecontext.serve.parallel", given],
-                               env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-              for rank in range(1, serving.tensor_parallel)]
+    given = json.dumps(
+        dataclasses.asdict(dataclasses.replace(serving, api_key=None))
+    )  # a command line is no secret
+    others = [
+        subprocess.Popen(
+            [sys.executable, "-m", "corecontext.serve.parallel", given],
+            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(1, serving.tensor_parallel)
+    ]
     atexit.register(_end, others)
 
 

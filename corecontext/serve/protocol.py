@@ -14,7 +14,9 @@ def _is_unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("must be valid Unicode, got half a character (an unpaired surrogate)") from None
+        raise ValueError(
+            "must be valid Unicode, got half a character (an unpaired surrogate)"
+        ) from None
     return text
 
 
@@ -26,7 +28,7 @@ def _is_off(value: bool) -> bool:
 
 Text = Annotated[str, AfterValidator(_is_unicode)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
-Token = Annotated[int, Field(ge=0, le=2 ** 31)]
+Token = Annotated[int, Field(ge=0, le=2**31)]
 Off = Optional[Annotated[bool, AfterValidator(_is_off), Field(json_schema_extra={"const": False})]]
 Zero = Optional[Annotated[float, Field(ge=0, le=0)]]
 
@@ -47,19 +49,36 @@ class Request(Fields):
     """What both protocols share. None is always the default."""
 
     model: Text = Field(max_length=1000, description="As GET /v1/models names it.")
-    max_tokens: Optional[int] = Field(None, ge=1, le=2 ** 31, description="Most tokens to make.")
-    temperature: Optional[float] = Field(None, ge=0, le=2, description="0 takes the likeliest token. Default: 1.")
-    top_p: Optional[float] = Field(None, gt=0, le=1, description="Sample among the likeliest that reach this.")
-    top_k: Optional[int] = Field(None, ge=1, le=2 ** 31, description="Sample among so many likeliest (an extension).")
-    seed: Optional[int] = Field(None, ge=-2 ** 63, lt=2 ** 63, description="Of the sampling; random where left out.")
+    max_tokens: Optional[int] = Field(None, ge=1, le=2**31, description="Most tokens to make.")
+    temperature: Optional[float] = Field(
+        None, ge=0, le=2, description="0 takes the likeliest token. Default: 1."
+    )
+    top_p: Optional[float] = Field(
+        None, gt=0, le=1, description="Sample among the likeliest that reach this."
+    )
+    top_k: Optional[int] = Field(
+        None, ge=1, le=2**31, description="Sample among so many likeliest (an extension)."
+    )
+    seed: Optional[int] = Field(
+        None, ge=-(2**63), lt=2**63, description="Of the sampling; random where left out."
+    )
     stop: Optional[Union[Stop, Annotated[list[Stop], Field(max_length=MAX_STOPS)]]] = Field(
-        None, description="Texts before which the answer ends.")
-    stream: Optional[bool] = Field(None, description="Send the answer piece by piece as server-sent events.")
+        None, description="Texts before which the answer ends."
+    )
+    stream: Optional[bool] = Field(
+        None, description="Send the answer piece by piece as server-sent events."
+    )
     stream_options: Optional[StreamOptions] = None
     user: Optional[Text] = Field(None, description="Ignored.")
-    group_size: Optional[int] = Field(None, ge=1, le=2 ** 20, description="This request's g (an extension).")
-    window_size: Optional[int] = Field(None, ge=1, le=2 ** 24, description="This request's s (an extension).")
-    ignore_eos: Optional[bool] = Field(None, description="Go on after an end-of-text token (an extension).")
+    group_size: Optional[int] = Field(
+        None, ge=1, le=2**20, description="This request's g (an extension)."
+    )
+    window_size: Optional[int] = Field(
+        None, ge=1, le=2**24, description="This request's s (an extension)."
+    )
+    ignore_eos: Optional[bool] = Field(
+        None, description="Go on after an end-of-text token (an extension)."
+    )
     # Taken with the value that changes nothing, for clients that send every field:
     n: Optional[Annotated[int, Field(ge=1, le=1)]] = None
     presence_penalty: Zero = None
@@ -75,9 +94,14 @@ class Request(Fields):
 class CompletionRequest(Request):
     """POST /v1/completions."""
 
-    prompt: Union[Text, Annotated[list[Token], Field(min_length=1)], Annotated[list[Text], Field(
-        min_length=1, max_length=1)], Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(
-            min_length=1, max_length=1)]] = Field(description="A text, or its token numbers; one prompt a request.")
+    prompt: Union[
+        Text,
+        Annotated[list[Token], Field(min_length=1)],
+        Annotated[list[Text], Field(min_length=1, max_length=1)],
+        Annotated[
+            list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=1)
+        ],
+    ] = Field(description="A text, or its token numbers; one prompt a request.")
     best_of: Optional[Annotated[int, Field(ge=1, le=1)]] = None
     echo: Off = None
     logprobs: None = None
@@ -113,14 +137,18 @@ class Message(Fields):
     @property
     def text(self) -> str:
         """The content in one piece."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
 
 
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: Optional[int] = Field(None, ge=1, le=2 ** 31, description="As max_tokens.")
+    max_completion_tokens: Optional[int] = Field(None, ge=1, le=2**31, description="As max_tokens.")
     logprobs: Off = None
 
 

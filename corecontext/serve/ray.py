@@ -31,11 +31,22 @@ def app(arguments: dict[str, Any]) -> Any:
     try:
         from ray import serve
     except ImportError as error:
-        raise UserError(f"the Ray deployment needs {error.name}, which is not installed. Install it with: "
-                        "pip install 'corecontext[ray]'") from None
-    scale: dict[str, Any] = {"min_replicas": 1, "max_replicas": 2, "target_requests": 16, "num_cpus": 1.0,
-                             "num_gpus": 0.0}
-    fields = {field.name: field for field in dataclasses.fields(Serving) if field.name not in ("host", "port")}
+        raise UserError(
+            f"the Ray deployment needs {error.name}, which is not installed. Install it with: "
+            "pip install 'corecontext[ray]'"
+        ) from None
+    scale: dict[str, Any] = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "target_requests": 16,
+        "num_cpus": 1.0,
+        "num_gpus": 0.0,
+    }
+    fields = {
+        field.name: field
+        for field in dataclasses.fields(Serving)
+        if field.name not in ("host", "port")
+    }
     given: dict[str, Any] = {}
     for name, value in arguments.items():
         if name in scale:
@@ -47,17 +58,24 @@ def app(arguments: dict[str, Any]) -> Any:
     serving = Serving(**given)
 
     @serve.deployment(
-        name="corecontext", ray_actor_options={"num_cpus": scale["num_cpus"], "num_gpus": scale["num_gpus"]},
-        max_ongoing_requests=serving.max_running + serving.queue_limit, health_check_period_s=2,
+        name="corecontext",
+        ray_actor_options={"num_cpus": scale["num_cpus"], "num_gpus": scale["num_gpus"]},
+        max_ongoing_requests=serving.max_running + serving.queue_limit,
+        health_check_period_s=2,
         graceful_shutdown_timeout_s=DRAIN_S,
-        autoscaling_config={"min_replicas": scale["min_replicas"], "max_replicas": scale["max_replicas"],
-                            "target_ongoing_requests": scale["target_requests"]})
+        autoscaling_config={
+            "min_replicas": scale["min_replicas"],
+            "max_replicas": scale["max_replicas"],
+            "target_ongoing_requests": scale["target_requests"],
+        },
+    )
     @serve.ingress()
     class Replica:
         """One server; its model is loaded where Ray has put it."""
 
         def __init__(self) -> None:
             from corecontext.serve.logs import start_logging
+
             start_logging()
             self.asgi = make_app(serving)
 
@@ -77,7 +95,11 @@ def _as_field(field: dataclasses.Field, value: Any) -> Any:
     kind = str(field.type).removesuffix(" | None")
     if kind == "bool" and isinstance(value, str):
         return value.lower() in ("true", "1", "yes")
-    return _number(field.name, value, {"int": int, "float": float}[kind]) if kind in ("int", "float") else value
+    return (
+        _number(field.name, value, {"int": int, "float": float}[kind])
+        if kind in ("int", "float")
+        else value
+    )
 
 
 def _number(name: str, value: Any, kind: type) -> Any:

@@ -71,13 +71,24 @@ class Answer:
             self.finish_reason = reason
         elif reason == "error":
             memory = self.job.error is not None and is_out_of_memory(self.job.error)
-            raise Failed(reason, "the request ran out of memory. Shorten the prompt, or try again when fewer requests "
-                                 "run." if memory else "the request failed inside the server, which has noted why.")
+            raise Failed(
+                reason,
+                "the request ran out of memory. Shorten the prompt, or try again when fewer requests "
+                "run."
+                if memory
+                else "the request failed inside the server, which has noted why.",
+            )
         elif reason == "cancelled":
-            raise Failed(reason, "the server was stopped before the request came to its end. Try another one.")
+            raise Failed(
+                reason,
+                "the server was stopped before the request came to its end. Try another one.",
+            )
         else:
-            raise Failed(reason, f"the request took longer than its time limit; {self.job.made} tokens were made. "
-                                 "Ask for fewer new tokens, or try again when fewer requests run.")
+            raise Failed(
+                reason,
+                f"the request took longer than its time limit; {self.job.made} tokens were made. "
+                "Ask for fewer new tokens, or try again when fewer requests run.",
+            )
 
 
 class Worker:
@@ -88,7 +99,9 @@ class Worker:
         on_end: Called with each job that has ended, on the worker's thread.
     """
 
-    def __init__(self, scheduler: Scheduler, on_end: Callable[[Job], None] = lambda job: None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, on_end: Callable[[Job], None] = lambda job: None
+    ) -> None:
         self.scheduler, self.on_end, self.draining = scheduler, on_end, False
         self.failed = False
         """Whether the thread has ended because nothing can be run any more."""
@@ -117,7 +130,9 @@ class Worker:
             ValueError, QueueFull: as `Scheduler.submit`.
         """
         if self.draining or not self.alive:
-            raise Draining("the server is shutting down and takes no more requests. Try another one.")
+            raise Draining(
+                "the server is shutting down and takes no more requests. Try another one."
+            )
         answer = Answer(job, text, self.on_end)
         self.scheduler.submit(job)
         self._wake.set()
@@ -150,7 +165,9 @@ class Worker:
                 pass
             if together is not None:
                 together.close()
-        except Apart as error:  # health then says so, and whatever watches over the server starts another one
+        except (
+            Apart
+        ) as error:  # health then says so, and whatever watches over the server starts another one
             log.exception("a process that has a part of the model is gone")
             self.draining = self.failed = True
             self.scheduler.abandon(error)

@@ -21,7 +21,11 @@ _NAME = re.compile(r"checkpoint-(\d+)$")
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest step first."""
-    found = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _NAME.match(path.name))]
+    found = [
+        (int(match[1]), path)
+        for path in folder.glob("checkpoint-*")
+        if (match := _NAME.match(path.name))
+    ]
     return [path for _, path in sorted(found)]
 
 
@@ -39,8 +43,9 @@ def is_write_failure(error: BaseException) -> bool:
     """True for what a full disk, a quota or a lost file system make the libraries raise that write checkpoints."""
     if isinstance(error, (OSError, SafetensorError)):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("PytorchStreamWriter",
-                                                                                   "inline_container", "iostream"))
+    return isinstance(error, RuntimeError) and any(
+        word in str(error) for word in ("PytorchStreamWriter", "inline_container", "iostream")
+    )
 
 
 def clear_staging(folder: Path) -> None:

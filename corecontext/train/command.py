@@ -17,6 +17,7 @@ from corecontext.train.config import TrainConfig, field_help, load_recipe
 
 def train_command() -> Callable[..., None]:
     """The function that the command line calls, with a signature made from the fields."""
+
     def train(recipe: str | None = None, **options: Any) -> None:
         """Train or fine-tune a model with CCA attention; the same command again continues a run that was stopped."""
         from corecontext.loading import one_line
@@ -25,26 +26,47 @@ def train_command() -> Callable[..., None]:
         with one_line():
             if "shape" in given:
                 given["shape"] = json.loads(given["shape"])
-            config = load_recipe(recipe).replace(**given) if recipe is not None else _by_default(given)
+            config = (
+                load_recipe(recipe).replace(**given) if recipe is not None else _by_default(given)
+            )
         from corecontext.train.run import train as run
 
         result = run(config)
-        losses = {"loss": result.losses[-1][1], **{k: v for k, v in result.metrics.items() if k.startswith("eval_")}}
+        losses = {
+            "loss": result.losses[-1][1],
+            **{k: v for k, v in result.metrics.items() if k.startswith("eval_")},
+        }
         if int(os.environ.get("RANK", "0")):  # torchrun's others
             return
-        print(f"{result.model}: {result.steps} steps, " +
-              ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items()))
+        print(
+            f"{result.model}: {result.steps} steps, "
+            + ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items())
+        )
 
     texts = {name: " ".join(text.split()) for name, text in field_help().items()}
-    recipe = typer.Argument(help="raw (some KV heads keep every token, and the model as it was teaches) or paper (its "
-                                 "rule alone); FILE.py:FUNCTION that returns a TrainConfig; or a run's "
-                                 "train_config.json. Default: what the checkpoint says of CCA, or else raw, as far as "
-                                 "a run can have it.")
-    parameters = [inspect.Parameter("recipe", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None,
-                                    annotation=Annotated[Optional[str], recipe])]
+    recipe = typer.Argument(
+        help="raw (some KV heads keep every token, and the model as it was teaches) or paper (its "
+        "rule alone); FILE.py:FUNCTION that returns a TrainConfig; or a run's "
+        "train_config.json. Default: what the checkpoint says of CCA, or else raw, as far as "
+        "a run can have it."
+    )
+    parameters = [
+        inspect.Parameter(
+            "recipe",
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=None,
+            annotation=Annotated[Optional[str], recipe],
+        )
+    ]
     for one in fields(TrainConfig):
-        parameters.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=None,
-                                            annotation=_annotation(one, texts[one.name])))
+        parameters.append(
+            inspect.Parameter(
+                one.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=_annotation(one, texts[one.name]),
+            )
+        )
     train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     train.__annotations__ = {one.name: one.annotation for one in parameters}
     return train
@@ -61,12 +83,19 @@ def _by_default(given: dict[str, Any]) -> TrainConfig:
         own = [name for name in held if name not in given and name in str(error)]
         if not own:
             raise
-        raise UserError(f"{error} '{given['model']}' was adapted with {' and '.join(own)} of its own: leave the option "
-                        "out, or begin with a model that was not adapted.") from None
+        raise UserError(
+            f"{error} '{given['model']}' was adapted with {' and '.join(own)} of its own: leave the option "
+            "out, or begin with a model that was not adapted."
+        ) from None
     best = {} if held else best_settings(config, given)
     if best and not int(os.environ.get("RANK", "0")):
-        told = {"raw_heads": "KV heads that keep every token", "distil": "the model as it was teaches"}
-        print(f"by default: {', '.join(told[name] for name in best)}. The paper's rule: corecontext train paper")
+        told = {
+            "raw_heads": "KV heads that keep every token",
+            "distil": "the model as it was teaches",
+        }
+        print(
+            f"by default: {', '.join(told[name] for name in best)}. The paper's rule: corecontext train paper"
+        )
     return config.replace(**best)
 
 

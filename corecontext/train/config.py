@@ -151,13 +151,31 @@ class TrainConfig:
         for name in self.report_to:
             check_choice("report_to", name, REPORTS)
         self.cca()  # validates
-        for name in ("workers", "steps", "batch_size", "accumulation", "lora_rank",
-                     "loss_chunk", "context_parallel", "shuffle_documents", "save_every", "keep", "log_every"):
+        for name in (
+            "workers",
+            "steps",
+            "batch_size",
+            "accumulation",
+            "lora_rank",
+            "loss_chunk",
+            "context_parallel",
+            "shuffle_documents",
+            "save_every",
+            "keep",
+            "log_every",
+        ):
             _check_number(name, getattr(self, name), 1, int)
         _check_number("context_length", self.context_length, 2, int)
         for name in ("warmup_steps", "eval_every", "seed"):
             _check_number(name, getattr(self, name), 0, int)
-        for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_grad_norm", "beta2", "distil"):
+        for name in (
+            "learning_rate",
+            "min_learning_rate",
+            "weight_decay",
+            "max_grad_norm",
+            "beta2",
+            "distil",
+        ):
             _check_number(name, getattr(self, name), 0, (int, float))
         if self.beta2 >= 1:
             raise ValueError(f"beta2 must be below 1, got {self.beta2}.")
@@ -166,29 +184,41 @@ class TrainConfig:
         if self.rope_theta is not None and not 1 < self.rope_theta < float("inf"):
             raise ValueError(f"rope_theta must be a number above 1, got {self.rope_theta}.")
         if not isinstance(self.shape, dict):
-            raise TypeError(f"shape must be a JSON object, as {{\"hidden_size\": 64}}, got {self.shape!r}.")
+            raise TypeError(
+                f'shape must be a JSON object, as {{"hidden_size": 64}}, got {self.shape!r}.'
+            )
         if not 0 < self.long_share < 1:
             raise ValueError(f"long_share must lie between 0 and 1, got {self.long_share}.")
         if self.min_learning_rate > self.learning_rate:
-            raise ValueError(f"min_learning_rate must be at most learning_rate {self.learning_rate}, got "
-                             f"{self.min_learning_rate}.")
+            raise ValueError(
+                f"min_learning_rate must be at most learning_rate {self.learning_rate}, got "
+                f"{self.min_learning_rate}."
+            )
         if self.long_tokens is not None:
             _check_number("long_tokens", self.long_tokens, 1, int)
         if self.context_parallel > 1 and (self.method != "cca" or self.sink_size):
-            raise ValueError(f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca' without "
-                             "sink_size: only core tokens travel.")
+            raise ValueError(
+                f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca' without "
+                "sink_size: only core tokens travel."
+            )
         if self.deepspeed is not None and (self.fsdp or self.context_parallel > 1):
             other = "fsdp" if self.fsdp else "context_parallel"
-            raise ValueError(f"deepspeed must be left out with {other}, got {self.deepspeed!r}: both would split the "
-                             "run. Use --fsdp with --context-parallel.")
+            raise ValueError(
+                f"deepspeed must be left out with {other}, got {self.deepspeed!r}: both would split the "
+                "run. Use --fsdp with --context-parallel."
+            )
         self._check_distil()
         self._check_raw_heads()
         if self.method != "cca" and (self.learned or self.layer_group_sizes):
-            raise ValueError(f"learned and layer_group_sizes must be left out with method {self.method!r}, which has "
-                             "no core tokens.")
+            raise ValueError(
+                f"learned and layer_group_sizes must be left out with method {self.method!r}, which has "
+                "no core tokens."
+            )
         if self.learned and self.strategy == "lora":
-            raise ValueError("learned must be left out with strategy 'lora', whose checkpoints hold LoRA's matrices "
-                             "only. Use strategy 'partial'.")
+            raise ValueError(
+                "learned must be left out with strategy 'lora', whose checkpoints hold LoRA's matrices "
+                "only. Use strategy 'partial'."
+            )
 
     def _check_raw_heads(self) -> None:
         """Raise where heads that keep every token cannot be looked for, or have been already."""
@@ -200,7 +230,9 @@ class TrainConfig:
         elif self.layer_group_sizes:
             reason = "layer_group_sizes, which say which heads keep every token"
         if self.raw_heads != 0 and reason is not None:
-            raise ValueError(f"raw_heads must be 0 with {reason}, got {self.raw_heads}. Use --raw-heads 0.")
+            raise ValueError(
+                f"raw_heads must be 0 with {reason}, got {self.raw_heads}. Use --raw-heads 0."
+            )
 
     def _check_distil(self) -> None:
         """Raise where a teacher is asked for that cannot be, or can teach nothing."""
@@ -218,9 +250,17 @@ class TrainConfig:
 
     def cca(self) -> CCAConfig:
         """The settings of the attention, as they stand in the checkpoint."""
-        return CCAConfig(self.group_size, self.window_size, pooling=self.pooling, core_position=self.core_position,
-                         core_heads=self.core_heads, core_bias=self.core_bias, learned=self.learned,
-                         layer_group_sizes=self.layer_group_sizes or None, sink_size=self.sink_size)
+        return CCAConfig(
+            self.group_size,
+            self.window_size,
+            pooling=self.pooling,
+            core_position=self.core_position,
+            core_heads=self.core_heads,
+            core_bias=self.core_bias,
+            learned=self.learned,
+            layer_group_sizes=self.layer_group_sizes or None,
+            sink_size=self.sink_size,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for train_config.json."""
@@ -233,21 +273,30 @@ class TrainConfig:
         for key in values:
             if key not in known:
                 near = get_close_matches(key, known, 1)
-                raise ValueError(f"unknown recipe key {key!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+                raise ValueError(
+                    f"unknown recipe key {key!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+                )
+        fields: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
+        }
         return cls(**fields)
 
     def replace(self, **changes: Any) -> TrainConfig:
         """A copy with some fields changed, validated again."""
-        return self.from_dict({**{one.name: getattr(self, one.name) for one in dataclasses.fields(self)}, **changes})
+        return self.from_dict(
+            {**{one.name: getattr(self, one.name) for one in dataclasses.fields(self)}, **changes}
+        )
 
 
 def field_help() -> dict[str, str]:
     """The string under each field of TrainConfig."""
     body: list[Any] = ast.parse(inspect.getsource(TrainConfig)).body[0].body  # type: ignore[attr-defined]
     kinds = [type(one) for one in body]
-    return {body[i].target.id: body[i + 1].value.value for i in range(len(body) - 1)
-            if kinds[i:i + 2] == [ast.AnnAssign, ast.Expr]}
+    return {
+        body[i].target.id: body[i + 1].value.value
+        for i in range(len(body) - 1)
+        if kinds[i : i + 2] == [ast.AnnAssign, ast.Expr]
+    }
 
 
 def load_recipe(name: str) -> TrainConfig:
@@ -265,14 +314,18 @@ def load_recipe(name: str) -> TrainConfig:
     file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise UserError(f"recipe '{file}' does not exist. Give {', '.join(RECIPES)}, FILE.py:FUNCTION, or a run's "
-                        "train_config.json.")
+        raise UserError(
+            f"recipe '{file}' does not exist. Give {', '.join(RECIPES)}, FILE.py:FUNCTION, or a run's "
+            "train_config.json."
+        )
     if path.suffix == ".json":
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(values, dict):
                 raise TypeError(f"got a {type(values).__name__}")
-            return TrainConfig.from_dict(values.get("config", values))  # a run's has more than its settings
+            return TrainConfig.from_dict(
+                values.get("config", values)
+            )  # a run's has more than its settings
         except (ValueError, TypeError) as error:
             raise UserError(f"recipe '{file}' must hold a TrainConfig: {error}") from None
     space: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
@@ -281,11 +334,16 @@ def load_recipe(name: str) -> TrainConfig:
     except (SyntaxError, ImportError, UnicodeDecodeError) as error:
         raise UserError(f"recipe '{file}' cannot be read: {error}") from None
     function = function or path.stem
-    recipes = sorted(key for key, value in space.items()
-                     if inspect.isfunction(value) and value.__module__ == path.stem and not key.startswith("_"))
+    recipes = sorted(
+        key
+        for key, value in space.items()
+        if inspect.isfunction(value) and value.__module__ == path.stem and not key.startswith("_")
+    )
     if function not in recipes:
-        raise UserError(f"recipe '{file}' must have a function {function!r}, got {', '.join(recipes) or 'none'}. "
-                        "Give FILE.py:FUNCTION.")
+        raise UserError(
+            f"recipe '{file}' must have a function {function!r}, got {', '.join(recipes) or 'none'}. "
+            "Give FILE.py:FUNCTION."
+        )
     config = space[function]()
     if not isinstance(config, TrainConfig):
         raise UserError(f"recipe '{name}' must return a TrainConfig, got {type(config).__name__}.")
@@ -295,6 +353,8 @@ def load_recipe(name: str) -> TrainConfig:
 def _check_number(name: str, value: Any, least: float, kind: Any) -> None:
     """Raise unless value is a finite number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name} must be {'an integer' if kind is int else 'a number'}, got {value!r}.")
+        raise TypeError(
+            f"{name} must be {'an integer' if kind is int else 'a number'}, got {value!r}."
+        )
     if not least <= value < float("inf"):
         raise ValueError(f"{name} must be at least {least}, got {value}.")

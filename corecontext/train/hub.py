@@ -17,8 +17,10 @@ def prepare(name: str) -> None:
     try:
         _api().create_repo(name, private=True, exist_ok=True)
     except Exception as error:  # of the network, of the hub, of the name
-        raise UserError(f"push_to '{name}' cannot be written: {_told(error)}. Log in with `hf auth login`, or leave "
-                        "--push-to out.") from None
+        raise UserError(
+            f"push_to '{name}' cannot be written: {_told(error)}. Log in with `hf auth login`, or leave "
+            "--push-to out."
+        ) from None
 
 
 def push(folder: Path, name: str) -> None:
@@ -28,10 +30,14 @@ def push(folder: Path, name: str) -> None:
         UserError: the hub does not take it; the folder stays.
     """
     try:
-        _api().upload_folder(repo_id=name, folder_path=str(folder), commit_message="Trained by corecontext")
+        _api().upload_folder(
+            repo_id=name, folder_path=str(folder), commit_message="Trained by corecontext"
+        )
     except Exception as error:
-        raise UserError(f"the finished model lies in '{folder}', but push_to '{name}' failed: {_told(error)}. Push it "
-                        f"with `hf upload {name} {folder}`.") from None
+        raise UserError(
+            f"the finished model lies in '{folder}', but push_to '{name}' failed: {_told(error)}. Push it "
+            f"with `hf upload {name} {folder}`."
+        ) from None
 
 
 def _api() -> Any:

@@ -31,8 +31,16 @@ class Taught:
     """Of its logits."""
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, count: Tensor | float, chunk: int, *,
-                          softcap: float | None = None, taught: Taught | None = None) -> Tensor:
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    count: Tensor | float,
+    chunk: int,
+    *,
+    softcap: float | None = None,
+    taught: Taught | None = None,
+) -> Tensor:
     """Sum over tokens of -log softmax(hidden weight^T)[label], divided by `count`, a chunk of tokens at a time.
 
     With a teacher a token's loss is (1 - share) times that plus share times KL(teacher || student), at temperature 1.
@@ -56,16 +64,40 @@ class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradients chunk by chunk; the backward only scales."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, count: Tensor, chunk: int,
-                softcap: float | None, taught: Taught | None) -> Tensor:
-        matrix, total = weight.to(hidden.dtype), torch.zeros((), dtype=torch.float32, device=hidden.device)
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        count: Tensor,
+        chunk: int,
+        softcap: float | None,
+        taught: Taught | None,
+    ) -> Tensor:
+        matrix, total = (
+            weight.to(hidden.dtype),
+            torch.zeros((), dtype=torch.float32, device=hidden.device),
+        )
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        )
         for low in range(0, hidden.shape[0], chunk):
             rows = slice(low, low + chunk)
-            part = None if taught is None or not taught.share else replace(taught, hidden=taught.hidden[rows])
-            loss, grad = _of_chunk(hidden[rows], matrix, labels[rows], count, softcap, part,
-                                   grad_hidden is not None or grad_weight is not None)
+            part = (
+                None
+                if taught is None or not taught.share
+                else replace(taught, hidden=taught.hidden[rows])
+            )
+            loss, grad = _of_chunk(
+                hidden[rows],
+                matrix,
+                labels[rows],
+                count,
+                softcap,
+                part,
+                grad_hidden is not None or grad_weight is not None,
+            )
             total += loss
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ matrix
@@ -80,12 +112,26 @@ class _ChunkedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (None if grad_hidden is None else grad_hidden * grad.to(grad_hidden.dtype),
-                None if grad_weight is None else (grad_weight * grad).to(ctx.dtype), None, None, None, None, None)
+        return (
+            None if grad_hidden is None else grad_hidden * grad.to(grad_hidden.dtype),
+            None if grad_weight is None else (grad_weight * grad).to(ctx.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _of_chunk(hidden: Tensor, matrix: Tensor, labels: Tensor, count: Tensor, softcap: float | None,
-              taught: Taught | None, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+def _of_chunk(
+    hidden: Tensor,
+    matrix: Tensor,
+    labels: Tensor,
+    count: Tensor,
+    softcap: float | None,
+    taught: Taught | None,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
     """A chunk's part of the loss and, or None, the gradient of its logits [n, V] in the dtype of hidden; what else has
     that many numbers is gone with the call."""
     share = 0.0 if taught is None else taught.share
@@ -122,7 +168,9 @@ def _logits(hidden: Tensor, matrix: Tensor, softcap: float | None) -> tuple[Tens
     return softcap * capped, 1 - capped.square()
 
 
-def compute_loss_in_chunks(model: PreTrainedModel, chunk: int, teacher: Callable[..., Taught] | None = None) -> None:
+def compute_loss_in_chunks(
+    model: PreTrainedModel, chunk: int, teacher: Callable[..., Taught] | None = None
+) -> None:
     """From now on this model answers calls with labels by their loss alone, computed in chunks.
 
     `shift_labels` (already moved by one: what each token is to predict) may stand for `labels`, and
@@ -139,34 +187,60 @@ def compute_loss_in_chunks(model: PreTrainedModel, chunk: int, teacher: Callable
     """
     whole = model.forward
     if teacher is not None and not _in_chunks(model):
-        raise UserError("distil must be 0 where the loss cannot be computed in chunks, got a model whose head has a "
-                        "bias or LoRA's matrices, or with a router's loss. Use --distil 0.")
+        raise UserError(
+            "distil must be 0 where the loss cannot be computed in chunks, got a model whose head has a "
+            "bias or LoRA's matrices, or with a router's loss. Use --distil 0."
+        )
 
     @functools.wraps(whole)
-    def forward(*args: Any, labels: Tensor | None = None, shift_labels: Tensor | None = None,
-                num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        *args: Any,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         head = model.get_output_embeddings()
         if labels is None and shift_labels is None:
             return whole(*args, **kwargs)
         if not _in_chunks(model):
-            return whole(*args, labels=shift_labels if labels is None else labels, shift_labels=shift_labels,
-                         num_items_in_batch=num_items_in_batch, **kwargs)
+            return whole(
+                *args,
+                labels=shift_labels if labels is None else labels,
+                shift_labels=shift_labels,
+                num_items_in_batch=num_items_in_batch,
+                **kwargs,
+            )
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         kwargs.pop("logits_to_keep", None)
         taught = None
-        if teacher is not None and model.training:  # before the student, which holds activations for the backward
+        if (
+            teacher is not None and model.training
+        ):  # before the student, which holds activations for the backward
             taught = teacher(*args, **kwargs)
         hidden = model.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1)
-        if hasattr(head, "unshard"):  # FSDP gathers a module's weights when it is called, which the head is not
+        if hasattr(
+            head, "unshard"
+        ):  # FSDP gathers a module's weights when it is called, which the head is not
             head.unshard()
         weight, device = head.weight, hidden.device.type
-        count = (shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        count = (
+            (shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        )
+        dtype = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        )
         with torch.autocast(device, enabled=False):
-            loss = chunked_cross_entropy(hidden.to(dtype), weight, shift_labels.flatten().to(hidden.device), count,
-                                         chunk, softcap=getattr(model.config, "final_logit_softcapping", None),
-                                         taught=taught)
+            loss = chunked_cross_entropy(
+                hidden.to(dtype),
+                weight,
+                shift_labels.flatten().to(hidden.device),
+                count,
+                chunk,
+                softcap=getattr(model.config, "final_logit_softcapping", None),
+                taught=taught,
+            )
         return CausalLMOutputWithPast(loss=loss)
 
     model.forward = forward
@@ -175,5 +249,8 @@ def compute_loss_in_chunks(model: PreTrainedModel, chunk: int, teacher: Callable
 def _in_chunks(model: PreTrainedModel) -> bool:
     """Whether the loss is that of a plain matrix, and nothing else."""
     head = model.get_output_embeddings()
-    return (isinstance(head, torch.nn.Linear) and head.bias is None
-            and not getattr(model.config, "output_router_logits", False))
+    return (
+        isinstance(head, torch.nn.Linear)
+        and head.bias is None
+        and not getattr(model.config, "output_router_logits", False)
+    )

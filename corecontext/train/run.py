@@ -25,7 +25,15 @@ from corecontext.data.stream import StreamedRows, open_shards
 from corecontext.text import UserError, write_text
 from corecontext.train import card, hub
 from corecontext.train.arguments import arguments_of
-from corecontext.train.checkpoint import STAGING, STREAM, clear_staging, is_write_failure, latest, publish, step_of
+from corecontext.train.checkpoint import (
+    STAGING,
+    STREAM,
+    clear_staging,
+    is_write_failure,
+    latest,
+    publish,
+    step_of,
+)
 from corecontext.train.config import TrainConfig
 from corecontext.train.folder import MODEL, check_folder, claim, held, make
 from corecontext.train.heads import with_heads
@@ -60,14 +68,20 @@ def train(config: TrainConfig) -> Result:
             raise UserError(f"training needs the package {package}. Install corecontext[train].")
     for package in config.report_to:
         if importlib.util.find_spec(package) is None:
-            raise UserError(f"report_to {package!r} needs the package {package}. Install it, or leave --report-to out.")
+            raise UserError(
+                f"report_to {package!r} needs the package {package}. Install it, or leave --report-to out."
+            )
     if not config.output:
         raise UserError("output must be given, got none. Use --output FOLDER.")
     if config.long_tokens is not None and config.source_field is None:
-        raise UserError("source_field must be given with long_tokens, got none. Use --source-field.")
+        raise UserError(
+            "source_field must be given with long_tokens, got none. Use --source-field."
+        )
     if config.long_tokens is not None and config.streaming:
-        raise UserError("long_tokens must be left out with streaming, got both: how often a document comes follows "
-                        "from the lengths of all. Leave --streaming out.")
+        raise UserError(
+            "long_tokens must be left out with streaming, got both: how often a document comes follows "
+            "from the lengths of all. Leave --streaming out."
+        )
     folder = Path(config.output)
     hf_config = read_config(config)
     tokenizer = make_tokenizer(config, hf_config)
@@ -81,8 +95,14 @@ def train(config: TrainConfig) -> Result:
         return _run(config, arguments, hf_config, tokenizer, rows, eval_rows)
 
 
-def _run(asked: TrainConfig, arguments: Any, hf_config: Any, tokenizer: Any, rows: PackedRows | StreamedRows,
-         eval_rows: PackedRows | None) -> Result:
+def _run(
+    asked: TrainConfig,
+    arguments: Any,
+    hf_config: Any,
+    tokenizer: Any,
+    rows: PackedRows | StreamedRows,
+    eval_rows: PackedRows | None,
+) -> Result:
     """The training itself, in a folder that is this run's."""
     from corecontext.inference.fuse import Fused
 
@@ -90,8 +110,12 @@ def _run(asked: TrainConfig, arguments: Any, hf_config: Any, tokenizer: Any, row
     config = with_heads(asked, hf_config, arguments, rows)
     facts = {"processes": arguments.world_size, "rows": rows.mark()}
     if asked.raw_heads != 0:
-        facts["heads"] = {name: getattr(config, name) for name in ("window_size", "layer_group_sizes")}
-    trainer = _trainer(config, arguments, make_model(config, hf_config, bfloat16=arguments.bf16), rows, eval_rows)
+        facts["heads"] = {
+            name: getattr(config, name) for name in ("window_size", "layer_group_sizes")
+        }
+    trainer = _trainer(
+        config, arguments, make_model(config, hf_config, bfloat16=arguments.bf16), rows, eval_rows
+    )
     with arguments.main_process_first(desc="run folder"):
         if main:
             claim(folder, asked, facts)
@@ -113,20 +137,41 @@ def _run(asked: TrainConfig, arguments: Any, hf_config: Any, tokenizer: Any, row
         clear_staging(folder)
         dtype = getattr(hf_config, "dtype", None)
         groups = arguments.world_size // config.context_parallel
-        tokens = config.steps * config.accumulation * config.batch_size * groups * config.context_length
-        _patiently(lambda: _export(config, last, staged, tokenizer, dtype, history, metrics, tokens), folder)
+        tokens = (
+            config.steps * config.accumulation * config.batch_size * groups * config.context_length
+        )
+        _patiently(
+            lambda: _export(config, last, staged, tokenizer, dtype, history, metrics, tokens),
+            folder,
+        )
         clear_staging(folder)
         if config.push_to is not None:
             hub.push(folder / MODEL, config.push_to)
-    return Result(folder / MODEL, step_of(last), card.losses(history), metrics, step_of(resume) if resume else 0)
+    return Result(
+        folder / MODEL,
+        step_of(last),
+        card.losses(history),
+        metrics,
+        step_of(resume) if resume else 0,
+    )
 
 
-def _export(config: TrainConfig, last: Path, staged: Path, tokenizer: Any, dtype: Any, history: list,
-            metrics: dict[str, float], tokens: int) -> None:
+def _export(
+    config: TrainConfig,
+    last: Path,
+    staged: Path,
+    tokenizer: Any,
+    dtype: Any,
+    history: list,
+    metrics: dict[str, float],
+    tokens: int,
+) -> None:
     """The final checkpoint with its card, complete or not there."""
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
-    export(config, last, staged, tokenizer, dtype if isinstance(dtype, torch.dtype) else torch.float32)
+    export(
+        config, last, staged, tokenizer, dtype if isinstance(dtype, torch.dtype) else torch.float32
+    )
     card.write(staged, config, history, metrics, tokens)
     publish(staged, Path(config.output) / MODEL)
 
@@ -141,14 +186,18 @@ def _in_fixed_order(wanted: bool) -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
     if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a process first multiplies matrices
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # read when a process first multiplies matrices
         torch.use_deterministic_algorithms(True)
         memory.fill_uninitialized_memory = False  # for those who look for such reads; takes time
     try:
         yield
     except RuntimeError as error:
         if wanted and "does not have a deterministic implementation" in str(error):
-            raise UserError(f"deterministic must be left out for this model: {str(error).split('. ')[0]}.") from error
+            raise UserError(
+                f"deterministic must be left out for this model: {str(error).split('. ')[0]}."
+            ) from error
         raise
     finally:
         torch.set_deterministic_debug_mode(before[0])
@@ -162,7 +211,10 @@ def _one_first(arguments: Any) -> Iterator[None]:
     if arguments.world_size == 1:
         yield
         return
-    store, machine = dist.distributed_c10d._get_default_store(), arguments.process_index - arguments.local_process_index
+    store, machine = (
+        dist.distributed_c10d._get_default_store(),
+        arguments.process_index - arguments.local_process_index,
+    )
     ready = f"corecontext data {store.add(f'corecontext data of {arguments.process_index}', 1)} on {machine}"
     if arguments.local_process_index:
         store.wait([ready], timedelta(days=365))
@@ -173,25 +225,43 @@ def _one_first(arguments: Any) -> Iterator[None]:
             store.set(ready, "")
 
 
-def _rows(config: TrainConfig, tokenizer: Any, world_size: int) -> tuple[PackedRows | StreamedRows, PackedRows | None]:
+def _rows(
+    config: TrainConfig, tokenizer: Any, world_size: int
+) -> tuple[PackedRows | StreamedRows, PackedRows | None]:
     """Training rows in their order, and rows that are only evaluated."""
     options: dict[str, Any] = {"text_field": config.text_field, "cache_dir": config.cache_dir}
     rows: PackedRows | StreamedRows
     if config.streaming:
         shards = open_shards(config.data, source_field=config.source_field, **options)
-        step = config.accumulation * config.batch_size * max(1, world_size // config.context_parallel)
-        rows = StreamedRows(shards, encoder(tokenizer), config.context_length, config.steps * step, seed=config.seed,
-                            block_size=config.shuffle_documents, ahead=3 * step)  # Trainer fetches a step ahead
+        step = (
+            config.accumulation * config.batch_size * max(1, world_size // config.context_parallel)
+        )
+        rows = StreamedRows(
+            shards,
+            encoder(tokenizer),
+            config.context_length,
+            config.steps * step,
+            seed=config.seed,
+            block_size=config.shuffle_documents,
+            ahead=3 * step,
+        )  # Trainer fetches a step ahead
         if latest(Path(config.output)) is None:
             rows[0]  # what is wrong with the data is said before the run begins
     else:
-        documents = read_corpus(config.data, tokenizer, source_field=config.source_field, workers=config.workers,
-                                **options)
+        documents = read_corpus(
+            config.data,
+            tokenizer,
+            source_field=config.source_field,
+            workers=config.workers,
+            **options,
+        )
         if config.long_tokens is None:
             order = shuffled(len(documents), config.seed)
         else:
             lengths = documents.with_format("numpy")["length"][:]
-            order = upsampled(lengths, documents["source"][:], config.long_tokens, config.long_share, config.seed)
+            order = upsampled(
+                lengths, documents["source"][:], config.long_tokens, config.long_share, config.seed
+            )
         rows = PackedRows(documents, config.context_length, order)
     if not config.eval_data:
         return rows, None
@@ -202,26 +272,44 @@ def _rows(config: TrainConfig, tokenizer: Any, world_size: int) -> tuple[PackedR
         raise UserError(f"eval_data: {error}") from None
 
 
-def _trainer(config: TrainConfig, arguments: Any, model: Any, rows: PackedRows | StreamedRows,
-             eval_rows: PackedRows | None) -> Any:
+def _trainer(
+    config: TrainConfig,
+    arguments: Any,
+    model: Any,
+    rows: PackedRows | StreamedRows,
+    eval_rows: PackedRows | None,
+) -> Any:
     """Trainer on the model, whose loss comes in chunks, with a teacher if it is distilled."""
     from corecontext.integrations.transformers import _inner_model
     from corecontext.train.loss import compute_loss_in_chunks
     from corecontext.train.teacher import load_teacher
     from corecontext.train.trainer import CCATrainer
 
-    teacher = load_teacher(config, bfloat16=arguments.bf16, device=arguments.device) if config.distil else None
+    teacher = (
+        load_teacher(config, bfloat16=arguments.bf16, device=arguments.device)
+        if config.distil
+        else None
+    )
     compute_loss_in_chunks(_inner_model(model), config.loss_chunk, teacher)
-    return CCATrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=eval_rows, data_collator=collate,
-                      context_parallel=config.context_parallel, keep=config.keep)
+    return CCATrainer(
+        model=model,
+        args=arguments,
+        train_dataset=rows,
+        eval_dataset=eval_rows,
+        data_collator=collate,
+        context_parallel=config.context_parallel,
+        keep=config.keep,
+    )
 
 
 def _save_after_all(trainer: Any, folder: Path) -> None:
     """The last checkpoint, which a full disk had no room for."""
+
     def save() -> None:
         trainer._save_checkpoint(trainer.model_wrapped, None)
         if trainer.save_error is not None:
             raise trainer.save_error
+
     _patiently(save, folder)
 
 
@@ -235,9 +323,13 @@ def _patiently(write: Any, folder: Path) -> None:
             if not is_write_failure(error):
                 raise
             if time.monotonic() > end:
-                raise UserError(f"output '{folder}' cannot be written: {error}. All checkpoints are kept: free space "
-                                "and run the same command again.") from None
-            logging.getLogger(__name__).warning("%s; trying again in %d s: free space in %s.", error, WAIT_S, folder)
+                raise UserError(
+                    f"output '{folder}' cannot be written: {error}. All checkpoints are kept: free space "
+                    "and run the same command again."
+                ) from None
+            logging.getLogger(__name__).warning(
+                "%s; trying again in %d s: free space in %s.", error, WAIT_S, folder
+            )
             time.sleep(WAIT_S)
 
 
@@ -263,6 +355,8 @@ def convert(source: str, target: str, config: CCAConfig | None) -> None:
         write_text(staged / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
         publish(staged, new)
     except OSError as error:
-        raise UserError(f"output '{target}' cannot be written: {error.strerror or error}.") from None
+        raise UserError(
+            f"output '{target}' cannot be written: {error.strerror or error}."
+        ) from None
     finally:
         shutil.rmtree(staged, ignore_errors=True)

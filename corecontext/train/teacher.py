@@ -31,9 +31,11 @@ def load_teacher(config: TrainConfig, *, bfloat16: bool, device: torch.device) -
     from corecontext.integrations.transformers import full_attention
 
     with one_line(f"model '{config.model}' cannot be loaded"):
-        model = AutoModelForCausalLM.from_pretrained(config.model,
-                                                     attn_implementation=full_attention(load_config(config.model)),
-                                                     dtype=torch.bfloat16 if bfloat16 else torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model,
+            attn_implementation=full_attention(load_config(config.model)),
+            dtype=torch.bfloat16 if bfloat16 else torch.float32,
+        )
     return Teacher(model.to(device), config.distil, "compile" if config.fuse else None)
 
 
@@ -52,9 +54,18 @@ class Teacher:
         are arguments that peft passes on though nobody gave them.
         """
         head, settings, parts = self.model.get_output_embeddings().weight, self.model.config, []
-        with self._fused, torch.autocast(head.device.type, enabled=False):  # its weights have the dtype already
+        with (
+            self._fused,
+            torch.autocast(head.device.type, enabled=False),
+        ):  # its weights have the dtype already
             for row, positions in zip(input_ids, position_ids):
                 edges = [*(positions == 0).nonzero()[:, 0].tolist(), len(row)]
-                parts += [self.model.base_model(row[None, first:end], use_cache=False).last_hidden_state[0]
-                          for first, end in zip(edges, edges[1:])]
-        return Taught(torch.cat(parts), head, self.share, getattr(settings, "final_logit_softcapping", None))
+                parts += [
+                    self.model.base_model(row[None, first:end], use_cache=False).last_hidden_state[
+                        0
+                    ]
+                    for first, end in zip(edges, edges[1:])
+                ]
+        return Taught(
+            torch.cat(parts), head, self.share, getattr(settings, "final_logit_softcapping", None)
+        )

@@ -23,7 +23,14 @@ from corecontext.data.packing import IGNORED, PackedRows, RunOrder, collate
 from corecontext.data.stream import StreamedRows
 from corecontext.terminal import progress
 from corecontext.text import UserError
-from corecontext.train.checkpoint import STAGING, STREAM, is_write_failure, keep_newest, latest, publish
+from corecontext.train.checkpoint import (
+    STAGING,
+    STREAM,
+    is_write_failure,
+    keep_newest,
+    latest,
+    publish,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +53,13 @@ class CCATrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> RunOrder:
         """Rows of the whole run; processes that share a row get it in turn, as accelerate deals batches out."""
         seed = None if isinstance(self.train_dataset, StreamedRows) else self.args.seed
-        return RunOrder(len(self.train_dataset), self.args.max_steps * self._rows_per_step(), seed,
-                        block=self._train_batch_size, repeats=self.context_parallel)
+        return RunOrder(
+            len(self.train_dataset),
+            self.args.max_steps * self._rows_per_step(),
+            seed,
+            block=self._train_batch_size,
+            repeats=self.context_parallel,
+        )
 
     def _rows_per_step(self) -> int:
         """Rows that all processes together see in one step."""
@@ -72,12 +84,16 @@ class CCATrainer(Trainer):
 
     # Context parallelism ---------------------------------------------------------------------------------------------
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
+    def _get_num_items_in_batch(
+        self, batch_samples: list, device: torch.device
+    ) -> Tensor | int | None:
         """Each row counts once, not once for each process that holds a part."""
         count = super()._get_num_items_in_batch(batch_samples, device)
         return count if count is None else count // self.context_parallel
 
-    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         """This process's part of the rows."""
         self._rows += inputs.pop("row", [])
         return contextlib.nullcontext, inputs if self.wire is None else self._part(model, inputs)
@@ -93,16 +109,26 @@ class CCATrainer(Trainer):
         handle = handle_of(self.accelerator.unwrap_model(model))
         handle.shard = Shard(self.wire, layout, _documents(positions))
         wanted = nn.functional.pad(inputs["labels"], (0, 1), value=IGNORED)[:, 1:]
-        return {"input_ids": layout.take(ids), "position_ids": layout.take(positions),
-                "shift_labels": layout.take(wanted)}
+        return {
+            "input_ids": layout.take(ids),
+            "position_ids": layout.take(positions),
+            "shift_labels": layout.take(wanted),
+        }
 
     # Evaluation -------------------------------------------------------------------------------------------------------
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None,
-                 metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Mean loss of a token over all rows, and its exponential; rows are dealt out over the processes."""
-        rows, model = self.eval_dataset if eval_dataset is None else eval_dataset, self.model_wrapped
-        groups, mine = self.args.world_size // self.context_parallel, self.args.process_index // self.context_parallel
+        rows, model = (
+            self.eval_dataset if eval_dataset is None else eval_dataset,
+            self.model_wrapped,
+        )
+        groups, mine = (
+            self.args.world_size // self.context_parallel,
+            self.args.process_index // self.context_parallel,
+        )
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         model.eval()
         with torch.no_grad(), progress("evaluation", len(rows)) as advance:
@@ -112,27 +138,38 @@ class CCATrainer(Trainer):
                 del inputs["row"]
                 if self.wire is not None:
                     inputs = self._part(model, inputs)
-                wanted = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+                wanted = (
+                    inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+                )
                 loss = model(**inputs, num_items_in_batch=1)["loss"].double()
                 if low + mine < len(rows):
                     total += torch.stack((loss, (wanted != IGNORED).sum().double()))
         if self.args.world_size > 1:
             dist.all_reduce(total)
         mean = float(total[0] / total[1])
-        metrics = {f"{metric_key_prefix}_loss": mean, f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700))}
+        metrics = {
+            f"{metric_key_prefix}_loss": mean,
+            f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700)),
+        }
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
         return metrics
 
     # Losses that are no numbers ---------------------------------------------------------------------------------------
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
         """Trainer's, with a look at the loss before it can reach the weights."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._check_finite("loss", loss)
         return loss
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Trainer's; DeepSpeed's backward is followed by its optimiser at once, so the look comes before."""
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self.is_deepspeed_enabled:
@@ -149,14 +186,19 @@ class CCATrainer(Trainer):
     def _check_finite(self, what: str, value: Tensor) -> None:
         if bool(torch.isfinite(value.detach()).all()):
             return
-        rows = self._rows if what != "loss" else self._rows[-self._train_batch_size:]
-        told = "; ".join(f"row {row}: {self.train_dataset.describe(row)}"
-                         for row in rows[:4] if isinstance(self.train_dataset, (PackedRows, StreamedRows)))
+        rows = self._rows if what != "loss" else self._rows[-self._train_batch_size :]
+        told = "; ".join(
+            f"row {row}: {self.train_dataset.describe(row)}"
+            for row in rows[:4]
+            if isinstance(self.train_dataset, (PackedRows, StreamedRows))
+        )
         last = latest(Path(self.args.output_dir))
-        raise UserError(f"the {what} of step {self.state.global_step + 1} must be finite, got {float(value)}, from "
-                        f"rows {', '.join(map(str, rows))} ({told}). Training stopped before this step could be kept; "
-                        f"the last checkpoint is {last.name if last else 'none'}. Look at these texts, or lower "
-                        "--learning-rate.")
+        raise UserError(
+            f"the {what} of step {self.state.global_step + 1} must be finite, got {float(value)}, from "
+            f"rows {', '.join(map(str, rows))} ({told}). Training stopped before this step could be kept; "
+            f"the last checkpoint is {last.name if last else 'none'}. Look at these texts, or lower "
+            "--learning-rate."
+        )
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
@@ -179,8 +221,9 @@ class CCATrainer(Trainer):
                     super()._save_checkpoint(model, trial)
                     if self.args.should_save and isinstance(self.train_dataset, StreamedRows):
                         rows = self.state.global_step * self._rows_per_step()
-                        (staging / name / STREAM).write_text(json.dumps(self.train_dataset.state_dict(rows)),
-                                                             encoding="utf-8")
+                        (staging / name / STREAM).write_text(
+                            json.dumps(self.train_dataset.state_dict(rows)), encoding="utf-8"
+                        )
             finally:
                 self._staging = None
         if self._everywhere(self.save_error is None) and self.args.should_save:
@@ -193,8 +236,12 @@ class CCATrainer(Trainer):
             if self.args.should_save:
                 shutil.rmtree(staging, ignore_errors=True)
                 last = latest(folder)
-                _log.warning("checkpoint %s could not be written: %s. The last one is %s; training goes on.", name,
-                             " ".join(str(self.save_error).split())[:200], last.name if last else "none")
+                _log.warning(
+                    "checkpoint %s could not be written: %s. The last one is %s; training goes on.",
+                    name,
+                    " ".join(str(self.save_error).split())[:200],
+                    last.name if last else "none",
+                )
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         """Trainer's; under FSDP all gather the optimizer next, also the one process that could not write the model."""
@@ -208,7 +255,9 @@ class CCATrainer(Trainer):
             return
         plugin = self.accelerator.state.fsdp_plugin
         with self._noted():
-            save_fsdp_model(plugin, self.accelerator, self.model, output_dir, **get_fsdp_ckpt_kwargs())
+            save_fsdp_model(
+                plugin, self.accelerator, self.model, output_dir, **get_fsdp_ckpt_kwargs()
+            )
         with self._noted():
             save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
         if self.args.should_save:
@@ -242,8 +291,10 @@ def _wire(size: int, world: int) -> Any:
     from corecontext.distributed.wire import Wire
 
     if world % size:
-        raise UserError(f"context_parallel must divide the number of processes {world}, got {size}. Start with "
-                        f"torchrun --nproc-per-node {size}, or leave --context-parallel out.")
+        raise UserError(
+            f"context_parallel must divide the number of processes {world}, got {size}. Start with "
+            f"torchrun --nproc-per-node {size}, or leave --context-parallel out."
+        )
     groups = [dist.new_group(list(range(i, i + size))) for i in range(0, world, size)]
     return Wire(groups[dist.get_rank() // size])
 
@@ -251,7 +302,8 @@ def _wire(size: int, world: int) -> Any:
 def _documents(positions: Tensor) -> tuple[int, ...]:
     """Boundaries of the documents in a row, where positions [1, L] begin anew; () for one document."""
     if positions.shape[0] != 1:
-        raise UserError(f"batch_size must be 1 with context parallelism, got {positions.shape[0]}. Use --accumulation.")
+        raise UserError(
+            f"batch_size must be 1 with context parallelism, got {positions.shape[0]}. Use --accumulation."
+        )
     starts = ((positions[0].diff() != 1).nonzero()[:, 0] + 1).tolist()
     return (0, *starts, positions.shape[1]) if starts else ()
-

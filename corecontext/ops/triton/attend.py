@@ -45,8 +45,16 @@ def _cores_of(position, group_size, window_size):
 
 
 @triton.jit
-def _load(pointers, rows, num_rows, dims, MASKED: tl.constexpr, ROW_AXIS: tl.constexpr, HEAD_DIM: tl.constexpr,
-          BLOCK_D: tl.constexpr):
+def _load(
+    pointers,
+    rows,
+    num_rows,
+    dims,
+    MASKED: tl.constexpr,
+    ROW_AXIS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """A tile whose rows may end and whose columns may be fewer than BLOCK_D; zeros outside."""
     if ROW_AXIS == 0:
         in_rows, in_dims = (rows < num_rows)[:, None], (dims < HEAD_DIM)[None, :]
@@ -75,9 +83,29 @@ def _scores(raw, scale, bias, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _attend_loop(acc, total, highest, q, k_ptr, v_ptr, stride_k, stride_v, begin, end, num_keys, low, high, scale, bias,
-                 softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
-                 BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
+def _attend_loop(
+    acc,
+    total,
+    highest,
+    q,
+    k_ptr,
+    v_ptr,
+    stride_k,
+    stride_v,
+    begin,
+    end,
+    num_keys,
+    low,
+    high,
+    scale,
+    bias,
+    softcap,
+    MASKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Online softmax over keys begin .. end-1, in tiles; low and high are rows' bounds, used where MASKED."""
     offs_n, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     k_tile = k_ptr + begin.to(tl.int64) * stride_k + offs_n[None, :] * stride_k + dims[:, None]
@@ -119,12 +147,47 @@ def _bounds(first, last, q_start, group_size, window_size, BLOCK_N: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_cores", "q_start", "k_start"])
-def _attend_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, bias_ptr, out_ptr, lse_ptr,
-                       stride_qn, stride_qr, stride_qt, stride_kn, stride_kt, stride_vn, stride_vt,
-                       stride_ckn, stride_ckr, stride_ckm, stride_cvn, stride_cvr, stride_cvm,
-                       num_queries, num_keys, num_cores, q_start, k_start, num_heads, heads_per_n, heads_per_core,
-                       scale, softcap, group_size, window_size, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                       HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _attend_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    core_k_ptr,
+    core_v_ptr,
+    bias_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_qn,
+    stride_qr,
+    stride_qt,
+    stride_kn,
+    stride_kt,
+    stride_vn,
+    stride_vt,
+    stride_ckn,
+    stride_ckr,
+    stride_ckm,
+    stride_cvn,
+    stride_cvr,
+    stride_cvm,
+    num_queries,
+    num_keys,
+    num_cores,
+    q_start,
+    k_start,
+    num_heads,
+    heads_per_n,
+    heads_per_core,
+    scale,
+    softcap,
+    group_size,
+    window_size,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Grid: (query tiles x N r,). A program owns BLOCK_M queries of one head: it reads them and the keys and values
     they see once, keeps output and sums in float32, and writes output and log-sum-exp. Heads that share keys run side
     by side, and tiles that see most run first."""
@@ -135,7 +198,13 @@ def _attend_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, bias_ptr, ou
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     inside = rows < num_queries
-    q_tile = q_ptr + n * stride_qn + r * stride_qr + rows.to(tl.int64)[:, None] * stride_qt + dims[None, :]
+    q_tile = (
+        q_ptr
+        + n * stride_qn
+        + r * stride_qr
+        + rows.to(tl.int64)[:, None] * stride_qt
+        + dims[None, :]
+    )
     q = tl.load(q_tile, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     position = q_start + rows
     cores = _cores_of(position, group_size, window_size)
@@ -143,8 +212,9 @@ def _attend_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, bias_ptr, ou
     if HAS_BIAS:
         bias = tl.load(bias_ptr + head).to(tl.float32)
     last = tl.minimum(tile * BLOCK_M + BLOCK_M, num_queries) - 1
-    whole, cores_end, local, middle, causal, end = _bounds(tile * BLOCK_M, last, q_start, group_size, window_size,
-                                                           BLOCK_N)
+    whole, cores_end, local, middle, causal, end = _bounds(
+        tile * BLOCK_M, last, q_start, group_size, window_size, BLOCK_N
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -152,34 +222,161 @@ def _attend_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, bias_ptr, ou
     k_base = core_k_ptr + n * stride_ckn + core * stride_ckr
     v_base = core_v_ptr + n * stride_cvn + core * stride_cvr
     zero = cores * 0
-    acc, total, highest = _attend_loop(acc, total, highest, q, k_base, v_base, stride_ckm, stride_cvm, whole * 0, whole,
-                                       num_cores, zero, cores, scale, bias, softcap, False, HAS_SOFTCAP, HEAD_DIM,
-                                       BLOCK_D, BLOCK_N)
-    acc, total, highest = _attend_loop(acc, total, highest, q, k_base, v_base, stride_ckm, stride_cvm, whole, cores_end,
-                                       num_cores, zero, cores, scale, bias, softcap, True, HAS_SOFTCAP, HEAD_DIM,
-                                       BLOCK_D, BLOCK_N)
+    acc, total, highest = _attend_loop(
+        acc,
+        total,
+        highest,
+        q,
+        k_base,
+        v_base,
+        stride_ckm,
+        stride_cvm,
+        whole * 0,
+        whole,
+        num_cores,
+        zero,
+        cores,
+        scale,
+        bias,
+        softcap,
+        False,
+        HAS_SOFTCAP,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+    )
+    acc, total, highest = _attend_loop(
+        acc,
+        total,
+        highest,
+        q,
+        k_base,
+        v_base,
+        stride_ckm,
+        stride_cvm,
+        whole,
+        cores_end,
+        num_cores,
+        zero,
+        cores,
+        scale,
+        bias,
+        softcap,
+        True,
+        HAS_SOFTCAP,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+    )
     k_base = k_ptr + n * stride_kn - k_start.to(tl.int64) * stride_kt
     v_base = v_ptr + n * stride_vn - k_start.to(tl.int64) * stride_vt
     low, high = cores * group_size, position + 1
     limit = k_start + num_keys
-    acc, total, highest = _attend_loop(acc, total, highest, q, k_base, v_base, stride_kt, stride_vt, local,
-                                       tl.minimum(middle, end), limit, low, high, scale, 0.0, softcap, True,
-                                       HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
-    acc, total, highest = _attend_loop(acc, total, highest, q, k_base, v_base, stride_kt, stride_vt, middle, causal,
-                                       limit, low, high, scale, 0.0, softcap, False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D,
-                                       BLOCK_N)
-    acc, total, highest = _attend_loop(acc, total, highest, q, k_base, v_base, stride_kt, stride_vt, causal, end, limit,
-                                       low, high, scale, 0.0, softcap, True, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
+    acc, total, highest = _attend_loop(
+        acc,
+        total,
+        highest,
+        q,
+        k_base,
+        v_base,
+        stride_kt,
+        stride_vt,
+        local,
+        tl.minimum(middle, end),
+        limit,
+        low,
+        high,
+        scale,
+        0.0,
+        softcap,
+        True,
+        HAS_SOFTCAP,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+    )
+    acc, total, highest = _attend_loop(
+        acc,
+        total,
+        highest,
+        q,
+        k_base,
+        v_base,
+        stride_kt,
+        stride_vt,
+        middle,
+        causal,
+        limit,
+        low,
+        high,
+        scale,
+        0.0,
+        softcap,
+        False,
+        HAS_SOFTCAP,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+    )
+    acc, total, highest = _attend_loop(
+        acc,
+        total,
+        highest,
+        q,
+        k_base,
+        v_base,
+        stride_kt,
+        stride_vt,
+        causal,
+        end,
+        limit,
+        low,
+        high,
+        scale,
+        0.0,
+        softcap,
+        True,
+        HAS_SOFTCAP,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+    )
     out = acc / total[:, None]
     out_tile = out_ptr + (head * num_queries + rows)[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_tile, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (dims < HEAD_DIM)[None, :])
+    tl.store(
+        out_tile,
+        out.to(out_ptr.dtype.element_ty),
+        mask=inside[:, None] & (dims < HEAD_DIM)[None, :],
+    )
     tl.store(lse_ptr + head * num_queries + rows, (highest + tl.log2(total)) * LN2, mask=inside)
 
 
 @triton.jit
-def _dq_loop(dq, dbias, q, grad, lse, delta, k_ptr, v_ptr, stride_k, stride_v, begin, end, num_keys, low, high, scale,
-             bias, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
-             BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
+def _dq_loop(
+    dq,
+    dbias,
+    q,
+    grad,
+    lse,
+    delta,
+    k_ptr,
+    v_ptr,
+    stride_k,
+    stride_v,
+    begin,
+    end,
+    num_keys,
+    low,
+    high,
+    scale,
+    bias,
+    softcap,
+    MASKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Gradient of one query tile through keys begin .. end-1; dbias sums the scores' gradients."""
     offs_n, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     k_tile = k_ptr + begin.to(tl.int64) * stride_k + offs_n[:, None] * stride_k + dims[None, :]
@@ -204,15 +401,54 @@ def _dq_loop(dq, dbias, q, grad, lse, delta, k_ptr, v_ptr, stride_k, stride_v, b
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_cores"])
-def _attend_dq_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, bias_ptr, out_ptr, lse_ptr, grad_ptr, grad_lse_ptr,
-                      dq_ptr, delta_ptr, dbias_ptr,
-                      stride_qn, stride_qr, stride_qt, stride_kn, stride_kt, stride_vn, stride_vt,
-                      stride_ckn, stride_ckr, stride_ckm, stride_cvn, stride_cvr, stride_cvm,
-                      stride_gn, stride_gr, stride_gt,
-                      num_queries, num_keys, num_cores, num_heads, heads_per_n, heads_per_core, scale, softcap,
-                      group_size, window_size, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                      HAS_GRAD_LSE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _attend_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    core_k_ptr,
+    core_v_ptr,
+    bias_ptr,
+    out_ptr,
+    lse_ptr,
+    grad_ptr,
+    grad_lse_ptr,
+    dq_ptr,
+    delta_ptr,
+    dbias_ptr,
+    stride_qn,
+    stride_qr,
+    stride_qt,
+    stride_kn,
+    stride_kt,
+    stride_vn,
+    stride_vt,
+    stride_ckn,
+    stride_ckr,
+    stride_ckm,
+    stride_cvn,
+    stride_cvr,
+    stride_cvm,
+    stride_gn,
+    stride_gr,
+    stride_gt,
+    num_queries,
+    num_keys,
+    num_cores,
+    num_heads,
+    heads_per_n,
+    heads_per_core,
+    scale,
+    softcap,
+    group_size,
+    window_size,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Grid: (query tiles x N r,). A program owns BLOCK_M queries of one head and walks the keys as the forward does; it
     writes their gradient, sum(grad out) - grad lse for the other kernels, and its part of the bias's gradient."""
     pid = tl.program_id(0)
@@ -224,9 +460,16 @@ def _attend_dq_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, bias_ptr, out
     inside = rows < num_queries
     mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
     wide = rows.to(tl.int64)
-    q = tl.load(q_ptr + n * stride_qn + r * stride_qr + wide[:, None] * stride_qt + dims[None, :], mask=mask, other=0.0)
-    grad = tl.load(grad_ptr + n * stride_gn + r * stride_gr + wide[:, None] * stride_gt + dims[None, :], mask=mask,
-                   other=0.0)
+    q = tl.load(
+        q_ptr + n * stride_qn + r * stride_qr + wide[:, None] * stride_qt + dims[None, :],
+        mask=mask,
+        other=0.0,
+    )
+    grad = tl.load(
+        grad_ptr + n * stride_gn + r * stride_gr + wide[:, None] * stride_gt + dims[None, :],
+        mask=mask,
+        other=0.0,
+    )
     flat = head * num_queries + rows
     out = tl.load(out_ptr + flat[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
     lse = tl.load(lse_ptr + flat, mask=inside, other=0.0) * LOG2E
@@ -239,35 +482,179 @@ def _attend_dq_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, bias_ptr, out
     if HAS_BIAS:
         bias = tl.load(bias_ptr + head).to(tl.float32)
     last = tl.minimum(tile * BLOCK_M + BLOCK_M, num_queries) - 1
-    whole, cores_end, local, middle, causal, end = _bounds(tile * BLOCK_M, last, 0, group_size, window_size, BLOCK_N)
+    whole, cores_end, local, middle, causal, end = _bounds(
+        tile * BLOCK_M, last, 0, group_size, window_size, BLOCK_N
+    )
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dbias = tl.zeros([BLOCK_M], tl.float32)
     core = r // heads_per_core
     k_base = core_k_ptr + n * stride_ckn + core * stride_ckr
     v_base = core_v_ptr + n * stride_cvn + core * stride_cvr
     zero = cores * 0
-    dq, dbias = _dq_loop(dq, dbias, q, grad, lse, delta, k_base, v_base, stride_ckm, stride_cvm, whole * 0, whole,
-                         num_cores, zero, cores, scale, bias, softcap, False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
-    dq, dbias = _dq_loop(dq, dbias, q, grad, lse, delta, k_base, v_base, stride_ckm, stride_cvm, whole, cores_end,
-                         num_cores, zero, cores, scale, bias, softcap, True, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
+    dq, dbias = _dq_loop(
+        dq,
+        dbias,
+        q,
+        grad,
+        lse,
+        delta,
+        k_base,
+        v_base,
+        stride_ckm,
+        stride_cvm,
+        whole * 0,
+        whole,
+        num_cores,
+        zero,
+        cores,
+        scale,
+        bias,
+        softcap,
+        False,
+        HAS_SOFTCAP,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+    )
+    dq, dbias = _dq_loop(
+        dq,
+        dbias,
+        q,
+        grad,
+        lse,
+        delta,
+        k_base,
+        v_base,
+        stride_ckm,
+        stride_cvm,
+        whole,
+        cores_end,
+        num_cores,
+        zero,
+        cores,
+        scale,
+        bias,
+        softcap,
+        True,
+        HAS_SOFTCAP,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+    )
     if HAS_BIAS:
         tl.store(dbias_ptr + flat, dbias, mask=inside)
     k_base, v_base = k_ptr + n * stride_kn, v_ptr + n * stride_vn
     low, high = cores * group_size, rows + 1
-    dq, dbias = _dq_loop(dq, dbias, q, grad, lse, delta, k_base, v_base, stride_kt, stride_vt, local,
-                         tl.minimum(middle, end), num_keys, low, high, scale, 0.0, softcap, True, HAS_SOFTCAP,
-                         HEAD_DIM, BLOCK_D, BLOCK_N)
-    dq, dbias = _dq_loop(dq, dbias, q, grad, lse, delta, k_base, v_base, stride_kt, stride_vt, middle, causal, num_keys,
-                         low, high, scale, 0.0, softcap, False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
-    dq, dbias = _dq_loop(dq, dbias, q, grad, lse, delta, k_base, v_base, stride_kt, stride_vt, causal, end, num_keys,
-                         low, high, scale, 0.0, softcap, True, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
-    tl.store(dq_ptr + flat[:, None] * HEAD_DIM + dims[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
+    dq, dbias = _dq_loop(
+        dq,
+        dbias,
+        q,
+        grad,
+        lse,
+        delta,
+        k_base,
+        v_base,
+        stride_kt,
+        stride_vt,
+        local,
+        tl.minimum(middle, end),
+        num_keys,
+        low,
+        high,
+        scale,
+        0.0,
+        softcap,
+        True,
+        HAS_SOFTCAP,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+    )
+    dq, dbias = _dq_loop(
+        dq,
+        dbias,
+        q,
+        grad,
+        lse,
+        delta,
+        k_base,
+        v_base,
+        stride_kt,
+        stride_vt,
+        middle,
+        causal,
+        num_keys,
+        low,
+        high,
+        scale,
+        0.0,
+        softcap,
+        False,
+        HAS_SOFTCAP,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+    )
+    dq, dbias = _dq_loop(
+        dq,
+        dbias,
+        q,
+        grad,
+        lse,
+        delta,
+        k_base,
+        v_base,
+        stride_kt,
+        stride_vt,
+        causal,
+        end,
+        num_keys,
+        low,
+        high,
+        scale,
+        0.0,
+        softcap,
+        True,
+        HAS_SOFTCAP,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+    )
+    tl.store(
+        dq_ptr + flat[:, None] * HEAD_DIM + dims[None, :],
+        (dq * scale).to(dq_ptr.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @triton.jit
-def _dkv_loop(dk, dv, k, v, keys, q_ptr, grad_ptr, lse_ptr, delta_ptr, stride_q, stride_g, begin, end, num_queries,
-              scale, bias, softcap, group_size, window_size, CORE: tl.constexpr, MASKED: tl.constexpr,
-              HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
+def _dkv_loop(
+    dk,
+    dv,
+    k,
+    v,
+    keys,
+    q_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    stride_q,
+    stride_g,
+    begin,
+    end,
+    num_queries,
+    scale,
+    bias,
+    softcap,
+    group_size,
+    window_size,
+    CORE: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Gradients of one key tile from queries begin .. end-1; scores are held transposed, [keys, queries]."""
     offs, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     q_tile = q_ptr + begin.to(tl.int64) * stride_q + offs[:, None] * stride_q + dims[None, :]
@@ -288,7 +675,9 @@ def _dkv_loop(dk, dv, k, v, keys, q_ptr, grad_ptr, lse_ptr, delta_ptr, stride_q,
             if CORE:
                 seen = keys[:, None] < cores[None, :]
             else:
-                seen = (keys[:, None] >= (cores * group_size)[None, :]) & (keys[:, None] <= rows[None, :])
+                seen = (keys[:, None] >= (cores * group_size)[None, :]) & (
+                    keys[:, None] <= rows[None, :]
+                )
             weights = tl.where(seen & (rows < num_queries)[None, :], weights, 0.0)
         dv += _dot(weights.to(grad.dtype), grad)
         grad_scores = weights * (_dot(v, tl.trans(grad)) - delta[None, :])
@@ -301,12 +690,45 @@ def _dkv_loop(dk, dv, k, v, keys, q_ptr, grad_ptr, lse_ptr, delta_ptr, stride_q,
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
-def _attend_dkv_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, grad_ptr, delta_ptr, dk_ptr, dv_ptr,
-                       stride_qn, stride_qr, stride_qt, stride_kn, stride_kh, stride_kt, stride_vn, stride_vh,
-                       stride_vt, stride_gn, stride_gr, stride_gt, num_queries, num_keys, num_key_heads, heads_per_n,
-                       heads_per_key, scale, softcap, group_size, window_size, CORE: tl.constexpr,
-                       HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
-                       BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _attend_dkv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    lse_ptr,
+    grad_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    stride_qn,
+    stride_qr,
+    stride_qt,
+    stride_kn,
+    stride_kh,
+    stride_kt,
+    stride_vn,
+    stride_vh,
+    stride_vt,
+    stride_gn,
+    stride_gr,
+    stride_gt,
+    num_queries,
+    num_keys,
+    num_key_heads,
+    heads_per_n,
+    heads_per_key,
+    scale,
+    softcap,
+    group_size,
+    window_size,
+    CORE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Grid: (key tiles x key heads,). A program owns BLOCK_M keys of one head, core tokens or raw ones: it walks all
     queries of all heads that see one of them, sums in float32 and writes once, so the result does not depend on the
     order of programs."""
@@ -319,16 +741,30 @@ def _attend_dkv_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, grad_ptr, delta_p
     dims = tl.arange(0, BLOCK_D)
     mask = (keys < num_keys)[:, None] & (dims < HEAD_DIM)[None, :]
     wide = keys.to(tl.int64)
-    k = tl.load(k_ptr + n * stride_kn + h * stride_kh + wide[:, None] * stride_kt + dims[None, :], mask=mask, other=0.0)
-    v = tl.load(v_ptr + n * stride_vn + h * stride_vh + wide[:, None] * stride_vt + dims[None, :], mask=mask, other=0.0)
+    k = tl.load(
+        k_ptr + n * stride_kn + h * stride_kh + wide[:, None] * stride_kt + dims[None, :],
+        mask=mask,
+        other=0.0,
+    )
+    v = tl.load(
+        v_ptr + n * stride_vn + h * stride_vh + wide[:, None] * stride_vt + dims[None, :],
+        mask=mask,
+        other=0.0,
+    )
     first, last = tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, num_keys) - 1
     # Queries begin .. end-1 see some of these keys, low .. high-1 all of them.
     if CORE:
         begin, end = (first + 1) * group_size + window_size - 1, num_queries
         low, high = (last + 1) * group_size + window_size - 1, num_queries
     else:
-        begin, end = first, tl.minimum((last // group_size + 1) * group_size + window_size - 1, num_queries)
-        low, high = last, tl.minimum((first // group_size + 1) * group_size + window_size - 1, num_queries)
+        begin, end = (
+            first,
+            tl.minimum((last // group_size + 1) * group_size + window_size - 1, num_queries),
+        )
+        low, high = (
+            last,
+            tl.minimum((first // group_size + 1) * group_size + window_size - 1, num_queries),
+        )
     begin = tl.minimum(begin, end)
     low = begin + (tl.maximum(low - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     high = low + tl.maximum(high - low, 0) // BLOCK_N * BLOCK_N
@@ -343,15 +779,87 @@ def _attend_dkv_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, grad_ptr, delta_p
         bias = 0.0
         if HAS_BIAS:
             bias = tl.load(bias_ptr + head).to(tl.float32)
-        dk, dv = _dkv_loop(dk, dv, k, v, keys, q_base, g_base, lse_base, delta_base, stride_qt, stride_gt, begin,
-                           tl.minimum(low, end), num_queries, scale, bias, softcap, group_size, window_size, CORE, True,
-                           HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
-        dk, dv = _dkv_loop(dk, dv, k, v, keys, q_base, g_base, lse_base, delta_base, stride_qt, stride_gt, low, high,
-                           num_queries, scale, bias, softcap, group_size, window_size, CORE, False, HAS_SOFTCAP,
-                           HEAD_DIM, BLOCK_D, BLOCK_N)
-        dk, dv = _dkv_loop(dk, dv, k, v, keys, q_base, g_base, lse_base, delta_base, stride_qt, stride_gt, high, end,
-                           num_queries, scale, bias, softcap, group_size, window_size, CORE, True, HAS_SOFTCAP,
-                           HEAD_DIM, BLOCK_D, BLOCK_N)
+        dk, dv = _dkv_loop(
+            dk,
+            dv,
+            k,
+            v,
+            keys,
+            q_base,
+            g_base,
+            lse_base,
+            delta_base,
+            stride_qt,
+            stride_gt,
+            begin,
+            tl.minimum(low, end),
+            num_queries,
+            scale,
+            bias,
+            softcap,
+            group_size,
+            window_size,
+            CORE,
+            True,
+            HAS_SOFTCAP,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+        )
+        dk, dv = _dkv_loop(
+            dk,
+            dv,
+            k,
+            v,
+            keys,
+            q_base,
+            g_base,
+            lse_base,
+            delta_base,
+            stride_qt,
+            stride_gt,
+            low,
+            high,
+            num_queries,
+            scale,
+            bias,
+            softcap,
+            group_size,
+            window_size,
+            CORE,
+            False,
+            HAS_SOFTCAP,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+        )
+        dk, dv = _dkv_loop(
+            dk,
+            dv,
+            k,
+            v,
+            keys,
+            q_base,
+            g_base,
+            lse_base,
+            delta_base,
+            stride_qt,
+            stride_gt,
+            high,
+            end,
+            num_queries,
+            scale,
+            bias,
+            softcap,
+            group_size,
+            window_size,
+            CORE,
+            True,
+            HAS_SOFTCAP,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+        )
     flat = (key_head * num_keys + keys)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(dk_ptr + flat, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
     tl.store(dv_ptr + flat, dv.to(dv_ptr.dtype.element_ty), mask=mask)
@@ -364,9 +872,15 @@ def _last_contiguous(x: Tensor) -> Tensor:
 
 def _sizes(tiles: Tiles, dim: int, softcap: float | None) -> dict[str, int | bool]:
     """What every kernel is compiled for."""
-    return {"HAS_SOFTCAP": softcap is not None, "HEAD_DIM": dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(dim)), "BLOCK_M": tiles.block_m,
-            "BLOCK_N": tiles.block_n, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return {
+        "HAS_SOFTCAP": softcap is not None,
+        "HEAD_DIM": dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
 
 
 def _bias_of(core_bias: Tensor | None, q: Tensor) -> Tensor:
@@ -374,9 +888,21 @@ def _bias_of(core_bias: Tensor | None, q: Tensor) -> Tensor:
     return q if core_bias is None else core_bias.float().contiguous()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q_start: int = 0, k_start: int = 0,
-           group_size: int, window_size: int, scale: float, softcap: float | None = None,
-           core_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    core_k: Tensor,
+    core_v: Tensor,
+    *,
+    q_start: int = 0,
+    k_start: int = 0,
+    group_size: int,
+    window_size: int,
+    scale: float,
+    softcap: float | None = None,
+    core_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """As `packed.attend`: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32."""
     q, k, v, core_k, core_v = map(_last_contiguous, (q, k, v, core_k, core_v))
     n, r, num_queries, dim = q.shape
@@ -386,42 +912,133 @@ def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, q
         return out, lse
     tiles = forward_tiles(chip_of(q.device), q.dtype, dim)
     _attend_fwd_kernel[(triton.cdiv(num_queries, tiles.block_m) * n * r,)](
-        q, k, v, core_k, core_v, _bias_of(core_bias, q), out, lse, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2],
-        *core_k.stride()[:3], *core_v.stride()[:3], num_queries, k.shape[1], core_k.shape[2], q_start, k_start, n * r,
-        r, r // core_k.shape[1], scale, softcap or 1.0, group_size, window_size, HAS_BIAS=core_bias is not None,
-        **_sizes(tiles, dim, softcap))
+        q,
+        k,
+        v,
+        core_k,
+        core_v,
+        _bias_of(core_bias, q),
+        out,
+        lse,
+        *q.stride()[:3],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *core_k.stride()[:3],
+        *core_v.stride()[:3],
+        num_queries,
+        k.shape[1],
+        core_k.shape[2],
+        q_start,
+        k_start,
+        n * r,
+        r,
+        r // core_k.shape[1],
+        scale,
+        softcap or 1.0,
+        group_size,
+        window_size,
+        HAS_BIAS=core_bias is not None,
+        **_sizes(tiles, dim, softcap),
+    )
     return out, lse
 
 
-def attend_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, core_k: Tensor,
-                    core_v: Tensor, out: Tensor, lse: Tensor, *, group_size: int, window_size: int, scale: float,
-                    softcap: float | None = None, core_bias: Tensor | None = None,
-                    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def attend_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    core_k: Tensor,
+    core_v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    group_size: int,
+    window_size: int,
+    scale: float,
+    softcap: float | None = None,
+    core_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """As `packed.attend_backward`: gradients in float32, the same from run to run."""
     q, k, v, core_k, core_v, grad_out = map(_last_contiguous, (q, k, v, core_k, core_v, grad_out))
     out, lse = out.contiguous(), lse.contiguous()
     n, r, num_queries, dim = q.shape
     num_keys, num_cores, core_heads = k.shape[1], core_k.shape[2], core_k.shape[1]
-    dq, dk, dv, dcore_k, dcore_v = (torch.empty(x.shape, dtype=torch.float32, device=q.device)
-                                    for x in (q, k, v, core_k, core_v))
+    dq, dk, dv, dcore_k, dcore_v = (
+        torch.empty(x.shape, dtype=torch.float32, device=q.device)
+        for x in (q, k, v, core_k, core_v)
+    )
     delta = torch.empty_like(lse)
     dbias = torch.empty_like(lse) if core_bias is not None else delta
     chip, bias = chip_of(q.device), _bias_of(core_bias, q)
     tiles = dq_tiles(chip, q.dtype, dim)
     _attend_dq_kernel[(triton.cdiv(num_queries, tiles.block_m) * n * r,)](
-        q, k, v, core_k, core_v, bias, out, lse, grad_out, lse if grad_lse is None else grad_lse.contiguous(), dq,
-        delta, dbias, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *core_k.stride()[:3], *core_v.stride()[:3],
-        *grad_out.stride()[:3], num_queries, num_keys, num_cores, n * r, r, r // core_heads, scale, softcap or 1.0,
-        group_size, window_size, HAS_BIAS=core_bias is not None, HAS_GRAD_LSE=grad_lse is not None,
-        **_sizes(tiles, dim, softcap))
+        q,
+        k,
+        v,
+        core_k,
+        core_v,
+        bias,
+        out,
+        lse,
+        grad_out,
+        lse if grad_lse is None else grad_lse.contiguous(),
+        dq,
+        delta,
+        dbias,
+        *q.stride()[:3],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *core_k.stride()[:3],
+        *core_v.stride()[:3],
+        *grad_out.stride()[:3],
+        num_queries,
+        num_keys,
+        num_cores,
+        n * r,
+        r,
+        r // core_heads,
+        scale,
+        softcap or 1.0,
+        group_size,
+        window_size,
+        HAS_BIAS=core_bias is not None,
+        HAS_GRAD_LSE=grad_lse is not None,
+        **_sizes(tiles, dim, softcap),
+    )
     tiles = dkv_tiles(chip, q.dtype, dim)
-    for key, value, dkey, dvalue, is_core in ((k[:, None], v[:, None], dk, dv, False),
-                                              (core_k, core_v, dcore_k, dcore_v, True)):
+    for key, value, dkey, dvalue, is_core in (
+        (k[:, None], v[:, None], dk, dv, False),
+        (core_k, core_v, dcore_k, dcore_v, True),
+    ):
         heads, count = key.shape[1], key.shape[2]
         if count:
             _attend_dkv_kernel[(triton.cdiv(count, tiles.block_m) * n * heads,)](
-                q, key, value, bias, lse, grad_out, delta, dkey, dvalue, *q.stride()[:3], *key.stride()[:3],
-                *value.stride()[:3], *grad_out.stride()[:3], num_queries, count, n * heads, r, r // heads, scale,
-                softcap or 1.0, group_size, window_size, CORE=is_core, HAS_BIAS=is_core and core_bias is not None,
-                **_sizes(tiles, dim, softcap))
+                q,
+                key,
+                value,
+                bias,
+                lse,
+                grad_out,
+                delta,
+                dkey,
+                dvalue,
+                *q.stride()[:3],
+                *key.stride()[:3],
+                *value.stride()[:3],
+                *grad_out.stride()[:3],
+                num_queries,
+                count,
+                n * heads,
+                r,
+                r // heads,
+                scale,
+                softcap or 1.0,
+                group_size,
+                window_size,
+                CORE=is_core,
+                HAS_BIAS=is_core and core_bias is not None,
+                **_sizes(tiles, dim, softcap),
+            )
     return dq, dk, dv, dcore_k, dcore_v, None if core_bias is None else dbias.sum(-1)

@@ -27,8 +27,16 @@ try:  # Gluon is young: a Triton without it, or with another, has the other kern
 except (ImportError, AttributeError):
     hopper = hopper_backward = None
 
-__all__ = ["attend", "attend_backward", "decode_step", "gradients", "pool", "pool_backward", "turn_tables",
-           "unsupported_reason"]
+__all__ = [
+    "attend",
+    "attend_backward",
+    "decode_step",
+    "gradients",
+    "pool",
+    "pool_backward",
+    "turn_tables",
+    "unsupported_reason",
+]
 
 MAX_HEAD_DIM = 256
 
@@ -47,11 +55,24 @@ def unsupported_reason(q: Tensor) -> str | None:
     return None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, scale: float,
-           softcap: float | None = None, **sizes: Any) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    core_k: Tensor,
+    core_v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    **sizes: Any,
+) -> tuple[Tensor, Tensor]:
     """As `packed.attend`: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32."""
     with _on(q):
-        if hopper is not None and q.numel() and hopper.unsupported_reason(q, scale, softcap) is None:
+        if (
+            hopper is not None
+            and q.numel()
+            and hopper.unsupported_reason(q, scale, softcap) is None
+        ):
             try:
                 return hopper.attend(q, k, v, core_k, core_v, scale=scale, **sizes)
             except triton.CompilationError as error:
@@ -59,25 +80,44 @@ def attend(q: Tensor, k: Tensor, v: Tensor, core_k: Tensor, core_v: Tensor, *, s
         return anywhere.attend(q, k, v, core_k, core_v, scale=scale, softcap=softcap, **sizes)
 
 
-def gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, *tensors: Any, scale: float,
-              softcap: float | None = None, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def gradients(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    *tensors: Any,
+    scale: float,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `compose.gradients`."""
     with _on(q):
-        if hopper_backward is not None and hopper_backward.unsupported_reason(q, scale, softcap) is None:
+        if (
+            hopper_backward is not None
+            and hopper_backward.unsupported_reason(q, scale, softcap) is None
+        ):
             try:
-                return hopper_backward.gradients(grad_out, grad_lse, q, *tensors, scale=scale, **options)
+                return hopper_backward.gradients(
+                    grad_out, grad_lse, q, *tensors, scale=scale, **options
+                )
             except triton.CompilationError as error:
                 _do_without_hopper(error)
-        return compose.gradients(Anywhere, grad_out, grad_lse, q, *tensors, scale=scale, softcap=softcap, **options)
+        return compose.gradients(
+            Anywhere, grad_out, grad_lse, q, *tensors, scale=scale, softcap=softcap, **options
+        )
 
 
 def _do_without_hopper(error: triton.CompilationError) -> None:
     """Gluon changes from release to release; nothing has been launched when it cannot compile."""
     global hopper, hopper_backward
     hopper = hopper_backward = None
-    why = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-    warnings.warn(f"Triton {triton.__version__} cannot compile the kernels made for Hopper, so those that run on every "
-                  f"GPU are used, which are slower; Triton 3.6 to 3.9 can. It said: {why.strip()}", stacklevel=3)
+    why = next(
+        (line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__
+    )
+    warnings.warn(
+        f"Triton {triton.__version__} cannot compile the kernels made for Hopper, so those that run on every "
+        f"GPU are used, which are slower; Triton 3.6 to 3.9 can. It said: {why.strip()}",
+        stacklevel=3,
+    )
 
 
 def pool(q_last: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -120,7 +160,9 @@ class Anywhere:
             return anywhere.attend(q, *tensors, **options)
 
     @staticmethod
-    def gradients(grad_out: Tensor, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def gradients(
+        grad_out: Tensor, *tensors: Any, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """As `gradients`."""
         with _on(grad_out):
             return compose.gradients(Anywhere, grad_out, *tensors, **options)

@@ -42,7 +42,9 @@ def _products(q, k, VECTOR: tl.constexpr):
 @triton.jit
 def _mixed(weights, v, VECTOR: tl.constexpr):
     """Weighted sums of the rows of v, [rows, columns] in float32."""
-    if VECTOR:  # not weights * v: a sum of such products over 16 rows is compiled as a product in TF32
+    if (
+        VECTOR
+    ):  # not weights * v: a sum of such products over 16 rows is compiled as a product in TF32
         mixed = tl.sum(tl.fma(weights[:, :, None], v.to(tl.float32)[None, :, :], 0.0), 1)
     else:
         mixed = _dot(weights.to(v.dtype), v)
@@ -108,8 +110,19 @@ def _largest(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _group_rows(ring_ptr, ring_scale_ptr, new_ptr, new_scale, slot, rows, cols, ring_size, group_size,
-                HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
+def _group_rows(
+    ring_ptr,
+    ring_scale_ptr,
+    new_ptr,
+    new_scale,
+    slot,
+    rows,
+    cols,
+    ring_size,
+    group_size,
+    HEAD_DIM: tl.constexpr,
+    KIND: tl.constexpr,
+):
     """Tokens of the group that ends in `slot`, [1, rows, columns] in float32, 0 outside; the last one is the new one,
     whose slot another thread may only just be writing."""
     slots = slot - (group_size - 1) + rows
@@ -120,17 +133,46 @@ def _group_rows(ring_ptr, ring_scale_ptr, new_ptr, new_scale, slot, rows, cols, 
     old = tl.load(at, mask=inside[None, :, None] & in_dims, other=0.0)
     new = tl.load(new_ptr + cols[None, None, :], mask=in_dims, other=0.0)
     if KIND != "auto":
-        old = _numbers(old, KIND).to(tl.float32) * _load_scales(ring_scale_ptr, slots, inside, KIND)[None, :, None]
+        old = (
+            _numbers(old, KIND).to(tl.float32)
+            * _load_scales(ring_scale_ptr, slots, inside, KIND)[None, :, None]
+        )
         new = _rounded(new.to(tl.float32), new_scale, KIND) * new_scale
     return tl.where((rows == group_size - 1)[None, :, None], new, old).to(tl.float32)
 
 
 @triton.jit
-def _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, new_ks, new_vs, core, cos_ptr, sin_ptr, slot,
-                ring_size, group_size, scale, softcap, SINKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-                POOLING: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-                HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
-                BLOCK_D: tl.constexpr):
+def _pool_group(
+    q,
+    k_ptr,
+    v_ptr,
+    ring_k_ptr,
+    ring_v_ptr,
+    ks_ptr,
+    vs_ptr,
+    new_ks,
+    new_vs,
+    core,
+    cos_ptr,
+    sin_ptr,
+    slot,
+    ring_size,
+    group_size,
+    scale,
+    softcap,
+    SINKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    POOLING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Write the WIDTH core tokens of the group that the new token closes (docs/math.md, eq. 1 to 3), reading the group
     in blocks: once for the softmax's sums, once for the weighted tokens."""
     BLOCK_W: tl.constexpr = BLOCK_R if WIDTH > 1 else 1
@@ -141,7 +183,19 @@ def _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, new_ks,
     if POOLING == "cca":
         for start in range(0, group_size, BLOCK_G):
             rows = start + tl.arange(0, BLOCK_G)
-            k = _group_rows(ring_k_ptr, ks_ptr, k_ptr, new_ks, slot, rows, cols, ring_size, group_size, HEAD_DIM, KIND)
+            k = _group_rows(
+                ring_k_ptr,
+                ks_ptr,
+                k_ptr,
+                new_ks,
+                slot,
+                rows,
+                cols,
+                ring_size,
+                group_size,
+                HEAD_DIM,
+                KIND,
+            )
             z, _ = _pool_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
             new = tl.maximum(highest, tl.max(z, 1))
             total = total * tl.exp(highest - new) + tl.sum(tl.exp(z - new[:, None]), 1)
@@ -155,24 +209,66 @@ def _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, new_ks,
     for start in range(0, group_size, BLOCK_G):
         rows = start + tl.arange(0, BLOCK_G)
         cos, sin = _load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
-        k = _group_rows(ring_k_ptr, ks_ptr, k_ptr, new_ks, slot, rows, cols, ring_size, group_size, HEAD_DIM, KIND)
-        v = _group_rows(ring_v_ptr, vs_ptr, v_ptr, new_vs, slot, rows, cols, ring_size, group_size, HEAD_DIM, KIND)
+        k = _group_rows(
+            ring_k_ptr,
+            ks_ptr,
+            k_ptr,
+            new_ks,
+            slot,
+            rows,
+            cols,
+            ring_size,
+            group_size,
+            HEAD_DIM,
+            KIND,
+        )
+        v = _group_rows(
+            ring_v_ptr,
+            vs_ptr,
+            v_ptr,
+            new_vs,
+            slot,
+            rows,
+            cols,
+            ring_size,
+            group_size,
+            HEAD_DIM,
+            KIND,
+        )
         if POOLING == "max":
             if HALF > 0:
-                other = _group_rows(ring_k_ptr, ks_ptr, k_ptr, new_ks, slot, rows, partner, ring_size, group_size,
-                                    HEAD_DIM, KIND)
+                other = _group_rows(
+                    ring_k_ptr,
+                    ks_ptr,
+                    k_ptr,
+                    new_ks,
+                    slot,
+                    rows,
+                    partner,
+                    ring_size,
+                    group_size,
+                    HEAD_DIM,
+                    KIND,
+                )
                 k = tl.fma(k, cos, other * (sin * sign[None, None, :]))
-            core_k = tl.maximum(core_k, _top(k, rows, group_size), propagate_nan=tl.PropagateNan.ALL)
-            core_v = tl.maximum(core_v, _top(v, rows, group_size), propagate_nan=tl.PropagateNan.ALL)
+            core_k = tl.maximum(
+                core_k, _top(k, rows, group_size), propagate_nan=tl.PropagateNan.ALL
+            )
+            core_v = tl.maximum(
+                core_v, _top(v, rows, group_size), propagate_nan=tl.PropagateNan.ALL
+            )
         else:
             if POOLING == "mean":
-                weights = tl.where((rows < group_size)[None, :], 1.0 / group_size, 0.0) + tl.zeros([BLOCK_W, 1],
-                                                                                                  tl.float32)
+                weights = tl.where((rows < group_size)[None, :], 1.0 / group_size, 0.0) + tl.zeros(
+                    [BLOCK_W, 1], tl.float32
+                )
             else:
                 z, _ = _pool_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
                 weights = tl.exp(z - highest[:, None]) / total[:, None]
                 if WIDTH == 1:
-                    weights = tl.sum(tl.where((heads < HEADS)[:, None], weights, 0.0), 0)[None, :] / HEADS
+                    weights = (
+                        tl.sum(tl.where((heads < HEADS)[:, None], weights, 0.0), 0)[None, :] / HEADS
+                    )
             core_k += _pooled_key(weights, k, cos, sin, partner, sign, BLOCK_W, BLOCK_D, HALF)
             core_v += tl.sum(weights[:, :, None] * v, 1)
     wide = tl.arange(0, BLOCK_W)
@@ -193,10 +289,33 @@ def _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, new_ks,
 
 
 @triton.jit
-def _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin, end, position, slot, reach, ring_size, scale, softcap,
-                 bias, KIND: tl.constexpr, SINKS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
-                 HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
-                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
+def _attend_loop(
+    q,
+    keys_ptr,
+    values_ptr,
+    ks_ptr,
+    vs_ptr,
+    begin,
+    end,
+    position,
+    slot,
+    reach,
+    ring_size,
+    scale,
+    softcap,
+    bias,
+    KIND: tl.constexpr,
+    SINKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Online softmax over buffer entries begin .. end-1: ring slots whose token is at most `reach` positions old, first
     tokens before the new one, then core tokens. Unseen entries are not read, so whatever lies there has no effect."""
     offs, dims, heads = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
@@ -209,7 +328,9 @@ def _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin, end, position, 
         entries = start + offs
         is_core = entries >= ring_size + SINKS
         age = slot - entries
-        age = tl.where(age < 0, age + ring_size, age)  # of the token in a ring slot; 0 is the new one, counted apart
+        age = tl.where(
+            age < 0, age + ring_size, age
+        )  # of the token in a ring slot; 0 is the new one, counted apart
         seen = (age > 0) & (age <= reach)
         if SINKS > 0:
             seen = tl.where(entries < ring_size, seen, entries - ring_size < position)
@@ -219,7 +340,10 @@ def _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin, end, position, 
         v = tl.load(v_tile, mask=mask, other=0.0)
         if KIND != "auto":
             k = _numbers(k, KIND).to(q.dtype)
-            v = (_numbers(v, KIND).to(tl.float32) * _load_scales(vs_ptr, entries, seen, KIND)[:, None]).to(q.dtype)
+            v = (
+                _numbers(v, KIND).to(tl.float32)
+                * _load_scales(vs_ptr, entries, seen, KIND)[:, None]
+            ).to(q.dtype)
         products = _products(q, k, VECTOR)
         if KIND != "auto":
             products = products * _load_scales(ks_ptr, entries, seen, KIND)[None, :]
@@ -229,11 +353,15 @@ def _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin, end, position, 
         scores, _ = _attend_scores(products, scale, shift, softcap, HAS_SOFTCAP)
         visible = seen[None, :]
         if WIDTH > 1:  # query head i sees the core tokens made for it
-            visible = visible & ((entries < ring_size + SINKS)[None, :]
-                                 | ((entries - ring_size - SINKS)[None, :] % WIDTH == heads[:, None]))
+            visible = visible & (
+                (entries < ring_size + SINKS)[None, :]
+                | ((entries - ring_size - SINKS)[None, :] % WIDTH == heads[:, None])
+            )
         scores = tl.where(visible, scores, -float("inf"))
         new = tl.maximum(highest, tl.max(scores, 1))
-        safe = tl.where(new == -float("inf"), 0.0, new)  # nothing seen yet: exp2(-inf - -inf) would be NaN
+        safe = tl.where(
+            new == -float("inf"), 0.0, new
+        )  # nothing seen yet: exp2(-inf - -inf) would be NaN
         weights = tl.exp2(scores - safe[:, None])
         fade = tl.exp2(highest - safe)
         total = total * fade + tl.sum(weights, 1)
@@ -245,16 +373,46 @@ def _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin, end, position, 
 
 
 @triton.jit
-def _append(q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, cos_ptr, sin_ptr, acc_ptr, lse_ptr, stride_qh,
-            position, slot, capacity, ring_size, group_size, scale, softcap, KIND: tl.constexpr, SINKS: tl.constexpr,
-            HEADS: tl.constexpr, WIDTH: tl.constexpr, POOLING: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-            INTERLEAVED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
-            BLOCK_D: tl.constexpr):
+def _append(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    ring_k_ptr,
+    ring_v_ptr,
+    ks_ptr,
+    vs_ptr,
+    cos_ptr,
+    sin_ptr,
+    acc_ptr,
+    lse_ptr,
+    stride_qh,
+    position,
+    slot,
+    capacity,
+    ring_size,
+    group_size,
+    scale,
+    softcap,
+    KIND: tl.constexpr,
+    SINKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    POOLING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Store the new token, pool the group that it closes, and write what attention to it alone gives."""
     heads, dims = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     in_heads, in_dims = heads < HEADS, dims < HEAD_DIM
     mask = in_heads[:, None] & in_dims[None, :]
-    q = tl.load(q_ptr + heads[:, None] * stride_qh + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + heads[:, None] * stride_qh + dims[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     k = tl.load(k_ptr + dims, mask=in_dims, other=0.0)
     v = tl.load(v_ptr + dims, mask=in_dims, other=0.0)
     entry = slot
@@ -265,7 +423,10 @@ def _append(q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, cos_ptr
     new_ks, new_vs = 0.0, 0.0
     if KIND != "auto":
         k, v = k.to(tl.float32), v.to(tl.float32)
-        new_ks, new_vs = _scale_of(tl.max(tl.abs(k), 0), KIND), _scale_of(tl.max(tl.abs(v), 0), KIND)
+        new_ks, new_vs = (
+            _scale_of(tl.max(tl.abs(k), 0), KIND),
+            _scale_of(tl.max(tl.abs(v), 0), KIND),
+        )
         k, v = _rounded(k, new_ks, KIND), _rounded(v, new_vs, KIND)
         tl.store(ring_k_ptr + at, _codes(k, KIND), mask=dims < stored)
         tl.store(ring_v_ptr + at, _codes(v, KIND), mask=dims < stored)
@@ -275,27 +436,95 @@ def _append(q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, cos_ptr
     else:
         tl.store(ring_k_ptr + at, k, mask=dims < stored)
         tl.store(ring_v_ptr + at, v, mask=dims < stored)
-    scores, _ = _attend_scores(tl.sum(q * k.to(tl.float32)[None, :], 1), scale, 0.0, softcap, HAS_SOFTCAP)
+    scores, _ = _attend_scores(
+        tl.sum(q * k.to(tl.float32)[None, :], 1), scale, 0.0, softcap, HAS_SOFTCAP
+    )
     tl.store(lse_ptr + heads, scores, mask=in_heads)
-    tl.store(acc_ptr + heads[:, None] * HEAD_DIM + dims[None, :],
-             tl.zeros([BLOCK_R, 1], tl.float32) + v.to(tl.float32)[None, :], mask=mask)
+    tl.store(
+        acc_ptr + heads[:, None] * HEAD_DIM + dims[None, :],
+        tl.zeros([BLOCK_R, 1], tl.float32) + v.to(tl.float32)[None, :],
+        mask=mask,
+    )
     core = tl.maximum(position - SINKS, 0) // group_size
-    if ((position + 1) % group_size == 0) & (position >= SINKS) & ((core + 1) * WIDTH <= capacity - ring_size - SINKS):
-        _pool_group(q, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, ks_ptr, vs_ptr, new_ks, new_vs, core, cos_ptr, sin_ptr,
-                    slot, ring_size, group_size, scale, softcap, SINKS, HEADS, WIDTH, POOLING, HEAD_DIM, HALF,
-                    INTERLEAVED, HAS_SOFTCAP, KIND, BLOCK_R, BLOCK_G, BLOCK_D)
+    if (
+        ((position + 1) % group_size == 0)
+        & (position >= SINKS)
+        & ((core + 1) * WIDTH <= capacity - ring_size - SINKS)
+    ):
+        _pool_group(
+            q,
+            k_ptr,
+            v_ptr,
+            ring_k_ptr,
+            ring_v_ptr,
+            ks_ptr,
+            vs_ptr,
+            new_ks,
+            new_vs,
+            core,
+            cos_ptr,
+            sin_ptr,
+            slot,
+            ring_size,
+            group_size,
+            scale,
+            softcap,
+            SINKS,
+            HEADS,
+            WIDTH,
+            POOLING,
+            HEAD_DIM,
+            HALF,
+            INTERLEAVED,
+            HAS_SOFTCAP,
+            KIND,
+            BLOCK_R,
+            BLOCK_G,
+            BLOCK_D,
+        )
 
 
 @triton.jit
-def _attend_share(q_ptr, keys_ptr, values_ptr, ks_ptr, vs_ptr, acc_ptr, lse_ptr, stride_qh, share, num_shares, position,
-                  slot, capacity, ring_size, group_size, window_size, scale, softcap, bias, KIND: tl.constexpr,
-                  SINKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
-                  HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
+def _attend_share(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    ks_ptr,
+    vs_ptr,
+    acc_ptr,
+    lse_ptr,
+    stride_qh,
+    share,
+    num_shares,
+    position,
+    slot,
+    capacity,
+    ring_size,
+    group_size,
+    window_size,
+    scale,
+    softcap,
+    bias,
+    KIND: tl.constexpr,
+    SINKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Attend from all heads to one of num_shares even shares of the entries, at least a tile."""
     heads, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     in_heads = heads < HEADS
-    at, mask = heads[:, None] * HEAD_DIM + dims[None, :], in_heads[:, None] & (dims < HEAD_DIM)[None, :]
+    at, mask = (
+        heads[:, None] * HEAD_DIM + dims[None, :],
+        in_heads[:, None] & (dims < HEAD_DIM)[None, :],
+    )
     q = tl.load(q_ptr + heads[:, None] * stride_qh + dims[None, :], mask=mask, other=0.0)
     cores = _cores_of(position - SINKS, group_size, window_size)
     # Before there are core tokens, later ring slots were never written.
@@ -305,26 +534,90 @@ def _attend_share(q_ptr, keys_ptr, values_ptr, ks_ptr, vs_ptr, acc_ptr, lse_ptr,
     length = tl.minimum(length, capacity)
     size = tl.maximum((length + num_shares - 1) // num_shares, BLOCK_N)
     begin = share * size
-    acc, total, highest = _attend_loop(q, keys_ptr, values_ptr, ks_ptr, vs_ptr, begin,
-                                       tl.minimum(begin + size, length), position, slot,
-                                       position - SINKS - cores * group_size, ring_size, scale, softcap, bias, KIND,
-                                       SINKS, WIDTH, HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, VECTOR,
-                                       BLOCK_M, BLOCK_N, BLOCK_D, STAGES)
+    acc, total, highest = _attend_loop(
+        q,
+        keys_ptr,
+        values_ptr,
+        ks_ptr,
+        vs_ptr,
+        begin,
+        tl.minimum(begin + size, length),
+        position,
+        slot,
+        position - SINKS - cores * group_size,
+        ring_size,
+        scale,
+        softcap,
+        bias,
+        KIND,
+        SINKS,
+        WIDTH,
+        HAS_BIAS,
+        HAS_SOFTCAP,
+        HEAD_DIM,
+        VECTOR,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+        STAGES,
+    )
     some = highest != -float("inf")
     total = tl.where(some, total, 1.0)
     tl.store(lse_ptr + heads, highest + tl.log2(total), mask=in_heads)
     tl.store(acc_ptr + at, acc / total[:, None], mask=mask & some[:, None])
 
 
-@triton.jit(do_not_specialize=["seen", "kv_heads", "capacity", "ring_size", "group_size", "window_size"])
-def _step_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, ks_ptr, vs_ptr, seen_ptr, pad_ptr, cos_ptr, sin_ptr,
-                 acc_ptr, lse_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, seen, kv_heads,
-                 capacity, ring_size, group_size, window_size, scale, softcap, bias, ON_DEVICE: tl.constexpr,
-                 KIND: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-                 POOLING: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-                 HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
-                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
-                 STAGES: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["seen", "kv_heads", "capacity", "ring_size", "group_size", "window_size"]
+)
+def _step_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    ks_ptr,
+    vs_ptr,
+    seen_ptr,
+    pad_ptr,
+    cos_ptr,
+    sin_ptr,
+    acc_ptr,
+    lse_ptr,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kh,
+    stride_vb,
+    stride_vh,
+    seen,
+    kv_heads,
+    capacity,
+    ring_size,
+    group_size,
+    window_size,
+    scale,
+    softcap,
+    bias,
+    ON_DEVICE: tl.constexpr,
+    KIND: tl.constexpr,
+    SINKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    POOLING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Grid: (B Hkv, 1 + shares). The first program of a KV head appends its new token; each other one reads an even
     share of the visible entries once, for all HEADS query heads. All write a part of the softmax: the normalised output
     [HEADS, D] in float32 and its log-sum-exp in units of log 2; -inf and no output where nothing is seen."""
@@ -343,20 +636,88 @@ def _step_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, ks_ptr, vs_ptr, seen
     acc_ptr += first * HEAD_DIM
     lse_ptr += first
     if part == 0:
-        _append(q_ptr, k_ptr + batch * stride_kb + head * stride_kh, v_ptr + batch * stride_vb + head * stride_vh,
-                keys_ptr, values_ptr, ks_ptr, vs_ptr, cos_ptr, sin_ptr, acc_ptr, lse_ptr, stride_qh, position, slot,
-                capacity, ring_size, group_size, scale, softcap, KIND, SINKS, HEADS, WIDTH, POOLING, HEAD_DIM, HALF,
-                INTERLEAVED, HAS_SOFTCAP, BLOCK_R, BLOCK_G, BLOCK_D)
+        _append(
+            q_ptr,
+            k_ptr + batch * stride_kb + head * stride_kh,
+            v_ptr + batch * stride_vb + head * stride_vh,
+            keys_ptr,
+            values_ptr,
+            ks_ptr,
+            vs_ptr,
+            cos_ptr,
+            sin_ptr,
+            acc_ptr,
+            lse_ptr,
+            stride_qh,
+            position,
+            slot,
+            capacity,
+            ring_size,
+            group_size,
+            scale,
+            softcap,
+            KIND,
+            SINKS,
+            HEADS,
+            WIDTH,
+            POOLING,
+            HEAD_DIM,
+            HALF,
+            INTERLEAVED,
+            HAS_SOFTCAP,
+            BLOCK_R,
+            BLOCK_G,
+            BLOCK_D,
+        )
     else:
-        _attend_share(q_ptr, keys_ptr, values_ptr, ks_ptr, vs_ptr, acc_ptr, lse_ptr, stride_qh, part - 1,
-                      tl.num_programs(1) - 1, position, slot, capacity, ring_size, group_size, window_size, scale,
-                      softcap, bias, KIND, SINKS, HEADS, WIDTH, HEAD_DIM, HAS_BIAS, HAS_SOFTCAP, VECTOR, BLOCK_M,
-                      BLOCK_N, BLOCK_D, STAGES)
+        _attend_share(
+            q_ptr,
+            keys_ptr,
+            values_ptr,
+            ks_ptr,
+            vs_ptr,
+            acc_ptr,
+            lse_ptr,
+            stride_qh,
+            part - 1,
+            tl.num_programs(1) - 1,
+            position,
+            slot,
+            capacity,
+            ring_size,
+            group_size,
+            window_size,
+            scale,
+            softcap,
+            bias,
+            KIND,
+            SINKS,
+            HEADS,
+            WIDTH,
+            HEAD_DIM,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            VECTOR,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_D,
+            STAGES,
+        )
 
 
 @triton.jit(do_not_specialize=["num_parts"])
-def _merge_kernel(acc_ptr, lse_ptr, out_ptr, seen_ptr, num_parts, ON_DEVICE: tl.constexpr, HEADS: tl.constexpr,
-                  HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+def _merge_kernel(
+    acc_ptr,
+    lse_ptr,
+    out_ptr,
+    seen_ptr,
+    num_parts,
+    ON_DEVICE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Grid: (B H,). One softmax from the parts of a query head (docs/math.md, eq. 8). The first program also counts the
     new token: in this launch nobody reads the length."""
     head = tl.program_id(0).to(tl.int64)
@@ -364,10 +725,15 @@ def _merge_kernel(acc_ptr, lse_ptr, out_ptr, seen_ptr, num_parts, ON_DEVICE: tl.
     row = (head // HEADS * num_parts + parts) * HEADS + head % HEADS
     lse = tl.load(lse_ptr + row, mask=parts < num_parts, other=-float("inf"))
     weights = tl.exp2(lse - tl.max(lse, 0))  # the new token's part is never empty
-    acc = tl.load(acc_ptr + row[:, None] * HEAD_DIM + dims[None, :],
-                  mask=(lse != -float("inf"))[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    acc = tl.load(
+        acc_ptr + row[:, None] * HEAD_DIM + dims[None, :],
+        mask=(lse != -float("inf"))[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
     out = tl.sum(weights[:, None] * acc, 0) / tl.sum(weights, 0)
-    tl.store(out_ptr + head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.store(
+        out_ptr + head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM
+    )
     if ON_DEVICE:
         if tl.program_id(0) == 0:
             tl.store(seen_ptr, tl.load(seen_ptr) + 1)
@@ -382,29 +748,71 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(chip: Chip, dtype: torch.dtype, rows: int, heads: int, head_dim: int, capacity: int,
-          group_size: int) -> _Plan:
+def _plan(
+    chip: Chip,
+    dtype: torch.dtype,
+    rows: int,
+    heads: int,
+    head_dim: int,
+    capacity: int,
+    group_size: int,
+) -> _Plan:
     """Looked up at every step, so that nothing is worked out twice; rows is B Hkv, heads those that share one."""
     tiles = decode_tiles(chip, dtype, heads, head_dim)
     num_parts = 1 + decode_splits(chip, rows, capacity, tiles.block_n)
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_r, block_p = triton.next_power_of_2(heads), triton.next_power_of_2(num_parts)
     block_g = max(1, min(triton.next_power_of_2(group_size), 4096 // (block_r * block_d)))
-    step = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_D": block_d, "BLOCK_R": block_r,
-            "BLOCK_G": block_g, "VECTOR": tiles.vector, "STAGES": tiles.num_stages, "num_warps": tiles.num_warps}
-    merge = {"BLOCK_P": block_p, "BLOCK_D": block_d, "num_warps": min(8, max(1, block_p * block_d // 1024))}
+    step = {
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_D": block_d,
+        "BLOCK_R": block_r,
+        "BLOCK_G": block_g,
+        "VECTOR": tiles.vector,
+        "STAGES": tiles.num_stages,
+        "num_warps": tiles.num_warps,
+    }
+    merge = {
+        "BLOCK_P": block_p,
+        "BLOCK_D": block_d,
+        "num_warps": min(8, max(1, block_p * block_d // 1024)),
+    }
     return _Plan(num_parts, step, merge)
 
 
-def turn_tables(rotary: Rotary | None, group_size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+def turn_tables(
+    rotary: Rotary | None, group_size: int, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
     """Cosines and sines for `decode_step`, [g, R / 2] in float32: the turn of a group's tokens to its middle."""
     return None if rotary is None else _tables(rotary, group_size, device)
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: Optional[Tensor], seen_before: int,
-          pad: Tensor, cos: Optional[Tensor], sin: Optional[Tensor], interleaved: bool, group_size: int,
-          window_size: int, ring_size: int, sinks: int, pooling: str, core_heads: str, scale: float, softcap: float,
-          core_bias: float, key_scales: Optional[Tensor], value_scales: Optional[Tensor], cache_dtype: str) -> Tensor:
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Optional[Tensor],
+    seen_before: int,
+    pad: Tensor,
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    interleaved: bool,
+    group_size: int,
+    window_size: int,
+    ring_size: int,
+    sinks: int,
+    pooling: str,
+    core_heads: str,
+    scale: float,
+    softcap: float,
+    core_bias: float,
+    key_scales: Optional[Tensor],
+    value_scales: Optional[Tensor],
+    cache_dtype: str,
+) -> Tensor:
     """`decode_step` in the types that an operator can have; softcap 0 is none."""
     q, k, v = _last_contiguous(q), _last_contiguous(k), _last_contiguous(v)
     batch, num_heads, _, head_dim = q.shape
@@ -418,21 +826,63 @@ def _step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: O
     length = seen if on_device else pad
     with torch.cuda.device_of(q):
         _step_kernel[(rows, plan.num_parts)](
-            q, k, v, keys, values, keys if key_scales is None else key_scales,
-            values if value_scales is None else value_scales, length, pad, keys if cos is None else cos,
-            keys if sin is None else sin, acc, lse,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], seen_before, kv_heads, capacity, ring_size, group_size,
-            window_size, scale, softcap or 1.0, core_bias, ON_DEVICE=on_device, KIND=cache_dtype, SINKS=sinks,
-            HEADS=heads, WIDTH=heads if core_heads == "query" else 1, POOLING=pooling, HEAD_DIM=head_dim,
-            HALF=0 if cos is None else cos.shape[1], INTERLEAVED=interleaved, HAS_BIAS=core_bias != 0,
-            HAS_SOFTCAP=softcap != 0, **plan.step)
-        _merge_kernel[(batch * num_heads,)](acc, lse, out, length, plan.num_parts, ON_DEVICE=on_device, HEADS=heads,
-                                            HEAD_DIM=head_dim, **plan.merge)
+            q,
+            k,
+            v,
+            keys,
+            values,
+            keys if key_scales is None else key_scales,
+            values if value_scales is None else value_scales,
+            length,
+            pad,
+            keys if cos is None else cos,
+            keys if sin is None else sin,
+            acc,
+            lse,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            seen_before,
+            kv_heads,
+            capacity,
+            ring_size,
+            group_size,
+            window_size,
+            scale,
+            softcap or 1.0,
+            core_bias,
+            ON_DEVICE=on_device,
+            KIND=cache_dtype,
+            SINKS=sinks,
+            HEADS=heads,
+            WIDTH=heads if core_heads == "query" else 1,
+            POOLING=pooling,
+            HEAD_DIM=head_dim,
+            HALF=0 if cos is None else cos.shape[1],
+            INTERLEAVED=interleaved,
+            HAS_BIAS=core_bias != 0,
+            HAS_SOFTCAP=softcap != 0,
+            **plan.step,
+        )
+        _merge_kernel[(batch * num_heads,)](
+            acc,
+            lse,
+            out,
+            length,
+            plan.num_parts,
+            ON_DEVICE=on_device,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            **plan.merge,
+        )
     return out
 
 
-_step_op = torch.library.custom_op("corecontext::decode_step", _step,
-                                   mutates_args=("keys", "values", "seen", "key_scales", "value_scales"))
+_step_op = torch.library.custom_op(
+    "corecontext::decode_step",
+    _step,
+    mutates_args=("keys", "values", "seen", "key_scales", "value_scales"),
+)
 
 
 @_step_op.register_fake
@@ -440,11 +890,30 @@ def _(q, *args):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def decode_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, seen: int | Tensor, pad: Tensor, *,
-                turn: tuple[Tensor, Tensor] | None, interleaved: bool, group_size: int, window_size: int,
-                ring_size: int, sinks: int = 0, pooling: str, core_heads: str, scale: float,
-                softcap: float | None = None, core_bias: float = 0.0, key_scales: Tensor | None = None,
-                value_scales: Tensor | None = None, cache_dtype: str = "auto") -> Tensor:
+def decode_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: int | Tensor,
+    pad: Tensor,
+    *,
+    turn: tuple[Tensor, Tensor] | None,
+    interleaved: bool,
+    group_size: int,
+    window_size: int,
+    ring_size: int,
+    sinks: int = 0,
+    pooling: str,
+    core_heads: str,
+    scale: float,
+    softcap: float | None = None,
+    core_bias: float = 0.0,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    cache_dtype: str = "auto",
+) -> Tensor:
     """Append one token to each row of a compact cache and attend from it (docs/math.md, eq. 1 to 5).
 
     Args:
@@ -466,7 +935,31 @@ def decode_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, s
     """
     cos, sin = (None, None) if turn is None else turn
     on_device = isinstance(seen, Tensor)
-    step = _step_op if torch.compiler.is_compiling() else _step  # an operator's dispatch costs more than the launches
-    return step(q, k, v, keys, values, seen if on_device else None, 0 if on_device else seen, pad, cos, sin,
-                interleaved, group_size, window_size, ring_size, sinks, pooling, core_heads, float(scale),
-                float(softcap or 0), float(core_bias), key_scales, value_scales, cache_dtype)
+    step = (
+        _step_op if torch.compiler.is_compiling() else _step
+    )  # an operator's dispatch costs more than the launches
+    return step(
+        q,
+        k,
+        v,
+        keys,
+        values,
+        seen if on_device else None,
+        0 if on_device else seen,
+        pad,
+        cos,
+        sin,
+        interleaved,
+        group_size,
+        window_size,
+        ring_size,
+        sinks,
+        pooling,
+        core_heads,
+        float(scale),
+        float(softcap or 0),
+        float(core_bias),
+        key_scales,
+        value_scales,
+        cache_dtype,
+    )

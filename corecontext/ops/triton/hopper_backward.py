@@ -14,26 +14,56 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, warpgroup_mma,
-                                                              warpgroup_mma_wait)
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.triton import hopper
 from corecontext.ops.triton.hopper import LOG2E
 from corecontext.ops.triton.pool import pool_backward
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
-from corecontext.ops.triton.tensor_memory import DTYPES, add_out, aligned, copy_in, descriptor, wait_out
+from corecontext.ops.triton.tensor_memory import (
+    DTYPES,
+    add_out,
+    aligned,
+    copy_in,
+    descriptor,
+    wait_out,
+)
 
 BLOCK_M = 64  # queries of a tile
 BLOCK_N = 128  # keys of a program
 HEADS_PER_TURN = 4
-MIN_BYTES = 288 << 20  # enough programs that the longest, a tile of core tokens, is not what a launch takes
+MIN_BYTES = (
+    288 << 20
+)  # enough programs that the longest, a tile of core tokens, is not what a launch takes
 
 
 @triton.jit(do_not_specialize=["num_queries", "heads_per_n"])
-def _prepare_kernel(out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, stats_ptr, sum_ptr, num_queries, heads_per_n, out_n,
-                    out_r, out_t, grad_n, grad_r, grad_t, HAS_GRAD_LSE: tl.constexpr, HEAD_DIM: tl.constexpr,
-                    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
+def _prepare_kernel(
+    out_ptr,
+    grad_ptr,
+    lse_ptr,
+    grad_lse_ptr,
+    stats_ptr,
+    sum_ptr,
+    num_queries,
+    heads_per_n,
+    out_n,
+    out_r,
+    out_t,
+    grad_n,
+    grad_r,
+    grad_t,
+    HAS_GRAD_LSE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Grid: (query tiles, N r). Writes a tile's -lse in units of log 2 and grad lse - sum(out grad), 2 x 64 float32
     side by side, -infinity and 0 where no query is; and zeros where its queries' gradients will be added up."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -43,8 +73,12 @@ def _prepare_kernel(out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, stats_ptr, sum_ptr
     inside = rows < num_queries
     mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
     wide = rows.to(tl.int64)[:, None]
-    out = tl.load(out_ptr + n * out_n + r * out_r + wide * out_t + dims[None, :], mask=mask, other=0.0)
-    grad = tl.load(grad_ptr + n * grad_n + r * grad_r + wide * grad_t + dims[None, :], mask=mask, other=0.0)
+    out = tl.load(
+        out_ptr + n * out_n + r * out_r + wide * out_t + dims[None, :], mask=mask, other=0.0
+    )
+    grad = tl.load(
+        grad_ptr + n * grad_n + r * grad_r + wide * grad_t + dims[None, :], mask=mask, other=0.0
+    )
     delta = -tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     flat = head * num_queries + rows
     if HAS_GRAD_LSE:
@@ -53,12 +87,27 @@ def _prepare_kernel(out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, stats_ptr, sum_ptr
     at = stats_ptr + (head * tl.num_programs(0) + tile) * 2 * BLOCK + tl.arange(0, BLOCK)
     tl.store(at, -lse * 1.4426950408889634)
     tl.store(at + BLOCK, delta)
-    tl.store(sum_ptr + flat[:, None] * HEAD_DIM + dims[None, :], tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=mask)
+    tl.store(
+        sum_ptr + flat[:, None] * HEAD_DIM + dims[None, :],
+        tl.zeros([BLOCK, BLOCK_D], tl.float32),
+        mask=mask,
+    )
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_groups"])
-def _finish_kernel(sum_ptr, last_ptr, grad_ptr, num_queries, num_groups, scale, group_size, HAS_LAST: tl.constexpr,
-                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
+def _finish_kernel(
+    sum_ptr,
+    last_ptr,
+    grad_ptr,
+    num_queries,
+    num_groups,
+    scale,
+    group_size,
+    HAS_LAST: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Grid: (query tiles, N r). The queries' gradients in their dtype: the scaled sum, and at the end of each group
     what its pooling adds."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -80,9 +129,28 @@ def _finish_kernel(sum_ptr, last_ptr, grad_ptr, num_queries, num_groups, scale, 
 
 
 @gluon.jit
-def _copy_queries(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, core_v_desc, tiles_smem, stats_smem,
-                  ready, free, n, first_head, num_heads, heads_per_core, key, is_core, last_row, tiles,
-                  STAGES: gl.constexpr):
+def _copy_queries(
+    q_desc,
+    grad_desc,
+    stats_desc,
+    k_desc,
+    v_desc,
+    core_k_desc,
+    core_v_desc,
+    tiles_smem,
+    stats_smem,
+    ready,
+    free,
+    n,
+    first_head,
+    num_heads,
+    heads_per_core,
+    key,
+    is_core,
+    last_row,
+    tiles,
+    STAGES: gl.constexpr,
+):
     """The copying warp: the keys and values of the program, then the queries that see them, latest first: programs
     that run together then read the same queries."""
     keys_ready = ready.index(STAGES)
@@ -90,11 +158,28 @@ def _copy_queries(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, co
     for half in gl.static_range(2):
         if is_core:
             core = first_head // heads_per_core
-            copy_in(core_k_desc, [n, core, key + 64 * half, 0], keys_ready, tiles_smem.index(2 * STAGES + half))
-            copy_in(core_v_desc, [n, core, key + 64 * half, 0], keys_ready, tiles_smem.index(2 * STAGES + 2 + half))
+            copy_in(
+                core_k_desc,
+                [n, core, key + 64 * half, 0],
+                keys_ready,
+                tiles_smem.index(2 * STAGES + half),
+            )
+            copy_in(
+                core_v_desc,
+                [n, core, key + 64 * half, 0],
+                keys_ready,
+                tiles_smem.index(2 * STAGES + 2 + half),
+            )
         else:
-            copy_in(k_desc, [n, 0, key + 64 * half, 0], keys_ready, tiles_smem.index(2 * STAGES + half))
-            copy_in(v_desc, [n, 0, key + 64 * half, 0], keys_ready, tiles_smem.index(2 * STAGES + 2 + half))
+            copy_in(
+                k_desc, [n, 0, key + 64 * half, 0], keys_ready, tiles_smem.index(2 * STAGES + half)
+            )
+            copy_in(
+                v_desc,
+                [n, 0, key + 64 * half, 0],
+                keys_ready,
+                tiles_smem.index(2 * STAGES + 2 + half),
+            )
     step = 0
     for head in range(first_head, first_head + num_heads):
         for i in range(tiles):
@@ -110,16 +195,34 @@ def _copy_queries(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, co
 
 
 @gluon.jit
-def _add_query_gradients(tiles_smem, scores_smem, sum_smem, scores_ready, scores_free, sum_desc, n, head, row, step,
-                         HALF: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+def _add_query_gradients(
+    tiles_smem,
+    scores_smem,
+    sum_smem,
+    scores_ready,
+    scores_free,
+    sum_desc,
+    n,
+    head,
+    row,
+    step,
+    HALF: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """Half the columns of one query tile's gradient from the 128 keys, added to the sum in global memory."""
     PART: gl.constexpr = BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     ring = step % 2
     mbarrier.wait(scores_ready.index(ring), step // 2 & 1)
     keys = tiles_smem.index(2 * STAGES).reshape([64, BLOCK_D]).slice(HALF * PART, PART, 1)
-    dq = warpgroup_mma(scores_smem.index(2 * ring).permute([1, 0]), keys, gl.zeros([64, PART], gl.float32, layout),
-                       use_acc=False, is_async=True)
+    dq = warpgroup_mma(
+        scores_smem.index(2 * ring).permute([1, 0]),
+        keys,
+        gl.zeros([64, PART], gl.float32, layout),
+        use_acc=False,
+        is_async=True,
+    )
     keys = tiles_smem.index(2 * STAGES + 1).reshape([64, BLOCK_D]).slice(HALF * PART, PART, 1)
     dq = warpgroup_mma(scores_smem.index(2 * ring + 1).permute([1, 0]), keys, dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
@@ -131,11 +234,41 @@ def _add_query_gradients(tiles_smem, scores_smem, sum_smem, scores_ready, scores
 
 
 @gluon.jit
-def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, ready, free, scores_ready, scores_free, sum_desc,
-                   core_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr, n, first_head, offset, key, num_keys,
-                   is_core, num_heads, last_row, tiles, num_queries, group_size, window_size, scale, value_offset,
-                   HALF: gl.constexpr, HAS_BIAS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
-                   STAGES: gl.constexpr):
+def _key_gradients(
+    tiles_smem,
+    stats_smem,
+    scores_smem,
+    sum_smem,
+    ready,
+    free,
+    scores_ready,
+    scores_free,
+    sum_desc,
+    core_grad_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    dbias_ptr,
+    bias_ptr,
+    n,
+    first_head,
+    offset,
+    key,
+    num_keys,
+    is_core,
+    num_heads,
+    last_row,
+    tiles,
+    num_queries,
+    group_size,
+    window_size,
+    scale,
+    value_offset,
+    HALF: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """One consumer: 64 keys against all queries that see one of them, scores transposed, [keys, queries].
 
     The scores' gradients of both consumers meet in shared memory; the gradient of a query tile is made from them one
@@ -168,7 +301,9 @@ def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, ready, free, s
     mbarrier.wait(ready.index(STAGES), 0)
     row = last_row
     head = first_head
-    row_before = last_row + 64  # not `row`: Triton 3.6 takes two names of one value for one loop variable
+    row_before = (
+        last_row + 64
+    )  # not `row`: Triton 3.6 takes two names of one value for one loop variable
     head_before = first_head - 1
     for step in range(num_heads * tiles):
         stage = step % STAGES
@@ -188,7 +323,9 @@ def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, ready, free, s
         p = gl.exp2(s * scale + start[None, :])
         if (row < whole_low) | (row + 64 > whole_high):
             position = row + gl.arange(0, 64, columns)
-            p = gl.where((position[None, :] >= low[:, None]) & (position[None, :] < high[:, None]), p, 0.0)
+            p = gl.where(
+                (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None]), p, 0.0
+            )
         dp = warpgroup_mma_wait(0, [dp])
         ds = p * (dp + stats.slice(64, 64).load(columns)[None, :])
         if HAS_BIAS:
@@ -203,8 +340,21 @@ def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, ready, free, s
         mbarrier.arrive(scores_ready.index(ring))
         dk = warpgroup_mma(gl.convert_layout(ds_half, p_layout), q, dk, is_async=True)
         if step > 0:
-            _add_query_gradients(tiles_smem, scores_smem, sum_smem, scores_ready, scores_free, sum_desc, n,
-                                 head_before, row_before, step - 1, HALF, BLOCK_D, STAGES)
+            _add_query_gradients(
+                tiles_smem,
+                scores_smem,
+                sum_smem,
+                scores_ready,
+                scores_free,
+                sum_desc,
+                n,
+                head_before,
+                row_before,
+                step - 1,
+                HALF,
+                BLOCK_D,
+                STAGES,
+            )
         dv, dk = warpgroup_mma_wait(0, [dv, dk])
         mbarrier.arrive(free.index(stage))
         row_before = row
@@ -214,8 +364,21 @@ def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, ready, free, s
             row = last_row
             head += 1
     if tiles > 0:
-        _add_query_gradients(tiles_smem, scores_smem, sum_smem, scores_ready, scores_free, sum_desc, n, head_before,
-                             row_before, num_heads * tiles - 1, HALF, BLOCK_D, STAGES)
+        _add_query_gradients(
+            tiles_smem,
+            scores_smem,
+            sum_smem,
+            scores_ready,
+            scores_free,
+            sum_desc,
+            n,
+            head_before,
+            row_before,
+            num_heads * tiles - 1,
+            HALF,
+            BLOCK_D,
+            STAGES,
+        )
 
     keys = key + gl.arange(0, 64, gl.SliceLayout(1, d_layout))
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, d_layout))
@@ -234,21 +397,61 @@ def _key_gradients(tiles_smem, stats_smem, scores_smem, sum_smem, ready, free, s
     wait_out(0)
 
 
-@gluon.jit(do_not_specialize=["num_queries", "num_cores", "core_programs", "num_n", "heads_per_n", "heads_per_core",
-                                "heads_per_turn", "group_size", "window_size"])
-def _attend_bwd_hopper(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, core_v_desc, sum_desc, bias_ptr,
-                       core_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, num_queries, num_cores, core_programs,
-                       num_n, heads_per_n, heads_per_core, heads_per_turn, scale, group_size, window_size,
-                       HAS_BIAS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-                       DTYPE: gl.constexpr):
+@gluon.jit(
+    do_not_specialize=[
+        "num_queries",
+        "num_cores",
+        "core_programs",
+        "num_n",
+        "heads_per_n",
+        "heads_per_core",
+        "heads_per_turn",
+        "group_size",
+        "window_size",
+    ]
+)
+def _attend_bwd_hopper(
+    q_desc,
+    grad_desc,
+    stats_desc,
+    k_desc,
+    v_desc,
+    core_k_desc,
+    core_v_desc,
+    sum_desc,
+    bias_ptr,
+    core_grad_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    dbias_ptr,
+    num_queries,
+    num_cores,
+    core_programs,
+    num_n,
+    heads_per_n,
+    heads_per_core,
+    heads_per_turn,
+    scale,
+    group_size,
+    window_size,
+    HAS_BIAS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
     """Grid: (tiles of 128 core tokens x N r + tiles of 128 tokens x N,).
 
     Core tokens come first, heads_per_turn heads at a time and of those the tiles that most queries see first: so few
     heads that what their programs add to stays in the L2 cache."""
     dtype: gl.constexpr = DTYPE
-    tiles_smem = gl.allocate_shared_memory(dtype, [2 * STAGES + 4, 1, 1, 64, BLOCK_D], q_desc.layout)
+    tiles_smem = gl.allocate_shared_memory(
+        dtype, [2 * STAGES + 4, 1, 1, 64, BLOCK_D], q_desc.layout
+    )
     stats_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, 128], stats_desc.layout)
-    scores_smem = gl.allocate_shared_memory(dtype, [4, 64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], dtype))
+    scores_smem = gl.allocate_shared_memory(
+        dtype, [4, 64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    )
     sum_smem = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, BLOCK_D // 2], sum_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -294,19 +497,113 @@ def _attend_bwd_hopper(q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_des
     tiles = gl.maximum((end + 63) // 64 - begin // 64, 0)
     last_row = (end - 1) // 64 * 64
     bias_ptr += n * heads_per_n
-    gl.warp_specialize([
-        (_key_gradients, (tiles_smem, stats_smem, scores_smem, sum_smem.index(0), ready, free, scores_ready,
-                          scores_free, sum_desc, core_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr, n,
-                          first_head, offset, key, num_keys, is_core, num_heads, last_row, tiles, num_queries,
-                          group_size, window_size, scale, value_offset, 0, HAS_BIAS, HEAD_DIM, BLOCK_D, STAGES)),
-        (_key_gradients, (tiles_smem, stats_smem, scores_smem, sum_smem.index(1), ready, free, scores_ready,
-                          scores_free, sum_desc, core_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr, n,
-                          first_head, offset, key, num_keys, is_core, num_heads, last_row, tiles, num_queries,
-                          group_size, window_size, scale, value_offset, 1, HAS_BIAS, HEAD_DIM, BLOCK_D, STAGES)),
-        (_copy_queries, (q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, core_v_desc, tiles_smem,
-                         stats_smem, ready, free, n, first_head, num_heads, heads_per_core, key, is_core, last_row,
-                         tiles, STAGES)),
-    ], [4, 1], [240, 24])
+    gl.warp_specialize(
+        [
+            (
+                _key_gradients,
+                (
+                    tiles_smem,
+                    stats_smem,
+                    scores_smem,
+                    sum_smem.index(0),
+                    ready,
+                    free,
+                    scores_ready,
+                    scores_free,
+                    sum_desc,
+                    core_grad_ptr,
+                    grad_k_ptr,
+                    grad_v_ptr,
+                    dbias_ptr,
+                    bias_ptr,
+                    n,
+                    first_head,
+                    offset,
+                    key,
+                    num_keys,
+                    is_core,
+                    num_heads,
+                    last_row,
+                    tiles,
+                    num_queries,
+                    group_size,
+                    window_size,
+                    scale,
+                    value_offset,
+                    0,
+                    HAS_BIAS,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    STAGES,
+                ),
+            ),
+            (
+                _key_gradients,
+                (
+                    tiles_smem,
+                    stats_smem,
+                    scores_smem,
+                    sum_smem.index(1),
+                    ready,
+                    free,
+                    scores_ready,
+                    scores_free,
+                    sum_desc,
+                    core_grad_ptr,
+                    grad_k_ptr,
+                    grad_v_ptr,
+                    dbias_ptr,
+                    bias_ptr,
+                    n,
+                    first_head,
+                    offset,
+                    key,
+                    num_keys,
+                    is_core,
+                    num_heads,
+                    last_row,
+                    tiles,
+                    num_queries,
+                    group_size,
+                    window_size,
+                    scale,
+                    value_offset,
+                    1,
+                    HAS_BIAS,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    STAGES,
+                ),
+            ),
+            (
+                _copy_queries,
+                (
+                    q_desc,
+                    grad_desc,
+                    stats_desc,
+                    k_desc,
+                    v_desc,
+                    core_k_desc,
+                    core_v_desc,
+                    tiles_smem,
+                    stats_smem,
+                    ready,
+                    free,
+                    n,
+                    first_head,
+                    num_heads,
+                    heads_per_core,
+                    key,
+                    is_core,
+                    last_row,
+                    tiles,
+                    STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
 def unsupported_reason(q: Tensor, scale: float, softcap: float | None) -> str | None:
@@ -318,10 +615,25 @@ def unsupported_reason(q: Tensor, scale: float, softcap: float | None) -> str | 
     return hopper.unsupported_reason(q, scale, softcap)
 
 
-def gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-              groups: tuple[Tensor, Tensor, Tensor], cores: tuple[Tensor, Tensor], *, group_size: int,
-              window_size: int, scale: float, core_bias: Tensor | None, pooling: str, core_heads: str,
-              rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def gradients(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    groups: tuple[Tensor, Tensor, Tensor],
+    cores: tuple[Tensor, Tensor],
+    *,
+    group_size: int,
+    window_size: int,
+    scale: float,
+    core_bias: Tensor | None,
+    pooling: str,
+    core_heads: str,
+    rotary: Rotary | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `compose.gradients`, in the dtype of q, k and v; a few KV heads at a time, so that the float32 sums of their
     queries' gradients take little memory."""
     options = {"scale": scale, "pooling": pooling, "core_heads": core_heads, "rotary": rotary}
@@ -338,14 +650,31 @@ def gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
     sums = torch.empty(size, *q.shape[1:], dtype=torch.float32, device=q.device)
     for low in range(0, n, size):
         some = None if size >= n else slice(low, low + size)
-        dq_part, *parts = _rows(some, dq, dk, dv, grad_out, grad_lse, q, key, value, out, lse, core_bias)
-        last, bias_part = _some_gradients(*parts, _rows(some, *cores), _rows(some, *groups), sums, group_size,
-                                          window_size, options)
-        launch(_finish_kernel, (ceil_div(num_queries, BLOCK_M), dq_part.shape[0] * r), (
-            sums, sums if last is None else last, dq_part, num_queries, num_cores, scale), (group_size,),
-            HAS_LAST=last is not None, HEAD_DIM=dim, BLOCK_D=power_of_2(dim), BLOCK=BLOCK_M, num_warps=4)
+        dq_part, *parts = _rows(
+            some, dq, dk, dv, grad_out, grad_lse, q, key, value, out, lse, core_bias
+        )
+        last, bias_part = _some_gradients(
+            *parts,
+            _rows(some, *cores),
+            _rows(some, *groups),
+            sums,
+            group_size,
+            window_size,
+            options,
+        )
+        launch(
+            _finish_kernel,
+            (ceil_div(num_queries, BLOCK_M), dq_part.shape[0] * r),
+            (sums, sums if last is None else last, dq_part, num_queries, num_cores, scale),
+            (group_size,),
+            HAS_LAST=last is not None,
+            HEAD_DIM=dim,
+            BLOCK_D=power_of_2(dim),
+            BLOCK=BLOCK_M,
+            num_warps=4,
+        )
         if dbias is not None:
-            dbias[low:low + size] = bias_part
+            dbias[low : low + size] = bias_part
     return dq, dk, dv, dbias
 
 
@@ -362,10 +691,24 @@ def _rows(some: slice | None, *tensors: Tensor | None) -> tuple:
     return tensors if some is None else tuple(None if x is None else x[some] for x in tensors)
 
 
-def _some_gradients(dk: Tensor, dv: Tensor, grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-                    out: Tensor, lse: Tensor, core_bias: Tensor | None, cores: tuple[Tensor, Tensor],
-                    groups: tuple[Tensor, Tensor, Tensor], sums: Tensor, group_size: int, window_size: int,
-                    options: dict) -> tuple[Tensor | None, Tensor | None]:
+def _some_gradients(
+    dk: Tensor,
+    dv: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    core_bias: Tensor | None,
+    cores: tuple[Tensor, Tensor],
+    groups: tuple[Tensor, Tensor, Tensor],
+    sums: Tensor,
+    group_size: int,
+    window_size: int,
+    options: dict,
+) -> tuple[Tensor | None, Tensor | None]:
     """Fill sums with the queries' gradients still to be scaled, dk and dv with those of k and v; returns what pooling
     adds to the queries at group ends, and the gradient of the bias."""
     (core_k, core_v), (n, r, num_queries, dim) = cores, q.shape
@@ -373,22 +716,69 @@ def _some_gradients(dk: Tensor, dv: Tensor, grad_out: Tensor, grad_lse: Tensor |
     core_grads = torch.empty(2, n, r, num_cores, dim, dtype=torch.float32, device=q.device)
     tiles = ceil_div(num_queries, BLOCK_M)
     stats = torch.empty(n, r, tiles, 2 * BLOCK_M, dtype=torch.float32, device=q.device)
-    dbias = None if core_bias is None else torch.empty(n, r, ceil_div(num_cores, 64), dtype=torch.float32,
-                                                       device=q.device)
+    dbias = (
+        None
+        if core_bias is None
+        else torch.empty(n, r, ceil_div(num_cores, 64), dtype=torch.float32, device=q.device)
+    )
     block_d = power_of_2(dim)
-    launch(_prepare_kernel, (tiles, n * r), (
-        out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(), stats, sums, num_queries, r),
-        (*out.stride()[:3], *grad_out.stride()[:3]), HAS_GRAD_LSE=grad_lse is not None, HEAD_DIM=dim, BLOCK_D=block_d,
-        BLOCK=BLOCK_M, num_warps=4)
+    launch(
+        _prepare_kernel,
+        (tiles, n * r),
+        (
+            out,
+            grad_out,
+            lse,
+            lse if grad_lse is None else grad_lse.contiguous(),
+            stats,
+            sums,
+            num_queries,
+            r,
+        ),
+        (*out.stride()[:3], *grad_out.stride()[:3]),
+        HAS_GRAD_LSE=grad_lse is not None,
+        HEAD_DIM=dim,
+        BLOCK_D=block_d,
+        BLOCK=BLOCK_M,
+        num_warps=4,
+    )
     core_key, core_value = (aligned(core_k), aligned(core_v)) if num_cores else (k, v)
     core_programs = ceil_div(num_cores, BLOCK_N) * n * r
-    launch(_attend_bwd_hopper, (core_programs + ceil_div(num_queries, BLOCK_N) * n,), (
-        descriptor(q, 64), descriptor(grad_out, 64), descriptor(stats, 1), descriptor(k, 64), descriptor(v, 64),
-        descriptor(core_key, 64), descriptor(core_value, 64), descriptor(sums, 64, block_d // 2),
-        lse if core_bias is None else core_bias.float().contiguous(), core_grads, dk, dv,
-        stats if dbias is None else dbias, num_queries, num_cores, core_programs, n, r, r // core_heads, HEADS_PER_TURN,
-        scale * LOG2E.value, group_size, window_size), HAS_BIAS=core_bias is not None, HEAD_DIM=dim, BLOCK_D=block_d,
-        STAGES=2, DTYPE=DTYPES[q.dtype], num_warps=4)
+    launch(
+        _attend_bwd_hopper,
+        (core_programs + ceil_div(num_queries, BLOCK_N) * n,),
+        (
+            descriptor(q, 64),
+            descriptor(grad_out, 64),
+            descriptor(stats, 1),
+            descriptor(k, 64),
+            descriptor(v, 64),
+            descriptor(core_key, 64),
+            descriptor(core_value, 64),
+            descriptor(sums, 64, block_d // 2),
+            lse if core_bias is None else core_bias.float().contiguous(),
+            core_grads,
+            dk,
+            dv,
+            stats if dbias is None else dbias,
+            num_queries,
+            num_cores,
+            core_programs,
+            n,
+            r,
+            r // core_heads,
+            HEADS_PER_TURN,
+            scale * LOG2E.value,
+            group_size,
+            window_size,
+        ),
+        HAS_BIAS=core_bias is not None,
+        HEAD_DIM=dim,
+        BLOCK_D=block_d,
+        STAGES=2,
+        DTYPE=DTYPES[q.dtype],
+        num_warps=4,
+    )
     last = None
     if num_cores:
         if core_heads == 1 and r > 1:

@@ -13,8 +13,15 @@ _COMPILED: dict[tuple, CompiledKernel] = {}
 _MOST = 4096  # compiled kernels by what they were launched with; many of the entries are the same kernel
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, exact: tuple[int, ...] = (), *, num_warps: int,
-           **constants: Any) -> None:
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: tuple,
+    exact: tuple[int, ...] = (),
+    *,
+    num_warps: int,
+    **constants: Any,
+) -> None:
     """Run a kernel.
 
     Args:
@@ -33,7 +40,9 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, exact: tuple[in
         if isinstance(x, torch.Tensor):
             pointers |= x.data_ptr()
             dtypes.append(x.dtype)
-    if pointers % 16 or triton.knobs.runtime.interpret:  # a kernel of its own for each choice of unaligned tensors
+    if (
+        pointers % 16 or triton.knobs.runtime.interpret
+    ):  # a kernel of its own for each choice of unaligned tensors
         kernel[grid](*arguments, *exact, **constants, num_warps=num_warps)
         return
     key = (kernel, torch.cuda.current_device(), *dtypes, *exact, *constants.values())

@@ -24,7 +24,9 @@ from corecontext.ops.rotary import Rotary
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_WHOLE_GROUP = 16384  # elements of K in a padded group, up to which one program holds it in registers
+_WHOLE_GROUP = (
+    16384  # elements of K in a padded group, up to which one program holds it in registers
+)
 
 
 def unsupported_reason(q_last: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -48,22 +50,48 @@ def _pairs(BLOCK_D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr)
         pair = tl.where(first, cols, cols - HALF)
         partner = tl.where(first, cols + HALF, cols - HALF)
     turned = cols < 2 * HALF
-    return cols, pair, tl.where(turned, partner, cols), tl.where(turned, tl.where(first, -1.0, 1.0), 0.0)
+    return (
+        cols,
+        pair,
+        tl.where(turned, partner, cols),
+        tl.where(turned, tl.where(first, -1.0, 1.0), 0.0),
+    )
 
 
 @triton.jit
-def _load_rows(ptr, stride_m, stride_g, groups, rows, cols, num_groups, group_size, HEAD_DIM: tl.constexpr):
+def _load_rows(
+    ptr, stride_m, stride_g, groups, rows, cols, num_groups, group_size, HEAD_DIM: tl.constexpr
+):
     """Tokens of some groups, [groups, rows, columns] in float32, 0 outside."""
-    mask = (groups < num_groups)[:, None, None] & (rows < group_size)[None, :, None] & (cols < HEAD_DIM)[None, None, :]
+    mask = (
+        (groups < num_groups)[:, None, None]
+        & (rows < group_size)[None, :, None]
+        & (cols < HEAD_DIM)[None, None, :]
+    )
     at = (groups * stride_m)[:, None, None] + (rows * stride_g)[None, :, None] + cols[None, None, :]
     return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_rows(ptr, x, stride_m, stride_g, groups, rows, cols, num_groups, group_size, HEAD_DIM: tl.constexpr,
-                ADD: tl.constexpr):
+def _store_rows(
+    ptr,
+    x,
+    stride_m,
+    stride_g,
+    groups,
+    rows,
+    cols,
+    num_groups,
+    group_size,
+    HEAD_DIM: tl.constexpr,
+    ADD: tl.constexpr,
+):
     """Write what `_load_rows` reads, or add to it."""
-    mask = (groups < num_groups)[:, None, None] & (rows < group_size)[None, :, None] & (cols < HEAD_DIM)[None, None, :]
+    mask = (
+        (groups < num_groups)[:, None, None]
+        & (rows < group_size)[None, :, None]
+        & (cols < HEAD_DIM)[None, None, :]
+    )
     at = (groups * stride_m)[:, None, None] + (rows * stride_g)[None, :, None] + cols[None, None, :]
     if ADD:
         x += tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -74,14 +102,18 @@ def _store_rows(ptr, x, stride_m, stride_g, groups, rows, cols, num_groups, grou
 def _load_one(ptr, stride_m, groups, cols, num_groups, HEAD_DIM: tl.constexpr):
     """One row for each of some groups, [groups, columns] in float32, 0 outside."""
     mask = (groups < num_groups)[:, None] & (cols < HEAD_DIM)[None, :]
-    return tl.load(ptr + (groups * stride_m)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.load(ptr + (groups * stride_m)[:, None] + cols[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
 def _store_one(ptr, x, stride_m, groups, cols, num_groups, HEAD_DIM: tl.constexpr):
     """Write what `_load_one` reads."""
     mask = (groups < num_groups)[:, None] & (cols < HEAD_DIM)[None, :]
-    tl.store(ptr + (groups * stride_m)[:, None] + cols[None, :], x.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        ptr + (groups * stride_m)[:, None] + cols[None, :], x.to(ptr.dtype.element_ty), mask=mask
+    )
 
 
 @triton.jit
@@ -99,11 +131,27 @@ def _load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF: tl.conste
 
 
 @triton.jit
-def _turned(k_ptr, k, cos, sin, stride_m, stride_g, groups, rows, partner, sign, num_groups, group_size,
-            HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
+def _turned(
+    k_ptr,
+    k,
+    cos,
+    sin,
+    stride_m,
+    stride_g,
+    groups,
+    rows,
+    partner,
+    sign,
+    num_groups,
+    group_size,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+):
     """Keys turned to the middle; k_ptr for the other element of each pair."""
     if HALF > 0:
-        other = _load_rows(k_ptr, stride_m, stride_g, groups, rows, partner, num_groups, group_size, HEAD_DIM)
+        other = _load_rows(
+            k_ptr, stride_m, stride_g, groups, rows, partner, num_groups, group_size, HEAD_DIM
+        )
         # An explicit fma: the same bits wherever this is computed, so that a maximum finds itself again.
         return tl.fma(k, cos, other * (sin * sign[None, None, :])), other
     else:
@@ -126,11 +174,23 @@ def _swapped(x, partner, sign, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAL
 
 
 @triton.jit
-def _pooled_key(weights, k, cos, sin, partner, sign, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr):
+def _pooled_key(
+    weights,
+    k,
+    cos,
+    sin,
+    partner,
+    sign,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+):
     """Weighted sum of the turned keys, [groups, columns]."""
     part = weights[:, :, None] * k
     if HALF > 0:
-        return tl.sum(part * cos, 1) + _swapped(tl.sum(part * sin, 1), partner, sign, BLOCK_M, BLOCK_D, HALF)
+        return tl.sum(part * cos, 1) + _swapped(
+            tl.sum(part * sin, 1), partner, sign, BLOCK_M, BLOCK_D, HALF
+        )
     else:
         return tl.sum(part, 1)
 
@@ -182,8 +242,20 @@ def _max_grad(share, x, top):
 
 
 @triton.jit
-def _max_grad_key(share, top, turned, k, other, cos, sin, partner, sign, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-                  HALF: tl.constexpr):
+def _max_grad_key(
+    share,
+    top,
+    turned,
+    k,
+    other,
+    cos,
+    sin,
+    partner,
+    sign,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+):
     """Gradient of keys under the maximum of turned keys: `_max_grad` of both elements of a pair, turned back."""
     grad = _max_grad(share, turned, top)
     if HALF > 0:
@@ -197,7 +269,16 @@ def _max_grad_key(share, top, turned, k, other, cos, sin, partner, sign, BLOCK_M
 
 
 @triton.jit
-def _grad_head_sum(ptr, stride_h, stride_m, groups, cols, num_groups, HEADS_OUT: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _grad_head_sum(
+    ptr,
+    stride_h,
+    stride_m,
+    groups,
+    cols,
+    num_groups,
+    HEADS_OUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
     """Gradient of the core tokens summed over the heads that share them."""
     total = _load_one(ptr, stride_m, groups, cols, num_groups, HEAD_DIM)
     for h in range(1, HEADS_OUT):
@@ -206,12 +287,41 @@ def _grad_head_sum(ptr, stride_h, stride_m, groups, cols, num_groups, HEADS_OUT:
 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
-def _pool_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, sin_ptr,
-                     q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g, core_n, core_h, core_m,
-                     num_groups, group_size, scale, softcap,
-                     HEADS: tl.constexpr, HEADS_OUT: tl.constexpr, POOLING: tl.constexpr, HEAD_DIM: tl.constexpr,
-                     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                     BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+def _pool_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    core_k_ptr,
+    core_v_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_n,
+    q_h,
+    q_m,
+    k_n,
+    k_m,
+    k_g,
+    v_n,
+    v_m,
+    v_g,
+    core_n,
+    core_h,
+    core_m,
+    num_groups,
+    group_size,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    HEADS_OUT: tl.constexpr,
+    POOLING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Pool whole groups.
 
     Grid: N * ceil(M / BLOCK_M). A program owns BLOCK_M groups of one n, all their tokens (BLOCK_G >= group_size) and
@@ -231,12 +341,28 @@ def _pool_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, sin_p
     cos, sin = _load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
 
     if POOLING == "max":
-        k, _ = _turned(k_ptr, k, cos, sin, k_m, k_g, groups, rows, partner, sign, num_groups, group_size, HEAD_DIM,
-                       HALF)
+        k, _ = _turned(
+            k_ptr,
+            k,
+            cos,
+            sin,
+            k_m,
+            k_g,
+            groups,
+            rows,
+            partner,
+            sign,
+            num_groups,
+            group_size,
+            HEAD_DIM,
+            HALF,
+        )
         core_k = _top(k, rows, group_size)
         core_v = _top(v, rows, group_size)
     else:
-        weights = tl.where((rows < group_size)[None, :], 1.0 / group_size, 0.0) + tl.zeros([BLOCK_M, 1], tl.float32)
+        weights = tl.where((rows < group_size)[None, :], 1.0 / group_size, 0.0) + tl.zeros(
+            [BLOCK_M, 1], tl.float32
+        )
         if POOLING == "cca":
             if HEADS_OUT == 1:
                 weights = weights * 0.0
@@ -250,8 +376,12 @@ def _pool_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, sin_p
                 else:
                     core_v = tl.sum(probs[:, :, None] * v, 1)
                     core_k = _pooled_key(probs, k, cos, sin, partner, sign, BLOCK_M, BLOCK_D, HALF)
-                    _store_one(core_k_ptr + h * core_h, core_k, core_m, groups, cols, num_groups, HEAD_DIM)
-                    _store_one(core_v_ptr + h * core_h, core_v, core_m, groups, cols, num_groups, HEAD_DIM)
+                    _store_one(
+                        core_k_ptr + h * core_h, core_k, core_m, groups, cols, num_groups, HEAD_DIM
+                    )
+                    _store_one(
+                        core_v_ptr + h * core_h, core_v, core_m, groups, cols, num_groups, HEAD_DIM
+                    )
         if POOLING == "mean" or HEADS_OUT == 1:
             core_v = tl.sum(weights[:, :, None] * v, 1)
             core_k = _pooled_key(weights, k, cos, sin, partner, sign, BLOCK_M, BLOCK_D, HALF)
@@ -262,14 +392,57 @@ def _pool_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, sin_p
 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
-def _pool_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
-                     grad_q_ptr, grad_k_ptr, grad_v_ptr,
-                     dck_n, dck_h, dck_m, dcv_n, dcv_h, dcv_m, q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g,
-                     dq_n, dq_h, dq_m, dk_n, dk_m, dk_g, dv_n, dv_m, dv_g,
-                     num_groups, group_size, scale, softcap,
-                     HEADS: tl.constexpr, HEADS_OUT: tl.constexpr, POOLING: tl.constexpr, HEAD_DIM: tl.constexpr,
-                     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                     ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+def _pool_bwd_kernel(
+    grad_core_k_ptr,
+    grad_core_v_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    grad_q_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    dck_n,
+    dck_h,
+    dck_m,
+    dcv_n,
+    dcv_h,
+    dcv_m,
+    q_n,
+    q_h,
+    q_m,
+    k_n,
+    k_m,
+    k_g,
+    v_n,
+    v_m,
+    v_g,
+    dq_n,
+    dq_h,
+    dq_m,
+    dk_n,
+    dk_m,
+    dk_g,
+    dv_n,
+    dv_m,
+    dv_g,
+    num_groups,
+    group_size,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    HEADS_OUT: tl.constexpr,
+    POOLING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Gradients of pooling for whole groups.
 
     Grid: N * ceil(M / BLOCK_M). A program owns BLOCK_M groups of one n, all their tokens and heads: no two programs
@@ -294,7 +467,9 @@ def _pool_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr, cos_
         if HEADS_OUT == 1:
             into_k = _load_one(grad_core_k_ptr, dck_m, groups, cols, num_groups, HEAD_DIM)
             into_v = _load_one(grad_core_v_ptr, dcv_m, groups, cols, num_groups, HEAD_DIM)
-            back = _turned_back(into_k, _swapped(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF), cos, sin, HALF)
+            back = _turned_back(
+                into_k, _swapped(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF), cos, sin, HALF
+            )
             # The weights are the mean over the heads.
             grad_probs = tl.sum(back * k + into_v[:, None, :] * v, 2) / HEADS
             weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
@@ -302,9 +477,15 @@ def _pool_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr, cos_
             grad_v = tl.zeros([BLOCK_M, BLOCK_G, BLOCK_D], tl.float32)
         for h in range(HEADS):
             if HEADS_OUT > 1:
-                into_k = _load_one(grad_core_k_ptr + h * dck_h, dck_m, groups, cols, num_groups, HEAD_DIM)
-                into_v = _load_one(grad_core_v_ptr + h * dcv_h, dcv_m, groups, cols, num_groups, HEAD_DIM)
-                back = _turned_back(into_k, _swapped(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF), cos, sin, HALF)
+                into_k = _load_one(
+                    grad_core_k_ptr + h * dck_h, dck_m, groups, cols, num_groups, HEAD_DIM
+                )
+                into_v = _load_one(
+                    grad_core_v_ptr + h * dcv_h, dcv_m, groups, cols, num_groups, HEAD_DIM
+                )
+                back = _turned_back(
+                    into_k, _swapped(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF), cos, sin, HALF
+                )
                 grad_probs = tl.sum(back * k + into_v[:, None, :] * v, 2)
             q = _load_one(q_ptr + n * q_n + h * q_h, q_m, groups, cols, num_groups, HEAD_DIM)
             z, slope = _scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
@@ -312,7 +493,9 @@ def _pool_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr, cos_
             probs = probs / tl.sum(probs, 1)[:, None]
             grad_z = probs * (grad_probs - tl.sum(probs * grad_probs, 1)[:, None]) * scale * slope
             grad_q = tl.sum(grad_z[:, :, None] * k, 1)
-            _store_one(grad_q_ptr + n * dq_n + h * dq_h, grad_q, dq_m, groups, cols, num_groups, HEAD_DIM)
+            _store_one(
+                grad_q_ptr + n * dq_n + h * dq_h, grad_q, dq_m, groups, cols, num_groups, HEAD_DIM
+            )
             grad_k += grad_z[:, :, None] * q[:, None, :]
             if HEADS_OUT > 1:
                 grad_k += probs[:, :, None] * back
@@ -323,8 +506,12 @@ def _pool_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr, cos_
             grad_k += weights[:, :, None] * back
             grad_v = weights[:, :, None] * into_v[:, None, :]
     else:
-        into_k = _grad_head_sum(grad_core_k_ptr, dck_h, dck_m, groups, cols, num_groups, HEADS_OUT, HEAD_DIM)
-        into_v = _grad_head_sum(grad_core_v_ptr, dcv_h, dcv_m, groups, cols, num_groups, HEADS_OUT, HEAD_DIM)
+        into_k = _grad_head_sum(
+            grad_core_k_ptr, dck_h, dck_m, groups, cols, num_groups, HEADS_OUT, HEAD_DIM
+        )
+        into_v = _grad_head_sum(
+            grad_core_v_ptr, dcv_h, dcv_m, groups, cols, num_groups, HEADS_OUT, HEAD_DIM
+        )
         if POOLING == "mean":
             other_into_k = _swapped(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF)
             grad_k = _turned_back(into_k, other_into_k, cos, sin, HALF) / group_size
@@ -332,24 +519,67 @@ def _pool_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr, cos_
         else:
             k = _load_rows(k_ptr, k_m, k_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
             v = _load_rows(v_ptr, v_m, v_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
-            turned, other = _turned(k_ptr, k, cos, sin, k_m, k_g, groups, rows, partner, sign, num_groups, group_size,
-                                    HEAD_DIM, HALF)
+            turned, other = _turned(
+                k_ptr,
+                k,
+                cos,
+                sin,
+                k_m,
+                k_g,
+                groups,
+                rows,
+                partner,
+                sign,
+                num_groups,
+                group_size,
+                HEAD_DIM,
+                HALF,
+            )
             top = _top(turned, rows, group_size)
             share = into_k / _num_top(turned, top, rows, group_size)
-            grad_k = _max_grad_key(share, top, turned, k, other, cos, sin, partner, sign, BLOCK_M, BLOCK_D, HALF)
+            grad_k = _max_grad_key(
+                share, top, turned, k, other, cos, sin, partner, sign, BLOCK_M, BLOCK_D, HALF
+            )
             top = _top(v, rows, group_size)
             grad_v = _max_grad(into_v / _num_top(v, top, rows, group_size), v, top)
-    _store_rows(grad_k_ptr + n * dk_n, grad_k, dk_m, dk_g, groups, rows, cols, num_groups, group_size, HEAD_DIM,
-                ADD)
-    _store_rows(grad_v_ptr + n * dv_n, grad_v, dv_m, dv_g, groups, rows, cols, num_groups, group_size, HEAD_DIM,
-                ADD)
+    _store_rows(
+        grad_k_ptr + n * dk_n,
+        grad_k,
+        dk_m,
+        dk_g,
+        groups,
+        rows,
+        cols,
+        num_groups,
+        group_size,
+        HEAD_DIM,
+        ADD,
+    )
+    _store_rows(
+        grad_v_ptr + n * dv_n,
+        grad_v,
+        dv_m,
+        dv_g,
+        groups,
+        rows,
+        cols,
+        num_groups,
+        group_size,
+        HEAD_DIM,
+        ADD,
+    )
 
 
 @triton.jit
 def _load_half_tables(cos_ptr, sin_ptr, rows, cols, group_size, HALF: tl.constexpr):
     """Cosines and sines for one half of the columns, [1, rows, HALF]."""
-    at, mask = (rows * HALF)[:, None] + cols[None, :], (rows < group_size)[:, None] & (cols < HALF)[None, :]
-    return tl.load(cos_ptr + at, mask=mask, other=1.0)[None], tl.load(sin_ptr + at, mask=mask, other=0.0)[None]
+    at, mask = (
+        (rows * HALF)[:, None] + cols[None, :],
+        (rows < group_size)[:, None] & (cols < HALF)[None, :],
+    )
+    return tl.load(cos_ptr + at, mask=mask, other=1.0)[None], tl.load(
+        sin_ptr + at, mask=mask, other=0.0
+    )[None]
 
 
 @triton.jit
@@ -367,9 +597,35 @@ def _half_scores(q_a, q_b, k_a, k_b, rows, group_size, scale):
 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
-def _pool_half_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, sin_ptr, num_groups, group_size, scale,
-                          q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g, core_n, core_h, core_m, HEADS: tl.constexpr,
-                          HEADS_OUT: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr):
+def _pool_half_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    core_k_ptr,
+    core_v_ptr,
+    cos_ptr,
+    sin_ptr,
+    num_groups,
+    group_size,
+    scale,
+    q_n,
+    q_h,
+    q_m,
+    k_n,
+    k_m,
+    k_g,
+    v_n,
+    v_m,
+    v_g,
+    core_n,
+    core_h,
+    core_m,
+    HEADS: tl.constexpr,
+    HEADS_OUT: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
     """`_pool_fwd_kernel` for the usual case: learned weights, and a rotation that pairs column i with i + HALF and
     turns them all. Keys are loaded as two halves, so the elements of a pair meet in one thread.
 
@@ -400,20 +656,77 @@ def _pool_half_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, 
             weights = probs
         if HEADS_OUT > 1 or h == HEADS - 1:
             w = weights[:, :, None]
-            into_k, into_v = core_k_ptr + h % HEADS_OUT * core_h, core_v_ptr + h % HEADS_OUT * core_h
-            _store_one(into_k, tl.sum(w * (k_a * cos - k_b * sin), 1), core_m, groups, cols, num_groups, HALF)
-            _store_one(into_k + HALF, tl.sum(w * (k_b * cos + k_a * sin), 1), core_m, groups, cols, num_groups, HALF)
+            into_k, into_v = (
+                core_k_ptr + h % HEADS_OUT * core_h,
+                core_v_ptr + h % HEADS_OUT * core_h,
+            )
+            _store_one(
+                into_k,
+                tl.sum(w * (k_a * cos - k_b * sin), 1),
+                core_m,
+                groups,
+                cols,
+                num_groups,
+                HALF,
+            )
+            _store_one(
+                into_k + HALF,
+                tl.sum(w * (k_b * cos + k_a * sin), 1),
+                core_m,
+                groups,
+                cols,
+                num_groups,
+                HALF,
+            )
             _store_one(into_v, tl.sum(w * v_a, 1), core_m, groups, cols, num_groups, HALF)
             _store_one(into_v + HALF, tl.sum(w * v_b, 1), core_m, groups, cols, num_groups, HALF)
 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
-def _pool_half_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
-                          grad_q_ptr, grad_k_ptr, grad_v_ptr, num_groups, group_size, scale,
-                          dck_n, dck_h, dck_m, dcv_n, dcv_h, dcv_m, q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g,
-                          dq_n, dq_h, dq_m, dk_n, dk_m, dk_g, dv_n, dv_m, dv_g,
-                          HEADS: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
-                          BLOCK_G: tl.constexpr):
+def _pool_half_bwd_kernel(
+    grad_core_k_ptr,
+    grad_core_v_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    grad_q_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    num_groups,
+    group_size,
+    scale,
+    dck_n,
+    dck_h,
+    dck_m,
+    dcv_n,
+    dcv_h,
+    dcv_m,
+    q_n,
+    q_h,
+    q_m,
+    k_n,
+    k_m,
+    k_g,
+    v_n,
+    v_m,
+    v_g,
+    dq_n,
+    dq_h,
+    dq_m,
+    dk_n,
+    dk_m,
+    dk_g,
+    dv_n,
+    dv_m,
+    dv_g,
+    HEADS: tl.constexpr,
+    ADD: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
     """`_pool_bwd_kernel` for one core token per KV head in the usual case (see `_pool_half_fwd_kernel`).
 
     Grid: N * ceil(M / BLOCK_M)."""
@@ -435,7 +748,10 @@ def _pool_half_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr,
     value_b = _load_one(grad_core_v_ptr + HALF, dcv_m, groups, cols, num_groups, HALF)[:, None, :]
     v_a = _load_rows(v_ptr, v_m, v_g, groups, rows, cols, num_groups, group_size, HALF)
     v_b = _load_rows(v_ptr + HALF, v_m, v_g, groups, rows, cols, num_groups, group_size, HALF)
-    back_a, back_b = into_a * cos + into_b * sin, into_b * cos - into_a * sin  # turned back to each token
+    back_a, back_b = (
+        into_a * cos + into_b * sin,
+        into_b * cos - into_a * sin,
+    )  # turned back to each token
     # The weights are the mean over the heads.
     grad_probs = tl.sum(back_a * k_a + back_b * k_b + value_a * v_a + value_b * v_b, 2) / HEADS
     weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
@@ -455,20 +771,86 @@ def _pool_half_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr,
     w = weights[:, :, None]
     grad_k_ptr += n * dk_n
     grad_v_ptr += n * dv_n
-    _store_rows(grad_k_ptr, grad_a + w * back_a, dk_m, dk_g, groups, rows, cols, num_groups, group_size, HALF, ADD)
-    _store_rows(grad_k_ptr + HALF, grad_b + w * back_b, dk_m, dk_g, groups, rows, cols, num_groups, group_size, HALF,
-                ADD)
-    _store_rows(grad_v_ptr, w * value_a, dv_m, dv_g, groups, rows, cols, num_groups, group_size, HALF, ADD)
-    _store_rows(grad_v_ptr + HALF, w * value_b, dv_m, dv_g, groups, rows, cols, num_groups, group_size, HALF, ADD)
+    _store_rows(
+        grad_k_ptr,
+        grad_a + w * back_a,
+        dk_m,
+        dk_g,
+        groups,
+        rows,
+        cols,
+        num_groups,
+        group_size,
+        HALF,
+        ADD,
+    )
+    _store_rows(
+        grad_k_ptr + HALF,
+        grad_b + w * back_b,
+        dk_m,
+        dk_g,
+        groups,
+        rows,
+        cols,
+        num_groups,
+        group_size,
+        HALF,
+        ADD,
+    )
+    _store_rows(
+        grad_v_ptr, w * value_a, dv_m, dv_g, groups, rows, cols, num_groups, group_size, HALF, ADD
+    )
+    _store_rows(
+        grad_v_ptr + HALF,
+        w * value_b,
+        dv_m,
+        dv_g,
+        groups,
+        rows,
+        cols,
+        num_groups,
+        group_size,
+        HALF,
+        ADD,
+    )
 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
-def _pool_long_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, sin_ptr,
-                          q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g, core_n, core_h, core_m,
-                          num_groups, group_size, scale, softcap,
-                          HEADS: tl.constexpr, HEADS_OUT: tl.constexpr, POOLING: tl.constexpr, HEAD_DIM: tl.constexpr,
-                          HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                          BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+def _pool_long_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    core_k_ptr,
+    core_v_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_n,
+    q_h,
+    q_m,
+    k_n,
+    k_m,
+    k_g,
+    v_n,
+    v_m,
+    v_g,
+    core_n,
+    core_h,
+    core_m,
+    num_groups,
+    group_size,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    HEADS_OUT: tl.constexpr,
+    POOLING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Pool groups too large for registers.
 
     Grid: N * M. A program owns one group (BLOCK_M = 1) and walks its tokens BLOCK_G at a time, once for each head, with
@@ -493,8 +875,22 @@ def _pool_long_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, 
             k = _load_rows(k_ptr, k_m, k_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
             v = _load_rows(v_ptr, v_m, v_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
             cos, sin = _load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
-            k, _ = _turned(k_ptr, k, cos, sin, k_m, k_g, groups, rows, partner, sign, num_groups, group_size, HEAD_DIM,
-                           HALF)
+            k, _ = _turned(
+                k_ptr,
+                k,
+                cos,
+                sin,
+                k_m,
+                k_g,
+                groups,
+                rows,
+                partner,
+                sign,
+                num_groups,
+                group_size,
+                HEAD_DIM,
+                HALF,
+            )
             # The condition takes a NaN and keeps it.
             top = _top(k, rows, group_size)
             core_k = tl.where((top > core_k) | (top != top), top, core_k)
@@ -509,8 +905,12 @@ def _pool_long_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, 
             q = _load_one(q_ptr + n * q_n + h * q_h, q_m, groups, cols, num_groups, HEAD_DIM)
             for start in range(0, group_size, BLOCK_G):
                 rows = start + tl.arange(0, BLOCK_G).to(tl.int64)
-                k = _load_rows(k_ptr, k_m, k_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
-                v = _load_rows(v_ptr, v_m, v_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
+                k = _load_rows(
+                    k_ptr, k_m, k_g, groups, rows, cols, num_groups, group_size, HEAD_DIM
+                )
+                v = _load_rows(
+                    v_ptr, v_m, v_g, groups, rows, cols, num_groups, group_size, HEAD_DIM
+                )
                 if POOLING == "cca":
                     z, _ = _scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
                     new_top = tl.maximum(top, tl.max(z, 1))
@@ -521,7 +921,9 @@ def _pool_long_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, 
                     sum_k *= keep[:, None]
                     sum_v *= keep[:, None]
                 else:
-                    probs = tl.where((rows < group_size)[None, :], 1.0, 0.0) + tl.zeros([BLOCK_M, 1], tl.float32)
+                    probs = tl.where((rows < group_size)[None, :], 1.0, 0.0) + tl.zeros(
+                        [BLOCK_M, 1], tl.float32
+                    )
                 total += tl.sum(probs, 1)
                 sum_v += tl.sum(probs[:, :, None] * v, 1)
                 cos, sin = _load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
@@ -529,8 +931,12 @@ def _pool_long_fwd_kernel(q_ptr, k_ptr, v_ptr, core_k_ptr, core_v_ptr, cos_ptr, 
             pooled_k = sum_k / total[:, None]
             pooled_v = sum_v / total[:, None]
             if POOLING == "cca" and HEADS_OUT > 1:
-                _store_one(core_k_ptr + h * core_h, pooled_k, core_m, groups, cols, num_groups, HEAD_DIM)
-                _store_one(core_v_ptr + h * core_h, pooled_v, core_m, groups, cols, num_groups, HEAD_DIM)
+                _store_one(
+                    core_k_ptr + h * core_h, pooled_k, core_m, groups, cols, num_groups, HEAD_DIM
+                )
+                _store_one(
+                    core_v_ptr + h * core_h, pooled_v, core_m, groups, cols, num_groups, HEAD_DIM
+                )
             else:
                 core_k += pooled_k / (HEADS if POOLING == "cca" else 1)
                 core_v += pooled_v / (HEADS if POOLING == "cca" else 1)
@@ -545,7 +951,9 @@ def _count_top(top, count, x, rows, group_size):
     """Running maximum and number of rows that reach it, continued with the rows of x."""
     block_top = _top(x, rows, group_size)
     block_count = _num_top(x, block_top, rows, group_size)
-    count = tl.where(block_top == top, count + block_count, tl.where(block_top > top, block_count, count))
+    count = tl.where(
+        block_top == top, count + block_count, tl.where(block_top > top, block_count, count)
+    )
     # The condition takes a NaN and keeps it; nothing equals it, so its count is 0 as in torch.
     is_nan = (block_top != block_top) | (top != top)
     top = tl.where(is_nan, float("nan"), tl.maximum(top, block_top))
@@ -553,15 +961,58 @@ def _count_top(top, count, x, rows, group_size):
 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
-def _pool_long_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
-                          grad_q_ptr, grad_k_ptr, grad_v_ptr,
-                          dck_n, dck_h, dck_m, dcv_n, dcv_h, dcv_m, q_n, q_h, q_m, k_n, k_m, k_g, v_n, v_m, v_g,
-                          dq_n, dq_h, dq_m, dk_n, dk_m, dk_g, dv_n, dv_m, dv_g,
-                          num_groups, group_size, scale, softcap,
-                          HEADS: tl.constexpr, HEADS_OUT: tl.constexpr, POOLING: tl.constexpr, HEAD_DIM: tl.constexpr,
-                          HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                          ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-                          BLOCK_H: tl.constexpr):
+def _pool_long_bwd_kernel(
+    grad_core_k_ptr,
+    grad_core_v_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    grad_q_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    dck_n,
+    dck_h,
+    dck_m,
+    dcv_n,
+    dcv_h,
+    dcv_m,
+    q_n,
+    q_h,
+    q_m,
+    k_n,
+    k_m,
+    k_g,
+    v_n,
+    v_m,
+    v_g,
+    dq_n,
+    dq_h,
+    dq_m,
+    dk_n,
+    dk_m,
+    dk_g,
+    dv_n,
+    dv_m,
+    dv_g,
+    num_groups,
+    group_size,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    HEADS_OUT: tl.constexpr,
+    POOLING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     """Gradients of pooling for groups too large for registers.
 
     Grid: N * M. A program owns one group (BLOCK_M = 1) and walks its tokens BLOCK_G at a time: for each head once for
@@ -587,8 +1038,12 @@ def _pool_long_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr,
         means = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
         for h in range(HEADS):
             core_head = h if HEADS_OUT > 1 else 0
-            into_k = _load_one(grad_core_k_ptr + core_head * dck_h, dck_m, groups, cols, num_groups, HEAD_DIM)
-            into_v = _load_one(grad_core_v_ptr + core_head * dcv_h, dcv_m, groups, cols, num_groups, HEAD_DIM)
+            into_k = _load_one(
+                grad_core_k_ptr + core_head * dck_h, dck_m, groups, cols, num_groups, HEAD_DIM
+            )
+            into_v = _load_one(
+                grad_core_v_ptr + core_head * dcv_h, dcv_m, groups, cols, num_groups, HEAD_DIM
+            )
             other_into_k = _swapped(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF)
             q = _load_one(q_ptr + h * q_h, q_m, groups, cols, num_groups, HEAD_DIM)
             top = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -596,8 +1051,12 @@ def _pool_long_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr,
             mean = tl.zeros([BLOCK_M], tl.float32)
             for start in range(0, group_size, BLOCK_G):
                 rows = start + tl.arange(0, BLOCK_G).to(tl.int64)
-                k = _load_rows(k_ptr, k_m, k_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
-                v = _load_rows(v_ptr, v_m, v_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
+                k = _load_rows(
+                    k_ptr, k_m, k_g, groups, rows, cols, num_groups, group_size, HEAD_DIM
+                )
+                v = _load_rows(
+                    v_ptr, v_m, v_g, groups, rows, cols, num_groups, group_size, HEAD_DIM
+                )
                 cos, sin = _load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
                 back = _turned_back(into_k, other_into_k, cos, sin, HALF)
                 grad_probs = tl.sum(back * k + into_v[:, None, :] * v, 2)
@@ -612,8 +1071,12 @@ def _pool_long_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr,
             grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             for start in range(0, group_size, BLOCK_G):
                 rows = start + tl.arange(0, BLOCK_G).to(tl.int64)
-                k = _load_rows(k_ptr, k_m, k_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
-                v = _load_rows(v_ptr, v_m, v_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
+                k = _load_rows(
+                    k_ptr, k_m, k_g, groups, rows, cols, num_groups, group_size, HEAD_DIM
+                )
+                v = _load_rows(
+                    v_ptr, v_m, v_g, groups, rows, cols, num_groups, group_size, HEAD_DIM
+                )
                 cos, sin = _load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
                 back = _turned_back(into_k, other_into_k, cos, sin, HALF)
                 grad_probs = tl.sum(back * k + into_v[:, None, :] * v, 2)
@@ -623,14 +1086,20 @@ def _pool_long_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr,
                 grad_q += tl.sum(grad_z[:, :, None] * k, 1)
             # The weights are the mean over the heads that share a core token.
             grad_q = grad_q * (scale * HEADS_OUT / HEADS)
-            _store_one(grad_q_ptr + n * dq_n + h * dq_h, grad_q, dq_m, groups, cols, num_groups, HEAD_DIM)
+            _store_one(
+                grad_q_ptr + n * dq_n + h * dq_h, grad_q, dq_m, groups, cols, num_groups, HEAD_DIM
+            )
             here = (heads == h)[None, :]
             tops = tl.where(here, top[:, None], tops)
             totals = tl.where(here, total[:, None], totals)
             means = tl.where(here, mean[:, None], means)
     else:
-        into_k = _grad_head_sum(grad_core_k_ptr, dck_h, dck_m, groups, cols, num_groups, HEADS_OUT, HEAD_DIM)
-        into_v = _grad_head_sum(grad_core_v_ptr, dcv_h, dcv_m, groups, cols, num_groups, HEADS_OUT, HEAD_DIM)
+        into_k = _grad_head_sum(
+            grad_core_k_ptr, dck_h, dck_m, groups, cols, num_groups, HEADS_OUT, HEAD_DIM
+        )
+        into_v = _grad_head_sum(
+            grad_core_v_ptr, dcv_h, dcv_m, groups, cols, num_groups, HEADS_OUT, HEAD_DIM
+        )
         other_into_k = _swapped(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF)
         if POOLING == "max":
             top_k = tl.full([BLOCK_M, BLOCK_D], -float("inf"), tl.float32)
@@ -639,11 +1108,29 @@ def _pool_long_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr,
             count_v = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             for start in range(0, group_size, BLOCK_G):
                 rows = start + tl.arange(0, BLOCK_G).to(tl.int64)
-                k = _load_rows(k_ptr, k_m, k_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
-                v = _load_rows(v_ptr, v_m, v_g, groups, rows, cols, num_groups, group_size, HEAD_DIM)
+                k = _load_rows(
+                    k_ptr, k_m, k_g, groups, rows, cols, num_groups, group_size, HEAD_DIM
+                )
+                v = _load_rows(
+                    v_ptr, v_m, v_g, groups, rows, cols, num_groups, group_size, HEAD_DIM
+                )
                 cos, sin = _load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
-                k, _ = _turned(k_ptr, k, cos, sin, k_m, k_g, groups, rows, partner, sign, num_groups, group_size,
-                               HEAD_DIM, HALF)
+                k, _ = _turned(
+                    k_ptr,
+                    k,
+                    cos,
+                    sin,
+                    k_m,
+                    k_g,
+                    groups,
+                    rows,
+                    partner,
+                    sign,
+                    num_groups,
+                    group_size,
+                    HEAD_DIM,
+                    HALF,
+                )
                 top_k, count_k = _count_top(top_k, count_k, k, rows, group_size)
                 top_v, count_v = _count_top(top_v, count_v, v, rows, group_size)
 
@@ -661,9 +1148,15 @@ def _pool_long_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr,
             grad_v = tl.zeros([BLOCK_M, BLOCK_G, BLOCK_D], tl.float32)
             for h in range(HEADS):
                 core_head = h if HEADS_OUT > 1 else 0
-                into_k = _load_one(grad_core_k_ptr + core_head * dck_h, dck_m, groups, cols, num_groups, HEAD_DIM)
-                into_v = _load_one(grad_core_v_ptr + core_head * dcv_h, dcv_m, groups, cols, num_groups, HEAD_DIM)
-                back = _turned_back(into_k, _swapped(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF), cos, sin, HALF)
+                into_k = _load_one(
+                    grad_core_k_ptr + core_head * dck_h, dck_m, groups, cols, num_groups, HEAD_DIM
+                )
+                into_v = _load_one(
+                    grad_core_v_ptr + core_head * dcv_h, dcv_m, groups, cols, num_groups, HEAD_DIM
+                )
+                back = _turned_back(
+                    into_k, _swapped(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF), cos, sin, HALF
+                )
                 grad_probs = tl.sum(back * k + into_v[:, None, :] * v, 2)
                 q = _load_one(q_ptr + h * q_h, q_m, groups, cols, num_groups, HEAD_DIM)
                 z, slope = _scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
@@ -676,13 +1169,63 @@ def _pool_long_bwd_kernel(grad_core_k_ptr, grad_core_v_ptr, q_ptr, k_ptr, v_ptr,
                 grad_k += probs[:, :, None] * back + grad_z[:, :, None] * q[:, None, :]
                 grad_v += probs[:, :, None] * into_v[:, None, :]
         if POOLING == "max":
-            turned, other = _turned(k_ptr, k, cos, sin, k_m, k_g, groups, rows, partner, sign, num_groups, group_size,
-                                    HEAD_DIM, HALF)
-            grad_k = _max_grad_key(into_k / count_k, top_k, turned, k, other, cos, sin, partner, sign, BLOCK_M, BLOCK_D,
-                                   HALF)
+            turned, other = _turned(
+                k_ptr,
+                k,
+                cos,
+                sin,
+                k_m,
+                k_g,
+                groups,
+                rows,
+                partner,
+                sign,
+                num_groups,
+                group_size,
+                HEAD_DIM,
+                HALF,
+            )
+            grad_k = _max_grad_key(
+                into_k / count_k,
+                top_k,
+                turned,
+                k,
+                other,
+                cos,
+                sin,
+                partner,
+                sign,
+                BLOCK_M,
+                BLOCK_D,
+                HALF,
+            )
             grad_v = _max_grad(into_v / count_v, v, top_v)
-        _store_rows(grad_k_ptr, grad_k, dk_m, dk_g, groups, rows, cols, num_groups, group_size, HEAD_DIM, ADD)
-        _store_rows(grad_v_ptr, grad_v, dv_m, dv_g, groups, rows, cols, num_groups, group_size, HEAD_DIM, ADD)
+        _store_rows(
+            grad_k_ptr,
+            grad_k,
+            dk_m,
+            dk_g,
+            groups,
+            rows,
+            cols,
+            num_groups,
+            group_size,
+            HEAD_DIM,
+            ADD,
+        )
+        _store_rows(
+            grad_v_ptr,
+            grad_v,
+            dv_m,
+            dv_g,
+            groups,
+            rows,
+            cols,
+            num_groups,
+            group_size,
+            HEAD_DIM,
+            ADD,
+        )
 
 
 _TABLES = WeakIdKeyDictionary()  # by the tensor of frequencies
@@ -703,7 +1246,9 @@ def _tables(rotary: Rotary | None, group_size: int, device: torch.device) -> tup
     offsets = group_size // 2 - torch.arange(group_size, dtype=torch.float64, device=device)
     angle = offsets[:, None] * source.detach().to(device=device, dtype=torch.float64)[None, :]
     tables = angle.cos().float(), angle.sin().float()
-    if key[2] is not None and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if key[2] is not None and not (
+        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    ):
         known[key] = tables
     return tables
 
@@ -726,8 +1271,14 @@ def _plan(group_size: int, head_dim: int, per_thread: int) -> tuple[bool, int, i
 
 def _halves(rotary: Rotary | None, head_dim: int, softcap: float | None) -> bool:
     """Whether the kernels for two halves of the columns can take the call."""
-    return (rotary is not None and not rotary.interleaved and 2 * rotary.inv_freq.numel() == head_dim and
-            head_dim & (head_dim - 1) == 0 and head_dim >= 16 and softcap is None)
+    return (
+        rotary is not None
+        and not rotary.interleaved
+        and 2 * rotary.inv_freq.numel() == head_dim
+        and head_dim & (head_dim - 1) == 0
+        and head_dim >= 16
+        and softcap is None
+    )
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -743,11 +1294,22 @@ def _columns_adjacent(x: Tensor) -> Tensor:
 def _check(q_last: Tensor, k: Tensor, v: Tensor) -> None:
     reason = unsupported_reason(q_last, k, v)
     if reason is not None:
-        raise NotImplementedError(f"the Triton pooling cannot run this call: {reason}. Use corecontext.ops.pooling.")
+        raise NotImplementedError(
+            f"the Triton pooling cannot run this call: {reason}. Use corecontext.ops.pooling."
+        )
 
 
-def pool(q_last: Tensor, k: Tensor, v: Tensor, *, scale: float, pooling: str = "cca", core_heads: str = "kv",
-         rotary: Rotary | None = None, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+def pool(
+    q_last: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    pooling: str = "cca",
+    core_heads: str = "kv",
+    rotary: Rotary | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """Pool groups into core tokens (docs/math.md, eq. 1 to 3).
 
     Args:
@@ -776,26 +1338,64 @@ def pool(q_last: Tensor, k: Tensor, v: Tensor, *, scale: float, pooling: str = "
     cos, sin = _tables(rotary, group_size, k.device)
     with torch.cuda.device_of(k):
         if whole and pooling == "cca" and _halves(rotary, head_dim, softcap):
-            launch(_pool_half_fwd_kernel, (batch * ceil_div(num_groups, block_m),), (
-                q_last, k, v, core_k, core_v, cos, sin, num_groups, group_size, float(scale)),
-                _strides(q_last, k, v, core_k), HEADS=heads, HEADS_OUT=heads_out, HALF=head_dim // 2, BLOCK_M=block_m,
-                BLOCK_G=block_g, num_warps=num_warps)
+            launch(
+                _pool_half_fwd_kernel,
+                (batch * ceil_div(num_groups, block_m),),
+                (q_last, k, v, core_k, core_v, cos, sin, num_groups, group_size, float(scale)),
+                _strides(q_last, k, v, core_k),
+                HEADS=heads,
+                HEADS_OUT=heads_out,
+                HALF=head_dim // 2,
+                BLOCK_M=block_m,
+                BLOCK_G=block_g,
+                num_warps=num_warps,
+            )
             return core_k, core_v
         kernel[(batch * ceil_div(num_groups, block_m),)](
-            q_last, k, v, core_k, core_v, cos, sin,
-            *q_last.stride()[:3], *k.stride()[:3], *v.stride()[:3], *core_k.stride()[:3],
-            num_groups, group_size, float(scale), float(softcap or 1.0),
-            HEADS=heads, HEADS_OUT=heads_out, POOLING=pooling, HEAD_DIM=head_dim,
+            q_last,
+            k,
+            v,
+            core_k,
+            core_v,
+            cos,
+            sin,
+            *q_last.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *core_k.stride()[:3],
+            num_groups,
+            group_size,
+            float(scale),
+            float(softcap or 1.0),
+            HEADS=heads,
+            HEADS_OUT=heads_out,
+            POOLING=pooling,
+            HEAD_DIM=head_dim,
             HALF=0 if rotary is None else rotary.inv_freq.numel(),
-            INTERLEAVED=rotary is not None and rotary.interleaved, HAS_SOFTCAP=softcap is not None,
-            BLOCK_M=block_m, BLOCK_G=block_g, BLOCK_D=block_d, num_warps=num_warps)
+            INTERLEAVED=rotary is not None and rotary.interleaved,
+            HAS_SOFTCAP=softcap is not None,
+            BLOCK_M=block_m,
+            BLOCK_G=block_g,
+            BLOCK_D=block_d,
+            num_warps=num_warps,
+        )
     return core_k, core_v
 
 
-def pool_backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: Tensor, v: Tensor, *, scale: float,
-                  pooling: str = "cca", core_heads: str = "kv", rotary: Rotary | None = None,
-                  softcap: float | None = None,
-                  into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor | None, Tensor, Tensor]:
+def pool_backward(
+    grad_core_k: Tensor,
+    grad_core_v: Tensor,
+    q_last: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    pooling: str = "cca",
+    core_heads: str = "kv",
+    rotary: Rotary | None = None,
+    softcap: float | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """Gradients of q_last (None unless the weights are learned), k and v (docs/math.md, eq. 10).
 
     Args:
@@ -815,14 +1415,22 @@ def pool_backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: T
     grad_core_k, grad_core_v = _columns_adjacent(grad_core_k), _columns_adjacent(grad_core_v)
     batch, num_groups, group_size, head_dim = k.shape
     heads = q_last.shape[1]
-    grad_q = torch.empty_like(q_last, dtype=q_last.dtype if into is None else torch.float32,
-                              memory_format=torch.contiguous_format) if pooling == "cca" else None
+    grad_q = (
+        torch.empty_like(
+            q_last,
+            dtype=q_last.dtype if into is None else torch.float32,
+            memory_format=torch.contiguous_format,
+        )
+        if pooling == "cca"
+        else None
+    )
     grad_k, grad_v = (torch.empty_like(k), torch.empty_like(v)) if into is None else into
     if k.numel() == 0:
         return grad_q, grad_k, grad_v
     halves = pooling == "cca" and core_heads == "kv" and _halves(rotary, head_dim, softcap)
-    whole, block_m, block_g, block_d, num_warps = _plan(group_size, head_dim,
-                                                        per_thread=64 if halves or heads > 1 else 32)
+    whole, block_m, block_g, block_d, num_warps = _plan(
+        group_size, head_dim, per_thread=64 if halves or heads > 1 else 32
+    )
     kernel, more = _pool_bwd_kernel, {}
     if not whole:
         kernel, more = _pool_long_bwd_kernel, {"BLOCK_H": power_of_2(heads)}
@@ -831,18 +1439,68 @@ def pool_backward(grad_core_k: Tensor, grad_core_v: Tensor, q_last: Tensor, k: T
     cos, sin = _tables(rotary, group_size, k.device)
     with torch.cuda.device_of(k):
         if whole and halves:
-            launch(_pool_half_bwd_kernel, (batch * ceil_div(num_groups, block_m),), (
-                grad_core_k, grad_core_v, q_last, k, v, cos, sin, grad_q, grad_k, grad_v, num_groups, group_size,
-                float(scale)), _strides(grad_core_k, grad_core_v, q_last, k, v, grad_q, grad_k, grad_v), HEADS=heads,
-                ADD=into is not None, HALF=head_dim // 2, BLOCK_M=block_m, BLOCK_G=block_g, num_warps=num_warps)
+            launch(
+                _pool_half_bwd_kernel,
+                (batch * ceil_div(num_groups, block_m),),
+                (
+                    grad_core_k,
+                    grad_core_v,
+                    q_last,
+                    k,
+                    v,
+                    cos,
+                    sin,
+                    grad_q,
+                    grad_k,
+                    grad_v,
+                    num_groups,
+                    group_size,
+                    float(scale),
+                ),
+                _strides(grad_core_k, grad_core_v, q_last, k, v, grad_q, grad_k, grad_v),
+                HEADS=heads,
+                ADD=into is not None,
+                HALF=head_dim // 2,
+                BLOCK_M=block_m,
+                BLOCK_G=block_g,
+                num_warps=num_warps,
+            )
             return grad_q, grad_k, grad_v
         kernel[(batch * ceil_div(num_groups, block_m),)](
-            grad_core_k, grad_core_v, q_last, k, v, cos, sin, into_q, grad_k, grad_v,
-            *grad_core_k.stride()[:3], *grad_core_v.stride()[:3], *q_last.stride()[:3], *k.stride()[:3],
-            *v.stride()[:3], *into_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3],
-            num_groups, group_size, float(scale), float(softcap or 1.0),
-            HEADS=heads, HEADS_OUT=heads if core_heads == "query" else 1, POOLING=pooling, HEAD_DIM=head_dim,
+            grad_core_k,
+            grad_core_v,
+            q_last,
+            k,
+            v,
+            cos,
+            sin,
+            into_q,
+            grad_k,
+            grad_v,
+            *grad_core_k.stride()[:3],
+            *grad_core_v.stride()[:3],
+            *q_last.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *into_q.stride()[:3],
+            *grad_k.stride()[:3],
+            *grad_v.stride()[:3],
+            num_groups,
+            group_size,
+            float(scale),
+            float(softcap or 1.0),
+            HEADS=heads,
+            HEADS_OUT=heads if core_heads == "query" else 1,
+            POOLING=pooling,
+            HEAD_DIM=head_dim,
             HALF=0 if rotary is None else rotary.inv_freq.numel(),
-            INTERLEAVED=rotary is not None and rotary.interleaved, HAS_SOFTCAP=softcap is not None,
-            ADD=into is not None, BLOCK_M=block_m, BLOCK_G=block_g, BLOCK_D=block_d, num_warps=num_warps, **more)
+            INTERLEAVED=rotary is not None and rotary.interleaved,
+            HAS_SOFTCAP=softcap is not None,
+            ADD=into is not None,
+            BLOCK_M=block_m,
+            BLOCK_G=block_g,
+            BLOCK_D=block_d,
+            num_warps=num_warps,
+            **more,
+        )
     return grad_q, grad_k, grad_v

@@ -19,8 +19,9 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 @_core.builtin
 def _atomic_add(tensor_desc, coord, src, _semantic=None):
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(_core.ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord,
-                                              src.handle)
+    _semantic.builder.create_async_tma_reduce(
+        _core.ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle
+    )
 
 
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -33,8 +34,11 @@ def aligned(x: Tensor) -> Tensor:
     """x, copied unless the accelerator can read it: rows of neighbours, all else in steps of 16 bytes."""
     *steps, last = x.stride()
     unit = 16 // x.element_size()
-    if last == 1 and x.data_ptr() % 16 == 0 and all(
-            size == 1 or (step and step % unit == 0) for size, step in zip(x.shape, steps)):
+    if (
+        last == 1
+        and x.data_ptr() % 16 == 0
+        and all(size == 1 or (step and step % unit == 0) for size, step in zip(x.shape, steps))
+    ):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -45,7 +49,9 @@ def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescri
     block = (1, 1, rows, columns or max(16, power_of_2(shape[3])))
     if 1 in shape:  # any stride will do there, but one that is aligned
         strides = [step if size > 1 else block[3] for size, step in zip(shape[:3], strides)] + [1]
-    made = object.__new__(TensorDescriptor)  # its checks take longer than all else here; `aligned` has made them
+    made = object.__new__(
+        TensorDescriptor
+    )  # its checks take longer than all else here; `aligned` has made them
     made.base, made.shape, made.strides, made.block_shape = x, shape, strides, list(block)
     made.layout, made.padding = _layout(block, x.dtype), "zero"
     return made

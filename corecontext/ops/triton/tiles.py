@@ -37,7 +37,10 @@ def chip_of(device: torch.device) -> Chip:
     if device.type != "cuda":
         return Chip(0, 8)
     found = torch.cuda.get_device_properties(device)
-    return Chip(max(found.shared_memory_per_block, found.shared_memory_per_block_optin), found.multi_processor_count)
+    return Chip(
+        max(found.shared_memory_per_block, found.shared_memory_per_block_optin),
+        found.multi_processor_count,
+    )
 
 
 def forward_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
@@ -91,13 +94,17 @@ def decode_tiles(chip: Chip, dtype: torch.dtype, heads: int, dim: int) -> Decode
     """For `decode_step`: heads query heads share the entries. Tiles of 16 KiB of keys, several on the way at once."""
     block_d, block_m = _power_of_2(max(dim, 16)), _power_of_2(heads)
     interpreted = chip.shared_memory == 0
-    if dtype == torch.float32:  # true float32 has no tensor cores, and sums of vectors need no padded rows
+    if (
+        dtype == torch.float32
+    ):  # true float32 has no tensor cores, and sums of vectors need no padded rows
         block_n = 8 if interpreted else max(1, min(32, 4096 // (block_m * block_d)))
         return DecodeTiles(block_m, block_n, 4 if block_m * block_d <= 2048 else 8, 3, True)
     block_m = max(16, block_m)  # rows of the smallest matrix product
     if interpreted:
         return DecodeTiles(block_m, 16, 4, 1, False)
-    large = block_m * block_d > 8192 and chip.shared_memory < 160 * 1024  # queries leave room for fewer tiles
+    large = (
+        block_m * block_d > 8192 and chip.shared_memory < 160 * 1024
+    )  # queries leave room for fewer tiles
     return DecodeTiles(block_m, min(128, 8192 // block_d), 4, 2 if large else 3, False)
 
 
