@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from sys import float_info
-from typing import Any, Mapping
+from typing import Any
 
 POOLINGS = ("cca", "mean", "max", "mean_query")
 LEARNED_WEIGHTS = ("temperature", "probe", "distance", "key_gain")
@@ -28,32 +29,39 @@ class CCAConfig:
     window_size: int = 1024
     """Nearest tokens that every query sees uncompressed (s), at least 1."""
     num_groups: int | None = None
-    """A constant number of groups (m): g = max(1, ceil((L - s) / m)) is then taken from each sequence's length."""
+    """A constant number of groups (m): g = max(1, ceil((L - s) / m)) is then taken from each
+    sequence's length."""
     pooling: str = "cca"
-    """What makes a core token: "cca" (weights of the group's last query), "mean", "max", or "mean_query" (weights of
-    the mean over its query heads, instead of the mean of their weights)."""
+    """What makes a core token: "cca" (weights of the group's last query), "mean", "max", or
+    "mean_query" (weights of the mean over its query heads, instead of the mean of their
+    weights)."""
     core_position: str = "middle"
-    """Rotary position of a core key: "middle" of its group (the paper), or "token": keys pooled as they are."""
+    """Rotary position of a core key: "middle" of its group (the paper), or "token": keys pooled as
+    they are."""
     core_heads: str = "kv"
-    """One core token per "kv" head (mean of the query heads' weights), or per "query" head (r times the memory)."""
+    """One core token per "kv" head (mean of the query heads' weights), or per "query" head (r times
+    the memory)."""
     core_bias: float = 0.0
     """Added to every core token's score; log(group_size) is proportional attention."""
     learned: tuple[str, ...] = ()
-    """Parameters that `enable` adds to each layer, zero at first, which is the paper's rule: "temperature", "probe" (of
-    the values), "distance" and "key_gain" change how core tokens are made, "bias" is added to their scores."""
+    """Parameters that `enable` adds to each layer, zero at first, which is the paper's rule:
+    "temperature", "probe" (of the values), "distance" and "key_gain" change how core tokens are
+    made, "bias" is added to their scores."""
     layer_group_sizes: tuple[int | tuple[int, ...], ...] | None = None
-    """g of each full-attention layer, in order, instead of group_size for all; or for each KV head of a layer, a tuple.
-    A head whose g is 1 keeps every token."""
+    """g of each full-attention layer, in order, instead of group_size for all; or for each KV head
+    of a layer, a tuple. A head whose g is 1 keeps every token."""
     sink_size: int = 0
-    """First tokens of a sequence that every query sees uncompressed, rounded up to a multiple of g (each layer's own);
-    their groups are not pooled. 0, the paper's rule, keeps none."""
+    """First tokens of a sequence that every query sees uncompressed, rounded up to a multiple of g
+    (each layer's own); their groups are not pooled. 0, the paper's rule, keeps none."""
     cache_dtype: str = "auto"
-    """How caches hold keys and values: "auto" (as they come), or in 8 bits with a scale for each entry and head,
-    "int8" or "fp8" (e4m3). What goes through a cache then sees the rounded ones; training without one does not."""
+    """How caches hold keys and values: "auto" (as they come), or in 8 bits with a scale for each
+    entry and head, "int8" or "fp8" (e4m3). What goes through a cache then sees the rounded ones;
+    training without one does not."""
     head_group_sizes: tuple[int, ...] | None = None
     """g of each KV head, in order, in every layer."""
     backend: str = "auto"
-    """Who computes: "auto", "packed" (plain torch, linear memory), "triton" (GPU kernels) or "reference" (dense)."""
+    """Who computes: "auto", "packed" (plain torch, linear memory), "triton" (GPU kernels) or
+    "reference" (dense)."""
 
     def __post_init__(self) -> None:
         for name in ("group_size", "window_size"):
@@ -131,7 +139,8 @@ class CCAConfig:
         return cls(**values)
 
     def replace(self, **changes: Any) -> CCAConfig:
-        """A copy with some fields changed, validated again; a new group_size is that of every layer and head."""
+        """A copy with some fields changed, validated again; a new group_size is that of every layer
+        and head."""
         if changes.get("group_size", self.group_size) != self.group_size:
             changes = {"layer_group_sizes": None, "head_group_sizes": None, **changes}
         return type(self).from_dict({**self.to_dict(), **changes})
@@ -160,7 +169,8 @@ class CCAConfig:
         return dataclasses.replace(self, group_size=size, layer_group_sizes=None)
 
     def of_process(self, rank: int, processes: int) -> CCAConfig:
-        """A layer's settings for the KV heads of one of the processes that share them evenly (tensor parallelism)."""
+        """A layer's settings for the KV heads of one of the processes that share them evenly
+        (tensor parallelism)."""
         sizes = self.head_group_sizes
         if sizes is None or processes == 1:
             return self

@@ -31,7 +31,8 @@ PLAIN = {
     "watermarking_config": None,
     "stop_strings": None,
 }
-"""Settings of a checkpoint's generation config that the engine does not have, where they change nothing."""
+"""Settings of a checkpoint's generation config that the engine does not have, where they change
+nothing."""
 
 
 def generate(
@@ -46,15 +47,17 @@ def generate(
 ) -> int:
     """Generate up to max_new_tokens tokens.
 
-    Under CCA the engine of `corecontext.inference` does it; under full attention, and where the checkpoint asks for
-    something that the engine does not have (a repetition penalty, say), `model.generate`. Their tokens are the same.
+    Under CCA the engine of `corecontext.inference` does it; under full attention, and where the
+    checkpoint asks for something that the engine does not have (a repetition penalty, say),
+    `model.generate`. Their tokens are the same.
 
     Args:
         loaded: The model; its attention decides what is cached.
         input_ids: The prompt, [1, L].
         temperature: 0 takes the likeliest token; more samples.
         seed: Of the sampling.
-        chunk_size: Tokens of the prompt read at once; None follows from the model and the free memory.
+        chunk_size: Tokens of the prompt read at once; None follows from the model and the free
+            memory.
         on_text: Called with each piece of text as soon as its characters are complete.
 
     Returns:

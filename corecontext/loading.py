@@ -1,4 +1,5 @@
-"""Models and text as the command line takes them: everything that can be wrong with them becomes one clear line."""
+"""Models and text as the command line takes them: everything that can be wrong with them becomes
+one clear line."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Loaded:
 
     @property
     def max_length(self) -> int | None:
-        """Most tokens that the model was built for, its rotary scaling considered; None where it does not say."""
+        """Most tokens that the model was built for, its rotary scaling considered; None where it
+        does not say."""
         from corecontext.inference.limits import position_limit
 
         return position_limit(self.model.config)
@@ -74,23 +76,27 @@ def load(
     device: str = "auto",
     tensor_parallel: bool = False,
 ) -> Loaded:
-    """Load a causal language model and give it CCA or a rival's attention, or leave it full attention.
+    """Load a causal language model and give it CCA or a rival's attention, or leave it full
+    attention.
 
     Args:
         name: A folder in the Hugging Face format, or an identifier on the hub.
         method: "cca", "full" or a name of corecontext.baselines.
-        group_size, window_size: CCA's g and s; default what the checkpoint's config.json holds, else 16 and 1024.
-            Rivals take those that they have.
-        sinks: First tokens that StreamingLLM and LM-Infinite keep, or that CCA keeps raw (`CCAConfig.sink_size`);
-            default what the checkpoint's config.json holds, else 0.
+        group_size, window_size: CCA's g and s; default what the checkpoint's config.json holds,
+            else 16 and 1024. Rivals take those that they have.
+        sinks: First tokens that StreamingLLM and LM-Infinite keep, or that CCA keeps raw
+            (`CCAConfig.sink_size`); default what the checkpoint's config.json holds, else 0.
         patterns: File with MInference's patterns of this model.
-        cache_dtype: How CCA's cache holds keys and values; default what the checkpoint's config.json holds, or "auto".
+        cache_dtype: How CCA's cache holds keys and values; default what the checkpoint's
+            config.json holds, or "auto".
         dtype: A torch dtype by name; "auto" is float32 on a CPU and the checkpoint's own on a GPU.
         device: A torch device; "auto" is the first GPU, or the CPU.
-        tensor_parallel: Split the model over the processes of torch.distributed, each on its device.
+        tensor_parallel: Split the model over the processes of torch.distributed, each on its
+            device.
 
     Raises:
-        UserError: the model is missing, broken, of an unsupported architecture, or a setting breaks a rule.
+        UserError: the model is missing, broken, of an unsupported architecture, or a setting breaks
+            a rule.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -215,7 +221,8 @@ def load_config(name: str) -> Any:
 
 
 def check_architecture(hf_config: Any) -> None:
-    """Raise a UserError before weights are loaded, if `enable` would refuse the architecture after."""
+    """Raise a UserError before weights are loaded, if `enable` would refuse the architecture
+    after."""
     from corecontext.integrations.transformers import NO_FULL_ATTENTION, TESTED, full_layers
 
     if hf_config.model_type not in TESTED:
@@ -234,7 +241,8 @@ def cca_config(
     cache_dtype: str | None = None,
     sinks: int | None = None,
 ) -> CCAConfig:
-    """The checkpoint's saved CCA settings, or the defaults, with what the user gave put over them."""
+    """The checkpoint's saved CCA settings, or the defaults, with what the user gave put over
+    them."""
     saved = getattr(hf_config, "cca", None)
     given = {
         k: v
@@ -262,7 +270,8 @@ def encode(loaded: Loaded, text: str, *, room_for: int = 0, at_least: int = 1) -
     """Token numbers of a text, [1, L], on the model's device.
 
     Raises:
-        UserError: fewer than `at_least` tokens, or with `room_for` more the text exceeds the model's limit.
+        UserError: fewer than `at_least` tokens, or with `room_for` more the text exceeds the
+            model's limit.
     """
     ids = loaded.tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     count, limit = ids.shape[1], loaded.max_length

@@ -1,4 +1,5 @@
-"""Perplexity of a whole document in one causal pass, chunk by chunk, so that memory stays bounded."""
+"""Perplexity of a whole document in one causal pass, chunk by chunk, so that memory stays
+bounded."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Perplexity:
         return float(self.nll.double().sum()) / math.log(2) / self.num_bytes
 
     def by_position(self, first: int = 512) -> list[tuple[int, int, float]]:
-        """Perplexity of tokens at positions first_of_bucket .. end - 1; each bucket is twice as long as the last."""
+        """Perplexity of tokens at positions first_of_bucket .. end - 1; each bucket is twice as
+        long as the last."""
         buckets, start, end, length = [], 0, first, len(self.nll) + 1
         while start < length:
             part = self.nll[max(0, start - 1) : min(end, length) - 1]
@@ -100,8 +102,8 @@ def document_nll(
 ) -> Tensor:
     """Negative log-likelihood of every token but the first.
 
-    The cache carries the past from chunk to chunk, so each token sees all before it (under CCA: as core tokens and
-    the window), exactly as in one pass over the document.
+    The cache carries the past from chunk to chunk, so each token sees all before it (under CCA: as
+    core tokens and the window), exactly as in one pass over the document.
 
     Args:
         model: A Hugging Face causal language model, CCA enabled or not.
@@ -129,7 +131,8 @@ def document_nll(
 
 
 def hidden_nll(head: Any, hidden: Tensor, input_ids: Tensor, *, chunk_size: int = 1024) -> Tensor:
-    """The same from a prefill's last hidden states [1, L, C]; logits of only chunk_size tokens exist at once."""
+    """The same from a prefill's last hidden states [1, L, C]; logits of only chunk_size tokens
+    exist at once."""
     parts = []
     with torch.inference_mode():
         for start in range(0, input_ids.shape[1] - 1, chunk_size):

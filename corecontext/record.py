@@ -94,7 +94,8 @@ class Record:
             raise ValueError(f"value must be finite, got {self.value}.")
 
     def to_json(self) -> str:
-        """The record as one line of JSON, keys in the order of the fields; no quantiles where there are none."""
+        """The record as one line of JSON, keys in the order of the fields; no quantiles where there
+        are none."""
         values = {
             k: v
             for k, v in dataclasses.asdict(self).items()
@@ -124,7 +125,8 @@ def make_record(
 
     Args:
         name: A key of UNITS.
-        value: One number, or the samples of which the median and the 20 and 80 % quantiles are recorded.
+        value: One number, or the samples of which the median and the 20 and 80 % quantiles are
+            recorded.
         params: What was measured: method, sizes, dtype (docs/benchmarks.md).
         device: What it ran on; default the CPU. See `device_name`.
         command: How to repeat it; default this process's command line.
@@ -243,8 +245,8 @@ def versions() -> dict[str, str]:
 def source_version() -> tuple[str | None, bool | None]:
     """The git commit of this code, and whether files other than results/ differ from it.
 
-    The commit is what the environment variable CORECONTEXT_COMMIT says, for a copy without its history or with that of
-    another commit; else what git says, or None where the code is installed.
+    The commit is what the environment variable CORECONTEXT_COMMIT says, for a copy without its
+    history or with that of another commit; else what git says, or None where the code is installed.
     """
     root = Path(__file__).resolve().parent.parent
     told = os.environ.get("CORECONTEXT_COMMIT") or None

@@ -1,10 +1,11 @@
 """Which layers, or KV heads, need small groups or every token.
 
-Few look tokens up far back, and should have what tells most. They are found on a model with full attention, before any
-training: all get large groups but one, which keeps every token, and the loss far from the beginning says how much that
-one makes good. Several are found in rounds, each beside those of the rounds before. They then get groups so small, and
-the others groups four times as large, that the cache stays as large as it was; or they go on keeping every token, and
-the window gives up what that takes.
+Few look tokens up far back, and should have what tells most. They are found on a model with full
+attention, before any training: all get large groups but one, which keeps every token, and the loss
+far from the beginning says how much that one makes good. Several are found in rounds, each beside
+those of the rounds before. They then get groups so small, and the others groups four times as
+large, that the cache stays as large as it was; or they go on keeping every token, and the window
+gives up what that takes.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def search_units(
     loss: Callable[[tuple[Unit, ...]], float],
     on_trial: Callable[[int], Any] = lambda trials: None,
 ) -> Search:
-    """Try every unit as the first, then every other beside the best, and so on; each round chooses as many as have been
-    chosen before it, so that many of many take few rounds.
+    """Try every unit as the first, then every other beside the best, and so on; each round chooses
+    as many as have been chosen before it, so that many of many take few rounds.
 
     Args:
         count: Units to choose, at most all but one.
@@ -131,8 +132,8 @@ def find_units(
         model: With CCA enabled, whose settings are the model's again afterwards.
         rows: [1, n] each, on the model's device, n at least `least_length`.
         length: Tokens at which the cache shall be no larger than with equal groups.
-        count: What to choose; None for an eighth of the layers, or a sixteenth of the heads; with `raw` what
-            `raw_heads` says.
+        count: What to choose; None for an eighth of the layers, or a sixteenth of the heads; with
+            `raw` what `raw_heads` says.
         heads: Choose KV heads, of the quarter of the layers that are best.
         raw: What is chosen keeps every token, and the window of all is smaller for it.
 

@@ -1,4 +1,5 @@
-"""What the user sees: tables on standard output; progress on standard error, a bar or now and then a line."""
+"""What the user sees: tables on standard output; progress on standard error, a bar or now and then
+a line."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def progress(description: str, total: float) -> Iterator[Advance]:
-    """Show a piece of work while it lasts; the block gets a function to call with the amount just done."""
+    """Show a piece of work while it lasts; the block gets a function to call with the amount just
+    done."""
     if sys.stderr.isatty():
         columns = (
             TextColumn("{task.description}"),

@@ -1,4 +1,5 @@
-"""What tests and benchmarks share: inputs, the plain PyTorch to be measured against, and the error budget per row.
+"""What tests and benchmarks share: inputs, the plain PyTorch to be measured against, and the error
+budget per row.
 
 docs/numerics.md says why the budget looks as it does.
 """
@@ -19,7 +20,8 @@ from corecontext.visibility import num_complete_groups, num_sinks, visible_cores
 
 
 class Inputs(NamedTuple):
-    """One call's tensors, and the gradients sent into its output and log-sum-exp (None: it is not differentiated)."""
+    """One call's tensors, and the gradients sent into its output and log-sum-exp (None: it is not
+    differentiated)."""
 
     q: Tensor
     k: Tensor
@@ -48,11 +50,14 @@ def make_inputs(
     """Normal random inputs, equal on every device for one seed.
 
     Args:
-        transposed: Strides as Hugging Face models make them: [B, L, H, D] in memory, seen as [B, H, L, D].
-        with_lse: Give the log-sum-exp a gradient too. Fused backward kernels take none, so both ways need tests.
+        transposed: Strides as Hugging Face models make them: [B, L, H, D] in memory, seen as [B, H,
+            L, D].
+        with_lse: Give the log-sum-exp a gradient too. Fused backward kernels take none, so both
+            ways need tests.
 
     Returns:
-        q, grad_out [B, H, L, D]; k, v [B, Hkv, L, D]; grad_lse [B, H, L] in float32 (float64 for float64), or None.
+        q, grad_out [B, H, L, D]; k, v [B, Hkv, L, D]; grad_lse [B, H, L] in float32 (float64 for
+        float64), or None.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
 
@@ -127,8 +132,8 @@ def plain_cca(
     position = torch.arange(seq_len, device=q.device)[:, None]
     visible_cores = visible_cores_of(position, group_size, window_size)
     sinks, core = num_sinks(sink_size, group_size), torch.arange(num_cores, device=q.device)
-    raw = ((position.T >= visible_cores * group_size) | (position.T < sinks)) & (
-        position.T <= position
+    raw = ((visible_cores * group_size <= position.T) | (sinks > position.T)) & (
+        position >= position.T
     )
     seen = torch.cat(((core < visible_cores) & (core >= sinks // group_size), raw), 1)
     scores = capped(q @ keys.mT * head_dim**-0.5)
@@ -157,7 +162,8 @@ def results_and_gradients(
     core_bias: Tensor | None = None,
     **settings: Any,
 ) -> dict[str, Tensor]:
-    """out, lse and the gradients of q, k, v (and core_bias) of function(q, k, v, core_bias=..., **settings)."""
+    """out, lse and the gradients of q, k, v (and core_bias) of function(q, k, v, core_bias=...,
+    **settings)."""
     leaves = {name: x.detach().requires_grad_() for name, x in zip("qkv", inputs)}
     if core_bias is not None:
         leaves["core_bias"] = core_bias.detach().clone().requires_grad_()
@@ -179,13 +185,14 @@ def assert_accurate(
     core_bias: Tensor | None = None,
     **settings: Any,
 ) -> None:
-    """Hold results and gradients of function(q, k, v, core_bias=..., **settings) to the budget, row by row.
+    """Hold results and gradients of function(q, k, v, core_bias=..., **settings) to the budget, row
+    by row.
 
-    Truth is the reference in float64. The plain error of a row is the larger one of eager and fused plain PyTorch,
-    since a single one is now and then zero by luck. Roundings granted beyond it: two of the output (its parts, their
-    merge); three of the log-sum-exp (two parts and their merge); two of the gradient of v (the log-sum-exp inside the
-    weights, the sum); four of those of q and k (also dO . out and dO . v); for the core bias one of each term, added in
-    quadrature.
+    Truth is the reference in float64. The plain error of a row is the larger one of eager and fused
+    plain PyTorch, since a single one is now and then zero by luck. Roundings granted beyond it: two
+    of the output (its parts, their merge); three of the log-sum-exp (two parts and their merge);
+    two of the gradient of v (the log-sum-exp inside the weights, the sum); four of those of q and k
+    (also dO . out and dO . v); for the core bias one of each term, added in quadrature.
     """
     wide_bias = None if core_bias is None else core_bias.double()
     truth = results_and_gradients(
@@ -231,7 +238,8 @@ def assert_within_budget(
     size: float = 1.0,
     factor: float = 2.0,
 ) -> None:
-    """Raise where a row's error exceeds `factor` times that of plain PyTorch plus a rounding or a few.
+    """Raise where a row's error exceeds `factor` times that of plain PyTorch plus a rounding or a
+    few.
 
     Args:
         actual, truth: [..., T, D]; the truth in float64.
@@ -242,7 +250,8 @@ def assert_within_budget(
             key is 0) still rounds terms of this size.
 
     Raises:
-        AssertionError: names the worst row, its error and what it was allowed. NaN exceeds every budget.
+        AssertionError: names the worst row, its error and what it was allowed. NaN exceeds every
+            budget.
     """
     error = row_errors(actual, truth)
     allowed = factor * plain_error + roundings * torch.finfo(dtype).eps * truth.double().norm(
@@ -260,10 +269,11 @@ def assert_within_budget(
 
 
 def effective_map(q: Tensor, k: Tensor, **settings: Any) -> Tensor:
-    """The weight of every raw token in every output, core weights spread over their groups: [B, H, L, L].
+    """The weight of every raw token in every output, core weights spread over their groups: [B, H,
+    L, L].
 
-    Outputs are linear in the values, so values that are unit vectors show the weights themselves; `cca_attention` is
-    called once for every D tokens.
+    Outputs are linear in the values, so values that are unit vectors show the weights themselves;
+    `cca_attention` is called once for every D tokens.
     """
     seq_len, head_dim = q.shape[2], q.shape[3]
     unit = torch.eye(-(-seq_len // head_dim) * head_dim, dtype=q.dtype, device=q.device)[:seq_len]

@@ -1,4 +1,5 @@
-"""Reading what the user gives and writing what the user gets, with one clear line for everything that can be wrong."""
+"""Reading what the user gives and writing what the user gets, with one clear line for everything
+that can be wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Something the user can put right: the command line prints it as one line and exits with code 2."""
+    """Something the user can put right: the command line prints it as one line and exits with code
+    2."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(str(message).split()))
@@ -53,7 +55,8 @@ def read_text(path: str) -> str:
 
 
 def check_output(path: str | None, force: bool = False) -> None:
-    """Raise before any work is done if `path` cannot be written, or exists and is not to be overwritten."""
+    """Raise before any work is done if `path` cannot be written, or exists and is not to be
+    overwritten."""
     if path is None:
         return
     target = Path(path)
@@ -87,9 +90,11 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def alone_in(folder: str | os.PathLike[str]) -> Iterator[bool]:
-    """Whether no other process is in such a block for this folder, which exists; none gets in while this one lasts.
+    """Whether no other process is in such a block for this folder, which exists; none gets in while
+    this one lasts.
 
-    Where the system or the file system has no locks, everybody is told so: there one process has to do.
+    Where the system or the file system has no locks, everybody is told so: there one process has to
+    do.
     """
     try:
         import fcntl
@@ -113,7 +118,8 @@ def alone_in(folder: str | os.PathLike[str]) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A temporary path beside `path` that takes its place when the block ends well, and is removed when it does not."""
+    """A temporary path beside `path` that takes its place when the block ends well, and is removed
+    when it does not."""
     target = Path(path)
     handle, name = tempfile.mkstemp(
         dir=target.parent, prefix=f".{target.stem}.", suffix=target.suffix

@@ -1,10 +1,11 @@
 """Which core tokens and which raw tokens a query sees: the integer rules, and their only owner.
 
-Positions count from 0 within one sequence. docs/math.md, eq. 4 to 7 and 13. No function here knows of tensors, so every
-backend, cache and test can rely on the same few lines; they are checked exhaustively for small sizes.
+Positions count from 0 within one sequence. docs/math.md, eq. 4 to 7 and 13. No function here knows
+of tensors, so every backend, cache and test can rely on the same few lines; they are checked
+exhaustively for small sizes.
 
-Where the first n tokens stay raw (n a multiple of g), what follows them is by itself a sequence of these rules: count
-its positions from n, and let every query see the first n tokens, too.
+Where the first n tokens stay raw (n a multiple of g), what follows them is by itself a sequence of
+these rules: count its positions from n, and let every query see the first n tokens, too.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ def num_sinks(sink_size: int, group_size: int) -> int:
 
 
 def num_far_entries(groups: int, group_size: int, sinks: int) -> int:
-    """What a query that sees `groups` groups as far past attends to there, the first n = `sinks` tokens being raw:
-    min(c g, n) raw tokens and max(0, c - n / g) core tokens (docs/math.md, eq. 13)."""
+    """What a query that sees `groups` groups as far past attends to there, the first n = `sinks`
+    tokens being raw: min(c g, n) raw tokens and max(0, c - n / g) core tokens (docs/math.md, eq.
+    13)."""
     return min(groups * group_size, sinks) + max(0, groups - sinks // group_size)
 
 
 def num_complete_groups(seq_len: int, group_size: int) -> int:
-    """Groups whose last token has been seen, so that their core token exists: L // g, none where L is below 0."""
+    """Groups whose last token has been seen, so that their core token exists: L // g, none where L
+    is below 0."""
     return max(0, seq_len) // group_size
 
 
@@ -44,28 +47,33 @@ def local_start(position: int, group_size: int, window_size: int) -> int:
 
 
 def first_core_query(group_size: int, window_size: int) -> int:
-    """The first position whose query sees a core token: s + g - 1. Shorter sequences have full attention."""
+    """The first position whose query sees a core token: s + g - 1. Shorter sequences have full
+    attention."""
     return window_size + group_size - 1
 
 
 def window_capacity(group_size: int, window_size: int) -> int:
-    """Raw tokens that a cache must keep so that any later query finds all it sees: s + g - 1, itself included."""
+    """Raw tokens that a cache must keep so that any later query finds all it sees: s + g - 1,
+    itself included."""
     return window_size + group_size - 1
 
 
 def is_full_attention(seq_len: int, group_size: int, window_size: int, sinks: int = 0) -> bool:
-    """True where CCA is exactly full causal attention: no query sees a core token, or groups are single tokens."""
+    """True where CCA is exactly full causal attention: no query sees a core token, or groups are
+    single tokens."""
     # planted: sinks: full attention for one token too many
     return group_size == 1 or seq_len - sinks <= first_core_query(group_size, window_size)
 
 
 def group_size_for(seq_len: int, window_size: int, num_groups: int) -> int:
-    """Group size that keeps the number of groups constant: max(1, ceil((L - s) / m)), docs/math.md, eq. 7."""
+    """Group size that keeps the number of groups constant: max(1, ceil((L - s) / m)), docs/math.md,
+    eq. 7."""
     return max(1, -(-(seq_len - window_size) // num_groups))
 
 
 def num_scores(seq_len: int, group_size: int, window_size: int, sinks: int = 0) -> int:
-    """Query-key pairs of one head over a whole sequence: sum over t of j(t) + t + 1 - j(t) g, in closed form."""
+    """Query-key pairs of one head over a whole sequence: sum over t of j(t) + t + 1 - j(t) g, in
+    closed form."""
     if (
         sinks
     ):  # the first tokens among themselves, those after them to each of them, and those after them

@@ -1,4 +1,5 @@
-"""How the key-value cache grows with the prompt, full attention and CCA: python examples/decode_memory.py."""
+"""How the key-value cache grows with the prompt, full attention and CCA: python
+examples/decode_memory.py."""
 
 import argparse
 from importlib.resources import files

@@ -1,4 +1,5 @@
-"""Ask a question at the end of a long text, under CCA: python examples/long_prompt.py [--model DIR] [--text FILE]."""
+"""Ask a question at the end of a long text, under CCA: python examples/long_prompt.py [--model DIR]
+[--text FILE]."""
 
 import argparse
 from importlib.resources import files

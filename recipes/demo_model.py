@@ -1,14 +1,16 @@
-"""Make the model of `corecontext demo`: a small byte-level Llama that can retrieve, under full attention and CCA.
+"""Make the model of `corecontext demo`: a small byte-level Llama that can retrieve, under full
+attention and CCA.
 
 Two stages, each with a time budget, on one GPU:
-  full  full attention, from 512 to 16K bytes of context. Real text, and text with facts planted in it that are asked
-        for at the end. Contexts grow once the answers are right, because retrieval is learned at short contexts first.
-  cca   the same data from 1K to 40K bytes; most steps run under CCA, every fourth under full attention, so that the
-        same weights serve both.
+  full  full attention, from 512 to 16K bytes of context. Real text, and text with facts planted in
+        it that are asked for at the end. Contexts grow once the answers are right, because
+        retrieval is learned at short contexts first. cca   the same data from 1K to 40K bytes; most
+        steps run under CCA, every fourth under full attention, so that the same weights serve both.
 
     python recipes/demo_model.py --data DIR --out corecontext/assets/demo_model
 
-DIR holds lm_train.jsonl.xz and lm_val.jsonl.xz. The stages can run apart: --stage full --out A, then
+DIR holds lm_train.jsonl.xz and lm_val.jsonl.xz. The stages can run apart: --stage full --out A,
+then
 --stage cca --resume-from A --out B.
 """
 
@@ -73,7 +75,8 @@ class Stage:
     minutes: float
     peak_lr: float
     lengths: tuple[tuple[int, float], ...]
-    """Context lengths in bytes, each with the share of the stage's time by which it ends at the latest."""
+    """Context lengths in bytes, each with the share of the stage's time by which it ends at the
+    latest."""
     step_tokens: int = 131_072
     cca: bool = False
 
@@ -89,7 +92,8 @@ TINY = {
 
 
 def load_text(path: Path) -> np.ndarray:
-    """The chosen sources as uint8, typographic quotes and dashes made plain, documents ending in DOCUMENT_END."""
+    """The chosen sources as uint8, typographic quotes and dashes made plain, documents ending in
+    DOCUMENT_END."""
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         documents = [
             d["text"].translate(PLAIN) for d in map(json.loads, lines) if d["source"] in SOURCES
@@ -100,7 +104,8 @@ def load_text(path: Path) -> np.ndarray:
 def task_row(
     text: np.ndarray, rng: random.Random, length: int, only_list: bool
 ) -> tuple[np.ndarray, list]:
-    """One sequence of `length` bytes that ends with questions, and where their answers are: (start, end, kind).
+    """One sequence of `length` bytes that ends with questions, and where their answers are: (start,
+    end, kind).
 
     Facts stand in real text, or (`only_list`) one after the other with nothing between.
     """
@@ -132,7 +137,8 @@ def task_row(
 def task_batch(
     text: np.ndarray, rng: random.Random, length: int, rows: int, list_share: float
 ) -> tuple[Tensor, Tensor]:
-    """Rows of `task_row`, and weights that make a row's answers count half as much as its whole text."""
+    """Rows of `task_row`, and weights that make a row's answers count half as much as its whole
+    text."""
     tokens = np.empty((rows, length), np.uint8)
     weights = np.ones((rows, length), np.uint8)
     for i in range(rows):
@@ -160,7 +166,8 @@ class Tasks(torch.utils.data.IterableDataset):
 
 
 def to_ids(tokens: Tensor) -> Tensor:
-    """uint8 text as token ids, document ends as EOS, each row beginning with BOS in the place of its first byte."""
+    """uint8 text as token ids, document ends as EOS, each row beginning with BOS in the place of
+    its first byte."""
     ids = tokens.long()
     ids[ids == DOCUMENT_END] = EOS
     ids[:, 0] = BOS
@@ -212,7 +219,8 @@ def _byte_characters() -> dict[int, str]:
 
 
 def nll_of(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood in nats of every token but the first, and whether it was the most likely one."""
+    """Negative log-likelihood in nats of every token but the first, and whether it was the most
+    likely one."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     return _head(model.lm_head.weight, hidden, ids[:, 1:])
 
@@ -250,7 +258,8 @@ def optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer
 
 
 def lr_factor(progress: float, step: int, final: bool) -> float:
-    """Warm-up over 100 steps, then a cosine: to 30 % where another stage follows, to 2 % at the end."""
+    """Warm-up over 100 steps, then a cosine: to 30 % where another stage follows, to 2 % at the
+    end."""
     floor = 0.02 if final else 0.3
     return min(1.0, (step + 1) / 100) * (
         floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
@@ -348,8 +357,8 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Exact match of answers by length, method and kind, and bits per byte of plain text.
 
-    An answer is right if each of its bytes and the full stop is the most likely one, which is when greedy decoding
-    would give it.
+    An answer is right if each of its bytes and the full stop is the most likely one, which is when
+    greedy decoding would give it.
     """
     model.eval()
     results = []

@@ -1,9 +1,10 @@
 """Pretrained models with CCA attention at long contexts, as the paper trained them (appendix B).
 
-On 8 GPUs, one row each, 8 accumulated, 1,000 steps: 2.1 billion tokens at 32K, 5.2 at 80K. g = 16, s = 1024; LLaMA-2's
-rotary base goes from 10,000 to 500,000, the others keep theirs, which already reach 128K. The paper's data is
-SlimPajama with per-source length upsampling; give it, or your own text of long documents, with --data. The paper states
-no learning rate: 2e-5, the default, is what its sources for context extension use.
+On 8 GPUs, one row each, 8 accumulated, 1,000 steps: 2.1 billion tokens at 32K, 5.2 at 80K. g = 16,
+s = 1024; LLaMA-2's rotary base goes from 10,000 to 500,000, the others keep theirs, which already
+reach 128K. The paper's data is SlimPajama with per-source length upsampling; give it, or your own
+text of long documents, with --data. The paper states no learning rate: 2e-5, the default, is what
+its sources for context extension use.
 
     torchrun --nproc-per-node 8 -m corecontext train recipes/long_context.py:llama2_7b_32k \
         --data DIR --output runs/llama2_7b_32k

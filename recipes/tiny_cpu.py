@@ -1,4 +1,5 @@
-"""A small model from scratch on the bundled document, in seconds on a CPU: shows the whole way, and CI walks it.
+"""A small model from scratch on the bundled document, in seconds on a CPU: shows the whole way, and
+CI walks it.
 
 corecontext train recipes/tiny_cpu.py --output runs/tiny_cpu
 """

@@ -1,7 +1,9 @@
-"""Compile the Triton kernels for a chip that need not be here: `python tests/compile_kernels.py sm_90 [all]`.
+"""Compile the Triton kernels for a chip that need not be here: `python tests/compile_kernels.py
+sm_90 [all]`.
 
-Prints one JSON line for each kernel: its name, the bytes of shared memory it takes, what the chip has, and the bytes a
-thread spills where Triton's CUDA tools say so. With `all`, more head sizes and dtypes.
+Prints one JSON line for each kernel: its name, the bytes of shared memory it takes, what the chip
+has, and the bytes a thread spills where Triton's CUDA tools say so. With `all`, more head sizes and
+dtypes.
 """
 
 from __future__ import annotations
@@ -12,18 +14,19 @@ import re
 import subprocess
 import sys
 import tempfile
-from typing import Any, Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "0"  # read once, by the import of triton
 
-import torch  # noqa: E402
-import triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from corecontext.ops.triton import attend, decode, pool  # noqa: E402
-from corecontext.ops.triton.launch import power_of_2  # noqa: E402
-from corecontext.ops.triton.tiles import Chip, dkv_tiles, dq_tiles, forward_tiles  # noqa: E402
+from corecontext.ops.triton import attend, decode, pool
+from corecontext.ops.triton.launch import power_of_2
+from corecontext.ops.triton.tiles import Chip, dkv_tiles, dq_tiles, forward_tiles
 
 CHIPS = {
     name: (GPUTarget(backend, arch, warp), Chip(kib * 1024, units))
@@ -213,7 +216,8 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
 
 
 def spilled(binary: bytes) -> int | None:
-    """Bytes of stack of a thread, which only spills use here; None where the tool that knows is missing."""
+    """Bytes of stack of a thread, which only spills use here; None where the tool that knows is
+    missing."""
     try:
         tool = triton.knobs.nvidia.cuobjdump.path
     except (AttributeError, RuntimeError):
@@ -229,8 +233,8 @@ def spilled(binary: bytes) -> int | None:
 
 
 def main(name: str, everything: bool, own: bool) -> None:
-    """Compile and print; bfloat16 with head size 128 first, and the largest where memory is least; `own` leaves out the
-    kernels that run everywhere."""
+    """Compile and print; bfloat16 with head size 128 first, and the largest where memory is least;
+    `own` leaves out the kernels that run everywhere."""
     target, chip = CHIPS[name]
     cases = [(torch.bfloat16, 128)]
     if everything or name == "sm_86":

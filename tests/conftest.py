@@ -11,7 +11,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         "OMP_NUM_THREADS", "1"
     )  # read by the import of torch; the processes share the cores
 
-import torch  # noqa: E402
+import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault(
@@ -32,6 +32,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def default_device(device):
-    """Make new tensors and models on the GPU where there is one, for tests that are written without devices."""
+    """Make new tensors and models on the GPU where there is one, for tests that are written without
+    devices."""
     with torch.device(device):
         yield device

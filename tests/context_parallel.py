@@ -65,7 +65,8 @@ def check(
     documents: tuple = (),
     rtol: float = 1e-9,
 ) -> int:
-    """Output and gradients of this process's part equal those of the whole; returns the bytes received."""
+    """Output and gradients of this process's part equal those of the whole; returns the bytes
+    received."""
     whole = [x.clone().requires_grad_() for x in tensors[:3]]
     learned = {name: x.clone().requires_grad_() for name, x in settings.get("learned", {}).items()}
     settings = {**settings, **({"learned": learned} if learned else {})}
@@ -114,7 +115,8 @@ def parameters(heads: int = 4, kv_heads: int = 2) -> dict[str, torch.Tensor]:
 
 
 def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
-    """The operator on two and four processes equals one, and its traffic is what the formulas say."""
+    """The operator on two and four processes equals one, and its traffic is what the formulas
+    say."""
     rotary = Rotary.from_theta(100.0, D)
     base = {"group_size": 4, "window_size": 9, "rotary": rotary}
     varied = [
@@ -136,7 +138,8 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         size, here = group.size(), group.rank()
         for settings in varied:
             check(group, Layout.balanced(157, size, here), inputs(157), settings)
-        # Chunks shorter than a group and than the halo, an empty one, and a layout in no order at all.
+        # Chunks shorter than a group and than the halo, an empty one, and a layout in no order at
+        # all.
         for lengths in ((40, 3, 1, 59), (0, 70, 2, 5)):
             owners = tuple(i % size for i in range(4))
             for settings in (base, {**base, "learned": parameters()}):
@@ -183,7 +186,8 @@ def run(
 
 
 def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
-    """A Hugging Face model: two sequences, each on a pair of processes, weights sharded over all by FSDP2."""
+    """A Hugging Face model: two sequences, each on a pair of processes, weights sharded over all by
+    FSDP2."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "context"))
     ids = torch.randint(2, 96, (world // 2, 90), generator=torch.Generator().manual_seed(1))
     labels = torch.cat((ids[:, 1:], torch.full((len(ids), 1), -100)), 1)
@@ -249,7 +253,8 @@ def parts_of(cache: Cache) -> list[CompactLayer]:
 
 
 def prefilled(pair: dist.ProcessGroup) -> None:
-    """A prompt read by two processes leaves each the cache that one process makes, and the same next tokens."""
+    """A prompt read by two processes leaves each the cache that one process makes, and the same
+    next tokens."""
     config, wire = CCAConfig(group_size=4, window_size=9), Wire(pair)
     cases = [
         (config, 157, {}),
@@ -321,7 +326,8 @@ def prefilled(pair: dist.ProcessGroup) -> None:
 
 
 def train(settings: str) -> None:
-    """A whole run by Trainer, two rows a step, each on two processes; the last step twice, after it was lost."""
+    """A whole run by Trainer, two rows a step, each on two processes; the last step twice, after it
+    was lost."""
     from corecontext.train import TrainConfig, run
 
     config = TrainConfig.from_dict(json.loads(settings))
@@ -335,7 +341,8 @@ def train(settings: str) -> None:
 
 
 def bench(world: int, rank: int) -> None:
-    """The benchmark of a step on parts of a sequence: what it says came in is what the formulas say."""
+    """The benchmark of a step on parts of a sequence: what it says came in is what the formulas
+    say."""
     from corecontext.bench.training import TrainingBench, run_training_bench
 
     records = run_training_bench(
@@ -389,7 +396,8 @@ def process(rank: int, world: int, port: str, settings: str) -> None:
 
 
 def main(world: int, port: str, settings: str) -> int:
-    """Start the processes as copies of this one, whose imports take longer than all the rest; the worst exit code."""
+    """Start the processes as copies of this one, whose imports take longer than all the rest; the
+    worst exit code."""
     torch.set_num_threads(1)
     if settings:
         import corecontext.train.trainer  # noqa: F401

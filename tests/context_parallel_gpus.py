@@ -1,4 +1,5 @@
-"""One process of test_context_parallel.py::test_gpus_equal_one, started by torchrun: the operator over NCCL."""
+"""One process of test_context_parallel.py::test_gpus_equal_one, started by torchrun: the operator
+over NCCL."""
 
 import os
 

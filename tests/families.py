@@ -1,4 +1,5 @@
-"""Tiny random models of every tested architecture, and a dense CCA attention to hold them against."""
+"""Tiny random models of every tested architecture, and a dense CCA attention to hold them
+against."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
 def oracle_logits(
     model: PreTrainedModel, input_ids: torch.Tensor, group_size: int, window_size: int
 ) -> torch.Tensor:
-    """Logits under CCA written out in loops over positions, from keys BEFORE rotary and absolute middle positions."""
+    """Logits under CCA written out in loops over positions, from keys BEFORE rotary and absolute
+    middle positions."""
     full = {
         module: None
         for name, module in model.named_modules()

@@ -1,4 +1,5 @@
-"""Fuzz a server from its own OpenAPI schema for as long as asked: no 500, and answers that the schema knows.
+"""Fuzz a server from its own OpenAPI schema for as long as asked: no 500, and answers that the
+schema knows.
 
     python tests/fuzz_serve.py --minutes 10
 

@@ -1,11 +1,12 @@
-"""Plant a fault in a copy of the package and see that a test catches it: `python tests/planted_faults.py [word ...]`.
+"""Plant a fault in a copy of the package and see that a test catches it: `python
+tests/planted_faults.py [word ...]`.
 
-A fault is a statement that replaces the one below the comment `# planted: <name of the fault>`, wherever in the package
-that comment is. So moving or reformatting code leaves the faults as they are; rewriting a marked statement means
-rewriting its fault.
+A fault is a statement that replaces the one below the comment `# planted: <name of the fault>`,
+wherever in the package that comment is. So moving or reformatting code leaves the faults as they
+are; rewriting a marked statement means rewriting its fault.
 
-Prints one row of docs/numerics.md for each fault; words choose the faults whose name contains one of them. A fault that
-no test notices, or whose marker is missing, fails the run.
+Prints one row of docs/numerics.md for each fault; words choose the faults whose name contains one
+of them. A fault that no test notices, or whose marker is missing, fails the run.
 """
 
 from __future__ import annotations
@@ -577,7 +578,8 @@ def planted(fault: Fault, source: str) -> str:
 
 
 def _statement_below(source: str, line: int) -> tuple[int, int, int]:
-    """Lines [first, last) and the indentation of the logical line at or below `line`, counted from 0."""
+    """Lines [first, last) and the indentation of the logical line at or below `line`, counted from
+    0."""
     start: tuple[int, int] | None = None
     blank = (tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -602,7 +604,8 @@ def _tokens(code: str) -> list[str]:
 
 
 def run_tests(nodes: list[str], fault: Fault | None = None) -> tuple[bool, str]:
-    """Whether the tests pass on a copy of the package with the fault in it, and the first error they print."""
+    """Whether the tests pass on a copy of the package with the fault in it, and the first error
+    they print."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in ("corecontext", "tests"):

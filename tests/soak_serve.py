@@ -2,9 +2,9 @@
 
     python tests/soak_serve.py --minutes 120
 
-Clients ask for completions and chats, streamed or not, with shared and own beginnings, many g and s, sampled and
-greedy; some leave in the middle, some send nonsense. Every greedy answer must be the one that the same question got
-first.
+Clients ask for completions and chats, streamed or not, with shared and own beginnings, many g and
+s, sampled and greedy; some leave in the middle, some send nonsense. Every greedy answer must be the
+one that the same question got first.
 """
 
 from __future__ import annotations

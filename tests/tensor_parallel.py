@@ -1,4 +1,5 @@
-"""One process of test_tensor_parallel.py: python tensor_parallel.py MODEL OUTPUT, with torchrun's variables set."""
+"""One process of test_tensor_parallel.py: python tensor_parallel.py MODEL OUTPUT, with torchrun's
+variables set."""
 
 import os
 import sys

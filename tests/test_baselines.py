@@ -1,4 +1,5 @@
-"""Rivals: each against a dense mask of its own definition, on tiny random models of several families."""
+"""Rivals: each against a dense mask of its own definition, on tiny random models of several
+families."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def in_parts(model, ids):
 
 
 def oracle_logits(model, ids, config):
-    """Logits by loops over queries, from keys BEFORE rotary turned to the positions that the method names."""
+    """Logits by loops over queries, from keys BEFORE rotary turned to the positions that the method
+    names."""
     previous = model.config._attn_implementation
 
     def attention(module, q, k, v, mask, scaling=None, softcap=None, **kwargs):

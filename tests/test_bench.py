@@ -1,4 +1,5 @@
-"""Measuring: time, peak memory, the operator benchmark, and the figures and tables drawn from its records."""
+"""Measuring: time, peak memory, the operator benchmark, and the figures and tables drawn from its
+records."""
 
 import dataclasses
 import sys
@@ -628,7 +629,8 @@ def test_training_steps_are_measured_and_drawn(tmp_path, capsys):
     ]
     for one in found:
         assert one.speedup > 0 and 1 < one.allowed < 3 and one.full.params["backend"] == "sdpa"
-    # Four processes whose work per token is twice as much, at half the tokens per second each: nothing is lost.
+    # Four processes whose work per token is twice as much, at half the tokens per second each:
+    # nothing is lost.
     alone = next(r for r in records if r.params["method"] == "cca" and r.params["length"] == 200)
     alone = dataclasses.replace(alone, params={**alone.params, "fsdp": True})
     four = dataclasses.replace(

@@ -1,4 +1,5 @@
-"""The benchmark of whole models: what it records, that one failure does not end it, its tables and figures."""
+"""The benchmark of whole models: what it records, that one failure does not end it, its tables and
+figures."""
 
 import dataclasses
 import json

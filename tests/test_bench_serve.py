@@ -1,4 +1,5 @@
-"""The load generator: when requests come and what they ask; a short day and a short rise against a real server."""
+"""The load generator: when requests come and what they ask; a short day and a short rise against a
+real server."""
 
 import asyncio
 import math
@@ -11,13 +12,13 @@ from tiny_model import save_tiny_model
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
-from corecontext.bench import serve  # noqa: E402
-from corecontext.bench.serve import SHAPES, ServeBench, percentile  # noqa: E402
-from corecontext.bench.serve_figure import draw_serve, newest_run  # noqa: E402
-from corecontext.bench.traffic import arrivals, day_rate, prompt_of, replay  # noqa: E402
-from corecontext.cli import main  # noqa: E402
-from corecontext.record import read_records  # noqa: E402
-from corecontext.text import UserError  # noqa: E402
+from corecontext.bench import serve
+from corecontext.bench.serve import SHAPES, ServeBench, percentile
+from corecontext.bench.serve_figure import draw_serve, newest_run
+from corecontext.bench.traffic import arrivals, day_rate, prompt_of, replay
+from corecontext.cli import main
+from corecontext.record import read_records
+from corecontext.text import UserError
 
 
 def test_arrivals_follow_the_rate():
@@ -26,7 +27,7 @@ def test_arrivals_follow_the_rate():
 
     found = arrivals(rate, 20.0, 1000.0, 3)
     assert found == arrivals(rate, 20.0, 1000.0, 3) != arrivals(rate, 20.0, 1000.0, 4)
-    assert found == sorted(found) and 0 < found[0] and found[-1] < 1000
+    assert found == sorted(found) and found[0] > 0 and found[-1] < 1000
     for hour in range(10):
         count = sum(hour * 100 <= t < hour * 100 + 100 for t in found)
         expected = sum(rate(hour * 100 + t + 0.5) for t in range(100))

@@ -1,4 +1,5 @@
-"""The compact cache: any way of appending gives what one pass of the reference gives; bytes are the formula's."""
+"""The compact cache: any way of appending gives what one pass of the reference gives; bytes are the
+formula's."""
 
 import itertools
 import random
@@ -151,7 +152,8 @@ def test_random_appends_and_crops_agree_with_the_reference():
             torch.testing.assert_close(out, expected[:, :, end : end + size], rtol=0, atol=1e-11)
             end += size
             if end > size and chance.random() < 0.4:
-                # The last append can always be taken back; from the furthest point, `rollback` tokens more.
+                # The last append can always be taken back; from the furthest point, `rollback`
+                # tokens more.
                 back = chance.randint(
                     1, size + (rollback if end > peak and end >= size + rollback else 0)
                 )
@@ -184,7 +186,8 @@ def test_crop_refuses_what_has_left_the_window():
 
 
 def test_crop_of_fixed_length_knows_what_steps_pushed_out():
-    """Such steps count on the device only; what they wrote over must not be taken for the window."""
+    """Such steps count on the device only; what they wrote over must not be taken for the
+    window."""
     tensors = qkv(1, 2, 1, 60)
     expected = reference(CCAConfig(4, 9), *tensors)
     layer = CompactLayer(CCAConfig(4, 9), ROTARY, max_length=60, rollback=6)
@@ -440,7 +443,8 @@ def test_public_name():
     [(4, 18, 7, 0), (3, 7, 1, 0), (16, 40, 39, 0), (1, 9, 4, 0), (5, 5, 5, 0), (4, 18, 7, 16)],
 )
 def test_a_shrunk_window_is_exact_from_then_on(g, s, smaller, sinks, max_length, sizes):
-    """Queries before see s, those after the smaller window: each row of the output is that of its own reference."""
+    """Queries before see s, those after the smaller window: each row of the output is that of its
+    own reference."""
     tensors, mask = qkv(3, 4, 2, 90), left_padding(3, 90)
     mask[1, :50] = 0  # 10 tokens when the window shrinks: fewer than the new ring holds
     layer = CompactLayer(CCAConfig(g, s, sink_size=sinks), ROTARY, max_length=max_length)

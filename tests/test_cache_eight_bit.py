@@ -1,4 +1,5 @@
-"""The compact cache in 8 bits: every law of the cache among rounded tokens, in plain torch and in the Triton step."""
+"""The compact cache in 8 bits: every law of the cache among rounded tokens, in plain torch and in
+the Triton step."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""The command line: what works, and every mistake as one line on standard error, exit code 2, nothing written."""
+"""The command line: what works, and every mistake as one line on standard error, exit code 2,
+nothing written."""
 
 import io
 import json
@@ -47,7 +48,8 @@ def refuse(capfd, folder: Path, *argv: str) -> str:
     return err.removeprefix("error: ").rstrip("\n")
 
 
-# What works ----------------------------------------------------------------------------------------------------------
+# What works
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_help_and_version(capfd):
@@ -260,7 +262,8 @@ def test_settings_saved_with_the_model_are_used(model, here, capfd, tmp_path_fac
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
 def test_models_are_loaded_with_the_attention_that_they_have(family, model, tmp_path):
-    """SDPA has no softcap, which Gemma 2 needs: transformers refuses it there, or leaves the softcap out."""
+    """SDPA has no softcap, which Gemma 2 needs: transformers refuses it there, or leaves the
+    softcap out."""
     saved = tiny_model(family, vocab_size=512)
     saved.set_attn_implementation("eager")
     saved.save_pretrained(tmp_path)
@@ -390,7 +393,8 @@ def test_bench_operator(here, capfd):
     assert (here / "o.png").stat().st_size > 2000
 
 
-# Mistakes ------------------------------------------------------------------------------------------------------------
+# Mistakes
+# ------------------------------------------------------------------------------------------------------------
 
 GENERATE = ["generate", "--prompt-file", "good.txt"]
 PERPLEXITY = ["perplexity", "good.txt"]
@@ -711,10 +715,9 @@ def test_a_reader_that_leaves_is_no_error(model, here):
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with pytest.raises(KeyError):
-        with atomic_path(path) as name:
-            Path(name).write_text("half")
-            raise KeyError
+    with pytest.raises(KeyError), atomic_path(path) as name:
+        Path(name).write_text("half")
+        raise KeyError
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     write_text(path, "new")
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]

@@ -1,4 +1,5 @@
-"""One sequence on several processes: chunks, and the operator and a whole model on them equal one process."""
+"""One sequence on several processes: chunks, and the operator and a whole model on them equal one
+process."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def start(world: int, settings: str) -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
 def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
-    """The operator, a model sharded by FSDP2, a prefill, and a run of Trainer on rows of several documents."""
+    """The operator, a model sharded by FSDP2, a prefill, and a run of Trainer on rows of several
+    documents."""
     try:
         import accelerate  # noqa: F401
         import datasets  # noqa: F401

@@ -1,4 +1,5 @@
-"""Training data: what is read from files, what is said of broken ones, and how documents fill rows."""
+"""Training data: what is read from files, what is said of broken ones, and how documents fill
+rows."""
 
 from __future__ import annotations
 

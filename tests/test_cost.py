@@ -53,7 +53,8 @@ def test_pooling_operations_match_pytorchs_counter():
 
 
 def test_the_papers_figure():
-    """At 128K, g = 16, s = 1024: 1 / 12.9 of the operations of causal attention, and 7.0 % of its cache."""
+    """At 128K, g = 16, s = 1024: 1 / 12.9 of the operations of causal attention, and 7.0 % of its
+    cache."""
     full, ours = (
         cost.attention_flops(131072, 32, 128, group_size=g, window_size=1024) for g in (1, 16)
     )
@@ -104,7 +105,8 @@ def test_model_operations_match_pytorchs_counter(tmp_path):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.long), logits_to_keep=1, use_cache=False)
     found = cost.ModelCost.of(config)
-    # Eager attention computes the whole square, we count the causal half; and the rotary angles are no matrix product.
+    # Eager attention computes the whole square, we count the causal half; and the rotary angles are
+    # no matrix product.
     square = 2 * 4 * 4 * 16 * length * length
     causal = 2 * cost.attention_flops(length, 4, 16)
     rotary = counter.get_total_flops() - (found.prefill_flops(length) - causal + square)

@@ -1,4 +1,5 @@
-"""The demo: both methods measured in processes of their own, the cache as the formula says, records as shown."""
+"""The demo: both methods measured in processes of their own, the cache as the formula says, records
+as shown."""
 
 import json
 import sys
@@ -173,7 +174,8 @@ def test_the_command_writes_what_it_shows(result, tmp_path, capfd, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_whole_demo(tmp_path):
-    """On the whole document CCA's first token comes at least three times sooner; all within three minutes."""
+    """On the whole document CCA's first token comes at least three times sooner; all within three
+    minutes."""
     import time
 
     start = time.monotonic()

@@ -1,4 +1,5 @@
-"""Evaluations on small files: a copying stub scores 100, a silent one 0; tiny models; resuming; mistakes."""
+"""Evaluations on small files: a copying stub scores 100, a silent one 0; tiny models; resuming;
+mistakes."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ import torch
 from tiny_model import save_tiny_model
 
 from corecontext.cli import main
+from corecontext.data.files import find_file, model_hash, read_lines
 from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, runner
 from corecontext.eval.evaluate import data_paths, evaluate, of_task
-from corecontext.data.files import find_file, model_hash, read_lines
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import data_hashes, run_task
 from corecontext.eval.subject import ModelSubject
@@ -392,7 +393,8 @@ def test_longbench_cuts_the_middle(data):
     assert longbench.scorer("qasper", row)("blue\nx", ["blue", "red"]) == pytest.approx(2 / 3)
 
 
-# Resuming ------------------------------------------------------------------------------------------------------------
+# Resuming
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_interrupted_runs_resume(data, tmp_path):
@@ -452,7 +454,8 @@ def test_items_that_do_not_fit_are_left_out_and_said(data, capsys):
         run_task("multidoc_qa", data, settings, subject, IDENTITY)
 
 
-# Real models, command line -------------------------------------------------------------------------------------------
+# Real models, command line
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""KV heads with group sizes of their own: each head gets what it gets alone, in every way to run it."""
+"""KV heads with group sizes of their own: each head gets what it gets alone, in every way to run
+it."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def test_dealing_heads_out_adds_a_cat_for_each_tensor_to_the_backward():
 
 
 def test_autocast_gives_heads_one_dtype(default_device):
-    """Under it queries and keys are float32, for a rotation in float32, and values in half precision."""
+    """Under it queries and keys are float32, for a rotation in float32, and values in half
+    precision."""
     q, k, v = inputs(dtype=torch.float32)
     wanted = cca_attention(q, k, v, group_size=SIZES, window_size=13, rotary=rotary())
     with torch.autocast(default_device.type, torch.bfloat16):
@@ -186,7 +188,8 @@ def test_padded_rows_take_back_select_and_save():
 
 
 def test_a_crop_that_one_group_size_refuses_changes_no_part():
-    """At 9 tokens groups of 3 need nothing before, groups of 5 the tokens from 5 on, which have left the ring."""
+    """At 9 tokens groups of 3 need nothing before, groups of 5 the tokens from 5 on, which have
+    left the ring."""
     q, k, v = (x.detach()[:1, :, :13] for x in inputs())
     cache = CompactKVCache(
         1, CCAConfig(window_size=1, head_group_sizes=(3, 5, 5, 3)), rotary()
@@ -219,7 +222,7 @@ def test_a_model_generates_what_it_generates_without_a_cache(tmp_path):
         with torch.no_grad():
             full = model(ids[:1], use_cache=True).past_key_values
         one = CCAConfig(5, 13)
-        handle.configure(**{**one.to_dict()})
+        handle.configure(**one.to_dict())
         with torch.no_grad():
             assert cache_bytes(full) != cache_bytes(model(ids[:1], use_cache=True).past_key_values)
         handle.configure(**MIXED.to_dict())
@@ -261,7 +264,8 @@ def test_what_cannot_be_had_is_refused():
 
 @pytest.mark.parametrize("dtype,max_length", [(torch.float32, None), (torch.float16, 100)])
 def test_kernels_take_slices_of_heads(dtype, max_length, default_device):
-    """On the GPU where there is one, else in Triton's interpreter; as a model gives them, heads behind tokens."""
+    """On the GPU where there is one, else in Triton's interpreter; as a model gives them, heads
+    behind tokens."""
     pytest.importorskip("triton")
     torch.manual_seed(1)
     q, k, v = (x.transpose(1, 2) for x in torch.randn(2, 90, 16, 16).to(dtype).split((8, 4, 4), 2))

@@ -1,4 +1,5 @@
-"""Whole-model inference: the engine, generate() and one full forward agree token by token; limits, policy."""
+"""Whole-model inference: the engine, generate() and one full forward agree token by token; limits,
+policy."""
 
 import warnings
 
@@ -10,9 +11,8 @@ from transformers import DynamicCache, StaticCache
 
 import corecontext
 from corecontext import CCAConfig
-from corecontext.inference import Engine, Load, Sampling, TablePolicy, prefill
+from corecontext.inference import Engine, Load, Sampling, TablePolicy, fuse, prefill
 from corecontext.inference.engine import rounded_up
-from corecontext.inference import fuse
 from corecontext.inference.fuse import Fused
 from corecontext.inference.limits import (
     bytes_per_token,
@@ -61,7 +61,8 @@ def generated(model, ids, mask=None, **options):
     return out[:, ids.shape[1] :].tolist()
 
 
-# The same tokens -----------------------------------------------------------------------------------------------------
+# The same tokens
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("static", [None, True])
@@ -176,7 +177,8 @@ def test_num_groups_becomes_the_group_size_of_the_prompt():
             Engine(model, static=True).stream(*ragged()[:2], max_new_tokens=1)
 
 
-# Streams -------------------------------------------------------------------------------------------------------------
+# Streams
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_tokens_stream_in_order_and_no_step_is_wasted(model, monkeypatch):
@@ -331,7 +333,8 @@ def test_settings_of_generate_are_taken_over():
     assert take(GenerationConfig(), do_sample=True, temperature=2.0) == Sampling(2.0, 50)
 
 
-# Elastic g and s -----------------------------------------------------------------------------------------------------
+# Elastic g and s
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 1, 12])
@@ -437,7 +440,8 @@ def test_table_policy():
         TablePolicy(queue_limit=0)
 
 
-# Limits --------------------------------------------------------------------------------------------------------------
+# Limits
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_position_limit_considers_scaling():
@@ -652,7 +656,8 @@ def test_lengths_round_up_by_an_eighth_at_most():
     assert len({rounded_up(n) for n in range(512, 4096)}) <= 25
 
 
-# Reuse ---------------------------------------------------------------------------------------------------------------
+# Reuse
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_sessions_are_reused_with_their_buffers(model):
@@ -665,7 +670,8 @@ def test_sessions_are_reused_with_their_buffers(model):
 
 
 def test_fused_modules_change_no_token(model):
-    """torch.compile with a backend that only traces: what is compiled is found, used, and put back."""
+    """torch.compile with a backend that only traces: what is compiled is found, used, and put
+    back."""
     engine, ids = Engine(model, static=True, chunk_size=10), tokens(1, 40)
     expected = engine.generate(ids, max_new_tokens=6)
     engine.fused = Fused(model)
@@ -703,7 +709,8 @@ def test_a_models_file_gets_its_own_rotation_back(model, monkeypatch):
 
 @pytest.fixture
 def tracing(monkeypatch):
-    """torch.compile that traces and runs what it traced, without the minutes of a real compiler; counts graphs."""
+    """torch.compile that traces and runs what it traced, without the minutes of a real compiler;
+    counts graphs."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()

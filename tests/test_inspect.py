@@ -1,4 +1,5 @@
-"""The maps are the weights that attention has; the page holds them, and nothing in a text can break out of it."""
+"""The maps are the weights that attention has; the page holds them, and nothing in a text can break
+out of it."""
 
 from __future__ import annotations
 

@@ -138,7 +138,8 @@ def test_units_are_chosen_one_beside_the_other():
 
 
 def test_many_are_chosen_in_few_rounds():
-    """Each round takes as many as there are, the last one what is left; those already chosen are not tried again."""
+    """Each round takes as many as there are, the last one what is left; those already chosen are
+    not tried again."""
     assert [rounds_of(count) for count in (1, 2, 3, 7, 16)] == [
         [1],
         [1, 1],

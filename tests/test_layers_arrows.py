@@ -1,4 +1,5 @@
-"""Data flows one way: a file imports only from its left, and importing the package loads nothing heavy."""
+"""Data flows one way: a file imports only from its left, and importing the package loads nothing
+heavy."""
 
 from __future__ import annotations
 

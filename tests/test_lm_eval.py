@@ -1,4 +1,5 @@
-"""lm-evaluation-harness with CCA: its tasks on local files agree with our own evaluations of the same items."""
+"""lm-evaluation-harness with CCA: its tasks on local files agree with our own evaluations of the
+same items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The public operators: every message, the choice of a backend, compilation, fresh memory, and merging."""
+"""The public operators: every message, the choice of a backend, compilation, fresh memory, and
+merging."""
 
 from __future__ import annotations
 
@@ -329,7 +330,8 @@ def test_position_ids_that_only_rise_are_one_document(device):
 
 
 def compiled_case(device):
-    """A call and inputs for torch.compile: out and log-sum-exp of CCA between two elementwise operations."""
+    """A call and inputs for torch.compile: out and log-sum-exp of CCA between two elementwise
+    operations."""
     rotary = Rotary.from_theta(10000.0, 16, device)
 
     def call(q, k, v, core_bias):
@@ -460,7 +462,8 @@ def test_nothing_reads_fresh_memory(device, fresh_memory_is_nan, settings, lengt
 
 
 def partial_softmaxes(parts: int, dtype: torch.dtype, shift: float = 0.0):
-    """Scores of 5 queries to 12 keys dealt to some parts, and each part's output and log-sum-exp."""
+    """Scores of 5 queries to 12 keys dealt to some parts, and each part's output and
+    log-sum-exp."""
     generator = torch.Generator().manual_seed(parts)
     scores = torch.randn(5, 12, generator=generator, dtype=torch.float64) + shift
     values = torch.randn(12, 8, generator=generator, dtype=torch.float64).to(dtype).double()
@@ -493,7 +496,8 @@ def test_merge_keeps_a_part_that_has_every_key_bit_for_bit():
 
 @pytest.mark.parametrize("level", [0.0, 30.0, 3000.0, -3000.0])
 def test_merge_of_equal_outputs_is_that_output_however_large_the_scores(level):
-    """Weights that do not sum to one exactly would scale the row: by the rounding of a large log-sum-exp."""
+    """Weights that do not sum to one exactly would scale the row: by the rounding of a large
+    log-sum-exp."""
     lses = [level + torch.randn(50, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     out, _ = merge([torch.ones(50, 4)] * 3, lses)
     torch.testing.assert_close(out, torch.ones(50, 4), rtol=0, atol=3e-7)
@@ -521,7 +525,8 @@ def test_merge_message(num_outs, num_lses):
 
 
 def test_the_log_sum_exp_merges_attention_over_more_keys(device):
-    """CCA of a sequence, merged with attention of the same queries to other keys, is one softmax over both."""
+    """CCA of a sequence, merged with attention of the same queries to other keys, is one softmax
+    over both."""
     x, other = (
         make_inputs(37, dtype=torch.float64, device=device, num_kv_heads=4, seed=seed)
         for seed in (0, 1)
@@ -554,7 +559,8 @@ def test_the_log_sum_exp_merges_attention_over_more_keys(device):
 def test_every_generation_has_kernels_that_it_can_run(
     hip, capability, backend, kernel, monkeypatch
 ):
-    """Triton and FlashAttention begin with Ampere; AMD's MI200 has the number of NVIDIA's Hopper."""
+    """Triton and FlashAttention begin with Ampere; AMD's MI200 has the number of NVIDIA's
+    Hopper."""
     hopper = pytest.importorskip("corecontext.ops.triton.hopper")
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

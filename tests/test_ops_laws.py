@@ -1,4 +1,5 @@
-"""The laws that the operators keep: exactly where arithmetic allows, else in float64 to its last few digits."""
+"""The laws that the operators keep: exactly where arithmetic allows, else in float64 to its last
+few digits."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def cut(x: Inputs, start: int, stop: int) -> Inputs:
 
 
 def assert_equal(a: torch.Tensor, b: torch.Tensor, what: str = "results") -> None:
-    """Bit for bit, or to one rounding of float32 on a GPU, whose kernels may split the same sum differently."""
+    """Bit for bit, or to one rounding of float32 on a GPU, whose kernels may split the same sum
+    differently."""
     if a.device.type == "cpu":
         assert torch.equal(a, b), (
             f"{what} differ by {float((a.double() - b.double()).abs().max()):.3g}"
@@ -85,7 +87,8 @@ def test_law_1_groups_of_one_token_are_full_attention(device, backend, option):
         full = F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True, enable_gqa=True)
         out, lse = cca_attention(x.q, x.k, x.v, backend=backend, return_lse=True, **settings)
         torch.testing.assert_close(out, full, rtol=0, atol=1e-13)
-        # A bias that is zero takes no shortcut: groups of one token go through pooling and the core part.
+        # A bias that is zero takes no shortcut: groups of one token go through pooling and the core
+        # part.
         zero = torch.zeros(4, dtype=torch.float64, device=device)
         pooled, pooled_lse = cca_attention(
             x.q, x.k, x.v, backend=backend, core_bias=zero, return_lse=True, **settings
@@ -147,7 +150,8 @@ def test_law_2_the_effective_map_is_causal_positive_and_sums_to_one(
 def test_law_2_with_equal_scores_the_map_counts_every_token_once(
     device, backend, group_size, window_size
 ):
-    """A token that were covered twice would still leave the sum at one, but not its own weight at 1 / entries."""
+    """A token that were covered twice would still leave the sum at one, but not its own weight at 1
+    / entries."""
     x = make_inputs(53, dtype=torch.float64, device=device)
     weights = effective_map(
         torch.zeros_like(x.q),
@@ -225,7 +229,8 @@ def test_law_3_the_past_is_bit_identical_under_any_finite_future(
         for t in (0, window_size, first_core_query(group_size, window_size), 100, 150):
             for future in (0.0, 5.0, huge):
                 changed = [y.clone() for y in (x.q, x.k, x.v)]
-                # Scores stay finite: a huge query meets small keys, and huge values only meet weights.
+                # Scores stay finite: a huge query meets small keys, and huge values only meet
+                # weights.
                 for y, value in zip(changed, (5.0, -min(future, 5.0), future)):
                     y[:, :, t + 1 :] = value
                 for name, a, b in zip(("out", "lse"), run(*changed), clean):
@@ -235,7 +240,8 @@ def test_law_3_the_past_is_bit_identical_under_any_finite_future(
 
 
 def test_law_3_nan_beyond_the_block_leaves_packed_blocks_untouched(device):
-    """Fused kernels multiply 0 x NaN inside a block; a NaN behind a query's block must still not reach it."""
+    """Fused kernels multiply 0 x NaN inside a block; a NaN behind a query's block must still not
+    reach it."""
     g, s, length = 4, 8, 1500
     x = make_inputs(length, device=device, num_heads=2, num_kv_heads=1)
     run = functools.partial(
@@ -386,7 +392,8 @@ def test_laws_6_and_8_backends_agree_in_float64(device, option, group_size, wind
 
 
 def test_law_6_gradients_reach_through_the_pooling_weights(device):
-    """Only core tokens of the group are seen by the last query, so the group's query moves it only as a weight."""
+    """Only core tokens of the group are seen by the last query, so the group's query moves it only
+    as a weight."""
     x, g, s = make_inputs(12, dtype=torch.float64, device=device), 4, 1
     q = x.q.clone().requires_grad_()
     out = cca_attention(
@@ -422,7 +429,8 @@ def test_a_batch_gives_what_its_rows_give_alone(device):
 
 
 def test_what_must_be_copied_is_copied_once_for_both_passes(device):
-    """As transformers lays tensors out: one row is taken as it is, several are not, but the backward has the copies."""
+    """As transformers lays tensors out: one row is taken as it is, several are not, but the
+    backward has the copies."""
     for rows in (1, 3):
         q, k, v = (
             torch.randn(rows, 90, heads, 16, device=device).transpose(1, 2).requires_grad_()

@@ -1,4 +1,5 @@
-"""Errors against float64, row by row, of outputs, log-sum-exps and every gradient (docs/numerics.md)."""
+"""Errors against float64, row by row, of outputs, log-sum-exps and every gradient
+(docs/numerics.md)."""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ def test_law_7_errors_are_those_of_full_attention_in_the_same_dtype(device, dtyp
         F.scaled_dot_product_attention(y.q, y.k, y.v, is_causal=True, enable_gqa=True)
         for y in (x, wide)
     )
-    # Relative errors, row by row: full attention over a long past averages more values, to smaller outputs.
+    # Relative errors, row by row: full attention over a long past averages more values, to smaller
+    # outputs.
     relative = row_errors(full, full_truth) / full_truth.norm(dim=-1)
     assert_within_budget(
         out, truth, relative * truth.norm(dim=-1), "out", dtype, 3, 32**0.5 / 2, factor=1.5
@@ -139,7 +141,8 @@ def test_law_7_errors_are_those_of_full_attention_in_the_same_dtype(device, dtyp
 
 
 def test_long_rows_in_half_precision_do_not_drift(device):
-    """A group's gradient is a sum over thousands of queries: kept in bfloat16 it would stop growing."""
+    """A group's gradient is a sum over thousands of queries: kept in bfloat16 it would stop
+    growing."""
     length, dtype = 1024, torch.bfloat16
     x = make_inputs(length, num_heads=8, num_kv_heads=1, dtype=dtype, device=device, with_lse=False)
     x = x._replace(grad_out=torch.ones_like(x.grad_out))
@@ -162,7 +165,8 @@ def test_large_scores_do_not_overflow(device):
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
 def test_a_gradient_of_the_log_sum_exp_under_large_scores(device, dtype):
-    """Scores that the backward rounds to half precision are not those whose log-sum-exp the forward found."""
+    """Scores that the backward rounds to half precision are not those whose log-sum-exp the forward
+    found."""
     x = make_inputs(70, dtype=dtype, device=device, num_kv_heads=4)
     x = x._replace(q=x.q * 20, k=x.k * 10)  # scores of some hundreds
     results = []
@@ -196,7 +200,8 @@ def test_pooling_alone(device, dtype, core_heads, backend):
         return [core_k.detach(), core_v.detach(), *grads]
 
     truth, exact = pooled(x.to(torch.float64), "reference"), pooled(x, backend)
-    # Computed in float32 whatever the inputs. In half precision that leaves one rounding at the end: half an epsilon.
+    # Computed in float32 whatever the inputs. In half precision that leaves one rounding at the
+    # end: half an epsilon.
     exact_dtype = dtype == torch.float32
     for name, value, right in zip(("core_k", "core_v", "grad_q", "grad_k", "grad_v"), exact, truth):
         is_grad = name.startswith("grad")
@@ -212,7 +217,8 @@ def test_pooling_alone(device, dtype, core_heads, backend):
 
 
 def test_float64_gradients_by_finite_differences(device):
-    """Against no formula at all: every gradient of a small case, the log-sum-exp and the bias included."""
+    """Against no formula at all: every gradient of a small case, the log-sum-exp and the bias
+    included."""
     x = make_inputs(11, dtype=torch.float64, device=device, head_dim=4, num_heads=2, num_kv_heads=1)
     bias = torch.tensor([0.3, -0.7], dtype=torch.float64, device=device)
     rotary = Rotary(torch.tensor([1.0, 0.2], device=device))
@@ -233,7 +239,8 @@ def test_float64_gradients_by_finite_differences(device):
     "queries, keys, is_causal", [(300, 1100, False), (1100, 1100, True), (90, 40, False)]
 )
 def test_parts_of_a_softmax(device, dtype, head_dim, queries, keys, is_causal):
-    """Every fused kernel that a part may take, and its gradients from the whole's log-sum-exp, against float64."""
+    """Every fused kernel that a part may take, and its gradients from the whole's log-sum-exp,
+    against float64."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape):

@@ -1,6 +1,8 @@
-"""The reference itself, against a second writing of the method: loops over tokens, and keys that were never rotated.
+"""The reference itself, against a second writing of the method: loops over tokens, and keys that
+were never rotated.
 
-Here keys are pooled before rotation and rotated once, at absolute positions: the group's middle for a core key.
+Here keys are pooled before rotation and rotated once, at absolute positions: the group's middle for
+a core key.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def oracle(
     softcap=None,
     core_bias=None,
 ):
-    """CCA of un-rotated q [H, L, D] and k, v [Hkv, L, D]: out, lse, core_k, core_v of each query head."""
+    """CCA of un-rotated q [H, L, D] and k, v [Hkv, L, D]: out, lse, core_k, core_v of each query
+    head."""
     heads, length, dim = q.shape
     repeats = heads // k.shape[0]
     cap = (lambda x: x) if softcap is None else (lambda x: softcap * math.tanh(x / softcap))

@@ -1,4 +1,5 @@
-"""Checkpoints with 8-bit and 4-bit weights, loaded through transformers, work under CCA as they are."""
+"""Checkpoints with 8-bit and 4-bit weights, loaded through transformers, work under CCA as they
+are."""
 
 import pytest
 import torch

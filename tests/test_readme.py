@@ -1,6 +1,7 @@
 """Every command and code block in the documents runs, and README's tables say what the records say.
 
-Commands that install are not run but compared with what they install from: pyproject.toml and .ci/run.
+Commands that install are not run but compared with what they install from: pyproject.toml and
+.ci/run.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def test_commands_run(line, reason, clone, monkeypatch, capfd):
     if line.startswith("make "):
         makefile = (ROOT / "Makefile").read_text()
         assert all(f"\n{target}:" in makefile for target in line.split()[1:])
-        return
+        return None
     *before, command = line.split(" | ")
     if before:
         given = subprocess.run(

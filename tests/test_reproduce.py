@@ -1,4 +1,5 @@
-"""The reproduction in seconds: every stage, its records, its report; resuming; what it measures on known answers."""
+"""The reproduction in seconds: every stage, its records, its report; resuming; what it measures on
+known answers."""
 
 from __future__ import annotations
 
@@ -221,7 +222,8 @@ def test_methods_have_one_cache_size():
         )
 
 
-# Data ----------------------------------------------------------------------------------------------------------------
+# Data
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +316,8 @@ def test_questions_come_with_passages(corpus, tmp_path):
         Corpus(tmp_path / "x", str(tmp_path)).encode("a")
 
 
-# Training ------------------------------------------------------------------------------------------------------------
+# Training
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_processes_share_a_folder_and_do_nothing_twice(tmp_path):
@@ -483,7 +486,8 @@ def test_the_compiled_head_is_the_plain_one():
 
 
 def test_muon_by_shape_is_torchs_muon():
-    """Over several steps with changing rates, tall, wide and square matrices, and one without a gradient."""
+    """Over several steps with changing rates, tall, wide and square matrices, and one without a
+    gradient."""
     shapes, models = ((8, 8), (8, 24), (24, 8), (8, 8), (24, 8), (5, 5)), []
     for kind in (torch.optim.Muon, Muon):
         generator = torch.Generator().manual_seed(0)
@@ -509,7 +513,8 @@ def test_muon_by_shape_is_torchs_muon():
     "name", ["full", "cca", "window", "streaming_llm", "learned", "query_heads", "raw_1", "duo_1"]
 )
 def test_captured_steps_are_the_uncaptured_ones(name):
-    """Several contexts one after the other, rates that change; to the rounding of gradients summed in any order."""
+    """Several contexts one after the other, rates that change; to the rounding of gradients summed
+    in any order."""
 
     def losses(captures):
         model = make_model(FULL, 1024, 0).cuda().train()
@@ -599,7 +604,8 @@ def test_learned_methods_learn_their_parameters(corpus, tmp_path):
         assert all(p.abs().max() > 0 for name, p in model.named_parameters() if ".cca." in name)
 
 
-# Measuring -----------------------------------------------------------------------------------------------------------
+# Measuring
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_measurements_know_right_from_wrong(corpus, monkeypatch):
@@ -647,7 +653,8 @@ def test_measurements_know_right_from_wrong(corpus, monkeypatch):
 
 
 def test_rows_are_not_padded_for_a_method_that_would_see_it(corpus, tmp_path, monkeypatch):
-    """MInference picks keys by the last queries: a row's answer must be what it is when the row is alone."""
+    """MInference picks keys by the last queries: a row's answer must be what it is when the row is
+    alone."""
     model, method, rows = make_model(TINY, 264, 0).eval(), methods(TINY)["minference_zero"], []
     with torch.no_grad(), attention(model, method.config):
         for p in model.parameters():
@@ -786,7 +793,8 @@ def test_targets_are_judged_by_text_that_chose_nothing_and_against_all_rivals():
         ["100.0 % against 80.0 %", "met"],
         ["100.0 % against 60.0 % (mean pooling)", "met"],
     ]
-    # a rule trained otherwise costs what its attention costs; what has more seeds is preferred, and compared by them
+    # a rule trained otherwise costs what its attention costs; what has more seeds is preferred, and
+    # compared by them
     size = dataclasses.replace(FULL, seeds=(0, 1), bases=(0, 0))
     for seed, ours, rival in ((0, 8.0, 8.5), (1, 9.0, 8.6)):
         for method, far in (("distilled", ours), ("window", rival)):

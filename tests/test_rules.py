@@ -1,4 +1,5 @@
-"""Learned core tokens, weights from the mean query, sizes by layer: the equations, the laws, models, checkpoints."""
+"""Learned core tokens, weights from the mean query, sizes by layer: the equations, the laws,
+models, checkpoints."""
 
 from __future__ import annotations
 
@@ -285,7 +286,8 @@ def test_pooling_alone_and_triton(device):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-# Models --------------------------------------------------------------------------------------------------------------
+# Models
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

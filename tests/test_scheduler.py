@@ -1,4 +1,5 @@
-"""Continuous batching: every request gets the tokens it gets alone, whatever runs beside it, and frees what it held."""
+"""Continuous batching: every request gets the tokens it gets alone, whatever runs beside it, and
+frees what it held."""
 
 import contextlib
 import gc
@@ -631,7 +632,8 @@ def test_a_g_for_each_layer_leaves_only_s_to_choose():
 
 
 def test_an_empty_pool_that_is_wanted_is_not_given_up_for_itself(model):
-    """With captured steps empty pools are kept until memory is short: then others go, and the wanted one stays."""
+    """With captured steps empty pools are kept until memory is short: then others go, and the
+    wanted one stays."""
     row = Scheduler(model).shape.row_bytes(CONFIG, 64)
     scheduler = Scheduler(
         model, cache_bytes=5 * row + row // 2, rows_per_pool=2, chunk_size=8, capture=False

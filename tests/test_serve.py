@@ -1,4 +1,5 @@
-"""The server as clients meet it: the official client, many at once, those that leave, every refusal, and SIGTERM."""
+"""The server as clients meet it: the official client, many at once, those that leave, every
+refusal, and SIGTERM."""
 
 import asyncio
 import json
@@ -247,12 +248,13 @@ def test_sigterm_under_load_loses_no_accepted_request(server):
     assert httpx.get(server.url + "/ready").status_code == 503
     for thread in threads:
         thread.join()
-    assert answers == {number: (60, "length") for number in range(8)}
+    assert answers == dict.fromkeys(range(8), (60, "length"))
     assert server.process.wait(20) == 0
     assert [line["event"] for line in server.lines()][-1] == "stopped"
 
 
-# In this process, on a tiny model ------------------------------------------------------------------------------------
+# In this process, on a tiny model
+# ------------------------------------------------------------------------------------
 
 
 class Asgi:
@@ -495,7 +497,8 @@ def test_a_body_that_grows_too_large_runs_nothing(tiny, monkeypatch):
 
 
 def test_a_client_that_leaves_a_body_that_is_too_large_is_seen_to_leave():
-    """Otherwise whoever waits for its leaving would be told of parts for ever, and nothing else would run."""
+    """Otherwise whoever waits for its leaving would be told of parts for ever, and nothing else
+    would run."""
     told = []
 
     async def receive():
@@ -673,7 +676,8 @@ def test_the_time_limit_and_errors_inside(folder, monkeypatch):
     served.worker.stop()
 
 
-# Text ----------------------------------------------------------------------------------------------------------------
+# Text
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_text_comes_in_whole_characters_and_stops_are_held_back(tiny):
@@ -701,7 +705,8 @@ def test_text_comes_in_whole_characters_and_stops_are_held_back(tiny):
 
 
 def test_spaces_between_words_are_kept():
-    """As in tokenizers of Llama 2, which write a word with the space before it and drop that of the first one."""
+    """As in tokenizers of Llama 2, which write a word with the space before it and drop that of the
+    first one."""
     words = ["<s>", "▁The", "▁sea", "▁was", "▁calm", "</s>", "▁then", "▁"]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>"))
     inner.decoder = decoders.Sequence(
@@ -748,7 +753,8 @@ def test_chats_without_a_template_are_lines(tiny, monkeypatch):
         chat_prompt(tokenizer, turns[1:])
 
 
-# Settings ------------------------------------------------------------------------------------------------------------
+# Settings
+# ------------------------------------------------------------------------------------------------------------
 
 
 def a_policy(load: Load) -> tuple[int, int]:

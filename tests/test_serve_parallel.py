@@ -1,4 +1,5 @@
-"""A server whose model is split over processes: the answers of one process, whatever comes at once; when one goes."""
+"""A server whose model is split over processes: the answers of one process, whatever comes at once;
+when one goes."""
 
 import json
 import os
@@ -137,8 +138,8 @@ def learned(model, tmp_path_factory):
 )
 @pytest.mark.parametrize("kind", ["model", "raw_head", "learned"])
 def test_two_processes_answer_as_one_does(kind, gpus, tmp_path, request):
-    """With little memory, so that pools come and go; requests at once, some of which leave, some that are ended by
-    their text; the first process ends well and so does the other."""
+    """With little memory, so that pools come and go; requests at once, some of which leave, some
+    that are ended by their text; the first process ends well and so does the other."""
     model, options, asked = request.getfixturevalue(kind), OPTIONS, ASKED
     if kind == "raw_head":  # its sizes are its own
         at = OPTIONS.index("--group-size")
@@ -195,8 +196,9 @@ def test_two_processes_answer_as_one_does(kind, gpus, tmp_path, request):
 def test_a_server_without_one_of_its_processes_ends_with_an_error(model, tmp_path):
     server = Served(tmp_path / "log", "--model", model, *OPTIONS, "--tensor-parallel", "2")
     try:
-        with open_client(server) as client:
-            with client.stream(
+        with (
+            open_client(server) as client,
+            client.stream(
                 "POST",
                 "/v1/completions",
                 json={
@@ -206,11 +208,12 @@ def test_a_server_without_one_of_its_processes_ends_with_an_error(model, tmp_pat
                     "ignore_eos": True,
                     "stream": True,
                 },
-            ) as answer:
-                lines = answer.iter_lines()
-                next(lines)
-                os.kill(others_of(server)[0], signal.SIGKILL)
-                assert any('"error"' in line for line in lines)
+            ) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(others_of(server)[0], signal.SIGKILL)
+            assert any('"error"' in line for line in lines)
         assert server.process.wait(60) == 1
     finally:
         server.kill()
@@ -266,7 +269,8 @@ def test_torchrun_starts_them_too(model, tmp_path):
 
 
 def test_a_row_is_as_large_as_in_the_process_that_has_most():
-    """One with the head that keeps every token, whichever it is: all decide alike, and find room."""
+    """One with the head that keeps every token, whichever it is: all decide alike, and find
+    room."""
     hf_config = types.SimpleNamespace(
         num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=2, head_dim=2
     )

@@ -1,4 +1,5 @@
-"""The first tokens kept raw (sink_size): the rule by definition, the laws, and the ways it must not change."""
+"""The first tokens kept raw (sink_size): the rule by definition, the laws, and the ways it must not
+change."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ OPTIONS = [
 
 
 def seen_by(position: int, g: int, s: int, n: int) -> tuple[list[int], list[int]]:
-    """Core tokens and raw tokens that a query sees, by definition: a group whose tokens are all older than the s
-    nearest ones is compressed, unless it is one of the first n / g."""
+    """Core tokens and raw tokens that a query sees, by definition: a group whose tokens are all
+    older than the s nearest ones is compressed, unless it is one of the first n / g."""
     groups = [c for c in range(position // g + 1) if (c + 1) * g - 1 <= position - s]
     cores = [c for c in groups if c >= n // g]
     return cores, [i for i in range(position + 1) if i // g not in cores]
@@ -156,7 +157,8 @@ def test_low_precision_keeps_the_budget_of_every_row(dtype):
 
 
 def test_full_attention_up_to_its_exact_length():
-    """Full attention as long as the tokens after the first n have it by themselves: L <= n + s + g - 1; bit for bit."""
+    """Full attention as long as the tokens after the first n have it by themselves: L <= n + s + g
+    - 1; bit for bit."""
     for g, s, n in ((4, 7, 8), (3, 1, 6), (5, 2, 10)):
         last = n + s + g - 1
         x = make_inputs(last + 1, dtype=torch.float32, device=torch.get_default_device())
@@ -350,7 +352,8 @@ def test_compiled_as_one_operator():
 
 @pytest.mark.parametrize("fixed", [None, 80])
 def test_a_cache_of_first_tokens_can_always_be_cropped_back_to(fixed):
-    """The first tokens never leave, so a prompt's beginning of at most n tokens needs no reading again."""
+    """The first tokens never leave, so a prompt's beginning of at most n tokens needs no reading
+    again."""
     config, x = (
         CCAConfig(4, 5, sink_size=12),
         make_inputs(70, batch_size=2, dtype=torch.float64, device=torch.get_default_device()),

@@ -1,4 +1,5 @@
-"""Models whose first tokens stay raw: every way of generating, the engine, checkpoints, and the command line."""
+"""Models whose first tokens stay raw: every way of generating, the engine, checkpoints, and the
+command line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Many requests of random lengths, g, s, batch sizes and settings through one engine: each answer is that of the rows
-alone, and memory returns to where it was. `pytest tests/test_soak.py --soak 1000 -n 0` sends more of them."""
+"""Many requests of random lengths, g, s, batch sizes and settings through one engine: each answer
+is that of the rows alone, and memory returns to where it was. `pytest tests/test_soak.py --soak
+1000 -n 0` sends more of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Streamed training data: every token of a pass once, shuffled, and read on from the exact sample."""
+"""Streamed training data: every token of a pass once, shuffled, and read on from the exact
+sample."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def encode(texts):
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory):
-    """Local files, and a folder that `load_dataset` takes as it takes a name on the hub: 40 documents."""
+    """Local files, and a folder that `load_dataset` takes as it takes a name on the hub: 40
+    documents."""
     folder, rows = (
         tmp_path_factory.mktemp("stream"),
         [{"text": f"<{i}>" + "abc" * (i % 9)} for i in range(40)],

@@ -1,4 +1,5 @@
-"""A model that transformers splits over processes computes the same under CCA: each has its heads and their cache."""
+"""A model that transformers splits over processes computes the same under CCA: each has its heads
+and their cache."""
 
 import os
 import socket

@@ -1,4 +1,5 @@
-"""Training runs: they learn, continue bit for bit, survive kills and full disks, and train what they say."""
+"""Training runs: they learn, continue bit for bit, survive kills and full disks, and train what
+they say."""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ from tiny_model import save_tiny_model
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 pytest.importorskip("datasets", reason="training reads its data with datasets")
 
-import datasets  # noqa: E402
-import transformers  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from train_runs import ROOT, STEPS, assert_equal, make_setting, stop_at, weights  # noqa: E402
+import datasets
+import transformers
+from safetensors.torch import load_file
+from train_runs import ROOT, STEPS, assert_equal, make_setting, stop_at, weights
 
-import corecontext  # noqa: E402
-from corecontext.cli import main  # noqa: E402
-from corecontext.integrations.transformers import handle_of  # noqa: E402
-from corecontext.text import UserError  # noqa: E402
-from corecontext.train import TrainConfig, arguments, card, folder, run, trainer  # noqa: E402
-from corecontext.train.checkpoint import checkpoints  # noqa: E402
-from corecontext.train.config import load_recipe  # noqa: E402
-from corecontext.train.run import train  # noqa: E402
+import corecontext
+from corecontext.cli import main
+from corecontext.integrations.transformers import handle_of
+from corecontext.text import UserError
+from corecontext.train import TrainConfig, arguments, card, folder, run, trainer
+from corecontext.train.checkpoint import checkpoints
+from corecontext.train.config import load_recipe
+from corecontext.train.run import train
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +229,8 @@ def test_a_full_disk_loses_nothing(setting, whole, tmp_path, monkeypatch, caplog
     save = transformers.Trainer._save_checkpoint
 
     def without_room(self, *args):
-        """The second save and the first two attempts of the last one may write no file of more than 10 kB."""
+        """The second save and the first two attempts of the last one may write no file of more than
+        10 kB."""
         attempts.append(self.state.global_step)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if len(attempts) in (2, 3, 4):
@@ -371,7 +373,7 @@ def test_a_loss_that_is_no_number_stops_with_its_rows(
         f"the {what} of step 3 must be finite, got nan" in message
         and "last checkpoint is checkpoint-2" in message
     )
-    assert "text" in message and "tokens 0 to" in message or "tokens" in message
+    assert ("text" in message and "tokens 0 to" in message) or "tokens" in message
     assert_equal(weights(config, "checkpoint-2"), weights(setting, "checkpoint-2"))
     monkeypatch.undo()
     assert train(config).resumed_from == 2  # and with the cause away it goes on
@@ -585,7 +587,8 @@ def test_fsdp_sums_gradients_split_and_in_float32(setting, monkeypatch):
 
 
 def test_processes_wait_for_the_one_that_tokenises_without_a_collective(monkeypatch):
-    """A process group gives up collectives after half an hour; a store waits for as long as it is told."""
+    """A process group gives up collectives after half an hour; a store waits for as long as it is
+    told."""
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(dist, "barrier", mock.Mock(side_effect=AssertionError))
@@ -610,7 +613,8 @@ def test_processes_wait_for_the_one_that_tokenises_without_a_collective(monkeypa
 
 
 def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, monkeypatch):
-    """Under FSDP the process that writes takes part in the gathering of all parts, whichever it could not write."""
+    """Under FSDP the process that writes takes part in the gathering of all parts, whichever it
+    could not write."""
     gathered = []
 
     def no_room(*args, **kwargs):

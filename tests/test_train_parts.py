@@ -16,9 +16,9 @@ from corecontext.cli import main
 from corecontext.config import LEARNED
 from corecontext.inference.fuse import MOST_PARTS, Fused
 from corecontext.text import UserError
+from corecontext.train import loss as loss_module
 from corecontext.train.checkpoint import checkpoints, keep_newest, latest, publish
 from corecontext.train.config import TrainConfig, field_help, load_recipe
-from corecontext.train import loss as loss_module
 from corecontext.train.loss import Taught, chunked_cross_entropy, compute_loss_in_chunks
 from corecontext.train.model import make_model, read_config
 from corecontext.train.teacher import Teacher, load_teacher
@@ -118,7 +118,8 @@ def test_a_teacher_gives_the_divergence_and_its_gradient(softcap, teachers):
 
 @pytest.mark.parametrize("share", [None, 0.5])
 def test_logits_of_one_chunk_exist_at_a_time(share, monkeypatch):
-    """The student's and, where there is one, the teacher's; those of a large vocabulary are what memory is short of."""
+    """The student's and, where there is one, the teacher's; those of a large vocabulary are what
+    memory is short of."""
     hidden, weight = torch.randn(40, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
     taught = share and Taught(torch.randn(40, 8), torch.randn(50, 8), share)
     real, alive, most = loss_module._logits, [], []
@@ -179,7 +180,8 @@ def test_a_teacher_is_the_model_under_full_attention_with_documents_apart(family
 
 
 def test_a_fused_teacher_says_the_same_in_as_many_ways_as_its_norms_need():
-    """Gemma has norms of layers and of heads, and the student's learn: torch stops at eight kinds of a function."""
+    """Gemma has norms of layers and of heads, and the student's learn: torch stops at eight kinds
+    of a function."""
     model, ids, positions = tiny_model("gemma3"), tokens(2, 40), torch.arange(40).expand(2, 40)
     plain, fused = Teacher(model, 0.5), Teacher(model, 0.5, "compile")
     torch._dynamo.reset()

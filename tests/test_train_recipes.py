@@ -1,4 +1,5 @@
-"""What a run begins with: heads found on its text, a teacher, what the checkpoint says, and the default of it all."""
+"""What a run begins with: heads found on its text, a teacher, what the checkpoint says, and the
+default of it all."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ from tiny_model import save_tiny_model
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 pytest.importorskip("datasets", reason="training reads its data with datasets")
 
-import transformers  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from train_runs import assert_equal, make_setting, stop_at, weights  # noqa: E402
+import transformers
+from safetensors.torch import load_file
+from train_runs import assert_equal, make_setting, stop_at, weights
 
-import corecontext  # noqa: E402
-from corecontext.cli import main  # noqa: E402
-from corecontext.integrations.transformers import handle_of  # noqa: E402
-from corecontext.text import UserError  # noqa: E402
-from corecontext.train import TrainConfig, heads  # noqa: E402
-from corecontext.train.run import train  # noqa: E402
+import corecontext
+from corecontext.cli import main
+from corecontext.integrations.transformers import handle_of
+from corecontext.text import UserError
+from corecontext.train import TrainConfig, heads
+from corecontext.train.run import train
 
 
 @pytest.fixture(scope="module")

@@ -200,7 +200,8 @@ def test_left_padded_batch_equals_single_rows(model, options):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_one_token_chunks_inside_padding(family, static):
-    """Each chunk brings its mask, and a row of nothing but padding so far takes none of it for a token."""
+    """Each chunk brings its mask, and a row of nothing but padding so far takes none of it for a
+    token."""
     model, row = tiny_model(family), tokens(1, 12)
     ids, mask = tokens(2, 37), torch.ones(2, 37, dtype=torch.long)
     ids[0, 25:], mask[0, :25] = row, 0
@@ -552,7 +553,8 @@ def test_no_square_mask_is_built(model, monkeypatch):
     assert [None if m is None else tuple(m.shape) for m in seen] == [(2, 30)] * 2 + [None] * 2
 
 
-# Refusals ------------------------------------------------------------------------------------------------------------
+# Refusals
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_refuses_untested_architecture():

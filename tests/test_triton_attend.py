@@ -1,4 +1,5 @@
-"""The Triton attention kernels against the reference: on the GPU where there is one, else in Triton's interpreter."""
+"""The Triton attention kernels against the reference: on the GPU where there is one, else in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ import torch
 
 pytest.importorskip("triton", reason="the triton backend needs triton")
 
-from corecontext import CCAConfig, Rotary, cca_attention  # noqa: E402
-from corecontext.cache import CompactLayer  # noqa: E402
-from corecontext.ops import reference  # noqa: E402
-from corecontext.ops.triton import attend as kernels  # noqa: E402
+from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.cache import CompactLayer
+from corecontext.ops import reference
+from corecontext.ops.triton import attend as kernels
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -43,7 +44,8 @@ if GPU:
 
 
 def tensors(n, r, t, d, g, s, hc, dtype, q_start=0):
-    """q, k, v, core_k, core_v as a cache would pass them: raw keys from the first one that any query sees."""
+    """q, k, v, core_k, core_v as a cache would pass them: raw keys from the first one that any
+    query sees."""
     generator = torch.Generator(DEVICE).manual_seed(t + d)
     total, k_start = q_start + t, max(0, (q_start + 1 - s) // g) * g
     shapes = (

@@ -1,4 +1,5 @@
-"""Every Triton kernel is compiled for every chip that it is meant for, without having one, and fits its memory."""
+"""Every Triton kernel is compiled for every chip that it is meant for, without having one, and fits
+its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The decoding step in Triton against the reference: on the GPU where there is one, else in Triton's interpreter."""
+"""The decoding step in Triton against the reference: on the GPU where there is one, else in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ import torch._dynamo.testing
 
 pytest.importorskip("triton", reason="the triton backend needs triton")
 
-from corecontext import CCAConfig, Rotary, cca_attention  # noqa: E402
-from corecontext.cache import CompactLayer  # noqa: E402
-from corecontext.ops.triton.decode import decode_step  # noqa: E402
-from corecontext.ops.triton.tiles import chip_of, decode_splits, decode_tiles  # noqa: E402
-from corecontext.visibility import num_visible_cores  # noqa: E402
+from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.cache import CompactLayer
+from corecontext.ops.triton.decode import decode_step
+from corecontext.ops.triton.tiles import chip_of, decode_splits, decode_tiles
+from corecontext.visibility import num_visible_cores
 
 pytestmark = pytest.mark.usefixtures("default_device")
 GPU = torch.cuda.is_available()
@@ -58,7 +59,8 @@ def reference(config, rotary, qkv, mask=None, softcap=None):
 
 
 def decoded(layer, qkv, prefill, mask=None, before=None, **options):
-    """Outputs of a prefill and of single tokens after it; `before` is called with each step's slot."""
+    """Outputs of a prefill and of single tokens after it; `before` is called with each step's
+    slot."""
     part = None if mask is None else mask[:, :prefill]
     outs = [layer.attend(*(x[:, :, :prefill] for x in qkv), attention_mask=part, **options)]
     assert layer._step is decode_step

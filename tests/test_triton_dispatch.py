@@ -1,7 +1,9 @@
-"""Triton's `attend` and `gradients` as the operator calls them: kernels that run everywhere, and those for Hopper.
+"""Triton's `attend` and `gradients` as the operator calls them: kernels that run everywhere, and
+those for Hopper.
 
-On a GPU of compute capability 9.0 both take the same calls; elsewhere the surface has only the first kind. Without a
-GPU one small case runs in Triton's interpreter, so that the test itself is tested.
+On a GPU of compute capability 9.0 both take the same calls; elsewhere the surface has only the
+first kind. Without a GPU one small case runs in Triton's interpreter, so that the test itself is
+tested.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ import ast
 import contextlib
 import functools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Callable
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +31,7 @@ from corecontext.testing import (
     assert_accurate,
     assert_within_budget,
     make_inputs,
-    plain_cca,  # noqa: E402
+    plain_cca,
     results_and_gradients,
     row_errors,
 )
@@ -126,7 +129,8 @@ def one_row(x: Tensor, like: Tensor) -> Tensor:
 
 
 class _Direct(torch.autograd.Function):
-    """A surface's `pool`, `attend` and `gradients` on whole sequences, called with tensors laid out by `place`."""
+    """A surface's `pool`, `attend` and `gradients` on whole sequences, called with tensors laid out
+    by `place`."""
 
     @staticmethod
     def forward(ctx, q, k, v, core_bias, surface, place, sizes, options):
@@ -309,7 +313,8 @@ def test_the_same_bits_from_run_to_run(case, dtype, way):
     else [(2, 40, 7, 10, "query")],
 )
 def test_chunks_of_queries(r, dim, g, s, core_heads, q_start, count, dtype, way):
-    """A chunk's rows hold the budget of the same rows of the whole; keys before the window are not handed over."""
+    """A chunk's rows hold the budget of the same rows of the whole; keys before the window are not
+    handed over."""
     inputs = make_inputs(
         300 if GPU else 45,
         batch_size=2,
@@ -378,7 +383,8 @@ def test_chunks_of_queries(r, dim, g, s, core_heads, q_start, count, dtype, way)
 @DTYPE
 @pytest.mark.parametrize("how", ["packed", "padded"])
 def test_gradients_of_a_part_of_a_row_are_those_of_the_part_alone(how, dtype):
-    """Documents in a row, and rows with padding, are slices of the batch: of its log-sum-exp, too."""
+    """Documents in a row, and rows with padding, are slices of the batch: of its log-sum-exp,
+    too."""
     length, edges = (500, (0, 130, 131, 420, 500)) if GPU else (60, (0, 25, 26, 60))
     dim, g, s = (64, 16, 33) if GPU else (40, 4, 9)
     inputs = make_inputs(
@@ -422,8 +428,8 @@ def test_gradients_of_a_part_of_a_row_are_those_of_the_part_alone(how, dtype):
 @pytest.mark.skipif(backend.hopper_backward is None, reason="this Triton has no Gluon")
 @DTYPE
 def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch):
-    """The kernels for Hopper run nowhere else, but what comes before them does; and what they are given lies as they
-    take it to lie: whatever comes without its strides, element by element."""
+    """The kernels for Hopper run nowhere else, but what comes before them does; and what they are
+    given lies as they take it to lie: whatever comes without its strides, element by element."""
     from corecontext.ops.triton import hopper, hopper_backward
 
     taken, launched, dim, length = [], [], 40, 45

@@ -1,6 +1,8 @@
-"""The fused pooling kernels against the plain torch pooling and the specification in float64, gradients included.
+"""The fused pooling kernels against the plain torch pooling and the specification in float64,
+gradients included.
 
-On a CPU the kernels run in Triton's interpreter, in float32; on a GPU compiled, in bfloat16 and float16 too.
+On a CPU the kernels run in Triton's interpreter, in float32; on a GPU compiled, in bfloat16 and
+float16 too.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from corecontext.ops import pooling as plain  # noqa: E402
-from corecontext.ops import reference  # noqa: E402
-from corecontext.ops.rotary import Rotary  # noqa: E402
-from corecontext.ops.triton import pool as fused  # noqa: E402
+from corecontext.ops import pooling as plain
+from corecontext.ops import reference
+from corecontext.ops.rotary import Rotary
+from corecontext.ops.triton import pool as fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
@@ -59,7 +61,8 @@ def inputs(
     kv_heads: int = 2,
     seed: int = 0,
 ) -> list[torch.Tensor]:
-    """q_last, k and v as views of the projections of a model, [1, T, H, D], with a token left over at the end."""
+    """q_last, k and v as views of the projections of a model, [1, T, H, D], with a token left over
+    at the end."""
     make = torch.Generator().manual_seed(seed)
     length = groups * group_size + 1
     q = (
@@ -96,7 +99,8 @@ def run(module, names, q_last, k, v, grads, **options):
 
 
 def check(got, same, exact, dtype):
-    """Each row's error is at most twice that of plain torch, plus a few roundings of the largest element around."""
+    """Each row's error is at most twice that of plain torch, plus a few roundings of the largest
+    element around."""
     for name, a, b, c in zip(("core_k", "core_v", "grad_q", "grad_k", "grad_v"), got, same, exact):
         if b is None:
             assert a is None, name

@@ -1,4 +1,5 @@
-"""The integer rules against definitions written independently, for every small length, group and window."""
+"""The integer rules against definitions written independently, for every small length, group and
+window."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ import torch
 
 from corecontext import visibility as vis
 
-GROUPS, WINDOWS, LENGTHS = range(1, 8), range(1, 12), range(0, 41)
+GROUPS, WINDOWS, LENGTHS = range(1, 8), range(1, 12), range(41)
 SIZES = list(product(GROUPS, WINDOWS))
 
 
 def seen_by(position: int, group_size: int, window_size: int) -> tuple[list[int], list[int]]:
-    """Core tokens and raw tokens that a query sees, by definition: a group is compressed as soon as none of its tokens
-    is among the window_size nearest ones, and everything not compressed is seen as itself."""
+    """Core tokens and raw tokens that a query sees, by definition: a group is compressed as soon as
+    none of its tokens is among the window_size nearest ones, and everything not compressed is seen
+    as itself."""
     nearest = set(range(position - window_size + 1, position + 1))
     cores = []
     for group in range(position // group_size + 1):
@@ -103,7 +105,8 @@ def test_constant_number_of_groups(window_size, num_groups):
         size = vis.group_size_for(seq_len, window_size, num_groups)
         seen = vis.num_visible_cores(seq_len - 1, size, window_size)
         assert size >= 1 and seen <= num_groups
-        # The smallest such size: with groups one token smaller they would no longer be enough for the distant tokens.
+        # The smallest such size: with groups one token smaller they would no longer be enough for
+        # the distant tokens.
         assert size == 1 or (size - 1) * num_groups < seq_len - window_size <= size * num_groups
 
 

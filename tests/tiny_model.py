@@ -1,4 +1,5 @@
-"""A tiny random byte-level Llama, saved as a Hugging Face folder: stands in for a real model in tests of programs."""
+"""A tiny random byte-level Llama, saved as a Hugging Face folder: stands in for a real model in
+tests of programs."""
 
 from __future__ import annotations
 

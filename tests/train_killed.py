@@ -1,7 +1,9 @@
-"""A training run that is killed twice, in different places, each time to be continued: python train_killed.py CONFIG.
+"""A training run that is killed twice, in different places, each time to be continued: python
+train_killed.py CONFIG.
 
-First when half of the optimizer's file is written in the second save, then when an old checkpoint is being deleted.
-What a user would see after each, the names of the complete checkpoints, is printed.
+First when half of the optimizer's file is written in the second save, then when an old checkpoint
+is being deleted. What a user would see after each, the names of the complete checkpoints, is
+printed.
 """
 
 from __future__ import annotations

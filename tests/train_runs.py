@@ -1,4 +1,5 @@
-"""What the tests of training runs share: a small run, its weights, and how it is stopped and compared."""
+"""What the tests of training runs share: a small run, its weights, and how it is stopped and
+compared."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ STEPS, EVERY = 6, 2
 
 
 def make_setting(folder: Path) -> TrainConfig:
-    """A tiny model, text in several documents, and a run on them in float32; all lie in the folder."""
+    """A tiny model, text in several documents, and a run on them in float32; all lie in the
+    folder."""
     text = (ROOT / "LICENSE").read_text()
     for i in range(3):
         (folder / f"text{i}.txt").write_text(text[1500 * i : 1500 * (i + 1)])

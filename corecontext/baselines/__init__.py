@@ -15,11 +15,11 @@ from corecontext.baselines.plugin import enable, enabled, rival_of
 from corecontext.baselines.search import read_patterns, search_patterns, write_patterns
 
 __all__ = [
+    "NAMES",
     "DuoAttention",
     "LMInfinite",
     "LongLoRA",
     "MInference",
-    "NAMES",
     "Pattern",
     "StreamingLLM",
     "WindowOnly",

@@ -1,4 +1,5 @@
-"""Attention in blocks of query rows: masks and scores exist for one block at a time, so memory is linear."""
+"""Attention in blocks of query rows: masks and scores exist for one block at a time, so memory is
+linear."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def expand_heads(x: Tensor, heads: int) -> Tensor:
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Softmax attention under a mask [T, S] or [1 or B, 1 or H, T, S] (True where seen); memory for a gradient does
-    not grow with T x S."""
+    """Softmax attention under a mask [T, S] or [1 or B, 1 or H, T, S] (True where seen); memory for
+    a gradient does not grow with T x S."""
     repeats = q.shape[1] // k.shape[1]
     if (
         softcap is None and mask is not None and repeats > 1
@@ -97,7 +98,8 @@ def _in_blocks(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Attention block by block; `keys_of(a, b)` gives keys, values and mask of query rows a .. b - 1."""
+    """Attention block by block; `keys_of(a, b)` gives keys, values and mask of query rows a .. b -
+    1."""
     parts = []
     for start in range(0, q.shape[2], ROWS):
         end = min(start + ROWS, q.shape[2])
@@ -121,16 +123,18 @@ def sink_attention(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Each query sees its nearest `window_size` tokens, and of the first n tokens those that have left the window.
+    """Each query sees its nearest `window_size` tokens, and of the first n tokens those that have
+    left the window.
 
-    Where such a sink stands is the method's choice: "none" leaves keys as they are; "cache" counts positions inside a
-    cache of n + window_size tokens, so that the query stands at most at n + window_size - 1 and sink i at i; "ceiling"
-    puts every sink `window_size` before the query.
+    Where such a sink stands is the method's choice: "none" leaves keys as they are; "cache" counts
+    positions inside a cache of n + window_size tokens, so that the query stands at most at n +
+    window_size - 1 and sink i at i; "ceiling" puts every sink `window_size` before the query.
 
     Args:
         q: Queries of slots first .. first + T - 1, [B, H, T, D], rotary applied.
         k, v: Tokens of the last S slots, the queries' own among them, [B, Hkv, S, D].
-        sink_k, sink_v: Each row's first tokens, [B, Hkv, n, D]; those that no query sees may hold anything.
+        sink_k, sink_v: Each row's first tokens, [B, Hkv, n, D]; those that no query sees may hold
+            anything.
         pads: [B], padded slots before each row; positions count from there. None means no padding.
         rotary: How keys were rotated; needed unless far_position is "none".
 
@@ -185,10 +189,11 @@ def sink_attention(
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, window_size: int, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Each query of a whole sequence sees its nearest `window_size` tokens: [B, H, L, D] on [B, Hkv, L, D].
+    """Each query of a whole sequence sees its nearest `window_size` tokens: [B, H, L, D] on [B,
+    Hkv, L, D].
 
-    Queries go in blocks as long as the window, each with its own block of keys and the one before: of what is computed,
-    half is seen.
+    Queries go in blocks as long as the window, each with its own block of keys and the one before:
+    of what is computed, half is seen.
     """
     length = q.shape[2]
     if window_size >= length:
@@ -238,7 +243,8 @@ def _turn(x: Tensor, offsets: Tensor, rotary: Rotary | None) -> Tensor:
 def shifted_attention(
     q: Tensor, k: Tensor, v: Tensor, group_size: int, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Causal attention inside groups of tokens; in the second half of the heads groups begin half a group earlier."""
+    """Causal attention inside groups of tokens; in the second half of the heads groups begin half a
+    group earlier."""
     heads, half = q.shape[1] // 2, group_size // 2
     k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
     plain = _grouped(q[:, :heads], k[:, :heads], v[:, :heads], group_size, scale, softcap)
@@ -255,7 +261,8 @@ def shifted_attention(
 def _grouped(
     q: Tensor, k: Tensor, v: Tensor, group_size: int, scale: float, softcap: float | None
 ) -> Tensor:
-    """Causal attention inside groups counted from the first token; the last group may be shorter."""
+    """Causal attention inside groups counted from the first token; the last group may be
+    shorter."""
     batch, heads, length, _ = q.shape
     rest = -length % group_size  # zeros at the end are later than every token
     q, k, v = (

@@ -22,8 +22,8 @@ def left_padding(attention_mask: Tensor) -> Tensor:
 class SinkLayer(CacheLayerMixin):
     """`sinks` first tokens and `window_size` last tokens, with rotary applied.
 
-    `update` hands new tokens through; the attention function, which knows the padding, appends them. What has left the
-    window is gone, so drafts cannot be taken back (no assisted decoding).
+    `update` hands new tokens through; the attention function, which knows the padding, appends
+    them. What has left the window is gone, so drafts cannot be taken back (no assisted decoding).
     """
 
     is_croppable = False
@@ -64,7 +64,8 @@ class SinkLayer(CacheLayerMixin):
         scale: float,
         softcap: float | None = None,
     ) -> Tensor:
-        """Append the tokens k, v [B, Hkv, T, D] and let their queries q [B, H, T, D] attend: [B, H, T, D]."""
+        """Append the tokens k, v [B, Hkv, T, D] and let their queries q [B, H, T, D] attend: [B, H,
+        T, D]."""
         if self.closed:
             raise ValueError(
                 "a cache that saw documents packed in one row cannot be continued. Start a new cache."

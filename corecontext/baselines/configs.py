@@ -1,8 +1,9 @@
-"""What each rival sees: frozen, validated descriptions, and the names the command line has for them.
+"""What each rival sees: frozen, validated descriptions, and the names the command line has for
+them.
 
-Sizes of the papers: StreamingLLM 4 sinks (arXiv 2309.17453), LM-Infinite 16 global and 1024 local tokens as the CCA
-paper sets it (arXiv 2308.16137), MInference patterns such as (1000, 6096) with blocks of 64 (arXiv 2407.02490),
-LongLoRA groups of a quarter of the length (arXiv 2309.12307).
+Sizes of the papers: StreamingLLM 4 sinks (arXiv 2309.17453), LM-Infinite 16 global and 1024 local
+tokens as the CCA paper sets it (arXiv 2308.16137), MInference patterns such as (1000, 6096) with
+blocks of 64 (arXiv 2407.02490), LongLoRA groups of a quarter of the length (arXiv 2309.12307).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ KINDS = ("a_shape", "vertical_slash", "block_sparse")
 
 @dataclass(frozen=True)
 class _Sinks:
-    """A query sees its nearest `window_size` tokens, itself included, and the first `sinks` tokens."""
+    """A query sees its nearest `window_size` tokens, itself included, and the first `sinks`
+    tokens."""
 
     name: ClassVar[str]
     far_position: ClassVar[str]
@@ -48,7 +50,8 @@ class StreamingLLM(_Sinks):
 
 @dataclass(frozen=True)
 class LMInfinite(_Sinks):
-    """A Lambda-shaped mask; sinks beyond the window all stand at its far end, the distance ceiling."""
+    """A Lambda-shaped mask; sinks beyond the window all stand at its far end, the distance
+    ceiling."""
 
     name: ClassVar[str] = "lm_infinite"
     far_position: ClassVar[str] = "ceiling"
@@ -75,7 +78,8 @@ class WindowOnly(_Sinks):
 
 @dataclass(frozen=True)
 class DuoAttention:
-    """Some KV heads see everything, the others sinks and window (arXiv 2410.10819); which ones is given.
+    """Some KV heads see everything, the others sinks and window (arXiv 2410.10819); which ones is
+    given.
 
     That paper finds the heads by training gates; `corecontext layers --heads` finds them by trial.
     """
@@ -133,7 +137,8 @@ class Pattern:
 
 @dataclass(frozen=True)
 class MInference:
-    """Sparse reading of the prompt, a pattern for each head; steps after it, and the cache, are full attention's."""
+    """Sparse reading of the prompt, a pattern for each head; steps after it, and the cache, are
+    full attention's."""
 
     name: ClassVar[str] = "minference"
     patterns: tuple[tuple[Pattern, ...], ...] | None = None
@@ -172,7 +177,8 @@ class MInference:
 
 @dataclass(frozen=True)
 class LongLoRA:
-    """Training in groups, shifted by half a group in half of the heads; outside of training it is full attention.
+    """Training in groups, shifted by half a group in half of the heads; outside of training it is
+    full attention.
 
     The half groups at the two ends stay apart, so that no token sees a later one.
     """
@@ -200,7 +206,8 @@ def make_rival(
     window_size: int | None = None,
     sinks: int | None = None,
 ) -> Rival:
-    """The rival of this name; sizes that it does not have are errors, sizes that are None are its own defaults.
+    """The rival of this name; sizes that it does not have are errors, sizes that are None are its
+    own defaults.
 
     "mean" and "max" are our own operators with another pooling.
     """

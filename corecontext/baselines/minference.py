@@ -1,11 +1,13 @@
-"""Sparse reading of a prompt: each head computes only the keys that its pattern picks (MInference, arXiv 2407.02490).
+"""Sparse reading of a prompt: each head computes only the keys that its pattern picks (MInference,
+arXiv 2407.02490).
 
 A query at t sees a key at j <= t if
 
 - a_shape: j is one of the first tokens, or t - j is inside the window;
-- vertical_slash: j is one of the picked columns, or block(t) - block(j) is one of the picked diagonals; both are those
-  with most attention of the prompt's last queries;
-- block_sparse: block(j) is one of the key blocks with the largest products of mean query and mean key, for block(t).
+- vertical_slash: j is one of the picked columns, or block(t) - block(j) is one of the picked
+  diagonals; both are those with most attention of the prompt's last queries;
+- block_sparse: block(j) is one of the key blocks with the largest products of mean query and mean
+  key, for block(t).
 
 Blocks are counted from the first token of the row. Work is done one block of queries at a time.
 """
@@ -37,7 +39,8 @@ def sparse_attention(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """The last T of S tokens, q [B, H, T, D] on k, v [B, Hkv, S, D], one pattern for each of H heads: [B, H, T, D]."""
+    """The last T of S tokens, q [B, H, T, D] on k, v [B, Hkv, S, D], one pattern for each of H
+    heads: [B, H, T, D]."""
     k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
     out = torch.empty_like(q)
     for pattern in dict.fromkeys(patterns):
@@ -107,7 +110,8 @@ def _by_blocks(
 def pick_vertical_slash(
     q: Tensor, k: Tensor, pattern: Pattern, block_size: int, probe: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Columns [B, h, C] and diagonals (distances in blocks) [B, h, N] with most attention of the last queries."""
+    """Columns [B, h, C] and diagonals (distances in blocks) [B, h, N] with most attention of the
+    last queries."""
     seen = k.shape[2]
     rows = torch.arange(max(seen - q.shape[2], seen - probe), seen, device=q.device)
     keys = torch.arange(seen, device=q.device)

@@ -1,4 +1,5 @@
-"""Rivals inside a Hugging Face model, through the same interface of transformers as our own attention."""
+"""Rivals inside a Hugging Face model, through the same interface of transformers as our own
+attention."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Handle:
         self.indexes = {module.layer_idx: index for index, module in enumerate(full)}
         self.kv_heads = full[0].config.num_key_value_heads
         self.observer: Observer | None = None
-        """Called with each layer's queries, keys and values; then attention is full (the search for patterns)."""
+        """Called with each layer's queries, keys and values; then attention is full (the search for
+        patterns)."""
         rotary = None
         if self.has_own_cache and config.far_position != "none":
             rotary = find_rotary(model, full[0], full[0].layer_idx)
@@ -84,19 +86,22 @@ class Handle:
 
 
 def enable(model: nn.Module, config: Rival) -> Any:
-    """Replace the causal self-attention of one Hugging Face model by a rival's; sliding-window layers stay.
+    """Replace the causal self-attention of one Hugging Face model by a rival's; sliding-window
+    layers stay.
 
     Args:
         model: A causal language model of an architecture tested with CCA, or a wrapper around one.
-        config: StreamingLLM, LMInfinite, WindowOnly, DuoAttention, MInference or LongLoRA; or a CCAConfig (other
-            poolings), for which this is `corecontext.enable`.
+        config: StreamingLLM, LMInfinite, WindowOnly, DuoAttention, MInference or LongLoRA; or a
+            CCAConfig (other poolings), for which this is `corecontext.enable`.
 
     Returns:
         A handle with `disable()`.
 
     Raises:
-        NotImplementedError: the architecture is not tested, or its rotary embedding changes with length.
-        ValueError: the model's attention is already replaced, or patterns do not fit its layers and heads.
+        NotImplementedError: the architecture is not tested, or its rotary embedding changes with
+            length.
+        ValueError: the model's attention is already replaced, or patterns do not fit its layers and
+            heads.
     """
     inner = ours._inner_model(model)
     if rival_of(inner) is not None or ours.handle_of(inner) is not None:
@@ -135,7 +140,8 @@ def rival_of(model: nn.Module) -> Handle | None:
 
 
 class _LayerHook:
-    """Hands to one attention module's attention function its rival, its cache layer and the rotation."""
+    """Hands to one attention module's attention function its rival, its cache layer and the
+    rotation."""
 
     def __init__(self, handle: Handle, rotary: Rotary | None, keep: bool) -> None:
         self.handle, self.rotary, self.keep, self.layer = handle, rotary, keep, None
@@ -160,7 +166,8 @@ class _LayerHook:
 
 
 def _layer(cache: Cache, index: int, handle: Handle) -> Any:
-    """This layer's cache; the place of an empty growing layer is taken where the rival has a cache of its own."""
+    """This layer's cache; the place of an empty growing layer is taken where the rival has a cache
+    of its own."""
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
@@ -350,7 +357,8 @@ def _one(
 
 
 def _registered(previous: str) -> str:
-    """The name under which rivals are registered for models whose sliding layers keep the attention `previous`."""
+    """The name under which rivals are registered for models whose sliding layers keep the attention
+    `previous`."""
     name = f"{NAME}_{previous}"
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, functools.partial(ours._mask, previous))

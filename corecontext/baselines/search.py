@@ -1,4 +1,5 @@
-"""Find each head's pattern for MInference: the one whose output on a sample text is nearest to full attention's."""
+"""Find each head's pattern for MInference: the one whose output on a sample text is nearest to full
+attention's."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def search_patterns(
     block_size: int = 64,
     probe: int = 64,
 ) -> tuple[tuple[Pattern, ...], ...]:
-    """The best of the candidates for each layer and query head, by relative error of the head's output.
+    """The best of the candidates for each layer and query head, by relative error of the head's
+    output.
 
     Each layer is judged on the inputs that full attention gives it.
 
@@ -48,7 +50,8 @@ def search_patterns(
         input_ids: [1, L], a text as long as those to come, at least `block_size` tokens.
 
     Returns:
-        By layer and head, for `MInference`; layers that keep a sliding window get the first candidate, unused.
+        By layer and head, for `MInference`; layers that keep a sliding window get the first
+        candidate, unused.
     """
     if input_ids.shape[1] < block_size:
         raise ValueError(

@@ -21,7 +21,8 @@ def check_correct(
     longest: int,
     decoding: bool = False,
 ) -> dict[str, str]:
-    """Raise unless what is to be timed is right: query by query as close to float64 as plain attention is.
+    """Raise unless what is to be timed is right: query by query as close to float64 as plain
+    attention is.
 
     Args:
         sizes: query_heads, kv_heads, head_dim, batch, dtype and device.

@@ -1,7 +1,7 @@
 """Operations, bytes and the floor: the only owner of cost formulas (docs/math.md, cost).
 
-An operation is one multiplication or addition, so a matrix product of m x k by k x n has 2 m k n. Full attention is
-CCA with group_size=1, so every function here serves both.
+An operation is one multiplication or addition, so a matrix product of m x k by k x n has 2 m k n.
+Full attention is CCA with group_size=1, so every function here serves both.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ def attention_flops(
     batch: int = 1,
     backward: bool = False,
 ) -> int:
-    """Operations of causal attention's matrix products: 4 D H sum_t (j(t) + t + 1 - j(t) g), and 2.5 times that back.
+    """Operations of causal attention's matrix products: 4 D H sum_t (j(t) + t + 1 - j(t) g), and
+    2.5 times that back.
 
     Args:
         seq_len, query_heads, head_dim, batch: Sizes of the queries.
         group_size: Tokens per core token; 1 is full attention.
         window_size: Nearest tokens seen uncompressed.
         sinks: First tokens kept raw, a multiple of group_size (`visibility.num_sinks`).
-        backward: Count the backward pass instead; it computes the scores again, as every linear-memory kernel does.
+        backward: Count the backward pass instead; it computes the scores again, as every
+            linear-memory kernel does.
     """
     products = BACKWARD_PRODUCTS if backward else FORWARD_PRODUCTS
     return (
@@ -64,7 +66,8 @@ def pooling_flops(
     batch: int = 1,
     backward: bool = False,
 ) -> int:
-    """Operations of making the core tokens: each group's last query against its keys, two weighted sums; 2x back."""
+    """Operations of making the core tokens: each group's last query against its keys, two weighted
+    sums; 2x back."""
     tokens = num_complete_groups(seq_len - sinks, group_size) * group_size if group_size > 1 else 0
     return (2 if backward else 1) * batch * tokens * head_dim * (2 * query_heads + 4 * kv_heads)
 
@@ -104,7 +107,8 @@ def operator_flops(
 
 
 def pass_flops(pass_name: str, *sizes: int, **options: int) -> int:
-    """Operations of "forward", "backward" or "forward_backward"; the arguments of `operator_flops`."""
+    """Operations of "forward", "backward" or "forward_backward"; the arguments of
+    `operator_flops`."""
     return sum(
         operator_flops(*sizes, **options, backward=back)
         for back, name in ((False, "forward"), (True, "backward"))
@@ -122,7 +126,8 @@ def operator_bytes(
     batch: int = 1,
     backward: bool = False,
 ) -> int:
-    """Bytes that must move at least: q, k, v read and out written once; back also dout, dq, dk and dv."""
+    """Bytes that must move at least: q, k, v read and out written once; back also dout, dq, dk and
+    dv."""
     forward = batch * seq_len * head_dim * itemsize * (2 * query_heads + 2 * kv_heads)
     return 2 * forward if backward else forward
 
@@ -138,7 +143,8 @@ def decode_bytes(
     sinks: int = 0,
     batch: int = 1,
 ) -> int:
-    """Bytes of the keys and values that the query at `position` sees: what a decoding step of one layer reads."""
+    """Bytes of the keys and values that the query at `position` sees: what a decoding step of one
+    layer reads."""
     entries = (
         num_far_entries(num_visible_cores(position, group_size, window_size), group_size, sinks)
         + position
@@ -151,7 +157,8 @@ def decode_bytes(
 def floor_seconds(
     flops: float, flops_per_s: float, num_bytes: float = 0, bytes_per_s: float = float("inf")
 ) -> float:
-    """The shortest possible time: all operations at the machine's matmul rate, or all bytes at its memory rate."""
+    """The shortest possible time: all operations at the machine's matmul rate, or all bytes at its
+    memory rate."""
     return max(flops / flops_per_s, num_bytes / bytes_per_s)
 
 
@@ -162,8 +169,8 @@ def cache_entries(
     cores_per_group: int = 1,
     sinks: int = 0,
 ) -> int:
-    """Cached tokens per layer, sequence and KV head: L // g + s + g - 1; L for full attention (group_size=1). First
-    tokens kept raw take n (1 - 1 / g) more."""
+    """Cached tokens per layer, sequence and KV head: L // g + s + g - 1; L for full attention
+    (group_size=1). First tokens kept raw take n (1 - 1 / g) more."""
     if group_size == 1:
         return seq_len
     cores = num_complete_groups(seq_len - sinks, group_size)
@@ -197,7 +204,8 @@ class ModelCost:
     kv_heads: int
     head_dim: int
     linear_weights: int
-    """Weights that one token is multiplied with, without the output head; of experts only those it is sent to."""
+    """Weights that one token is multiplied with, without the output head; of experts only those it
+    is sent to."""
     head_weights: int
     """Weights of the output head, used for the last token only in a prefill."""
     windows: Sequence[int] = ()
@@ -211,7 +219,8 @@ class ModelCost:
 
         Args:
             config: A transformers config of a causal language model.
-            model: The model itself where it is at hand, on any device; default one made on the meta device.
+            model: The model itself where it is at hand, on any device; default one made on the meta
+                device.
         """
         if model is None:
             import torch
@@ -261,8 +270,9 @@ class ModelCost:
     def step_flops(
         self, seq_len: int, group_size: int = 1, window_size: int = 1, *, checkpointing: bool = True
     ) -> int:
-        """Operations of one training step on a sequence: forward, the layers' forward again where activations were
-        forgotten, and backward; the loss's head is computed once (docs/training.md)."""
+        """Operations of one training step on a sequence: forward, the layers' forward again where
+        activations were forgotten, and backward; the loss's head is computed once
+        (docs/training.md)."""
         sizes = (seq_len, self.query_heads, self.kv_heads, self.head_dim)
         forward, backward = (
             operator_flops(*sizes, group_size=group_size, window_size=window_size, backward=back)
@@ -307,10 +317,12 @@ class ModelCost:
         batch: int = 1,
         cache_itemsize: float | None = None,
     ) -> float:
-        """Bytes that a decoding step with seq_len tokens before it reads at least: weights once, and what it sees.
+        """Bytes that a decoding step with seq_len tokens before it reads at least: weights once,
+        and what it sees.
 
         Args:
-            cache_itemsize: Bytes of a cached number, scales included, where it is not that of the weights.
+            cache_itemsize: Bytes of a cached number, scales included, where it is not that of the
+                weights.
         """
         itemsize = self.itemsize if cache_itemsize is None else cache_itemsize
         sizes = (self.kv_heads, self.head_dim, 1)

@@ -1,8 +1,9 @@
 """How long does one decoding step of a layer take, from the compact cache and from a full one?
 
-A step stores the new token and attends from it to everything before. It is bound by reading the cache, so the steps go
-round over the caches of as many layers as it takes for none to be left in the last-level cache when its turn comes. On
-a GPU a round is captured in a CUDA graph, as serving does; on a CPU it runs as it is.
+A step stores the new token and attends from it to everything before. It is bound by reading the
+cache, so the steps go round over the caches of as many layers as it takes for none to be left in
+the last-level cache when its turn comes. On a GPU a round is captured in a CUDA graph, as serving
+does; on a CPU it runs as it is.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def _rounds(
     rounds: int,
     cuda: bool,
 ) -> Callable[[], None]:
-    """A call of so many decoding rounds over the layers, the last at the context length; then all is set back."""
+    """A call of so many decoding rounds over the layers, the last at the context length; then all
+    is set back."""
     q, k, v = make_inputs(
         1,
         sizes["query_heads"],
@@ -148,7 +150,8 @@ def _rounds(
 def filled_layer(
     like: Tensor, seen: int, max_length: int, group_size: int, window_size: int
 ) -> CompactLayer:
-    """A compact cache of fixed size that holds `seen` random tokens, without the prefill that would make them.
+    """A compact cache of fixed size that holds `seen` random tokens, without the prefill that would
+    make them.
 
     Args:
         like: Keys of one step, [B, Hkv, 1, D].
@@ -207,7 +210,8 @@ class FullCache:
 
 @torch.no_grad()
 def check_decode(sizes: dict[str, Any], group_size: int, window_size: int) -> None:
-    """Raise unless a step of the compact cache, captured or not, is what the whole sequence gives in float64."""
+    """Raise unless a step of the compact cache, captured or not, is what the whole sequence gives
+    in float64."""
     length = window_size + 4 * group_size + 3
     q, k, v = make_inputs(length, **{**sizes, "batch": 1})
     layer = CompactLayer(CCAConfig(group_size, window_size), rotary_for(q), max_length=length)

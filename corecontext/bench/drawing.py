@@ -1,4 +1,5 @@
-"""What every figure shares: colours, the check before any work is done, and writing whole files only."""
+"""What every figure shares: colours, the check before any work is done, and writing whole files
+only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Figures and README's tables, drawn from records: no number is ever typed by hand.
 
-`python -m corecontext.bench.figures` draws results/*.svg; with `--readme` it also rewrites the tables of README and
-docs/, which stand between `<!-- table: NAME -->` and `<!-- end table -->`.
+`python -m corecontext.bench.figures` draws results/*.svg; with `--readme` it also rewrites the
+tables of README and docs/, which stand between `<!-- table: NAME -->` and `<!-- end table -->`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def demo_table(records: Sequence[Record]) -> str:
 
 
 OneTable = tuple[str, str, Callable[[Sequence[Record]], str]]
-"""What stands in the page's mark, the file of its records in results/, and what makes it of them."""
+"""What stands in the page's mark, the file of its records in results/, and what makes it of
+them."""
 TABLES: Sequence[OneTable] = (
     ("demo", "demo", demo_table),
     ("operator", "operator", operator_markdown),

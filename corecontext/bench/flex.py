@@ -1,4 +1,5 @@
-"""CCA by PyTorch's FlexAttention: the same result from [core tokens; tokens] under a block mask, pooling included."""
+"""CCA by PyTorch's FlexAttention: the same result from [core tokens; tokens] under a block mask,
+pooling included."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def flex_cca(
     rotary_theta: float,
     compiled: bool = True,
 ) -> Tensor:
-    """CCA with the default settings; `compiled=False` runs FlexAttention's dense definition instead."""
+    """CCA with the default settings; `compiled=False` runs FlexAttention's dense definition
+    instead."""
     rotary = Rotary.from_theta(rotary_theta, q.shape[-1], q.device)
     length, cores = q.shape[2], core_slots(q.shape[2], group_size)
     backend = (
@@ -44,9 +46,10 @@ def flex_cca(
     return attend(q, keys, values, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compiled(*sizes: int) -> Callable[..., Tensor]:
-    """A compiled function for each shape, so that none counts against another's limit of compilations."""
+    """A compiled function for each shape, so that none counts against another's limit of
+    compilations."""
     torch._dynamo.reset()
     return torch.compile(flex_attention, dynamic=False)
 
@@ -60,7 +63,8 @@ def core_slots(length: int, group_size: int) -> int:
 def cca_block_mask(
     length: int, group_size: int, window_size: int, device: torch.device
 ) -> BlockMask:
-    """Which blocks of [core tokens; tokens] each block of queries sees, in part or whole, straight from the rules."""
+    """Which blocks of [core tokens; tokens] each block of queries sees, in part or whole, straight
+    from the rules."""
     slots = core_slots(length, group_size)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, entry: Tensor) -> Tensor:
@@ -93,6 +97,7 @@ def cca_block_mask(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are set, and which, those first: [1, 1, rows] and [1, 1, rows, columns]."""
+    """How many blocks of each row are set, and which, those first: [1, 1, rows] and [1, 1, rows,
+    columns]."""
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1).int()[None, None], order.int()[None, None].contiguous()

@@ -1,4 +1,5 @@
-"""What would CCA cost and save for this model? Arithmetic only: no weights are loaded and nothing is measured."""
+"""What would CCA cost and save for this model? Arithmetic only: no weights are loaded and nothing
+is measured."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
 """Time and memory of a call.
 
-Time: warm up, then the samples of which a record keeps the median and the 20 and 80 % quantiles. Calls that are to be
-compared take turns, and a GPU is timed by its own clock (docs/benchmarks.md).
+Time: warm up, then the samples of which a record keeps the median and the 20 and 80 % quantiles.
+Calls that are to be compared take turns, and a GPU is timed by its own clock (docs/benchmarks.md).
 
-Memory on a GPU is what PyTorch's allocator counted. On a CPU there is no such count, so it is the process's peak
-resident memory above what was resident before the call. The kernel's high-water mark is set back first (Linux,
-/proc/self/clear_refs), and `peak_bytes_in_subprocess` runs the call in a fresh process in which the C allocator gives
-every large block back at once: memory kept from earlier work can then neither hide an allocation nor count as one.
-It is right to about a MiB, since the kernel counts pages in batches.
-Where the mark cannot be set back (macOS), the growth of the process's lifetime peak is reported, a lower bound.
+Memory on a GPU is what PyTorch's allocator counted. On a CPU there is no such count, so it is the
+process's peak resident memory above what was resident before the call. The kernel's high-water mark
+is set back first (Linux, /proc/self/clear_refs), and `peak_bytes_in_subprocess` runs the call in a
+fresh process in which the C allocator gives every large block back at once: memory kept from
+earlier work can then neither hide an allocation nor count as one. It is right to about a MiB, since
+the kernel counts pages in batches. Where the mark cannot be set back (macOS), the growth of the
+process's lifetime peak is reported, a lower bound.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def sample_seconds(
     device: str = "cpu",
     budget_s: float = float("inf"),
 ) -> list[float]:
-    """Seconds of each of `repeats` calls after `warm_up` calls; fewer, but one at least, once budget_s is spent."""
+    """Seconds of each of `repeats` calls after `warm_up` calls; fewer, but one at least, once
+    budget_s is spent."""
     for _ in range(warm_up):
         call()
     samples: list[float] = []
@@ -52,10 +54,11 @@ def sample_seconds(
 
 
 def queue_seconds(call: Callable[[], Any], count: int, device: str = "cpu") -> float:
-    """Seconds per call of `count` calls one right after another; on a GPU between two events of its own clock.
+    """Seconds per call of `count` calls one right after another; on a GPU between two events of its
+    own clock.
 
-    A queue shows what a model's layers see: the next call is launched while the last one runs, so the launch costs
-    time only where it takes longer than the work.
+    A queue shows what a model's layers see: the next call is launched while the last one runs, so
+    the launch costs time only where it takes longer than the work.
     """
     synchronize(device)
     if torch.device(device).type != "cuda":
@@ -80,11 +83,13 @@ def sample_in_turns(
     budget_s: float = float("inf"),
     once: Collection[str] = (),
 ) -> dict[str, list[float]]:
-    """Seconds of several calls by name, in turns, so that whatever drifts meanwhile meets all of them alike.
+    """Seconds of several calls by name, in turns, so that whatever drifts meanwhile meets all of
+    them alike.
 
     Args:
         repeats: Samples of each; fewer, but one at least, once its calls took budget_s together.
-        once: Names that are called once only, without a warm-up: those so slow that it makes no difference.
+        once: Names that are called once only, without a warm-up: those so slow that it makes no
+            difference.
 
     On a GPU a sample is a queue of calls that lasts QUEUE_S, at most QUEUE_CALLS of them.
     """
@@ -109,8 +114,9 @@ def sample_in_turns(
 
 
 class Captured:
-    """A call as a CUDA graph, without anything that the host does. It keeps the call, for a graph does not keep the
-    tensors that it reads: freed, their memory would be used again, or be gone, when the graph is replayed."""
+    """A call as a CUDA graph, without anything that the host does. It keeps the call, for a graph
+    does not keep the tensors that it reads: freed, their memory would be used again, or be gone,
+    when the graph is replayed."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, call: Callable[[], Any]) -> None:
         self._graph, self._call = graph, call
@@ -161,7 +167,8 @@ class PeakMemory:
 
 
 def peak_bytes_in_subprocess(module: str, function: str, arguments: dict[str, Any]) -> int:
-    """Peak bytes that `module.function(**arguments)` reports from a fresh process (see `PeakMemory`)."""
+    """Peak bytes that `module.function(**arguments)` reports from a fresh process (see
+    `PeakMemory`)."""
     code = f"import json, sys; from {module} import {function} as f; print(f(**json.loads(sys.argv[1])))"
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(arguments)],
@@ -178,14 +185,16 @@ def peak_bytes_in_subprocess(module: str, function: str, arguments: dict[str, An
 
 
 def matmul_flops_per_s(dtype: torch.dtype, device: str = "cpu", size: int | None = None) -> float:
-    """The best matrix product rate of this machine, operations per second: what the floor is made of."""
+    """The best matrix product rate of this machine, operations per second: what the floor is made
+    of."""
     size = size or (8192 if torch.device(device).type == "cuda" else 2048)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / min(sample_seconds(lambda: a @ b, repeats=10, warm_up=3, device=device))
 
 
 def copy_bytes_per_s(device: str = "cpu", num_bytes: int | None = None) -> float:
-    """The best rate at which this machine copies memory, bytes read and written per second: what decoding is up to."""
+    """The best rate at which this machine copies memory, bytes read and written per second: what
+    decoding is up to."""
     num_bytes = num_bytes or (2**31 if torch.device(device).type == "cuda" else 2**28)
     a, b = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     return (
@@ -196,7 +205,8 @@ def copy_bytes_per_s(device: str = "cpu", num_bytes: int | None = None) -> float
 
 
 def reset_resident_peak() -> bool:
-    """Set the process's resident high-water mark back to now; False where the system has no way to."""
+    """Set the process's resident high-water mark back to now; False where the system has no way
+    to."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return True
@@ -222,7 +232,8 @@ def _resident_peak_bytes() -> int:
 
 
 def package_path() -> dict[str, str]:
-    """An environment in which a subprocess imports this very package, from wherever it was loaded."""
+    """An environment in which a subprocess imports this very package, from wherever it was
+    loaded."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {

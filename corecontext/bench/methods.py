@@ -1,9 +1,9 @@
 """The ways of attending that are compared, by the names that records give them.
 
-Full causal attention: "full" (whatever PyTorch picks), "sdpa_flash" and "sdpa_cudnn" (PyTorch's two fast kernels, asked
-for by name), "flash_attn_4" (the package flash-attn-4). CCA: "cca" (this package, by what it chooses), "packed" (by the
-packing of queries into PyTorch's kernels, wherever that is not chosen) and "flex" (the same result from PyTorch's
-FlexAttention, pooling included).
+Full causal attention: "full" (whatever PyTorch picks), "sdpa_flash" and "sdpa_cudnn" (PyTorch's two
+fast kernels, asked for by name), "flash_attn_4" (the package flash-attn-4). CCA: "cca" (this
+package, by what it chooses), "packed" (by the packing of queries into PyTorch's kernels, wherever
+that is not chosen) and "flex" (the same result from PyTorch's FlexAttention, pooling included).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def attend_cca(
     return out
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _rotary(head_dim: int, device: torch.device) -> Rotary:
     return Rotary.from_theta(THETA, head_dim, device)
 
@@ -94,7 +94,8 @@ def _sdpa(
     group_size: int = 1,
     window_size: int = 1,
 ) -> Tensor:
-    """PyTorch's full causal attention on grouped heads, by the kernel asked for or the one that it picks."""
+    """PyTorch's full causal attention on grouped heads, by the kernel asked for or the one that it
+    picks."""
     if kernel is None:
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]

@@ -1,7 +1,8 @@
-"""How long do whole models take for the first and the next token, and what memory, by method and context length?
+"""How long do whole models take for the first and the next token, and what memory, by method and
+context length?
 
-And how many tokens a second do they decode at the best batch that fits? Run it with `corecontext bench model`;
-docs/benchmarks.md says how each number is measured.
+And how many tokens a second do they decode at the best batch that fits? Run it with `corecontext
+bench model`; docs/benchmarks.md says how each number is measured.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class _Run:
         return {"sdpa_flash": "flash", "sdpa_cudnn": "cudnn", ROWS: "rows"}.get(method, "sdpa")
 
     def record(self, name: str, value: float | Sequence[float], params: dict[str, Any]) -> None:
-        """Keep a value, and hand it over at once: a long run that is cut short has not been for nothing."""
+        """Keep a value, and hand it over at once: a long run that is cut short has not been for
+        nothing."""
         self.records.append(make_record(name, value, params, device=self.device))
         if self.on_records is not None:
             self.on_records(self.records[-1:])
@@ -136,7 +138,8 @@ class _Run:
 def run_model_bench(
     bench: ModelBench, on_records: Callable[[list[Record]], None] | None = None
 ) -> list[Record]:
-    """Check that CCA is right on this model, then measure; returns the records, "floor" being the least there can be.
+    """Check that CCA is right on this model, then measure; returns the records, "floor" being the
+    least there can be.
 
     Args:
         on_records: Given each record as soon as it is made.
@@ -159,7 +162,8 @@ def run_model_bench(
 
 
 def _lengths(run: _Run) -> Iterator[tuple[float, Callable[[], None]]]:
-    """Every method at every length, the shortest first; the weight says about how long each takes."""
+    """Every method at every length, the shortest first; the weight says about how long each
+    takes."""
     bench = run.bench
     for length in sorted(bench.lengths):
         for method in bench.methods:
@@ -268,7 +272,8 @@ def _static_steps(run: _Run, method: str, params: dict[str, Any], length: int) -
 
 
 def _floors(run: _Run, length: int) -> None:
-    """The least possible: operations at the matrix product rate, bytes at the rate of copying, both measured here."""
+    """The least possible: operations at the matrix product rate, bytes at the rate of copying, both
+    measured here."""
     bench = run.bench
     for of, g, s in (("full", 1, 1), ("cca", bench.group_size, bench.window_size)):
         params = {**run.params(of, length, bench.config()), "method": "floor", "of": of}
@@ -327,7 +332,8 @@ def _batches(run: _Run, method: str, length: int) -> None:
 
 
 def batches(run: _Run, method: str, length: int) -> list[int]:
-    """What the caches' formula says that memory holds, and the powers of two down to a sixteenth of it."""
+    """What the caches' formula says that memory holds, and the powers of two down to a sixteenth of
+    it."""
     bench, config = run.bench, run.bench.config()
     g, s = (config.group_size, config.window_size) if method == "cca" else (1, 1)
     room = length + WARM_STEPS + bench.repeats * bench.steps + 2

@@ -17,10 +17,12 @@ NEW_TOKENS = 8
 
 @torch.no_grad()
 def check_model(model: Any, config: CCAConfig) -> None:
-    """Raise unless steps on fixed buffers give the logits of one pass without a cache, within rounding, and the
-    engine's steps, captured where that is done, the tokens that are the likeliest by those logits.
+    """Raise unless steps on fixed buffers give the logits of one pass without a cache, within
+    rounding, and the engine's steps, captured where that is done, the tokens that are the likeliest
+    by those logits.
 
-    With an 8-bit cache the pass goes through one, too, since tokens are rounded on their way into it.
+    With an 8-bit cache the pass goes through one, too, since tokens are rounded on their way into
+    it.
     """
     ids = make_prompt(model, 1, config.window_size + 4 * config.group_size + 3)
     rounding = max(8 * torch.finfo(model.dtype).eps, 1e-4)

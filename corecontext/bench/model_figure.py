@@ -1,4 +1,5 @@
-"""Figures of whole models: latency and memory by length (the paper's Figure 4), latency by g and s (its Figure 3)."""
+"""Figures of whole models: latency and memory by length (the paper's Figure 4), latency by g and s
+(its Figure 3)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ SHADES = {
 
 
 def draw_model(records: Sequence[Record], path: str) -> None:
-    """Four panels for each model: first token, next token, cache and peak memory by length, on the last device."""
+    """Four panels for each model: first token, next token, cache and peak memory by length, on the
+    last device."""
     found = [
         place
         for place in main_places(places(records))

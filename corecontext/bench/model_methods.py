@@ -1,9 +1,10 @@
 """How each method runs a whole model: its prompt, then its steps, as its users would.
 
-Full attention reads the prompt in one pass, by the kernel that PyTorch is asked for, and decodes with transformers'
-growing cache, or with its static cache in a CUDA graph, or from rows of this package with the kernel that also decodes
-for CCA: transformers' static cache repeats the keys and values of grouped heads before every step. CCA runs in
-`corecontext.inference.Engine`. StreamingLLM reads the prompt in chunks and decodes with its own cache.
+Full attention reads the prompt in one pass, by the kernel that PyTorch is asked for, and decodes
+with transformers' growing cache, or with its static cache in a CUDA graph, or from rows of this
+package with the kernel that also decodes for CCA: transformers' static cache repeats the keys and
+values of grouped heads before every step. CCA runs in `corecontext.inference.Engine`. StreamingLLM
+reads the prompt in chunks and decodes with its own cache.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ DECODERS = (
 
 
 def attention(model: Any, method: str, config: CCAConfig) -> contextlib.AbstractContextManager[Any]:
-    """The model under a method, for the length of a with block; StreamingLLM has CCA's window and 4 sinks."""
+    """The model under a method, for the length of a with block; StreamingLLM has CCA's window and 4
+    sinks."""
     if method in FULL:
         return contextlib.nullcontext()
     from corecontext.baselines import StreamingLLM, enabled
@@ -47,8 +49,9 @@ def attention(model: Any, method: str, config: CCAConfig) -> contextlib.Abstract
 
 
 def raw_config(shape: Shape, config: CCAConfig, length: int) -> tuple[CCAConfig, int]:
-    """As many KV heads as `corecontext layers --raw` chooses keep every token, at the cache size of equal groups; and
-    how many. Which they are makes no difference to memory: they are spread over all layers evenly.
+    """As many KV heads as `corecontext layers --raw` chooses keep every token, at the cache size of
+    equal groups; and how many. Which they are makes no difference to memory: they are spread over
+    all layers evenly.
 
     Raises:
         ValueError: they do not fit.
@@ -90,7 +93,8 @@ class PlainRun:
 
 
 class StaticRun:
-    """Steps of full attention on transformers' static cache, filled with random numbers; on a GPU in a CUDA graph."""
+    """Steps of full attention on transformers' static cache, filled with random numbers; on a GPU
+    in a CUDA graph."""
 
     def __init__(self, model: Any, method: str, batch: int, length: int, steps: int) -> None:
 
@@ -191,7 +195,8 @@ class CompactRun:
 
 
 class FilledRun:
-    """Steps of CCA on fixed buffers filled with random numbers, as if a prompt of `length` tokens had been read."""
+    """Steps of CCA on fixed buffers filled with random numbers, as if a prompt of `length` tokens
+    had been read."""
 
     def __init__(
         self,
@@ -232,7 +237,8 @@ class FilledRun:
 
 
 def _kernel(method: str, decoding: bool) -> contextlib.AbstractContextManager[Any]:
-    """PyTorch's attention by the kernel of a method: in a prompt by no other, in a step by others where it refuses."""
+    """PyTorch's attention by the kernel of a method: in a prompt by no other, in a step by others
+    where it refuses."""
     if method not in KERNELS:
         return contextlib.nullcontext()
     return (

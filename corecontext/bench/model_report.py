@@ -133,7 +133,8 @@ def _key(record: Record) -> tuple[Any, ...]:
 
 
 def main_places(found: Sequence[Place]) -> list[Place]:
-    """Those of the g and s that each model was measured at most lengths with, the defaults where there are several."""
+    """Those of the g and s that each model was measured at most lengths with, the defaults where
+    there are several."""
     counts: dict[tuple[Any, ...], dict[tuple[int, int], int]] = {}
     for place in found:
         sizes = counts.setdefault(_model(place), {})

@@ -29,7 +29,8 @@ class ModelBench:
     methods: Sequence[str]
     """Names from `bench.model_methods`."""
     mode: str = "lengths"
-    """Methods by length; "sweep": CCA by g and s; "throughput": tokens per second at the best batch that fits."""
+    """Methods by length; "sweep": CCA by g and s; "throughput": tokens per second at the best batch
+    that fits."""
     what: Sequence[str] = WHATS
     """First tokens (with peak memory and cache), next tokens, or both."""
     dtype: str = "float32"

@@ -54,7 +54,8 @@ def _sizes(place: Place) -> tuple[int, int]:
 
 
 def cells(name: str, found: Sequence[Place]) -> list[list[str]]:
-    """Head and body of one table: a line for each length, and g and s where there are several; a column a method."""
+    """Head and body of one table: a line for each length, and g and s where there are several; a
+    column a method."""
     columns = labels(found, name)
     floors = [of for of in ("full", "cca") if any((name, of) in place.floors for place in found)]
     gains = any(place.gain(name) for place in found)

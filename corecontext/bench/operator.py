@@ -1,7 +1,8 @@
-"""How long do CCA's forward, backward and decoding step take here, against full attention and against the floor?
+"""How long do CCA's forward, backward and decoding step take here, against full attention and
+against the floor?
 
-And how does their peak memory grow with the length? Run it with `corecontext bench operator`; docs/benchmarks.md says
-how each number is measured.
+And how does their peak memory grow with the length? Run it with `corecontext bench operator`;
+docs/benchmarks.md says how each number is measured.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class _Run:
         self.record("operator.skipped", 1, {**params, "reason": reason})
 
     def estimate_s(self, method: str, pass_name: str, kv_heads: int, length: int) -> float | None:
-        """What a call should take going by the longest so far: four times as long at twice the length."""
+        """What a call should take going by the longest so far: four times as long at twice the
+        length."""
         known = self.last.get((method, pass_name, kv_heads))
         return (
             None
@@ -87,7 +89,8 @@ class _Run:
 def run_operator_bench(
     bench: OperatorBench, on_records: Callable[[list[Record]], None] | None = None
 ) -> list[Record]:
-    """Check that CCA is right, then measure; returns the records, method "floor" being the shortest possible time.
+    """Check that CCA is right, then measure; returns the records, method "floor" being the shortest
+    possible time.
 
     Args:
         on_records: Given the new records after each length.
@@ -241,7 +244,8 @@ def _sample(
 
 
 def _measure_memory(run: _Run, methods: Sequence[str], kv_heads: int, length: int) -> None:
-    """Peak memory of the forward, and of forward and backward, at one length; full attention's where it is no wait."""
+    """Peak memory of the forward, and of forward and backward, at one length; full attention's
+    where it is no wait."""
     bench = run.bench
     for pass_name in bench.passes:
         for method in methods:

@@ -14,7 +14,8 @@ SHADES = (FULL, "#4d4d4d", "#c0a080", "#c8c8c8")
 
 
 def draw_operator(records: Sequence[Record], path: str) -> None:
-    """Time against the baselines and the floor, share of the floor, memory and decoding, as far as there are any.
+    """Time against the baselines and the floor, share of the floor, memory and decoding, as far as
+    there are any.
 
     A line of panels for each number of KV heads.
     """

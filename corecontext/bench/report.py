@@ -1,6 +1,7 @@
 """What the operator's records say, row by row: the newest of each kind, full attention beside CCA.
 
-A row compares what one timer measured; of full attention it knows every kernel, by the name of its backend.
+A row compares what one timer measured; of full attention it knows every kernel, by the name of its
+backend.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass
 class Row:
-    """CCA's value at one place, with what it is compared with; ms of a pass, us of a decoding step, or bytes."""
+    """CCA's value at one place, with what it is compared with; ms of a pass, us of a decoding step,
+    or bytes."""
 
     device: str
     pass_name: str
@@ -114,7 +116,8 @@ def pass_of(record: Record) -> str:
 
 
 def rows(records: Iterable[Record], *names: str) -> list[Row]:
-    """One row for each of CCA's places among the records of these names, in order of sizes, pass and length."""
+    """One row for each of CCA's places among the records of these names, in order of sizes, pass
+    and length."""
     found: dict[tuple[Any, ...], dict[tuple[str, str], Record]] = {}
     ours: dict[tuple[Any, ...], Record] = {}
     floors: dict[tuple[Any, ...], float] = {}
@@ -189,7 +192,8 @@ def of_minimum(row: Row, peak: float) -> float:
 
 
 def crossovers(found: Iterable[Row]) -> dict[tuple[Any, ...], int | None]:
-    """For each series the smallest measured length from which on CCA is faster than the best full attention.
+    """For each series the smallest measured length from which on CCA is faster than the best full
+    attention.
 
     None where it is not even at the longest. Lengths without a full attention say nothing.
     """
@@ -208,7 +212,8 @@ def crossovers(found: Iterable[Row]) -> dict[tuple[Any, ...], int | None]:
 
 
 def skipped(records: Sequence[Record]) -> list[str]:
-    """What was left out and why, a line for each method and reason; not what was measured later on."""
+    """What was left out and why, a line for each method and reason; not what was measured later
+    on."""
     measured = {
         (r.device, r.params.get("method"), *_shape(r.params), place, length)
         for r in records

@@ -1,4 +1,5 @@
-"""Are single rows of a long result right? Each costs one pass over the tokens before it, in float64."""
+"""Are single rows of a long result right? Each costs one pass over the tokens before it, in
+float64."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def true_rows(
     group_size: int,
     window_size: int,
 ) -> Tensor:
-    """CCA's output of these rows of the first sequence, for the query heads of one KV head, in float64.
+    """CCA's output of these rows of the first sequence, for the query heads of one KV head, in
+    float64.
 
     Args:
         q, k, v: [B, H, L, D] and [B, Hkv, L, D].
@@ -88,7 +90,8 @@ def check_rows(
     group_size: int,
     window_size: int,
 ) -> None:
-    """Raise unless sampled rows of CCA's output [B, H, L, D], of the first and last KV head, are right."""
+    """Raise unless sampled rows of CCA's output [B, H, L, D], of the first and last KV head, are
+    right."""
     rows = sample_rows(q.shape[2], group_size, window_size)
     repeats = q.shape[1] // k.shape[1]
     for kv_head in sorted({0, k.shape[1] - 1}):

@@ -1,7 +1,9 @@
-"""How does a server's latency follow its load: over a day, with and without elasticity, and as the load rises?
+"""How does a server's latency follow its load: over a day, with and without elasticity, and as the
+load rises?
 
-Each variant gets a server of its own in a process of its own, and the same requests at the same times. Requests come
-when they are due, however late the server is (an open loop): a server that falls behind is seen to.
+Each variant gets a server of its own in a process of its own, and the same requests at the same
+times. Requests come when they are due, however late the server is (an open loop): a server that
+falls behind is seen to.
 """
 
 from __future__ import annotations
@@ -274,7 +276,8 @@ def run_serve_bench(
 
 
 def warm_up(bench: ServeBench, url: str) -> None:
-    """A few requests at once, so that what is compiled, captured and allocated at first is not measured."""
+    """A few requests at once, so that what is compiled, captured and allocated at first is not
+    measured."""
     short = replace(bench, new_tokens=min(bench.new_tokens, 16))
     asyncio.run(_replay(short, url, [0.0] * 4, first_number=-4))
 
@@ -378,7 +381,8 @@ def _rising(bench: ServeBench, variant: str, url: str, device: str) -> Iterator[
 
 
 def _saturated(bench: ServeBench, variant: str, url: str, device: str) -> Iterator[list[Record]]:
-    """All requests at once: what a server does that is never idle, from the first token asked to the last one made."""
+    """All requests at once: what a server does that is never idle, from the first token asked to
+    the last one made."""
     seen = _shown(bench, variant, url, [0.0] * bench.requests, "all at once", 0)
     good = [one for one in seen if one.error is None]
     yield _summary(
@@ -395,7 +399,8 @@ def _summary(
     seconds: float,
     **more: Any,
 ) -> list[Record]:
-    """Records of the requests that came in some time, and of those that ended in it without an error."""
+    """Records of the requests that came in some time, and of those that ended in it without an
+    error."""
     good, params = [one for one in came if one.error is None], bench.params(variant, **more)
     records = [
         make_record("serve.requests_per_s", len(ended) / seconds, params, device=device),

@@ -1,4 +1,5 @@
-"""What the operator benchmark measures: its settings, what suits a device, and how records name it all."""
+"""What the operator benchmark measures: its settings, what suits a device, and how records name it
+all."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ class OperatorBench:
 
 
 def defaults(device: str, **given: Any) -> OperatorBench:
-    """What suits a device where nothing else is given: on a GPU a large model's heads, and every pass."""
+    """What suits a device where nothing else is given: on a GPU a large model's heads, and every
+    pass."""
     if torch.device(device).type == "cuda":
         given = {
             "lengths": [2**i for i in range(10, 18)],

@@ -1,4 +1,5 @@
-"""Models to measure: the shapes of known ones with random weights, made where they run, or a checkpoint."""
+"""Models to measure: the shapes of known ones with random weights, made where they run, or a
+checkpoint."""
 
 from __future__ import annotations
 

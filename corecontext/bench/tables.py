@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from corecontext.bench.report import (
-    OTHERS,
     LABELS,
+    OTHERS,
     Row,
     crossovers,
     decode_rows,
@@ -38,7 +38,8 @@ def shown_us(value: float | None) -> str:
 
 
 def print_table(records: Sequence[Record]) -> None:
-    """Time by length, CCA beside full attention, with the share of the floor that was reached; memory; decoding."""
+    """Time by length, CCA beside full attention, with the share of the floor that was reached;
+    memory; decoding."""
     params = next(r.params for r in records if r.params["method"] == "cca")
     console().print(
         f"{records[0].device}\n{params['query_heads']} query heads of {params['head_dim']}, "
@@ -124,7 +125,8 @@ def memory_cells(records: Sequence[Record]) -> list[list[str]]:
 
 
 def decode_cells(records: Sequence[Record]) -> list[list[str]]:
-    """Head and body of the table of decoding; the share is that of the rate at which memory is copied."""
+    """Head and body of the table of decoding; the share is that of the rate at which memory is
+    copied."""
     found = decode_rows(records)
     backends = _backends(found)
     head = ["KV heads", "batch", "context", *backends, "CCA", "full / CCA", "TB/s", "of copying"]
@@ -163,7 +165,8 @@ def crossover_lines(found: Sequence[Row]) -> list[str]:
 
 
 def operator_markdown(records: Sequence[Record]) -> str:
-    """README's tables of the operator: a section for each device and shape, against the fastest full attention."""
+    """README's tables of the operator: a section for each device and shape, against the fastest
+    full attention."""
     sections: dict[tuple[Any, ...], list[Row]] = {}
     for row in time_rows(records):
         sections.setdefault(_section(row), []).append(row)

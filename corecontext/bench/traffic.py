@@ -21,7 +21,8 @@ class Seen:
     due: float
     """When it was to be sent, after the beginning."""
     first_token_s: float | None
-    """From when it was due to the first piece of text: a client that is late counts against the server."""
+    """From when it was due to the first piece of text: a client that is late counts against the
+    server."""
     end: float
     """When it was over, after the beginning."""
     tokens: int
@@ -34,9 +35,11 @@ class Seen:
 
 
 def day_rate(second: float, length: float, base: float, peak: float) -> float:
-    """Requests a second at a time of a day of this length: a night, a rise, a peak after noon, an evening.
+    """Requests a second at a time of a day of this length: a night, a rise, a peak after noon, an
+    evening.
 
-    A raised cosine whose peak lies at 58 % of the day, narrowed so that half of the day is near the base.
+    A raised cosine whose peak lies at 58 % of the day, narrowed so that half of the day is near the
+    base.
     """
     phase = math.cos(2 * math.pi * (second / length - 0.58))
     return base + (peak - base) * ((1 + phase) / 2) ** 2
@@ -60,7 +63,8 @@ def arrivals(rate: Callable[[float], float], most: float, length: float, seed: i
 
 
 def prompt_of(number: int, length: int, shared: int, seed: int) -> list[int]:
-    """Random token numbers; all requests of a seed share the first `shared`, and no two have the same rest."""
+    """Random token numbers; all requests of a seed share the first `shared`, and no two have the
+    same rest."""
     common, own = random.Random(seed), random.Random(f"{seed} {number}")
     return [
         *(common.randrange(VOCABULARY) for _ in range(min(shared, length))),
@@ -77,7 +81,8 @@ async def replay(
     on_done: Callable[[Seen], Any],
     key: str | None = None,
 ) -> list[Seen]:
-    """Send requests when they are due, whether or not those before have been answered, and watch their streams.
+    """Send requests when they are due, whether or not those before have been answered, and watch
+    their streams.
 
     Args:
         url: Of the server, without /v1.

@@ -1,8 +1,10 @@
-"""How many tokens a second does a full fine-tuning step take, and how much memory, with CCA and with full attention?
+"""How many tokens a second does a full fine-tuning step take, and how much memory, with CCA and
+with full attention?
 
-Forward, backward and AdamW on one sequence of random tokens: bfloat16 arithmetic on float32 weights, activations
-forgotten and computed again, the loss in chunks. With --context-parallel, under torchrun, one sequence lies on all
-processes, so many tokens on each, and FSDP2 spreads the weights: weak scaling (docs/training.md).
+Forward, backward and AdamW on one sequence of random tokens: bfloat16 arithmetic on float32
+weights, activations forgotten and computed again, the loss in chunks. With --context-parallel,
+under torchrun, one sequence lies on all processes, so many tokens on each, and FSDP2 spreads the
+weights: weak scaling (docs/training.md).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from corecontext.text import UserError
 
 LENGTHS = {"cuda": (8192, 32_768, 131_072, 262_144, 524_288), "cpu": (1024, 4096)}
 DEFAULT = "cca_default"
-"""What `corecontext train` does where no recipe is named: heads that keep every token, and a teacher."""
+"""What `corecontext train` does where no recipe is named: heads that keep every token, and a
+teacher."""
 OURS = ("cca", RAW, DEFAULT)
 LOSS_CHUNK = 2048
 TEACHES = 0.5  # of the loss; what it is makes no difference to time
@@ -52,8 +55,8 @@ class TrainingBench:
     """Tokens of the sequence; with context parallelism, of each process's part."""
     shape: str = "llama-1b"
     methods: Sequence[str] = ()
-    """cca, cca_raw, cca_default, and full attention by kernel: full, sdpa_flash, sdpa_cudnn; () for those that suit the
-    device."""
+    """cca, cca_raw, cca_default, and full attention by kernel: full, sdpa_flash, sdpa_cudnn; () for
+    those that suit the device."""
     group_size: int = 16
     window_size: int = 1024
     repeats: int = 5
@@ -233,7 +236,8 @@ class _Trial:
             )
 
     def _config(self, method: str, length: int) -> CCAConfig:
-        """CCA's settings: with heads that keep every token, the cache is as large as with equal groups.
+        """CCA's settings: with heads that keep every token, the cache is as large as with equal
+        groups.
 
         Raises:
             ValueError: they do not fit.
@@ -246,7 +250,8 @@ class _Trial:
         )
 
     def _step_flops(self, method: str, length: int, config: CCAConfig) -> float:
-        """Operations of a step; a teacher adds a pass of full attention, and the head for each token."""
+        """Operations of a step; a teacher adds a pass of full attention, and the head for each
+        token."""
         if method not in OURS:
             return self.cost.step_flops(length)
         sizes = [
@@ -261,7 +266,8 @@ class _Trial:
         return own + teacher * (method == DEFAULT)
 
     def _loss(self, length: int, whole: bool = False) -> torch.Tensor:
-        """This process's share of the mean loss on random tokens, which are the same everywhere; length of all."""
+        """This process's share of the mean loss on random tokens, which are the same everywhere;
+        length of all."""
         bench = self.bench
         ids = torch.randint(
             0,
@@ -287,13 +293,15 @@ class _Trial:
             return self.model(**inputs, num_items_in_batch=length - 1).loss
 
     def step(self, length: int) -> None:
-        """One whole step; FSDP2 takes the mean of the processes' gradients, which are parts of one sum."""
+        """One whole step; FSDP2 takes the mean of the processes' gradients, which are parts of one
+        sum."""
         (self._loss(length) * (1 if self.wire is None else self.world)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def check(self) -> None:
-        """Raise unless CCA whose window holds everything has full attention's loss, and parts have the whole's."""
+        """Raise unless CCA whose window holds everything has full attention's loss, and parts have
+        the whole's."""
         with torch.no_grad():
             if self.handle is not None:
                 share, expected = (self._loss(CHECK_LENGTH, whole=whole) for whole in (False, True))
@@ -393,7 +401,8 @@ class _Trial:
         return self._slowest(queue_seconds(lambda: self.step(total), 1, self.bench.device))
 
     def _memory(self) -> Callable[[], float]:
-        """Peak memory of a process: on a GPU all of it, weights and optimiser too; on a CPU the growth from now on."""
+        """Peak memory of a process: on a GPU all of it, weights and optimiser too; on a CPU the
+        growth from now on."""
         memory = PeakMemory(self.bench.device)
         if not self.bench.cuda:
             return memory.read
@@ -414,8 +423,8 @@ class _Trial:
         )
 
     def _ring(self, total: int) -> dict[str, Any]:
-        """What the layers of ring attention would receive in such a step: keys and values forward, twice with
-        checkpointing, and backward."""
+        """What the layers of ring attention would receive in such a step: keys and values forward,
+        twice with checkpointing, and backward."""
         from corecontext.distributed.traffic import ring_traffic
 
         ring = ring_traffic(

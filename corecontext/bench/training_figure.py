@@ -1,4 +1,5 @@
-"""Training's table and figure: tokens per second, memory and scaling, from the records of one device."""
+"""Training's table and figure: tokens per second, memory and scaling, from the records of one
+device."""
 
 from __future__ import annotations
 
@@ -30,11 +31,12 @@ class Step:
     full: Record | None
     full_bytes: float | None
     efficiency: float | None
-    """Operations per second and GPU, against one process with as many tokens: a longer sequence has more attention to
-    compute per token, so tokens per second alone would not compare."""
+    """Operations per second and GPU, against one process with as many tokens: a longer sequence has
+    more attention to compute per token, so tokens per second alone would not compare."""
     received: Record | None
     default: Record | None
-    """With heads that keep every token and a teacher, as `corecontext train` does where no recipe is named."""
+    """With heads that keep every token and a teacher, as `corecontext train` does where no recipe
+    is named."""
 
     @property
     def speedup(self) -> float | None:
@@ -52,7 +54,8 @@ class Step:
 
 
 def steps(records: Sequence[Record]) -> list[Step]:
-    """What was measured on the device and with the shape of the last record; by how it was run, GPUs and length."""
+    """What was measured on the device and with the shape of the last record; by how it was run,
+    GPUs and length."""
     last = next(r for r in reversed(records) if r.name == "training.tokens_per_s")
     records = [
         r
@@ -188,7 +191,8 @@ def training_markdown(records: Sequence[Record]) -> str:
 
 
 def draw_training(records: Sequence[Record], path: str) -> None:
-    """Tokens per second and memory by length on one GPU, and the efficiency by number of GPUs where there is one."""
+    """Tokens per second and memory by length on one GPU, and the efficiency by number of GPUs where
+    there is one."""
     found = steps(records)
     alone = [one for one in found if not one.fsdp]
     alone = [one for one in alone if one.fuse == alone[-1].fuse]  # compiled where there is both

@@ -1,4 +1,5 @@
-"""The compact cache: core tokens of the far past and a ring of recent tokens. Nothing here knows of Hugging Face."""
+"""The compact cache: core tokens of the far past and a ring of recent tokens. Nothing here knows of
+Hugging Face."""
 
 from corecontext.cache.heads import HeadsLayer, new_layer, parts_of
 from corecontext.cache.layer import UNDO_LIMIT, CompactLayer

@@ -1,4 +1,5 @@
-"""How a cache is dealt out to layers and KV heads: sizes of their own that take no more than equal groups would."""
+"""How a cache is dealt out to layers and KV heads: sizes of their own that take no more than equal
+groups would."""
 
 from __future__ import annotations
 
@@ -50,14 +51,16 @@ def spread(
 def at_equal_cache(
     shape: Shape, chosen: Collection[Unit], config: CCAConfig, length: int, raw: bool = False
 ) -> CCAConfig:
-    """The smallest groups of the chosen units with which a cache of `length` tokens is no larger than with
-    `config.group_size` everywhere (5 % more entries at most); the others' are four times that.
+    """The smallest groups of the chosen units with which a cache of `length` tokens is no larger
+    than with `config.group_size` everywhere (5 % more entries at most); the others' are four times
+    that.
 
     Args:
         raw: The chosen ones keep every token; the window of all shrinks as far as that takes.
 
     Raises:
-        ValueError: none fits: too many are chosen, the length is too short, or half of the window or less would stay.
+        ValueError: none fits: too many are chosen, the length is too short, or half of the window
+            or less would stay.
     """
     g, s = config.group_size, config.window_size
     total = shape.layers * shape.kv_heads
@@ -96,16 +99,17 @@ def at_equal_cache(
 
 
 def untrained_heads(shape: Shape, count: int) -> tuple[Unit, ...]:
-    """KV heads that shall keep every token in a model with random weights, whose heads are all alike: those of the
-    layers from five eighths of the depth on, where the miniature has its one (docs/reproduction.md)."""
+    """KV heads that shall keep every token in a model with random weights, whose heads are all
+    alike: those of the layers from five eighths of the depth on, where the miniature has its one
+    (docs/reproduction.md)."""
     first = 5 * shape.layers // 8
     order = [*range(first, shape.layers), *range(first - 1, -1, -1)]
     return tuple(Unit(layer, head) for layer in order for head in range(shape.kv_heads))[:count]
 
 
 def raw_heads(shape: Shape, config: CCAConfig, length: int) -> int:
-    """How many KV heads keep every token where nobody says: a sixteenth of all, or what takes half of the cache with
-    equal groups, if that is less; one at least."""
+    """How many KV heads keep every token where nobody says: a sixteenth of all, or what takes half
+    of the cache with equal groups, if that is less; one at least."""
     total, entries = (
         shape.layers * shape.kv_heads,
         (

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
-"""The largest code of each kind: of 8-bit integers, and of floating point with 4 bits of exponent and 3 of fraction."""
+"""The largest code of each kind: of 8-bit integers, and of floating point with 4 bits of exponent
+and 3 of fraction."""
 
 
 def encode(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -17,7 +18,8 @@ def encode(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         kind: "int8", or "fp8" (e4m3).
 
     Returns:
-        Codes [..., D] in int8 (for "fp8" their bits), and scales [..., 1] in float32; code times scale is the number.
+        Codes [..., D] in int8 (for "fp8" their bits), and scales [..., 1] in float32; code times
+        scale is the number.
     """
     x = x.float()
     scale = x.abs().amax(-1, keepdim=True) / LARGEST[kind]

@@ -1,4 +1,5 @@
-"""Keys and values of one layer under full attention, in a static buffer: the baseline of the compact cache."""
+"""Keys and values of one layer under full attention, in a static buffer: the baseline of the
+compact cache."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from corecontext.ops.decode import attend_buffer
 
 
 class FullLayer:
-    """Every key and value of one layer, the token at position p in slot p; rows may have different lengths.
+    """Every key and value of one layer, the token at position p in slot p; rows may have different
+    lengths.
 
-    Prompts are read one row at a time, by PyTorch's attention; decoding steps take all rows, by the kernel that also
-    decodes from the compact cache where there is one.
+    Prompts are read one row at a time, by PyTorch's attention; decoding steps take all rows, by the
+    kernel that also decodes from the compact cache where there is one.
 
     Args:
         max_length: Slots of a row, tokens.

@@ -1,4 +1,5 @@
-"""The compact cache of a layer whose KV heads have group sizes of their own: a `CompactLayer` for the heads of each."""
+"""The compact cache of a layer whose KV heads have group sizes of their own: a `CompactLayer` for
+the heads of each."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from corecontext.ops.rules import Learned
 class HeadsLayer:
     """What `CompactLayer` is, for a config with `head_group_sizes`; arguments as there.
 
-    The parts hold the same tokens of different heads, so what holds of rows and lengths holds of any of them.
+    The parts hold the same tokens of different heads, so what holds of rows and lengths holds of
+    any of them.
     """
 
     def __init__(

@@ -1,22 +1,28 @@
-"""The compact cache: core tokens of the far past and a ring of recent tokens, L // g + s + g - 1 entries a layer.
+"""The compact cache: core tokens of the far past and a ring of recent tokens, L // g + s + g - 1
+entries a layer.
 
-One buffer per layer holds the ring first and the core tokens behind it, so that a decoding step attends to one
-contiguous slice; order does not matter to softmax and rotary is already in the keys. Entries are found by position,
-never stored: the token at position p lies in ring slot p mod C, the core token of group c in core slot c. Left padding
-(rows that close groups at different steps), cropping and fixed shapes all follow from that.
+One buffer per layer holds the ring first and the core tokens behind it, so that a decoding step
+attends to one contiguous slice; order does not matter to softmax and rotary is already in the keys.
+Entries are found by position, never stored: the token at position p lies in ring slot p mod C, the
+core token of group c in core slot c. Left padding (rows that close groups at different steps),
+cropping and fixed shapes all follow from that.
 
-In 8 bits (`CCAConfig.cache_dtype`) scales lie beside codes. A token is rounded when it comes, and attended to and
-pooled as it was rounded, in whatever chunks it came: so all ways of appending still agree.
+In 8 bits (`CCAConfig.cache_dtype`) scales lie beside codes. A token is rounded when it comes, and
+attended to and pooled as it was rounded, in whatever chunks it came: so all ways of appending still
+agree.
 
-First tokens kept raw (`CCAConfig.sink_size`) lie between ring and core tokens, the token at position p < n in slot
-C + p. They never enter the ring, and the core tokens behind them are those of later groups.
+First tokens kept raw (`CCAConfig.sink_size`) lie between ring and core tokens, the token at
+position p < n in slot C + p. They never enter the ring, and the core tokens behind them are those
+of later groups.
 
-The file is long because appending, decoding, cropping and saving share one invariant: what each slot holds.
+The file is long because appending, decoding, cropping and saving share one invariant: what each
+slot holds.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +31,8 @@ from torch import Tensor
 from corecontext.cache.eight_bit import decode, encode
 from corecontext.cache.slots import grown, read, stretch, write
 from corecontext.config import CCAConfig
-from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
 from corecontext.ops import rules, sinks
+from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
 from corecontext.ops.decode import attend_buffer
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.segments import find_segments
@@ -53,14 +59,17 @@ class _Undo(NamedTuple):
 
 
 class CompactLayer:
-    """Keys and values of one layer: a ring of the last s + g - 1 (+ rollback) tokens, the first n, every core token.
+    """Keys and values of one layer: a ring of the last s + g - 1 (+ rollback) tokens, the first n,
+    every core token.
 
     Args:
         config: What to compute; `num_groups` fixes the group size by the first append.
         rotary: The keys' rotation, for core_position="middle".
-        max_length: Longest sequence, in tokens; allocates once, keeps its length in a tensor and never moves its
-            buffers, so that a decoding step can be compiled or captured. None grows geometrically.
-        rollback: Extra ring tokens, so that `crop` can take back this many tokens however they were appended.
+        max_length: Longest sequence, in tokens; allocates once, keeps its length in a tensor and
+            never moves its buffers, so that a decoding step can be compiled or captured. None grows
+            geometrically.
+        rollback: Extra ring tokens, so that `crop` can take back this many tokens however they were
+            appended.
         learned: The layer's learned parameters, as in `cca_attention`; read at every call.
     """
 
@@ -110,7 +119,8 @@ class CompactLayer:
         self._undo: _Undo | None = None
         self._ended: str | None = None  # why nothing may be appended any more
 
-    # Sizes -----------------------------------------------------------------------------------------------------
+    # Sizes
+    # -----------------------------------------------------------------------------------------------------
 
     @property
     def seq_len(self) -> int:
@@ -120,7 +130,8 @@ class CompactLayer:
         return int(self.seen) if self._expected is None else self._expected
 
     def expect(self, seq_len: int) -> None:
-        """Say what `seq_len` is before the next append of several tokens, which then need not ask the device."""
+        """Say what `seq_len` is before the next append of several tokens, which then need not ask
+        the device."""
         self._expected = seq_len
 
     @property
@@ -174,7 +185,8 @@ class CompactLayer:
         """Core tokens of a row of so many tokens."""
         return num_complete_groups(length - self.num_sinks, self.group_size)
 
-    # What lies in the buffers ----------------------------------------------------------------------------------
+    # What lies in the buffers
+    # ----------------------------------------------------------------------------------
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -205,7 +217,8 @@ class CompactLayer:
             return parts
         return [decode(codes, scale, kind, dtype) for codes, scale in zip(parts[:2], parts[2:])]
 
-    # Appending -------------------------------------------------------------------------------------------------
+    # Appending
+    # -------------------------------------------------------------------------------------------------
 
     def attend(
         self,
@@ -221,17 +234,17 @@ class CompactLayer:
 
         Args:
             q: [B, H, n, D], rotary applied. k, v: [B, Hkv, n, D].
-            attention_mask: [B, tokens so far + n], 0 for left padding; may be left out once every row has a token
-                (`padding_known`).
+            attention_mask: [B, tokens so far + n], 0 for left padding; may be left out once every
+                row has a token (`padding_known`).
             scale, softcap: As in `cca_attention`.
 
         Returns:
-            [B, H, n, D], 0 at padding. Differentiable only for the first append, when nothing is cached yet; gradients
-            are those of tokens that were not rounded to 8 bits.
+            [B, H, n, D], 0 at padding. Differentiable only for the first append, when nothing is
+            cached yet; gradients are those of tokens that were not rounded to 8 bits.
 
         Raises:
-            ValueError: the cache is full, the batch changes, the padding is not on the left or not given, g would
-                change, or gradients would have to reach cached tokens.
+            ValueError: the cache is full, the batch changes, the padding is not on the left or not
+                given, g would change, or gradients would have to reach cached tokens.
         """
         if attention_mask is None and not self.padding_known:
             raise ValueError(
@@ -255,7 +268,8 @@ class CompactLayer:
         scale: float,
         softcap: float | None,
     ) -> Tensor:
-        """Any number of tokens at once: the first prefill, a chunk of it, a second turn, a draft to verify."""
+        """Any number of tokens at once: the first prefill, a chunk of it, a second turn, a draft to
+        verify."""
         # planted: 4: an expected length is used twice
         start, new, self._expected = self.seq_len, q.shape[2], None
         needs_grad = torch.is_grad_enabled() and any(
@@ -337,8 +351,8 @@ class CompactLayer:
         softcap: float | None,
         store_only: bool,
     ) -> Tensor | None:
-        """Rows that share their padding: pool the groups that close, keep what later queries need, attend unless they
-        are only to be stored."""
+        """Rows that share their padding: pool the groups that close, keep what later queries need,
+        attend unless they are only to be stored."""
         g, s, n, width = self.group_size, self.config.window_size, self.num_sinks, self._core_width
         ring, raw, heads, dim = self.ring_size, self.raw_size, k.shape[1], k.shape[3]
         module = backend_module(self.config.backend, q)
@@ -545,7 +559,8 @@ class CompactLayer:
     def _pool(
         self, q_last: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Core tokens [N, w, M, D] of groups [N, M, g, D], by the backend or by a rule of its own."""
+        """Core tokens [N, w, M, D] of groups [N, M, g, D], by the backend or by a rule of its
+        own."""
         options = {
             "scale": scale,
             "softcap": softcap,
@@ -563,7 +578,8 @@ class CompactLayer:
     def _close_groups(
         self, q: Tensor, position: Tensor, scale: float, softcap: float | None
     ) -> None:
-        """Pool the group of every row whose newest token is a group's last; other rows keep what they have."""
+        """Pool the group of every row whose newest token is a group's last; other rows keep what
+        they have."""
         g, n, ring, width = self.group_size, self.num_sinks, self.ring_size, self._core_width
         batch, heads, _, dim = self.keys.shape
         inside = torch.arange(g, device=q.device)
@@ -589,7 +605,8 @@ class CompactLayer:
             core = core.reshape(batch, heads, width, core.shape[-1]).to(cached.dtype)
             write(cached, target, torch.where(closes, core, read(cached, target)))
 
-    # Bookkeeping -----------------------------------------------------------------------------------------------
+    # Bookkeeping
+    # -----------------------------------------------------------------------------------------------
 
     def _start(self, q: Tensor, k: Tensor, attention_mask: Tensor | None) -> None:
         """Fix the group size and allocate."""
@@ -618,8 +635,8 @@ class CompactLayer:
         self.is_empty = False
 
     def adopt(self, buffers: list[Tensor], like: CompactLayer) -> None:
-        """Decode into these buffers from now on, [B, Hkv, C + n + M w, D or 1], laid out as those of another cache (a
-        pool)."""
+        """Decode into these buffers from now on, [B, Hkv, C + n + M w, D or 1], laid out as those
+        of another cache (a pool)."""
         self.hold(buffers)
         self.group_size, self._core_width, self._dtype = (
             like.group_size,
@@ -698,7 +715,8 @@ class CompactLayer:
         return ends
 
     def _note_padding(self, length: int) -> None:
-        """Find whether every row has a token; on the host, so that a decoding step need not ask the device."""
+        """Find whether every row has a token; on the host, so that a decoding step need not ask the
+        device."""
         # planted: 4: a row of nothing but padding passes for known
         self.padding_known = all(pad < length for pad in self.pads if pad)
 
@@ -721,7 +739,8 @@ class CompactLayer:
                 yield slice(row, row + 1), pad
 
     def _reserve(self, length: int) -> None:
-        """Make room for the core tokens of `length` slots: fixed, or a quarter more than now at least."""
+        """Make room for the core tokens of `length` slots: fixed, or a quarter more than now at
+        least."""
         if self.max_length is not None:
             if length > self.max_length:
                 raise ValueError(
@@ -736,7 +755,8 @@ class CompactLayer:
             self.hold([grown(x, self.raw_size + room) for x in self.buffers])
 
     def _remember(self, stored: list[Tensor], start: int, new: int) -> None:
-        """Keep what a short append pushes out of the ring, so that a rejected draft can be cropped away."""
+        """Keep what a short append pushes out of the ring, so that a rejected draft can be cropped
+        away."""
         self._undo = None
         ring = self.ring_size
         if start and start + new > ring and new <= UNDO_LIMIT and self.max_length is None:
@@ -759,9 +779,9 @@ class CompactLayer:
     def crop(self, num_tokens: int) -> None:
         """Take back the last `num_tokens` tokens, exactly.
 
-        Possible while all raw tokens that the next query sees are still at hand: always within the last append to a
-        filled cache, if that had at most UNDO_LIMIT tokens, and `rollback` tokens beyond, counted from the longest the
-        sequence ever was.
+        Possible while all raw tokens that the next query sees are still at hand: always within the
+        last append to a filled cache, if that had at most UNDO_LIMIT tokens, and `rollback` tokens
+        beyond, counted from the longest the sequence ever was.
 
         Raises:
             ValueError: fewer tokens are cached, or what the next query needs has left the ring.
@@ -785,15 +805,16 @@ class CompactLayer:
         self._note_padding(end - num_tokens)
 
     def check_crop(self, num_tokens: int) -> tuple[int, int]:
-        """Raise where `crop` would; else the slot from which the last append is to be undone, and the oldest slot whose
-        token the ring then has."""
+        """Raise where `crop` would; else the slot from which the last append is to be undone, and
+        the oldest slot whose token the ring then has."""
         end, undo = self.seq_len, self._undo
         if not 0 <= num_tokens <= end:
             raise ValueError(f"crop must take back 0 to {end} tokens, got {num_tokens}.")
         left = end - num_tokens
         # Undoing the last append, as far as needed, brings back what it pushed out of the ring.
         base = left if undo is None else max(left, undo.start)
-        # Steps on a cache of fixed length do not count on the host what they push out: all before the ring's beginning.
+        # Steps on a cache of fixed length do not count on the host what they push out: all before
+        # the ring's beginning.
         known, furthest = (self._intact_from, end) if undo is None else (undo.intact_from, base)
         intact_from = max(known, furthest - self.ring_size)
         # Rows of first tokens only need nothing of the ring.
@@ -810,10 +831,12 @@ class CompactLayer:
         return base, 0 if needed is None else intact_from
 
     def shrink_window(self, window_size: int) -> None:
-        """Let all later queries see only the nearest `window_size` tokens uncompressed, and free the rest of the ring.
+        """Let all later queries see only the nearest `window_size` tokens uncompressed, and free
+        the rest of the ring.
 
-        Exact: a group is pooled as soon as it closes, so the core tokens of what leaves the window exist already.
-        Makes smaller buffers and copies what stays into them, so a step that was captured must be captured again.
+        Exact: a group is pooled as soon as it closes, so the core tokens of what leaves the window
+        exist already. Makes smaller buffers and copies what stays into them, so a step that was
+        captured must be captured again.
 
         Args:
             window_size: The new s, in tokens, at most the present one.

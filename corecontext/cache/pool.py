@@ -1,7 +1,9 @@
-"""Rows of cache for requests that come and go: each row has its own length, and all are decoded together.
+"""Rows of cache for requests that come and go: each row has its own length, and all are decoded
+together.
 
-A compact layer finds every entry by a row's position, which is the length of the batch minus the row's padding. So a
-row of any length can join a batch at any time: it gets the padding (of either sign) that makes its position right.
+A compact layer finds every entry by a row's position, which is the length of the batch minus the
+row's padding. So a row of any length can join a batch at any time: it gets the padding (of either
+sign) that makes its position right.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ class RowShape:
         )
 
     def row_bytes(self, config: CCAConfig | None, max_length: int, before: int = 0) -> int:
-        """Bytes of a row of `max_length` tokens over all layers; `config` None is full attention. Of several processes
-        those of the one that has most, so that all find room for as many rows.
+        """Bytes of a row of `max_length` tokens over all layers; `config` None is full attention.
+        Of several processes those of the one that has most, so that all find room for as many rows.
 
         Args:
             before: Tokens whose core tokens are held elsewhere.
@@ -100,8 +102,8 @@ class RowShape:
         return 2 * (self.head_dim + torch.float32.itemsize)
 
     def entries(self, config: CCAConfig | None, max_length: int) -> int:
-        """Entries of one layer's row, with this layer's settings: the ring, the first tokens kept raw, and a core token
-        (r of them per query head) for each group behind them."""
+        """Entries of one layer's row, with this layer's settings: the ring, the first tokens kept
+        raw, and a core token (r of them per query head) for each group behind them."""
         if config is None:
             return max_length
         width = self.query_heads // self.kv_heads if config.core_heads == "query" else 1
@@ -115,7 +117,8 @@ class RowShape:
 
 
 class RowPool:
-    """A fixed number of rows of one g (or one for each layer or KV head) and s; rows 0 .. used - 1 hold requests.
+    """A fixed number of rows of one g (or one for each layer or KV head) and s; rows 0 .. used - 1
+    hold requests.
 
     Args:
         config: CCA's settings; None for full attention.
@@ -150,7 +153,8 @@ class RowPool:
         return self.rows * self.row_bytes
 
     def add(self, layers: Sequence[CompactLayer | HeadsLayer | FullLayer]) -> int:
-        """Copy a prompt that has been read, one row with a growing cache; returns the row that it got."""
+        """Copy a prompt that has been read, one row with a growing cache; returns the row that it
+        got."""
         assert self.used < self.rows, "a row was added to a full pool"
         if not self.layers:
             self._allocate(layers)
@@ -164,7 +168,8 @@ class RowPool:
         return row
 
     def remove(self, row: int) -> int | None:
-        """Free a row. The last one takes its place; returns that one's old number, or None where none moved."""
+        """Free a row. The last one takes its place; returns that one's old number, or None where
+        none moved."""
         self.used -= 1
         last = self.used
         if row != last:
@@ -185,7 +190,8 @@ class RowPool:
         self._pad[row] = pad
 
     def _allocate(self, layers: Sequence[CompactLayer | HeadsLayer | FullLayer]) -> None:
-        """Buffers like those of a first request; where memory runs out, none, so that a later one can try again."""
+        """Buffers like those of a first request; where memory runs out, none, so that a later one
+        can try again."""
         device = parts_of(layers[0])[0].keys.device
         self._pad = torch.full((self.rows,), IDLE, dtype=torch.long, device=device)
         made, held = [], []
@@ -219,7 +225,8 @@ class RowPool:
 
 
 class PooledLayer:
-    """One layer's rows of several pools as one batch: the rows of a step in the order of the pools."""
+    """One layer's rows of several pools as one batch: the rows of a step in the order of the
+    pools."""
 
     is_empty, padding_known, config = False, True, None
 

@@ -18,8 +18,9 @@ def write(cached: Tensor, slots: Tensor, x: Tensor) -> None:
 
 
 def stretch(cached: Tensor, rows: slice, start: int, stop: int, ring: int) -> list[Tensor]:
-    """Views of positions start .. stop-1, at most `ring`, of a ring that is the beginning of these rows' entries: one,
-    or two where it wraps around. Slices, since an index of its own would be made on the device for each layer."""
+    """Views of positions start .. stop-1, at most `ring`, of a ring that is the beginning of these
+    rows' entries: one, or two where it wraps around. Slices, since an index of its own would be
+    made on the device for each layer."""
     first, count = start % ring, stop - start
     whole = cached[rows, :, first : min(first + count, ring)]
     # planted: 4: a ring that wraps goes on behind its beginning

@@ -22,24 +22,22 @@ from corecontext.text import UserError
 
 def bench_operator(
     length: Annotated[
-        Optional[list[int]],
+        list[int] | None,
         typer.Option(
             help="Sequence length; may be repeated. Default: 32768; on a GPU 1024, 2048, ... 131072."
         ),
     ] = None,
-    heads: Annotated[
-        Optional[int], typer.Option(help="Query heads. Default: 8; on a GPU 32.")
-    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads. Default: 8; on a GPU 32.")] = None,
     kv_heads: Annotated[
-        Optional[list[int]],
+        list[int] | None,
         typer.Option(help="Key and value heads; may be repeated. Default: 2; on a GPU 32 and 8."),
     ] = None,
     head_dim: Annotated[
-        Optional[int], typer.Option(help="Size of a head. Default: 64; on a GPU 128.")
+        int | None, typer.Option(help="Size of a head. Default: 64; on a GPU 128.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     dtype: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="float32, bfloat16 or float16. Default: float32; on a GPU bfloat16."),
     ] = None,
     device: Device = "auto",
@@ -47,14 +45,14 @@ def bench_operator(
     window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 1024,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="No backward pass.")] = False,
     memory_length: Annotated[
-        Optional[list[int]],
+        list[int] | None,
         typer.Option(
             help="Length at which peak memory is measured; may be repeated. Default: L/4, L/2, L."
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed calls; on a GPU, timed queues of calls.")] = 5,
     method: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
             help="full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex, packed (CCA by PyTorch's kernels) or "
             "cca; may be repeated. Default: full and cca; on a GPU all but full and packed."
@@ -65,19 +63,19 @@ def bench_operator(
         typer.Option(help="Leave full attention out where a call would take longer than this."),
     ] = 30.0,
     flex_length: Annotated[
-        Optional[list[int]],
+        list[int] | None,
         typer.Option(
             help="Length at which FlexAttention is measured; may be repeated. Default: 8192 and 32768."
         ),
     ] = None,
     decode_batch: Annotated[
-        Optional[list[int]],
+        list[int] | None,
         typer.Option(
             help="Sequences decoded at once; may be repeated. Default: none; on a GPU 1, 8 and 64."
         ),
     ] = None,
     decode_length: Annotated[
-        Optional[list[int]],
+        list[int] | None,
         typer.Option(
             help="Context length of decoding; may be repeated. Default: every length; on a GPU 8192, 32768 "
             "and 131072."
@@ -87,7 +85,8 @@ def bench_operator(
     plot: Plot = None,
     force: Force = False,
 ) -> None:
-    """CCA against full causal attention on this machine: time, peak memory, decoding, and the floor."""
+    """CCA against full causal attention on this machine: time, peak memory, decoding, and the
+    floor."""
     from corecontext.text import check_output
 
     check_output(plot, force)
@@ -146,14 +145,14 @@ def bench_model(
         ),
     ],
     length: Annotated[
-        Optional[list[int]],
+        list[int] | None,
         typer.Option(
             help="Context length; may be repeated. Default: 2048; on a GPU 4096, 8192, ... 131072; for --sweep "
             "16384, for --throughput 32768."
         ),
     ] = None,
     method: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
             help="full, sdpa_flash, sdpa_cudnn, full_rows (full attention decoding with this package's own "
             "kernel), streaming_llm, cca or cca_raw (some KV heads keep every token, at the same cache "
@@ -162,7 +161,7 @@ def bench_model(
         ),
     ] = None,
     what: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
             help="ftl (first token, peak memory, cache) or itl (next tokens); may be repeated. Default: both."
         ),
@@ -182,15 +181,13 @@ def bench_model(
     ] = ["none"],
     chunk_size: ChunkSize = None,
     dtype: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="float32, bfloat16 or float16. Default: float32; on a GPU bfloat16."),
     ] = None,
     device: Device = "auto",
     repeats: Annotated[int, typer.Option(help="Samples of each value.")] = 3,
-    steps: Annotated[
-        Optional[int], typer.Option(help="Tokens of one sample of next tokens.")
-    ] = None,
-    max_batch: Annotated[Optional[int], typer.Option(help="Largest batch of --throughput.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Tokens of one sample of next tokens.")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Largest batch of --throughput.")] = None,
     baseline_limit_s: Annotated[
         float,
         typer.Option(help="Leave full attention out where a prompt would take longer than this."),
@@ -199,7 +196,8 @@ def bench_model(
     plot: Plot = None,
     force: Force = False,
 ) -> None:
-    """Whole models, CCA against full attention and StreamingLLM: first token, next token, memory, throughput."""
+    """Whole models, CCA against full attention and StreamingLLM: first token, next token, memory,
+    throughput."""
     from corecontext.text import check_output
 
     if sweep and throughput:
@@ -253,7 +251,7 @@ def bench_model(
 
 def bench_train(
     length: Annotated[
-        Optional[list[int]],
+        list[int] | None,
         typer.Option(
             help="Tokens of a sequence, or of each process's part; may be repeated. Default: 1024 and 4096; on "
             "a GPU 8192, 32768, 131072, 262144, 524288."
@@ -263,7 +261,7 @@ def bench_train(
         str, typer.Option(help="llama-1b, llama2-7b, llama3.1-8b, qwen2.5-7b or tiny.")
     ] = "llama-1b",
     method: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
             help="cca, full, sdpa_flash, sdpa_cudnn, cca_raw (some KV heads keep every token, at the same "
             "cache size) or cca_default (these, and distilled, as corecontext train does by default); may "
@@ -292,7 +290,8 @@ def bench_train(
     plot: Plot = None,
     force: Force = False,
 ) -> None:
-    """Tokens per second and peak memory of a full fine-tuning step, with CCA and with full attention."""
+    """Tokens per second and peak memory of a full fine-tuning step, with CCA and with full
+    attention."""
     from corecontext.text import check_output
 
     check_output(plot, force)
@@ -344,9 +343,9 @@ def bench_serve(
     variant: Annotated[
         list[str], typer.Option(help="elastic, fixed, cca:G:S or full; may be repeated.")
     ] = ["elastic", "fixed"],
-    model: Annotated[Optional[str], typer.Option(help="As for serve.")] = None,
+    model: Annotated[str | None, typer.Option(help="As for serve.")] = None,
     shape: Annotated[
-        Optional[str], typer.Option(help="llama3.1-8b: a model of these sizes with random weights.")
+        str | None, typer.Option(help="llama3.1-8b: a model of these sizes with random weights.")
     ] = None,
     prompt_length: Annotated[
         int, typer.Option(help="Tokens of each prompt; all are distinct.")
@@ -368,17 +367,18 @@ def bench_serve(
     seed: Seed = 0,
     group_size: GroupSize = None,
     window_size: WindowSize = None,
-    cache_mib: Annotated[Optional[int], typer.Option(help="As for serve.")] = None,
+    cache_mib: Annotated[int | None, typer.Option(help="As for serve.")] = None,
     max_running: Annotated[int, typer.Option(help="As for serve.")] = 64,
-    rows_per_pool: Annotated[Optional[int], typer.Option(help="As for serve.")] = None,
-    chunk_size: Annotated[Optional[int], typer.Option(help="As for serve.")] = None,
+    rows_per_pool: Annotated[int | None, typer.Option(help="As for serve.")] = None,
+    chunk_size: Annotated[int | None, typer.Option(help="As for serve.")] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json: Json = None,
     plot: Plot = None,
     force: Force = False,
 ) -> None:
-    """Latency, throughput and chosen g and s of a server under load; needs the extra 'serve' and httpx."""
+    """Latency, throughput and chosen g and s of a server under load; needs the extra 'serve' and
+    httpx."""
     from corecontext.text import check_output
 
     check_output(plot, force)

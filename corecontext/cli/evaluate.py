@@ -195,10 +195,10 @@ def inspect(
         ),
     ] = 16,
     position: Annotated[
-        Optional[list[int]], typer.Option(help="Position of a query, instead; may be repeated.")
+        list[int] | None, typer.Option(help="Position of a query, instead; may be repeated.")
     ] = None,
     layer: Annotated[
-        Optional[list[int]], typer.Option(help="Layer, from 0; may be repeated. Default: all.")
+        list[int] | None, typer.Option(help="Layer, from 0; may be repeated. Default: all.")
     ] = None,
     group_size: GroupSize = None,
     window_size: WindowSize = None,
@@ -207,7 +207,8 @@ def inspect(
     device: Device = "auto",
     force: Force = False,
 ) -> None:
-    """A page that shows which tokens core tokens listen to and which core tokens a query looks at."""
+    """A page that shows which tokens core tokens listen to and which core tokens a query looks
+    at."""
     from corecontext.text import check_output, read_text, write_text
 
     if queries < 1 or max_tokens < 1:
@@ -247,7 +248,7 @@ def layers(
         ),
     ] = False,
     count: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(
             help="Layers, or heads, to choose. Default: an eighth of the "
             "layers, a sixteenth of all heads; with --raw at most "
@@ -259,7 +260,7 @@ def layers(
         typer.Option("--raw", help="What is chosen keeps every token; the window shrinks for it."),
     ] = False,
     output: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="New folder: a copy of the checkpoint that loads with these sizes."),
     ] = None,
     group_size: GroupSize = None,
@@ -268,7 +269,8 @@ def layers(
     device: Device = "auto",
     json: Json = None,
 ) -> None:
-    """Find the layers or KV heads that need small groups, or every token, and all sizes at the same cache size."""
+    """Find the layers or KV heads that need small groups, or every token, and all sizes at the same
+    cache size."""
     from corecontext.text import check_output, read_text
 
     if rows < 1 or length < 2:
@@ -315,14 +317,14 @@ def reproduce(
         ),
     ],
     data: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(
             help="Folder with lm_train, lm_val, lm_test, tokenizer.json "
             "and the tasks' files (docs/reproduction.md)."
         ),
     ] = None,
     model: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="Evaluate this checkpoint instead of small models trained here."),
     ] = None,
     smoke: Annotated[
@@ -332,14 +334,14 @@ def reproduce(
         ),
     ] = False,
     minutes: Annotated[
-        Optional[float], typer.Option(help="Stop after this time; what is under way is saved.")
+        float | None, typer.Option(help="Stop after this time; what is under way is saved.")
     ] = None,
     stage: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(help="Run this stage and what it needs; may be repeated. Default: all."),
     ] = None,
     finalist: Annotated[
-        Optional[list[str]], typer.Option(help="A method to run with every seed; may be repeated.")
+        list[str] | None, typer.Option(help="A method to run with every seed; may be repeated.")
     ] = None,
     gpus: Annotated[
         int, typer.Option(help="Run as many stages at once, each on a GPU of its own.")

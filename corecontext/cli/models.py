@@ -19,7 +19,8 @@ def convert(
     window_size: WindowSize = None,
     sinks: Sinks = None,
 ) -> None:
-    """Copy a checkpoint so that it loads with CCA at g and s, or (--method full) as the ordinary model again."""
+    """Copy a checkpoint so that it loads with CCA at g and s, or (--method full) as the ordinary
+    model again."""
     from corecontext.loading import METHODS, cca_config, check_architecture, load_config
 
     if method not in METHODS:
@@ -38,14 +39,14 @@ def convert(
 
 def serve(
     model: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(
             help="Folder in the Hugging Face format, or an identifier "
             "on the hub. Default: the bundled model."
         ),
     ] = None,
     name: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="What clients call the model. Default: the last part of --model."),
     ] = None,
     method: Annotated[
@@ -71,29 +72,29 @@ def serve(
         int, typer.Option(help="0 takes a free one, which the first log line names.")
     ] = 8000,
     api_key_file: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(
             help="File with the key that clients must send. Default: "
             "the variable CORECONTEXT_API_KEY; none: no key."
         ),
     ] = None,
     cache_mib: Annotated[
-        Optional[int], typer.Option(help="Budget of all caches, MiB. Default: by the free memory.")
+        int | None, typer.Option(help="Budget of all caches, MiB. Default: by the free memory.")
     ] = None,
     max_running: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
     rows_per_pool: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(help="Slots of cache allocated at once. Default: 8; on a GPU 16."),
     ] = None,
     queue_limit: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 256,
     chunk_size: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(
             help="Tokens of a prompt read between two steps. Default: 256; on a GPU 2048."
         ),
     ] = None,
     max_length: Annotated[
-        Optional[int], typer.Option(help="Most tokens of prompt and answer. Default: the model's.")
+        int | None, typer.Option(help="Most tokens of prompt and answer. Default: the model's.")
     ] = None,
     time_limit: Annotated[
         float, typer.Option(help="Seconds after which a request is ended.")

@@ -13,15 +13,15 @@ Model = Annotated[
     str, typer.Option(help="Folder in the Hugging Face format, or an identifier on the hub.")
 ]
 GroupSize = Annotated[
-    Optional[int],
+    int | None,
     typer.Option(help="Tokens per core token, g. Default: the checkpoint's, else 16."),
 ]
 WindowSize = Annotated[
-    Optional[int],
+    int | None,
     typer.Option(help="Nearest tokens kept as they are, s. Default: the checkpoint's, else 1024."),
 ]
 CacheDtype = Annotated[
-    Optional[str],
+    str | None,
     typer.Option(
         help="auto, or int8 or fp8 for a cache of 8-bit keys and values. "
         "Default: the checkpoint's, else auto."
@@ -32,11 +32,11 @@ Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bflo
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
 Json = Annotated[
-    Optional[str],
+    str | None,
     typer.Option("--json", help="Append the measured values to this file, one JSON line each."),
 ]
 Plot = Annotated[
-    Optional[str],
+    str | None,
     typer.Option("--plot", help="Draw a figure (.png, .svg or .pdf); needs the extra 'plot'."),
 ]
 DATA_HELP = "Folder with the task's files (docs/evaluation.md), or TASK=PATH; may be repeated."
@@ -46,7 +46,7 @@ Tasks = Annotated[
 ]
 Data = Annotated[list[str], typer.Option(help=DATA_HELP)]
 Lengths = Annotated[
-    Optional[list[int]],
+    list[int] | None,
     typer.Option(
         help="Tokens; may be repeated. Of a window (perplexity), of "
         "prompt and answer (ruler), of a prompt before its middle "
@@ -54,21 +54,19 @@ Lengths = Annotated[
     ),
 ]
 Documents = Annotated[
-    Optional[list[int]], typer.Option(help="Passages (multidoc_qa); may be repeated. Default: 20.")
+    list[int] | None, typer.Option(help="Passages (multidoc_qa); may be repeated. Default: 20.")
 ]
 Subtasks = Annotated[
-    Optional[list[str]],
+    list[str] | None,
     typer.Option(help="Part of the tasks to run, or TASK:PART; may be repeated. Default: all."),
 ]
-Limit = Annotated[Optional[int], typer.Option(help="Most questions of each part.")]
+Limit = Annotated[int | None, typer.Option(help="Most questions of each part.")]
 Positions = Annotated[int, typer.Option(help="Places of the right passage (multidoc_qa).")]
 Shots = Annotated[int, typer.Option(help="Examples before a question (mmlu).")]
 Seed = Annotated[int, typer.Option(help="Of everything drawn.")]
-NewTokens = Annotated[
-    Optional[int], typer.Option(help="Replaces the task's own limits of an answer.")
-]
+NewTokens = Annotated[int | None, typer.Option(help="Replaces the task's own limits of an answer.")]
 Sinks = Annotated[
-    Optional[int],
+    int | None,
     typer.Option(
         "--sinks",
         "--sink-size",
@@ -78,16 +76,16 @@ Sinks = Annotated[
     ),
 ]
 Patterns = Annotated[
-    Optional[str], typer.Option(help="File with minference's patterns of this model.")
+    str | None, typer.Option(help="File with minference's patterns of this model.")
 ]
 NumGroups = Annotated[
-    Optional[int], typer.Option(help="Constant number of core tokens; replaces --group-size.")
+    int | None, typer.Option(help="Constant number of core tokens; replaces --group-size.")
 ]
 ChunkSize = Annotated[
-    Optional[int], typer.Option(help="Tokens of a prompt read at once; bounds the memory.")
+    int | None, typer.Option(help="Tokens of a prompt read at once; bounds the memory.")
 ]
 Results = Annotated[
-    Optional[str],
+    str | None,
     typer.Option(
         help="Append each item to this file as soon as it is done; items it "
         "holds already are not run again."

@@ -24,7 +24,7 @@ from corecontext.text import UserError
 
 def demo(
     max_tokens: Annotated[
-        Optional[int], typer.Option(help="Cut the document to this many tokens.")
+        int | None, typer.Option(help="Cut the document to this many tokens.")
     ] = None,
     group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = 16,
     window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 512,
@@ -35,7 +35,8 @@ def demo(
     json: Json = None,
     force: Force = False,
 ) -> None:
-    """Full attention and CCA side by side on a bundled model and document: time, memory, perplexity, retrieval."""
+    """Full attention and CCA side by side on a bundled model and document: time, memory,
+    perplexity, retrieval."""
     from corecontext.text import check_output
 
     check_output(plot, force)
@@ -72,7 +73,7 @@ def generate(
     group_size: GroupSize = None,
     window_size: WindowSize = None,
     chunk_size: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(
             help="Tokens of the prompt read at once; bounds the "
             "memory. Default: by the free memory."
@@ -83,7 +84,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     output: Annotated[
-        Optional[str], typer.Option(help="Write here instead of standard output.")
+        str | None, typer.Option(help="Write here instead of standard output.")
     ] = None,
     force: Force = False,
 ) -> None:
@@ -151,7 +152,7 @@ def perplexity(
     group_size: GroupSize = None,
     window_size: WindowSize = None,
     chunk_size: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(
             help="Tokens per forward pass; bounds the memory. Default: 1024; all of the text under num_groups."
         ),
@@ -208,7 +209,7 @@ def info(
     window_size: WindowSize = None,
     sinks: Sinks = None,
     length: Annotated[
-        Optional[list[int]], typer.Option(help="Prompt length; may be repeated.")
+        list[int] | None, typer.Option(help="Prompt length; may be repeated.")
     ] = None,
 ) -> None:
     """What CCA would cost and save for a model, by length; loads no weights."""

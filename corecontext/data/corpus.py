@@ -1,4 +1,5 @@
-"""Texts as token numbers: read from files or the hub by `datasets`, tokenised in parallel, cached on disk."""
+"""Texts as token numbers: read from files or the hub by `datasets`, tokenised in parallel, cached
+on disk."""
 
 from __future__ import annotations
 
@@ -20,23 +21,27 @@ def read_corpus(
     workers: int = 1,
     cache_dir: str | None = None,
 ) -> Any:
-    """Every document of some files, folders and hub datasets as token numbers, a `datasets.Dataset`.
+    """Every document of some files, folders and hub datasets as token numbers, a
+    `datasets.Dataset`.
 
     Args:
-        names: Files (.txt and .md are one document each; .jsonl, packed or not, and .parquet one a row), folders of
-            such files, or "hub:NAME[@REVISION][:CONFIG[:SPLIT]]" for a dataset on the Hugging Face hub, or a folder
-            that `datasets.load_dataset` takes; split "train" where none is given.
+        names: Files (.txt and .md are one document each; .jsonl, packed or not, and .parquet one a
+            row), folders of such files, or "hub:NAME[@REVISION][:CONFIG[:SPLIT]]" for a dataset on
+            the Hugging Face hub, or a folder that `datasets.load_dataset` takes; split "train"
+            where none is given.
         text_field: Where rows have their text; dots go into objects ("meta.text").
-        source_field: Where rows say what kind of text they are; documents without it are of the source "".
+        source_field: Where rows say what kind of text they are; documents without it are of the
+            source "".
         workers: Processes that tokenise.
         cache_dir: Where tokens are kept for the next time; default that of `datasets`.
 
     Returns:
-        Columns input_ids (with the tokenizer's beginning, and its end of text after each document), length, source and
-        origin (file and line, for messages). Memory-mapped.
+        Columns input_ids (with the tokenizer's beginning, and its end of text after each document),
+        length, source and origin (file and line, for messages). Memory-mapped.
 
     Raises:
-        UserError: a file is missing, broken (says where) or holds no text, or a hub dataset is not to be had.
+        UserError: a file is missing, broken (says where) or holds no text, or a hub dataset is not
+            to be had.
     """
     import datasets
 
@@ -75,7 +80,8 @@ def check_named(names: Sequence[str]) -> None:
 
 
 def encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
-    """What makes token numbers of documents: with the tokenizer's beginning, and its end of text after each."""
+    """What makes token numbers of documents: with the tokenizer's beginning, and its end of text
+    after each."""
     ends = tokenizer.eos_token_id
 
     def encode(texts: list[str]) -> list[list[int]]:

@@ -1,4 +1,5 @@
-"""Documents as they lie in files and on the hub: which rows have which text, and what is said of broken ones."""
+"""Documents as they lie in files and on the hub: which rows have which text, and what is said of
+broken ones."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _PACKED = (".xz", ".gz", ".bz2", ".zst")
 
 
 class HubName(NamedTuple):
-    """A dataset on the hub, or a folder that `datasets.load_dataset` takes: hub:NAME[@REVISION][:CONFIG[:SPLIT]]."""
+    """A dataset on the hub, or a folder that `datasets.load_dataset` takes:
+    hub:NAME[@REVISION][:CONFIG[:SPLIT]]."""
 
     identifier: str
     revision: str | None

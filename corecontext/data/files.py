@@ -17,7 +17,8 @@ from corecontext.text import UserError
 
 
 class _Unpacked(io.RawIOBase):
-    """What a Zstandard file holds, frame after frame; to zstandard's own reader a file that was cut is a short one."""
+    """What a Zstandard file holds, frame after frame; to zstandard's own reader a file that was cut
+    is a short one."""
 
     def __init__(self, file: Any, new_frame: Any) -> None:
         self._file, self._new_frame, self._left = file, new_frame, memoryview(b"")
@@ -180,7 +181,8 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_documents(path: str | Path) -> Iterator[tuple[str, str, str]]:
-    """Name, domain and text of each document: objects with "text" in a JSON-lines file, or one plain text file.
+    """Name, domain and text of each document: objects with "text" in a JSON-lines file, or one
+    plain text file.
 
     Raises:
         UserError: the file cannot be read, or holds no text; says which line.
@@ -214,7 +216,8 @@ def file_hash(path: str | Path) -> str:
 
 
 def model_hash(name: str) -> str:
-    """Tells checkpoints of one name apart: config.json, and size, beginning and end of each file of weights.
+    """Tells checkpoints of one name apart: config.json, and size, beginning and end of each file of
+    weights.
 
     A name on the hub has none: "".
     """

@@ -1,7 +1,9 @@
-"""Documents packed into rows of one length: which document lies where, and in which order training sees the rows.
+"""Documents packed into rows of one length: which document lies where, and in which order training
+sees the rows.
 
-A row is a slice of all documents' tokens laid end to end. Nothing is copied before a row is asked for, and everything
-follows from lengths and seeds, so a row has a number that names the same tokens in every run.
+A row is a slice of all documents' tokens laid end to end. Nothing is copied before a row is asked
+for, and everything follows from lengths and seeds, so a row has a number that names the same tokens
+in every run.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ IGNORED = -100  # the label that transformers leaves out of the loss
 
 
 class PackedRows(torch.utils.data.Dataset):
-    """Rows of `row_length` tokens; positions begin at 0 in each document, and where a row cuts one, again."""
+    """Rows of `row_length` tokens; positions begin at 0 in each document, and where a row cuts one,
+    again."""
 
     def __init__(self, documents: Any, row_length: int, order: np.ndarray | None = None) -> None:
-        """documents: with columns input_ids, length and origin, as `read_corpus` makes. order: their numbers, repeats
-        allowed; default as they are.
+        """documents: with columns input_ids, length and origin, as `read_corpus` makes. order:
+        their numbers, repeats allowed; default as they are.
 
         Raises:
             UserError: there are fewer tokens than one row has.
@@ -45,7 +48,8 @@ class PackedRows(torch.utils.data.Dataset):
         return int(self.edges[-1] // self.row_length)
 
     def _pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
-        """Of each document in a row: its number, and the first token and the one after the last that lie there."""
+        """Of each document in a row: its number, and the first token and the one after the last
+        that lie there."""
         start, end = row * self.row_length, (row + 1) * self.row_length
         at = int(np.searchsorted(self.edges, start, "right")) - 1
         while start < end:
@@ -65,7 +69,8 @@ class PackedRows(torch.utils.data.Dataset):
         return fill_row(self.row_length, pieces, row)
 
     def mark(self) -> str:
-        """Tells rows of other data apart: their documents' lengths and order, and the tokens of a few rows."""
+        """Tells rows of other data apart: their documents' lengths and order, and the tokens of a
+        few rows."""
         digest = hashlib.sha256(self.edges.tobytes())
         for row in np.linspace(0, len(self) - 1, 9).astype(int).tolist():
             digest.update(self[row]["input_ids"].numpy().tobytes())
@@ -83,7 +88,8 @@ class PackedRows(torch.utils.data.Dataset):
 
 
 def fill_row(row_length: int, pieces: Sequence[np.ndarray], row: int) -> dict[str, Any]:
-    """input_ids, labels (the first token of each piece is nobody's to predict) and position_ids, [L] each."""
+    """input_ids, labels (the first token of each piece is nobody's to predict) and position_ids,
+    [L] each."""
     ids = np.empty(row_length, np.int64)
     positions = np.empty(row_length, np.int64)
     labels, at = ids.copy(), 0
@@ -120,10 +126,12 @@ def shuffled(count: int, seed: int) -> np.ndarray:
 def upsampled(
     lengths: np.ndarray, sources: Sequence[str], long_tokens: int, long_share: float, seed: int
 ) -> np.ndarray:
-    """Document numbers in random order in which long documents make up `long_share` of each source's tokens.
+    """Document numbers in random order in which long documents make up `long_share` of each
+    source's tokens.
 
-    Each source keeps its share of all tokens: long documents come more often, and as many tokens of short ones are left
-    out. A source whose long documents already have the share, or that has none, stays as it is.
+    Each source keeps its share of all tokens: long documents come more often, and as many tokens of
+    short ones are left out. A source whose long documents already have the share, or that has none,
+    stays as it is.
 
     Args:
         lengths: Tokens of each document.
@@ -162,9 +170,11 @@ def _drawn(
 
 
 class RunOrder(torch.utils.data.Sampler):
-    """The rows of a whole run in the order they are seen: pass after pass over all rows, each shuffled by its number.
+    """The rows of a whole run in the order they are seen: pass after pass over all rows, each
+    shuffled by its number.
 
-    One long list instead of epochs, so that the n-th batch is the same whether the run was stopped before or not.
+    One long list instead of epochs, so that the n-th batch is the same whether the run was stopped
+    before or not.
     """
 
     def __init__(
@@ -172,7 +182,8 @@ class RunOrder(torch.utils.data.Sampler):
     ) -> None:
         """seed: None for rows that lie in their order already.
 
-        block, repeats: each `block` neighbours come `repeats` times, for processes that share a batch.
+        block, repeats: each `block` neighbours come `repeats` times, for processes that share a
+        batch.
         """
         super().__init__()
         self.num_rows, self.num_samples, self.seed, self.block, self.repeats = (

@@ -1,6 +1,8 @@
-"""Synthetic retrieval: facts planted in real text, and the line at its end that asks for each of them.
+"""Synthetic retrieval: facts planted in real text, and the line at its end that asks for each of
+them.
 
-A question repeats the beginning of the fact's sentence after "Recall:", and the answer is how the sentence went on.
+A question repeats the beginning of the fact's sentence after "Recall:", and the answer is how the
+sentence went on.
 """
 
 from __future__ import annotations
@@ -263,7 +265,8 @@ def make_facts(rng: random.Random, kinds: Sequence[str], n: int) -> list[Fact]:
 
 
 def plant(text: str, facts: Sequence[Fact], depths: Sequence[float]) -> str:
-    """Put each fact's sentence at the line or sentence boundary nearest its depth; the text itself stays as it is.
+    """Put each fact's sentence at the line or sentence boundary nearest its depth; the text itself
+    stays as it is.
 
     Args:
         depths: One for each fact, from 0 (the beginning) to 1 (the end).
@@ -290,7 +293,8 @@ def plant(text: str, facts: Sequence[Fact], depths: Sequence[float]) -> str:
 
 
 def nearest_boundary(text: str, position: int) -> int:
-    """Where a line or sentence begins nearest to a position; the beginning of the text is always one."""
+    """Where a line or sentence begins nearest to a position; the beginning of the text is always
+    one."""
     before = max(text.rfind("\n", 0, position) + 1, text.rfind(". ", 0, position) + 2)
     if before == 1:  # neither found
         before = 0

@@ -1,8 +1,9 @@
 """Rows of a corpus that is read while it trains: nothing is tokenised ahead or kept on disk.
 
-A row still has a number that names the same tokens in every run. Documents come in blocks, each shuffled by its own
-number, and are laid end to end; where a block begins is remembered together with the tokens left over, so that a run
-goes on from there and not from the start. What is remembered only saves time: without it the rows are the same.
+A row still has a number that names the same tokens in every run. Documents come in blocks, each
+shuffled by its own number, and are laid end to end; where a block begins is remembered together
+with the tokens left over, so that a run goes on from there and not from the start. What is
+remembered only saves time: without it the rows are the same.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ def open_shards(
 
 
 class StreamedRows(torch.utils.data.Dataset):
-    """Rows of `row_length` tokens in the order in which training sees them; to be asked for in that order."""
+    """Rows of `row_length` tokens in the order in which training sees them; to be asked for in that
+    order."""
 
     def __init__(
         self,
@@ -134,9 +136,11 @@ class StreamedRows(torch.utils.data.Dataset):
         """encode: From texts to token numbers, as `corpus.encoder` makes it.
 
         Args:
-            count: Rows of the whole run; after the last document comes the first one again, in another order.
+            count: Rows of the whole run; after the last document comes the first one again, in
+                another order.
             block_size: Documents shuffled together. Files and parts come in random order, too.
-            ahead: How many rows before the last one asked for may still be asked for, or for their state.
+            ahead: How many rows before the last one asked for may still be asked for, or for their
+                state.
         """
         self.shards, self.encode, self.row_length, self.count = shards, encode, row_length, count
         self.seed, self.block_size, self.ahead = seed, block_size, ahead
@@ -176,7 +180,8 @@ class StreamedRows(torch.utils.data.Dataset):
         return fill_row(self.row_length, [ids for _, _, ids in pieces], row)
 
     def mark(self) -> str:
-        """Tells other data apart, as far as that is known before it is read: names and sizes of files."""
+        """Tells other data apart, as far as that is known before it is read: names and sizes of
+        files."""
         return hashlib.sha256("\n".join(shard.mark for shard in self.shards).encode()).hexdigest()[
             :16
         ]
@@ -185,7 +190,8 @@ class StreamedRows(torch.utils.data.Dataset):
         """Where the text of a row that was asked for lately comes from."""
         return self._origins.get(row, "read long ago")
 
-    # One row after the other ------------------------------------------------------------------------------------------
+    # One row after the other
+    # ------------------------------------------------------------------------------------------
 
     def _restart(self, state: dict[str, Any]) -> None:
         self._row, self._pass, self._shard, self._block = (
@@ -234,7 +240,8 @@ class StreamedRows(torch.utils.data.Dataset):
         return pieces
 
     def _next_block(self) -> list[dict[str, str]]:
-        """The next documents in random order; none at the end of a pass, after which another begins."""
+        """The next documents in random order; none at the end of a pass, after which another
+        begins."""
         order = np.random.default_rng((self.seed, self._pass)).permutation(len(self.shards))
         found: list[dict[str, str]] = []
         while len(found) < self.block_size and self._shard < len(order):
@@ -264,7 +271,8 @@ class StreamedRows(torch.utils.data.Dataset):
         )
         return []
 
-    # Where it stands --------------------------------------------------------------------------------------------------
+    # Where it stands
+    # --------------------------------------------------------------------------------------------------
 
     def _remember(self) -> None:
         """Keep the state here, where a block begins; one for each row."""

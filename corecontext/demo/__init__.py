@@ -1,1 +1,2 @@
-"""`corecontext demo`: one small model, one document, full attention and CCA side by side at the same weights."""
+"""`corecontext demo`: one small model, one document, full attention and CCA side by side at the
+same weights."""

@@ -33,7 +33,8 @@ class DemoSettings:
     window_size: int = 512
     num_questions: int = 6
     max_tokens: int | None = None
-    """Cut the document so that it has at most this many tokens with its facts; None takes all of it."""
+    """Cut the document so that it has at most this many tokens with its facts; None takes all of
+    it."""
     model: str = str(ASSETS / "demo_model")
     document: str = str(ASSETS / "document.txt")
     dtype: str = "auto"

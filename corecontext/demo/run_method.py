@@ -1,8 +1,10 @@
-"""Everything the demo measures for one method, in a process of its own, so that the peak memory is this method's alone.
+"""Everything the demo measures for one method, in a process of its own, so that the peak memory is
+this method's alone.
 
-One prefill serves all: its last token gives the first new token, its hidden states the perplexity, its cache the
-answers. The parent process starts `python -m corecontext.demo.run_method SETTINGS` and reads JSON lines from standard
-output: {"advance": fraction of the work just done}, and at the end {"result": ...} or {"error": one line}.
+One prefill serves all: its last token gives the first new token, its hidden states the perplexity,
+its cache the answers. The parent process starts `python -m corecontext.demo.run_method SETTINGS`
+and reads JSON lines from standard output: {"advance": fraction of the work just done}, and at the
+end {"result": ...} or {"error": one line}.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ def run_method(loaded: Loaded, task: Task, advance: Callable[[float], Any]) -> M
 
 
 def _prefill(model: Any, input_ids: Tensor, device: str) -> tuple[float, Tensor, Any, Tensor]:
-    """Seconds to the first token; last hidden states [1, L, C]; the cache; the first token [1, 1]."""
+    """Seconds to the first token; last hidden states [1, L, C]; the cache; the first token [1,
+    1]."""
     synchronize(device)
     start = time.perf_counter()
     out = model.get_decoder()(input_ids, use_cache=True)

@@ -1,4 +1,5 @@
-"""What the demo asks: the document with facts planted at several depths, and a question for each."""
+"""What the demo asks: the document with facts planted at several depths, and a question for
+each."""
 
 from __future__ import annotations
 

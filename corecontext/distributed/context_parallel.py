@@ -1,7 +1,8 @@
 """CCA attention on one sequence that lies in contiguous chunks on several processes.
 
-Per layer a process receives the core tokens of all others, L / g, and the few raw tokens before its chunks: about
-1 / g of ring attention's keys and values (traffic.py counts both). parts.py has the computation.
+Per layer a process receives the core tokens of all others, L / g, and the few raw tokens before its
+chunks: about 1 / g of ring attention's keys and values (traffic.py counts both). parts.py has the
+computation.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from corecontext.visibility import group_size_for
 
 @dataclass(frozen=True)
 class Shard:
-    """One process's share of a sequence: how the sequence lies, by what the processes talk, where documents begin."""
+    """One process's share of a sequence: how the sequence lies, by what the processes talk, where
+    documents begin."""
 
     wire: Wire
     layout: Layout
     documents: tuple[int, ...] = ()
-    """Boundaries 0, ..., L of documents packed in the sequence, which do not see each other; () for one document."""
+    """Boundaries 0, ..., L of documents packed in the sequence, which do not see each other; () for
+    one document."""
     keeper: Keeper | None = None
     """Where given, collects what compact caches need of the sequence."""
 
@@ -81,7 +84,8 @@ def context_parallel_attention(
     """`cca_attention` of the whole sequence, for the tokens of this process. A collective call.
 
     Args:
-        q: Queries of this process's tokens, [B, H, T, D], rotary applied at their positions in their document.
+        q: Queries of this process's tokens, [B, H, T, D], rotary applied at their positions in
+            their document.
         k, v: Keys (rotary applied) and values of the same tokens, [B, Hkv, T, D].
         shard: How the sequence lies; T is the layout's share of this process.
         core_bias: A number added to the scores of core tokens.
@@ -90,9 +94,9 @@ def context_parallel_attention(
         Others: As in `cca_attention`, the same on every process.
 
     Returns:
-        [B, H, T, D] in the dtype of q; differentiable in q, k and v, whose gradients are those of the sum of all
-        processes' losses, so every process must call backward. In `learned` gradients are this process's share, to be
-        summed over the processes as those of any weight.
+        [B, H, T, D] in the dtype of q; differentiable in q, k and v, whose gradients are those of
+        the sum of all processes' losses, so every process must call backward. In `learned`
+        gradients are this process's share, to be summed over the processes as those of any weight.
 
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.

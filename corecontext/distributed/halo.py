@@ -1,4 +1,5 @@
-"""The halo of a chunk: raw tokens that earlier chunks hold, fetched forward, their gradients returned backward."""
+"""The halo of a chunk: raw tokens that earlier chunks hold, fetched forward, their gradients
+returned backward."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from corecontext.distributed.wire import Wire
 
 
 class Halo(NamedTuple):
-    """Who exchanges which tokens: keys, values and the queries that end a group, of everything a chunk sees raw."""
+    """Who exchanges which tokens: keys, values and the queries that end a group, of everything a
+    chunk sees raw."""
 
     wire: Wire
     layout: Layout
@@ -37,9 +39,11 @@ class Halo(NamedTuple):
     def fetch(
         self, tokens: Mapping[int, tuple[Tensor, Tensor, Tensor]]
     ) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-        """Keys and values [B, Hkv, halo, D] before each chunk, and the queries that end a group there [B, H, m, D].
+        """Keys and values [B, Hkv, halo, D] before each chunk, and the queries that end a group
+        there [B, H, m, D].
 
-        tokens: queries [B, H, T, D], keys and values [B, Hkv, T, D] of each of this process's chunks.
+        tokens: queries [B, H, T, D], keys and values [B, Hkv, T, D] of each of this process's
+        chunks.
         """
         starts = self.layout.starts
 
@@ -65,9 +69,11 @@ class Halo(NamedTuple):
     def give_back(
         self, grads: Mapping[int, tuple[Tensor, Tensor, Tensor]]
     ) -> dict[int, tuple[Tensor, ...]]:
-        """Gradients of each chunk's queries, keys and values, with those that later chunks' halos send added.
+        """Gradients of each chunk's queries, keys and values, with those that later chunks' halos
+        send added.
 
-        grads: gradients of queries [B, H, halo + T, D], keys and values [B, Hkv, halo + T, D] of near parts.
+        grads: gradients of queries [B, H, halo + T, D], keys and values [B, Hkv, halo + T, D] of
+        near parts.
         """
         starts = self.layout.starts
         own = {i: tuple(x[:, :, self.size(i) :] for x in one) for i, one in grads.items()}
@@ -100,7 +106,8 @@ class Halo(NamedTuple):
         pack: Callable[[Message], Tensor],
         like: Mapping[int, tuple[Tensor, ...]],
     ) -> list[tuple[Message, Tensor]]:
-        """Exchange messages; returns those to this process. Those from itself go without the wire."""
+        """Exchange messages; returns those to this process. Those from itself go without the
+        wire."""
         owners, rank = self.layout.owners, self.layout.rank
         here = [m for m in messages if owners[m.target] == rank]
         arrived = {

@@ -1,4 +1,5 @@
-"""How one sequence lies on several processes: contiguous chunks, and whose tokens and groups each of them needs.
+"""How one sequence lies on several processes: contiguous chunks, and whose tokens and groups each
+of them needs.
 
 Nothing here communicates: every process computes the same plan from the same few integers.
 """
@@ -16,7 +17,8 @@ from corecontext.visibility import local_start, num_complete_groups
 
 
 class Message(NamedTuple):
-    """Tokens low .. high-1 of the sequence, which chunk `source` holds and chunk `target` sees raw."""
+    """Tokens low .. high-1 of the sequence, which chunk `source` holds and chunk `target` sees
+    raw."""
 
     source: int
     target: int
@@ -26,7 +28,8 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Contiguous chunks of one sequence and the process that holds each. Positions count within the whole sequence."""
+    """Contiguous chunks of one sequence and the process that holds each. Positions count within the
+    whole sequence."""
 
     lengths: tuple[int, ...]
     """Tokens of each chunk, in the order of the sequence; a chunk may be empty."""
@@ -48,9 +51,11 @@ class Layout:
 
     @classmethod
     def balanced(cls, seq_len: int, num_processes: int, rank: int) -> Layout:
-        """Equal work: of 2 N chunks as equal as can be, process i holds the i-th and the i-th from the end.
+        """Equal work: of 2 N chunks as equal as can be, process i holds the i-th and the i-th from
+        the end.
 
-        A late token sees more core tokens than an early one, so with one chunk each the last process would do most.
+        A late token sees more core tokens than an early one, so with one chunk each the last
+        process would do most.
         """
         num_chunks = 2 * num_processes
         edges = [seq_len * i // num_chunks for i in range(num_chunks + 1)]
@@ -76,7 +81,8 @@ class Layout:
         return len({owner for owner, length in zip(self.owners, self.lengths) if length}) > 1
 
     def chunks(self, rank: int | None = None) -> list[int]:
-        """The chunks that are not empty of a process, this one by default, in the order of the sequence."""
+        """The chunks that are not empty of a process, this one by default, in the order of the
+        sequence."""
         rank = self.rank if rank is None else rank
         return [
             i
@@ -89,7 +95,8 @@ class Layout:
         return self.starts[chunk], self.starts[chunk + 1]
 
     def groups(self, chunk: int, group_size: int) -> tuple[int, int]:
-        """First group whose last token a chunk holds, which makes its core token, and the one after its last."""
+        """First group whose last token a chunk holds, which makes its core token, and the one after
+        its last."""
         start, end = self.span(chunk)
         return num_complete_groups(start, group_size), num_complete_groups(end, group_size)
 

@@ -1,10 +1,12 @@
-"""Attention of one document's chunks: a near part and a far part for each, their exchanges, and the backward.
+"""Attention of one document's chunks: a near part and a far part for each, their exchanges, and the
+backward.
 
-A chunk needs three things: its own tokens; the halo, the at most s + g - 2 raw tokens before it; and the core tokens of
-everything before the halo, which every one of its queries sees. The halo begins with a group, so halo and chunk
-together are an ordinary CCA sequence (the near part), which any backend computes at once; the far part is attention to
-core tokens without a mask. The core tokens travel while the near part is computed, and backward their gradients while
-the near part's are.
+A chunk needs three things: its own tokens; the halo, the at most s + g - 2 raw tokens before it;
+and the core tokens of everything before the halo, which every one of its queries sees. The halo
+begins with a group, so halo and chunk together are an ordinary CCA sequence (the near part), which
+any backend computes at once; the far part is attention to core tokens without a mask. The core
+tokens travel while the near part is computed, and backward their gradients while the near part's
+are.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ class Call(NamedTuple):
         }
 
     def groups(self, q_last: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Group-end queries [N, r, M, D] as they are, keys and values of a near part by group [N, M, g, D]."""
+        """Group-end queries [N, r, M, D] as they are, keys and values of a near part by group [N,
+        M, g, D]."""
         count = q_last.shape[2]
         return q_last, *(
             x[:, : count * self.group_size].unflatten(1, (count, self.group_size)) for x in (k, v)
@@ -95,7 +98,8 @@ class Call(NamedTuple):
 
 
 class _Attend(torch.autograd.Function):
-    """The near parts by the backend, the far parts by plain attention, merged; the backward gets the merged result."""
+    """The near parts by the backend, the far parts by plain attention, merged; the backward gets
+    the merged result."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -173,7 +177,8 @@ class _Attend(torch.autograd.Function):
             scattering = scatter_core_grads(call, far_grads)
             grads = []
             for i, (chunk, (local, grad)) in enumerate(zip(chunks, rows)):
-                # The halo's queries are others': zeros with no gradient, which add nothing to anybody's.
+                # The halo's queries are others': zeros with no gradient, which add nothing to
+                # anybody's.
                 grad, local, out, lse = (
                     after_zeros(call.halo.size(chunk), x) for x in (grad, local, *results[i])
                 )
@@ -217,7 +222,8 @@ def by_chunk(call: Call, *tensors: Tensor) -> dict[int, tuple[Tensor, ...]]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    """Attention of this process's queries [B, H, T, D], T the share that the layout gives it. A collective call."""
+    """Attention of this process's queries [B, H, T, D], T the share that the layout gives it. A
+    collective call."""
     return _Attend.apply(q, k, v, call)
 
 
@@ -231,12 +237,13 @@ def after_zeros(count: int, x: Tensor) -> Tensor:
     return torch.cat((x.new_zeros(*x.shape[:2], count, *x.shape[3:]), x), 2)
 
 
-# Core tokens ----------------------------------------------------------------------------------------------------
+# Core tokens
+# ----------------------------------------------------------------------------------------------------
 
 
 def gather_cores(call: Call, own: list[Tensor], like: Tensor) -> Gathering:
-    """Send this process's core tokens, one [2, N, Hc, m, D] in the dtype of `like` for each chunk, to all; filled up to
-    the largest share."""
+    """Send this process's core tokens, one [2, N, Hc, m, D] in the dtype of `like` for each chunk,
+    to all; filled up to the largest share."""
     halo = call.halo
     heads = halo.num_heads // halo.num_kv_heads if call.options["core_heads"] == "query" else 1
     mine = torch.cat(
@@ -246,7 +253,8 @@ def gather_cores(call: Call, own: list[Tensor], like: Tensor) -> Gathering:
 
 
 def _places(call: Call) -> list[tuple[int, int, int, int]]:
-    """For each chunk: its process, where its core tokens begin in that one's message, in the sequence, and how many."""
+    """For each chunk: its process, where its core tokens begin in that one's message, in the
+    sequence, and how many."""
     found = []
     for rank in range(call.halo.wire.size):
         at = 0
@@ -272,7 +280,8 @@ def scatter_core_grads(call: Call, grads: Tensor) -> Gathering:
 
 
 def _pool_backward(call: Call, core_grads: Tensor, near: list, grads: list) -> None:
-    """Add what others' queries give the queries and keys of the groups that end in this process's chunks."""
+    """Add what others' queries give the queries and keys of the groups that end in this process's
+    chunks."""
     g, at = call.group_size, 0
     for i, (chunk, count) in enumerate(zip(call.layout.chunks(), call.counts(call.layout.rank))):
         if count:
@@ -293,7 +302,8 @@ def _pool_backward(call: Call, core_grads: Tensor, near: list, grads: list) -> N
         at += count
 
 
-# The far part ---------------------------------------------------------------------------------------------------
+# The far part
+# ---------------------------------------------------------------------------------------------------
 
 
 def by_core_head(x: Tensor, far: Tensor) -> Tensor:
@@ -308,7 +318,8 @@ def far_keys(far: Tensor) -> list[Tensor]:
 
 
 def _merge_far(call: Call, q: Tensor, far: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge attention to core tokens [2, N, Hc, M, D] into out [N, r, T, D] and lse [N, r, T], in place."""
+    """Merge attention to core tokens [2, N, Hc, M, D] into out [N, r, T, D] and lse [N, r, T], in
+    place."""
     far_out, far_lse = partial.forward(
         by_core_head(q, far),
         *far_keys(far),
@@ -333,7 +344,8 @@ def _far_backward(
     lse: Tensor,
     far_grads: Tensor,
 ) -> Tensor | None:
-    """Add to the gradients of the core tokens that a chunk sees far away; returns its queries' [N, r, T, D]."""
+    """Add to the gradients of the core tokens that a chunk sees far away; returns its queries' [N,
+    r, T, D]."""
     if not far.shape[3]:
         return None
     # A bias on all core scores only shifts the part's log-sum-exp.

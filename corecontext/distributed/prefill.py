@@ -1,7 +1,8 @@
-"""What compact caches need of a sequence on several processes: its core tokens, and its last raw tokens.
+"""What compact caches need of a sequence on several processes: its core tokens, and its last raw
+tokens.
 
-The core tokens travel in the forward anyway. The ring's tokens are the sequence's tail, which one or a few processes
-hold; they send it to those that are to decode.
+The core tokens travel in the forward anyway. The ring's tokens are the sequence's tail, which one
+or a few processes hold; they send it to those that are to decode.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from corecontext.visibility import window_capacity
 
 
 class Kept(NamedTuple):
-    """One layer's entries as `CompactLayer` holds them: the token at position p in slot p mod C, cores behind."""
+    """One layer's entries as `CompactLayer` holds them: the token at position p in slot p mod C,
+    cores behind."""
 
     keys: Tensor
     """[B, Hkv, C + M w, D]; C the ring's slots, M the core tokens, w their heads for each of k."""
@@ -30,7 +32,8 @@ class Kept(NamedTuple):
 
 @dataclass
 class Keeper:
-    """Collects, call by call, what each layer's compact cache needs. Given to `Shard`, for forwards without backward.
+    """Collects, call by call, what each layer's compact cache needs. Given to `Shard`, for forwards
+    without backward.
 
     Args:
         rollback: Extra ring tokens, as of `CompactLayer`.
@@ -40,8 +43,8 @@ class Keeper:
     rollback: int = 0
     process: int | None = None
     layers: list[Kept] = field(default_factory=list)
-    """One entry for each attention call so far, in order (of a layer with several group sizes one for each of them);
-    none on processes that are to hold nothing."""
+    """One entry for each attention call so far, in order (of a layer with several group sizes one
+    for each of them); none on processes that are to hold nothing."""
 
     def targets(self, size: int) -> list[int]:
         """Who is to hold the caches, of `size` processes."""
@@ -50,7 +53,8 @@ class Keeper:
     def keep(self, halo: Halo, rotary: Rotary | None, k: Tensor, v: Tensor, cores: Tensor) -> None:
         """Take over one layer. A collective call.
 
-        k, v: this process's tokens [B, Hkv, T, D]. cores: keys and values of all core tokens [2, B Hkv, w, M, D].
+        k, v: this process's tokens [B, Hkv, T, D]. cores: keys and values of all core tokens [2, B
+        Hkv, w, M, D].
         """
         ring = window_capacity(halo.group_size, halo.window_size) + self.rollback
         tail = self._tail(halo, k, v, ring)
@@ -67,7 +71,8 @@ class Keeper:
         self.layers.append(Kept(*buffers, halo.group_size, width, rotary))
 
     def _tail(self, halo: Halo, k: Tensor, v: Tensor, count: int) -> Tensor | None:
-        """Keys and values of the sequence's last `count` tokens, or of all, [2, B, Hkv, n, D]; None if not for here."""
+        """Keys and values of the sequence's last `count` tokens, or of all, [2, B, Hkv, n, D]; None
+        if not for here."""
         wire, layout = halo.wire, halo.layout
         targets, first = self.targets(wire.size), max(0, layout.seq_len - count)
         pieces, sent, received, end = [], [], [], 0

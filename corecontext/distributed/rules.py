@@ -1,9 +1,10 @@
 """Core tokens of a rule of their own (learned parameters, the mean query) on several processes.
 
-What parts.py computes, put together from pieces that autograd knows: fetch the halo, pool in plain torch, gather the
-core tokens, attend by the backend. The core tokens do not travel while something else is computed, and the far part's
-backward is plain matrix products: the price of rules that no kernel has. Gradients of the parameters are this process's
-share, as those of any weight: data parallelism or FSDP sums them.
+What parts.py computes, put together from pieces that autograd knows: fetch the halo, pool in plain
+torch, gather the core tokens, attend by the backend. The core tokens do not travel while something
+else is computed, and the far part's backward is plain matrix products: the price of rules that no
+kernel has. Gradients of the parameters are this process's share, as those of any weight: data
+parallelism or FSDP sums them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from corecontext.ops.merge import merge
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Tensor]) -> Tensor:
-    """Attention of this process's queries [B, H, T, D]; differentiable in `learned`, too. A collective call."""
+    """Attention of this process's queries [B, H, T, D]; differentiable in `learned`, too. A
+    collective call."""
     batch_size, kv_heads, options = q.shape[0], k.shape[1], call.options
     weights = rules.by_sequence(
         {name: x for name, x in learned.items() if name in LEARNED_WEIGHTS}, kv_heads, batch_size
@@ -104,8 +106,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Te
 
 
 class _Fetch(torch.autograd.Function):
-    """Each chunk's keys and values behind those of its halo [B, Hkv, halo + T, D]; first an empty tensor, which orders
-    the exchanges of a process that has no chunk."""
+    """Each chunk's keys and values behind those of its halo [B, Hkv, halo + T, D]; first an empty
+    tensor, which orders the exchanges of a process that has no chunk."""
 
     @staticmethod
     def forward(ctx, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
@@ -149,7 +151,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Far(torch.autograd.Function):
-    """Attention to all of some core tokens, out and log-sum-exp; q [N Hc, r / Hc, T, D], keys [N Hc, 1, M, D]."""
+    """Attention to all of some core tokens, out and log-sum-exp; q [N Hc, r / Hc, T, D], keys [N
+    Hc, 1, M, D]."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,5 @@
-"""Bytes that one attention layer moves between processes, in closed form: context parallelism, and ring attention."""
+"""Bytes that one attention layer moves between processes, in closed form: context parallelism, and
+ring attention."""
 
 from __future__ import annotations
 
@@ -32,10 +33,12 @@ def context_parallel_traffic(
     core_heads: str = "kv",
     item_bytes: int = 2,
 ) -> Traffic:
-    """Bytes that `layout.rank` receives: core tokens of all others, and what it sees raw of others' tokens.
+    """Bytes that `layout.rank` receives: core tokens of all others, and what it sees raw of others'
+    tokens.
 
-    Forward keys, values and group-end queries come in their own dtype, `item_bytes` each. Backward the same elements'
-    gradients come in float32: those of its own core tokens from all others, those of others' halos from these.
+    Forward keys, values and group-end queries come in their own dtype, `item_bytes` each. Backward
+    the same elements' gradients come in float32: those of its own core tokens from all others,
+    those of others' halos from these.
     """
     owners, rank = layout.owners, layout.rank
 
@@ -67,8 +70,8 @@ def ring_traffic(
     head_dim: int,
     item_bytes: int = 2,
 ) -> Traffic:
-    """Bytes that each process of ring attention receives: everybody's keys and values forward; backward these again,
-    and their gradients in float32, on their way around."""
+    """Bytes that each process of ring attention receives: everybody's keys and values forward;
+    backward these again, and their gradients in float32, on their way around."""
     elements = (
         (num_processes - 1)
         * 2

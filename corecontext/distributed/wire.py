@@ -1,4 +1,5 @@
-"""What context parallelism sends: three kinds of exchange over one process group, and how many bytes came in."""
+"""What context parallelism sends: three kinds of exchange over one process group, and how many
+bytes came in."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Wire:
-    """One process's end of a group. `received_bytes` counts what others sent here, as a ring algorithm moves it."""
+    """One process's end of a group. `received_bytes` counts what others sent here, as a ring
+    algorithm moves it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.received_bytes = 0
 
     def gather(self, own: Tensor) -> Gathering:
-        """Start to collect every process's tensor, all of one shape; the result's first dimension is the process."""
+        """Start to collect every process's tensor, all of one shape; the result's first dimension
+        is the process."""
         every = own.new_empty(self.size, *own.shape)
         self.received_bytes += (self.size - 1) * own.nbytes
         return Gathering(

@@ -1,4 +1,5 @@
-"""Methods x tasks on one checkpoint: loads the model once for each method and runs every task under it."""
+"""Methods x tasks on one checkpoint: loads the model once for each method and runs every task under
+it."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def evaluate(
         tasks: Keys of TASKS.
         data: See `data_paths`.
         settings: What to run of each task.
-        sizes: group_size, window_size, sinks, patterns for `load`; methods take those that they have.
+        sizes: group_size, window_size, sinks, patterns for `load`; methods take those that they
+            have.
         num_groups: Constant number of core tokens, for methods with core tokens.
         chunk_size: Tokens of a prompt read at once.
         results: See `run_task`.

@@ -14,7 +14,8 @@ class Settings(NamedTuple):
     """What tasks may be told; each takes what it knows."""
 
     lengths: tuple[int, ...] = ()
-    """Most tokens of prompt and answer (ruler), of a window (perplexity), of a prompt before it is cut (longbench)."""
+    """Most tokens of prompt and answer (ruler), of a window (perplexity), of a prompt before it is
+    cut (longbench)."""
     documents: tuple[int, ...] = (20,)
     """Numbers of passages (multidoc_qa)."""
     subtasks: tuple[str, ...] = ()
@@ -45,7 +46,8 @@ class Outcome(NamedTuple):
 
 
 class TooLong(Exception):
-    """A prompt and its answer exceed the limit, the model's or the one asked for: the item is left out and counted."""
+    """A prompt and its answer exceed the limit, the model's or the one asked for: the item is left
+    out and counted."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ class Window:
     name = "quality.perplexity"
 
     def run(self, subject: Subject) -> Outcome:
-        """Perplexity, and the sums by bucket of positions from which that of many windows is made."""
+        """Perplexity, and the sums by bucket of positions from which that of many windows is
+        made."""
         if subject.limit is not None and len(self.ids) > subject.limit:
             raise TooLong(f"{len(self.ids)} tokens exceed the model's {subject.limit}")
         found = Perplexity(subject.nll(self.ids), self.num_bytes)

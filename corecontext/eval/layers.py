@@ -1,4 +1,5 @@
-"""Which layers of a checkpoint, or KV heads, need small groups: `corecontext layers`, its table and its records."""
+"""Which layers of a checkpoint, or KV heads, need small groups: `corecontext layers`, its table and
+its records."""
 
 from __future__ import annotations
 

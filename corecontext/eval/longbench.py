@@ -1,8 +1,9 @@
 """LongBench-E (arXiv 2308.14508): 13 tasks in six categories, from the benchmark's own files.
 
-Files: longbench_config.json (dataset2prompt, dataset2maxlen: the benchmark's templates and limits) and one file a task,
-`TASK_e.jsonl` or `TASK.jsonl` (input, context, answers, length, all_classes). Prompts longer than the length lose their
-middle. A task's score is the mean of its three length buckets, a category's the mean of its tasks.
+Files: longbench_config.json (dataset2prompt, dataset2maxlen: the benchmark's templates and limits)
+and one file a task, `TASK_e.jsonl` or `TASK.jsonl` (input, context, answers, length, all_classes).
+Prompts longer than the length lose their middle. A task's score is the mean of its three length
+buckets, a category's the mean of its tasks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ SPARE = 500
 
 
 def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item]:
-    """All questions of the tasks asked for, of all tasks that there are files for otherwise; `limit` is by task."""
+    """All questions of the tasks asked for, of all tasks that there are files for otherwise;
+    `limit` is by task."""
     config = read_json(find_file(folder, ("longbench_config",), (".json",)))
     for task in settings.subtasks:
         if task not in SUBTASKS:

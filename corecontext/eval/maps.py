@@ -1,4 +1,5 @@
-"""What core tokens listen to and what a query looks at, by layer and head: the weights that attention never forms."""
+"""What core tokens listen to and what a query looks at, by layer and head: the weights that
+attention never forms."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from corecontext.visibility import (
 
 
 class LayerMap(NamedTuple):
-    """Weights of a layer's heads of one group size on one text, float32 on the CPU; H query heads, M groups, Q queries,
-    R raw tokens at most."""
+    """Weights of a layer's heads of one group size on one text, float32 on the CPU; H query heads,
+    M groups, Q queries, R raw tokens at most."""
 
     layer: int
     """Counted among those with full attention."""
@@ -35,7 +36,8 @@ class LayerMap(NamedTuple):
     pooling: Tensor
     """Weights of each query head's last query inside each group, [H, M, g]."""
     used: Tensor
-    """What core tokens were made with: [H, M, g]; the mean over the query heads of a KV head where they share one."""
+    """What core tokens were made with: [H, M, g]; the mean over the query heads of a KV head where
+    they share one."""
     core: Tensor
     """Weights of each query on core tokens, [H, Q, M]; 0 where it sees none."""
     raw: Tensor
@@ -44,7 +46,8 @@ class LayerMap(NamedTuple):
     """Weights on the first tokens kept raw, where they are not among those, [H, Q, n]."""
 
     def spread(self, head: int, query: int, position: int) -> Tensor:
-        """Weight of every token in the query's output, core weights spread over their groups: [position + 1]."""
+        """Weight of every token in the query's output, core weights spread over their groups:
+        [position + 1]."""
         whole = torch.zeros(position + 1)
         far = (self.core[head, query, :, None] * self.used[head]).flatten()[: position + 1]
         whole[: len(far)] += far
@@ -60,7 +63,8 @@ class LayerMap(NamedTuple):
 def attention_maps(
     loaded: Loaded, input_ids: Tensor, queries: Sequence[int], layers: Sequence[int] = ()
 ) -> list[LayerMap]:
-    """The maps of a text's layers in order, several of a layer whose heads have group sizes of their own.
+    """The maps of a text's layers in order, several of a layer whose heads have group sizes of
+    their own.
 
     Args:
         loaded: A model under CCA.
@@ -69,7 +73,8 @@ def attention_maps(
         layers: Full-attention layers, counted from 0; all where empty.
 
     Raises:
-        UserError: the method has no core tokens with weights, or there is no such layer or position.
+        UserError: the method has no core tokens with weights, or there is no such layer or
+            position.
     """
     from corecontext.integrations.transformers import handle_of
 
@@ -136,8 +141,8 @@ def _map(
     learned: rules.Learned,
     queries: Sequence[int],
 ) -> LayerMap:
-    """The map of heads of one group size, from their queries [1, H, L, D], keys and values; `layer` and `heads` are the
-    caller's to say."""
+    """The map of heads of one group size, from their queries [1, H, L, D], keys and values; `layer`
+    and `heads` are the caller's to say."""
     q, k, v = q.float(), k.float(), v.float()
     heads, kv_heads, length = q.shape[1], k.shape[1], q.shape[2]
     s, g = config.window_size, config.group_size

@@ -1,4 +1,5 @@
-"""Scores of one answer, between 0 and 1. What each benchmark does to answers and references is said with its metric."""
+"""Scores of one answer, between 0 and 1. What each benchmark does to answers and references is said
+with its metric."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def normalise(text: str) -> str:
 
 
 def contains_answer(answer: str, references: Sequence[str]) -> float:
-    """1 if a normalised reference occurs in the normalised first line of the answer (multi-document QA)."""
+    """1 if a normalised reference occurs in the normalised first line of the answer (multi-document
+    QA)."""
     line = normalise(answer.split("\n")[0].strip())
     return float(any(normalise(one) in line for one in references))
 
@@ -67,8 +69,8 @@ def rouge_l(answer: str, reference: str) -> float:
 def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
     """1 / (classes named in the answer) if the right one is among them.
 
-    Names that are part of the right one are dropped while the list is walked, so of two neighbours the second stays:
-    LongBench does it so, and its published scores contain it.
+    Names that are part of the right one are dropped while the list is walked, so of two neighbours
+    the second stays: LongBench does it so, and its published scores contain it.
     """
     found = [one for one in classes if one in answer]
     for one in found:
@@ -87,7 +89,8 @@ def number_match(answer: str, reference: str) -> float:
 
 
 def edit_similarity(answer: str, reference: str) -> float:
-    """Similarity in whole hundredths of the reference and the first line of code that is no comment or fence."""
+    """Similarity in whole hundredths of the reference and the first line of code that is no comment
+    or fence."""
     lines = answer.lstrip("\n").split("\n")
     line = next((one for one in lines if not any(mark in one for mark in ("`", "#", "//"))), "")
     return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100

@@ -1,7 +1,8 @@
 """MMLU (arXiv 2009.03300): which of A to D is likeliest after the question and its examples.
 
-Files: mmlu_dev (the examples) and mmlu_test or mmlu_test_subset: subject, question, choices, answer (A to D). With
-`num_groups` the model's group size grows with each prompt, so that the number of core tokens stays constant.
+Files: mmlu_dev (the examples) and mmlu_test or mmlu_test_subset: subject, question, choices, answer
+(A to D). With `num_groups` the model's group size grows with each prompt, so that the number of
+core tokens stays constant.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Questions about one of many passages (after "Lost in the Middle", arXiv 2307.03172): exact match of an answer.
+"""Questions about one of many passages (after "Lost in the Middle", arXiv 2307.03172): exact match
+of an answer.
 
-Files: multidoc_qa_pool (doc_id, title, text) and multidoc_qa_test (qid, question, answers, gold_doc, hard: distractors
-in order of likeness, contains_answer: never used as such).
+Files: multidoc_qa_pool (doc_id, title, text) and multidoc_qa_test (qid, question, answers,
+gold_doc, hard: distractors in order of likeness, contains_answer: never used as such).
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def gold_places(count: int, positions: int) -> list[int]:
 def passages(
     pool: dict[str, dict[str, Any]], question: dict[str, Any], count: int, gold_at: int, seed: int
 ) -> list[dict[str, Any]]:
-    """`count` passages with the right one at `gold_at`: likely distractors first, then a seeded sample."""
+    """`count` passages with the right one at `gold_at`: likely distractors first, then a seeded
+    sample."""
     hard = [one for one in question.get("hard", ()) if one in pool]
     never = {question["gold_doc"], *question.get("contains_answer", ())}
     rest = sorted(set(pool) - set(hard) - never)

@@ -28,7 +28,8 @@ def inspect_text(
     positions: Sequence[int] = (),
     layers: Sequence[int] = (),
 ) -> str:
-    """The page of a model reading a text: `count` evenly spaced queries, or those at `positions`."""
+    """The page of a model reading a text: `count` evenly spaced queries, or those at
+    `positions`."""
     ids = loaded.tokenizer(text, verbose=False)["input_ids"][:max_tokens]
     if not ids:
         raise UserError("text must have at least one token, got none.")
@@ -47,7 +48,8 @@ def inspect_text(
 
 
 def split_text(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text; a character cut into several tokens comes with the last of them."""
+    """What each token adds to the text; a character cut into several tokens comes with the last of
+    them."""
     parts, begin = [], 0
     for i in range(len(ids)):
         piece = tokenizer.decode(ids[begin : i + 1], clean_up_tokenization_spaces=False)

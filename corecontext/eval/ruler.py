@@ -1,10 +1,13 @@
-"""The 13 synthetic tasks of RULER (arXiv 2404.06654) at any length, made here from word lists and essays.
+"""The 13 synthetic tasks of RULER (arXiv 2404.06654) at any length, made here from word lists and
+essays.
 
-Numbers, needle and metrics are RULER's; the wording of the instructions is ours, so scores compare methods with one
-another and not with published ones. A length bounds prompt and answer together, in the model's own tokens.
+Numbers, needle and metrics are RULER's; the wording of the instructions is ours, so scores compare
+methods with one another and not with published ones. A length bounds prompt and answer together, in
+the model's own tokens.
 
-Files: ruler_words (adjectives, nouns, verbs), haystack_essays (text), squad_xquad_en or squad (context, qas: question,
-answers) for qa_1, hotpotqa (question, answer, context: titles with sentences) for qa_2.
+Files: ruler_words (adjectives, nouns, verbs), haystack_essays (text), squad_xquad_en or squad
+(context, qas: question, answers) for qa_1, hotpotqa (question, answer, context: titles with
+sentences) for qa_2.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from corecontext.data.retrieval import nearest_boundary
 from corecontext.data.files import find_file, read_json, read_lines
+from corecontext.data.retrieval import nearest_boundary
 from corecontext.eval.items import Generated, Item, Question, Settings, TooLong
 from corecontext.eval.metrics import match_all, match_any
 from corecontext.eval.subject import Subject
@@ -203,7 +206,8 @@ def _samples(
 
 
 def _depth(task: str, index: int) -> dict[str, float]:
-    """Where the only needle stands, 0 for the beginning and 1 for the end; nothing for other tasks."""
+    """Where the only needle stands, 0 for the beginning and 1 for the end; nothing for other
+    tasks."""
     one = NEEDLES.get(task)
     return (
         {}
@@ -224,7 +228,8 @@ def _rng(seed: int, task: str, length: int, index: int) -> random.Random:
 def largest_fitting(
     build: Build, step: int, rng: random.Random, room: int, subject: Subject
 ) -> int:
-    """Most units, a multiple of the step, with which the prompt has at most `room` tokens; 0 if none fits."""
+    """Most units, a multiple of the step, with which the prompt has at most `room` tokens; 0 if
+    none fits."""
     state = rng.getstate()
 
     def fits(steps: int) -> bool:
@@ -257,7 +262,8 @@ def builder(task: str, length: int, index: int, source: Source) -> tuple[Build, 
     return partial(_frequent_words, length), 10
 
 
-# Needles -------------------------------------------------------------------------------------------------------------
+# Needles
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _needles(kind: Needles, index: int, source: Source, rng: random.Random, units: int) -> Question:
@@ -313,7 +319,8 @@ def _uuid(rng: random.Random) -> str:
 def _haystack(
     kind: Needles, noun: str, source: Source, rng: random.Random, units: int, used: set[str]
 ) -> str:
-    """So many words of essays, repetitions of the noise, or other needles with keys not used so far."""
+    """So many words of essays, repetitions of the noise, or other needles with keys not used so
+    far."""
     if kind.haystack == "noise":
         return "\n".join([NOISE] * units)
     if kind.haystack == "essay":
@@ -328,7 +335,8 @@ def _haystack(
     return "\n".join(lines)
 
 
-# Tracing and counting ------------------------------------------------------------------------------------------------
+# Tracing and counting
+# ------------------------------------------------------------------------------------------------
 
 
 def _variables(rng: random.Random, units: int, hops: int = 4) -> Question:
@@ -383,7 +391,8 @@ def _word_list(
 
 
 def _frequent_words(length: int, rng: random.Random, units: int) -> Question:
-    """Made-up words whose frequencies fall with the square of their rank; the first one is written as dots."""
+    """Made-up words whose frequencies fall with the square of their rank; the first one is written
+    as dots."""
     count = max(4, length // 50)
     words: list[str] = []
     while len(words) < count:
@@ -405,7 +414,8 @@ def _frequent_words(length: int, rng: random.Random, units: int) -> Question:
     )
 
 
-# Questions -----------------------------------------------------------------------------------------------------------
+# Questions
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _passages(

@@ -11,8 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, windows
 from corecontext.data.files import OPENERS, file_hash, model_hash
+from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, windows
 from corecontext.eval.items import Item, Settings, TooLong
 from corecontext.eval.subject import Subject
 from corecontext.loading import Loaded
@@ -81,8 +81,8 @@ def run_task(
         settings: What to run of it.
         subject: The model under test.
         identity: What tells it from others, for records: see `describe`.
-        results: File that each item is appended to as a record as soon as it is done; items that it holds with the
-            same identity, data and settings are taken from there.
+        results: File that each item is appended to as a record as soon as it is done; items that it
+            holds with the same identity, data and settings are taken from there.
         device: What the model is on, for records.
 
     Returns:
@@ -165,7 +165,8 @@ def fingerprint(params: Mapping[str, Any]) -> str:
 
 
 def finished(path: str | os.PathLike[str]) -> dict[str, Record]:
-    """Items that a results file holds, by fingerprint; a last line that was cut off by an interruption is removed.
+    """Items that a results file holds, by fingerprint; a last line that was cut off by an
+    interruption is removed.
 
     Raises:
         UserError: the file holds something else, and stays as it is.

@@ -1,4 +1,5 @@
-"""The model under test, as tasks see it: texts in, answers out. Stubs in tests have the same methods."""
+"""The model under test, as tasks see it: texts in, answers out. Stubs in tests have the same
+methods."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ class ModelSubject:
         return self.decode(made)
 
     def choose(self, prompt: str, options: tuple[str, ...]) -> int:
-        """Which continuation has the highest log-likelihood; one reading of the prompt where each is one token."""
+        """Which continuation has the highest log-likelihood; one reading of the prompt where each
+        is one token."""
         import torch
 
         from corecontext.inference import prefill

@@ -1,4 +1,5 @@
-"""From item records to one number for each method, task and length: a table, a figure, and records to publish."""
+"""From item records to one number for each method, task and length: a table, a figure, and records
+to publish."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def perplexity_parts(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
 
 
 def score_parts(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
-    """Mean scores: (value, items). The whole is the mean of subtasks (RULER), of categories (LongBench), of items."""
+    """Mean scores: (value, items). The whole is the mean of subtasks (RULER), of categories
+    (LongBench), of items."""
     task = records[0].params["task"]
     key = {"multidoc_qa": "position"}.get(task, "subtask")
     parts = {

@@ -1,7 +1,8 @@
-"""Perplexity of many documents: each is cut into windows of the length, and every token is predicted once.
+"""Perplexity of many documents: each is cut into windows of the length, and every token is
+predicted once.
 
-What a document has beyond its last whole window is left out, so that all windows reach equally far back. Input is a
-JSON-lines file (text, domain) or a plain text file, or a folder with lm_test.
+What a document has beyond its last whole window is left out, so that all windows reach equally far
+back. Input is a JSON-lines file (text, domain) or a plain text file, or a folder with lm_test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Whole-model inference: a prompt in chunks of bounded memory, then a static step per token (docs/design.md)."""
+"""Whole-model inference: a prompt in chunks of bounded memory, then a static step per token
+(docs/design.md)."""
 
 from corecontext.inference.engine import Engine
 from corecontext.inference.policy import Load, Policy, TablePolicy

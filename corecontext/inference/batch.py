@@ -1,4 +1,5 @@
-"""One decoding step of requests in several pools: the model runs once over all rows, attention pool by pool."""
+"""One decoding step of requests in several pools: the model runs once over all rows, attention pool
+by pool."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Parts = tuple[tuple[RowPool, int], ...]
 
 
 class Step:
-    """Buffers of a step over the rows of some pools; captured in a CUDA graph where it is given memory for graphs."""
+    """Buffers of a step over the rows of some pools; captured in a CUDA graph where it is given
+    memory for graphs."""
 
     def __init__(self, model: Any, parts: Parts, memory: Any, warm: int = 0) -> None:
         self.model, self.parts, self.memory, self.warm, device = (
@@ -70,7 +72,8 @@ class Step:
             return self._captured()
 
     def _captured(self) -> Tensor:
-        """A captured step; the first ones run uncaptured, and the one after them is captured before it is replayed."""
+        """A captured step; the first ones run uncaptured, and the one after them is captured before
+        it is replayed."""
         if self.graph is not None:
             self.graph.replay()
             return self.logits
@@ -104,9 +107,9 @@ class Step:
 class DecodeBatch:
     """Decodes the rows of pools together.
 
-    On a GPU a step is captured once for each set of pools and rows in them, rounded up to a power of four: capturing
-    takes as long as many steps, and rows without a request, which run along and store nothing, next to no time. On a
-    CPU just the rows in use are run.
+    On a GPU a step is captured once for each set of pools and rows in them, rounded up to a power
+    of four: capturing takes as long as many steps, and rows without a request, which run along and
+    store nothing, next to no time. On a CPU just the rows in use are run.
 
     Args:
         model: A causal language model with CCA enabled.
@@ -126,7 +129,8 @@ class DecodeBatch:
         tokens: Sequence[Sequence[int]],
         positions: Sequence[Sequence[int]],
     ) -> Tensor:
-        """Feed one token to each row in use; returns logits [rows in use, vocabulary], pool after pool.
+        """Feed one token to each row in use; returns logits [rows in use, vocabulary], pool after
+        pool.
 
         Args:
             pools: Those with requests, in the same order every time.
@@ -177,8 +181,9 @@ class DecodeBatch:
 
 
 def _graph_memory(device: torch.device) -> tuple[Any, torch.cuda.CUDAGraph]:
-    """Memory for all graphs, since what a step gives is used before the next one runs; and a graph that keeps it alive:
-    PyTorch captures nothing more into memory that has lost its last graph, as when all pools are given up."""
+    """Memory for all graphs, since what a step gives is used before the next one runs; and a graph
+    that keeps it alive: PyTorch captures nothing more into memory that has lost its last graph, as
+    when all pools are given up."""
     memory, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph, pool=memory):
         torch.zeros(1, device=device)

@@ -1,4 +1,5 @@
-"""A very long prompt read by several processes at once, each a part of it, into the compact cache of one process."""
+"""A very long prompt read by several processes at once, each a part of it, into the compact cache
+of one process."""
 
 from __future__ import annotations
 
@@ -29,29 +30,34 @@ def context_parallel_prefill(
     max_length: int | None = None,
     process: int | None = None,
 ) -> Prefilled | None:
-    """Read a prompt with every process of a group; leave what `prefill` leaves, to rounding. A collective call.
+    """Read a prompt with every process of a group; leave what `prefill` leaves, to rounding. A
+    collective call.
 
-    Each process runs the model on its L / N tokens at once (their activations must fit), and receives of each layer the
-    core tokens and the last s + g - 1 raw tokens. Decoding then takes one process and no exchange: for example
-    `model.generate(ids, past_key_values=cache)` with the prompt and the token chosen from the logits. A prompt of fewer
-    than two tokens a process is read whole by each.
+    Each process runs the model on its L / N tokens at once (their activations must fit), and
+    receives of each layer the core tokens and the last s + g - 1 raw tokens. Decoding then takes
+    one process and no exchange: for example `model.generate(ids, past_key_values=cache)` with the
+    prompt and the token chosen from the logits. A prompt of fewer than two tokens a process is read
+    whole by each.
 
     Args:
-        model: A Hugging Face causal language model with CCA enabled, the same weights on every process.
+        model: A Hugging Face causal language model with CCA enabled, the same weights on every
+            process.
         input_ids: The whole prompt on every process, [1, L], int64, on the model's device.
         wire: This process's end of the group.
-        max_length: Longest sequence, prompt and answer, for a cache of fixed buffers; None makes a growing one.
+        max_length: Longest sequence, prompt and answer, for a cache of fixed buffers; None makes a
+            growing one.
         process: The one process that gets the cache and the logits; None for all.
 
     Returns:
-        Logits [1, vocabulary] of the next token, the filled cache and the next position; None where `process` is
-        another one.
+        Logits [1, vocabulary] of the next token, the filled cache and the next position; None where
+        `process` is another one.
 
     Raises:
-        ValueError: CCA is not enabled or already sharded, the prompt is not one row without padding, it exceeds
-            max_length or the model's positions, or processes were given different prompts.
-        NotImplementedError: sliding-window layers, sink_size, backend="reference" or a cache in 8 bits, which several
-            processes cannot have.
+        ValueError: CCA is not enabled or already sharded, the prompt is not one row without
+            padding, it exceeds max_length or the model's positions, or processes were given
+            different prompts.
+        NotImplementedError: sliding-window layers, sink_size, backend="reference" or a cache in 8
+            bits, which several processes cannot have.
     """
     handle = handle_of(model)
     _check(handle, input_ids, wire, max_length, process)
@@ -138,7 +144,8 @@ def _check(
 
 
 def _check_same(input_ids: Tensor, wire: Wire) -> None:
-    """All processes were given one prompt: otherwise their exchanges would not meet, or mix prompts."""
+    """All processes were given one prompt: otherwise their exchanges would not meet, or mix
+    prompts."""
     count = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
     mark = torch.stack((count[-1], (input_ids[0] * count).sum()))
     every = wire.gather(mark).wait()
@@ -158,7 +165,8 @@ def _new_cache(model: Any, max_length: int | None) -> Any:
 def _filled(
     handle: Handle, index: int, keeper: Keeper, length: int, max_length: int | None
 ) -> CCALayer:
-    """One layer's cache as a prefill on one process leaves it; frees what the keeper holds of the layer."""
+    """One layer's cache as a prefill on one process leaves it; frees what the keeper holds of the
+    layer."""
     config = handle.layers[index]
 
     def state(of: CCAConfig) -> dict[str, Any]:

@@ -24,22 +24,25 @@ from corecontext.visibility import group_size_for
 class Engine:
     """Generates with one model, request after request, on buffers that are made once.
 
-    On a GPU the whole step - embedding, layers, output head, sampling - is captured in a CUDA graph, once per batch
-    size, length, g, s and kind of sampling, and replayed for every token of every later request. On a CPU steps run as
-    they are, and the cache grows. So do models with sliding-window layers, and models without CCA.
+    On a GPU the whole step - embedding, layers, output head, sampling - is captured in a CUDA
+    graph, once per batch size, length, g, s and kind of sampling, and replayed for every token of
+    every later request. On a CPU steps run as they are, and the cache grows. So do models with
+    sliding-window layers, and models without CCA.
 
     Args:
         model: A Hugging Face causal language model, usually with CCA enabled.
-        max_length: Tokens a row, prompt and answer, that buffers are made for; None rounds each request's need up,
-            by an eighth at most, so that similar requests share buffers.
+        max_length: Tokens a row, prompt and answer, that buffers are made for; None rounds each
+            request's need up, by an eighth at most, so that similar requests share buffers.
         chunk_size: As for `prefill`.
-        static: Whether caches have fixed buffers, which are kept for later requests; None means where steps are
-            captured or compiled. Their steps are arithmetic on whole buffers, which costs more on a CPU than it saves.
+        static: Whether caches have fixed buffers, which are kept for later requests; None means
+            where steps are captured or compiled. Their steps are arithmetic on whole buffers, which
+            costs more on a CPU than it saves.
         capture: False runs steps uncaptured on a GPU too.
-        fuse: "compile" fuses elementwise work: of MLP and norm modules during prefill, which saves their intermediate
-            tensors, and of the whole step in decoding, where buffers are fixed. Compiling takes from seconds to minutes
-            at the first request of each kind.
-        policy: Gives (group_size, window_size) of requests that choose none; None leaves those of the model's handle.
+        fuse: "compile" fuses elementwise work: of MLP and norm modules during prefill, which saves
+            their intermediate tensors, and of the whole step in decoding, where buffers are fixed.
+            Compiling takes from seconds to minutes at the first request of each kind.
+        policy: Gives (group_size, window_size) of requests that choose none; None leaves those of
+            the model's handle.
         cache_bytes_budget: Reported to the policy, bytes.
         keep: Idle sessions (caches with their graphs) kept for later requests.
 
@@ -80,12 +83,14 @@ class Engine:
         self._idle: OrderedDict[tuple, Session] = OrderedDict()
         self._busy: list[Session] = []
 
-    # Requests --------------------------------------------------------------------------------------------------
+    # Requests
+    # --------------------------------------------------------------------------------------------------
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> list[list[int]]:
-        """The new tokens of each row, up to and with the one that ended it; arguments as for `stream`."""
+        """The new tokens of each row, up to and with the one that ended it; arguments as for
+        `stream`."""
         rows: list[list[int]] = [[] for _ in range(len(input_ids))]
         with self.stream(input_ids, attention_mask, **options) as stream:
             for step in stream:
@@ -117,17 +122,23 @@ class Engine:
             attention_mask: [B, L], 0 for padding on the left; None means no padding.
             max_new_tokens: Most tokens to make for each row.
             sampling: How tokens are chosen; None takes the likeliest.
-            seed: One for the batch, or one for each row: then a row's tokens do not depend on its neighbours.
-            eos_token_id: Tokens that end a row; None takes the model's generation config's. [] for none.
-            stop_strings: Texts, or one, that end a row with the token that completes them. Needs `tokenizer`.
+            seed: One for the batch, or one for each row: then a row's tokens do not depend on its
+                neighbours.
+            eos_token_id: Tokens that end a row; None takes the model's generation config's. [] for
+                none.
+            stop_strings: Texts, or one, that end a row with the token that completes them. Needs
+                `tokenizer`.
             tokenizer: Decodes tokens for `stop_strings`.
-            group_size, window_size: This request's g and s; what is None comes from the policy, else the handle.
+            group_size, window_size: This request's g and s; what is None comes from the policy,
+                else the handle.
             queue_length: Waiting requests, for the policy.
-            on_chunk: Called with the tokens a row that have been read, after each chunk of the prompt.
+            on_chunk: Called with the tokens a row that have been read, after each chunk of the
+                prompt.
 
         Raises:
             TypeError: an argument is of another kind.
-            ValueError: an argument breaks a rule, or prompt and answer exceed the positions or `max_length`.
+            ValueError: an argument breaks a rule, or prompt and answer exceed the positions or
+                `max_length`.
         """
         pads = read_left_padding(input_ids, attention_mask)
         if handle_of(self.model) is not self.handle:
@@ -193,7 +204,8 @@ class Engine:
         )
 
     def _check_tokens(self, input_ids: Tensor) -> None:
-        """Raise unless all are numbers of the model's vocabulary: a GPU would stop for good at another one."""
+        """Raise unless all are numbers of the model's vocabulary: a GPU would stop for good at
+        another one."""
         share = getattr(
             self.model.get_input_embeddings(), "num_embeddings", 0
         )  # here, where processes split it
@@ -218,7 +230,8 @@ class Engine:
         window_size: int | None,
         queue_length: int,
     ) -> Any:
-        """The settings of a request; `num_groups` is turned into the g that it means for this prompt."""
+        """The settings of a request; `num_groups` is turned into the g that it means for this
+        prompt."""
         if self.handle is None:
             if group_size is not None or window_size is not None:
                 raise ValueError(
@@ -255,7 +268,8 @@ class Engine:
             prompt_length,
         )
 
-    # Sessions --------------------------------------------------------------------------------------------------
+    # Sessions
+    # --------------------------------------------------------------------------------------------------
 
     @property
     def cache_bytes_used(self) -> int:
@@ -272,7 +286,8 @@ class Engine:
         self._idle.clear()
 
     def take(self, key: tuple) -> Session:
-        """A session of this batch, length, settings and number of random streams, used before or new."""
+        """A session of this batch, length, settings and number of random streams, used before or
+        new."""
         session = self._idle.pop(key, None)
         if session is None:
             batch, room, config, streams = key
@@ -306,6 +321,7 @@ class Engine:
 
 
 def rounded_up(length: int) -> int:
-    """A length at most an eighth larger, of few different ones: a power of two or one of seven steps to the next."""
+    """A length at most an eighth larger, of few different ones: a power of two or one of seven
+    steps to the next."""
     step = max(64, 1 << max(0, length.bit_length() - 4))
     return -(-length // step) * step

@@ -1,4 +1,5 @@
-"""The scheduler of every process but the first one of those that a model is split over: it decides nothing."""
+"""The scheduler of every process but the first one of those that a model is split over: it decides
+nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from corecontext.inference.together import Apart
 
 
 class Follower(Scheduler):
-    """Does what the first process's scheduler does, with this process's part of the model and of the caches."""
+    """Does what the first process's scheduler does, with this process's part of the model and of
+    the caches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

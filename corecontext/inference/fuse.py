@@ -1,8 +1,9 @@
 """Fuse a model's elementwise work (norms, rotary, SwiGLU, residuals) by torch.compile.
 
-While a prompt is read, or a model trained, the MLP and norm modules and the rotation of queries and keys are compiled,
-for any number of tokens: their intermediate tensors, several times the hidden state, are not made. A decoding step is
-compiled as one graph, so that its many small kernels become few; a CUDA graph then captures what was compiled.
+While a prompt is read, or a model trained, the MLP and norm modules and the rotation of queries and
+keys are compiled, for any number of tokens: their intermediate tensors, several times the hidden
+state, are not made. A decoding step is compiled as one graph, so that its many small kernels become
+few; a CUDA graph then captures what was compiled.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ _lock = threading.Lock()
 class Fused:
     """One model's compiled parts: modules within a with block, and `step` for decoding.
 
-    MLP and norm modules work on each token by itself; they are found by their class's name, as transformers names them.
-    Modules that are compiled already keep what they have. The rotation is a function of a model's file, so other models
-    of that architecture rotate by the compiled one, too, for the length of the with block. Where the compiler fails
-    (none for this machine, a model that it cannot trace), a warning says so and the model runs as it is.
+    MLP and norm modules work on each token by itself; they are found by their class's name, as
+    transformers names them. Modules that are compiled already keep what they have. The rotation is
+    a function of a model's file, so other models of that architecture rotate by the compiled one,
+    too, for the length of the with block. Where the compiler fails (none for this machine, a model
+    that it cannot trace), a warning says so and the model runs as it is.
 
     Args:
         model: Any module.
@@ -54,7 +56,8 @@ class Fused:
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._files: set[ModuleType] = set()
         if fuse is not None:
-            # As one graph or not at all: then nothing has run, and the cache is untouched, when it fails.
+            # As one graph or not at all: then nothing has run, and the cache is untouched, when it
+            # fails.
             self._step = torch.compile(model, dynamic=False, fullgraph=True)
             self._compiled = [
                 (module, compiled_or_plain(module._call_impl, type(module).__name__))

@@ -1,4 +1,5 @@
-"""What fits: a model's positions, the prompt chunk that memory allows, and what to say when it ran out."""
+"""What fits: a model's positions, the prompt chunk that memory allows, and what to say when it ran
+out."""
 
 from __future__ import annotations
 
@@ -7,15 +8,17 @@ from typing import Any
 import torch
 
 MAX_CHUNK = {"cuda": 16384, "cpu": 2048}
-"""Tokens (over all rows) beyond which a larger chunk only costs memory: matrix products are saturated long before."""
+"""Tokens (over all rows) beyond which a larger chunk only costs memory: matrix products are
+saturated long before."""
 MEMORY_SHARE = 0.5  # of the free memory, for one chunk's activations; the rest is for the cache
 
 
 def position_limit(config: Any) -> int | None:
     """Most positions that a model was built for, tokens; None where its config does not say.
 
-    Some checkpoints state `max_position_embeddings` before their rotary scaling and some after it, so the larger of
-    the two readings counts: `factor` times the length it scales, or the plain number.
+    Some checkpoints state `max_position_embeddings` before their rotary scaling and some after it,
+    so the larger of the two readings counts: `factor` times the length it scales, or the plain
+    number.
 
     Args:
         config: A Hugging Face config.
@@ -31,7 +34,8 @@ def position_limit(config: Any) -> int | None:
 
 
 def check_length(config: Any, prompt: int, new: int = 0) -> None:
-    """Raise ValueError where a prompt and so many new tokens, in tokens a row, exceed the model's positions."""
+    """Raise ValueError where a prompt and so many new tokens, in tokens a row, exceed the model's
+    positions."""
     limit = position_limit(config)
     if limit is not None and prompt + new > limit:
         more = f" and {new} new ones" if new else ""
@@ -42,10 +46,11 @@ def check_length(config: Any, prompt: int, new: int = 0) -> None:
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of activations that one token of a chunk needs at the fullest moment of a layer: an estimate.
+    """Bytes of activations that one token of a chunk needs at the fullest moment of a layer: an
+    estimate.
 
-    The larger of attention (queries, keys, values, output) and MLP (gate, up and their product) next to the residual
-    stream, its normalised copy and a norm's float32 copies.
+    The larger of attention (queries, keys, values, output) and MLP (gate, up and their product)
+    next to the residual stream, its normalised copy and a norm's float32 copies.
     """
     text = config.get_text_config(decoder=True)
     hidden, heads = text.hidden_size, text.num_attention_heads
@@ -61,7 +66,8 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
 
 def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
-    """Bytes that a token adds to the cache over all layers, without the window: an estimate before it is measured."""
+    """Bytes that a token adds to the cache over all layers, without the window: an estimate before
+    it is measured."""
     text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -75,7 +81,8 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that PyTorch could still allocate on a GPU, its own unused reserve included; None elsewhere."""
+    """Bytes that PyTorch could still allocate on a GPU, its own unused reserve included; None
+    elsewhere."""
     if device.type != "cuda":
         return None
     reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -83,7 +90,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def choose_chunk_size(config: Any, dtype: torch.dtype, device: torch.device, batch: int) -> int:
-    """Tokens a row in one chunk of a prefill, at least 1: what saturates the device, or less where memory is short."""
+    """Tokens a row in one chunk of a prefill, at least 1: what saturates the device, or less where
+    memory is short."""
     tokens = MAX_CHUNK["cuda" if device.type == "cuda" else "cpu"]
     free = free_bytes(device)
     if free is not None:
@@ -93,7 +101,8 @@ def choose_chunk_size(config: Any, dtype: torch.dtype, device: torch.device, bat
 
 
 def whole_does_not_fit(config: Any, dtype: torch.dtype, length: int, free: int) -> str:
-    """What to say where a prompt that was read at once ran out of memory; `free` in bytes before."""
+    """What to say where a prompt that was read at once ran out of memory; `free` in bytes
+    before."""
     each = bytes_per_token(config, dtype) + cache_bytes_per_token(config, dtype)
     return (
         f"input_ids must fit the device's memory, got {length} tokens and ran out with {free / 2**30:.2f} GiB free "
@@ -105,7 +114,8 @@ def whole_does_not_fit(config: Any, dtype: torch.dtype, length: int, free: int) 
 def does_not_fit(
     batch: int, length: int, chunk: int, done: int, free: int, chunk_bytes: int, token_bytes: float
 ) -> str:
-    """What to say after memory ran out in a prefill: what would have fitted, by what was measured until then.
+    """What to say after memory ran out in a prefill: what would have fitted, by what was measured
+    until then.
 
     Args:
         batch, length: Of the prompt, rows and tokens a row.

@@ -1,4 +1,5 @@
-"""Elastic g and s (paper 4.3): which group and window size a request gets, by how busy the server is."""
+"""Elastic g and s (paper 4.3): which group and window size a request gets, by how busy the server
+is."""
 
 from __future__ import annotations
 
@@ -29,15 +30,17 @@ class Load:
 
 
 Policy = Callable[[Load], tuple[int, int]]
-"""Gives (group_size, window_size) for a load. g holds for the whole request; s may be shrunk while it runs."""
+"""Gives (group_size, window_size) for a load. g holds for the whole request; s may be shrunk while
+it runs."""
 
 
 @dataclass(frozen=True)
 class TablePolicy:
     """Compress more, in steps, the busier it is.
 
-    The pressure of a load is the largest of three shares: of the cache budget, of `queue_limit` and of
-    `first_token_limit`. The first row whose first entry is at least the pressure decides, else the last row.
+    The pressure of a load is the largest of three shares: of the cache budget, of `queue_limit` and
+    of `first_token_limit`. The first row whose first entry is at least the pressure decides, else
+    the last row.
     """
 
     rows: tuple[tuple[float, int, int], ...] = ((0.5, 16, 1024), (0.8, 32, 512), (1.0, 64, 256))
@@ -78,8 +81,8 @@ class TablePolicy:
 
 
 def table_around(group_size: int, window_size: int, **limits: float) -> TablePolicy:
-    """The default table of a server: a model's own g and s until it is half full, then twice and four times the g at
-    half and a quarter of the s.
+    """The default table of a server: a model's own g and s until it is half full, then twice and
+    four times the g at half and a quarter of the s.
 
     Args:
         group_size, window_size: The model's own.

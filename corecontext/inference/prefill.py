@@ -1,4 +1,5 @@
-"""A prompt through a causal language model in chunks, so that activations stay bounded however long it is."""
+"""A prompt through a causal language model in chunks, so that activations stay bounded however long
+it is."""
 
 from __future__ import annotations
 
@@ -86,20 +87,22 @@ def prefill(
 ) -> Prefilled:
     """Read a prompt chunk by chunk; logits are made for the last token of each row only.
 
-    Chunks before the last run the model without its output head. Every token sees all before it, as in one pass.
+    Chunks before the last run the model without its output head. Every token sees all before it, as
+    in one pass.
 
     Args:
         model: A Hugging Face causal language model, CCA enabled or not.
         input_ids: [B, L], int64, on the model's device.
         attention_mask: [B, L], 0 for padding on the left; None means no padding.
         cache: An empty transformers `Cache`; None makes a growing one.
-        chunk_size: Tokens a row in one forward pass, at least 1; None follows from the model's size and the free
-            memory. Under `CCAConfig.num_groups`, which needs the whole prompt at once, None means the whole prompt.
+        chunk_size: Tokens a row in one forward pass, at least 1; None follows from the model's size
+            and the free memory. Under `CCAConfig.num_groups`, which needs the whole prompt at once,
+            None means the whole prompt.
         on_chunk: Called with the number of tokens a row done, after each chunk.
 
     Raises:
-        ValueError: the prompt exceeds the model's positions, padding is not on the left, the cache is not empty, or
-            chunk_size is less than 1.
+        ValueError: the prompt exceeds the model's positions, padding is not on the left, the cache
+            is not empty, or chunk_size is less than 1.
         MemoryError: GPU memory ran out; says what length, batch or chunk would fit.
     """
     pads = read_left_padding(input_ids, attention_mask)
@@ -179,7 +182,8 @@ def _settings(model: Any) -> dict[str, Any]:
 
 
 class _Meter:
-    """Bytes on a GPU during a prefill: what the activations of a chunk and the cache of a token take."""
+    """Bytes on a GPU during a prefill: what the activations of a chunk and the cache of a token
+    take."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.free, self.chunk_bytes = device, free_bytes(device), 0
@@ -211,7 +215,8 @@ class _Meter:
 
 
 def _growth(cache: Any, tokens: int) -> float:
-    """Bytes that one more token a row adds to the cache: measured, without the raw tokens, which do not grow."""
+    """Bytes that one more token a row adds to the cache: measured, without the raw tokens, which do
+    not grow."""
     if cache is None or not tokens:
         return 0.0  # nothing to measure yet
     compact = [

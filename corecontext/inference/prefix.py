@@ -1,8 +1,9 @@
 """Caches of prompts' beginnings, kept for requests that begin alike (a system prompt, a document).
 
-A prompt is read in chunks of one size. After each, what a further chunk needs is a node of a tree: the raw tokens, and
-the core tokens of this chunk; those of earlier ones are its ancestors'. Requests branch where chunks end, so a branched
-request is read in the very chunks, and has the very numbers, that it would have alone.
+A prompt is read in chunks of one size. After each, what a further chunk needs is a node of a tree:
+the raw tokens, and the core tokens of this chunk; those of earlier ones are its ancestors'.
+Requests branch where chunks end, so a branched request is read in the very chunks, and has the very
+numbers, that it would have alone.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class PrefixStore:
     Args:
         chunk_size: Tokens of a chunk.
         limit: Bytes that it may hold; 0 keeps nothing.
-        shape: Sizes of the model's cache. Of several processes all count alike: what one drops, all do.
+        shape: Sizes of the model's cache. Of several processes all count alike: what one drops, all
+            do.
     """
 
     def __init__(self, chunk_size: int, limit: int, shape: RowShape) -> None:
@@ -88,8 +90,8 @@ class PrefixStore:
     def add(
         self, config: CCAConfig, parent: Node | None, tokens: Sequence[int], cache: Any, room: int
     ) -> Node | None:
-        """Keep what has been read up to the end of a chunk; None where its parent is gone, or it does not fit `room`
-        (bytes, of which what is held is a part) or the limit."""
+        """Keep what has been read up to the end of a chunk; None where its parent is gone, or it
+        does not fit `room` (bytes, of which what is held is a part) or the limit."""
         layers, limit = [layer.compact for layer in cache.layers], min(self.limit, room)
         if (parent is None) != (layers[0].seq_len == self.chunk_size) or limit <= 0:
             return None
@@ -135,7 +137,8 @@ class PrefixStore:
             )
 
     def trim(self, limit: int) -> None:
-        """Drop beginnings, the least recently used first and no chunk before those behind it, until they fit."""
+        """Drop beginnings, the least recently used first and no chunk before those behind it, until
+        they fit."""
         while self.nbytes > limit:
             leaf = min(
                 (node for node in self._nodes.values() if not node.children),

@@ -1,4 +1,5 @@
-"""The next token from logits, on the device and without a look at it from the host, so that it can be captured."""
+"""The next token from logits, on the device and without a look at it from the host, so that it can
+be captured."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 COLDEST, HOTTEST = 1e-5, 1e30
-"""Below the first only the likeliest token is left, and logits over the temperature would leave float32's range."""
+"""Below the first only the likeliest token is left, and logits over the temperature would leave
+float32's range."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Sampling:
 
     @property
     def kind(self) -> str:
-        """What is computed, and captured by: "greedy", "plain", or "filtered" (a sort for top-k and top-p)."""
+        """What is computed, and captured by: "greedy", "plain", or "filtered" (a sort for top-k and
+        top-p)."""
         if self.temperature < COLDEST:
             return "greedy"
         return "plain" if self.top_k is None and self.top_p == 1 else "filtered"
@@ -61,7 +63,8 @@ class Sampling:
     def from_generation_config(
         cls, config: Any, *, do_sample: bool | None = None, temperature: float | None = None
     ) -> Sampling:
-        """What `model.generate` would do under this generation config, whose unset fields have its defaults."""
+        """What `model.generate` would do under this generation config, whose unset fields have its
+        defaults."""
         if not (config.do_sample if do_sample is None else do_sample):
             return cls()
         temperature = config.temperature if temperature is None else temperature
@@ -79,8 +82,8 @@ class Sampler:
     Args:
         batch: Rows.
         device: Where the logits are.
-        streams: 1 random stream for all rows together, or one for each row, so that a row's tokens do not depend on
-            its neighbours.
+        streams: 1 random stream for all rows together, or one for each row, so that a row's tokens
+            do not depend on its neighbours.
     """
 
     def __init__(self, batch: int, device: torch.device, streams: int) -> None:
@@ -121,7 +124,8 @@ def draw(
     """
     if limits is not None:
         logits = logits.masked_fill(~_kept(logits, *limits), -torch.inf)
-    # The largest of p / e, e exponential, is distributed as p. torch.multinomial draws so, but asks the host.
+    # The largest of p / e, e exponential, is distributed as p. torch.multinomial draws so, but asks
+    # the host.
     noise = torch.empty_like(logits)
     if len(generators) == 1:
         noise.exponential_(generator=generators[0])
@@ -133,7 +137,8 @@ def draw(
 
 
 def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """True for the top k, and among them for the likeliest that reach top_p together; [B, vocabulary]."""
+    """True for the top k, and among them for the likeliest that reach top_p together; [B,
+    vocabulary]."""
     ordered, order = logits.sort(-1, descending=True)
     last = ordered.gather(-1, (top_k - 1).expand(len(logits), 1))
     ordered = ordered.masked_fill(ordered < last, -torch.inf)
@@ -151,7 +156,8 @@ def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def choose_rows(
     logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]
 ) -> Tensor:
-    """Token numbers [B] from logits [B, vocabulary], each row by its own sampling and random stream."""
+    """Token numbers [B] from logits [B, vocabulary], each row by its own sampling and random
+    stream."""
     logits = logits.float()
     tokens = logits.argmax(-1)
     rows = [row for row, sampling in enumerate(samplings) if sampling.kind != "greedy"]

@@ -1,10 +1,13 @@
-"""Many requests on one model: they join and leave between steps, and prompts are read in chunks between steps.
+"""Many requests on one model: they join and leave between steps, and prompts are read in chunks
+between steps.
 
-One turn reads a chunk of at most one prompt and makes one token for each request that is past its prompt, so a long
-prompt delays the others by a chunk, never by its length. Which prompt is read alternates between the one that came
-first and the one that is nearest to its end: no prompt waits for ever, and a short one does not wait for a long one.
+One turn reads a chunk of at most one prompt and makes one token for each request that is past its
+prompt, so a long prompt delays the others by a chunk, never by its length. Which prompt is read
+alternates between the one that came first and the one that is nearest to its end: no prompt waits
+for ever, and a short one does not wait for a long one.
 
-The file is long because where a request is (queue, reading, a row) and which memory that takes must change together.
+The file is long because where a request is (queue, reading, a row) and which memory that takes must
+change together.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class Job:
     eos: frozenset[int] = frozenset()
     """Tokens that end the answer."""
     group_size: int | None = None
-    """This request's g; None leaves it to the policy. Must be None where the model has a g for each layer."""
+    """This request's g; None leaves it to the policy. Must be None where the model has a g for each
+    layer."""
     window_size: int | None = None
     """This request's s; None leaves it to the policy."""
     deadline: float | None = None
@@ -107,21 +111,24 @@ class Job:
 
 
 class Scheduler:
-    """Runs requests on one model. `submit` and `cancel` may be called from any thread, `step` from one.
+    """Runs requests on one model. `submit` and `cancel` may be called from any thread, `step` from
+    one.
 
     Args:
         model: A causal language model with CCA enabled, all of whose layers have full attention.
         full: Serve full attention from a static cache instead, the baseline.
         cache_bytes: Budget of all caches.
         max_rows: Requests that run at once, at most.
-        rows_per_pool: Rows that are allocated at once for requests of one (g, s) and similar length.
+        rows_per_pool: Rows that are allocated at once for requests of one (g, s) and similar
+            length.
         queue_limit: Requests that may wait.
         chunk_size: Tokens of a prompt read in a turn; None is 256 on a CPU and 2048 on a GPU.
-        policy: Gives (g, s) of requests that choose none; None leaves the model's own. Of a model with a g for each
-            layer only s is chosen.
+        policy: Gives (g, s) of requests that choose none; None leaves the model's own. Of a model
+            with a g for each layer only s is chosen.
         max_length: Most tokens of prompt and answer; None is what the model was built for.
         capture: As for `DecodeBatch`; of a model split over processes nothing is captured.
-        together: The processes that a model is split over. The first one schedules, the others have a `Follower`.
+        together: The processes that a model is split over. The first one schedules, the others have
+            a `Follower`.
 
     Raises:
         ValueError: a setting breaks a rule, or the model is not enabled.
@@ -196,7 +203,8 @@ class Scheduler:
         self._lock, self._odd = threading.Lock(), False
         self._first_token: tuple[float, float] | None = None  # when, and after how many seconds
 
-    # Requests --------------------------------------------------------------------------------------------------
+    # Requests
+    # --------------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
         """Put a request in the queue.
@@ -248,7 +256,8 @@ class Scheduler:
         """Requests that have left the queue."""
         return [*self.reading, *(job for jobs in list(self.running.values()) for job in jobs)]
 
-    # Memory ----------------------------------------------------------------------------------------------------
+    # Memory
+    # ----------------------------------------------------------------------------------------------------
 
     @property
     def cache_bytes_used(self) -> int:
@@ -257,7 +266,8 @@ class Scheduler:
 
     @property
     def cache_bytes_allocated(self) -> int:
-        """Bytes of all rows, used or not, of the caches into which prompts are read, and of beginnings."""
+        """Bytes of all rows, used or not, of the caches into which prompts are read, and of
+        beginnings."""
         return (
             sum(pool.nbytes for pool in self.pools) + self._reading_bytes() + self.prefixes.nbytes
         )
@@ -269,7 +279,8 @@ class Scheduler:
         )
 
     def load(self, prompt_length: int = 0) -> Load:
-        """How busy the scheduler is now, besides the request that asks, which has not left the queue yet."""
+        """How busy the scheduler is now, besides the request that asks, which has not left the
+        queue yet."""
         recent, now = self._first_token, time.monotonic()
         seconds = recent[1] if recent is not None and now - recent[0] < RECENT_S else None
         return Load(
@@ -281,7 +292,8 @@ class Scheduler:
         )
 
     def _config_for(self, job: Job, load: Load | None) -> CCAConfig | None:
-        """Settings of a request; without a load those that need the least memory are not known, so the model's."""
+        """Settings of a request; without a load those that need the least memory are not known, so
+        the model's."""
         if self.full:
             if job.group_size is not None or job.window_size is not None:
                 raise ValueError(
@@ -309,8 +321,8 @@ class Scheduler:
         return own.replace(group_size=g, window_size=s, num_groups=None)
 
     def _place(self, config: CCAConfig | None, length: int) -> RowPool | None:
-        """A pool with a free row: one that is not far too long, else a new one, else any, else a new one in place of
-        those that nobody uses, else None."""
+        """A pool with a free row: one that is not far too long, else a new one, else any, else a
+        new one in place of those that nobody uses, else None."""
         self._note(
             "place", config, length
         )  # what is given up for it is so even where it is not enough
@@ -368,7 +380,8 @@ class Scheduler:
         return missing() <= 0
 
     def _share_left(self) -> int:
-        """Bytes of their share that beginnings do not hold yet; only requests that need it take it from them."""
+        """Bytes of their share that beginnings do not hold yet; only requests that need it take it
+        from them."""
         return self.prefixes.limit - self.prefixes.nbytes
 
     def _promised(self, pool: RowPool) -> int:
@@ -380,8 +393,8 @@ class Scheduler:
         self.batch.forget(pool)
 
     def warm_up(self, sizes: Iterable[tuple[int, int]] = ()) -> None:
-        """Run a made-up request with the model's own (g, s) and with each of `sizes`, before the first one comes, so
-        that none waits for kernels to be compiled. Nothing of it is kept."""
+        """Run a made-up request with the model's own (g, s) and with each of `sizes`, before the
+        first one comes, so that none waits for kernels to be compiled. Nothing of it is kept."""
         own = self.handle.config
         if self.full or own.varies:
             sizes = ()
@@ -414,7 +427,8 @@ class Scheduler:
             self._drop(pool)
         self.prefixes.trim(0)
 
-    # A turn ----------------------------------------------------------------------------------------------------
+    # A turn
+    # ----------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
         """One turn; returns whether there was anything to do."""
@@ -460,7 +474,8 @@ class Scheduler:
                 self._end(job, "cancelled" if job.cancelled else "timeout")
 
     def _admit(self) -> None:
-        """Let requests leave the queue in its order, as long as there is a row for the first one."""
+        """Let requests leave the queue in its order, as long as there is a row for the first
+        one."""
         while self.waiting and self._has_room():
             job = self.waiting[0]
             try:

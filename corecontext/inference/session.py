@@ -1,4 +1,5 @@
-"""The state of one batch being decoded: its cache, its buffers, and its step, captured in a CUDA graph on a GPU."""
+"""The state of one batch being decoded: its cache, its buffers, and its step, captured in a CUDA
+graph on a GPU."""
 
 from __future__ import annotations
 
@@ -22,18 +23,21 @@ WARM_UP = (
 )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def side_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Where steps that will be replayed on `current` are warmed up and captured: one stream for all of them, because
-    cuBLAS keeps a workspace, on Hopper of 32 MiB, for every stream that it has seen."""
+    """Where steps that will be replayed on `current` are warmed up and captured: one stream for all
+    of them, because cuBLAS keeps a workspace, on Hopper of 32 MiB, for every stream that it has
+    seen."""
     return torch.cuda.Stream(current.device)
 
 
 class Session:
-    """Cache and buffers for batches of one size, length, g and s; used for one request after another.
+    """Cache and buffers for batches of one size, length, g and s; used for one request after
+    another.
 
-    Where every layer is compact and `static` is set, the cache has fixed buffers and a step reads and writes tensors
-    that never move. Otherwise (sliding-window layers, no CCA, a CPU) the cache grows and steps are not captured.
+    Where every layer is compact and `static` is set, the cache has fixed buffers and a step reads
+    and writes tensors that never move. Otherwise (sliding-window layers, no CCA, a CPU) the cache
+    grows and steps are not captured.
 
     Args:
         model: The model; its forward makes the step.
@@ -92,7 +96,8 @@ class Session:
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
-        """The model set to this session's g and s, and back: sessions with other settings may run in between."""
+        """The model set to this session's g and s, and back: sessions with other settings may run
+        in between."""
         before = None if self.handle is None else self.handle.config
         if before is None or before == self.config:
             yield
@@ -105,7 +110,8 @@ class Session:
             self.handle.configure(**before.to_dict())
 
     def reset(self) -> None:
-        """Make ready for the next request; fixed buffers stay where they are, for the captured steps."""
+        """Make ready for the next request; fixed buffers stay where they are, for the captured
+        steps."""
         if self.fixed:
             self.cache.reset()
         else:
@@ -113,7 +119,8 @@ class Session:
         self.mask, self.length = None, 0
 
     def begin(self, positions: Tensor, pads: list[int], length: int) -> None:
-        """Take over a prefilled prompt of so many slots; positions [B] are those of the next tokens."""
+        """Take over a prefilled prompt of so many slots; positions [B] are those of the next
+        tokens."""
         self.positions.copy_(positions[:, None])
         self.length = length
         if max(pads) and not self._compact:
@@ -141,7 +148,8 @@ class Session:
             self._replay(kind)
 
     def _replay(self, kind: str) -> None:
-        """A captured step; the first ones run uncaptured, and the one after them is captured before it is replayed."""
+        """A captured step; the first ones run uncaptured, and the one after them is captured before
+        it is replayed."""
         if kind in self._graphs:
             self._graphs[kind].replay()
         elif self._warm.setdefault(kind, 0) < WARM_UP:

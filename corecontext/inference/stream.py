@@ -16,10 +16,12 @@ from corecontext.inference.session import Session
 
 
 class Stream(Iterator[list["int | None"]]):
-    """The tokens of one running request: one list per step with a token for each row, None for rows that have ended.
+    """The tokens of one running request: one list per step with a token for each row, None for rows
+    that have ended.
 
-    On a GPU the next step is started before the tokens of the last are waited for, so the device never waits for the
-    host. Use it as a context manager, or read it to its end, or `close` it: then its cache serves the next request.
+    On a GPU the next step is started before the tokens of the last are waited for, so the device
+    never waits for the host. Use it as a context manager, or read it to its end, or `close` it:
+    then its cache serves the next request.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class Stream(Iterator[list["int | None"]]):
         self.made = 0
         """Steps whose tokens were started."""
         self._tails: list[list[int]] = [[] for _ in self.running]
-        # A token has at least a byte, special ones aside, so this many of the newest tokens hold any stop string.
+        # A token has at least a byte, special ones aside, so this many of the newest tokens hold
+        # any stop string.
         self._tail_length = max((len(stop.encode()) for stop in stop_strings), default=0) + 8
         self._pending: deque[tuple[Tensor, Any]] = deque()
         self._closed = False
@@ -64,13 +67,14 @@ class Stream(Iterator[list["int | None"]]):
         return None if config is None else config.window_size
 
     def configure(self, *, group_size: int | None = None, window_size: int | None = None) -> None:
-        """Change s of a running request: shrink it, which frees memory and speeds up every further step.
+        """Change s of a running request: shrink it, which frees memory and speeds up every further
+        step.
 
         Steps already started (one, on a GPU) still see the old window.
 
         Raises:
-            ValueError: group_size would change (the core tokens are made), window_size would grow (the tokens are
-                gone), or the request runs without CCA or has ended.
+            ValueError: group_size would change (the core tokens are made), window_size would grow
+                (the tokens are gone), or the request runs without CCA or has ended.
         """
         if self.group_size is None:
             raise ValueError(

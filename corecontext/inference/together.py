@@ -1,8 +1,10 @@
-"""One scheduler run by several processes in step, each with its part of the model (tensor parallelism).
+"""One scheduler run by several processes in step, each with its part of the model (tensor
+parallelism).
 
-Transformers splits a model over processes; each has its heads and their cache. What depends on time, on clients or on
-text is known to the first process alone: who leaves the queue with which settings, who ends, which tokens were made.
-It tells the others at the beginning of a turn, and again where a prompt was read in it, and they do the same.
+Transformers splits a model over processes; each has its heads and their cache. What depends on
+time, on clients or on text is known to the first process alone: who leaves the queue with which
+settings, who ends, which tokens were made. It tells the others at the beginning of a turn, and
+again where a prompt was read in it, and they do the same.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Apart(Exception):
 
 
 class Together:
-    """One process's end. The processes are those of torch.distributed, and all make this at the same place."""
+    """One process's end. The processes are those of torch.distributed, and all make this at the
+    same place."""
 
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo", timeout=SILENCE)

@@ -15,8 +15,9 @@ from corecontext.ops.rules import Learned
 class CCALayer(CacheLayerMixin):
     """One layer's `CompactLayer` (or `HeadsLayer`) behind transformers' interface.
 
-    `update` keeps nothing and hands the new keys and values through; the attention function, which also has the
-    queries, appends them. Lengths are slots, padding included, as `generate` counts them.
+    `update` keeps nothing and hands the new keys and values through; the attention function, which
+    also has the queries, appends them. Lengths are slots, padding included, as `generate` counts
+    them.
     """
 
     is_croppable = True
@@ -38,7 +39,8 @@ class CCALayer(CacheLayerMixin):
         self.is_compileable = max_length is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: buffers are made with the first append, whose padding and length they follow."""
+        """Nothing to do: buffers are made with the first append, whose padding and length they
+        follow."""
         self.is_initialized = True
 
     def update(
@@ -49,12 +51,14 @@ class CCALayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_seq_length(self) -> int | Tensor:
-        """Slots appended so far; a tensor for a cache of fixed length, so that compiled code does not depend on it."""
+        """Slots appended so far; a tensor for a cache of fixed length, so that compiled code does
+        not depend on it."""
         return self.compact.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset that a mask of this layer would have; no length for a token that needs none, because the
-        padding is known: a mask that grows with every step would be compiled anew."""
+        """Length and offset that a mask of this layer would have; no length for a token that needs
+        none, because the padding is known: a mask that grows with every step would be compiled
+        anew."""
         # planted: plug-in: padding read one token at a time
         if query_length == 1 and not self.compact.is_empty and self.compact.padding_known:
             return 0, 0
@@ -66,7 +70,8 @@ class CCALayer(CacheLayerMixin):
         return -1 if self.compact.max_length is None else self.compact.max_length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back |tokens_to_remove| tokens; a positive number is the length to keep, as transformers has it."""
+        """Take back |tokens_to_remove| tokens; a positive number is the length to keep, as
+        transformers has it."""
         if tokens_to_remove > 0:
             tokens_to_remove = min(0, tokens_to_remove - self.compact.seq_len)
         self.compact.crop(-tokens_to_remove)
@@ -88,7 +93,8 @@ class CCALayer(CacheLayerMixin):
         self.compact.reset()
 
     def offload(self) -> None:
-        """Refused: transformers offloads between `update` and the attention, which still needs the cache."""
+        """Refused: transformers offloads between `update` and the attention, which still needs the
+        cache."""
         raise NotImplementedError(
             "an offloaded cache cannot hold core tokens. The compact cache is small: use the "
             "default cache."
@@ -101,7 +107,8 @@ class CCALayer(CacheLayerMixin):
 
 
 class GivenLayer(CCALayer):
-    """A layer whose attention is given: anything with `attend`, such as the rows of a pool, one token each."""
+    """A layer whose attention is given: anything with `attend`, such as the rows of a pool, one
+    token each."""
 
     def __init__(self, attention) -> None:
         CacheLayerMixin.__init__(self)
@@ -129,10 +136,12 @@ def compact_layer(
     rollback: int,
     learned: Learned | None = None,
 ) -> CCALayer:
-    """This layer's compact cache inside `cache`, put in the place of transformers' own layer while that is empty.
+    """This layer's compact cache inside `cache`, put in the place of transformers' own layer while
+    that is empty.
 
     Raises:
-        ValueError: the cache already holds tokens of another attention, or was filled with another g or s.
+        ValueError: the cache already holds tokens of another attention, or was filled with another
+            g or s.
         NotImplementedError: the cache is quantised or offloaded.
     """
     if getattr(cache, "offloading", False):

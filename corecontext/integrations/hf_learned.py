@@ -1,7 +1,9 @@
-"""Learned parameters of core tokens as parameters of a Hugging Face model: added, found in a checkpoint, taken away.
+"""Learned parameters of core tokens as parameters of a Hugging Face model: added, found in a
+checkpoint, taken away.
 
-They are called `...self_attn.cca.NAME`, so optimizers, `save_pretrained` and checkpoints have them like any other.
-transformers itself leaves them out when it loads, since its classes do not know them; `enable` reads them then.
+They are called `...self_attn.cca.NAME`, so optimizers, `save_pretrained` and checkpoints have them
+like any other. transformers itself leaves them out when it loads, since its classes do not know
+them; `enable` reads them then.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def add_learned(
         model: The model that `modules` belong to.
         names: Of CCAConfig.learned.
         trained: The checkpoint's settings name the same parameters, so its values are to be taken.
-        rank, processes: Which one of those that share each layer's heads this is; it has the parameters of its heads.
+        rank, processes: Which one of those that share each layer's heads this is; it has the
+            parameters of its heads.
 
     Raises:
         ValueError: the checkpoint cannot be found or lacks them.

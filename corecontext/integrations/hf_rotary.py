@@ -17,11 +17,13 @@ FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) -> Rotary:
     """The rotation of one attention layer's keys.
 
-    The frequencies are read off the model's own rotary module at position 1, and the layout is the one under which
-    turning agrees with the `apply_rotary_pos_emb` of the model's own file; nothing is assumed about the family.
+    The frequencies are read off the model's own rotary module at position 1, and the layout is the
+    one under which turning agrees with the `apply_rotary_pos_emb` of the model's own file; nothing
+    is assumed about the family.
 
     Raises:
-        NotImplementedError: frequencies change with length, or no known layout reproduces the model's rotation.
+        NotImplementedError: frequencies change with length, or no known layout reproduces the
+            model's rotation.
     """
     types = getattr(model.config, "layer_types", None)
     layer_type = types[layer_idx] if types else None
@@ -58,8 +60,8 @@ def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) ->
             # planted: plug-in: the rotary frequencies 20 % off
             angle = torch.atan2(sin[0, 1].double(), cos[0, 1].double())
             rotary = Rotary(angle[: angle.numel() // 2].float(), interleaved)
-            # Both rotate position 0 to position 7; only the right layout agrees. A scaling of the keys (YaRN)
-            # stands on both sides: `rotated` at position 0 is the scaled key.
+            # Both rotate position 0 to position 7; only the right layout agrees. A scaling of the
+            # keys (YaRN) stands on both sides: `rotated` at position 0 is the scaled key.
             at_zero = apply(x[:, :, 2:], x[:, :, 2:], cos[:, :1], sin[:, :1])[1]
             if torch.allclose(
                 rotary.turn(at_zero, positions[0, 2:]), rotated[:, :, 2:], rtol=1e-4, atol=1e-4

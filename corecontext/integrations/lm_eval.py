@@ -1,11 +1,13 @@
-"""lm-evaluation-harness with CCA: its own command line, plus a model `corecontext` and tasks that read local files.
+"""lm-evaluation-harness with CCA: its own command line, plus a model `corecontext` and tasks that
+read local files.
 
     python -m corecontext.integrations.lm_eval run --model corecontext --tasks corecontext_mmlu
         --model_args pretrained=DIR,group_size=16,window_size=1024 --metadata '{"data": "FOLDER"}'
 
-The harness finds models by import alone, so the plain `lm_eval` command does not know this one. Its tasks are those of
-the harness and `corecontext_perplexity`, `corecontext_mmlu` and `corecontext_multidoc_qa` (eval/harness/). Full
-attention is the harness's `--model hf`. Needs the extra 'lm-eval'.
+The harness finds models by import alone, so the plain `lm_eval` command does not know this one. Its
+tasks are those of the harness and `corecontext_perplexity`, `corecontext_mmlu` and
+`corecontext_multidoc_qa` (eval/harness/). Full attention is the harness's `--model hf`. Needs the
+extra 'lm-eval'.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def register() -> type:
 
     @register_model(MODEL)
     class CoreContextLM(HFLM):
-        """A Hugging Face model under CCA: settings by argument, else the checkpoint's, else the defaults."""
+        """A Hugging Face model under CCA: settings by argument, else the checkpoint's, else the
+        defaults."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -80,7 +83,8 @@ def register() -> type:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The harness's command line; returns 0, or 2 after printing one line that says what to put right."""
+    """The harness's command line; returns 0, or 2 after printing one line that says what to put
+    right."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     before = sys.argv
     try:

@@ -1,8 +1,10 @@
-"""CCA attention inside a Hugging Face model, through transformers' own attention interface: no class is patched.
+"""CCA attention inside a Hugging Face model, through transformers' own attention interface: no
+class is patched.
 
-`enable` registers nothing on classes and writes no global: it sets this model's attention implementation to "cca" and
-adds forward pre-hooks to this model's attention modules, which hand the layer's compact cache and rotation to the
-attention function. `disable` takes both away again (docs/design.md says why each piece is needed).
+`enable` registers nothing on classes and writes no global: it sets this model's attention
+implementation to "cca" and adds forward pre-hooks to this model's attention modules, which hand the
+layer's compact cache and rotation to the attention function. `disable` takes both away again
+(docs/design.md says why each piece is needed).
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class Handle:
         self.layers = _by_layer(config, full)
         """The settings of each of them."""
         self.observer: Callable[..., Any] | None = None
-        """Called with the index among `full`, q, k, v, scale, softcap, rotary and learned of each uncached call."""
+        """Called with the index among `full`, q, k, v, scale, softcap, rotary and learned of each
+        uncached call."""
         self.hybrid = bool(other)
         """True where some layers (sliding window) keep their own attention and their own cache."""
         saved = CCAConfig.from_dict(self._had_setting).learned if self._had_setting else ()
@@ -114,9 +117,9 @@ class Handle:
 
     @property
     def shard(self) -> Shard | None:
-        """Where set, each process of its group runs the model on its part of one sequence (context parallelism): pass
-        `shard.layout.take` of the whole's input_ids and position_ids. It holds until it is set again, as a backward
-        with checkpointing runs the layers once more."""
+        """Where set, each process of its group runs the model on its part of one sequence (context
+        parallelism): pass `shard.layout.take` of the whole's input_ids and position_ids. It holds
+        until it is set again, as a backward with checkpointing runs the layers once more."""
         return self._shard
 
     @shard.setter
@@ -134,7 +137,8 @@ class Handle:
         self._shard = shard
 
     def configure(self, **changes: Any) -> None:
-        """Change settings, such as group_size and window_size, for caches that start from now on (paper 4.3)."""
+        """Change settings, such as group_size and window_size, for caches that start from now on
+        (paper 4.3)."""
         config = self.config.replace(**changes)
         if config.core_position == "middle" and not self._needs_rotary:
             raise ValueError(
@@ -153,7 +157,8 @@ class Handle:
         return dict(getattr(self.full[index], NAME, {}))
 
     def _refuse_unsupported(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Runs before the model's forward and says what cannot be had, where transformers would return nothing."""
+        """Runs before the model's forward and says what cannot be had, where transformers would
+        return nothing."""
         if kwargs.get("output_attentions") or module.config.output_attentions:
             raise NotImplementedError(
                 "output_attentions cannot be returned: CCA attention never forms the weights. "
@@ -188,20 +193,23 @@ class Handle:
 def enable(model: nn.Module, config: CCAConfig | None = None, *, rollback: int = 0) -> Handle:
     """Replace the causal self-attention of one Hugging Face model by CCA attention.
 
-    Sliding-window layers of hybrid models stay as they are. Caches that the model fills from now on are compact.
+    Sliding-window layers of hybrid models stay as they are. Caches that the model fills from now on
+    are compact.
 
     Args:
         model: A causal language model of a tested architecture, or a wrapper (PEFT) around one.
         config: Settings; None takes those saved in the model's config.json, else the defaults.
-        rollback: Tokens that a cache can always take back. Needed only when this model is the assistant in assisted
-            decoding; the model that verifies drafts needs none.
+        rollback: Tokens that a cache can always take back. Needed only when this model is the
+            assistant in assisted decoding; the model that verifies drafts needs none.
 
     Returns:
         A handle with `disable()` and `configure()`.
 
     Raises:
-        NotImplementedError: the architecture is not tested, or its rotary embedding changes with length.
-        TypeError: the model is no transformers model, the config no CCAConfig, or rollback no integer.
+        NotImplementedError: the architecture is not tested, or its rotary embedding changes with
+            length.
+        TypeError: the model is no transformers model, the config no CCAConfig, or rollback no
+            integer.
         ValueError: the model is already enabled, or has no full-attention layer.
     """
     inner = _inner_model(model)
@@ -241,9 +249,11 @@ def enabled(
 def from_pretrained(
     name_or_path: str, config: CCAConfig | None = None, **kwargs: Any
 ) -> PreTrainedModel:
-    """Load a causal language model and enable CCA with `config`, or with the settings saved in its config.json.
+    """Load a causal language model and enable CCA with `config`, or with the settings saved in its
+    config.json.
 
-    Without either the model keeps its own attention. Other arguments go to AutoModelForCausalLM.from_pretrained.
+    Without either the model keeps its own attention. Other arguments go to
+    AutoModelForCausalLM.from_pretrained.
     """
     model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
     if config is not None or getattr(model.config, NAME, None) is not None:
@@ -265,15 +275,17 @@ def _inner_model(model: nn.Module) -> PreTrainedModel:
 
 
 def full_attention(hf_config: Any) -> str:
-    """Transformers' attention to load a model with: SDPA, but for architectures that it refuses there, and models with
-    a softcap (Gemma 2), which SDPA leaves out without a word in some of its releases."""
+    """Transformers' attention to load a model with: SDPA, but for architectures that it refuses
+    there, and models with a softcap (Gemma 2), which SDPA leaves out without a word in some of its
+    releases."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     capped = getattr(hf_config, "attn_logit_softcapping", None) is not None
     return "sdpa" if getattr(kind, "_supports_sdpa", True) and not capped else "eager"
 
 
 def has_full_attention(config: Any, layer_idx: int) -> bool:
-    """Whether a layer of a model of this Hugging Face config sees everything, not a sliding window."""
+    """Whether a layer of a model of this Hugging Face config sees everything, not a sliding
+    window."""
     types = getattr(config, "layer_types", None)
     return (
         types[layer_idx] == "full_attention"
@@ -308,7 +320,8 @@ def _attention_modules(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn
 
 
 def _split_of(model: PreTrainedModel) -> tuple[int, int]:
-    """Which of how many processes this one is that share each layer's heads (tensor parallelism)."""
+    """Which of how many processes this one is that share each layer's heads (tensor
+    parallelism)."""
     size = getattr(model, "tp_size", None) or 1
     return (torch.distributed.get_rank() % size, size) if size > 1 else (0, 1)
 
@@ -316,7 +329,8 @@ def _split_of(model: PreTrainedModel) -> tuple[int, int]:
 def _by_layer(
     config: CCAConfig, full: list[nn.Module], rank: int = 0, processes: int = 1
 ) -> list[CCAConfig]:
-    """The settings of each full-attention layer, as one of the processes that share its heads has them."""
+    """The settings of each full-attention layer, as one of the processes that share its heads has
+    them."""
     sizes = config.layer_group_sizes
     if sizes is not None and len(sizes) != len(full):
         raise ValueError(
@@ -337,13 +351,15 @@ def _by_layer(
 def _note_draft(
     module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Assisted decoding sends its first draft together with the prompt, and keeps one logit more than it drafted."""
+    """Assisted decoding sends its first draft together with the prompt, and keeps one logit more
+    than it drafted."""
     kept = kwargs.get("logits_to_keep", 0)
     return args, {**kwargs, DRAFT: kept - 1} if isinstance(kept, int) and kept > 1 else kwargs
 
 
 class _LayerHook:
-    """Hands to one attention module's attention function what transformers does not: cache, rotation, settings."""
+    """Hands to one attention module's attention function what transformers does not: cache,
+    rotation, settings."""
 
     def __init__(
         self, handle: Handle, rotary: Rotary | None, index: int = 0, keep: bool = False
@@ -515,8 +531,8 @@ def _attention(
 def _append(
     compact: Any, q: Tensor, k: Tensor, v: Tensor, draft: int, mask: Tensor | None, **options: Any
 ) -> Tensor:
-    """Append to a cache and attend; a long beginning before the draft and the token it follows, since a filled cache
-    takes back a short append only."""
+    """Append to a cache and attend; a long beginning before the draft and the token it follows,
+    since a filled cache takes back a short append only."""
     count = q.shape[2]
     first = max(count - draft - 1, int(compact.is_empty))
     apart = (
@@ -555,7 +571,8 @@ def _mask(
 ) -> Tensor | None:
     """The mask function registered with transformers: the padding mask as it is, never L x L.
 
-    Masks of sliding layers (they come with `local_size`) are built by the implementation that the model had.
+    Masks of sliding layers (they come with `local_size`) are built by the implementation that the
+    model had.
     """
     if "local_size" in kwargs:
         return ALL_MASK_ATTENTION_FUNCTIONS[previous](
@@ -583,7 +600,8 @@ def _mask(
 
 
 def _registered(previous: str) -> str:
-    """The name under which CCA is registered for models whose sliding layers keep the attention `previous`."""
+    """The name under which CCA is registered for models whose sliding layers keep the attention
+    `previous`."""
     name = NAME if previous == "sdpa" else f"{NAME}_{previous}"
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, functools.partial(_mask, previous))

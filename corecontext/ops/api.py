@@ -55,7 +55,7 @@ def _unsupported_reason(backend: str, q: Tensor) -> str | None:
     return autograd.module_of(backend).unsupported_reason(q) if backend != "reference" else None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
@@ -69,9 +69,11 @@ def backend_module(backend: str, q: Tensor) -> ModuleType:
 def outside_autocast(
     q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], AbstractContextManager]:
-    """The inputs in the dtype that autocast would give attention, and a context in which it changes nothing more.
+    """The inputs in the dtype that autocast would give attention, and a context in which it changes
+    nothing more.
 
-    Inside, pooling weights and merges must stay in float32; autocast would turn their products to half precision.
+    Inside, pooling weights and merges must stay in float32; autocast would turn their products to
+    half precision.
     """
     device = q.device.type
     if not torch.is_autocast_enabled(device):
@@ -106,35 +108,40 @@ def cca_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to core tokens of the far past and raw tokens of the near past in one causal softmax.
 
-    docs/math.md, eq. 1 to 5. Every earlier token is seen once: as itself, or through its group's core token.
+    docs/math.md, eq. 1 to 5. Every earlier token is seen once: as itself, or through its group's
+    core token.
 
     Args:
         q: Queries, [B, H, L, D]; float32, bfloat16, float16 or float64; rotary applied.
         k, v: Keys (rotary applied) and values, [B, Hkv, L, D], Hkv dividing H.
-        group_size: Tokens per core token (g), >= 1, or one for each KV head. With 1 this is full attention.
+        group_size: Tokens per core token (g), >= 1, or one for each KV head. With 1 this is full
+            attention.
         window_size: Nearest tokens seen uncompressed (s), >= 1.
-        num_groups: Constant number of groups; replaces group_size by max(1, ceil((L - s) / num_groups)).
+        num_groups: Constant number of groups; replaces group_size by max(1, ceil((L - s) /
+            num_groups)).
         pooling: "cca", "mean", "max" or "mean_query".
-        core_position: "middle" turns core keys to their group's middle position and needs `rotary`; "token" pools
-            the keys as they are.
+        core_position: "middle" turns core keys to their group's middle position and needs `rotary`;
+            "token" pools the keys as they are.
         core_heads: One core token per "kv" head, or per "query" head.
         rotary: How the keys were rotated.
         scale: Factor of the scores, above 0; default 1 / sqrt(D).
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2.
         core_bias: Added to the scores of core tokens, a number or a tensor [H].
-        learned: Parameters of `CCAConfig.learned`: "temperature", "distance", "bias" [H], "probe" [H, D], "key_gain"
-            [Hkv]; docs/math.md, eq. 12.
-        sink_size: First tokens of every sequence that all later queries see uncompressed, rounded up to a multiple n
-            of g; their groups have no core token (docs/math.md, eq. 13).
+        learned: Parameters of `CCAConfig.learned`: "temperature", "distance", "bias" [H], "probe"
+            [H, D], "key_gain" [Hkv]; docs/math.md, eq. 12.
+        sink_size: First tokens of every sequence that all later queries see uncompressed, rounded
+            up to a multiple n of g; their groups have no core token (docs/math.md, eq. 13).
         attention_mask: [B, L], 0 for padding at the ends of a row; padded positions return 0.
-        cu_seqlens: [n + 1], boundaries of the documents packed in a batch of one; each starts its own groups.
-        position_ids: [1 or B, L], another way to tell packed documents: one starts wherever they do not rise by one.
+        cu_seqlens: [n + 1], boundaries of the documents packed in a batch of one; each starts its
+            own groups.
+        position_ids: [1 or B, L], another way to tell packed documents: one starts wherever they do
+            not rise by one.
         backend: "auto", "packed", "triton" or "reference".
         return_lse: Also return the log-sum-exp of the scores, [B, H, L], -inf at padding.
 
     Returns:
-        [B, H, L, D] in the dtype of q, accumulated in float32 (float64 for float64). Differentiable in q, k, v,
-        core_bias and learned, the log-sum-exp too.
+        [B, H, L, D] in the dtype of q, accumulated in float32 (float64 for float64). Differentiable
+        in q, k, v, core_bias and learned, the log-sum-exp too.
 
     Raises:
         ValueError, TypeError: a shape, dtype or setting breaks a rule above.
@@ -270,7 +277,8 @@ def _attend(
     backend: str,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`cca_attention` on inputs of one dtype; the log-sum-exp may be None where it is not asked for."""
+    """`cca_attention` on inputs of one dtype; the log-sum-exp may be None where it is not asked
+    for."""
     _check_tensors(q, k, v)
     chosen = choose_backend(backend, q)
     batch_size, num_heads, seq_len, head_dim = q.shape
@@ -417,10 +425,12 @@ def pool_core_tokens(
     """Pool every complete group of g tokens into one core token (docs/math.md, eq. 1 to 3).
 
     Args:
-        q: Queries, [B, H, L, D]; only each group's last one is read. Other arguments as in `cca_attention`.
+        q: Queries, [B, H, L, D]; only each group's last one is read. Other arguments as in
+            `cca_attention`.
 
     Returns:
-        core_k, core_v: [B, Hkv, L // g, D] (H instead of Hkv for core_heads="query"), in the dtype of k; the weights
+        core_k, core_v: [B, Hkv, L // g, D] (H instead of Hkv for core_heads="query"), in the dtype
+            of k; the weights
         and sums are computed in float32 (float64 for float64). Differentiable in q, k and v.
 
     Raises:

@@ -1,7 +1,9 @@
-"""A backend as one registered torch operator: pooling and attention of a whole batch, and their backward.
+"""A backend as one registered torch operator: pooling and attention of a whole batch, and their
+backward.
 
-Registered, so that torch.compile and activation checkpointing treat it as one node. Kept for the backward are q, k, v,
-out, the log-sum-exp and, where the batch is one segment, the core tokens; else the backward pools again.
+Registered, so that torch.compile and activation checkpointing treat it as one node. Kept for the
+backward are q, k, v, out, the log-sum-exp and, where the batch is one segment, the core tokens;
+else the backward pools again.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def module_of(backend: str) -> ModuleType:
     return packed if backend == "packed" else _triton_backend()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _triton_backend() -> ModuleType:
     return importlib.import_module("corecontext.ops.triton.backend")
 
@@ -69,8 +71,8 @@ def cca_attention(
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, L, D] and log-sum-exp [B, H, L], differentiable.
 
-    The registered operator where torch.compile looks on, else the same without the dispatcher, whose checks cost more
-    time than a short sequence."""
+    The registered operator where torch.compile looks on, else the same without the dispatcher,
+    whose checks cost more time than a short sequence."""
     tensors = (q, k, v, core_bias, inv_freq, attention_mask, cu_seqlens, position_ids)
     if torch.compiler.is_compiling():
         return cca_attention_op(*tensors, *settings)
@@ -164,8 +166,9 @@ def _gradients(
 
 
 def _heads_in_rows(x: Tensor) -> Tensor:
-    """x [B, H, L, D] with one stride from head to head through all rows, as the backends need it; of several rows that
-    transformers' layout has otherwise, a copy, which the backward then need not make again."""
+    """x [B, H, L, D] with one stride from head to head through all rows, as the backends need it;
+    of several rows that transformers' layout has otherwise, a copy, which the backward then need
+    not make again."""
     return x.flatten(0, 1).view(x.shape)
 
 
@@ -253,7 +256,8 @@ def cca_attention_op(
 
 
 class _Batch:
-    """A result [B, H or Hkv, L, ...] put together from segments, or the one segment that is the whole batch."""
+    """A result [B, H or Hkv, L, ...] put together from segments, or the one segment that is the
+    whole batch."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype | None = None, fill: float = 0.0) -> None:
         self.like, self.dtype, self.fill, self.total = like, dtype or like.dtype, fill, None

@@ -8,16 +8,17 @@ import torch
 
 
 def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability, or None for what is not NVIDIA's: PyTorch gives AMD's chips numbers of the same kind."""
+    """Compute capability, or None for what is not NVIDIA's: PyTorch gives AMD's chips numbers of
+    the same kind."""
     return _ask(device)
 
 
-# What torch.compiler.assume_constant_result sets, without loading the compiler: otherwise the question is a node of the
-# compiled graph.
+# What torch.compiler.assume_constant_result sets, without loading the compiler: otherwise the
+# question is a node of the compiled graph.
 nvidia_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _ask(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return None

@@ -28,10 +28,12 @@ def gradients(
     """Gradients of q, k, v and the bias (docs/math.md, eq. 8 to 10).
 
     Args:
-        grad_out, grad_lse: Gradients of the output [N, r, T, D] and, or None, of the log-sum-exp [N, r, T].
+        grad_out, grad_lse: Gradients of the output [N, r, T, D] and, or None, of the log-sum-exp
+            [N, r, T].
         q, k, v: [N, r, T, D] and [N, T, D].
         out, lse: What `attend` gave.
-        groups: What `pool` got: group-end queries [N, r, M, D], keys and values by group [N, M, g, D].
+        groups: What `pool` got: group-end queries [N, r, M, D], keys and values by group [N, M, g,
+            D].
         cores: What it gave: core keys and values [N, 1 or r, M, D].
         core_bias: [N, r].
         options: scale, softcap, pooling, core_heads and rotary.

@@ -35,8 +35,9 @@ def heads_of_each(sizes: Sequence[int]) -> tuple[tuple[int, ...], list[list[int]
 
 
 def deal(x: Tensor, parts: Sequence[Sequence[int]], kv_heads: int, dim: int = 1) -> list[Tensor]:
-    """A dimension that has one entry for each KV head, or r for its query heads, dealt out to parts of the heads; all
-    heads are in one part each. Neighbours stay views, and the backward is one `torch.cat`."""
+    """A dimension that has one entry for each KV head, or r for its query heads, dealt out to parts
+    of the heads; all heads are in one part each. Neighbours stay views, and the backward is one
+    `torch.cat`."""
     runs = [list(_runs(heads)) for heads in parts]
     pieces = _cut(x, sorted(run for some in runs for run in some), kv_heads, dim)
     return [_joined([pieces[run] for run in some], dim) for some in runs]
@@ -51,7 +52,8 @@ def deal_learned(
 
 
 def put_back(dealt: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
-    """The inverse of `deal`: what was computed for each part, [B, ...] by query head, as one in the order of heads."""
+    """The inverse of `deal`: what was computed for each part, [B, ...] by query head, as one in the
+    order of heads."""
     pieces: dict[tuple[int, int], Tensor] = {}
     for x, heads in zip(dealt, parts, strict=True):
         pieces |= _cut(x, list(_runs(heads)), len(heads), 1)

@@ -14,8 +14,8 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
         lses: Their log-sum-exps, each [..., T], float32 or float64; -inf where a part has no key.
 
     Returns:
-        out [..., T, D] in the dtype of the parts, computed in that of the log-sum-exps; lse [..., T]. Rows without
-        any key are 0 with lse -inf. Differentiable in all inputs.
+        out [..., T, D] in the dtype of the parts, computed in that of the log-sum-exps; lse [...,
+        T]. Rows without any key are 0 with lse -inf. Differentiable in all inputs.
 
     Raises:
         ValueError: no part, or as many outs as lses are not given.
@@ -35,7 +35,8 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     empty = total == 0
     total = torch.where(empty, 1.0, total)
     lse = torch.where(empty, -torch.inf, total.log() + highest)
-    # Divided by their own sum: exp(lse_i - lse) would put the rounding of lse into every output of the row.
+    # Divided by their own sum: exp(lse_i - lse) would put the rounding of lse into every output of
+    # the row.
     # planted: 7: merge multiplies by exp(lse_i - lse)
     weights = weights / total
     out = outs[0].to(lse.dtype) * weights[0].unsqueeze(-1)

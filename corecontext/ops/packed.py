@@ -1,8 +1,10 @@
-"""Attention in plain torch with linear memory: fused kernels on the packed core part and on blocks of the local part.
+"""Attention in plain torch with linear memory: fused kernels on the packed core part and on blocks
+of the local part.
 
-From position A = s + g - 1 on, g neighbouring queries see the same core tokens, and each next g see one more. Packed
-g at a time into extra heads, they see the core tokens under a plain causal mask (docs/math.md, eq. 6), which any
-attention kernel computes well. The local part goes block by block under one shared mask. Parts meet in `merge`.
+From position A = s + g - 1 on, g neighbouring queries see the same core tokens, and each next g see
+one more. Packed g at a time into extra heads, they see the core tokens under a plain causal mask
+(docs/math.md, eq. 6), which any attention kernel computes well. The local part goes block by block
+under one shared mask. Parts meet in `merge`.
 """
 
 from __future__ import annotations
@@ -159,7 +161,8 @@ class _Call:
                 )
 
     def heads(self):
-        """The same call for a few sequences and KV heads at a time, each with where they lie in N."""
+        """The same call for a few sequences and KV heads at a time, each with where they lie in
+        N."""
         size = max(1, _CORE_ELEMENTS // max(1, self.q[0].numel()))
         for low in range(0, self.q.shape[0], size):
             some = slice(low, low + size)
@@ -182,7 +185,8 @@ class _Call:
             )
 
     def core_parts(self):
-        """Each part of the core attention: its rows in q, its core tokens, and whether it is packed."""
+        """Each part of the core attention: its rows in q, its core tokens, and whether it is
+        packed."""
         g, s = self.group_size, self.window_size
         core_start, pack_start, q_end = self.plan.core_start, self.plan.pack_start, self.plan.q_end
         if core_start < pack_start:
@@ -232,7 +236,8 @@ class _Call:
         )[:, None]
 
     def core_forward(self, rows: slice, cores: slice, packed: bool) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of one core part, in the layout of q[:, :, rows]; the bias is in the latter."""
+        """Output and log-sum-exp of one core part, in the layout of q[:, :, rows]; the bias is in
+        the latter."""
         q, (core_k, core_v) = self.q[:, :, rows], self.core_kv(cores)
         arranged = self.pack(q) if packed else self.by_core_head(q)
         # planted: 7: softmax scale 0.2 % off in the core part
@@ -246,7 +251,8 @@ class _Call:
         ]
 
     def merge_core(self, out: Tensor, lse: Tensor) -> None:
-        """Merge the core parts into the local part's out [N, r, T, D] and log-sum-exp [N, r, T], in place."""
+        """Merge the core parts into the local part's out [N, r, T, D] and log-sum-exp [N, r, T], in
+        place."""
         parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for rows, cores, packed in self.core_parts():
             parts.setdefault((rows.start, rows.stop), []).append(
@@ -274,8 +280,10 @@ class _Call:
         grad_core_k: Tensor,
         grad_core_v: Tensor,
     ) -> None:
-        """Add the core parts' gradients to grad_q [N, r, T, D] and grad_core_k, grad_core_v [N, Hc, M, D]."""
-        # A bias on all core scores only shifts the core part's log-sum-exp, here and in core_forward.
+        """Add the core parts' gradients to grad_q [N, r, T, D] and grad_core_k, grad_core_v [N, Hc,
+        M, D]."""
+        # A bias on all core scores only shifts the core part's log-sum-exp, here and in
+        # core_forward.
         # planted: 6: core bias forgotten in the backward
         lse = lse if self.core_bias is None else lse - self.core_bias.to(lse.dtype)[:, :, None]
         for rows, cores, packed in self.core_parts():
@@ -360,7 +368,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v, core_k, core_v and core_bias of a whole sequence (docs/math.md, eq. 9).
 
-    Each part's backward is called with the merged out and lse. Sums over blocks are kept in float32.
+    Each part's backward is called with the merged out and lse. Sums over blocks are kept in
+    float32.
     """
     call = _Call(q, k, v, core_k, core_v, 0, 0, group_size, window_size, scale, softcap, core_bias)
     grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
@@ -402,7 +411,8 @@ def attend_backward(
 def _bias_gradient(
     call: _Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
 ) -> Tensor:
-    """Gradient of the core bias [N, r]: the sum of the core scores' gradients, from each part's own output."""
+    """Gradient of the core bias [N, r]: the sum of the core scores' gradients, from each part's own
+    output."""
     grad = torch.zeros(call.q.shape[:2], dtype=lse.dtype, device=lse.device)
     for rows, cores, packed in call.core_parts():
         part_out, part_lse = call.core_forward(rows, cores, packed)

@@ -1,8 +1,9 @@
 """Softmax attention over one set of keys, with its log-sum-exp: the bricks that `packed` merges.
 
-torch's fused kernels are called below `scaled_dot_product_attention`, whose public form hides the log-sum-exp. The
-backward of a part is called with the MERGED output and log-sum-exp, which makes its probabilities the final ones
-(docs/math.md, eq. 9); so a part never needs to keep anything of its own.
+torch's fused kernels are called below `scaled_dot_product_attention`, whose public form hides the
+log-sum-exp. The backward of a part is called with the MERGED output and log-sum-exp, which makes
+its probabilities the final ones (docs/math.md, eq. 9); so a part never needs to keep anything of
+its own.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def backward(
             grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
         )
     elif kernel == "flash":
-        # No cumulative lengths: an empty tensor would mean packed sequences. The seed serves dropout, which is 0.
+        # No cumulative lengths: an empty tensor would mean packed sequences. The seed serves
+        # dropout, which is 0.
         seed, unused = (
             torch.zeros(2, dtype=torch.uint64, device=q.device),
             torch.empty(0, device=q.device),
@@ -135,15 +137,16 @@ def backward(
         )
     grad_q, grad_k, grad_v = grads
     if shape[1] != grad_k.shape[1]:
-        # Summed in float32: a group shares one key among g x r rows, too many for 8 bits of mantissa.
+        # Summed in float32: a group shares one key among g x r rows, too many for 8 bits of
+        # mantissa.
         # planted: 7: gradients of a group's g r queries added up in bfloat16
         grad_k, grad_v = grad_k.sum(1, True, dtype=lse.dtype), grad_v.sum(1, True, dtype=lse.dtype)
     return grad_q, grad_k, grad_v
 
 
 def _kernel(q: Tensor, k: Tensor, bias: Tensor | None, softcap: float | None) -> str:
-    """Which implementation takes the call: "cpu"; "cudnn" (Hopper and later) or "flash" (Ampere and later, AMD), in
-    half precision and without a bias; or "plain"."""
+    """Which implementation takes the call: "cpu"; "cudnn" (Hopper and later) or "flash" (Ampere and
+    later, AMD), in half precision and without a bias; or "plain"."""
     if softcap is not None:
         return "plain"
     if q.device.type == "cpu":
@@ -173,13 +176,15 @@ def _kernel(q: Tensor, k: Tensor, bias: Tensor | None, softcap: float | None) ->
 
 @functools.cache
 def _cudnn_stats_dim() -> int:
-    """Dimensions of cuDNN's log-sum-exp: torch's versions differ in whether there is a fourth, of one."""
+    """Dimensions of cuDNN's log-sum-exp: torch's versions differ in whether there is a fourth, of
+    one."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.float16, device="cuda")
     return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
-    """torch's kernels take the elements of a row for neighbours, unasked on the CPU; anything else is copied."""
+    """torch's kernels take the elements of a row for neighbours, unasked on the CPU; anything else
+    is copied."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -213,7 +218,8 @@ def _scores(
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in dtype; half-precision inputs are not rounded back on the way, as fused kernels do not either."""
+    """a @ b in dtype; half-precision inputs are not rounded back on the way, as fused kernels do
+    not either."""
     if a.device.type == "cuda" and a.dtype != dtype:
         return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(
             0, a.shape[:2]

@@ -1,7 +1,8 @@
-"""Pooling of groups into core tokens in plain torch, with its backward written out: linear memory, any device.
+"""Pooling of groups into core tokens in plain torch, with its backward written out: linear memory,
+any device.
 
-The equations are those of `ops/reference.py`; here keys and values are read in chunks of groups, so that no float32
-copy of all keys is ever made, and nothing is kept for the backward but the inputs.
+The equations are those of `ops/reference.py`; here keys and values are read in chunks of groups, so
+that no float32 copy of all keys is ever made, and nothing is kept for the backward but the inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def forward(
     rotary: Rotary | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Core keys and values [N, 1 or r, M, D] in the dtype of k; arguments as in `reference.pool`."""
+    """Core keys and values [N, 1 or r, M, D] in the dtype of k; arguments as in
+    `reference.pool`."""
     num_heads = q_last.shape[1] if core_heads == "query" else 1
     shape = (k.shape[0], num_heads, k.shape[1], k.shape[3])
     core_k, core_v = k.new_empty(shape), v.new_empty(shape)
@@ -114,7 +116,8 @@ def _turn(k: Tensor, rotary: Rotary | None, direction: int) -> Tensor:
 def _weights(
     q_last: Tensor, k: Tensor, scale: float, pooling: str, core_heads: str, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pooling weights [N, 1 or r, M, g]; each query head's probabilities; the slope of the softcap."""
+    """Pooling weights [N, 1 or r, M, g]; each query head's probabilities; the slope of the
+    softcap."""
     if pooling == "mean":
         shape = (
             k.shape[0],
@@ -134,6 +137,7 @@ def _weights(
 
 
 def _max_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of the maximum over a group, shared among ties as torch's amax does: x [N, M, g, D]."""
+    """Gradient of the maximum over a group, shared among ties as torch's amax does: x [N, M, g,
+    D]."""
     winners = (x == x.amax(2, keepdim=True)).to(x.dtype)
     return winners / winners.sum(2, keepdim=True) * grad.sum(1)[:, :, None]

@@ -1,6 +1,7 @@
 """The specification: docs/math.md written out densely, differentiable, in float32 or float64.
 
-Memory grows with T x (M + S): this file is to be read and to be compared with, not to be run on long inputs.
+Memory grows with T x (M + S): this file is to be read and to be compared with, not to be run on
+long inputs.
 """
 
 from __future__ import annotations
@@ -86,11 +87,13 @@ def attend(
     core_bias: Tensor | None = None,
     sinks: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to core tokens of the far past and raw tokens of the near past in one softmax (docs/math.md, eq. 5).
+    """Attend to core tokens of the far past and raw tokens of the near past in one softmax
+    (docs/math.md, eq. 5).
 
     Args:
         q: Queries of positions q_start .. q_start + T - 1, [N, r, T, D].
-        k, v: Raw keys and values of positions k_start .. k_start + S - 1, [N, S, D], S reaching the last query.
+        k, v: Raw keys and values of positions k_start .. k_start + S - 1, [N, S, D], S reaching the
+            last query.
         core_k, core_v: Core tokens of the groups n / g .. n / g + M - 1, [N, 1 or r, M, D].
         core_bias: Added to the scores of core tokens, [N, r]; None for nothing.
         sinks: First tokens kept raw (n, docs/math.md, eq. 13), a multiple of group_size.
@@ -130,7 +133,8 @@ def attend(
 
 
 def _sum_seen(weights: Tensor, seen: Tensor, values: Tensor) -> Tensor:
-    """weights @ values in which a NaN value reaches only the rows that see it (0 x NaN would reach all)."""
+    """weights @ values in which a NaN value reaches only the rows that see it (0 x NaN would reach
+    all)."""
     nan = values.isnan()
     total = weights @ values.masked_fill(nan, 0)
     if not bool(nan.any()):

@@ -1,4 +1,5 @@
-"""Rotary position embedding as far as pooling needs it: turning keys by a few positions inside a group."""
+"""Rotary position embedding as far as pooling needs it: turning keys by a few positions inside a
+group."""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotary:
-    """How a model rotates its keys, so that a pooled key can be given the position of its group's middle.
+    """How a model rotates its keys, so that a pooled key can be given the position of its group's
+    middle.
 
-    Rotation by p then by d is rotation by p + d, so keys that are already rotated need only a further turn by the
-    offset to the middle token: a table of g rows, the same for every group (docs/math.md, eq. 3). A scaling of the
-    rotated keys, such as YaRN's, commutes with the turn and must not be applied again.
+    Rotation by p then by d is rotation by p + d, so keys that are already rotated need only a
+    further turn by the offset to the middle token: a table of g rows, the same for every group
+    (docs/math.md, eq. 3). A scaling of the rotated keys, such as YaRN's, commutes with the turn and
+    must not be applied again.
     """
 
     inv_freq: Tensor
-    """Inverse frequencies, [R / 2], radians per position; R <= D dimensions are rotated, the first ones."""
+    """Inverse frequencies, [R / 2], radians per position; R <= D dimensions are rotated, the first
+    ones."""
     interleaved: bool = False
     """False: dimension i pairs with i + R / 2 (Llama). True: 2i pairs with 2i + 1 (GLM)."""
 

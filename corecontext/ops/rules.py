@@ -1,8 +1,9 @@
-"""Other ways to make core tokens at the same cache size, in plain torch; attention to them is any backend's.
+"""Other ways to make core tokens at the same cache size, in plain torch; attention to them is any
+backend's.
 
-Pooling here is differentiable code on a group's keys and values, and attention takes its core tokens as inputs, so a
-rule is written once, for every backend, for training and for the cache. With all parameters zero it is the paper's rule
-(docs/math.md, eq. 12).
+Pooling here is differentiable code on a group's keys and values, and attention takes its core
+tokens as inputs, so a rule is written once, for every backend, for training and for the cache. With
+all parameters zero it is the paper's rule (docs/math.md, eq. 12).
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def is_own_rule(pooling: str, learned: Learned | None) -> bool:
 
 
 def by_sequence(learned: Learned, num_kv_heads: int, rows: int) -> dict[str, Tensor]:
-    """Parameters by query head to [N, r, ...], by KV head to [N], N = rows x KV heads; in float32 or wider."""
+    """Parameters by query head to [N, r, ...], by KV head to [N], N = rows x KV heads; in float32
+    or wider."""
     wide = {name: x if x.dtype == torch.float64 else x.float() for name, x in learned.items()}
     return {
         name: x.repeat(rows)
@@ -91,7 +93,8 @@ def weights_of(
     pooling: str = "cca",
     softcap: float | None = None,
 ) -> Tensor:
-    """Each query head's pooling weights [N, r, M, g] (docs/math.md, eq. 1 and 12); arguments as in `pool`."""
+    """Each query head's pooling weights [N, r, M, g] (docs/math.md, eq. 1 and 12); arguments as in
+    `pool`."""
     if pooling == "mean_query":
         q_last = q_last.mean(1, keepdim=True).expand_as(q_last)
     scores = torch.einsum("nrmd,nmgd->nrmg", q_last, k) * scale
@@ -119,7 +122,8 @@ def pool(
     rotary: Rotary | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Core keys and values [N, 1 or r, M, D] in the dtype of k (docs/math.md, eq. 12); differentiable.
+    """Core keys and values [N, 1 or r, M, D] in the dtype of k (docs/math.md, eq. 12);
+    differentiable.
 
     Args:
         q_last, k, v: As in `reference.pool`.

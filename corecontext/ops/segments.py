@@ -1,4 +1,5 @@
-"""Which stretches of a batch are sequences of their own: padding and packed documents become plain slices."""
+"""Which stretches of a batch are sequences of their own: padding and packed documents become plain
+slices."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from corecontext.visibility import group_size_for, is_full_attention, num_comple
 
 
 class Segment(NamedTuple):
-    """Tokens start .. end-1 of rows first_row .. last_row-1 are sequences, each with its own positions and groups."""
+    """Tokens start .. end-1 of rows first_row .. last_row-1 are sequences, each with its own
+    positions and groups."""
 
     first_row: int
     last_row: int
@@ -23,8 +25,8 @@ class Segment(NamedTuple):
 
 
 def once_for_all_layers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The result of the last call again where the next has the same arguments, its tensors untouched since: all layers
-    of a model ask the same, and each answer waits for the device."""
+    """The result of the last call again where the next has the same arguments, its tensors
+    untouched since: all layers of a model ask the same, and each answer waits for the device."""
     last: tuple[tuple, list[tuple[weakref.ref, int]], Any] | None = None
 
     @functools.wraps(function)
@@ -74,7 +76,8 @@ def find_segments(
     """The sequences of a batch, not to be changed.
 
     Args:
-        attention_mask: [B, L], 1 (True) for tokens and 0 for padding on the left or the right of a row.
+        attention_mask: [B, L], 1 (True) for tokens and 0 for padding on the left or the right of a
+            row.
         cu_seqlens: [n + 1], where each packed document of a single row starts, and L.
         position_ids: [1 or B, L]; wherever they do not rise by one, a document starts.
 
@@ -194,7 +197,8 @@ class SegmentView:
             "window_size": window_size,
             "sinks": self.sinks,
         }
-        # With groups of one token a bias still sets far tokens apart; without one they are plain causal attention.
+        # With groups of one token a bias still sets far tokens apart; without one they are plain
+        # causal attention.
         self.full = is_full_attention(seq_len, self.group_size, window_size, self.sinks) and (
             core_bias is None or seq_len - self.sinks < window_size + self.group_size
         )
@@ -220,7 +224,8 @@ class SegmentView:
         view.copy_(part.reshape(view.shape))
 
     def groups(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Group-end queries [N, r, M, D], and keys and values by group [N, M, g, D]; not of tokens kept raw."""
+        """Group-end queries [N, r, M, D], and keys and values by group [N, M, g, D]; not of tokens
+        kept raw."""
         g, first = self.group_size, self.sinks
         num_groups = 0 if self.full else num_complete_groups(self.q.shape[2] - first, g)
         end = first + num_groups * g

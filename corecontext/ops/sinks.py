@@ -1,9 +1,11 @@
-"""The first tokens of a sequence kept raw: what a backend does after them, merged with attention to them.
+"""The first tokens of a sequence kept raw: what a backend does after them, merged with attention to
+them.
 
-What follows the first n tokens, n a multiple of g, is by itself a sequence with the groups that it has in the whole
-(docs/math.md, eq. 13). So any backend computes it as it is, without knowing; the first tokens are a part of the softmax
-like any other, over disjoint keys, and every part's backward is called with the merged result (eq. 8 and 9). The
-reference does not use this file: it has the rule in its mask.
+What follows the first n tokens, n a multiple of g, is by itself a sequence with the groups that it
+has in the whole (docs/math.md, eq. 13). So any backend computes it as it is, without knowing; the
+first tokens are a part of the softmax like any other, over disjoint keys, and every part's backward
+is called with the merged result (eq. 8 and 9). The reference does not use this file: it has the
+rule in its mask.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def attend_after(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from the queries at q_start .. q_start + T - 1, with the first tokens apart from the others.
+    """Attend from the queries at q_start .. q_start + T - 1, with the first tokens apart from the
+    others.
 
     Args:
         q: [N, r, T, D].
@@ -171,7 +174,8 @@ def attend_backward(
     sinks: int = 0,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """As `packed.attend_backward`, with the first tokens raw; core_k and core_v are those after them."""
+    """As `packed.attend_backward`, with the first tokens raw; core_k and core_v are those after
+    them."""
     if not sinks:
         return module.attend_backward(
             grad_out, grad_lse, q, k, v, core_k, core_v, out, lse, **options
@@ -200,7 +204,8 @@ def _backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v, and what else the backend's call on the tokens after the first n gives."""
+    """Gradients of q, k and v, and what else the backend's call on the tokens after the first n
+    gives."""
 
     def rows(low: int, high: int) -> list[Tensor | None]:
         return [None if x is None else x[:, :, low:high] for x in (grad_out, q, out, lse, grad_lse)]
@@ -237,7 +242,8 @@ def _backward(
 
 
 def _backend(module: ModuleType) -> Any:
-    """The backend without kernels made for one chip, which have not been tested with first tokens kept raw."""
+    """The backend without kernels made for one chip, which have not been tested with first tokens
+    kept raw."""
     return getattr(module, "Anywhere", module)
 
 
@@ -252,7 +258,8 @@ def _causal_bias(q_start: int, seen: int, like: Tensor) -> Tensor:
 
 
 def _merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge another part into out [N, r, T, D] and lse [N, r, T], in place and a few rows at a time."""
+    """Merge another part into out [N, r, T, D] and lse [N, r, T], in place and a few rows at a
+    time."""
     step = max(1, _MERGE_ELEMENTS // max(1, out.shape[0] * out.shape[1] * out.shape[3]))
     for low in range(0, out.shape[2], step):
         rows = slice(low, low + step)

@@ -1,1 +1,2 @@
-"""The paper's tables and figures in miniature or on a checkpoint, in stages, one report (docs/reproduction.md)."""
+"""The paper's tables and figures in miniature or on a checkpoint, in stages, one report
+(docs/reproduction.md)."""

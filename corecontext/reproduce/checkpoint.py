@@ -1,4 +1,5 @@
-"""The paper's evaluations on a checkpoint of the user's: every method, every task whose files are there, one report."""
+"""The paper's evaluations on a checkpoint of the user's: every method, every task whose files are
+there, one report."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def reproduce_checkpoint(
     device: str = "auto",
     json_path: str | None = None,
 ) -> Path:
-    """Evaluate and write report.html; every item is kept in items.jsonl, so that the same call goes on.
+    """Evaluate and write report.html; every item is kept in items.jsonl, so that the same call goes
+    on.
 
     Args:
         model: A folder in the Hugging Face format, or an identifier on the hub.

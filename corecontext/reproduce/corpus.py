@@ -1,6 +1,8 @@
-"""The miniature's data: text as tokens, text with facts that are asked for at its end, passages with a question.
+"""The miniature's data: text as tokens, text with facts that are asked for at its end, passages
+with a question.
 
-Batches follow from seed and step alone, so an interrupted training continues as if it had never stopped.
+Batches follow from seed and step alone, so an interrupted training continues as if it had never
+stopped.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from corecontext.data.retrieval import KINDS, make_facts
 from corecontext.data.files import file_hash, find_file, read_documents, read_lines
+from corecontext.data.retrieval import KINDS, make_facts
 from corecontext.eval.multidoc_qa import passages, prompt_of
 from corecontext.terminal import progress
 from corecontext.text import UserError, atomic_path
@@ -26,7 +28,8 @@ END = 0
 
 
 class Row(NamedTuple):
-    """A sequence and where answers stand in it: (start, end, distance in tokens back to what answers it)."""
+    """A sequence and where answers stand in it: (start, end, distance in tokens back to what
+    answers it)."""
 
     ids: np.ndarray
     answers: list[tuple[int, int, int]]
@@ -37,8 +40,8 @@ class Corpus:
 
     Args:
         folder: Where the token files are kept.
-        data: The user's folder (lm_train, lm_val, lm_test, tokenizer*.json, multidoc_qa_*), or None for the bundled
-            document and its byte-level tokenizer.
+        data: The user's folder (lm_train, lm_val, lm_test, tokenizer*.json, multidoc_qa_*), or None
+            for the bundled document and its byte-level tokenizer.
     """
 
     def __init__(self, folder: str | Path, data: str | None) -> None:
@@ -216,7 +219,8 @@ class Corpus:
     def qa_row(
         self, split: str, question: dict[str, Any], rng: random.Random, count: int, length: int
     ) -> Row | None:
-        """Passages, a question and its answer, at most `length` tokens; None where they are more."""
+        """Passages, a question and its answer, at most `length` tokens; None where they are
+        more."""
         documents = passages(
             self._pool, question, count, rng.randrange(count), rng.randrange(1 << 30)
         )
@@ -228,8 +232,8 @@ class Corpus:
         return Row(ids, [(len(prompt), len(ids), 0)])
 
     def planted_qa_row(self, rng: random.Random, count: int, length: int) -> Row | None:
-        """Passages, each ending in a fact, and the question about one of them; at most `length` tokens, else None, as
-        where there are no passages."""
+        """Passages, each ending in a fact, and the question about one of them; at most `length`
+        tokens, else None, as where there are no passages."""
         if not self.questions("test"):
             return None
         documents = rng.sample(sorted(self._pool), count)
@@ -246,8 +250,8 @@ class Corpus:
         return Row(ids, [(start, len(ids), start - sum(map(len, parts[: asked + 1])))])
 
     def batch(self, seed: int, step: int, length: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Training rows [rows, length] and weights of their tokens, int32 and uint8: half text, then facts, and a tenth
-        passages."""
+        """Training rows [rows, length] and weights of their tokens, int32 and uint8: half text,
+        then facts, and a tenth passages."""
         rng = random.Random(f"{seed}-{step}-{length}")
         tokens, weights = np.empty((rows, length), np.int32), np.ones((rows, length), np.uint8)
         train = self.questions("train")

@@ -1,4 +1,5 @@
-"""What the miniature's models are measured by: perplexity by position, answers by distance, cloze, time and cache."""
+"""What the miniature's models are measured by: perplexity by position, answers by distance, cloze,
+time and cache."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ BATCH_TOKENS = 32768
 def windows(
     corpus: Corpus, size: Size, split: str, tokens: int | None = None
 ) -> list[tuple[int, int]]:
-    """Where windows begin and the number of the document that each is in, in order: a sample, of `size.eval_tokens`
-    unless told, of the non-overlapping windows inside all documents.
+    """Where windows begin and the number of the document that each is in, in order: a sample, of
+    `size.eval_tokens` unless told, of the non-overlapping windows inside all documents.
 
     Raises:
         UserError: no document is as long.
@@ -55,7 +56,8 @@ def window_nll(
     device: str,
     tokens: int | None = None,
 ) -> np.ndarray:
-    """Negative log-likelihoods in nats of non-overlapping windows inside documents, [windows, L - 1], float32."""
+    """Negative log-likelihoods in nats of non-overlapping windows inside documents, [windows, L -
+    1], float32."""
     ids, length = np.asarray(corpus.splits[split]), size.length
     starts = [start for start, _ in windows(corpus, size, split, tokens)]
     rows, found = max(1, BATCH_TOKENS // length), []
@@ -74,12 +76,14 @@ def window_nll(
 def answers_right(
     model: LlamaForCausalLM, rows: Sequence[Row], device: str, padded: bool = True
 ) -> list[tuple[int, bool]]:
-    """Of each question: tokens back to what answers it, and whether greedy decoding would give the answer.
+    """Of each question: tokens back to what answers it, and whether greedy decoding would give the
+    answer.
 
     That is when each of the answer's tokens is the likeliest after the ones before.
 
     Args:
-        padded: Rows of several lengths may go together. Not under MInference, which picks keys by the last queries.
+        padded: Rows of several lengths may go together. Not under MInference, which picks keys by
+            the last queries.
     """
     found: list[tuple[int, bool]] = []
     for some in _batches(rows, padded):
@@ -99,13 +103,13 @@ def answers_right(
 
 
 def _batches(rows: Sequence[Row], padded: bool) -> Iterator[list[Row]]:
-    """Rows in order, as many at a time as have BATCH_TOKENS with their padding, if there may be any."""
+    """Rows in order, as many at a time as have BATCH_TOKENS with their padding, if there may be
+    any."""
     some: list[Row] = []
     for row in rows:
         if some and (
             (len(some) + 1) * max(len(one.ids) for one in [*some, row]) > BATCH_TOKENS
-            or not padded
-            and len(row.ids) != len(some[0].ids)
+            or (not padded and len(row.ids) != len(some[0].ids))
         ):
             yield some
             some = []
@@ -133,7 +137,8 @@ def fact_rows(corpus: Corpus, length: int, questions: int, seed: int = 0) -> lis
 
 @functools.lru_cache(maxsize=32)
 def qa_rows(corpus: Corpus, size: Size, documents: int) -> list[Row]:
-    """Held-out questions with so many passages, the right one anywhere; those that fit the length."""
+    """Held-out questions with so many passages, the right one anywhere; those that fit the
+    length."""
     rng = random.Random(f"qa-{documents}")
     rows = [
         corpus.qa_row("test", one, rng, documents, size.length) for one in corpus.questions("test")
@@ -143,7 +148,8 @@ def qa_rows(corpus: Corpus, size: Size, documents: int) -> list[Row]:
 
 @functools.lru_cache(maxsize=32)
 def planted_qa_rows(corpus: Corpus, size: Size, documents: int) -> list[Row]:
-    """As many passages, each with a fact of its own, and the question about one of them; those that fit the length."""
+    """As many passages, each with a fact of its own, and the question about one of them; those that
+    fit the length."""
     rng = random.Random(f"planted-{documents}")
     rows = [corpus.planted_qa_row(rng, documents, size.length) for _ in range(size.questions)]
     return [row for row in rows if row is not None]
@@ -153,7 +159,8 @@ def planted_qa_rows(corpus: Corpus, size: Size, documents: int) -> list[Row]:
 def cloze(model: LlamaForCausalLM, corpus: Corpus, size: Size, device: str) -> list[bool]:
     """Which of four stretches goes on with a text: the likeliest is the right one or not.
 
-    The length less a sixteenth is prefix, the four endings are a sixteenth each, three of them from other places.
+    The length less a sixteenth is prefix, the four endings are a sixteenth each, three of them from
+    other places.
     """
     ids, rng, found = np.asarray(corpus.splits["test"]), random.Random("cloze"), []
     before, after = size.length - size.length // 16, size.length // 16
@@ -176,10 +183,12 @@ def cloze(model: LlamaForCausalLM, corpus: Corpus, size: Size, device: str) -> l
 def time_and_cache(
     model: LlamaForCausalLM, size: Size, device: str, dtype: torch.dtype | None = None
 ) -> tuple[list[float], int]:
-    """Seconds of reading texts of the trained length into a cache, several times, and the cache's bytes; of one text.
+    """Seconds of reading texts of the trained length into a cache, several times, and the cache's
+    bytes; of one text.
 
-    Weights and cache have one dtype for all methods, as when they are served: bfloat16 on a GPU. Under autocast the
-    rotary embedding is float32, and so would be the keys and values that full attention's cache is given.
+    Weights and cache have one dtype for all methods, as when they are served: bfloat16 on a GPU.
+    Under autocast the rotary embedding is float32, and so would be the keys and values that full
+    attention's cache is given.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(
@@ -202,7 +211,8 @@ def time_and_cache(
 
 @contextlib.contextmanager
 def _weights_as(model: LlamaForCausalLM, dtype: torch.dtype) -> Iterator[None]:
-    """The model's parameters in another dtype, and as they were afterwards; buffers, such as frequencies, stay."""
+    """The model's parameters in another dtype, and as they were afterwards; buffers, such as
+    frequencies, stay."""
     held = [(p, p.data) for p in model.parameters()]
     try:
         for p, data in held:
@@ -231,7 +241,8 @@ def attention_weights(model: LlamaForCausalLM, ids: Tensor) -> list[np.ndarray]:
 
 
 def top_mass(weights: np.ndarray, share: float = 0.1) -> float:
-    """Mean share of a query's weight on the tenth of its keys that have most of it; queries of the second half."""
+    """Mean share of a query's weight on the tenth of its keys that have most of it; queries of the
+    second half."""
     heads, length, _ = weights.shape
     found: list[Any] = []
     for t in range(length // 2, length):

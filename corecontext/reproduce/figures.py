@@ -140,7 +140,8 @@ def _flexibility(pyplot: Any, folder: Path, records: Sequence[Record], size: Siz
 
 
 def _curves(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
-    """Loss of adapting a model of the same and of a shorter context, in as many steps where both have been run."""
+    """Loss of adapting a model of the same and of a shorter context, in as many steps where both
+    have been run."""
     seed = later_seed(size)
     same = [folder / name / "curve.jsonl" for name in (f"g{size.group}-{seed}", f"cca-{seed}")]
     curves = [
@@ -241,7 +242,7 @@ def _cost(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> A
     entry = 2 * 32 * 32 * 128 * 2 / 2**30
     count: Callable[[int], int] = lambda n: min(
         n, num_complete_groups(n, 16) + window_capacity(16, 1024)
-    )  # noqa: E731
+    )
     panel.plot(lengths, [n * entry for n in lengths], "o-", label="full attention")
     panel.plot(lengths, [count(n) * entry for n in lengths], "o-", label="CCA, g = 16, s = 1024")
     panel.set_xscale("log", base=2)

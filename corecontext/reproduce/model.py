@@ -1,4 +1,5 @@
-"""The miniature's models: random weights, their attention, LoRA, and the loss of every token of some rows."""
+"""The miniature's models: random weights, their attention, LoRA, and the loss of every token of
+some rows."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def attention(model: LlamaForCausalLM, config: Any) -> contextlib.AbstractContex
 
 
 def add_lora(model: LlamaForCausalLM, seed: int = 0) -> None:
-    """LoRA's factors beside all attention projections, as `corecontext train --strategy lora` has them.
+    """LoRA's factors beside all attention projections, as `corecontext train --strategy lora` has
+    them.
 
     Raises:
         UserError: peft is not installed.
@@ -90,8 +92,9 @@ def autocast(device: str) -> contextlib.AbstractContextManager:
 def hidden_states(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     """[B, L - 1, C], without a cache.
 
-    The layers one after the other, as transformers runs them, but for its search for packed documents: rows here are
-    one sequence each, and an answer from the GPU is what a captured step cannot wait for.
+    The layers one after the other, as transformers runs them, but for its search for packed
+    documents: rows here are one sequence each, and an answer from the GPU is what a captured step
+    cannot wait for.
     """
     inner = model.model
     hidden = inner.embed_tokens(ids[:, :-1])
@@ -104,13 +107,15 @@ def hidden_states(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
 
 
 def losses(weight: Tensor, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihoods [n] in nats and whether the target was the likeliest, of hidden states [n, C]."""
+    """Negative log-likelihoods [n] in nats and whether the target was the likeliest, of hidden
+    states [n, C]."""
     logits = F.linear(hidden, weight).float()
     return F.cross_entropy(logits, target, reduction="none"), logits.detach().argmax(-1) == target
 
 
 def nll_of(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood of every token but the first, and whether it was the likeliest: [B, L - 1]."""
+    """Negative log-likelihood of every token but the first, and whether it was the likeliest: [B, L
+    - 1]."""
     hidden, target = hidden_states(model, ids).flatten(0, 1), ids[:, 1:].flatten()
     parts = [
         losses(model.lm_head.weight, h, t)

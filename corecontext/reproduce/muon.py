@@ -1,4 +1,5 @@
-"""Muon with all matrices of one shape at once: the same update as torch.optim.Muon, in a fiftieth of the launches."""
+"""Muon with all matrices of one shape at once: the same update as torch.optim.Muon, in a fiftieth
+of the launches."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon (Nesterov momentum, adjust_lr_fn="match_rms_adamw"), whose state and settings it has.
+    """torch.optim.Muon (Nesterov momentum, adjust_lr_fn="match_rms_adamw"), whose state and
+    settings it has.
 
-    A small model has dozens of small matrices, each of which takes about 35 kernels that leave a GPU idle.
+    A small model has dozens of small matrices, each of which takes about 35 kernels that leave a
+    GPU idle.
     """
 
     @torch.no_grad()

@@ -37,7 +37,8 @@ class Size:
     step_tokens: int
     """Tokens of one optimizer step from scratch."""
     levels: tuple[tuple[int, int], ...]
-    """Contexts of training from scratch and the steps at each: the same tokens in the same order for every method."""
+    """Contexts of training from scratch and the steps at each: the same tokens in the same order
+    for every method."""
     tune_levels: tuple[tuple[int, int], ...]
     """The same for choosing a rate."""
     follow_steps: int
@@ -58,13 +59,15 @@ class Size:
     seeds: tuple[int, ...] = (1, 0, 2)
     """Seeds of adaptations."""
     bases: tuple[int, ...] = (1, 0, 0)
-    """The seed of the base model, trained from scratch, that each of them adapts, with batches of its own."""
+    """The seed of the base model, trained from scratch, that each of them adapts, with batches of
+    its own."""
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
     """Rates from scratch, of which each method takes its best."""
     adapt_lr: float = 1e-3
     latency_repeats: int = 5
     latency_rows: int = 16
-    """Prompts that are read at once when time is taken: one of a model this small would be launches alone."""
+    """Prompts that are read at once when time is taken: one of a model this small would be launches
+    alone."""
 
 
 FULL = Size(
@@ -129,7 +132,8 @@ class Method(NamedTuple):
     """A CCAConfig, a rival's settings, or None for full attention."""
     title: str
     trains: str = "all"
-    """"all" parameters, "qkv" projections alone (paper 3.5), "lora", or "" for none: as the base model is."""
+    """"all" parameters, "qkv" projections alone (paper 3.5), "lora", or "" for none: as the base
+    model is."""
     distil: bool = False
     """Learn from the base model's predictions, too."""
     stretch: int = 1
@@ -139,13 +143,14 @@ class Method(NamedTuple):
     later: bool = False
     """Not under the first seed: under the second, finalists under all from there on."""
     fine: tuple[str, int] | None = None
-    """Small groups in so many "layers" or "heads", or so many heads with every token ("raw", and "duo" without core
-    tokens): those that the base model was found to need. `config` has them in the first ones."""
+    """Small groups in so many "layers" or "heads", or so many heads with every token ("raw", and
+    "duo" without core tokens): those that the base model was found to need. `config` has them in
+    the first ones."""
 
 
 def methods(size: Size) -> dict[str, Method]:
-    """Every method of the tables, by name; those with core tokens have the same cache size within 5 %, with
-    those by query head 10 %: longer groups leave more tokens that have none yet."""
+    """Every method of the tables, by name; those with core tokens have the same cache size within 5
+    %, with those by query head 10 %: longer groups leave more tokens that have none yet."""
     g, s, r = size.group, size.window, size.heads // size.kv_heads
     cca = CCAConfig(group_size=g, window_size=s)
 
@@ -190,7 +195,8 @@ def methods(size: Size) -> dict[str, Method]:
         Method("partial", cca, "CCA, only W_Q, W_K, W_V trained", "qkv"),
         Method("lora", cca, "CCA, LoRA", "lora"),
         Method("gentle", cca, "CCA, a quarter of the rate", rate=0.25, later=True),
-        # A larger group has a larger open end, too; both and the fewer core tokens are what the window gets.
+        # A larger group has a larger open end, too; both and the fewer core tokens are what the
+        # window gets.
         Method(
             "coarse",
             cca.replace(group_size=coarse, window_size=s + entries(g) - entries(coarse)),
@@ -267,14 +273,14 @@ def methods(size: Size) -> dict[str, Method]:
 
 
 def alike(known: dict[str, Method], method: Method) -> list[str]:
-    """The methods with this one's attention, itself among them: what it costs does not depend on how its weights were
-    trained."""
+    """The methods with this one's attention, itself among them: what it costs does not depend on
+    how its weights were trained."""
     return [one.name for one in known.values() if one.config == method.config]
 
 
 def fine_config(size: Size, kind: str, units: Sequence[Unit]) -> CCAConfig | DuoAttention:
-    """Small groups in these layers or heads ("raw" and "duo": all tokens), with a cache as large as the paper's rule
-    has."""
+    """Small groups in these layers or heads ("raw" and "duo": all tokens), with a cache as large as
+    the paper's rule has."""
     if kind == "duo":
         heads, sinks = size.layers * size.kv_heads, 4
         equal = heads * (
@@ -305,10 +311,11 @@ DUO = ("duo_1", "duo_1_distilled")
 RIVALS = (*PAPER_RIVALS, *DUO, "duo_1_distilled_long")
 """Adapted methods that are neither ours nor full attention."""
 FINALISTS = ("full", "window", "cca", "raw_1", "raw_1_distilled", "duo_1", "duo_1_distilled")
-"""Run with every seed: what gains are measured by, the paper's rule, what was best on the first seed's validation text
-and what comes nearest to it."""
+"""Run with every seed: what gains are measured by, the paper's rule, what was best on the first
+seed's validation text and what comes nearest to it."""
 SCRATCH = ("full", "cca", "window")
-"""Methods trained from scratch, each with its own rate; full attention's models are the base of every adaptation."""
+"""Methods trained from scratch, each with its own rate; full attention's models are the base of
+every adaptation."""
 SCRATCH_FINE = ("raw_1", "duo_1")
 """The same with CCA's rate, and the heads that a base model was found to need."""
 
@@ -374,7 +381,7 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
             ]
         for one in known.values():
             earliest = size.seeds.index(first_seed(size, one))
-            if number == earliest or number > earliest and one.name in (*FINALISTS, *finalists):
+            if number == earliest or (number > earliest and one.name in (*FINALISTS, *finalists)):
                 found.append(
                     Stage(
                         adapted(one.name, seed),

@@ -15,8 +15,8 @@ from corecontext.text import UserError
 
 
 def run_on_gpus(gpus: int, arguments: dict[str, Any], only: Sequence[str] = ()) -> bool:
-    """`Miniature(**arguments).run(only)` in a process for each GPU, in one work folder; what each prints goes to
-    gpu-N.log there.
+    """`Miniature(**arguments).run(only)` in a process for each GPU, in one work folder; what each
+    prints goes to gpu-N.log there.
 
     Raises:
         UserError: a process failed.

@@ -1,4 +1,5 @@
-"""One self-contained HTML page of a reproduction: tables, figures, the paper's rows, the record behind each number."""
+"""One self-contained HTML page of a reproduction: tables, figures, the paper's rows, the record
+behind each number."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Page:
         self.records, self.parts = list(records), []
 
     def find(self, name: str, **params: Any) -> Record | None:
-        """The newest record with these params, or None; perplexities on the test split if none is named."""
+        """The newest record with these params, or None; perplexities on the test split if none is
+        named."""
         if name in ("quality.perplexity", "quality.gain_kept"):
             params.setdefault("split", "test")
         found = [
@@ -119,12 +121,13 @@ def percent(x: float) -> str:
 
 
 def gains(folder: Path, records: Sequence[Record], size: Size) -> list[Record]:
-    """Share of the long-range gain that each method keeps, (ln window - ln x) / (ln window - ln full), by seed.
+    """Share of the long-range gain that each method keeps, (ln window - ln x) / (ln window - ln
+    full), by seed.
 
-    Over the second half of each window; the window and full attention are those that were adapted, or trained from
-    scratch, too. Of stages that try a rate or are measured in brief there is none.
-    `low` and `high` are the 95 % interval over documents, drawn again a thousand times with all their windows, the same
-    for all methods. Nothing is recorded where full attention gains nothing.
+    Over the second half of each window; the window and full attention are those that were adapted,
+    or trained from scratch, too. Of stages that try a rate or are measured in brief there is none.
+    `low` and `high` are the 95 % interval over documents, drawn again a thousand times with all
+    their windows, the same for all methods. Nothing is recorded where full attention gains nothing.
     """
     found, corpus = [], Corpus(folder, None)  # the tokens are in the folder
     for one in records:
@@ -336,7 +339,8 @@ def _about(size: Size) -> str:
 def _mean(
     page: Page, name: str, method: str, size: Size, **params: Any
 ) -> tuple[list[Record], str]:
-    """A method's records over the seeds, and them as text: the mean, and the seeds' spread where there are several."""
+    """A method's records over the seeds, and them as text: the mean, and the seeds' spread where
+    there are several."""
     found = [
         one
         for seed in size.seeds
@@ -743,8 +747,8 @@ def _targets(page: Page, known: dict[str, Method], size: Size) -> str:
 
 
 def _best(page: Page, known: dict[str, Method], size: Size) -> Method | None:
-    """Of our rules with a cache no larger than the paper's (5 % more at most) the best on other text than it is judged
-    by, among those with most seeds."""
+    """Of our rules with a cache no larger than the paper's (5 % more at most) the best on other
+    text than it is judged by, among those with most seeds."""
     least = _cache(page, known, known["cca"])
     found: list[tuple[int, float, Method]] = []
     for one in known.values():

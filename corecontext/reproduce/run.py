@@ -1,6 +1,8 @@
-"""Runs the stages that are not done yet: each leaves its records in a file of its own, and needs nothing but files.
+"""Runs the stages that are not done yet: each leaves its records in a file of its own, and needs
+nothing but files.
 
-So several processes, each with a GPU of its own, can share a work folder: each takes what nobody is at.
+So several processes, each with a GPU of its own, can share a work folder: each takes what nobody is
+at.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ class Miniature:
         return self.end - time.monotonic()
 
     def is_done(self, name: str) -> bool:
-        """Whether a stage has left its records; the tokens, which are large, may have been left behind since."""
+        """Whether a stage has left its records; the tokens, which are large, may have been left
+        behind since."""
         return (self.folder / name / RECORDS).exists() and (
             name != "prepare" or self.corpus.is_prepared()
         )
@@ -127,9 +130,11 @@ class Miniature:
         ]
 
     def run(self, only: Sequence[str] = ()) -> bool:
-        """Run what is not done, or of that only some stages and what they need; returns whether all of it is done now.
+        """Run what is not done, or of that only some stages and what they need; returns whether all
+        of it is done now.
 
-        Stages that another process is at are waited for. One that fails keeps only those waiting that need it.
+        Stages that another process is at are waited for. One that fails keeps only those waiting
+        that need it.
 
         Raises:
             UserError: no such stage.
@@ -194,7 +199,8 @@ class Miniature:
             for one in read_records(self.folder / stage.name / RECORDS)
         ]
 
-    # Stages ----------------------------------------------------------------------------------------------------
+    # Stages
+    # ----------------------------------------------------------------------------------------------------
 
     def _prepare(self, stage: Stage, folder: Path) -> Iterator[Record]:
         self.corpus.prepare()
@@ -203,8 +209,8 @@ class Miniature:
         yield from ()
 
     def _cost(self, stage: Stage, folder: Path) -> Iterator[Record]:
-        """Time and cache of every method and size, which do not depend on weights; measured in one stage, so that no
-        other stage is beside some of them on a GPU."""
+        """Time and cache of every method and size, which do not depend on weights; measured in one
+        stage, so that no other stage is beside some of them on a GPU."""
         model, cca = self._new(stage.seed).eval(), self.methods["cca"]
         known = [(one, "methods") for one in self.methods.values()]
         known += [
@@ -236,9 +242,11 @@ class Miniature:
             yield from self._perplexity(model, method, stage, ("val",), lr=stage.lr)
 
     def _scratch(self, stage: Stage, folder: Path) -> Iterator[Record]:
-        """A model that never had another attention, with the best of the rates tried, followed on validation text.
+        """A model that never had another attention, with the best of the rates tried, followed on
+        validation text.
 
-        A full-attention model is the base of every adaptation; its weights before the longest context are kept, too.
+        A full-attention model is the base of every adaptation; its weights before the longest
+        context are kept, too.
         """
         method, levels = self._method(stage), self.size.levels
         tries = [
@@ -416,7 +424,8 @@ class Miniature:
                 tokens=len(ids),
             )
 
-    # What stages share -----------------------------------------------------------------------------------------
+    # What stages share
+    # -----------------------------------------------------------------------------------------
 
     def _method(self, stage: Stage) -> Method:
         method = self.methods[stage.method]
@@ -485,7 +494,8 @@ class Miniature:
         folder: Path | None = None,
         **params: Any,
     ) -> Iterator[Record]:
-        """Of whole windows and of their far halves; each window's mean over its far half is kept in `folder`."""
+        """Of whole windows and of their far halves; each window's mean over its far half is kept in
+        `folder`."""
         model.eval()
         for split in splits:
             nll = measure.window_nll(model, self.corpus, self.size, split, self.device)
@@ -585,8 +595,8 @@ class Miniature:
         )
 
     def _save(self, model: LlamaForCausalLM, path: Path) -> None:
-        """The weights in bfloat16, tied ones once: half the size to carry to another machine, and the same start for
-        every method."""
+        """The weights in bfloat16, tied ones once: half the size to carry to another machine, and
+        the same start for every method."""
         halves: dict[int, torch.Tensor] = {}
         state = {
             key: halves.setdefault(x.data_ptr(), x.to(torch.bfloat16))

@@ -1,4 +1,5 @@
-"""One optimizer step of the miniature: gradients of a batch, Muon and AdamW; on a GPU captured as one graph."""
+"""One optimizer step of the miniature: gradients of a batch, Muon and AdamW; on a GPU captured as
+one graph."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def head_loss(
     teacher: Tensor | None = None,
     taught: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The weighted sum of the losses of hidden states [n, C], and how many answer tokens (weight above one) are right.
+    """The weighted sum of the losses of hidden states [n, C], and how many answer tokens (weight
+    above one) are right.
 
     With a teacher's head and hidden states half of the loss is the divergence from its predictions.
     """
@@ -43,7 +45,8 @@ def head_loss(
 
 @functools.cache
 def _fused_head() -> Callable[..., tuple[Tensor, Tensor]]:
-    """`head_loss` compiled: of the logits, 16,384 numbers for each token, no copies in float32 are written."""
+    """`head_loss` compiled: of the logits, 16,384 numbers for each token, no copies in float32 are
+    written."""
     return compiled_or_plain(head_loss, "head_loss")
 
 
@@ -54,7 +57,8 @@ def loss_backward(
     device: str,
     teacher: LlamaForCausalLM | None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the weighted mean loss, its value, and the share of answer tokens right; nothing waits for the GPU.
+    """Gradients of the weighted mean loss, its value, and the share of answer tokens right; nothing
+    waits for the GPU.
 
     The head is run in parts, backward at once, so that no logits of the whole batch are held.
     """
@@ -83,8 +87,9 @@ def loss_backward(
 
 @contextlib.contextmanager
 def half_stream(model: LlamaForCausalLM, device: str) -> Iterator[None]:
-    """What goes from layer to layer is bfloat16 on a GPU, as in a model of that dtype: autocast alone leaves it
-    float32, as the weights of embedding and norms are, which is twice the bytes and a copy before every product."""
+    """What goes from layer to layer is bfloat16 on a GPU, as in a model of that dtype: autocast
+    alone leaves it float32, as the weights of embedding and norms are, which is twice the bytes and
+    a copy before every product."""
     wanted = (
         [
             module
@@ -108,7 +113,8 @@ def _to_half(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def optimizers(model: LlamaForCausalLM, lr: float, trains: str) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the rest (LoRA's factors too); of what is trained.
+    """Muon for the matrices of the layers, AdamW for the rest (LoRA's factors too); of what is
+    trained.
 
     Rates are tensors beside the weights, so that a captured step reads what they are then.
     """
@@ -160,10 +166,12 @@ def lr_factor(step: int, steps: int) -> float:
 
 
 class Step:
-    """One optimizer step on a batch; returns the loss and the share of answer tokens right, not waited for.
+    """One optimizer step on a batch; returns the loss and the share of answer tokens right, not
+    waited for.
 
-    On a GPU, steps after the first few of a batch shape are replayed from a CUDA graph: launching the kernels of a
-    model this small takes Python about as long as running them. All work is on a stream of its own, `stream`.
+    On a GPU, steps after the first few of a batch shape are replayed from a CUDA graph: launching
+    the kernels of a model this small takes Python about as long as running them. All work is on a
+    stream of its own, `stream`.
     """
 
     WARM = 3  # steps not captured: kernels are compiled in them, optimizers make their state
@@ -202,7 +210,8 @@ class Step:
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """All that is done within goes to `stream`, after what was before and before what comes after."""
+        """All that is done within goes to `stream`, after what was before and before what comes
+        after."""
         if self.stream is None:
             yield
             return

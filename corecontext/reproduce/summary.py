@@ -1,4 +1,5 @@
-"""The miniature's result in Markdown, for README and docs: one line a method, from the records of its stages.
+"""The miniature's result in Markdown, for README and docs: one line a method, from the records of
+its stages.
 
 `python -m corecontext.reproduce.summary` writes the tables anew.
 """
@@ -30,8 +31,9 @@ SHORT = ("full", "window", "window_wide", "duo_1", "cca", "distilled", "raw_1", 
 
 
 def quality_markdown(records: Sequence[Record], names: Sequence[str] = ()) -> str:
-    """Every adapted method, or these: perplexity far from the beginning, the share of full attention's gain over a
-    window that it keeps, what it finds; means over its seeds, the newest record of each stage."""
+    """Every adapted method, or these: perplexity far from the beginning, the share of full
+    attention's gain over a window that it keeps, what it finds; means over its seeds, the newest
+    record of each stage."""
     size = SIZES["mini"]
     chosen = [
         one for one in methods(size).values() if one.trains and (not names or one.name in names)
@@ -43,7 +45,8 @@ def quality_markdown(records: Sequence[Record], names: Sequence[str] = ()) -> st
 
 
 def scratch_markdown(records: Sequence[Record]) -> str:
-    """The same for models trained from random weights, each measured by the window and full attention so trained."""
+    """The same for models trained from random weights, each measured by the window and full
+    attention so trained."""
     known = methods(SIZES["mini"])
     return _table(records, [known[name] for name in (*SCRATCH, *SCRATCH_FINE)], from_scratch)
 
@@ -89,7 +92,8 @@ def _table(
 
 
 def _of(records: Sequence[Record], stage: str) -> dict[str, float]:
-    """What a stage measured on held-out test text, by short names; empty where it has not been run."""
+    """What a stage measured on held-out test text, by short names; empty where it has not been
+    run."""
     size, found = SIZES["mini"], {}
     wanted = {
         "far": {"split": "test", "bucket": "far"},

@@ -1,7 +1,9 @@
-"""The miniature's training: one plain loop for base models, adaptations and training from scratch; it can be cut short.
+"""The miniature's training: one plain loop for base models, adaptations and training from scratch;
+it can be cut short.
 
-Muon for the layers' matrices, AdamW for the rest, a cosine to a tenth. Half of the rows are text, the others ask for
-facts planted in text or in passages; contexts grow, because retrieval is learned at short ones first.
+Muon for the layers' matrices, AdamW for the rest, a cosine to a tenth. Half of the rows are text,
+the others ask for facts planted in text or in passages; contexts grow, because retrieval is learned
+at short ones first.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def train(
     waiting: list[tuple[dict[str, Any], Tensor, Tensor]] = []
 
     def settle(keep: int = 0) -> None:
-        """Read the results of all steps but the last few, so that the GPU always has something to do."""
+        """Read the results of all steps but the last few, so that the GPU always has something to
+        do."""
         while len(waiting) > keep:
             entry, loss, right = waiting.pop(0)
             if not math.isfinite(loss):
@@ -155,7 +158,8 @@ def train(
 
 
 def thinned(history: Sequence[dict[str, Any]], most: int = 250) -> list[dict[str, Any]]:
-    """A curve of about so many points: the means of as many steps each, which end where held-out text was looked at."""
+    """A curve of about so many points: the means of as many steps each, which end where held-out
+    text was looked at."""
     found: list[dict[str, Any]] = []
     some: list[dict[str, Any]] = []
     for one in history:

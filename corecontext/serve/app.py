@@ -1,4 +1,5 @@
-"""The HTTP interface: the OpenAI protocol's completions, chat and models; health, readiness and metrics."""
+"""The HTTP interface: the OpenAI protocol's completions, chat and models; health, readiness and
+metrics."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Options:
 
 
 def create_app(scheduler: Scheduler, tokenizer: Any, options: Options) -> FastAPI:
-    """The application; the model's thread starts and ends with it. `app.state.worker` runs the model.
+    """The application; the model's thread starts and ends with it. `app.state.worker` runs the
+    model.
 
     Args:
         scheduler: Runs the model, which nobody else may use meanwhile.

@@ -1,4 +1,5 @@
-"""What is checked before a request is read: the key, the size of its body, and whether any are taken."""
+"""What is checked before a request is read: the key, the size of its body, and whether any are
+taken."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Guard:
     """ASGI middleware in front of /v1; counts every refusal there.
 
     Args:
-        api_key: What clients must send as `Authorization: Bearer KEY`; compared in constant time. None asks nothing.
+        api_key: What clients must send as `Authorization: Bearer KEY`; compared in constant time.
+            None asks nothing.
         worker: Its `draining` closes the door to new work.
         metrics: Has the counter `refused`.
         max_bytes: Longest body.
@@ -66,8 +68,8 @@ class Guard:
         size = 0
 
         async def limited() -> Any:
-            """Parts of the body. Of one that is too long nothing is run: it ends as if its client had gone, and what
-            the application says of it is not sent."""
+            """Parts of the body. Of one that is too long nothing is run: it ends as if its client
+            had gone, and what the application says of it is not sent."""
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))

@@ -1,4 +1,5 @@
-"""What Prometheus reads: counters and histograms of requests that ended, and gauges read off the scheduler."""
+"""What Prometheus reads: counters and histograms of requests that ended, and gauges read off the
+scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1
 
 
 def label(value: int | None) -> str:
-    """A g or s; "none" before a request started, under full attention, and a g where each layer has its own."""
+    """A g or s; "none" before a request started, under full attention, and a g where each layer has
+    its own."""
     return "none" if value is None else str(value)
 
 

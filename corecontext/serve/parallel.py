@@ -1,7 +1,8 @@
-"""A server whose model is split over several processes of one machine, found by torchrun's variables.
+"""A server whose model is split over several processes of one machine, found by torchrun's
+variables.
 
-Under torchrun all of them run `corecontext serve --tensor-parallel N`. Without it, and in a replica of Ray, the first
-one starts the others with the same variables.
+Under torchrun all of them run `corecontext serve --tensor-parallel N`. Without it, and in a replica
+of Ray, the first one starts the others with the same variables.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def join(serving: Serving) -> Together | None:
 
 
 def follow(serving: Serving) -> int:
-    """Do what the first process does until it ends; returns the exit code. Signals are for the first one to answer."""
+    """Do what the first process does until it ends; returns the exit code. Signals are for the
+    first one to answer."""
     from corecontext.inference.together import Apart
     from corecontext.serve.run import make_scheduler
 

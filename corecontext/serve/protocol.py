@@ -1,4 +1,5 @@
-"""What clients send: the OpenAI protocol's fields that are served, and ours; every other field is refused by name."""
+"""What clients send: the OpenAI protocol's fields that are served, and ours; every other field is
+refused by name."""
 
 from __future__ import annotations
 
@@ -42,48 +43,48 @@ class Fields(BaseModel):
 class StreamOptions(Fields):
     """What a stream says besides the text."""
 
-    include_usage: Optional[bool] = None
+    include_usage: bool | None = None
 
 
 class Request(Fields):
     """What both protocols share. None is always the default."""
 
     model: Text = Field(max_length=1000, description="As GET /v1/models names it.")
-    max_tokens: Optional[int] = Field(None, ge=1, le=2**31, description="Most tokens to make.")
-    temperature: Optional[float] = Field(
+    max_tokens: int | None = Field(None, ge=1, le=2**31, description="Most tokens to make.")
+    temperature: float | None = Field(
         None, ge=0, le=2, description="0 takes the likeliest token. Default: 1."
     )
-    top_p: Optional[float] = Field(
+    top_p: float | None = Field(
         None, gt=0, le=1, description="Sample among the likeliest that reach this."
     )
-    top_k: Optional[int] = Field(
+    top_k: int | None = Field(
         None, ge=1, le=2**31, description="Sample among so many likeliest (an extension)."
     )
-    seed: Optional[int] = Field(
+    seed: int | None = Field(
         None, ge=-(2**63), lt=2**63, description="Of the sampling; random where left out."
     )
-    stop: Optional[Union[Stop, Annotated[list[Stop], Field(max_length=MAX_STOPS)]]] = Field(
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(
         None, description="Texts before which the answer ends."
     )
-    stream: Optional[bool] = Field(
+    stream: bool | None = Field(
         None, description="Send the answer piece by piece as server-sent events."
     )
-    stream_options: Optional[StreamOptions] = None
-    user: Optional[Text] = Field(None, description="Ignored.")
-    group_size: Optional[int] = Field(
+    stream_options: StreamOptions | None = None
+    user: Text | None = Field(None, description="Ignored.")
+    group_size: int | None = Field(
         None, ge=1, le=2**20, description="This request's g (an extension)."
     )
-    window_size: Optional[int] = Field(
+    window_size: int | None = Field(
         None, ge=1, le=2**24, description="This request's s (an extension)."
     )
-    ignore_eos: Optional[bool] = Field(
+    ignore_eos: bool | None = Field(
         None, description="Go on after an end-of-text token (an extension)."
     )
     # Taken with the value that changes nothing, for clients that send every field:
-    n: Optional[Annotated[int, Field(ge=1, le=1)]] = None
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
     presence_penalty: Zero = None
     frequency_penalty: Zero = None
-    logit_bias: Optional[Annotated[dict[str, float], Field(max_length=0)]] = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -94,21 +95,21 @@ class Request(Fields):
 class CompletionRequest(Request):
     """POST /v1/completions."""
 
-    prompt: Union[
-        Text,
-        Annotated[list[Token], Field(min_length=1)],
-        Annotated[list[Text], Field(min_length=1, max_length=1)],
-        Annotated[
+    prompt: (
+        Text
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, max_length=1)]
+        | Annotated[
             list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=1)
-        ],
-    ] = Field(description="A text, or its token numbers; one prompt a request.")
-    best_of: Optional[Annotated[int, Field(ge=1, le=1)]] = None
+        ]
+    ) = Field(description="A text, or its token numbers; one prompt a request.")
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: Off = None
     logprobs: None = None
     suffix: None = None
 
     @property
-    def single(self) -> Union[str, list[int]]:
+    def single(self) -> str | list[int]:
         """The prompt, taken out of a list of one."""
         inside = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         return self.prompt[0] if inside else self.prompt  # type: ignore[return-value,index]
@@ -125,8 +126,8 @@ class Message(Fields):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Union[Text, Annotated[list[Part], Field(min_length=1)]]
-    name: Optional[Text] = None
+    content: Text | Annotated[list[Part], Field(min_length=1)]
+    name: Text | None = None
     # What the official client adds to an answer that it sends back as part of the next chat:
     refusal: None = None
     annotations: None = None
@@ -148,7 +149,7 @@ class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: Optional[int] = Field(None, ge=1, le=2**31, description="As max_tokens.")
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31, description="As max_tokens.")
     logprobs: Off = None
 
 
@@ -157,8 +158,8 @@ class ErrorBody(BaseModel):
 
     message: str
     type: str
-    param: Optional[str] = None
-    code: Optional[str] = None
+    param: str | None = None
+    code: str | None = None
 
 
 class Error(BaseModel):
@@ -168,10 +169,11 @@ class Error(BaseModel):
 
 
 class Settings(BaseModel):
-    """The g and s that a request got; null under full attention, g also where each layer has its own."""
+    """The g and s that a request got; null under full attention, g also where each layer has its
+    own."""
 
-    group_size: Optional[int]
-    window_size: Optional[int]
+    group_size: int | None
+    window_size: int | None
 
 
 class Usage(BaseModel):

@@ -1,9 +1,10 @@
-"""The same application as a Ray Serve deployment: replicas on several machines, added and removed by load.
+"""The same application as a Ray Serve deployment: replicas on several machines, added and removed
+by load.
 
     serve run corecontext.serve.ray:app model=DIR max_replicas=4
 
-Ray routes requests, keeps replicas alive and replaces those that die; what a replica does is what `corecontext serve`
-does. Of a replica that is removed, running requests come to their end first.
+Ray routes requests, keeps replicas alive and replaces those that die; what a replica does is what
+`corecontext serve` does. Of a replica that is removed, running requests come to their end first.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ def app(arguments: dict[str, Any]) -> Any:
     """A Ray Serve application, as `serve run` and config files build it.
 
     Args:
-        arguments: Fields of `Serving` (model, cache_mib, policy, ...; host and port are Ray's), and min_replicas,
-            max_replicas, target_requests (running requests a replica at which another one is added), num_cpus and
-            num_gpus of a replica. Strings are taken for numbers where a number is meant.
+        arguments: Fields of `Serving` (model, cache_mib, policy, ...; host and port are Ray's), and
+            min_replicas, max_replicas, target_requests (running requests a replica at which another
+            one is added), num_cpus and num_gpus of a replica. Strings are taken for numbers where a
+            number is meant.
 
     Raises:
         UserError: an argument is unknown or breaks a rule, or Ray is missing.

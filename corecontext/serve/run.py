@@ -55,7 +55,8 @@ class Serving:
     dtype: str = "auto"
     device: str = "auto"
     random_weights: bool = False
-    """Make weights up instead of loading them: `model` needs only its config.json. For benchmarks."""
+    """Make weights up instead of loading them: `model` needs only its config.json. For
+    benchmarks."""
     sinks: int | None = None
     """First tokens of every request that stay uncompressed."""
     tensor_parallel: int = 1
@@ -191,7 +192,8 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
 
 
 def _random(serving: Serving) -> Loaded:
-    """A model of the config's sizes with random weights, made on the device, and a tokenizer of made-up words."""
+    """A model of the config's sizes with random weights, made on the device, and a tokenizer of
+    made-up words."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -241,7 +243,8 @@ def _cache_bytes(serving: Serving, device: Any) -> int:
 def run(serving: Serving) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code.
 
-    After the first signal new requests get 503 and those that were taken come to their end; a second one ends all.
+    After the first signal new requests get 503 and those that were taken come to their end; a
+    second one ends all.
 
     Raises:
         UserError: as `make_app`, or the port is taken.

@@ -1,4 +1,5 @@
-"""Text to token numbers, and tokens back to text as they come: whole characters only, and nothing of a stop text."""
+"""Text to token numbers, and tokens back to text as they come: whole characters only, and nothing
+of a stop text."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def chat_prompt(tokenizer: Any, messages: Sequence[tuple[str, str]]) -> str:
 
 
 def token_numbers(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Token numbers of a prompt, or of what `chat_prompt` made: a chat template writes special tokens itself, so the
-    tokenizer must not add them (a second beginning of text) again."""
+    """Token numbers of a prompt, or of what `chat_prompt` made: a chat template writes special
+    tokens itself, so the tokenizer must not add them (a second beginning of text) again."""
     templated = chat and bool(getattr(tokenizer, "chat_template", None))
     return tokenizer(text, add_special_tokens=not templated, verbose=False)["input_ids"]
 
@@ -41,7 +42,8 @@ class TextStream:
     Args:
         tokenizer: Decodes.
         stops: Texts that end the answer; they are not part of it, nor is what follows.
-        prompt: Tokens that the answer continues; of a first word some tokenizers drop the space before it.
+        prompt: Tokens that the answer continues; of a first word some tokenizers drop the space
+            before it.
     """
 
     def __init__(

@@ -21,7 +21,8 @@ class Draining(Exception):
 
 
 class Failed(Exception):
-    """A request ended without its answer: "timeout", "cancelled" or "error", said for the client."""
+    """A request ended without its answer: "timeout", "cancelled" or "error", said for the
+    client."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -139,7 +140,8 @@ class Worker:
         return answer
 
     def cancel(self, answer: Answer) -> None:
-        """The client has gone: free what its request holds before the next step. Nothing happens after its end."""
+        """The client has gone: free what its request holds before the next step. Nothing happens
+        after its end."""
         self.scheduler.cancel(answer.job)
         self._wake.set()
 
@@ -173,7 +175,8 @@ class Worker:
             self.scheduler.abandon(error)
 
     def _turn(self) -> bool:
-        """One turn; an error that no request could be blamed for is noted, and ends none of the others."""
+        """One turn; an error that no request could be blamed for is noted, and ends none of the
+        others."""
         try:
             return self.scheduler.step()
         except Apart:
@@ -184,7 +187,8 @@ class Worker:
 
 
 def error_of(job: Job) -> dict[str, Any]:
-    """What a log line says of a job's error: its kind and where it was raised, never its text, which may quote."""
+    """What a log line says of a job's error: its kind and where it was raised, never its text,
+    which may quote."""
     if job.error is None:
         return {}
     where = job.error.__traceback__

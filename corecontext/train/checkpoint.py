@@ -1,4 +1,5 @@
-"""Checkpoints that are whole or not there: written aside, then renamed; taken away by a rename, then deleted.
+"""Checkpoints that are whole or not there: written aside, then renamed; taken away by a rename,
+then deleted.
 
 Whatever has the name checkpoint-N is complete, whenever the process was killed or the power failed.
 """
@@ -40,7 +41,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def is_write_failure(error: BaseException) -> bool:
-    """True for what a full disk, a quota or a lost file system make the libraries raise that write checkpoints."""
+    """True for what a full disk, a quota or a lost file system make the libraries raise that write
+    checkpoints."""
     if isinstance(error, (OSError, SafetensorError)):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -55,7 +57,8 @@ def clear_staging(folder: Path) -> None:
 
 
 def publish(staged: Path, target: Path) -> None:
-    """Give a written folder its name once all of it is on the disk; a complete one of that name stays."""
+    """Give a written folder its name once all of it is on the disk; a complete one of that name
+    stays."""
     for path in [*staged.rglob("*"), staged]:
         _sync(path)
     if target.exists():

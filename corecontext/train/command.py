@@ -19,7 +19,8 @@ def train_command() -> Callable[..., None]:
     """The function that the command line calls, with a signature made from the fields."""
 
     def train(recipe: str | None = None, **options: Any) -> None:
-        """Train or fine-tune a model with CCA attention; the same command again continues a run that was stopped."""
+        """Train or fine-tune a model with CCA attention; the same command again continues a run
+        that was stopped."""
         from corecontext.loading import one_line
 
         given = {name: value for name, value in options.items() if value not in (None, [])}
@@ -55,7 +56,7 @@ def train_command() -> Callable[..., None]:
             "recipe",
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
             default=None,
-            annotation=Annotated[Optional[str], recipe],
+            annotation=Annotated[str | None, recipe],
         )
     ]
     for one in fields(TrainConfig):
@@ -73,7 +74,8 @@ def train_command() -> Callable[..., None]:
 
 
 def _by_default(given: dict[str, Any]) -> TrainConfig:
-    """What a run has where no recipe is named: the checkpoint's own settings of the attention, or the recipe `raw`."""
+    """What a run has where no recipe is named: the checkpoint's own settings of the attention, or
+    the recipe `raw`."""
     from corecontext.train.model import best_settings, held_settings
 
     held = held_settings(TrainConfig().replace(**given), given)
@@ -100,7 +102,8 @@ def _by_default(given: dict[str, Any]) -> TrainConfig:
 
 
 def _annotation(one: Field, text: str) -> Any:
-    """An option for a field; None, not its default, stands for what was not given, which a recipe may give."""
+    """An option for a field; None, not its default, stands for what was not given, which a recipe
+    may give."""
     default: Any = one.default_factory() if one.default_factory is not MISSING else one.default
     if str(one.type).startswith("tuple"):
         kind: Any = list[int] if "int" in str(one.type) else list[str]
@@ -108,4 +111,4 @@ def _annotation(one: Field, text: str) -> Any:
     else:
         kind = {"int": int, "float": float, "bool": bool}.get(str(one.type).split(" ")[0], str)
     shown = "" if default in (None, "", {}, False) else f" Default: {default}."
-    return Annotated[Optional[kind], typer.Option(help=text + shown)]  # type: ignore[valid-type]
+    return Annotated[kind | None, typer.Option(help=text + shown)]  # type: ignore[valid-type]

@@ -1,4 +1,5 @@
-"""A whole training run in one frozen, validated description; every field is an option of `corecontext train`."""
+"""A whole training run in one frozen, validated description; every field is an option of
+`corecontext train`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ STRATEGIES = ("scratch", "full", "partial", "lora")
 METHODS = ("cca", "full", "window", "streaming_llm", "lm_infinite", "longlora")
 REPORTS = ("tensorboard", "wandb")
 RECIPES: dict[str, dict[str, Any]] = {"raw": {"raw_heads": None, "distil": 0.5}, "paper": {}}
-"""What `corecontext train` knows by name: what worked best in docs/reproduction.md, and the rule of the paper."""
+"""What `corecontext train` knows by name: what worked best in docs/reproduction.md, and the rule of
+the paper."""
 PRECISIONS = ("auto", "float32", "bfloat16")
 
 
@@ -28,17 +30,19 @@ class TrainConfig:
     """What `corecontext train` does."""
 
     model: str = ""
-    """Folder in the Hugging Face format or identifier on the hub; from scratch, only its config and tokenizer count."""
+    """Folder in the Hugging Face format or identifier on the hub; from scratch, only its config and
+    tokenizer count."""
     output: str = ""
-    """Folder of the run: checkpoints, the final model in model/, logs. The same command again continues the run."""
+    """Folder of the run: checkpoints, the final model in model/, logs. The same command again
+    continues the run."""
     data: tuple[str, ...] = ()
     """Training text: files (.txt, .md, .jsonl, .parquet, also .xz, .zst, .gz), folders of such, or
     hub:NAME[@REVISION][:CONFIG[:SPLIT]]."""
     eval_data: tuple[str, ...] = ()
     """Text that is only evaluated, in the same forms."""
     strategy: str = "full"
-    """What is trained: scratch (all, from random weights), full, partial (W^Q, W^K, W^V, and what --learned names) or
-    lora."""
+    """What is trained: scratch (all, from random weights), full, partial (W^Q, W^K, W^V, and what
+    --learned names) or lora."""
     method: str = "cca"
     """Attention: cca, full, window, streaming_llm, lm_infinite or longlora."""
     group_size: int = 16
@@ -56,31 +60,37 @@ class TrainConfig:
     learned: tuple[str, ...] = ()
     """Parameters of core tokens that are learned: temperature, probe, distance, key_gain, bias."""
     layer_group_sizes: tuple[int | tuple[int, ...], ...] = ()
-    """g of each full-attention layer, in order, instead of one for all; in a recipe also a tuple, by KV head."""
+    """g of each full-attention layer, in order, instead of one for all; in a recipe also a tuple,
+    by KV head."""
     raw_heads: int | None = 0
-    """KV heads that keep every token, found on the training text before the first step (from scratch: those of middle
-    layers); the other heads and the window pay for them. None, which the recipe `raw` has: as many as `corecontext
-    layers --raw` takes."""
+    """KV heads that keep every token, found on the training text before the first step (from
+    scratch: those of middle layers); the other heads and the window pay for them. None, which the
+    recipe `raw` has: as many as `corecontext layers --raw` takes."""
     sink_size: int = 0
-    """First tokens that every query sees uncompressed, rounded up to a multiple of g; their groups are not pooled."""
+    """First tokens that every query sees uncompressed, rounded up to a multiple of g; their groups
+    are not pooled."""
     distil: float = 0.0
-    """Share of the loss that is the divergence from the predictions of the model as it was, under full attention."""
+    """Share of the loss that is the divergence from the predictions of the model as it was, under
+    full attention."""
     shape: dict[str, Any] = field(default_factory=dict)
     """Settings put over the model's config, as JSON; changes of size only from scratch."""
     rope_theta: float | None = None
     """New base of the rotary embedding; the paper extends contexts with 500000."""
     context_length: int = 4096
-    """Tokens of a training row, L; raises the model's max_position_embeddings where that is less."""
+    """Tokens of a training row, L; raises the model's max_position_embeddings where that is
+    less."""
     text_field: str = "text"
     """Where rows of data have their text; dots go into objects."""
     source_field: str | None = None
     """Where rows say what kind of text they are; needed to upsample by source."""
     long_tokens: int | None = None
-    """Documents with more tokens are long, and come more often in each source (per-source length upsampling)."""
+    """Documents with more tokens are long, and come more often in each source (per-source length
+    upsampling)."""
     long_share: float = 0.7
     """Share of each source's tokens that long documents are brought to."""
     streaming: bool = False
-    """Read and tokenise the training text while it trains, instead of all of it before; nothing of it is kept."""
+    """Read and tokenise the training text while it trains, instead of all of it before; nothing of
+    it is kept."""
     shuffle_documents: int = 1000
     """Documents that are shuffled together where text is streamed; all of them where it is not."""
     cache_dir: str | None = None
@@ -112,18 +122,21 @@ class TrainConfig:
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Layers that get LoRA matrices, by the end of their names."""
     precision: str = "auto"
-    """Of the arithmetic: auto (bfloat16 on a GPU), bfloat16 or float32; trained weights are kept in float32."""
+    """Of the arithmetic: auto (bfloat16 on a GPU), bfloat16 or float32; trained weights are kept in
+    float32."""
     checkpointing: bool = True
     """Forget activations and compute them again in the backward: less memory, a third more work."""
     fuse: bool = False
-    """Compile norms, MLPs and the rotation of queries and keys (torch.compile): their intermediate tensors are not
-    made."""
+    """Compile norms, MLPs and the rotation of queries and keys (torch.compile): their intermediate
+    tensors are not made."""
     loss_chunk: int = 2048
     """Tokens whose logits exist at once."""
     fsdp: bool = False
-    """Split weights, gradients and optimiser over the processes (FSDP2); under torchrun, on GPUs."""
+    """Split weights, gradients and optimiser over the processes (FSDP2); under torchrun, on
+    GPUs."""
     deepspeed: str | None = None
-    """DeepSpeed's settings, a JSON file; ZeRO stage 0 to 2. The package deepspeed must be installed."""
+    """DeepSpeed's settings, a JSON file; ZeRO stage 0 to 2. The package deepspeed must be
+    installed."""
     context_parallel: int = 1
     """Processes that share one row, each with a part of it; under torchrun."""
     eval_every: int = 0
@@ -141,8 +154,8 @@ class TrainConfig:
     seed: int = 0
     """Of weights, data order and LoRA."""
     deterministic: bool = False
-    """On a GPU, too, the same bits whenever the same is run, stopped and continued or not: sums in a fixed order, which
-    takes longer."""
+    """On a GPU, too, the same bits whenever the same is run, stopped and continued or not: sums in
+    a fixed order, which takes longer."""
 
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, STRATEGIES)
@@ -303,8 +316,8 @@ def load_recipe(name: str) -> TrainConfig:
     """The TrainConfig that a recipe returns.
 
     Args:
-        name: "raw" or "paper"; FILE.py:FUNCTION, or FILE.py where the function is called as the file; or a
-            train_config.json of a run.
+        name: "raw" or "paper"; FILE.py:FUNCTION, or FILE.py where the function is called as the
+            file; or a train_config.json of a run.
 
     Raises:
         UserError: there is none.

@@ -39,13 +39,15 @@ def make(folder: Path) -> None:
 
 
 def held_heads(folder: Path) -> dict[str, Any] | None:
-    """The sizes by head that were found for the run in this folder, which `check_folder` has let pass."""
+    """The sizes by head that were found for the run in this folder, which `check_folder` has let
+    pass."""
     path = folder / SETTINGS
     return json.loads(path.read_text(encoding="utf-8")).get("heads") if path.is_file() else None
 
 
 def check_folder(folder: Path, config: TrainConfig, facts: dict[str, Any] | None = None) -> None:
-    """Raise unless the folder is free, or holds part of this run, of the same `facts` as far as these are known."""
+    """Raise unless the folder is free, or holds part of this run, of the same `facts` as far as
+    these are known."""
     path = folder / SETTINGS
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output '{folder}' must be a folder, got a file. Give another --output.")
@@ -119,7 +121,8 @@ def claim(folder: Path, config: TrainConfig, facts: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """This run alone writes into its folder: two would delete each other's half-written checkpoints.
+    """This run alone writes into its folder: two would delete each other's half-written
+    checkpoints.
 
     Raises:
         UserError: another process holds it.

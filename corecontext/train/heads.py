@@ -1,4 +1,5 @@
-"""The KV heads that keep every token in a run: found before its first step, on its own text, and kept with the run."""
+"""The KV heads that keep every token in a run: found before its first step, on its own text, and
+kept with the run."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def with_heads(
 ) -> TrainConfig:
     """The run with the sizes by head that `raw_heads` stands for, the same in every process.
 
-    They are those that the run's folder has, or else the first process looks for them while the others wait. Random
-    weights take theirs unseen.
+    They are those that the run's folder has, or else the first process looks for them while the
+    others wait. Random weights take theirs unseen.
 
     Raises:
         UserError: the text is too short, or the cache has no room for as many.
@@ -67,7 +68,8 @@ def with_heads(
 
 
 def _find(config: TrainConfig, arguments: Any, rows: PackedRows | StreamedRows) -> dict[str, Any]:
-    """`window_size` and `layer_group_sizes` for the model as it lies at `config.model`, its rotary base its own."""
+    """`window_size` and `layer_group_sizes` for the model as it lies at `config.model`, its rotary
+    base its own."""
     from transformers import AutoModelForCausalLM
 
     hf_config = load_config(config.model)

@@ -1,4 +1,5 @@
-"""A finished model on the hub: a place for it before the run begins, the whole folder, card included, at its end."""
+"""A finished model on the hub: a place for it before the run begins, the whole folder, card
+included, at its end."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from corecontext.text import UserError
 
 
 def prepare(name: str) -> None:
-    """Make a private repository, unless there is one: who may not write should know before the training.
+    """Make a private repository, unless there is one: who may not write should know before the
+    training.
 
     Raises:
         UserError: it cannot be had.

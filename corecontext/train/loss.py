@@ -1,4 +1,5 @@
-"""The loss of a language model without the logits of the whole sequence: L x vocabulary numbers never exist."""
+"""The loss of a language model without the logits of the whole sequence: L x vocabulary numbers
+never exist."""
 
 from __future__ import annotations
 
@@ -41,20 +42,24 @@ def chunked_cross_entropy(
     softcap: float | None = None,
     taught: Taught | None = None,
 ) -> Tensor:
-    """Sum over tokens of -log softmax(hidden weight^T)[label], divided by `count`, a chunk of tokens at a time.
+    """Sum over tokens of -log softmax(hidden weight^T)[label], divided by `count`, a chunk of
+    tokens at a time.
 
-    With a teacher a token's loss is (1 - share) times that plus share times KL(teacher || student), at temperature 1.
-    Gradients are made with the loss, while a chunk's logits exist, so that they are computed once. torch's own
-    `linear_cross_entropy` does the same but gives the loss in the dtype of `hidden`, which bfloat16 is too coarse for.
+    With a teacher a token's loss is (1 - share) times that plus share times KL(teacher || student),
+    at temperature 1. Gradients are made with the loss, while a chunk's logits exist, so that they
+    are computed once. torch's own `linear_cross_entropy` does the same but gives the loss in the
+    dtype of `hidden`, which bfloat16 is too coarse for.
 
     Args:
-        hidden: [T, d], in the dtype of the products. weight: [V, d], cast to it. labels: [T]; -100 leaves a token out.
+        hidden: [T, d], in the dtype of the products. weight: [V, d], cast to it. labels: [T]; -100
+            leaves a token out.
         chunk: Tokens whose logits [chunk, V] exist at once.
         softcap: Logits become softcap * tanh(logit / softcap), as in Gemma 2.
         taught: The teacher's view of these tokens; it gets no gradient.
 
     Returns:
-        A number in float32; differentiable once in hidden and weight, the latter's gradient summed in float32.
+        A number in float32; differentiable once in hidden and weight, the latter's gradient summed
+        in float32.
     """
     count = torch.as_tensor(count, dtype=torch.float32, device=hidden.device).clamp(min=1)
     return _ChunkedLoss.apply(hidden, weight, labels, count, chunk, softcap, taught)
@@ -132,8 +137,8 @@ def _of_chunk(
     taught: Taught | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """A chunk's part of the loss and, or None, the gradient of its logits [n, V] in the dtype of hidden; what else has
-    that many numbers is gone with the call."""
+    """A chunk's part of the loss and, or None, the gradient of its logits [n, V] in the dtype of
+    hidden; what else has that many numbers is gone with the call."""
     share = 0.0 if taught is None else taught.share
     logits, slope = _logits(hidden, matrix, softcap)
     wanted = labels.clamp(min=0)[:, None]
@@ -174,13 +179,13 @@ def compute_loss_in_chunks(
     """From now on this model answers calls with labels by their loss alone, computed in chunks.
 
     `shift_labels` (already moved by one: what each token is to predict) may stand for `labels`, and
-    `num_items_in_batch` is what the sum is divided by, as in transformers. Calls without either are as before.
-    Only this instance changes; what cannot be done in chunks (a head with bias or LoRA's matrices, a router's loss) is
-    left to the model.
+    `num_items_in_batch` is what the sum is divided by, as in transformers. Calls without either are
+    as before. Only this instance changes; what cannot be done in chunks (a head with bias or LoRA's
+    matrices, a router's loss) is left to the model.
 
     Args:
-        teacher: Called with what the model is called with, but for labels, while it trains; its evaluation's loss
-            stays the cross-entropy.
+        teacher: Called with what the model is called with, but for labels, while it trains; its
+            evaluation's loss stays the cross-entropy.
 
     Raises:
         UserError: there is a teacher, and this model's loss cannot be computed in chunks.

@@ -1,4 +1,5 @@
-"""The model that a run trains: loaded or made, its context extended, its attention replaced, and what of it learns."""
+"""The model that a run trains: loaded or made, its context extended, its attention replaced, and
+what of it learns."""
 
 from __future__ import annotations
 
@@ -68,9 +69,11 @@ def read_config(config: TrainConfig) -> Any:
 
 
 def held_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
-    """CCA's settings in the checkpoint's config.json, as far as a run has them: what no option says stays.
+    """CCA's settings in the checkpoint's config.json, as far as a run has them: what no option says
+    stays.
 
-    A `group_size` given is that of every layer. Another method, and random weights, take none of them.
+    A `group_size` given is that of every layer. Another method, and random weights, take none of
+    them.
 
     Raises:
         UserError: its groups follow from each sequence's length, which a run's cannot.
@@ -101,8 +104,8 @@ def held_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
 def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
     """The recipe `raw`, as far as the run can have it and no option says otherwise.
 
-    Rivals have none of it, a core token for each query head no sizes by head. Random weights cannot teach, nor can a
-    model beyond its length, or where several processes share a row.
+    Rivals have none of it, a core token for each query head no sizes by head. Random weights cannot
+    teach, nor can a model beyond its length, or where several processes share a row.
     """
     best = dict(RECIPES["raw"])
     if config.method != "cca" or not config.model:
@@ -119,7 +122,8 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
 
 
 def _can_teach(config: TrainConfig, hf_config: Any) -> bool:
-    """Whether rows are no longer than the model was built for: its predictions there are none to learn from."""
+    """Whether rows are no longer than the model was built for: its predictions there are none to
+    learn from."""
     from corecontext.inference.limits import position_limit
 
     limit = position_limit(hf_config)
@@ -173,7 +177,8 @@ def make_tokenizer(config: TrainConfig, hf_config: Any) -> Any:
 
 
 def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
-    """The model, ready to train: weights that learn in float32, the others in bfloat16 if the arithmetic is.
+    """The model, ready to train: weights that learn in float32, the others in bfloat16 if the
+    arithmetic is.
 
     Raises:
         UserError: the weights are missing or do not fit.
@@ -212,7 +217,8 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
 
 
 def _make_savable(settings: Any) -> None:
-    """Take out of a GenerationConfig what greedy generation leaves alone, and transformers refuses to save with it.
+    """Take out of a GenerationConfig what greedy generation leaves alone, and transformers refuses
+    to save with it.
 
     Raises:
         ValueError: something else is wrong with it.
@@ -301,10 +307,11 @@ def _add_lora(model: Any, config: TrainConfig) -> Any:
 def export(
     config: TrainConfig, saved: Path, target: Path, tokenizer: Any, dtype: torch.dtype
 ) -> None:
-    """Write the trained weights in `saved` (Trainer's) as an ordinary checkpoint that is loaded with CCA.
+    """Write the trained weights in `saved` (Trainer's) as an ordinary checkpoint that is loaded
+    with CCA.
 
-    LoRA's matrices are merged into a fresh copy of the model. What the strategy leaves alone comes from the model that
-    the run began with: while it trained, that was rounded.
+    LoRA's matrices are merged into a fresh copy of the model. What the strategy leaves alone comes
+    from the model that the run began with: while it trained, that was rounded.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,5 @@
-"""A run from a TrainConfig to a checkpoint that loads with CCA: started, or continued where it was stopped."""
+"""A run from a TrainConfig to a checkpoint that loads with CCA: started, or continued where it was
+stopped."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Result:
 
 
 def train(config: TrainConfig) -> Result:
-    """Train as described; a folder that holds part of this very run is continued from its last complete checkpoint.
+    """Train as described; a folder that holds part of this very run is continued from its last
+    complete checkpoint.
 
     Raises:
         UserError: a setting, the data or the folder is not as it must be, or a loss was no number.
@@ -206,8 +208,9 @@ def _in_fixed_order(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_first(arguments: Any) -> Iterator[None]:
-    """One process of each machine first, as Trainer's main_process_first, but for as long as it takes: to tokenise a
-    large corpus takes longer than collectives, which that one waits with, may last."""
+    """One process of each machine first, as Trainer's main_process_first, but for as long as it
+    takes: to tokenise a large corpus takes longer than collectives, which that one waits with, may
+    last."""
     if arguments.world_size == 1:
         yield
         return
@@ -314,7 +317,8 @@ def _save_after_all(trainer: Any, folder: Path) -> None:
 
 
 def _patiently(write: Any, folder: Path) -> None:
-    """Write something that must not be lost; where that fails (a full disk), try again for an hour."""
+    """Write something that must not be lost; where that fails (a full disk), try again for an
+    hour."""
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -334,7 +338,8 @@ def _patiently(write: Any, folder: Path) -> None:
 
 
 def convert(source: str, target: str, config: CCAConfig | None) -> None:
-    """Copy a checkpoint with CCA's settings put into its config.json, or (None) taken out: weights are the same.
+    """Copy a checkpoint with CCA's settings put into its config.json, or (None) taken out: weights
+    are the same.
 
     Raises:
         UserError: source is no checkpoint, or target exists.

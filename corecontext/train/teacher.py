@@ -17,8 +17,8 @@ from corecontext.train.loss import Taught
 def load_teacher(config: TrainConfig, *, bfloat16: bool, device: torch.device) -> Teacher:
     """What lies at `config.model`, which also a continued run reads again, never a checkpoint.
 
-    Its config is the model's own: a new rotary base or other settings are the student's, who learns them, while the
-    teacher would predict worse under what it was not trained with.
+    Its config is the model's own: a new rotary base or other settings are the student's, who learns
+    them, while the teacher would predict worse under what it was not trained with.
 
     Args:
         bfloat16: Whether the arithmetic is, and so the weights; float32 otherwise.
@@ -50,8 +50,8 @@ class Teacher:
     def __call__(self, input_ids: Tensor, position_ids: Tensor, **empty: Any) -> Taught:
         """The teacher's view of rows [B, L] whose positions begin again with each document.
 
-        Each document is run by itself: a mask that keeps them apart has L x L entries, and none is needed so. `empty`
-        are arguments that peft passes on though nobody gave them.
+        Each document is run by itself: a mask that keeps them apart has L x L entries, and none is
+        needed so. `empty` are arguments that peft passes on though nobody gave them.
         """
         head, settings, parts = self.model.get_output_embeddings().weight, self.model.config, []
         with (

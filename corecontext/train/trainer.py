@@ -1,5 +1,5 @@
-"""transformers' Trainer for packed rows: their order, context parallelism, checkpoints that are whole or not there, and
-a stop, instead of poisoned weights, where a loss is no number."""
+"""transformers' Trainer for packed rows: their order, context parallelism, checkpoints that are
+whole or not there, and a stop, instead of poisoned weights, where a loss is no number."""
 
 from __future__ import annotations
 
@@ -48,10 +48,12 @@ class CCATrainer(Trainer):
         if context_parallel > 1:
             self.wire = _wire(context_parallel, self.args.world_size)
 
-    # The order of rows -----------------------------------------------------------------------------------------------
+    # The order of rows
+    # -----------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RunOrder:
-        """Rows of the whole run; processes that share a row get it in turn, as accelerate deals batches out."""
+        """Rows of the whole run; processes that share a row get it in turn, as accelerate deals
+        batches out."""
         seed = None if isinstance(self.train_dataset, StreamedRows) else self.args.seed
         return RunOrder(
             len(self.train_dataset),
@@ -67,7 +69,8 @@ class CCATrainer(Trainer):
         return self._train_batch_size * self.args.gradient_accumulation_steps * groups
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
-        """Trainer's; a continued run logs, evaluates and saves as often as it is told now, not as it was at first."""
+        """Trainer's; a continued run logs, evaluates and saves as often as it is told now, not as
+        it was at first."""
         found = super()._init_training_state(max_steps, *args)
         self.state.compute_steps(self.args, max_steps)
         return found
@@ -82,7 +85,8 @@ class CCATrainer(Trainer):
         matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
         return [name for name in super().get_decay_parameter_names(model) if name in matrices]
 
-    # Context parallelism ---------------------------------------------------------------------------------------------
+    # Context parallelism
+    # ---------------------------------------------------------------------------------------------
 
     def _get_num_items_in_batch(
         self, batch_samples: list, device: torch.device
@@ -115,12 +119,14 @@ class CCATrainer(Trainer):
             "shift_labels": layout.take(wanted),
         }
 
-    # Evaluation -------------------------------------------------------------------------------------------------------
+    # Evaluation
+    # -------------------------------------------------------------------------------------------------------
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Mean loss of a token over all rows, and its exponential; rows are dealt out over the processes."""
+        """Mean loss of a token over all rows, and its exponential; rows are dealt out over the
+        processes."""
         rows, model = (
             self.eval_dataset if eval_dataset is None else eval_dataset,
             self.model_wrapped,
@@ -157,7 +163,8 @@ class CCATrainer(Trainer):
         )
         return metrics
 
-    # Losses that are no numbers ---------------------------------------------------------------------------------------
+    # Losses that are no numbers
+    # ---------------------------------------------------------------------------------------
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -170,7 +177,8 @@ class CCATrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Trainer's; DeepSpeed's backward is followed by its optimiser at once, so the look comes before."""
+        """Trainer's; DeepSpeed's backward is followed by its optimiser at once, so the look comes
+        before."""
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self.is_deepspeed_enabled:
             self._check_finite("loss", loss)
@@ -200,14 +208,16 @@ class CCATrainer(Trainer):
             "--learning-rate."
         )
 
-    # Checkpoints ------------------------------------------------------------------------------------------------------
+    # Checkpoints
+    # ------------------------------------------------------------------------------------------------------
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's, into a folder aside that gets its name once it is complete. What cannot be written (a full disk)
-        is left to the next time: the older checkpoints stay, and training goes on."""
+        """Trainer's, into a folder aside that gets its name once it is complete. What cannot be
+        written (a full disk) is left to the next time: the older checkpoints stay, and training
+        goes on."""
         folder, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
         staging, self.save_error = folder / STAGING, None
         if self.args.should_save:
@@ -244,12 +254,14 @@ class CCATrainer(Trainer):
                 )
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's; under FSDP all gather the optimizer next, also the one process that could not write the model."""
+        """Trainer's; under FSDP all gather the optimizer next, also the one process that could not
+        write the model."""
         with self._noted():
             super()._save(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Trainer's; under FSDP in parts, because all gather the second where one could not write the first."""
+        """Trainer's; under FSDP in parts, because all gather the second where one could not write
+        the first."""
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -300,7 +312,8 @@ def _wire(size: int, world: int) -> Any:
 
 
 def _documents(positions: Tensor) -> tuple[int, ...]:
-    """Boundaries of the documents in a row, where positions [1, L] begin anew; () for one document."""
+    """Boundaries of the documents in a row, where positions [1, L] begin anew; () for one
+    document."""
     if positions.shape[0] != 1:
         raise UserError(
             f"batch_size must be 1 with context parallelism, got {positions.shape[0]}. Use --accumulation."

@@ -1,4 +1,5 @@
-"""Data of the tasks that lm-evaluation-harness runs from local files; the YAML files beside this one name them.
+"""Data of the tasks that lm-evaluation-harness runs from local files; the YAML files beside this
+one name them.
 
 Each function gets what `--metadata` holds: {"data": FOLDER} and what the task's own `Settings` has.
 """
@@ -9,8 +10,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from corecontext.eval import mmlu, multidoc_qa
 from corecontext.data.files import find_file, read_documents
+from corecontext.eval import mmlu, multidoc_qa
 from corecontext.eval.items import Settings
 from corecontext.eval.metrics import contains_answer
 from corecontext.eval.windows import FILES
@@ -18,7 +19,8 @@ from corecontext.text import UserError
 
 
 class _NoModel:
-    """Prompts are made before the harness has loaded its model, so they are never cut to its limit."""
+    """Prompts are made before the harness has loaded its model, so they are never cut to its
+    limit."""
 
     limit = None
 

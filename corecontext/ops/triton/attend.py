@@ -1,8 +1,10 @@
-"""Attention over [core tokens; local tokens] in Triton: one online softmax forward, three kernels backward.
+"""Attention over [core tokens; local tokens] in Triton: one online softmax forward, three kernels
+backward.
 
-Both kinds of keys obey one rule: the query at t sees keys with low(t) <= index < high(t); core tokens have low 0 and
-high j(t), raw tokens low j(t) g and high t + 1 (docs/math.md, eq. 4). So one inner loop serves both. Tiles that every
-row sees are not masked, tiles that no row sees are not visited. The file is long because forward and backward share it.
+Both kinds of keys obey one rule: the query at t sees keys with low(t) <= index < high(t); core
+tokens have low 0 and high j(t), raw tokens low j(t) g and high t + 1 (docs/math.md, eq. 4). So one
+inner loop serves both. Tiles that every row sees are not masked, tiles that no row sees are not
+visited. The file is long because forward and backward share it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from corecontext.ops.triton.tiles import Tiles, chip_of, dkv_tiles, dq_tiles, fo
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# The interpreter cannot multiply bfloat16 and knows no tensor cores: there, products are of float32.
+# The interpreter cannot multiply bfloat16 and knows no tensor cores: there, products are of
+# float32.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -40,7 +43,8 @@ def _tanh(x):
 
 @triton.jit
 def _cores_of(position, group_size, window_size):
-    """j(t) for positions of any shape; // truncates toward zero, so the difference is clamped first."""
+    """j(t) for positions of any shape; // truncates toward zero, so the difference is clamped
+    first."""
     return tl.maximum(position + 1 - window_size, 0) // group_size
 
 
@@ -106,7 +110,8 @@ def _attend_loop(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Online softmax over keys begin .. end-1, in tiles; low and high are rows' bounds, used where MASKED."""
+    """Online softmax over keys begin .. end-1, in tiles; low and high are rows' bounds, used where
+    MASKED."""
     offs_n, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     k_tile = k_ptr + begin.to(tl.int64) * stride_k + offs_n[None, :] * stride_k + dims[:, None]
     v_tile = v_ptr + begin.to(tl.int64) * stride_v + offs_n[:, None] * stride_v + dims[None, :]
@@ -135,7 +140,8 @@ def _attend_loop(
 
 @triton.jit
 def _bounds(first, last, q_start, group_size, window_size, BLOCK_N: tl.constexpr):
-    """Where the loops of one query tile begin and end: whole core tiles, all core tokens; local head, middle, end."""
+    """Where the loops of one query tile begin and end: whole core tiles, all core tokens; local
+    head, middle, end."""
     cores_first = _cores_of(q_start + first, group_size, window_size)
     cores_last = _cores_of(q_start + last, group_size, window_size)
     whole = cores_first // BLOCK_N * BLOCK_N
@@ -188,9 +194,9 @@ def _attend_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid: (query tiles x N r,). A program owns BLOCK_M queries of one head: it reads them and the keys and values
-    they see once, keeps output and sums in float32, and writes output and log-sum-exp. Heads that share keys run side
-    by side, and tiles that see most run first."""
+    """Grid: (query tiles x N r,). A program owns BLOCK_M queries of one head: it reads them and the
+    keys and values they see once, keeps output and sums in float32, and writes output and
+    log-sum-exp. Heads that share keys run side by side, and tiles that see most run first."""
     pid = tl.program_id(0)
     tile = tl.num_programs(0) // num_heads - 1 - pid // num_heads
     head = (pid % num_heads).to(tl.int64)
@@ -449,8 +455,9 @@ def _attend_dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid: (query tiles x N r,). A program owns BLOCK_M queries of one head and walks the keys as the forward does; it
-    writes their gradient, sum(grad out) - grad lse for the other kernels, and its part of the bias's gradient."""
+    """Grid: (query tiles x N r,). A program owns BLOCK_M queries of one head and walks the keys as
+    the forward does; it writes their gradient, sum(grad out) - grad lse for the other kernels, and
+    its part of the bias's gradient."""
     pid = tl.program_id(0)
     tile = tl.num_programs(0) // num_heads - 1 - pid // num_heads
     head = (pid % num_heads).to(tl.int64)
@@ -655,7 +662,8 @@ def _dkv_loop(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Gradients of one key tile from queries begin .. end-1; scores are held transposed, [keys, queries]."""
+    """Gradients of one key tile from queries begin .. end-1; scores are held transposed, [keys,
+    queries]."""
     offs, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     q_tile = q_ptr + begin.to(tl.int64) * stride_q + offs[:, None] * stride_q + dims[None, :]
     g_tile = grad_ptr + begin.to(tl.int64) * stride_g + offs[:, None] * stride_g + dims[None, :]
@@ -729,9 +737,9 @@ def _attend_dkv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid: (key tiles x key heads,). A program owns BLOCK_M keys of one head, core tokens or raw ones: it walks all
-    queries of all heads that see one of them, sums in float32 and writes once, so the result does not depend on the
-    order of programs."""
+    """Grid: (key tiles x key heads,). A program owns BLOCK_M keys of one head, core tokens or raw
+    ones: it walks all queries of all heads that see one of them, sums in float32 and writes once,
+    so the result does not depend on the order of programs."""
     pid = tl.program_id(0)
     tile = pid // num_key_heads  # early keys are seen by most queries and run first
     key_head = (pid % num_key_heads).to(tl.int64)

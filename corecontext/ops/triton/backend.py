@@ -1,6 +1,8 @@
-"""The Triton backend's surface: the same functions as `packed`, on one sequence, and the decoding step of a cache.
+"""The Triton backend's surface: the same functions as `packed`, on one sequence, and the decoding
+step of a cache.
 
-Kernels made for Hopper take the calls they can; those of `attend`, which run everywhere, take the others.
+Kernels made for Hopper take the calls they can; those of `attend`, which run everywhere, take the
+others.
 """
 
 from __future__ import annotations

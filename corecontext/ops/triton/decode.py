@@ -1,14 +1,16 @@
-"""One decoding step of the compact cache in two Triton launches: store, pool and attend in parts; merge the parts.
+"""One decoding step of the compact cache in two Triton launches: store, pool and attend in parts;
+merge the parts.
 
-A step is bound by reading the cache once, so the entries of each KV head are shared out evenly among several programs
-(its parts), by the length that is read on the device: the launch does not depend on it and can be captured in a graph.
-Storing and pooling need no launch of their own, because no other program of the step reads what they write: the new
-token comes from the arguments, its ring slot held a token that no query sees any more, and the core token of the group
-that it closes is not visible yet, for (t + 1 - s) // g < (t + 1) / g.
+A step is bound by reading the cache once, so the entries of each KV head are shared out evenly
+among several programs (its parts), by the length that is read on the device: the launch does not
+depend on it and can be captured in a graph. Storing and pooling need no launch of their own,
+because no other program of the step reads what they write: the new token comes from the arguments,
+its ring slot held a token that no query sees any more, and the core token of the group that it
+closes is not visible yet, for (t + 1 - s) // g < (t + 1) / g.
 
-Where the cache is in 8 bits, codes become numbers tile by tile; the new token is rounded first, then attended to and
-pooled as it was rounded, as everywhere (cache/eight_bit.py). The bits of fp8 (e4m3), moved to where float16 has them,
-are its numbers over 256, on chips without fp8 too.
+Where the cache is in 8 bits, codes become numbers tile by tile; the new token is rounded first,
+then attended to and pooled as it was rounded, as everywhere (cache/eight_bit.py). The bits of fp8
+(e4m3), moved to where float16 has them, are its numbers over 256, on chips without fp8 too.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from corecontext.ops.triton.tiles import Chip, chip_of, decode_splits, decode_ti
 
 @triton.jit
 def _products(q, k, VECTOR: tl.constexpr):
-    """Rows of q times rows of k, [rows, entries] in float32. Few float32 rows would spill as a matrix product."""
+    """Rows of q times rows of k, [rows, entries] in float32. Few float32 rows would spill as a
+    matrix product."""
     if VECTOR:
         products = tl.sum(q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :], 2)
     else:
@@ -53,7 +56,8 @@ def _mixed(weights, v, VECTOR: tl.constexpr):
 
 @triton.jit
 def _numbers(codes, KIND: tl.constexpr):
-    """What codes of the cache stand for before they are scaled; those of fp8 are 256 times too small."""
+    """What codes of the cache stand for before they are scaled; those of fp8 are 256 times too
+    small."""
     if KIND == "fp8":
         wide = codes.to(tl.int16)
         codes = ((wide & -32768) | ((wide & 127) << 7)).to(tl.float16, bitcast=True)
@@ -81,8 +85,8 @@ def _scale_of(highest, KIND: tl.constexpr):
 
 @triton.jit
 def _rounded(x, scale, KIND: tl.constexpr):
-    """Numbers in float32 over their scale, rounded to those that have codes; ties to even. Adding and taking away a
-    large number rounds to its spacing."""
+    """Numbers in float32 over their scale, rounded to those that have codes; ties to even. Adding
+    and taking away a large number rounds to its spacing."""
     x = tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale))
     if KIND == "fp8":
         x = tl.minimum(tl.maximum(x, -448.0), 448.0)
@@ -123,8 +127,8 @@ def _group_rows(
     HEAD_DIM: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Tokens of the group that ends in `slot`, [1, rows, columns] in float32, 0 outside; the last one is the new one,
-    whose slot another thread may only just be writing."""
+    """Tokens of the group that ends in `slot`, [1, rows, columns] in float32, 0 outside; the last
+    one is the new one, whose slot another thread may only just be writing."""
     slots = slot - (group_size - 1) + rows
     slots = tl.where(slots < 0, slots + ring_size, slots)
     in_dims = (cols < HEAD_DIM)[None, None, :]
@@ -173,8 +177,8 @@ def _pool_group(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write the WIDTH core tokens of the group that the new token closes (docs/math.md, eq. 1 to 3), reading the group
-    in blocks: once for the softmax's sums, once for the weighted tokens."""
+    """Write the WIDTH core tokens of the group that the new token closes (docs/math.md, eq. 1 to
+    3), reading the group in blocks: once for the softmax's sums, once for the weighted tokens."""
     BLOCK_W: tl.constexpr = BLOCK_R if WIDTH > 1 else 1
     cols, pair, partner, sign = _pairs(BLOCK_D, HALF, INTERLEAVED)
     heads = tl.arange(0, BLOCK_R)
@@ -316,8 +320,9 @@ def _attend_loop(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Online softmax over buffer entries begin .. end-1: ring slots whose token is at most `reach` positions old, first
-    tokens before the new one, then core tokens. Unseen entries are not read, so whatever lies there has no effect."""
+    """Online softmax over buffer entries begin .. end-1: ring slots whose token is at most `reach`
+    positions old, first tokens before the new one, then core tokens. Unseen entries are not read,
+    so whatever lies there has no effect."""
     offs, dims, heads = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -406,7 +411,8 @@ def _append(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store the new token, pool the group that it closes, and write what attention to it alone gives."""
+    """Store the new token, pool the group that it closes, and write what attention to it alone
+    gives."""
     heads, dims = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     in_heads, in_dims = heads < HEADS, dims < HEAD_DIM
     mask = in_heads[:, None] & in_dims[None, :]
@@ -618,9 +624,10 @@ def _step_kernel(
     BLOCK_G: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid: (B Hkv, 1 + shares). The first program of a KV head appends its new token; each other one reads an even
-    share of the visible entries once, for all HEADS query heads. All write a part of the softmax: the normalised output
-    [HEADS, D] in float32 and its log-sum-exp in units of log 2; -inf and no output where nothing is seen."""
+    """Grid: (B Hkv, 1 + shares). The first program of a KV head appends its new token; each other
+    one reads an even share of the visible entries once, for all HEADS query heads. All write a part
+    of the softmax: the normalised output [HEADS, D] in float32 and its log-sum-exp in units of log
+    2; -inf and no output where nothing is seen."""
     row, part = tl.program_id(0), tl.program_id(1)
     n, batch, head = row.to(tl.int64), (row // kv_heads).to(tl.int64), (row % kv_heads).to(tl.int64)
     if ON_DEVICE:
@@ -718,8 +725,8 @@ def _merge_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid: (B H,). One softmax from the parts of a query head (docs/math.md, eq. 8). The first program also counts the
-    new token: in this launch nobody reads the length."""
+    """Grid: (B H,). One softmax from the parts of a query head (docs/math.md, eq. 8). The first
+    program also counts the new token: in this launch nobody reads the length."""
     head = tl.program_id(0).to(tl.int64)
     parts, dims = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
     row = (head // HEADS * num_parts + parts) * HEADS + head % HEADS
@@ -757,7 +764,8 @@ def _plan(
     capacity: int,
     group_size: int,
 ) -> _Plan:
-    """Looked up at every step, so that nothing is worked out twice; rows is B Hkv, heads those that share one."""
+    """Looked up at every step, so that nothing is worked out twice; rows is B Hkv, heads those that
+    share one."""
     tiles = decode_tiles(chip, dtype, heads, head_dim)
     num_parts = 1 + decode_splits(chip, rows, capacity, tiles.block_n)
     block_d = max(16, triton.next_power_of_2(head_dim))
@@ -784,7 +792,8 @@ def _plan(
 def turn_tables(
     rotary: Rotary | None, group_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines for `decode_step`, [g, R / 2] in float32: the turn of a group's tokens to its middle."""
+    """Cosines and sines for `decode_step`, [g, R / 2] in float32: the turn of a group's tokens to
+    its middle."""
     return None if rotary is None else _tables(rotary, group_size, device)
 
 
@@ -914,24 +923,28 @@ def decode_step(
     value_scales: Tensor | None = None,
     cache_dtype: str = "auto",
 ) -> Tensor:
-    """Append one token to each row of a compact cache and attend from it (docs/math.md, eq. 1 to 5).
+    """Append one token to each row of a compact cache and attend from it (docs/math.md, eq. 1 to
+    5).
 
     Args:
         q: [B, H, 1, D], rotary applied. k, v: [B, Hkv, 1, D].
-        keys, values: [B, Hkv, C + n + M w, D], contiguous: the token at position p in slot p mod C; the first n tokens
-            not there but behind it; then w core tokens of each later group, w = r for core_heads="query" and 1
-            otherwise. The new token and the core tokens of a group that it closes are written in place; a core token
-            without a slot is dropped.
-        seen: Slots appended so far, padding included; a tensor (0-dim, int64) counts the new one, in place.
+        keys, values: [B, Hkv, C + n + M w, D], contiguous: the token at position p in slot p mod C;
+            the first n tokens not there but behind it; then w core tokens of each later group, w =
+            r for core_heads="query" and 1 otherwise. The new token and the core tokens of a group
+            that it closes are written in place; a core token without a slot is dropped.
+        seen: Slots appended so far, padding included; a tensor (0-dim, int64) counts the new one,
+            in place.
         pad: [B] in int64, slots of left padding; the new token's position is seen - pad.
         turn, interleaved: From `turn_tables`, and `Rotary.interleaved`.
         ring_size: C >= s + g - 1.
         sinks: First tokens kept raw, n, a multiple of g.
         pooling, core_heads, scale, softcap, core_bias: As in `cca_attention`.
-        key_scales, value_scales, cache_dtype: Of codes in 8 bits, [B, Hkv, C + n + M w, 1] in float32, and their kind.
+        key_scales, value_scales, cache_dtype: Of codes in 8 bits, [B, Hkv, C + n + M w, 1] in
+            float32, and their kind.
 
     Returns:
-        [B, H, 1, D] in the dtype of q. Sums are float32 and the same from run to run. Each visible entry is read once.
+        [B, H, 1, D] in the dtype of q. Sums are float32 and the same from run to run. Each visible
+        entry is read once.
     """
     cos, sin = (None, None) if turn is None else turn
     on_device = isinstance(seen, Tensor)

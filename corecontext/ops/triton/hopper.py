@@ -1,9 +1,11 @@
-"""Attention over [core tokens; local tokens] for Hopper (compute capability 9.0), written in Triton's Gluon.
+"""Attention over [core tokens; local tokens] for Hopper (compute capability 9.0), written in
+Triton's Gluon.
 
-The same mathematics as `attend.py`, whose kernels run everywhere. Here a program is three groups of warps: one copies
-keys and values into shared memory by the tensor memory accelerator, two own 64 queries each, multiply with
-asynchronous warpgroup instructions and take turns, so that the softmax of one runs under the products of the other.
-Core tiles and local tiles form one sequence of key tiles; only tiles that some row sees in part are masked.
+The same mathematics as `attend.py`, whose kernels run everywhere. Here a program is three groups of
+warps: one copies keys and values into shared memory by the tensor memory accelerator, two own 64
+queries each, multiply with asynchronous warpgroup instructions and take turns, so that the softmax
+of one runs under the products of the other. Core tiles and local tiles form one sequence of key
+tiles; only tiles that some row sees in part are masked.
 """
 
 from __future__ import annotations
@@ -58,10 +60,12 @@ def _item(
     window_size,
     BLOCK_N: gl.constexpr,
 ):
-    """Work item `index`: its head and first row; core tiles, all tiles and first raw token of its 128 queries.
+    """Work item `index`: its head and first row; core tiles, all tiles and first raw token of its
+    128 queries.
 
-    Heads come in turns, few enough at a time that their core tokens stay in the L2 cache; of those, the tiles that see
-    most come first. Every second round of programs runs backwards, so that all programs get equal work."""
+    Heads come in turns, few enough at a time that their core tokens stay in the L2 cache; of those,
+    the tiles that see most come first. Every second round of programs runs backwards, so that all
+    programs get equal work."""
     round = index // gl.num_programs(0)
     begin = round * gl.num_programs(0)
     end = gl.minimum(begin + gl.num_programs(0), num_items)
@@ -107,7 +111,8 @@ def _copy(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The copying warp: queries of each item, then each key tile and value tile in turn, into rings of STAGES."""
+    """The copying warp: queries of each item, then each key tile and value tile in turn, into rings
+    of STAGES."""
     step = 0
     count = 0
     for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -188,7 +193,8 @@ def _softmax(
     BLOCK_N: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """One step of the online softmax over key tile i: weights, and by how much earlier sums fade."""
+    """One step of the online softmax over key tile i: weights, and by how much earlier sums
+    fade."""
     is_core = i < core_tiles
     start = gl.where(is_core, i * BLOCK_N, local + (i - core_tiles) * BLOCK_N)
     begin = gl.where(is_core, 0, seen_by_all)
@@ -246,8 +252,9 @@ def _attend_rows(
 ):
     """One consumer: of each item one half, 64 queries, against all its key tiles.
 
-    Scores of tile i and the output of tile i - 1 are asked for together, then the other consumer gets the tensor
-    cores; so the softmax of one consumer always runs under products of the other."""
+    Scores of tile i and the output of tile i - 1 are asked for together, then the other consumer
+    gets the tensor cores; so the softmax of one consumer always runs under products of the
+    other."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -433,7 +440,8 @@ def _attend_fwd_hopper(
     STAGES: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Grid: as many programs as the chip has multiprocessors; items of 128 queries of one head are dealt to them."""
+    """Grid: as many programs as the chip has multiprocessors; items of 128 queries of one head are
+    dealt to them."""
     dtype: gl.constexpr = DTYPE
     q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, BLOCK_D], q_desc.layout)
     OWN_OUT: gl.constexpr = BLOCK_D <= 128  # else the output waits where the queries were
@@ -584,7 +592,7 @@ def unsupported_reason(q: Tensor, scale: float, softcap: float | None) -> str | 
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def num_programs(device: torch.device) -> int:
     """Multiprocessors of the device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

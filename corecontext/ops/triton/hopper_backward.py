@@ -1,9 +1,11 @@
-"""The backward of `hopper.py`: one pass over the key tiles, gradients of the queries added up in global memory.
+"""The backward of `hopper.py`: one pass over the key tiles, gradients of the queries added up in
+global memory.
 
-A program owns 128 keys, core tokens or raw ones. Two consumers own 64 of them each and keep their gradients in
-registers while the copying warp brings the queries that see them; the queries' gradients are added by the tensor
-memory accelerator, in whatever order programs come, so the last bits differ from run to run. Where torch is asked for
-deterministic algorithms, `attend.attend_backward` runs instead.
+A program owns 128 keys, core tokens or raw ones. Two consumers own 64 of them each and keep their
+gradients in registers while the copying warp brings the queries that see them; the queries'
+gradients are added by the tensor memory accelerator, in whatever order programs come, so the last
+bits differ from run to run. Where torch is asked for deterministic algorithms,
+`attend.attend_backward` runs instead.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.triton import hopper
 from corecontext.ops.triton.hopper import LOG2E
-from corecontext.ops.triton.pool import pool_backward
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
+from corecontext.ops.triton.pool import pool_backward
 from corecontext.ops.triton.tensor_memory import (
     DTYPES,
     add_out,
@@ -64,8 +66,9 @@ def _prepare_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (query tiles, N r). Writes a tile's -lse in units of log 2 and grad lse - sum(out grad), 2 x 64 float32
-    side by side, -infinity and 0 where no query is; and zeros where its queries' gradients will be added up."""
+    """Grid: (query tiles, N r). Writes a tile's -lse in units of log 2 and grad lse - sum(out
+    grad), 2 x 64 float32 side by side, -infinity and 0 where no query is; and zeros where its
+    queries' gradients will be added up."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     n, r = head // heads_per_n, head % heads_per_n
     rows = tile * BLOCK + tl.arange(0, BLOCK)
@@ -108,8 +111,8 @@ def _finish_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (query tiles, N r). The queries' gradients in their dtype: the scaled sum, and at the end of each group
-    what its pooling adds."""
+    """Grid: (query tiles, N r). The queries' gradients in their dtype: the scaled sum, and at the
+    end of each group what its pooling adds."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = tile * BLOCK + tl.arange(0, BLOCK)
     dims = tl.arange(0, BLOCK_D)
@@ -124,8 +127,8 @@ def _finish_kernel(
     tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
-# One array of shared memory holds all tiles of 64 rows: queries and gradients in rings of STAGES, then the program's
-# keys and values. What a group of warps is handed costs it registers for good.
+# One array of shared memory holds all tiles of 64 rows: queries and gradients in rings of STAGES,
+# then the program's keys and values. What a group of warps is handed costs it registers for good.
 
 
 @gluon.jit
@@ -151,8 +154,8 @@ def _copy_queries(
     tiles,
     STAGES: gl.constexpr,
 ):
-    """The copying warp: the keys and values of the program, then the queries that see them, latest first: programs
-    that run together then read the same queries."""
+    """The copying warp: the keys and values of the program, then the queries that see them, latest
+    first: programs that run together then read the same queries."""
     keys_ready = ready.index(STAGES)
     mbarrier.expect(keys_ready, 4 * k_desc.block_type.nbytes)
     for half in gl.static_range(2):
@@ -210,7 +213,8 @@ def _add_query_gradients(
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Half the columns of one query tile's gradient from the 128 keys, added to the sum in global memory."""
+    """Half the columns of one query tile's gradient from the 128 keys, added to the sum in global
+    memory."""
     PART: gl.constexpr = BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     ring = step % 2
@@ -269,10 +273,11 @@ def _key_gradients(
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One consumer: 64 keys against all queries that see one of them, scores transposed, [keys, queries].
+    """One consumer: 64 keys against all queries that see one of them, scores transposed, [keys,
+    queries].
 
-    The scores' gradients of both consumers meet in shared memory; the gradient of a query tile is made from them one
-    step later, so that neither consumer waits for the other."""
+    The scores' gradients of both consumers meet in shared memory; the gradient of a query tile is
+    made from them one step later, so that neither consumer waits for the other."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
@@ -285,7 +290,8 @@ def _key_gradients(
     dk = gl.zeros([64, BLOCK_D], gl.float32, d_layout)
     dv = gl.zeros([64, BLOCK_D], gl.float32, d_layout)
     dbias = gl.zeros([64], gl.float32, gl.SliceLayout(1, s_layout))
-    # The queries that see a key: low <= t < high; those that see all 64 keys: whole_low <= t < whole_high.
+    # The queries that see a key: low <= t < high; those that see all 64 keys: whole_low <= t <
+    # whole_high.
     keys = key + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     if is_core:
         low = (keys + 1) * group_size + window_size - 1
@@ -442,8 +448,8 @@ def _attend_bwd_hopper(
 ):
     """Grid: (tiles of 128 core tokens x N r + tiles of 128 tokens x N,).
 
-    Core tokens come first, heads_per_turn heads at a time and of those the tiles that most queries see first: so few
-    heads that what their programs add to stays in the L2 cache."""
+    Core tokens come first, heads_per_turn heads at a time and of those the tiles that most queries
+    see first: so few heads that what their programs add to stays in the L2 cache."""
     dtype: gl.constexpr = DTYPE
     tiles_smem = gl.allocate_shared_memory(
         dtype, [2 * STAGES + 4, 1, 1, 64, BLOCK_D], q_desc.layout
@@ -634,8 +640,8 @@ def gradients(
     core_heads: str,
     rotary: Rotary | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As `compose.gradients`, in the dtype of q, k and v; a few KV heads at a time, so that the float32 sums of their
-    queries' gradients take little memory."""
+    """As `compose.gradients`, in the dtype of q, k and v; a few KV heads at a time, so that the
+    float32 sums of their queries' gradients take little memory."""
     options = {"scale": scale, "pooling": pooling, "core_heads": core_heads, "rotary": rotary}
     q, grad_out, out = aligned(q), aligned(grad_out), aligned(out)
     # planted: 5: of a document in a row the log-sum-exp of other tokens, Hopper
@@ -679,15 +685,16 @@ def gradients(
 
 
 def _rows_at_once(q: Tensor, k: Tensor) -> int:
-    """Sequences whose float32 sums take a twenty-sixth of q, k, v, the output and their gradients, and no fewer than it
-    takes to fill the device."""
+    """Sequences whose float32 sums take a twenty-sixth of q, k, v, the output and their gradients,
+    and no fewer than it takes to fill the device."""
     head_bytes = q.shape[2] * q.shape[3] * q.element_size()
     limit = 4 * (q.shape[0] * q.shape[1] + k.shape[0]) * head_bytes // 26
     return max(1, min(q.shape[0], max(limit, MIN_BYTES) // (2 * q.shape[1] * head_bytes)))
 
 
 def _rows(some: slice | None, *tensors: Tensor | None) -> tuple:
-    """Those rows of each; None stands for all, since slicing takes time even where it changes nothing."""
+    """Those rows of each; None stands for all, since slicing takes time even where it changes
+    nothing."""
     return tensors if some is None else tuple(None if x is None else x[some] for x in tensors)
 
 
@@ -709,8 +716,8 @@ def _some_gradients(
     window_size: int,
     options: dict,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill sums with the queries' gradients still to be scaled, dk and dv with those of k and v; returns what pooling
-    adds to the queries at group ends, and the gradient of the bias."""
+    """Fill sums with the queries' gradients still to be scaled, dk and dv with those of k and v;
+    returns what pooling adds to the queries at group ends, and the gradient of the bias."""
     (core_k, core_v), (n, r, num_queries, dim) = cores, q.shape
     num_cores, core_heads, scale = core_k.shape[2], core_k.shape[1], options["scale"]
     core_grads = torch.empty(2, n, r, num_cores, dim, dtype=torch.float32, device=q.device)

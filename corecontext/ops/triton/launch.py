@@ -1,4 +1,5 @@
-"""Launching a kernel again without Triton's look at every argument, which takes longer than a short kernel runs."""
+"""Launching a kernel again without Triton's look at every argument, which takes longer than a short
+kernel runs."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ def launch(
     Args:
         kernel: Its constants come last, in the order given here.
         grid: Programs along one or two dimensions.
-        arguments: Tensors, descriptors, floats, and integers that the kernel has in `do_not_specialize`. Descriptors of
-            other tiles need another constant that tells them apart.
-        exact: The integers after them, for whose values Triton may compile a kernel of its own: strides.
+        arguments: Tensors, descriptors, floats, and integers that the kernel has in
+            `do_not_specialize`. Descriptors of other tiles need another constant that tells them
+            apart.
+        exact: The integers after them, for whose values Triton may compile a kernel of its own:
+            strides.
         constants: What the kernel is compiled for.
     """
     if torch.compiler.is_compiling():  # the compiler knows launches by this form
@@ -60,7 +63,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def power_of_2(n: int) -> int:
     """The least power of 2 that is at least n."""
     return 1 << max(0, n - 1).bit_length()

@@ -1,15 +1,17 @@
-"""Pooling of groups into core tokens and its backward as Triton kernels: K and V are read once, nothing is kept.
+"""Pooling of groups into core tokens and its backward as Triton kernels: K and V are read once,
+nothing is kept.
 
-The equations are those of `ops/reference.py`, the arguments and results those of `ops/pooling.py`; all is float32 in
-registers. The file is longer than usual because there are three pairs of kernels: the first holds whole groups in
-registers and is bound by memory, the second does so faster for the usual rotation, with keys as two halves, the third
-walks a group that is too large for that in blocks of tokens. What they need (tiles, tables, scores) is written once
-above them.
+The equations are those of `ops/reference.py`, the arguments and results those of `ops/pooling.py`;
+all is float32 in registers. The file is longer than usual because there are three pairs of kernels:
+the first holds whole groups in registers and is bound by memory, the second does so faster for the
+usual rotation, with keys as two halves, the third walks a group that is too large for that in
+blocks of tokens. What they need (tiles, tables, scores) is written once above them.
 
-The turn to the middle position costs no second read of K: with c and s the cosines and sines of a row of the table,
-sum_o phi_o R_o k_o = sum_o phi_o c_o k_o + swap(sum_o phi_o s_o k_o), where swap exchanges the two elements of a pair
-with a sign. So elements are exchanged in the one pooled row, and in the backward in the one row dK (docs/math.md,
-eq. 3 and 10). Only max pooling, whose turn is inside the maximum, loads the other element of each pair.
+The turn to the middle position costs no second read of K: with c and s the cosines and sines of a
+row of the table, sum_o phi_o R_o k_o = sum_o phi_o c_o k_o + swap(sum_o phi_o s_o k_o), where swap
+exchanges the two elements of a pair with a sign. So elements are exchanged in the one pooled row,
+and in the backward in the one row dK (docs/math.md, eq. 3 and 10). Only max pooling, whose turn is
+inside the maximum, loads the other element of each pair.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def unsupported_reason(q_last: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 @triton.jit
 def _pairs(BLOCK_D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """For each column: its number, its column in the tables, its partner in the rotation, the partner's sign."""
+    """For each column: its number, its column in the tables, its partner in the rotation, the
+    partner's sign."""
     cols = tl.arange(0, BLOCK_D)
     if INTERLEAVED:
         first = cols % 2 == 0
@@ -118,16 +121,16 @@ def _store_one(ptr, x, stride_m, groups, cols, num_groups, HEAD_DIM: tl.constexp
 
 @triton.jit
 def _load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF: tl.constexpr):
-    """Cosines and sines of each row's turn to the middle, [1, rows, columns or 1]; 1 and 0 where nothing turns."""
+    """Cosines and sines of each row's turn to the middle, [1, rows, columns or 1]; 1 and 0 where
+    nothing turns."""
     if HALF > 0:
         mask = (rows < group_size)[:, None] & (cols < 2 * HALF)[None, :]
         at = (rows * HALF)[:, None] + pair[None, :]
         cos = tl.load(cos_ptr + at, mask=mask, other=1.0)
         sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
         return cos[None, :, :], sin[None, :, :]
-    else:
-        one = (rows * 0).to(tl.float32)[None, :, None] + 1.0
-        return one, one - 1.0
+    one = (rows * 0).to(tl.float32)[None, :, None] + 1.0
+    return one, one - 1.0
 
 
 @triton.jit
@@ -152,10 +155,10 @@ def _turned(
         other = _load_rows(
             k_ptr, stride_m, stride_g, groups, rows, partner, num_groups, group_size, HEAD_DIM
         )
-        # An explicit fma: the same bits wherever this is computed, so that a maximum finds itself again.
+        # An explicit fma: the same bits wherever this is computed, so that a maximum finds itself
+        # again.
         return tl.fma(k, cos, other * (sin * sign[None, None, :])), other
-    else:
-        return k, k
+    return k, k
 
 
 @triton.jit
@@ -166,11 +169,11 @@ def _partners(x, partner, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _swapped(x, partner, sign, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr):
-    """x [BLOCK_M, BLOCK_D] with the elements of each pair exchanged, then the first of them negated."""
+    """x [BLOCK_M, BLOCK_D] with the elements of each pair exchanged, then the first of them
+    negated."""
     if HALF > 0:
         return _partners(x, partner, BLOCK_M, BLOCK_D) * sign[None, :]
-    else:
-        return x
+    return x
 
 
 @triton.jit
@@ -191,27 +194,28 @@ def _pooled_key(
         return tl.sum(part * cos, 1) + _swapped(
             tl.sum(part * sin, 1), partner, sign, BLOCK_M, BLOCK_D, HALF
         )
-    else:
-        return tl.sum(part, 1)
+    return tl.sum(part, 1)
 
 
 @triton.jit
 def _turned_back(x, x_swapped, cos, sin, HALF: tl.constexpr):
-    """Rows x [groups, columns] turned back from the middle to each token, [groups, rows, columns]."""
+    """Rows x [groups, columns] turned back from the middle to each token, [groups, rows,
+    columns]."""
     if HALF > 0:
         return x[:, None, :] * cos - x_swapped[:, None, :] * sin
-    else:
-        return x[:, None, :] + cos * 0.0
+    return x[:, None, :] + cos * 0.0
 
 
 @triton.jit
 def _scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores of the tokens under their group's query, [groups, rows], -inf outside; the slope of the softcap."""
+    """Scores of the tokens under their group's query, [groups, rows], -inf outside; the slope of
+    the softcap."""
     z = tl.sum(q[:, None, :] * k, 2) * scale
     slope = tl.full(z.shape, 1.0, tl.float32)
     if HAS_SOFTCAP:
         x = z / softcap
-        # Near 0 the quotient would lose the digits that 1 - exp cancels: there the series, exact to 1e-8.
+        # Near 0 the quotient would lose the digits that 1 - exp cancels: there the series, exact to
+        # 1e-8.
         e = tl.exp(-2.0 * tl.abs(x))
         far = (1.0 - e) / (1.0 + e)
         y = x * x
@@ -224,7 +228,8 @@ def _scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _top(x, rows, group_size):
-    """Largest of each element over the rows, [groups, columns]; NaN if there is one, as in torch."""
+    """Largest of each element over the rows, [groups, columns]; NaN if there is one, as in
+    torch."""
     top = tl.max(tl.where((rows < group_size)[None, :, None], x, -float("inf")), 1)
     return tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), top)
 
@@ -237,7 +242,8 @@ def _num_top(x, top, rows, group_size):
 
 @triton.jit
 def _max_grad(share, x, top):
-    """Gradient of a maximum over rows: the share where a row reaches it, else 0; NaN for a NaN maximum, as in torch."""
+    """Gradient of a maximum over rows: the share where a row reaches it, else 0; NaN for a NaN
+    maximum, as in torch."""
     return tl.where(x == top[:, None, :], share[:, None, :], 0.0 * share[:, None, :])
 
 
@@ -256,16 +262,17 @@ def _max_grad_key(
     BLOCK_D: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Gradient of keys under the maximum of turned keys: `_max_grad` of both elements of a pair, turned back."""
+    """Gradient of keys under the maximum of turned keys: `_max_grad` of both elements of a pair,
+    turned back."""
     grad = _max_grad(share, turned, top)
     if HALF > 0:
-        # The other element of each pair, turned as `_turned` does it there: its sign is the opposite.
+        # The other element of each pair, turned as `_turned` does it there: its sign is the
+        # opposite.
         other_turned = tl.fma(other, cos, k * (sin * -sign[None, None, :]))
         other_top = _partners(top, partner, BLOCK_M, BLOCK_D)
         other_share = _swapped(share, partner, sign, BLOCK_M, BLOCK_D, HALF)
         return grad * cos - _max_grad(other_share, other_turned, other_top) * sin
-    else:
-        return grad
+    return grad
 
 
 @triton.jit
@@ -324,9 +331,10 @@ def _pool_fwd_kernel(
 ):
     """Pool whole groups.
 
-    Grid: N * ceil(M / BLOCK_M). A program owns BLOCK_M groups of one n, all their tokens (BLOCK_G >= group_size) and
-    all their heads. Reads their K and V once, r rows of q and the tables [g, R / 2]; writes HEADS_OUT rows of each
-    core tensor per group. Keys, values, weights and sums are float32 in registers.
+    Grid: N * ceil(M / BLOCK_M). A program owns BLOCK_M groups of one n, all their tokens (BLOCK_G
+    >= group_size) and all their heads. Reads their K and V once, r rows of q and the tables [g, R /
+    2]; writes HEADS_OUT rows of each core tensor per group. Keys, values, weights and sums are
+    float32 in registers.
     """
     tiles = tl.cdiv(num_groups, BLOCK_M)
     n = (tl.program_id(0) // tiles).to(tl.int64)
@@ -445,9 +453,10 @@ def _pool_bwd_kernel(
 ):
     """Gradients of pooling for whole groups.
 
-    Grid: N * ceil(M / BLOCK_M). A program owns BLOCK_M groups of one n, all their tokens and heads: no two programs
-    write the same row. Reads K and V once (the mean reads neither), the gradients of the core tokens, q and the
-    tables; recomputes the weights; writes the gradients of all its tokens and of q. All sums are float32 in registers.
+    Grid: N * ceil(M / BLOCK_M). A program owns BLOCK_M groups of one n, all their tokens and heads:
+    no two programs write the same row. Reads K and V once (the mean reads neither), the gradients
+    of the core tokens, q and the tables; recomputes the weights; writes the gradients of all its
+    tokens and of q. All sums are float32 in registers.
     """
     tiles = tl.cdiv(num_groups, BLOCK_M)
     n = (tl.program_id(0) // tiles).to(tl.int64)
@@ -626,8 +635,9 @@ def _pool_half_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """`_pool_fwd_kernel` for the usual case: learned weights, and a rotation that pairs column i with i + HALF and
-    turns them all. Keys are loaded as two halves, so the elements of a pair meet in one thread.
+    """`_pool_fwd_kernel` for the usual case: learned weights, and a rotation that pairs column i
+    with i + HALF and turns them all. Keys are loaded as two halves, so the elements of a pair meet
+    in one thread.
 
     Grid: N * ceil(M / BLOCK_M)."""
     tiles = tl.cdiv(num_groups, BLOCK_M)
@@ -727,7 +737,8 @@ def _pool_half_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """`_pool_bwd_kernel` for one core token per KV head in the usual case (see `_pool_half_fwd_kernel`).
+    """`_pool_bwd_kernel` for one core token per KV head in the usual case (see
+    `_pool_half_fwd_kernel`).
 
     Grid: N * ceil(M / BLOCK_M)."""
     tiles = tl.cdiv(num_groups, BLOCK_M)
@@ -853,9 +864,9 @@ def _pool_long_fwd_kernel(
 ):
     """Pool groups too large for registers.
 
-    Grid: N * M. A program owns one group (BLOCK_M = 1) and walks its tokens BLOCK_G at a time, once for each head, with
-    an online softmax. Reads K and V r times, all but the first from cache; writes as `_pool_fwd_kernel`. Maxima, sums
-    and pooled rows are float32 in registers.
+    Grid: N * M. A program owns one group (BLOCK_M = 1) and walks its tokens BLOCK_G at a time, once
+    for each head, with an online softmax. Reads K and V r times, all but the first from cache;
+    writes as `_pool_fwd_kernel`. Maxima, sums and pooled rows are float32 in registers.
     """
     n = (tl.program_id(0) // num_groups).to(tl.int64)
     groups = (tl.program_id(0) % num_groups).to(tl.int64) + tl.arange(0, BLOCK_M)
@@ -1015,10 +1026,11 @@ def _pool_long_bwd_kernel(
 ):
     """Gradients of pooling for groups too large for registers.
 
-    Grid: N * M. A program owns one group (BLOCK_M = 1) and walks its tokens BLOCK_G at a time: for each head once for
-    the softmax and its backward's sum and once for the gradient of q, then once for those of K and V. Reads K 2 r + 1
-    times and V as often, all but the first from cache; writes as `_pool_bwd_kernel`. Each head's maximum, sum and
-    sum of probs * grad_probs wait in vectors of BLOCK_H >= r float32 in registers.
+    Grid: N * M. A program owns one group (BLOCK_M = 1) and walks its tokens BLOCK_G at a time: for
+    each head once for the softmax and its backward's sum and once for the gradient of q, then once
+    for those of K and V. Reads K 2 r + 1 times and V as often, all but the first from cache; writes
+    as `_pool_bwd_kernel`. Each head's maximum, sum and sum of probs * grad_probs wait in vectors of
+    BLOCK_H >= r float32 in registers.
     """
     n = (tl.program_id(0) // num_groups).to(tl.int64)
     groups = (tl.program_id(0) % num_groups).to(tl.int64) + tl.arange(0, BLOCK_M)
@@ -1234,7 +1246,8 @@ _TABLES = WeakIdKeyDictionary()  # by the tensor of frequencies
 def _tables(rotary: Rotary | None, group_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the turn of each token of a group to its middle, [g, R / 2] in float32.
 
-    Kept with the frequencies they are made of, until those change; not what a graph being captured makes."""
+    Kept with the frequencies they are made of, until those change; not what a graph being captured
+    makes."""
     if rotary is None:
         nothing = torch.empty(1, dtype=torch.float32, device=device)
         return nothing, nothing
@@ -1254,9 +1267,11 @@ def _tables(rotary: Rotary | None, group_size: int, device: torch.device) -> tup
 
 
 def _plan(group_size: int, head_dim: int, per_thread: int) -> tuple[bool, int, int, int, int]:
-    """Whether groups are whole in a program, then groups, tokens and columns of its tile, and warps.
+    """Whether groups are whole in a program, then groups, tokens and columns of its tile, and
+    warps.
 
-    `per_thread` elements of K for a thread. One warp for a group where that fits: its sums need no shared memory.
+    `per_thread` elements of K for a thread. One warp for a group where that fits: its sums need no
+    shared memory.
     """
     block_d = power_of_2(head_dim)
     block_g = power_of_2(group_size)
@@ -1313,13 +1328,15 @@ def pool(
     """Pool groups into core tokens (docs/math.md, eq. 1 to 3).
 
     Args:
-        q_last: The query of each group's last token, [N, r, M, D]; float32, float16 or bfloat16, any strides.
-        k, v: Keys and values by group, [N, M, g, D], usually views of [N, T, D]; any strides, not copied as long as
-            the last dimension is contiguous.
+        q_last: The query of each group's last token, [N, r, M, D]; float32, float16 or bfloat16,
+            any strides.
+        k, v: Keys and values by group, [N, M, g, D], usually views of [N, T, D]; any strides, not
+            copied as long as the last dimension is contiguous.
         scale, pooling, core_heads, rotary, softcap: As in `reference.pool`.
 
     Returns:
-        core_k, core_v, [N, 1 or r, M, D] in the dtype of k and of v; summed in float32. K and V are read once.
+        core_k, core_v, [N, 1 or r, M, D] in the dtype of k and of v; summed in float32. K and V are
+        read once.
 
     Raises:
         NotImplementedError: a dtype is not one of the three.
@@ -1399,13 +1416,14 @@ def pool_backward(
     """Gradients of q_last (None unless the weights are learned), k and v (docs/math.md, eq. 10).
 
     Args:
-        grad_core_k, grad_core_v: Gradients of the core tokens, [N, 1 or r, M, D] in any of the three dtypes.
+        grad_core_k, grad_core_v: Gradients of the core tokens, [N, 1 or r, M, D] in any of the
+            three dtypes.
         q_last, k, v, scale, pooling, core_heads, rotary, softcap: As given to `pool`.
         into: Tensors of the shape of k and v to add their gradients to, in place.
 
     Returns:
-        In the dtype and shape of q_last, k and v, summed in float32; that of q_last in float32 where `into` is given. K
-        and V are read once, their gradients written once.
+        In the dtype and shape of q_last, k and v, summed in float32; that of q_last in float32
+        where `into` is given. K and V are read once, their gradients written once.
 
     Raises:
         NotImplementedError: a dtype is not one of the three.

@@ -1,4 +1,5 @@
-"""The tensor memory accelerator's copies under one name each: Triton's Gluon renamed them between releases."""
+"""The tensor memory accelerator's copies under one name each: Triton's Gluon renamed them between
+releases."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ wait_out = tma.store_wait
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, copied unless the accelerator can read it: rows of neighbours, all else in steps of 16 bytes."""
+    """x, copied unless the accelerator can read it: rows of neighbours, all else in steps of 16
+    bytes."""
     *steps, last = x.stride()
     unit = 16 // x.element_size()
     if (
@@ -44,7 +46,8 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """x [N, heads, T, D], aligned, for copies of `rows` rows of one head; rows and columns outside read as zeros."""
+    """x [N, heads, T, D], aligned, for copies of `rows` rows of one head; rows and columns outside
+    read as zeros."""
     shape, strides = list(x.shape), list(x.stride())
     block = (1, 1, rows, columns or max(16, power_of_2(shape[3])))
     if 1 in shape:  # any stride will do there, but one that is aligned
@@ -57,7 +60,7 @@ def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescri
     return made
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """How such a tile lies in shared memory."""
     return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[dtype])

@@ -1,4 +1,5 @@
-"""Tile sizes of the attention kernels and shares of a decoding step: tables, never tuned while running.
+"""Tile sizes of the attention kernels and shares of a decoding step: tables, never tuned while
+running.
 
 They go by head size, dtype and `Chip`, so that they can be asked about chips that are not here.
 """
@@ -9,7 +10,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-
 
 _MOST_SPLITS = 127  # with the new token, 128 parts that one program merges
 
@@ -31,7 +31,7 @@ class Chip(NamedTuple):
     multiprocessors: int
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def chip_of(device: torch.device) -> Chip:
     """The chip of a device."""
     if device.type != "cuda":
@@ -81,7 +81,8 @@ def _backward_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
 
 
 class DecodeTiles(NamedTuple):
-    """Query heads and entries of a tile, how Triton compiles it, and whether its products are sums of vectors."""
+    """Query heads and entries of a tile, how Triton compiles it, and whether its products are sums
+    of vectors."""
 
     block_m: int
     block_n: int
@@ -91,7 +92,8 @@ class DecodeTiles(NamedTuple):
 
 
 def decode_tiles(chip: Chip, dtype: torch.dtype, heads: int, dim: int) -> DecodeTiles:
-    """For `decode_step`: heads query heads share the entries. Tiles of 16 KiB of keys, several on the way at once."""
+    """For `decode_step`: heads query heads share the entries. Tiles of 16 KiB of keys, several on
+    the way at once."""
     block_d, block_m = _power_of_2(max(dim, 16)), _power_of_2(heads)
     interpreted = chip.shared_memory == 0
     if (
@@ -109,10 +111,11 @@ def decode_tiles(chip: Chip, dtype: torch.dtype, heads: int, dim: int) -> Decode
 
 
 def decode_splits(chip: Chip, rows: int, capacity: int, block_n: int) -> int:
-    """Programs that share the entries of each of `rows` KV heads, from shapes only: a captured step keeps its launch.
+    """Programs that share the entries of each of `rows` KV heads, from shapes only: a captured step
+    keeps its launch.
 
-    As many as run at once, three on a multiprocessor; more, so that the last ones do not run alone, where each still
-    has 32 tiles; fewer where each would not have two.
+    As many as run at once, three on a multiprocessor; more, so that the last ones do not run alone,
+    where each still has 32 tiles; fewer where each would not have two.
     """
     units = chip.multiprocessors
     wanted = max(3 * units // rows - 1, min(8 * units // rows, capacity // (32 * block_n)))
