@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from corecontext.files import UserError
 from corecontext.loading import Loaded
-from corecontext.text import UserError
 
 PLAIN = {
     "num_beams": 1,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.config import CCAConfig
-from corecontext.text import UserError
+from corecontext.files import UserError
 
 METHODS = ("cca", "full")
 WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."

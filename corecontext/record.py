@@ -281,3 +281,15 @@ def command_line() -> str:
         )
         return shlex.join(["python", "-m", module, *rest])
     return shlex.join([name, *rest])
+
+
+def newest(records: Iterable[Record], name: str, **params: Any) -> Record:
+    """The last record of this name and these params.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for r in reversed(list(records)):
+        if r.name == name and all(r.params.get(key) == value for key, value in params.items()):
+            return r
+    raise ValueError(f"records must hold {name} with {params}, got none.")

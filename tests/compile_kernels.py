@@ -137,7 +137,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those for compute capability 9.0, with the constants of their launches."""
     from triton.experimental.gluon import language as gl
 
-    from corecontext.ops.triton import hopper, hopper_backward, tensor_memory
+    from corecontext.ops.triton import hopper_backward, hopper_forward, tensor_memory
 
     def tile(rows: int, columns: int, of: torch.dtype = dtype) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(
@@ -152,7 +152,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     for bias in (False, True):
         sizes = {"BLOCK_D": dim, "BLOCK_N": keys, "STAGES": 2, **kind}
         yield Kernel(
-            hopper._attend_fwd_hopper,
+            hopper_forward._attend_fwd_hopper,
             {"HAS_BIAS": bias, **sizes},
             {**types, **dict.fromkeys(kinds, tile(keys, dim))},
         )

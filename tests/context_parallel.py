@@ -36,7 +36,7 @@ from corecontext.distributed.layout import Layout
 from corecontext.distributed.traffic import context_parallel_traffic, ring_traffic
 from corecontext.distributed.wire import Wire
 from corecontext.inference import Prefilled, prefill
-from corecontext.inference.context_parallel import context_parallel_prefill
+from corecontext.inference.sharded_prefill import context_parallel_prefill
 from corecontext.ops import rules
 
 D = 8
@@ -328,22 +328,22 @@ def prefilled(pair: dist.ProcessGroup) -> None:
 def train(settings: str) -> None:
     """A whole run by Trainer, two rows a step, each on two processes; the last step twice, after it
     was lost."""
-    from corecontext.train import TrainConfig, run
+    from corecontext.train import TrainConfig, training
 
     config = TrainConfig.from_dict(json.loads(settings))
-    run.train(config)
+    training.train(config)
     dist.barrier()
     if dist.get_rank() == 0:
         for name in ("model", f"checkpoint-{config.steps}"):
             shutil.rmtree(Path(config.output, name))
     dist.barrier()
-    assert run.train(config).resumed_from == config.steps - 1
+    assert training.train(config).resumed_from == config.steps - 1
 
 
 def bench(world: int, rank: int) -> None:
     """The benchmark of a step on parts of a sequence: what it says came in is what the formulas
     say."""
-    from corecontext.bench.training import TrainingBench, run_training_bench
+    from benchmarks.training import TrainingBench, run_training_bench
 
     records = run_training_bench(
         TrainingBench("cpu", (64,), "tiny", (), 4, 9, 1, context_parallel=True)

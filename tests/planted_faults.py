@@ -536,7 +536,7 @@ settings = {
     Fault(
         "arrows: a backend imports another",
         "from corecontext.ops import compose, partial, pooling, reference",
-        "tests/test_layers_arrows.py",
+        "tests/test_arrows.py",
     ),
 ]
 

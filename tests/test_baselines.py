@@ -436,7 +436,7 @@ def test_search_finds_the_pattern_of_a_head(tmp_path):
     with baselines.enabled(model, MInference(mixed, block_size=8)):
         assert torch.isfinite(logits(model, ids)).all()
     (tmp_path / "bad.json").write_text('[{"kind": 3}]')
-    with pytest.raises(corecontext.text.UserError, match="must hold patterns"):
+    with pytest.raises(corecontext.files.UserError, match="must hold patterns"):
         baselines.read_patterns(tmp_path / "bad.json")
     with pytest.raises(ValueError, match="at least 64 tokens"):
         baselines.search_patterns(model, ids[:, :20], [wide])

@@ -12,21 +12,22 @@ from unittest import mock
 import pytest
 import torch
 
-from corecontext.bench import (
+from benchmarks import (
     check,
-    decode,
+    decoding,
     figures,
     flex,
-    measure,
     methods,
     operator,
-    report,
-    rows,
-    settings,
-    tables,
+    operator_report,
+    operator_settings,
+    operator_tables,
+    row_check,
 )
+from benchmarks.command import COMMANDS, main
+from corecontext import drawing, measure, record
+from corecontext.files import UserError
 from corecontext.record import Record, append_records, read_records
-from corecontext.text import UserError
 
 SIZES = {
     "query_heads": 4,
@@ -36,7 +37,7 @@ SIZES = {
     "dtype": "float32",
     "device": "cpu",
 }
-TINY = settings.OperatorBench(
+TINY = operator_settings.OperatorBench(
     lengths=(300,),
     query_heads=4,
     kv_heads=(2,),
@@ -142,10 +143,10 @@ def test_the_operator_bench_records_time_floor_and_memory(records):
 
 
 def test_the_operator_table_says_what_the_records_say(records, capsys):
-    tables.print_table(records)
+    operator_tables.print_table(records)
     shown = capsys.readouterr().out
-    head, *body = tables.time_cells(records)
-    memory = tables.memory_cells(records)[1:]
+    head, *body = operator_tables.time_cells(records)
+    memory = operator_tables.memory_cells(records)[1:]
     assert (
         len(body) == 2
         and len(memory) == 4
@@ -159,7 +160,9 @@ def test_the_operator_table_says_what_the_records_say(records, capsys):
     )
     cells = dict(zip(head, body[0]))
     assert (cells[""], cells["length"], cells["KV heads"]) == ("forward", "300", "2")
-    assert cells["full / CCA"] == f"{full / ours:.2f}x" and cells["sdpa"] == tables.shown_ms(full)
+    assert cells["full / CCA"] == f"{full / ours:.2f}x" and cells[
+        "sdpa"
+    ] == operator_tables.shown_ms(full)
 
 
 def test_nothing_is_timed_when_the_result_is_wrong(monkeypatch):
@@ -191,10 +194,10 @@ def test_a_wrong_baseline_is_left_out(monkeypatch):
 @pytest.mark.parametrize("length", [1, 30, 47, 48, 200])
 def test_the_true_rows_are_the_references(length):
     q, k, v = methods.make_inputs(length, **{**SIZES, "dtype": "float64"})
-    sampled, rotary = rows.sample_rows(length, 8, 40), methods.rotary_for(q)
+    sampled, rotary = row_check.sample_rows(length, 8, 40), methods.rotary_for(q)
     truth = methods.attend_cca(q, k, v, 8, 40, backend="reference")
     for kv_head in (0, 1):
-        found = rows.true_rows(q, k, v, sampled, kv_head, rotary, group_size=8, window_size=40)
+        found = row_check.true_rows(q, k, v, sampled, kv_head, rotary, group_size=8, window_size=40)
         torch.testing.assert_close(
             found, truth[0, 2 * kv_head : 2 * kv_head + 2, sampled].transpose(0, 1)
         )
@@ -205,7 +208,7 @@ def test_the_row_check_finds_a_planted_wrong_row(row, head):
     q, k, v = methods.make_inputs(1000, **SIZES)
     out = methods.attend_cca(q, k, v, 8, 40)
     options = {"rotary": methods.rotary_for(q), "group_size": 8, "window_size": 40}
-    rows.check_rows(out, q, k, v, **options)
+    row_check.check_rows(out, q, k, v, **options)
     for wrong in (out[0, head, row] * 1.001, torch.nan):
         planted = out.clone()
         planted[0, head, row] = wrong
@@ -213,13 +216,13 @@ def test_the_row_check_finds_a_planted_wrong_row(row, head):
             AssertionError,
             match=f"CCA is wrong at length 1000, nothing was timed: query {row} is off",
         ):
-            rows.check_rows(planted, q, k, v, **options)
+            row_check.check_rows(planted, q, k, v, **options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_row_check_passes_in_half_precision(dtype):
     q, k, v = methods.make_inputs(1000, **{**SIZES, "dtype": dtype})
-    rows.check_rows(
+    row_check.check_rows(
         methods.attend_cca(q, k, v, 8, 40),
         q,
         k,
@@ -314,23 +317,23 @@ def test_every_pass_and_number_of_heads_is_measured(more):
     assert {r.params["timer"] for r in more if r.params["method"] == "cca" and r.unit == "ms"} == {
         "wall"
     }
-    assert len(report.time_rows(more)) == 18 and all(
-        row.best and row.share for row in report.time_rows(more)
+    assert len(operator_report.time_rows(more)) == 18 and all(
+        row.best and row.share for row in operator_report.time_rows(more)
     )
 
 
 def test_what_is_not_installed_is_said(more, capsys):
-    tables.print_table(more)
+    operator_tables.print_table(more)
     shown = capsys.readouterr().out
     assert (
         "flash_attn_4 not measured on" in shown
         and "not installed (KV heads 4, 1; pass every pass)" in shown
     )
-    assert report.skipped(more)[0] in tables.operator_markdown(more)
+    assert operator_report.skipped(more)[0] in operator_tables.operator_markdown(more)
 
 
 def test_decoding_is_recorded_with_its_bytes(more):
-    found = report.decode_rows(more)
+    found = operator_report.decode_rows(more)
     assert [(row.params["kv_heads"], row.params["batch"], row.length) for row in found] == [
         (h, b, 300) for h in (4, 1) for b in (1, 2)
     ]
@@ -339,12 +342,12 @@ def test_decoding_is_recorded_with_its_bytes(more):
         2 * b * h * 16 * 4 * entries for h in (4, 1) for b in (1, 2)
     ]
     assert all(row.cca > 0 and row.full["sdpa"] > 0 and row.floor for row in found)
-    assert [cells[2] for cells in tables.decode_cells(more)[1:]] == ["300"] * 4
+    assert [cells[2] for cells in operator_tables.decode_cells(more)[1:]] == ["300"] * 4
 
 
 def test_a_filled_layer_decodes_up_to_its_length():
     q, k, v = methods.make_inputs(1, **SIZES)
-    layer = decode.filled_layer(k, 290, 300, 8, 40)
+    layer = decoding.filled_layer(k, 290, 300, 8, 40)
     with torch.no_grad():
         for _ in range(10):
             assert layer.attend(q, k, v).isfinite().all()
@@ -352,13 +355,15 @@ def test_a_filled_layer_decodes_up_to_its_length():
 
 
 def test_decoding_is_checked_first(monkeypatch):
-    decode.check_decode(SIZES, 8, 40)
-    right = decode.attend_cca
-    monkeypatch.setattr(decode, "attend_cca", lambda *args, **kwargs: 1.01 * right(*args, **kwargs))
+    decoding.check_decode(SIZES, 8, 40)
+    right = decoding.attend_cca
+    monkeypatch.setattr(
+        decoding, "attend_cca", lambda *args, **kwargs: 1.01 * right(*args, **kwargs)
+    )
     with pytest.raises(
         AssertionError, match="decoding is wrong on this machine, nothing was timed"
     ):
-        decode.check_decode(SIZES, 8, 40)
+        decoding.check_decode(SIZES, 8, 40)
 
 
 def test_a_baseline_over_the_limit_is_left_out_and_said(capsys, monkeypatch):
@@ -382,14 +387,14 @@ def test_a_baseline_over_the_limit_is_left_out_and_said(capsys, monkeypatch):
         for n in (128, 256)
     )
     assert second == pytest.approx(4 * first)
-    tables.print_table(found)
+    operator_tables.print_table(found)
     shown = capsys.readouterr().out
     assert (
         "skipped" in shown
         and "full not measured on" in shown
         and "over the limit of 1e-09 s a call" in shown
     )
-    assert "not measured" in tables.operator_markdown(found)
+    assert "not measured" in operator_tables.operator_markdown(found)
 
 
 def fake(value, method, length, backend="", name="operator.forward_ms", **more) -> Record:
@@ -433,12 +438,13 @@ def test_crossover(gains, expected):
             fake(gain, "full", length, "fast"),
         ]
     found.append(fake(1.0, "cca", 512))  # without a baseline, it says nothing
-    assert list(report.crossovers(report.time_rows(found)).values()) == [expected]
+    assert list(operator_report.crossovers(operator_report.time_rows(found)).values()) == [expected]
     since = f"L = {expected}" if expected else "no measured length"
-    assert f"CCA is the faster from {since} (forward, 2 KV heads) on." in tables.operator_markdown(
-        found
+    assert (
+        f"CCA is the faster from {since} (forward, 2 KV heads) on."
+        in operator_tables.operator_markdown(found)
     )
-    (line,) = tables.crossover_lines(report.time_rows(found))
+    (line,) = operator_tables.crossover_lines(operator_report.time_rows(found))
     assert line == (
         "forward, 2 KV heads: "
         + (
@@ -454,10 +460,10 @@ def test_a_skip_is_forgotten_once_measured():
         1, "sdpa_flash", 64, "flash", "operator.skipped", **{"pass": "forward", "reason": "because"}
     )
     ours = fake(1.0, "cca", 64)
-    assert report.skipped([skip, ours]) == [
+    assert operator_report.skipped([skip, ours]) == [
         "sdpa_flash not measured on gpu: because (KV heads 2; pass forward; L 64)"
     ]
-    assert report.skipped([skip, ours, fake(2.0, "sdpa_flash", 64, "flash")]) == []
+    assert operator_report.skipped([skip, ours, fake(2.0, "sdpa_flash", 64, "flash")]) == []
 
 
 def test_only_what_one_timer_measured_is_compared():
@@ -470,17 +476,20 @@ def test_only_what_one_timer_measured_is_compared():
         fake(1.0, "cca", 64, timer="queue"),
         fake(0.5, "cca", 64, timer="graph"),
     ]
-    queue, graph = report.time_rows(found)
+    queue, graph = operator_report.time_rows(found)
     assert (queue.cca, queue.full, queue.others) == (1.0, {"flash": 3.0}, {"flex": 2.0})
     assert (graph.cca, graph.full, graph.label) == (0.5, {"sdpa": 1.0}, "forward, CUDA graph")
 
 
 def test_memory_over_the_minimum():
-    row = report.Row("gpu", "forward_backward", fake(1.0, "cca", 64).params, 0.0)
+    row = operator_report.Row("gpu", "forward_backward", fake(1.0, "cca", 64).params, 0.0)
     tensors = 64 * 16 * 2 * (4 + 2 + 2 + 4)  # q, k, v, out
     made = tensors  # out and the gradients of q, k, v
-    assert report.of_minimum(row, made) == 1.0
-    assert report.of_minimum(dataclasses.replace(row, pass_name="forward"), 64 * 16 * 2 * 4) == 1.0
+    assert operator_report.of_minimum(row, made) == 1.0
+    assert (
+        operator_report.of_minimum(dataclasses.replace(row, pass_name="forward"), 64 * 16 * 2 * 4)
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -521,26 +530,26 @@ def test_bad_settings_are_refused(change, message):
 
 
 def test_figures_are_drawn_whole(records, more, tmp_path):
-    for suffix, drawn in zip(figures.SUFFIXES, (records, more, records)):
+    for suffix, drawn in zip(drawing.SUFFIXES, (records, more, records)):
         path = tmp_path / f"operator{suffix}"
-        figures.check_plot(str(path))
+        drawing.check_plot(str(path))
         figures.draw_operator(drawn, str(path))
         assert path.stat().st_size > 2000
-    assert len(list(tmp_path.iterdir())) == len(figures.SUFFIXES)  # no temporary file is left
+    assert len(list(tmp_path.iterdir())) == len(drawing.SUFFIXES)  # no temporary file is left
 
 
 def test_a_figure_needs_a_known_ending_and_matplotlib(monkeypatch):
     with pytest.raises(UserError, match="plot must end in .png, .svg, .pdf, got 'a.gif'."):
-        figures.check_plot("a.gif")
+        drawing.check_plot("a.gif")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(
         UserError, match=r"plot needs matplotlib.*pip install 'corecontext\[plot\]'"
     ):
-        figures.check_plot("a.png")
+        drawing.check_plot("a.png")
 
 
 def test_the_readme_table_takes_the_newest_ours_and_the_fastest_full():
-    row, other = report.time_rows(
+    row, other = operator_report.time_rows(
         [
             fake(9.0, "full", 64, "flash"),
             fake(5.0, "full", 64, "cudnn"),
@@ -561,11 +570,11 @@ def test_the_readme_table_takes_the_newest_ours_and_the_fastest_full():
 
 
 def test_the_readme_shows_memory_by_length(records):
-    found = report.memory_rows(records)
+    found = operator_report.memory_rows(records)
     assert [(row.pass_name, row.length) for row in found] == [
         (p, n) for p in ("forward", "forward_backward") for n in (256, 300)
     ]
-    text = tables.operator_markdown(records)
+    text = operator_tables.operator_markdown(records)
     assert f"**{records[0].device}**, 4 query heads of 16, float32, g = 8, s = 40:" in text
     assert f"| 2 | 256 | {found[0].best[1] / MIB:.1f} MiB | " in text
 
@@ -591,16 +600,14 @@ def test_a_missing_record_is_named():
     with pytest.raises(
         ValueError, match="records must hold demo.perplexity with .*'cca'.*, got none."
     ):
-        figures.newest([], "demo.perplexity", method="cca")
+        record.newest([], "demo.perplexity", method="cca")
 
 
 def test_training_steps_are_measured_and_drawn(tmp_path, capsys):
-    from corecontext.bench.training_figure import draw_training, steps
-    from corecontext.cli import main
+    from benchmarks.training_figure import draw_training, steps
 
     json, plot = tmp_path / "training.jsonl", tmp_path / "training.svg"
     command = [
-        "bench",
         "train",
         "--shape",
         "tiny",
@@ -657,12 +664,12 @@ def test_training_steps_are_measured_and_drawn(tmp_path, capsys):
         (["--shape", "huge"], "shape must be"),
         (["--length", "0"], "length must be at least 1"),
     ):
-        assert main([*command[:6], *wrong]) == 2 and message in capsys.readouterr().err
+        assert main([*command[:5], *wrong]) == 2 and message in capsys.readouterr().err
 
 
 def test_the_default_recipe_is_timed_with_its_heads_and_its_teacher(monkeypatch):
-    from corecontext.bench import training
-    from corecontext.bench.training_figure import steps, training_markdown
+    from benchmarks import training
+    from benchmarks.training_figure import steps, training_markdown
     from corecontext.train.teacher import Teacher
 
     taught, real = [], Teacher.__call__
@@ -697,9 +704,40 @@ def test_the_default_recipe_is_timed_with_its_heads_and_its_teacher(monkeypatch)
 
 
 def test_a_training_step_that_is_wrong_is_not_timed(monkeypatch):
-    from corecontext.bench import training
+    from benchmarks import training
 
     real = training.CCAConfig
     monkeypatch.setattr(training, "CCAConfig", lambda g, s: real(g, 3))
     with pytest.raises(AssertionError, match="a step's loss is wrong, nothing was timed"):
         training.run_training_bench(training.TrainingBench("cpu", (64,), "tiny"))
+
+
+def test_the_operator_command(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = "--length 256 --heads 2 --kv-heads 1 --head-dim 16 --window-size 32 --repeats 3"
+    options = "--forward-only --memory-length 128 --json sub.jsonl --plot o.png"
+    assert main(["operator", "--device", "cpu", *sizes.split(), *options.split()]) == 0
+    assert "forward" in capfd.readouterr().out
+    names = {record.name for record in read_records("sub.jsonl")}
+    assert names == {"operator.forward_ms", "operator.peak_bytes"}
+    assert (tmp_path / "o.png").stat().st_size > 2000
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--device cpu --kv-heads 3", "kv_heads must divide query_heads, got 3 and 8."),
+        ("--window-size 0", "window_size must be at least 1"),
+        ("--dtype int8", "dtype must be float32, bfloat16 or float16, got 'int8'."),
+    ],
+)
+def test_a_mistake_is_one_line(options, message, capfd):
+    assert main(["operator", *options.split()]) == 2
+    shown = capfd.readouterr()
+    assert shown.out == "" and message in shown.err and shown.err.count("\n") == 1
+
+
+def test_help_of_every_benchmark(capfd):
+    for name in COMMANDS:
+        assert main([name, "--help"]) == 0
+        assert "--help" in capfd.readouterr().out

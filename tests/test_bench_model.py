@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_model import save_tiny_model
 
-from corecontext.bench import (
+from benchmarks import (
     figures,
     model,
     model_check,
@@ -17,11 +17,11 @@ from corecontext.bench import (
     model_tables,
     shapes,
 )
-from corecontext.bench.cost import ModelCost, cache_bytes
-from corecontext.bench.model_settings import ModelBench, model_defaults
-from corecontext.cache.allocation import Shape
-from corecontext.cli import main
+from benchmarks.command import main
+from benchmarks.model_settings import ModelBench, model_defaults
 from corecontext.config import CCAConfig
+from corecontext.cost import ModelCost, cache_bytes
+from corecontext.heads.budget import Shape
 from corecontext.inference import limits
 from corecontext.record import Record, append_records, read_records
 
@@ -166,8 +166,8 @@ def more() -> list[Record]:
     )
     found = model.run_model_bench(bench)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("corecontext.bench.model_settings.SWEEP_GROUPS", (2, 4))
-        patch.setattr("corecontext.bench.model_settings.SWEEP_WINDOWS", (16, 32))
+        patch.setattr("benchmarks.model_settings.SWEEP_GROUPS", (2, 4))
+        patch.setattr("benchmarks.model_settings.SWEEP_WINDOWS", (16, 32))
         return found + model.run_model_bench(
             dataclasses.replace(TINY, lengths=(96,), mode="sweep", methods=("cca",))
         )
@@ -191,7 +191,6 @@ def test_what_does_not_measure_raw_heads_says_so(capsys, mode):
     assert (
         main(
             [
-                "bench",
                 "model",
                 "--shape",
                 "tiny",
@@ -358,7 +357,6 @@ def test_the_command_on_a_checkpoint(tmp_path, capsys):
     assert (
         main(
             [
-                "bench",
                 "model",
                 "--shape",
                 folder,
@@ -423,7 +421,7 @@ def test_the_command_on_a_checkpoint(tmp_path, capsys):
     ids=str,
 )
 def test_wrong_settings_are_one_line(arguments, message, capsys):
-    assert main(["bench", "model", "--device", "cpu", *arguments]) == 2
+    assert main(["model", "--device", "cpu", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}") and error.count("\n") == 1
 

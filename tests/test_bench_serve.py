@@ -12,13 +12,13 @@ from tiny_model import save_tiny_model
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
-from corecontext.bench import serve
-from corecontext.bench.serve import SHAPES, ServeBench, percentile
-from corecontext.bench.serve_figure import draw_serve, newest_run
-from corecontext.bench.traffic import arrivals, day_rate, prompt_of, replay
-from corecontext.cli import main
+from benchmarks import serving
+from benchmarks.command import main
+from benchmarks.request_load import arrivals, day_rate, prompt_of, replay
+from benchmarks.serving import SHAPES, ServeBench, percentile
+from benchmarks.serving_figure import draw_serve, newest_run
+from corecontext.files import UserError
 from corecontext.record import read_records
-from corecontext.text import UserError
 
 
 def test_arrivals_follow_the_rate():
@@ -112,9 +112,8 @@ def test_the_shape_is_that_of_the_model():
 
 def test_a_day_and_a_rise_on_one_server(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    model, original, urls = save_tiny_model(tmp_path / "m", max_length=512), serve.served, []
+    model, original, urls = save_tiny_model(tmp_path / "m", max_length=512), serving.served, []
     common = [
-        "bench",
         "serve",
         "--model",
         model,
@@ -167,7 +166,7 @@ def test_a_day_and_a_rise_on_one_server(tmp_path, monkeypatch, capfd):
             urls.append(variant)
             yield url
 
-        monkeypatch.setattr(serve, "served", same)
+        monkeypatch.setattr(serving, "served", same)
         assert main([*common, *day, "--variant", "elastic"]) == 0
         assert main([*common, *rise]) == 0
         assert main([*common, *rise, "--first-token-limit", "0.0001", "--force"]) == 0
@@ -231,4 +230,4 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
     with pytest.raises(
         UserError, match="^the server did not start: model 'nowhere' does not exist.$"
     ):
-        serve._wait_for(ended, tmp_path / "log")
+        serving._wait_for(ended, tmp_path / "log")

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import corecontext
-from corecontext import CCAConfig, CompactKVCache, Rotary, cca_attention
-from corecontext.bench import cost
+from corecontext import CCAConfig, CompactKVCache, Rotary, cca_attention, cost
 from corecontext.cache import UNDO_LIMIT, CompactLayer
-from corecontext.cache.pool import RowShape
+from corecontext.serve.rows import RowShape
 
 pytestmark = pytest.mark.usefixtures("default_device")
 D = 16

@@ -16,9 +16,9 @@ from tiny_model import save_tiny_model
 
 from corecontext import cli, generation, perplexity
 from corecontext.cli import main
+from corecontext.files import UserError, atomic_path, write_text
 from corecontext.loading import load
 from corecontext.record import read_records
-from corecontext.text import UserError, atomic_path, write_text
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12  # 540 bytes
 
@@ -55,10 +55,10 @@ def refuse(capfd, folder: Path, *argv: str) -> str:
 def test_help_and_version(capfd):
     assert main([]) == 0
     shown = capfd.readouterr().out
-    assert all(name in shown for name in ("demo", "generate", "perplexity", "info", "bench"))
+    assert all(name in shown for name in ("demo", "generate", "perplexity", "info"))
     assert main(["--version"]) == 0
     assert capfd.readouterr().out.startswith("corecontext 0.")
-    for command in [[name] for name in cli.COMMANDS] + [["bench", name] for name in cli.BENCHES]:
+    for command in [[name] for name in cli.COMMANDS]:
         assert main([*command, "--help"]) == 0
         assert "--help" in capfd.readouterr().out
 
@@ -354,45 +354,6 @@ def test_info_needs_no_weights(model, here, capfd):
     )
 
 
-def test_bench_operator(here, capfd):
-    assert (
-        main(
-            [
-                "bench",
-                "operator",
-                "--device",
-                "cpu",
-                "--length",
-                "256",
-                "--heads",
-                "2",
-                "--kv-heads",
-                "1",
-                "--head-dim",
-                "16",
-                "--window-size",
-                "32",
-                "--forward-only",
-                "--repeats",
-                "3",
-                "--memory-length",
-                "128",
-                "--json",
-                "sub.jsonl",
-                "--plot",
-                "o.png",
-            ]
-        )
-        == 0
-    )
-    assert "forward" in capfd.readouterr().out
-    assert {r.name for r in read_records("sub.jsonl")} == {
-        "operator.forward_ms",
-        "operator.peak_bytes",
-    }
-    assert (here / "o.png").stat().st_size > 2000
-
-
 # Mistakes
 # ------------------------------------------------------------------------------------------------------------
 
@@ -404,7 +365,13 @@ PERPLEXITY = ["perplexity", "good.txt"]
     "argv, message",
     [
         (["nope"], "No such command 'nope'."),
-        (["bench"], "Missing command."),
+        (
+            ["bench", "operator", "--length", "256"],
+            "`corecontext bench` has moved out of the package. In a clone of the repository, run: "
+            "python -m benchmarks operator --length 256",
+        ),
+        (["bench", "--help"], "`corecontext bench` has moved out of the package."),
+        (["reproduce", "--smoke"], "`corecontext reproduce` has moved out of the package."),
         (["generate"], "Missing option '--model'."),
         (
             [*GENERATE, "--model", "MODEL", "--chunk-size", "0"],
@@ -568,15 +535,6 @@ PERPLEXITY = ["perplexity", "good.txt"]
         ),
         (["demo", "--plot", "a.gif"], "plot must end in .png, .svg, .pdf, got 'a.gif'."),
         (["demo", "--json", "no/a.jsonl"], "output 'no/a.jsonl' must lie in an existing folder."),
-        (
-            ["bench", "operator", "--device", "cpu", "--kv-heads", "3"],
-            "kv_heads must divide query_heads, got 3 and 8.",
-        ),
-        (["bench", "operator", "--window-size", "0"], "window_size must be at least 1"),
-        (
-            ["bench", "operator", "--dtype", "int8"],
-            "dtype must be float32, bfloat16 or float16, got 'int8'.",
-        ),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )

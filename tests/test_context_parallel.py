@@ -57,7 +57,7 @@ def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
         import datasets  # noqa: F401
     except ImportError:
         return start(4, "")
-    from corecontext.train import TrainConfig, run
+    from corecontext.train import TrainConfig, training
 
     text = Path(__file__).resolve().parents[1].joinpath("LICENSE").read_text()
     for i in range(4):
@@ -81,7 +81,7 @@ def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
     )
     start(4, json.dumps(four.to_dict()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where the four were
-    result = run.train(one)
+    result = training.train(one)
     states = [
         json.loads((tmp_path / name / "checkpoint-3/trainer_state.json").read_text())
         for name in ("four", "one")
@@ -167,8 +167,8 @@ def test_shards_refuse_what_does_not_fit():
 
 def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
     from corecontext.distributed.context_parallel import Shard
-    from corecontext.distributed.prefill import Keeper
-    from corecontext.inference.context_parallel import context_parallel_prefill
+    from corecontext.distributed.kept import Keeper
+    from corecontext.inference.sharded_prefill import context_parallel_prefill
 
     wire = SimpleNamespace(rank=0, size=2)  # it never sends
     model, ids = tiny_model(), tokens(1, 40)
@@ -219,7 +219,7 @@ def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
 
 def test_a_prefill_on_one_process_is_a_prefill():
     from corecontext.inference import prefill
-    from corecontext.inference.context_parallel import context_parallel_prefill
+    from corecontext.inference.sharded_prefill import context_parallel_prefill
 
     model = tiny_model()
     corecontext.enable(model, CCAConfig(4, 9))

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer  # noqa: E402
 
 from corecontext.data.corpus import read_corpus  # noqa: E402
 from corecontext.data.packing import IGNORED, PackedRows, RunOrder, collate, shuffled, upsampled  # noqa: E402
-from corecontext.text import UserError  # noqa: E402
+from corecontext.files import UserError  # noqa: E402
 
 ROWS = [{"text": f"document {i} " * (i + 1), "meta": {"kind": "ab"[i % 2]}} for i in range(7)]
 

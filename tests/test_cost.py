@@ -12,7 +12,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from corecontext.bench import cost
+from corecontext import cost
 from corecontext.visibility import local_start, num_visible_cores
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from tiny_model import save_tiny_model
 
-from corecontext.bench import figures
+from corecontext.demo import figure
 from corecontext.cli import main
-from corecontext.demo import run
-from corecontext.demo.report import print_report
-from corecontext.demo.run import ASSETS, DemoSettings, formula_bytes, plan, run_demo
+from corecontext.demo import compare
+from corecontext.demo.compare import ASSETS, DemoSettings, formula_bytes, plan, run_demo
+from corecontext.demo.table import print_report
 from corecontext.demo.task import Task
+from corecontext.files import UserError
 from corecontext.record import read_records
-from corecontext.text import UserError
 
 needs_assets = pytest.mark.skipif(
     not (ASSETS / "demo_model" / "config.json").is_file(), reason="the bundled model is not here"
@@ -72,7 +72,7 @@ def test_cache_bytes_equal_the_formula(result):
 def test_what_is_shown_is_what_is_recorded(result, capsys):
     print_report(result)
     shown = capsys.readouterr().out
-    for label, name, form, unit in figures.DEMO_ROWS[:5]:
+    for label, name, form, unit in figure.DEMO_ROWS[:5]:
         assert label in shown
         for method in ("full", "cca"):
             assert form.format(result.value(name, method) / unit) in shown
@@ -83,9 +83,9 @@ def test_what_is_shown_is_what_is_recorded(result, capsys):
 
 
 def test_a_figure_of_the_demo(result, tmp_path):
-    figures.draw_demo(result.records, str(tmp_path / "demo.svg"))
+    figure.draw_demo(result.records, str(tmp_path / "demo.svg"))
     assert (tmp_path / "demo.svg").stat().st_size > 2000
-    assert "| cache | " in figures.demo_table(result.records)
+    assert "| cache | " in figure.demo_table(result.records)
 
 
 def test_the_task_is_the_document_with_facts(settings):
@@ -119,7 +119,7 @@ def test_the_task_is_the_document_with_facts(settings):
 def test_a_mistake_is_found_before_a_model_runs(settings, change, message, monkeypatch):
     import dataclasses
 
-    monkeypatch.setattr(run, "_run_in_process", None)
+    monkeypatch.setattr(compare, "_run_in_process", None)
     with pytest.raises(UserError) as error:
         run_demo(dataclasses.replace(settings, **change))
     assert str(error.value).startswith(message)
@@ -127,26 +127,26 @@ def test_a_mistake_is_found_before_a_model_runs(settings, change, message, monke
 
 def child(monkeypatch, code: str) -> None:
     """Put a program in the place of the one that measures."""
-    monkeypatch.setattr(run, "CHILD", [sys.executable, "-c", code])
+    monkeypatch.setattr(compare, "CHILD", [sys.executable, "-c", code])
 
 
 def test_the_childs_errors_are_the_users(settings, monkeypatch):
     task = plan(settings)
     child(monkeypatch, """print('{"error": "out of memory. Use less."}')""")
     with pytest.raises(UserError, match="^out of memory. Use less.$"):
-        run._run_in_process("cca", settings, task)
+        compare._run_in_process("cca", settings, task)
     child(monkeypatch, "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(UserError, match="^out of memory: the system stopped the demo."):
-        run._run_in_process("cca", settings, task)
+        compare._run_in_process("cca", settings, task)
     child(monkeypatch, "raise SystemError('a bug')")
     with pytest.raises(RuntimeError, match="a bug"):
-        run._run_in_process("cca", settings, task)
+        compare._run_in_process("cca", settings, task)
 
 
 def test_the_command_writes_what_it_shows(result, tmp_path, capfd, monkeypatch):
     """That it runs on its own assets is seen where README's commands are run."""
     records, plot, asked = tmp_path / "demo.jsonl", tmp_path / "demo.png", []
-    monkeypatch.setattr(run, "run_demo", lambda settings: asked.append(settings) or result)
+    monkeypatch.setattr(compare, "run_demo", lambda settings: asked.append(settings) or result)
     assert (
         main(
             [

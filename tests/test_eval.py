@@ -16,16 +16,16 @@ import torch
 from tiny_model import save_tiny_model
 
 from corecontext.cli import main
-from corecontext.data.files import find_file, model_hash, read_lines
+from corecontext.data.readers import find_file, model_hash, read_lines
 from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, runner
 from corecontext.eval.evaluate import data_paths, evaluate, of_task
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import data_hashes, run_task
 from corecontext.eval.subject import ModelSubject
 from corecontext.eval.summary import draw, method_name, score_parts, summarise, to_records
+from corecontext.files import UserError
 from corecontext.loading import load
 from corecontext.record import read_records
-from corecontext.text import UserError
 
 IDENTITY = {"method": "stub", "model": "stub", "weights": ""}
 NOUNS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from corecontext.eval import metrics
+from corecontext.eval import scores
 
 
 @pytest.mark.parametrize(
@@ -19,51 +19,51 @@ from corecontext.eval import metrics
     ],
 )
 def test_contains_answer(answer, references, score):
-    assert metrics.contains_answer(answer, references) == score
+    assert scores.contains_answer(answer, references) == score
 
 
 def test_ruler_matches():
-    assert metrics.match_all(" 12 and AB\x00c", ["12", "ab", "9", "x"]) == 0.5
-    assert metrics.match_all("1 2", ["1", "2"]) == 1 and metrics.match_all("", ["1"]) == 0
+    assert scores.match_all(" 12 and AB\x00c", ["12", "ab", "9", "x"]) == 0.5
+    assert scores.match_all("1 2", ["1", "2"]) == 1 and scores.match_all("", ["1"]) == 0
     assert (
-        metrics.match_any("the Answer", ["answer", "x"]) == 1
-        and metrics.match_any("no", ["answer", "x"]) == 0
+        scores.match_any("the Answer", ["answer", "x"]) == 1
+        and scores.match_any("no", ["answer", "x"]) == 0
     )
 
 
 def test_token_f1():
-    assert metrics.token_f1("The cat sat.", "a cat sat") == 1
-    assert metrics.token_f1("cat dog", "cat") == pytest.approx(2 / 3)
-    assert metrics.token_f1("cat cat", "cat cat bird bird") == pytest.approx(2 / 3)
-    assert metrics.token_f1("dog", "cat") == 0 and metrics.token_f1("", "cat") == 0
+    assert scores.token_f1("The cat sat.", "a cat sat") == 1
+    assert scores.token_f1("cat dog", "cat") == pytest.approx(2 / 3)
+    assert scores.token_f1("cat cat", "cat cat bird bird") == pytest.approx(2 / 3)
+    assert scores.token_f1("dog", "cat") == 0 and scores.token_f1("", "cat") == 0
 
 
 def test_rouge_l():
     pytest.importorskip("rouge")
-    assert metrics.rouge_l("the cat sat down", "the cat sat down") == pytest.approx(1)
-    assert metrics.rouge_l("the cat sat down", "the dog sat up") == pytest.approx(0.5, abs=1e-6)
-    assert metrics.rouge_l("x", "the cat") == 0 and metrics.rouge_l("", "the cat") == 0
+    assert scores.rouge_l("the cat sat down", "the cat sat down") == pytest.approx(1)
+    assert scores.rouge_l("the cat sat down", "the dog sat up") == pytest.approx(0.5, abs=1e-6)
+    assert scores.rouge_l("x", "the cat") == 0 and scores.rouge_l("", "the cat") == 0
 
 
 def test_classification_keeps_the_quirk():
     classes = ["City", "City in a country", "Other"]
-    assert metrics.classification("City in a country", "City in a country", classes) == 1
-    assert metrics.classification("City in a country, Other", "City in a country", classes) == 0.5
+    assert scores.classification("City in a country", "City in a country", classes) == 1
+    assert scores.classification("City in a country, Other", "City in a country", classes) == 0.5
     assert (
-        metrics.classification("Other", "City", classes) == 0
-        and metrics.classification("", "City", classes) == 0
+        scores.classification("Other", "City", classes) == 0
+        and scores.classification("", "City", classes) == 0
     )
     nested = ["a", "ab", "abc"]  # dropping "a" while walking skips "ab"
-    assert metrics.classification("abc", "abc", nested) == 0.5
+    assert scores.classification("abc", "abc", nested) == 0.5
 
 
 def test_number_match():
-    assert metrics.number_match("Paragraph 12", "Paragraph 12") == 1
-    assert metrics.number_match("12 or 3", "Paragraph 12") == 0.5
-    assert metrics.number_match("none", "3") == 0 and metrics.number_match("30", "3") == 0
+    assert scores.number_match("Paragraph 12", "Paragraph 12") == 1
+    assert scores.number_match("12 or 3", "Paragraph 12") == 0.5
+    assert scores.number_match("none", "3") == 0 and scores.number_match("30", "3") == 0
 
 
 def test_edit_similarity():
-    assert metrics.edit_similarity("\n# comment\n```\nreturn x\nmore", "return x") == 1
-    assert metrics.edit_similarity("abcd", "abxx") == 0.5
-    assert metrics.edit_similarity("", "abc") == 0 and metrics.edit_similarity("zzz", "abc") == 0
+    assert scores.edit_similarity("\n# comment\n```\nreturn x\nmore", "return x") == 1
+    assert scores.edit_similarity("abcd", "abxx") == 0.5
+    assert scores.edit_similarity("", "abc") == 0 and scores.edit_similarity("zzz", "abc") == 0

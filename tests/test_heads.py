@@ -14,7 +14,7 @@ from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactKVCache, CompactLayer
 from corecontext.inference import Engine
 from corecontext.integrations.hf_cache import cache_bytes
-from corecontext.ops.heads import deal, heads_of_each, put_back
+from corecontext.ops.head_split import deal, heads_of_each, put_back
 
 pytestmark = pytest.mark.usefixtures("default_device")
 SIZES = (5, 1, 5, 9)

@@ -14,12 +14,12 @@ from tiny_model import save_tiny_model
 
 from corecontext import CCAConfig, enable
 from corecontext.cli import main
-from corecontext.eval.maps import attention_maps
-from corecontext.eval.page import inspect_text, make_page, split_text
+from corecontext.eval.inspect.maps import attention_maps
+from corecontext.eval.inspect.page import inspect_text, make_page, split_text
+from corecontext.files import UserError
 from corecontext.integrations.transformers import handle_of
 from corecontext.loading import Loaded, load
 from corecontext.testing import effective_map
-from corecontext.text import UserError
 from corecontext.visibility import num_visible_cores
 
 TEXT = "Some </script> words & things, d\u00e9j\u00e0 vu. " * 4
@@ -165,7 +165,7 @@ def test_mistakes_are_said(model, monkeypatch):
     with pytest.raises(UserError, match="method must be cca"):
         inspect_text(load(model, method="full"), model, TEXT, 30, 4)
     assert handle_of(loaded.model).observer is None
-    monkeypatch.setattr("corecontext.eval.page.MOST_BYTES", 1000)
+    monkeypatch.setattr("corecontext.eval.inspect.page.MOST_BYTES", 1000)
     loaded = load(model, group_size=4, window_size=8)
     with pytest.raises(UserError, match="Take fewer --layer"):
         inspect_text(loaded, model, TEXT, 30, 4)

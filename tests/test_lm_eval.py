@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import run_task
 from corecontext.eval.subject import ModelSubject
+from corecontext.files import UserError
 from corecontext.integrations import lm_eval as ours
 from corecontext.loading import load
-from corecontext.text import UserError
 
 SIZES = {"group_size": 4, "window_size": 32}
 

@@ -21,9 +21,9 @@ try:
 except ModuleNotFoundError:  # Python 3.10, where pytest brings its ancestor
     import tomli as tomllib  # type: ignore[no-redef]
 
-from corecontext.bench import figures
+from benchmarks import figures
 from corecontext.cli import main
-from corecontext.reproduce import summary
+from reproduction import readme_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,7 +32,7 @@ BLOCK = re.compile(
     re.S | re.M,
 )
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install "
-ELSEWHERE = ("corecontext layers", "corecontext reproduce --smoke")
+ELSEWHERE = ("corecontext layers", "python -m reproduction --smoke")
 """Commands that other tests run, on less."""
 needs_assets = pytest.mark.skipif(
     not (ROOT / "corecontext/assets/demo_model/config.json").is_file(),
@@ -112,7 +112,7 @@ def test_commands_run(line, reason, clone, monkeypatch, capfd):
     program, *arguments = shlex.split(command)
     if program == "corecontext":
         assert main(arguments) == 0
-    elif arguments[:1] == ["-m"] and arguments[1] == "corecontext.bench.figures":
+    elif arguments[:1] == ["-m"] and arguments[1] == "benchmarks.figures":
         assert figures.main(arguments[2:]) == 0
     else:
         assert program == "python", f"{line!r}: a kind of command this test does not know"
@@ -159,7 +159,7 @@ def test_the_tables_say_what_the_records_say():
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = page.read_text(encoding="utf-8")
         assert (
-            figures.update_tables(text, ROOT / "results", (*figures.TABLES, *summary.TABLES))
+            figures.update_tables(text, ROOT / "results", (*figures.TABLES, *readme_tables.TABLES))
             == text
         ), page.name
 

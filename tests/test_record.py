@@ -148,8 +148,8 @@ def test_provenance(monkeypatch):
     assert (commit is None) == (dirty is None) and (commit is None or len(commit) == 40)
     monkeypatch.setattr(sys, "argv", ["/some/where/bin/corecontext", "demo", "--json", "a b"])
     assert command_line() == "corecontext demo --json 'a b'"
-    monkeypatch.setattr(sys, "argv", ["/some/where/corecontext/bench/figures.py", "--readme"])
-    assert command_line() == "python -m corecontext.bench.figures --readme"
+    monkeypatch.setattr(sys, "argv", ["/some/where/benchmarks/figures.py", "--readme"])
+    assert command_line() == "python -m benchmarks.figures --readme"
     monkeypatch.setattr(
         sys, "argv", ["/some/corecontext/site-packages/corecontext/__main__.py", "info"]
     )

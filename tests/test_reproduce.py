@@ -18,29 +18,17 @@ import torch
 from test_eval import write_lines
 from tiny_model import save_tiny_model
 
-from corecontext.bench import drawing
-from corecontext.cli import main
+from corecontext import drawing
 from corecontext.eval.summary import Row as ScoreRow
 from corecontext.eval.summary import to_records
+from corecontext.files import UserError, alone_in
 from corecontext.record import append_records, make_record, read_records
-from corecontext.reproduce import figures, paper
-from corecontext.reproduce.checkpoint import METHODS, _page
-from corecontext.reproduce.corpus import END, SPLITS, Corpus, Row
-from corecontext.reproduce.evaluate import (
-    answers_right,
-    cloze,
-    fact_rows,
-    time_and_cache,
-    top_mass,
-    window_nll,
-)
-from corecontext.reproduce.model import add_lora, attention, make_model, merge_lora, nll_of
-from corecontext.reproduce.muon import Muon
-from corecontext.reproduce.plan import FULL, SCRATCH, SMOKE, methods, stages, tuned
-from corecontext.reproduce.processes import run_on_gpus
-from corecontext.reproduce.report import Page, _targets, gains, write_report
-from corecontext.reproduce.run import Miniature
-from corecontext.reproduce.step import (
+from reproduction import paper, plots
+from reproduction.command import main
+from reproduction.miniature import add_lora, attention, make_model, merge_lora, nll_of
+from reproduction.muon import Muon
+from reproduction.on_checkpoint import METHODS, _page
+from reproduction.optimizer_step import (
     Step,
     _fused_head,
     half_stream,
@@ -48,9 +36,21 @@ from corecontext.reproduce.step import (
     loss_backward,
     optimizers,
 )
-from corecontext.reproduce.summary import quality_markdown, scratch_markdown
-from corecontext.reproduce.train import OutOfTime, thinned, train
-from corecontext.text import UserError, alone_in
+from reproduction.plan import FULL, SCRATCH, SMOKE, methods, stages, tuned
+from reproduction.processes import run_on_gpus
+from reproduction.readme_tables import quality_markdown, scratch_markdown
+from reproduction.report import Page, _targets, gains, write_report
+from reproduction.scoring import (
+    answers_right,
+    cloze,
+    fact_rows,
+    time_and_cache,
+    top_mass,
+    window_nll,
+)
+from reproduction.stages import Miniature
+from reproduction.texts import END, SPLITS, Corpus, Row
+from reproduction.training_loop import OutOfTime, thinned, train
 
 TINY = dataclasses.replace(SMOKE, levels=((64, 2), (128, 3)), length=128, step_tokens=256)
 
@@ -61,12 +61,7 @@ def done(tmp_path_factory):
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("mini") / "out"
     json_path = out.parent / "quality.jsonl"
-    assert (
-        main(
-            ["reproduce", "--smoke", "--out", str(out), "--device", "cpu", "--json", str(json_path)]
-        )
-        == 0
-    )
+    assert main(["--smoke", "--out", str(out), "--device", "cpu", "--json", str(json_path)]) == 0
     return out, json_path
 
 
@@ -160,12 +155,7 @@ def test_a_report_says_what_is_not_measured_yet(done, tmp_path):
 def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_path):
     out, json_path = done
     before = json_path.read_bytes()
-    assert (
-        main(
-            ["reproduce", "--smoke", "--out", str(out), "--device", "cpu", "--json", str(json_path)]
-        )
-        == 0
-    )
+    assert main(["--smoke", "--out", str(out), "--device", "cpu", "--json", str(json_path)]) == 0
     assert json_path.read_bytes() == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
@@ -183,7 +173,7 @@ def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_pat
         (["--smoke", "--out", str(tmp_path / "mine/thesis.tex")], "must be a folder, or"),
         (["--smoke", "--out", str(tmp_path / "d"), "--gpus", "0"], "gpus must be at least 1"),
     ):
-        assert main(["reproduce", "--device", "cpu", *arguments]) == 2
+        assert main(["--device", "cpu", *arguments]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -447,7 +437,7 @@ def test_training_in_parts_is_training_at_once(corpus, monkeypatch):
     assert (weights > 1).any()
     ids = ids.long()
     for module in ("model", "step"):
-        monkeypatch.setattr(f"corecontext.reproduce.{module}.HEAD_TOKENS", 50)
+        monkeypatch.setattr(f"reproduction.{module}.HEAD_TOKENS", 50)
     loss, right = loss_backward(model, ids, weights, "cpu", None)
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -612,7 +602,7 @@ def test_measurements_know_right_from_wrong(corpus, monkeypatch):
     rows = fact_rows(corpus, 400, 6)
     assert sum(len(row.answers) for row in rows) >= 6
     monkeypatch.setattr(
-        "corecontext.reproduce.evaluate.nll_of",
+        "reproduction.scoring.nll_of",
         lambda model, ids: (torch.ones(ids[:, 1:].shape), torch.ones(ids[:, 1:].shape, dtype=bool)),
     )
     assert all(right for _, right in answers_right(None, rows, "cpu"))
@@ -623,17 +613,17 @@ def test_measurements_know_right_from_wrong(corpus, monkeypatch):
         hit[:, first : first + 1] = False
         return torch.ones(hit.shape), hit
 
-    monkeypatch.setattr("corecontext.reproduce.evaluate.nll_of", misses)
+    monkeypatch.setattr("reproduction.scoring.nll_of", misses)
     assert [right for _, right in answers_right(None, rows[:1], "cpu")].count(False) == 1
     monkeypatch.setattr(
-        "corecontext.reproduce.evaluate.nll_of", lambda model, ids: (None, ids[:, 1:] % 5 > 0)
+        "reproduction.scoring.nll_of", lambda model, ids: (None, ids[:, 1:] % 5 > 0)
     )
     alone = [one for row in rows for one in answers_right(None, [row], "cpu")]
     assert (
         len({right for _, right in alone}) == 2 and answers_right(None, rows, "cpu") == alone
     )  # with padding
     monkeypatch.setattr(
-        "corecontext.reproduce.evaluate.nll_of",
+        "reproduction.scoring.nll_of",
         lambda model, ids: (torch.ones(ids[:, 1:].shape), None),
     )
     nll = window_nll(None, corpus, TINY, "test", "cpu")
@@ -644,7 +634,7 @@ def test_measurements_know_right_from_wrong(corpus, monkeypatch):
         known["rows"] = ids
         return torch.arange(4.0)[:, None].expand(4, ids.shape[1] - 1), None
 
-    monkeypatch.setattr("corecontext.reproduce.evaluate.nll_of", remembers)
+    monkeypatch.setattr("reproduction.scoring.nll_of", remembers)
     assert all(cloze(None, corpus, TINY, "cpu")) and known["rows"].shape == (4, 128)
     even = np.full((2, 10, 10), 0.1)
     assert top_mass(even, 0.2) == pytest.approx(
@@ -669,10 +659,10 @@ def test_rows_are_not_padded_for_a_method_that_would_see_it(corpus, tmp_path, mo
         assert not all(right for _, right in answers_right(model, rows, "cpu"))
         run, asked = Miniature(tmp_path / "o", TINY, None, "cpu"), []
         monkeypatch.setattr(
-            "corecontext.reproduce.evaluate.answers_right",
+            "reproduction.scoring.answers_right",
             lambda *args: asked.append(args[3]) or [],
         )
-        monkeypatch.setattr("corecontext.reproduce.evaluate.fact_rows", lambda *args: rows)
+        monkeypatch.setattr("reproduction.scoring.fact_rows", lambda *args: rows)
         run.corpus = corpus
         list(run._measure(model, method, run.plan[0], tmp_path, brief=True))
         list(run._measure(model, methods(TINY)["full"], run.plan[0], tmp_path, brief=True))
@@ -927,7 +917,7 @@ def test_sizes_without_a_cost_are_left_out_of_the_figure(tmp_path):
         make_record(name, 1024.0, {"of": "sizes", "group_size": 4, "window_size": 64})
         for name in ("model.cache_bytes", "model.first_token_s")
     ]
-    drawn = figures._flexibility(drawing.pyplot(), tmp_path, records, FULL)
+    drawn = plots._flexibility(drawing.pyplot(), tmp_path, records, FULL)
     assert [[tuple(line.get_xydata()[0]) for line in panel.lines] for panel in drawn.axes] == [
         [(2**-10, 14.0)],
         [(1024e3, 14.0)],
@@ -944,13 +934,13 @@ def test_curves_from_two_contexts_have_equal_steps(tmp_path):
 
     size = dataclasses.replace(FULL, seeds=(0,), bases=(0,))
     write("cca-0", FULL.adapt_steps)
-    drawn = [figures._curves(drawing.pyplot(), tmp_path, [], size)]
+    drawn = [plots._curves(drawing.pyplot(), tmp_path, [], size)]
     assert drawn[0].axes[0].lines[0].get_xdata()[-1] == FULL.adapt_steps
     write("from-short", FULL.short_steps)
     for name in ("cca-0", "g16-0"):  # the sizes' own stage is as short, and taken where it is there
         if name != "cca-0":
             write(name, FULL.short_steps)
-        drawn.append(figures._curves(drawing.pyplot(), tmp_path, [], size))
+        drawn.append(plots._curves(drawing.pyplot(), tmp_path, [], size))
         one, other = drawn[-1].axes[0].lines
         assert (
             list(one.get_xdata()) == list(other.get_xdata())
@@ -997,7 +987,6 @@ def test_a_checkpoint_is_evaluated_from_files(tmp_path, capsys):
         [{"qid": "q", "question": "what is 1", "answers": ["word1"], "gold_doc": "d1"}],
     )
     arguments = [
-        "reproduce",
         "--model",
         str(tmp_path / "model"),
         "--data",
@@ -1027,7 +1016,7 @@ def test_a_checkpoint_is_evaluated_from_files(tmp_path, capsys):
 
 def test_what_draws_is_asked_for_before_anything_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["reproduce", "--smoke", "--out", str(tmp_path / "out")]) == 2
+    assert main(["--smoke", "--out", str(tmp_path / "out")]) == 2
     assert (
         "needs matplotlib, which is not installed" in capsys.readouterr().err
         and not (tmp_path / "out").exists()

@@ -23,11 +23,11 @@ from corecontext import (
 )
 from corecontext.cache import CompactLayer
 from corecontext.config import LEARNED
+from corecontext.files import UserError
 from corecontext.inference import Engine
 from corecontext.loading import load
 from corecontext.ops import rules
 from corecontext.testing import make_inputs, results_and_gradients
-from corecontext.text import UserError
 
 HEADS, KV, DIM = 4, 2, 16
 RULES = [

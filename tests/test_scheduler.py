@@ -14,11 +14,11 @@ from families import tiny_model, tokens
 
 import corecontext
 from corecontext import CCAConfig
-from corecontext.cache.pool import RowPool
 from corecontext.inference import Engine, Sampling
-from corecontext.inference.batch import _graph_memory
 from corecontext.inference.policy import TablePolicy
-from corecontext.inference.scheduler import Job, QueueFull, Scheduler
+from corecontext.serve.rows import RowPool
+from corecontext.serve.scheduler import Job, QueueFull, Scheduler
+from corecontext.serve.step import _graph_memory
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig(5, 13)

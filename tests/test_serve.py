@@ -23,12 +23,12 @@ httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")
 from corecontext.cli import main  # noqa: E402
 from corecontext.inference import Engine, Load, TablePolicy  # noqa: E402
 from corecontext.inference.policy import load_policy, table_around  # noqa: E402
-from corecontext.inference.scheduler import Job, QueueFull, Scheduler  # noqa: E402
 from corecontext.loading import load  # noqa: E402
-from corecontext.serve.app import Options, create_app  # noqa: E402
+from corecontext.serve.build import BUNDLED, Serving  # noqa: E402
 from corecontext.serve.guard import Guard  # noqa: E402
+from corecontext.serve.http import Options, create_app  # noqa: E402
 from corecontext.serve.metrics import Metrics  # noqa: E402
-from corecontext.serve.run import BUNDLED, Serving  # noqa: E402
+from corecontext.serve.scheduler import Job, QueueFull, Scheduler  # noqa: E402
 from corecontext.serve.text import TextStream, chat_prompt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -830,7 +830,7 @@ def test_a_taken_port_is_one_line(folder, capfd):
 def test_a_server_that_says_it_listens_does(monkeypatch):
     import socket
 
-    from corecontext.serve import run as runs
+    from corecontext.serve import build as runs
 
     reached = []
 
@@ -854,7 +854,7 @@ def test_a_server_that_says_it_listens_does(monkeypatch):
 
 
 def test_random_weights_and_names(folder):
-    from corecontext.serve.run import make_app
+    from corecontext.serve.build import make_app
 
     app = make_app(Serving(folder, method="full", random_weights=True, device="cpu", cache_mib=64))
     service = app.state.service

@@ -21,10 +21,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import corecontext
 from corecontext import CCAConfig
-from corecontext.cache.pool import RowShape
 from corecontext.config import LEARNED
-from corecontext.serve.run import Serving
-from corecontext.text import UserError
+from corecontext.files import UserError
+from corecontext.serve.build import Serving
+from corecontext.serve.rows import RowShape
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed"),

@@ -11,8 +11,8 @@ from tiny_model import save_tiny_model
 pytest.importorskip("ray")
 openai = pytest.importorskip("openai")
 
+from corecontext.files import UserError  # noqa: E402
 from corecontext.serve.ray import app  # noqa: E402
-from corecontext.text import UserError  # noqa: E402
 
 PORT = 18765
 

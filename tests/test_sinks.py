@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from corecontext import CCAConfig, Rotary, cca_attention, pool_core_tokens
+from corecontext import CCAConfig, Rotary, cca_attention, cost, pool_core_tokens
 from corecontext import visibility as vis
-from corecontext.bench import cost
 from corecontext.cache import CompactLayer
 from corecontext.ops import rules, sinks
 from corecontext.testing import assert_accurate, effective_map, make_inputs, results_and_gradients

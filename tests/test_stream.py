@@ -12,8 +12,8 @@ import torch
 
 datasets = pytest.importorskip("datasets", reason="training reads its data with datasets")
 
-from corecontext.data.stream import StreamedRows, open_shards  # noqa: E402
-from corecontext.text import UserError  # noqa: E402
+from corecontext.data.row_stream import StreamedRows, open_shards  # noqa: E402
+from corecontext.files import UserError  # noqa: E402
 
 LENGTH = 31
 

@@ -31,12 +31,12 @@ from train_runs import ROOT, STEPS, assert_equal, make_setting, stop_at, weights
 
 import corecontext
 from corecontext.cli import main
+from corecontext.files import UserError
 from corecontext.integrations.transformers import handle_of
-from corecontext.text import UserError
-from corecontext.train import TrainConfig, arguments, card, folder, run, trainer
+from corecontext.train import TrainConfig, arguments, card, folder, trainer, training
 from corecontext.train.checkpoint import checkpoints
-from corecontext.train.config import load_recipe
-from corecontext.train.run import train
+from corecontext.train.train_config import load_recipe
+from corecontext.train.training import train
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +241,7 @@ def test_a_full_disk_loses_nothing(setting, whole, tmp_path, monkeypatch, caplog
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     monkeypatch.setattr(transformers.Trainer, "_save_checkpoint", without_room)
-    monkeypatch.setattr(run, "WAIT_S", 0)
+    monkeypatch.setattr(training, "WAIT_S", 0)
     train(config)
     assert attempts == [2, 4, 6, 6, 6]
     assert (
@@ -428,7 +428,7 @@ def test_strategies_train_only_what_they_say(setting, tmp_path, strategy, change
 
 
 def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, whole, tmp_path):
-    from corecontext.train.model import read_config
+    from corecontext.train.student import read_config
 
     hf_config = read_config(setting.replace(context_length=20_000, rope_theta=1e6))
     assert (hf_config.max_position_embeddings, hf_config.rope_parameters["rope_theta"]) == (
@@ -599,7 +599,7 @@ def test_processes_wait_for_the_one_that_tokenises_without_a_collective(monkeypa
             arguments = SimpleNamespace(
                 world_size=4, process_index=2 + rank, local_process_index=rank
             )
-            with run._one_first(arguments):
+            with training._one_first(arguments):
                 time.sleep(0 if rank else 0.1)
                 done.append((turn, rank))
 

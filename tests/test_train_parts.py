@@ -14,14 +14,14 @@ from families import tiny_model, tokens
 
 from corecontext.cli import main
 from corecontext.config import LEARNED
+from corecontext.files import UserError
 from corecontext.inference.fuse import MOST_PARTS, Fused
-from corecontext.text import UserError
 from corecontext.train import loss as loss_module
 from corecontext.train.checkpoint import checkpoints, keep_newest, latest, publish
-from corecontext.train.config import TrainConfig, field_help, load_recipe
 from corecontext.train.loss import Taught, chunked_cross_entropy, compute_loss_in_chunks
-from corecontext.train.model import make_model, read_config
+from corecontext.train.student import make_model, read_config
 from corecontext.train.teacher import Teacher, load_teacher
+from corecontext.train.train_config import TrainConfig, field_help, load_recipe
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 

@@ -25,10 +25,10 @@ from train_runs import assert_equal, make_setting, stop_at, weights
 
 import corecontext
 from corecontext.cli import main
+from corecontext.files import UserError
 from corecontext.integrations.transformers import handle_of
-from corecontext.text import UserError
-from corecontext.train import TrainConfig, heads
-from corecontext.train.run import train
+from corecontext.train import TrainConfig, choose_heads
+from corecontext.train.training import train
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_the_head_that_keeps_every_token_is_found_once_on_the_runs_text(
     assert_equal(weights(streamed), load_file(tmp_path / "told_streamed/model/model.safetensors"))
     stopped = one_head.replace(output=str(tmp_path / "stopped"))
     stop_at(3, stopped)
-    monkeypatch.setattr(heads, "_find", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(choose_heads, "_find", mock.Mock(side_effect=AssertionError))
     assert train(stopped).resumed_from == 2
     assert_equal(weights(stopped), weights(one_head))
 
@@ -168,7 +168,7 @@ def test_processes_wait_for_the_one_that_finds_the_heads(one_head, tmp_path, mon
     config = one_head.replace(output=str(tmp_path))
 
     def process(rank):
-        return heads.with_heads(
+        return choose_heads.with_heads(
             config, None, SimpleNamespace(world_size=2, process_index=rank), None
         )
 
@@ -176,11 +176,11 @@ def test_processes_wait_for_the_one_that_finds_the_heads(one_head, tmp_path, mon
         time.sleep(0.1)
         return found
 
-    monkeypatch.setattr(heads, "_find", find)
+    monkeypatch.setattr(choose_heads, "_find", find)
     with ThreadPoolExecutor(2) as pool:
         for one in pool.map(process, (1, 0), timeout=20):
             assert (one.window_size, one.layer_group_sizes, one.raw_heads) == (9, (8, (8, 1)), 0)
-        monkeypatch.setattr(heads, "_find", mock.Mock(side_effect=UserError("too short")))
+        monkeypatch.setattr(choose_heads, "_find", mock.Mock(side_effect=UserError("too short")))
         second, first = pool.submit(process, 1), pool.submit(process, 0)
         with pytest.raises(UserError, match="too short"):
             first.result(20)

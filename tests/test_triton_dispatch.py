@@ -430,7 +430,7 @@ def test_gradients_of_a_part_of_a_row_are_those_of_the_part_alone(how, dtype):
 def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch):
     """The kernels for Hopper run nowhere else, but what comes before them does; and what they are
     given lies as they take it to lie: whatever comes without its strides, element by element."""
-    from corecontext.ops.triton import hopper, hopper_backward
+    from corecontext.ops.triton import hopper_backward, hopper_forward
 
     taken, launched, dim, length = [], [], 40, 45
 
@@ -444,9 +444,9 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
             kernel[grid](*arguments, *exact, **constants, num_warps=num_warps)
             taken.append(arguments[4])
 
-    for module in (hopper, hopper_backward):
+    for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(hopper, "num_programs", lambda device: 132)
+    monkeypatch.setattr(hopper_forward, "num_programs", lambda device: 132)
     monkeypatch.setattr(
         hopper_backward, "pool_backward", lambda *args, **options: (None, None, None)
     )
@@ -470,7 +470,7 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
         torch.ones(4, 2, device=DEVICE)[::2],
         {"group_size": 7, "window_size": 10, "scale": 0.2},
     )
-    hopper.attend(some["q"], some["k"], some["v"], *cores, core_bias=bias, **sizes)
+    hopper_forward.attend(some["q"], some["k"], some["v"], *cores, core_bias=bias, **sizes)
     hopper_backward.gradients(
         some["grad_out"],
         some_grad_lse,
@@ -488,7 +488,7 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
         **sizes,
     )
     assert launched == [
-        hopper._attend_fwd_hopper,
+        hopper_forward._attend_fwd_hopper,
         hopper_backward._prepare_kernel,
         hopper_backward._attend_bwd_hopper,
         hopper_backward._finish_kernel,

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from corecontext.baselines.blocks import sink_attention
-from corecontext.ops.heads import deal, put_back
+from corecontext.ops.head_split import deal, put_back
 from corecontext.ops.rotary import Rotary
 
 

@@ -21,8 +21,8 @@ from corecontext.config import CCAConfig
 from corecontext.integrations import transformers as ours
 from corecontext.integrations.hf_rotary import find_rotary
 from corecontext.ops.api import outside_autocast
+from corecontext.ops.batch import find_segments, has_restarts
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.segments import find_segments, has_restarts
 
 NAME = "rival"
 Observer = Callable[[int, Tensor, Tensor, Tensor, float, "float | None"], Any]

@@ -16,7 +16,7 @@ from corecontext.baselines.blocks import dense_attention
 from corecontext.baselines.configs import MInference, Pattern
 from corecontext.baselines.minference import sparse_attention
 from corecontext.baselines.plugin import enabled
-from corecontext.text import UserError, read_text, write_text
+from corecontext.files import UserError, read_text, write_text
 
 
 def candidates_for(budget: int, block_size: int = 64) -> list[Pattern]:

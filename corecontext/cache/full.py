@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corecontext.cache.slots import write
 from corecontext.ops.api import backend_module, choose_backend
-from corecontext.ops.decode import attend_buffer
+from corecontext.ops.attend_buffer import attend_buffer
 
 
 class FullLayer:

@@ -12,7 +12,7 @@ from torch import Tensor
 from corecontext.cache.full import FullLayer
 from corecontext.cache.layer import CompactLayer
 from corecontext.config import CCAConfig
-from corecontext.ops.heads import deal, deal_learned, heads_of_each, put_back
+from corecontext.ops.head_split import deal, deal_learned, heads_of_each, put_back
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.rules import Learned
 

@@ -33,9 +33,9 @@ from corecontext.cache.slots import grown, read, stretch, write
 from corecontext.config import CCAConfig
 from corecontext.ops import rules, sinks
 from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
-from corecontext.ops.decode import attend_buffer
+from corecontext.ops.attend_buffer import attend_buffer
+from corecontext.ops.batch import find_segments
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.segments import find_segments
 from corecontext.visibility import (
     group_size_for,
     local_start,

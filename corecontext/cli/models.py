@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from corecontext.cli.options import Device, Dtype, GroupSize, Method, Sinks, WindowSize
-from corecontext.text import UserError
+from corecontext.files import UserError
 
 
 def convert(
@@ -27,7 +27,7 @@ def convert(
         raise UserError(f"method must be {' or '.join(METHODS)}, got {method!r}.")
     hf_config = load_config(model)
     check_architecture(hf_config)
-    from corecontext.train.run import convert as run
+    from corecontext.train.training import convert as run
 
     run(
         model,
@@ -114,8 +114,8 @@ def serve(
     ] = 1,
 ) -> None:
     """Serve a model to many users by the OpenAI protocol; needs the extra 'serve'."""
-    from corecontext.serve.run import Serving, run
-    from corecontext.text import read_text
+    from corecontext.files import read_text
+    from corecontext.serve.build import Serving, run
 
     key = os.environ.get("CORECONTEXT_API_KEY") or None
     if api_key_file is not None:

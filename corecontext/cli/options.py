@@ -5,7 +5,7 @@ typer reads these annotations at run time on Python 3.10 as well, hence Optional
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 

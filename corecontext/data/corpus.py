@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from corecontext.data.documents import HUB, HubName, documents, files_of
-from corecontext.text import UserError
+from corecontext.files import UserError
 
 
 def read_corpus(

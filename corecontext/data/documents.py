@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from corecontext.data.files import is_broken, numbered_lines, open_text
-from corecontext.text import UserError
+from corecontext.data.readers import is_broken, numbered_lines, open_text
+from corecontext.files import UserError
 
 HUB = "hub:"
 _TEXTS = (".txt", ".md", ".text")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from corecontext.text import UserError
+from corecontext.files import UserError
 
 IGNORED = -100  # the label that transformers leaves out of the loss
 

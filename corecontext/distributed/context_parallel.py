@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from corecontext.config import CCAConfig
+from corecontext.distributed.attention import Call, attend
 from corecontext.distributed.halo import Halo
+from corecontext.distributed.kept import Keeper
 from corecontext.distributed.layout import Layout
-from corecontext.distributed.parts import Call, attend
-from corecontext.distributed.prefill import Keeper
-from corecontext.distributed.rules import attend as attend_by_rule
+from corecontext.distributed.own_rules import attend as attend_by_rule
 from corecontext.distributed.wire import Wire
 from corecontext.ops import rules
 from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
-from corecontext.ops.heads import check_sizes, deal, deal_learned, heads_of_each, put_back
+from corecontext.ops.head_split import check_sizes, deal, deal_learned, heads_of_each, put_back
 from corecontext.ops.rotary import Rotary
 from corecontext.visibility import group_size_for
 

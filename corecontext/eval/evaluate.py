@@ -9,9 +9,9 @@ from typing import Any
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import TASKS, describe, run_task
 from corecontext.eval.subject import ModelSubject
+from corecontext.files import UserError
 from corecontext.loading import WHOLE, load
 from corecontext.record import Record
-from corecontext.text import UserError
 
 
 def data_paths(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from corecontext.data.files import find_file, read_json, read_lines
+from corecontext.data.readers import find_file, read_json, read_lines
 from corecontext.eval.items import Generated, Item, Question, Settings
-from corecontext.eval.metrics import (
+from corecontext.eval.scores import (
     Metric,
     classification,
     edit_similarity,
@@ -24,7 +24,7 @@ from corecontext.eval.metrics import (
     token_f1,
 )
 from corecontext.eval.subject import Subject
-from corecontext.text import UserError
+from corecontext.files import UserError
 
 CATEGORIES = {
     "single-document QA": ("qasper", "multifieldqa_en"),

@@ -10,10 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from corecontext.data.files import find_file, read_lines
+from corecontext.data.readers import find_file, read_lines
 from corecontext.eval.items import Chosen, Item, Settings
 from corecontext.eval.subject import Subject
-from corecontext.text import UserError
+from corecontext.files import UserError
 
 FILES = ("mmlu_dev", "mmlu_test", "mmlu_test_subset")
 LETTERS = "ABCD"

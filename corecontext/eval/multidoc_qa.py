@@ -11,11 +11,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from corecontext.data.files import find_file, read_lines
+from corecontext.data.readers import find_file, read_lines
 from corecontext.eval.items import Generated, Item, Question, Settings
-from corecontext.eval.metrics import contains_answer
+from corecontext.eval.scores import contains_answer
 from corecontext.eval.subject import Subject
-from corecontext.text import UserError
+from corecontext.files import UserError
 
 FILES = ("multidoc_qa_pool", "multidoc_qa_test")
 MAX_NEW_TOKENS = 100

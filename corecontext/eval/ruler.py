@@ -19,13 +19,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from corecontext.data.files import find_file, read_json, read_lines
+from corecontext.data.readers import find_file, read_json, read_lines
 from corecontext.data.retrieval import nearest_boundary
 from corecontext.eval.items import Generated, Item, Question, Settings, TooLong
-from corecontext.eval.metrics import match_all, match_any
+from corecontext.eval.scores import match_all, match_any
 from corecontext.eval.subject import Subject
+from corecontext.files import UserError
 from corecontext.terminal import console
-from corecontext.text import UserError
 
 FILES = ("ruler_words", "haystack_essays", "squad_xquad_en", "squad", "hotpotqa")
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

@@ -11,14 +11,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from corecontext.data.files import OPENERS, file_hash, model_hash
+from corecontext.data.readers import OPENERS, file_hash, model_hash
 from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, windows
 from corecontext.eval.items import Item, Settings, TooLong
 from corecontext.eval.subject import Subject
+from corecontext.files import UserError
 from corecontext.loading import Loaded
 from corecontext.record import Record, append_records, device_name, make_record, parse_records
 from corecontext.terminal import progress
-from corecontext.text import UserError
 
 TASKS: dict[str, Callable[[str | Path, Settings, Subject], list[Item]]] = {
     "perplexity": windows.items,

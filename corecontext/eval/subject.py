@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from corecontext.files import UserError
 from corecontext.loading import Loaded
 from corecontext.perplexity import document_nll
-from corecontext.text import UserError
 
 
 class Subject(Protocol):

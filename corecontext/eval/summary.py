@@ -190,7 +190,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from corecontext.text import atomic_path
+    from corecontext.files import atomic_path
 
     whole = [row for row in rows if not row.part]
     tasks = list(dict.fromkeys(row.task for row in whole))

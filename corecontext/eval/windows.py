@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from corecontext.data.files import find_file, read_documents
+from corecontext.data.readers import find_file, read_documents
 from corecontext.eval.items import Item, Settings, Window
 from corecontext.eval.subject import Subject
-from corecontext.text import UserError
+from corecontext.files import UserError
 
 FILES = ("lm_test",)
 

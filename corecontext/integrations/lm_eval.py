@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.config import CCAConfig
+from corecontext.files import UserError
 from corecontext.integrations.transformers import NAME, enable, full_attention
-from corecontext.text import UserError
 
 MODEL = "corecontext"
 TASKS = Path(__file__).resolve().parents[1] / "eval" / "harness"

@@ -32,9 +32,9 @@ from corecontext.integrations.hf_cache import CCALayer, compact_layer
 from corecontext.integrations.hf_learned import add_learned, remove_learned
 from corecontext.integrations.hf_rotary import find_rotary
 from corecontext.ops.api import cca_attention
+from corecontext.ops.batch import has_restarts
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.rules import Learned
-from corecontext.ops.segments import has_restarts
 
 if TYPE_CHECKING:
     from corecontext.distributed.context_parallel import Shard

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from corecontext.config import BACKENDS, CCAConfig, check_choice
 from corecontext.ops import autograd, packed, reference, rules
-from corecontext.ops.heads import check_sizes, deal, deal_learned, heads_of_each, put_back
+from corecontext.ops.batch import SegmentView, find_segments, has_restarts
+from corecontext.ops.head_split import check_sizes, deal, deal_learned, heads_of_each, put_back
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.segments import SegmentView, find_segments, has_restarts
 from corecontext.visibility import group_size_for, is_full_attention, num_sinks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

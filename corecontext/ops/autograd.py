@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from corecontext.ops import packed, sinks
+from corecontext.ops.batch import SegmentView, find_segments
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.segments import SegmentView, find_segments
 
 
 def module_of(backend: str) -> ModuleType:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from corecontext.config import LEARNED, LEARNED_WEIGHTS
 from corecontext.ops import sinks
+from corecontext.ops.batch import SegmentView, find_segments
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.segments import SegmentView, find_segments
 
 Learned = Mapping[str, Tensor]
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from corecontext.serve.run import Serving, make_app
-from corecontext.text import UserError
+from corecontext.files import UserError
+from corecontext.serve.build import Serving, make_app
 
 DRAIN_S = 600.0  # how long a replica that is to go may finish what it runs
 

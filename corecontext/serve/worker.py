@@ -8,10 +8,10 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from corecontext.inference.scheduler import Job, Scheduler
-from corecontext.inference.together import BEAT_S, Apart
 from corecontext.loading import is_out_of_memory
+from corecontext.serve.scheduler import Job, Scheduler
 from corecontext.serve.text import TextStream
+from corecontext.serve.together import BEAT_S, Apart
 
 log = logging.getLogger("corecontext.serve")
 

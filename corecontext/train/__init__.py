@@ -1,5 +1,5 @@
 """Training and fine-tuning with CCA attention on transformers' Trainer."""
 
-from corecontext.train.config import TrainConfig
+from corecontext.train.train_config import TrainConfig
 
 __all__ = ["TrainConfig"]

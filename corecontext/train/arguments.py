@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from corecontext.data.files import read_json
+from corecontext.data.readers import read_json
+from corecontext.files import UserError
 from corecontext.loading import one_line
-from corecontext.text import UserError
-from corecontext.train.config import TrainConfig
+from corecontext.train.train_config import TrainConfig
 
 
 def arguments_of(config: TrainConfig) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from corecontext.data.documents import HUB, HubName
 from corecontext.record import source_version, versions
-from corecontext.train.config import TrainConfig
+from corecontext.train.train_config import TrainConfig
 
 FIGURE = "loss.png"
 

@@ -7,12 +7,12 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
-from corecontext.text import UserError
-from corecontext.train.config import TrainConfig, field_help, load_recipe
+from corecontext.files import UserError
+from corecontext.train.train_config import TrainConfig, field_help, load_recipe
 
 
 def train_command() -> Callable[..., None]:
@@ -30,7 +30,7 @@ def train_command() -> Callable[..., None]:
             config = (
                 load_recipe(recipe).replace(**given) if recipe is not None else _by_default(given)
             )
-        from corecontext.train.run import train as run
+        from corecontext.train.training import train as run
 
         result = run(config)
         losses = {
@@ -76,7 +76,7 @@ def train_command() -> Callable[..., None]:
 def _by_default(given: dict[str, Any]) -> TrainConfig:
     """What a run has where no recipe is named: the checkpoint's own settings of the attention, or
     the recipe `raw`."""
-    from corecontext.train.model import best_settings, held_settings
+    from corecontext.train.student import best_settings, held_settings
 
     held = held_settings(TrainConfig().replace(**given), given)
     try:

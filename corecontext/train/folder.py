@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from corecontext.files import UserError, alone_in, write_text
 from corecontext.record import source_version, versions
-from corecontext.text import UserError, alone_in, write_text
 from corecontext.train.checkpoint import clear_staging
-from corecontext.train.config import TrainConfig
+from corecontext.train.train_config import TrainConfig
 
 SETTINGS, MODEL = "train_config.json", "model"
 MAY_CHANGE = {

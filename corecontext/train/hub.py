@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from corecontext.text import UserError
+from corecontext.files import UserError
 
 
 def prepare(name: str) -> None:

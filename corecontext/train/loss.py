@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from corecontext.data.packing import IGNORED
-from corecontext.text import UserError
+from corecontext.files import UserError
 
 
 @dataclass(frozen=True)

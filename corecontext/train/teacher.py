@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from corecontext.inference.fuse import Fused
 from corecontext.loading import load_config, one_line
-from corecontext.train.config import TrainConfig
 from corecontext.train.loss import Taught
+from corecontext.train.train_config import TrainConfig
 
 
 def load_teacher(config: TrainConfig, *, bfloat16: bool, device: torch.device) -> Teacher:

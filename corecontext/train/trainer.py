@@ -20,9 +20,9 @@ from transformers import Trainer
 from transformers.distributed.fsdp import get_fsdp_ckpt_kwargs
 
 from corecontext.data.packing import IGNORED, PackedRows, RunOrder, collate
-from corecontext.data.stream import StreamedRows
+from corecontext.data.row_stream import StreamedRows
+from corecontext.files import UserError
 from corecontext.terminal import progress
-from corecontext.text import UserError
 from corecontext.train.checkpoint import (
     STAGING,
     STREAM,

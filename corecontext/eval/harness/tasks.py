@@ -10,12 +10,12 @@ from typing import Any
 
 from datasets import Dataset
 
-from corecontext.data.files import find_file, read_documents
+from corecontext.data.readers import find_file, read_documents
 from corecontext.eval import mmlu, multidoc_qa
 from corecontext.eval.items import Settings
-from corecontext.eval.metrics import contains_answer
+from corecontext.eval.scores import contains_answer
 from corecontext.eval.windows import FILES
-from corecontext.text import UserError
+from corecontext.files import UserError
 
 
 class _NoModel:

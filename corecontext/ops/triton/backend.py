@@ -25,9 +25,9 @@ from corecontext.ops.triton.decode import decode_step, turn_tables
 from corecontext.ops.triton.pool import pool_backward
 
 try:  # Gluon is young: a Triton without it, or with another, has the other kernels
-    from corecontext.ops.triton import hopper, hopper_backward
+    from corecontext.ops.triton import hopper_backward, hopper_forward
 except (ImportError, AttributeError):
-    hopper = hopper_backward = None
+    hopper_forward = hopper_backward = None
 
 __all__ = [
     "attend",
@@ -71,12 +71,12 @@ def attend(
     """As `packed.attend`: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32."""
     with _on(q):
         if (
-            hopper is not None
+            hopper_forward is not None
             and q.numel()
-            and hopper.unsupported_reason(q, scale, softcap) is None
+            and hopper_forward.unsupported_reason(q, scale, softcap) is None
         ):
             try:
-                return hopper.attend(q, k, v, core_k, core_v, scale=scale, **sizes)
+                return hopper_forward.attend(q, k, v, core_k, core_v, scale=scale, **sizes)
             except triton.CompilationError as error:
                 _do_without_hopper(error)
         return anywhere.attend(q, k, v, core_k, core_v, scale=scale, softcap=softcap, **sizes)
@@ -110,8 +110,8 @@ def gradients(
 
 def _do_without_hopper(error: triton.CompilationError) -> None:
     """Gluon changes from release to release; nothing has been launched when it cannot compile."""
-    global hopper, hopper_backward
-    hopper = hopper_backward = None
+    global hopper_forward, hopper_backward
+    hopper_forward = hopper_backward = None
     why = next(
         (line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__
     )

@@ -1,4 +1,4 @@
-"""The backward of `hopper.py`: one pass over the key tiles, gradients of the queries added up in
+"""The backward of `hopper_forward.py`: one pass over the key tiles, gradients of the queries added up in
 global memory.
 
 A program owns 128 keys, core tokens or raw ones. Two consumers own 64 of them each and keep their
@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.triton import hopper
-from corecontext.ops.triton.hopper import LOG2E
+from corecontext.ops.triton import hopper_forward
+from corecontext.ops.triton.hopper_forward import LOG2E
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
 from corecontext.ops.triton.pool import pool_backward
 from corecontext.ops.triton.tensor_memory import (
@@ -618,7 +618,7 @@ def unsupported_reason(q: Tensor, scale: float, softcap: float | None) -> str | 
         return "deterministic algorithms are asked for"
     if q.shape[-1] > 128:
         return f"head_dim {q.shape[-1]} is more than 128"
-    return hopper.unsupported_reason(q, scale, softcap)
+    return hopper_forward.unsupported_reason(q, scale, softcap)
 
 
 def gradients(

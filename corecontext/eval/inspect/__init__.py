@@ -1,0 +1,1 @@
+"""A page that shows the pooling and attention weights of a model."""

@@ -1,0 +1,147 @@
+"""The command line of the reproduction."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from corecontext.cli.entry import run
+from corecontext.cli.options import (
+    Device,
+    Documents,
+    Dtype,
+    Json,
+    Lengths,
+    Limit,
+)
+from corecontext.files import UserError
+
+
+def reproduce(
+    out: Annotated[
+        str,
+        typer.Option(
+            help="Work folder: weights, records, figures, report.html. The "
+            "same command goes on where it was interrupted."
+        ),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder with lm_train, lm_val, lm_test, tokenizer.json "
+            "and the tasks' files (docs/reproduction.md)."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Evaluate this checkpoint instead of small models trained here."),
+    ] = None,
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke", help="Everything with tiny models, in seconds; the numbers mean nothing."
+        ),
+    ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after this time; what is under way is saved.")
+    ] = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(help="Run this stage and what it needs; may be repeated. Default: all."),
+    ] = None,
+    finalist: Annotated[
+        list[str] | None, typer.Option(help="A method to run with every seed; may be repeated.")
+    ] = None,
+    gpus: Annotated[
+        int, typer.Option(help="Run as many stages at once, each on a GPU of its own.")
+    ] = 1,
+    limit: Limit = None,
+    length: Lengths = None,
+    documents: Documents = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    json: Json = None,
+) -> None:
+    """The paper's tables and figures: with small models trained here, or on a checkpoint."""
+    from pathlib import Path
+
+    from corecontext.files import check_output
+
+    check_output(json, force=True)  # appended to
+    if minutes is not None and not minutes > 0:
+        raise UserError(f"minutes must be above 0, got {minutes}.")
+    if gpus < 1 or (gpus > 1 and model is not None):
+        raise UserError(f"gpus must be at least 1, and 1 with a model, got {gpus}.")
+    if model is not None and (smoke or minutes is not None or stage or finalist):
+        raise UserError(
+            "smoke, minutes, stage and finalist must be given without a model, which is not trained."
+        )
+    if model is None and (limit is not None or length or documents or dtype != "auto"):
+        raise UserError(
+            "limit, length, documents and dtype must be given with a model: the miniature has its own."
+        )
+    from corecontext.drawing import check_plot
+    from corecontext.loading import pick_device
+
+    check_plot("report.png")
+    device = pick_device(device)
+    if model is not None:
+        if data is None:
+            raise UserError("data must be given with a model, got none. Use --data FOLDER.")
+        from corecontext.eval.items import Settings
+        from reproduction.on_checkpoint import reproduce_checkpoint
+
+        settings = Settings(tuple(length or ()), tuple(documents or (20,)), limit=limit)
+        report = reproduce_checkpoint(
+            model, data, Path(out), settings=settings, dtype=dtype, device=device, json_path=json
+        )
+        print(f"wrote {report}")
+        return
+    if data is None and not smoke:
+        raise UserError(
+            "data must be given, got none. Use --data FOLDER, or --smoke to try the machinery."
+        )
+    if data is not None and not os.path.exists(out):
+        from corecontext.data.readers import find_file
+
+        for name in (
+            "lm_train",
+            "lm_val",
+            "lm_test",
+        ):  # before a new work folder becomes this data's
+            find_file(data, (name,))
+    from reproduction.plan import FULL, SMOKE
+    from reproduction.processes import run_on_gpus
+    from reproduction.report import write_report
+    from reproduction.stages import Miniature
+
+    arguments: dict[str, Any] = {
+        "folder": out,
+        "size": SMOKE if smoke else FULL,
+        "data": data,
+        "device": device,
+        "finalists": tuple(finalist or ()),
+        "minutes": minutes or float("inf"),
+        "json_path": json,
+    }
+    run = Miniature(**arguments)
+    done = (
+        run_on_gpus(gpus, arguments, tuple(stage or ()))
+        if gpus > 1
+        else run.run(tuple(stage or ()))
+    )
+    report = write_report(Path(out), run.records(), run.size)
+    print(
+        f"wrote {report}"
+        + ("" if done else "; not all stages are done: run the same command again")
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the reproduction; returns its exit code."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(reproduce)
+    return run(app, "python -m reproduction", argv)
