@@ -9,6 +9,8 @@ from difflib import get_close_matches
 from sys import float_info
 from typing import Any
 
+DEFAULT_GROUP_SIZE = 16
+DEFAULT_WINDOW_SIZE = 1024
 POOLINGS = ("cca", "mean", "max", "mean_query")
 LEARNED_WEIGHTS = ("temperature", "probe", "distance", "key_gain")
 LEARNED = (*LEARNED_WEIGHTS, "bias")
@@ -24,9 +26,9 @@ BACKENDS = ("auto", "reference", "packed", "triton")
 class CCAConfig:
     """Core Context Aware attention, as docs/math.md defines it."""
 
-    group_size: int = 16
+    group_size: int = DEFAULT_GROUP_SIZE
     """Tokens per core token (g), at least 1. With 1 the attention is full attention."""
-    window_size: int = 1024
+    window_size: int = DEFAULT_WINDOW_SIZE
     """Nearest tokens that every query sees uncompressed (s), at least 1."""
     num_groups: int | None = None
     """A constant number of groups (m): g = max(1, ceil((L - s) / m)) is then taken from each

@@ -328,16 +328,16 @@ def prefilled(pair: dist.ProcessGroup) -> None:
 def train(settings: str) -> None:
     """A whole run by Trainer, two rows a step, each on two processes; the last step twice, after it
     was lost."""
-    from corecontext.train import TrainConfig, training
+    from corecontext.train import TrainConfig, run
 
     config = TrainConfig.from_dict(json.loads(settings))
-    training.train(config)
+    run.train(config)
     dist.barrier()
     if dist.get_rank() == 0:
         for name in ("model", f"checkpoint-{config.steps}"):
             shutil.rmtree(Path(config.output, name))
     dist.barrier()
-    assert training.train(config).resumed_from == config.steps - 1
+    assert run.train(config).resumed_from == config.steps - 1
 
 
 def bench(world: int, rank: int) -> None:

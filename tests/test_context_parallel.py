@@ -57,7 +57,7 @@ def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
         import datasets  # noqa: F401
     except ImportError:
         return start(4, "")
-    from corecontext.train import TrainConfig, training
+    from corecontext.train import TrainConfig, run
 
     text = Path(__file__).resolve().parents[1].joinpath("LICENSE").read_text()
     for i in range(4):
@@ -81,7 +81,7 @@ def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
     )
     start(4, json.dumps(four.to_dict()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where the four were
-    result = training.train(one)
+    result = run.train(one)
     states = [
         json.loads((tmp_path / name / "checkpoint-3/trainer_state.json").read_text())
         for name in ("four", "one")

@@ -33,10 +33,10 @@ import corecontext
 from corecontext.cli import main
 from corecontext.files import UserError
 from corecontext.integrations.transformers import handle_of
-from corecontext.train import TrainConfig, arguments, card, folder, trainer, training
+from corecontext.train import TrainConfig, arguments, card, folder, run, trainer
 from corecontext.train.checkpoint import checkpoints
 from corecontext.train.train_config import load_recipe
-from corecontext.train.training import train
+from corecontext.train.run import train
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +241,7 @@ def test_a_full_disk_loses_nothing(setting, whole, tmp_path, monkeypatch, caplog
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     monkeypatch.setattr(transformers.Trainer, "_save_checkpoint", without_room)
-    monkeypatch.setattr(training, "WAIT_S", 0)
+    monkeypatch.setattr(run, "WAIT_S", 0)
     train(config)
     assert attempts == [2, 4, 6, 6, 6]
     assert (
@@ -599,7 +599,7 @@ def test_processes_wait_for_the_one_that_tokenises_without_a_collective(monkeypa
             arguments = SimpleNamespace(
                 world_size=4, process_index=2 + rank, local_process_index=rank
             )
-            with training._one_first(arguments):
+            with run._one_first(arguments):
                 time.sleep(0 if rank else 0.1)
                 done.append((turn, rank))
 

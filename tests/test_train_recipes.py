@@ -28,7 +28,7 @@ from corecontext.cli import main
 from corecontext.files import UserError
 from corecontext.integrations.transformers import handle_of
 from corecontext.train import TrainConfig, choose_heads
-from corecontext.train.training import train
+from corecontext.train.run import train
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import torch
 
 import corecontext.train.trainer  # noqa: F401  what the processes below would each import
 from corecontext.train import TrainConfig, checkpoint
-from corecontext.train.training import train
+from corecontext.train.run import train
 
 
 def die() -> None:

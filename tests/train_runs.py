@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_model import save_tiny_model
 
 from corecontext.train import TrainConfig, trainer
-from corecontext.train.training import train
+from corecontext.train.run import train
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY = 6, 2

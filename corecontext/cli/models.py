@@ -27,7 +27,7 @@ def convert(
         raise UserError(f"method must be {' or '.join(METHODS)}, got {method!r}.")
     hf_config = load_config(model)
     check_architecture(hf_config)
-    from corecontext.train.training import convert as run
+    from corecontext.train.run import convert as run
 
     run(
         model,

@@ -302,7 +302,7 @@ def layers(
         )
     print_layers(found)
     if output is not None:
-        from corecontext.train.training import convert as copy
+        from corecontext.train.run import convert as copy
 
         copy(model, output, found.config)
         print(f"wrote {output}")

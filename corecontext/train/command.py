@@ -30,7 +30,7 @@ def train_command() -> Callable[..., None]:
             config = (
                 load_recipe(recipe).replace(**given) if recipe is not None else _by_default(given)
             )
-        from corecontext.train.training import train as run
+        from corecontext.train.run import train as run
 
         result = run(config)
         losses = {
