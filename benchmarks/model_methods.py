@@ -24,6 +24,7 @@ from corecontext.heads.budget import Shape, Unit, at_equal_cache, raw_heads
 from corecontext.inference import Engine, prefill
 from corecontext.integrations.hf_cache import GivenLayer
 from corecontext.measure import capture
+from corecontext.model_sizes import ModelSizes
 
 FULL = ("full", *KERNELS)
 ROWS = "full_rows"  # decodes only
@@ -139,7 +140,7 @@ class RowsRun(StaticRun):
 
     def _filled(self, batch: int, length: int, room: int) -> Any:
         layers: list[Any] = []
-        for _ in range(self.model.config.get_text_config(decoder=True).num_hidden_layers):
+        for _ in range(ModelSizes.of(self.model.config).layers):
             layer = FullLayer(room, fixed=True)
             one = _one_token(self.model, batch)
             layer.hold(
@@ -156,10 +157,9 @@ class RowsRun(StaticRun):
 
 def _one_token(model: Any, batch: int) -> torch.Tensor:
     """Keys of one token, [B, Hkv, 1, D], as one layer makes them."""
-    text = model.config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return torch.zeros(batch, heads, 1, dim, dtype=model.dtype, device=model.device)
+    sizes = ModelSizes.of(model.config)
+    shape = (batch, sizes.kv_heads, 1, sizes.head_dim)
+    return torch.zeros(shape, dtype=model.dtype, device=model.device)
 
 
 class CompactRun:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from corecontext.model_sizes import ModelSizes
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2-7b": (
         "llama",
@@ -117,15 +119,10 @@ def make_model(shape: str, dtype: str, device: str) -> tuple[Any, dict[str, Any]
     model.generation_config.eos_token_id = (
         None  # every request makes as many tokens as it is to be timed for
     )
-    text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
     return model, {
         "shape": shape.rstrip("/").split("/")[-1],
         "weights": "random" if shape in SHAPES else "checkpoint",
-        "layers": text.num_hidden_layers,
-        "query_heads": heads,
-        "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        **ModelSizes.of(config)._asdict(),
         "dtype": dtype,
     }
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from corecontext.model_sizes import ModelSizes
 from corecontext.visibility import (
     local_start,
     num_complete_groups,
@@ -231,13 +232,13 @@ class ModelCost:
         text = config.get_text_config(decoder=True)
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         windows = tuple(int(text.sliding_window) for kind in kinds if kind == "sliding_attention")
-        heads = text.num_attention_heads
+        sizes = ModelSizes.of(config)
         head = model.get_output_embeddings().weight.numel()
         return cls(
             len(kinds) - len(windows),
-            heads,
-            getattr(text, "num_key_value_heads", None) or heads,
-            getattr(text, "head_dim", None) or text.hidden_size // heads,
+            sizes.query_heads,
+            sizes.kv_heads,
+            sizes.head_dim,
             _weights_per_token(model, text),
             head,
             windows,

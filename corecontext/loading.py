@@ -11,6 +11,7 @@ from typing import Any
 
 from corecontext.config import CCAConfig
 from corecontext.files import UserError
+from corecontext.model_sizes import ModelSizes
 
 METHODS = ("cca", "full")
 WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."
@@ -38,7 +39,6 @@ class Loaded:
 
     def sizes(self) -> dict[str, Any]:
         """What a record's params say of the model and its attention."""
-        text = self.model.config.get_text_config(decoder=True)
         cca: dict[str, Any] = {}
         if self.config is not None:
             cca = {"group_size": self.config.group_size, "window_size": self.config.window_size}
@@ -52,12 +52,8 @@ class Loaded:
             cca |= {"layer_group_sizes": list(sizes)} if sizes else {}
         if self.rival is not None:
             cca = {k: v for k, v in self.rival.to_dict().items() if v is not None}
-        heads = text.num_attention_heads
         return {
-            "query_heads": heads,
-            "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
-            "layers": text.num_hidden_layers,
+            **ModelSizes.of(self.model.config)._asdict(),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             **cca,
         }

@@ -13,7 +13,7 @@ import pytest
 import corecontext
 
 ROOT = Path(corecontext.__file__).parent
-BASE = ("config", "visibility", "record", "files", "terminal")
+BASE = ("config", "model_sizes", "visibility", "record", "files", "terminal")
 LAYERS = [
     BASE,
     ("ops", "cost", "measure", "drawing"),

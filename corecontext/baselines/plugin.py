@@ -20,6 +20,7 @@ from corecontext.baselines.minference import sparse_attention
 from corecontext.config import CCAConfig
 from corecontext.integrations import transformers as ours
 from corecontext.integrations.hf_rotary import find_rotary
+from corecontext.model_sizes import ModelSizes
 from corecontext.ops.api import outside_autocast
 from corecontext.ops.batch import find_segments, has_restarts
 from corecontext.ops.rotary import Rotary
@@ -37,7 +38,7 @@ class Handle:
         full, other = ours._attention_modules(model)
         self.has_own_cache = not isinstance(config, (MInference, LongLoRA))
         self.indexes = {module.layer_idx: index for index, module in enumerate(full)}
-        self.kv_heads = full[0].config.num_key_value_heads
+        self.kv_heads = ModelSizes.of(model.config).kv_heads
         self.observer: Observer | None = None
         """Called with each layer's queries, keys and values; then attention is full (the search for
         patterns)."""

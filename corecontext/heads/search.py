@@ -21,6 +21,7 @@ from corecontext.files import UserError
 from corecontext.heads.budget import COARSE, Shape, Unit, at_equal_cache, raw_heads, spread
 from corecontext.integrations.transformers import handle_of
 from corecontext.loading import one_line
+from corecontext.model_sizes import ModelSizes
 from corecontext.perplexity import document_nll
 from corecontext.terminal import progress
 
@@ -143,7 +144,7 @@ def find_units(
     handle = handle_of(model)
     assert handle is not None
     config = handle.config
-    shape = Shape(len(handle.full), handle.full[0].config.num_key_value_heads)
+    shape = Shape(len(handle.full), ModelSizes.of(model.config).kv_heads)
     layers, best = [Unit(layer) for layer in range(shape.layers)], max(1, shape.layers // 4)
     wanted = (
         count

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from corecontext.model_sizes import ModelSizes
+
 MAX_CHUNK = {"cuda": 16384, "cpu": 2048}
 """Tokens (over all rows) beyond which a larger chunk only costs memory: matrix products are
 saturated long before."""
@@ -53,31 +55,30 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     next to the residual stream, its normalised copy and a norm's float32 copies.
     """
     text = config.get_text_config(decoder=True)
-    hidden, heads = text.hidden_size, text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    hidden = text.hidden_size
+    sizes = ModelSizes.of(config)
     experts = getattr(text, "num_experts_per_tok", None) or 1
     inner = max(
         getattr(text, "intermediate_size", None) or 4 * hidden,
         experts * (getattr(text, "moe_intermediate_size", None) or 0),
     )
-    attention = 3 * heads * head_dim + 4 * kv_heads * head_dim  # before and after rotary
+    heads = 3 * sizes.query_heads + 4 * sizes.kv_heads  # before and after rotary
+    attention = heads * sizes.head_dim
     return dtype.itemsize * (3 * hidden + max(attention, 3 * inner)) + 2 * 4 * hidden
 
 
 def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     """Bytes that a token adds to the cache over all layers, without the window: an estimate before
     it is measured."""
-    text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    sizes = ModelSizes.of(config)
     settings = getattr(config, "cca", None) or {}
+    heads = sizes.kv_heads
     if settings.get("core_heads") == "query":
-        kv_heads = heads
-    eight_bit = settings.get("cache_dtype", "auto") != "auto"
-    vector = head_dim + 4 if eight_bit else head_dim * dtype.itemsize  # codes and a scale
-    return 2 * text.num_hidden_layers * kv_heads * vector / settings.get("group_size", 1)
+        heads = sizes.query_heads
+    vector = sizes.head_dim * dtype.itemsize
+    if settings.get("cache_dtype", "auto") != "auto":
+        vector = sizes.head_dim + torch.float32.itemsize  # codes and a scale
+    return 2 * sizes.layers * heads * vector / settings.get("group_size", 1)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
+from corecontext.model_sizes import ModelSizes
 from corecontext.ops.rules import shapes
 
 NAME = "cca"
@@ -44,16 +45,16 @@ def add_learned(
     """
     if not names:
         return
-    text = model.config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    sizes = ModelSizes.of(model.config)
     paths = {id(module): path for path, module in model.named_modules()}
     values: dict[str, Tensor] = {}
     if trained:
         values = read_learned(model.config._name_or_path)
     for module in modules:
         like, found = next(module.parameters()), {}
-        for name, shape in shapes(names, heads, kv_heads, module.head_dim).items():
+        for name, shape in shapes(
+            names, sizes.query_heads, sizes.kv_heads, module.head_dim
+        ).items():
             value = torch.zeros(
                 shape,
                 dtype=like.dtype if like.is_floating_point() else torch.float32,

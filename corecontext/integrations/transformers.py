@@ -31,6 +31,7 @@ from corecontext.config import CCAConfig, check_int
 from corecontext.integrations.hf_cache import CCALayer, compact_layer
 from corecontext.integrations.hf_learned import add_learned, remove_learned
 from corecontext.integrations.hf_rotary import find_rotary
+from corecontext.model_sizes import ModelSizes
 from corecontext.ops.api import cca_attention
 from corecontext.ops.batch import has_restarts
 from corecontext.ops.rotary import Rotary
@@ -339,7 +340,7 @@ def _by_layer(
         )
     found = [config.of_layer(i) for i in range(len(full))]
     for module, one in zip(full, found):
-        heads = module.config.num_key_value_heads
+        heads = ModelSizes.of(module.config).kv_heads
         if one.head_group_sizes is not None and len(one.head_group_sizes) != heads:
             raise ValueError(
                 f"group sizes by head must be one for each of the {heads} KV heads, got "

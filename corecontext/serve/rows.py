@@ -19,6 +19,7 @@ from corecontext.cache.full import FullLayer
 from corecontext.cache.heads import HeadsLayer, parts_of
 from corecontext.cache.layer import CompactLayer
 from corecontext.config import CCAConfig
+from corecontext.model_sizes import ModelSizes
 from corecontext.ops.head_split import heads_of_each
 from corecontext.visibility import num_complete_groups, num_sinks, window_capacity
 
@@ -46,19 +47,17 @@ class RowShape:
         Raises:
             ValueError: its KV heads cannot be split so.
         """
-        text = config.get_text_config(decoder=True)
-        heads = text.num_attention_heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        if kv_heads % processes:
+        sizes = ModelSizes.of(config)
+        if sizes.kv_heads % processes:
             raise ValueError(
-                f"a model must be split over a number of processes that divides its {kv_heads} KV heads, "
+                f"a model must be split over a number of processes that divides its {sizes.kv_heads} KV heads, "
                 f"got {processes}."
             )
         return cls(
-            text.num_hidden_layers,
-            kv_heads // processes,
-            heads // processes,
-            getattr(text, "head_dim", None) or text.hidden_size // heads,
+            sizes.layers,
+            sizes.kv_heads // processes,
+            sizes.query_heads // processes,
+            sizes.head_dim,
             dtype.itemsize,
             processes,
         )

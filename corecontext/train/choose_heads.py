@@ -21,6 +21,7 @@ from corecontext.heads.search import find_units, least_length
 from corecontext.inference.limits import position_limit
 from corecontext.integrations.transformers import enable, full_attention, full_layers
 from corecontext.loading import load_config, one_line
+from corecontext.model_sizes import ModelSizes
 from corecontext.train.folder import held_heads
 from corecontext.train.train_config import TrainConfig
 
@@ -109,11 +110,7 @@ def _find(config: TrainConfig, arguments: Any, rows: PackedRows | StreamedRows) 
 
 def _untrained(config: TrainConfig, hf_config: Any) -> CCAConfig:
     """The same for random weights."""
-    text = hf_config.get_text_config(decoder=True)
-    shape = Shape(
-        len(full_layers(hf_config)),
-        getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-    )
+    shape = Shape(len(full_layers(hf_config)), ModelSizes.of(hf_config).kv_heads)
     count = config.raw_heads or raw_heads(shape, config.cca(), config.context_length)
     try:
         return at_equal_cache(
