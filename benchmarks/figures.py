@@ -1,7 +1,8 @@
-"""Figures and README's tables, drawn from records: no number is ever typed by hand.
+"""Draw the figures and write the tables of README and docs from the records in results/.
 
-`python -m benchmarks.figures` draws results/*.svg; with `--readme` it also rewrites the
-tables of README and docs/, which stand between `<!-- table: NAME -->` and `<!-- end table -->`.
+`python -m benchmarks.figures` draws results/*.svg; with `--readme` it also rewrites the tables of
+README and docs/, between `<!-- table: NAME -->` and `<!-- end table -->`. No number is typed by
+hand.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from benchmarks.headline import draw_headline, headline_markdown
 from benchmarks.model_figure import draw_model, draw_sweep
 from benchmarks.model_tables import model_markdown
 from benchmarks.operator_figure import draw_operator
@@ -24,6 +27,7 @@ from corecontext.record import Record, read_records
 __all__ = [
     "demo_table",
     "draw_demo",
+    "draw_headline",
     "draw_model",
     "draw_operator",
     "draw_sweep",
@@ -33,31 +37,67 @@ __all__ = [
     "update_tables",
 ]
 
-OneTable = tuple[str, str, Callable[[Sequence[Record]], str]]
-"""What stands in the page's mark, the file of its records in results/, and what makes it of
-them."""
-TABLES: Sequence[OneTable] = (
-    ("demo", "demo", demo_table),
-    ("operator", "operator", operator_markdown),
-    ("model", "model", model_markdown),
-    ("training", "training", training_markdown),
+
+class PageTable(NamedTuple):
+    """A table of a page."""
+
+    mark: str
+    """Its name in the page's mark."""
+    files: str
+    """The files of its records in results/, separated by spaces."""
+    render: Callable[[Sequence[Record]], str]
+
+
+class Figure(NamedTuple):
+    """A figure of results/."""
+
+    name: str
+    files: str
+    """The files of its records in results/, separated by spaces."""
+    draw: Callable[[Sequence[Record], str], None]
+
+
+TABLES: Sequence[PageTable] = (
+    PageTable("headline", "operator model", headline_markdown),
+    PageTable("demo", "demo", demo_table),
+    PageTable("operator", "operator", operator_markdown),
+    PageTable("model", "model", model_markdown),
+    PageTable("training", "training", training_markdown),
+)
+FIGURES: Sequence[Figure] = (
+    Figure("headline", "model operator", draw_headline),
+    Figure("demo", "demo", draw_demo),
+    Figure("operator", "operator", draw_operator),
+    Figure("model", "model", draw_model),
+    Figure("model_sweep", "model", draw_sweep),
+    Figure("training", "training", draw_training),
+    Figure("serve-day", "serve", lambda records, path: draw_serve(records, path, "day")),
+    Figure("serve-rising", "serve", lambda records, path: draw_serve(records, path, "rising")),
 )
 
 
-def update_tables(text: str, results: Path, tables: Sequence[OneTable] = TABLES) -> str:
-    """A page with its tables made anew from the records; a table without records stays as it is."""
-    for name, file, draw in tables:
-        path = results / f"{file}.jsonl"
-        if path.exists():
-            before, mark, rest = text.partition(f"<!-- table: {name} -->\n")
-            if mark:
-                text = (
-                    before
-                    + mark
-                    + draw(read_records(path))
-                    + rest[rest.index("<!-- end table -->") :]
-                )
+def _read(results: Path, files: str) -> list[Record] | None:
+    """Return the records of all files, or None where a file is missing."""
+    paths = [results / f"{name}.jsonl" for name in files.split()]
+    if not all(path.exists() for path in paths):
+        return None
+    return [record for path in paths for record in read_records(path)]
+
+
+def update_tables(text: str, results: Path, tables: Sequence[PageTable] = TABLES) -> str:
+    """Return a page with its tables drawn anew; a table without records stays as it is."""
+    for table in tables:
+        before, mark, rest = text.partition(f"<!-- table: {table.mark} -->\n")
+        records = _read(results, table.files) if mark else None
+        if records is not None:
+            text = before + mark + table.render(records) + rest[rest.index("<!-- end table -->") :]
     return text
+
+
+def update_pages(readme: str | Path, results: Path, tables: Sequence[PageTable] = TABLES) -> None:
+    """Rewrite the tables of README and of docs/ beside it."""
+    for page in (Path(readme), *sorted(Path(readme).parent.glob("docs/*.md"))):
+        write_text(page, update_tables(page.read_text(encoding="utf-8"), results, tables))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,30 +112,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     results = Path(options.results)
-    for name, figure, draw in (
-        ("demo", "demo", draw_demo),
-        ("operator", "operator", draw_operator),
-        ("model", "model", draw_model),
-        ("model", "model_sweep", draw_sweep),
-        ("training", "training", draw_training),
-    ):
-        if (results / f"{name}.jsonl").exists():
-            draw(read_records(results / f"{name}.jsonl"), str(results / f"{figure}.svg"))
-    if (results / "serve.jsonl").exists():
-        records = read_records(results / "serve.jsonl")
-        for mode in {r.params["mode"] for r in records} & {"day", "rising"}:
-            draw_serve(
-                [r for r in records if r.params["mode"] == mode], str(results / f"serve-{mode}.svg")
-            )
+    for figure in FIGURES:
+        records = _read(results, figure.files)
+        if records is not None:
+            figure.draw(records, str(results / f"{figure.name}.svg"))
     if options.readme:
         update_pages(options.readme, results)
     return 0
-
-
-def update_pages(readme: str | Path, results: Path, tables: Sequence[OneTable] = TABLES) -> None:
-    """Rewrite the tables of README and of docs/ beside it."""
-    for page in (Path(readme), *sorted(Path(readme).parent.glob("docs/*.md"))):
-        write_text(page, update_tables(page.read_text(encoding="utf-8"), results, tables))
 
 
 if __name__ == "__main__":

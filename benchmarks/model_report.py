@@ -49,13 +49,21 @@ class Place:
         ]
         return (max if most else min)(found, key=lambda item: item[1]) if found else None
 
+    def best_cca(self, name: str) -> float | None:
+        """Return the best value of CCA, fused or not."""
+        best = max if name == "model.tokens_per_s" else min
+        values = [
+            r.value for r in self.values.get(name, {}).values() if r.params["method"] == "cca"
+        ]
+        return best(values) if values else None
+
     def gain(self, name: str) -> float | None:
         """How many times better CCA is than the best full attention."""
-        ours = [r.value for r in self.values.get(name, {}).values() if r.params["method"] == "cca"]
+        ours = self.best_cca(name)
         full = self.best_full(name)
-        if not ours or full is None:
+        if ours is None or full is None:
             return None
-        return max(ours) / full[1] if name == "model.tokens_per_s" else full[1] / min(ours)
+        return ours / full[1] if name == "model.tokens_per_s" else full[1] / ours
 
 
 def is_full(method: str) -> bool:

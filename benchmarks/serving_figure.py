@@ -11,8 +11,14 @@ from corecontext.record import Record
 COLOURS = (CCA, FLOOR, FLEX, "#8a5fb0", "#b0475f")
 
 
-def draw_serve(records: Sequence[Record], path: str) -> None:
-    """Draw the newest run of the mode that the last record has."""
+def draw_serve(records: Sequence[Record], path: str, mode: str | None = None) -> None:
+    """Draw the newest run of a mode, by default the last record's."""
+    if not records:
+        return
+    mode = mode or records[-1].params["mode"]
+    records = [record for record in records if record.params["mode"] == mode]
+    if not records:
+        return
     records = newest_run(records)
     (draw_day if records[-1].params["mode"] == "day" else draw_rising)(records, path)
 

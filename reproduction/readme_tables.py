@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
-from benchmarks.figures import OneTable, update_pages
+from benchmarks.figures import PageTable, update_pages
 from corecontext.record import Record
 from reproduction.plan import (
     SCRATCH,
@@ -133,10 +133,10 @@ def _cache(records: Sequence[Record], method: Method) -> str:
     return f"{held[-1] / 2**20:.2f}" if held else ""
 
 
-TABLES: Sequence[OneTable] = (
-    ("quality", "quality", quality_markdown),
-    ("quality, scratch", "quality", scratch_markdown),
-    ("quality, short", "quality", partial(quality_markdown, names=SHORT)),
+TABLES: Sequence[PageTable] = (
+    PageTable("quality", "quality", quality_markdown),
+    PageTable("quality, scratch", "quality", scratch_markdown),
+    PageTable("quality, short", "quality", partial(quality_markdown, names=SHORT)),
 )
 
 if __name__ == "__main__":

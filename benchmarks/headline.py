@@ -1,0 +1,146 @@
+"""Draw README's table and figure: CCA against full attention at 128K tokens on one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from benchmarks import plotting
+from benchmarks.model_report import Place, by_model, main_places, places
+from benchmarks.operator_report import Row, decode_rows, time_rows
+from benchmarks.tables import (
+    Column,
+    markdown,
+    shown_bytes,
+    shown_ms,
+    shown_times,
+    shown_tokens,
+    shown_us,
+)
+from corecontext.drawing import CCA, FLOOR, FULL, pyplot, save
+from corecontext.record import Record
+
+DEVICE = "NVIDIA H200"
+LENGTH = 131_072
+KV_HEADS = 8  # as the model of the table has them
+TABLE_SHAPE = "llama3.1-8b"
+FIGURE_SHAPE = "llama2-7b"  # measured at the most lengths
+PASSES = {
+    "forward": "attention of a layer, forward",
+    "forward_backward": "attention of a layer, forward + backward",
+    "decode": "attention of a layer, a decoding step",
+}
+QUANTITIES = (
+    ("model.first_token_s", "Llama-3.1-8B, first token", lambda value: shown_ms(1e3 * value)),
+    ("model.next_token_ms", "Llama-3.1-8B, next token", shown_ms),
+    ("model.cache_bytes", "Llama-3.1-8B, key-value cache", shown_bytes),
+)
+KERNELS = {"flash_attn_4": "FlashAttention-4", "cudnn": "cuDNN", "flash": "FlashAttention-2"}
+
+
+class Line(NamedTuple):
+    """A row of the table; full attention and CCA in the unit that `show` takes."""
+
+    label: str
+    full: float
+    cca: float
+    show: Callable[[float], str]
+    kernel: str = ""
+    """Computes full attention; "" where it makes no difference."""
+
+    @property
+    def shown_full(self) -> str:
+        """Full attention's cell."""
+        kernel = f" ({KERNELS.get(self.kernel, self.kernel)})" if self.kernel else ""
+        return self.show(self.full) + kernel
+
+
+def headline_markdown(records: Sequence[Record]) -> str:
+    """Return README's table; full attention is the fastest that was measured."""
+    place = _place(records)
+    columns = [
+        Column(f"{shown_tokens(LENGTH)} tokens, one {DEVICE}", lambda line: line.label, left=True),
+        Column("full attention", lambda line: line.shown_full),
+        Column("CCA", lambda line: line.show(line.cca)),
+        Column("ratio", lambda line: shown_times(line.full / line.cca)),
+    ]
+    least = shown_ms(place.floors["model.next_token_ms", "full"])
+    note = (
+        f"{place.params['dtype']}, g = {place.params['group_size']}, s = "
+        f"{place.params['window_size']}, one sequence, random weights. Full attention is the "
+        f"fastest that was measured, by the kernel in brackets; its next token cannot take less "
+        f"than {least}, the time to read weights and cache once."
+    )
+    lines = [*_operator_lines(records), *_model_lines(place)]
+    return "\n".join([*markdown(columns, lines), "", note]) + "\n"
+
+
+def _operator_lines(records: Sequence[Record]) -> Iterator[Line]:
+    rows = [row for row in time_rows(records) if not row.graph] + decode_rows(records)
+    for row in rows:
+        if _is_headline(row) and row.pass_name in PASSES:
+            assert row.best is not None
+            kernel, full = row.best
+            show = shown_us if row.pass_name == "decode" else shown_ms
+            yield Line(PASSES[row.pass_name], full, row.cca, show, kernel)
+
+
+def _is_headline(row: Row) -> bool:
+    sizes = (row.length, row.params["kv_heads"], row.params["batch"])
+    return row.device == DEVICE and sizes == (LENGTH, KV_HEADS, 1)
+
+
+def _place(records: Sequence[Record]) -> Place:
+    """Return the values of the table's model."""
+    return next(
+        place
+        for place in main_places(places(records))
+        if (place.device, place.params["shape"], place.length) == (DEVICE, TABLE_SHAPE, LENGTH)
+    )
+
+
+def _model_lines(place: Place) -> Iterator[Line]:
+    for name, label, show in QUANTITIES:
+        full = place.best_full(name)
+        cca = place.value(name, "CCA")
+        assert full is not None and cca is not None
+        if name == "model.cache_bytes":
+            yield Line(label, full[1], cca, show)
+        else:
+            kernel = full[0].removeprefix("full (").replace(")", "")
+            yield Line(label, full[1], cca, show, kernel)
+
+
+def draw_headline(records: Sequence[Record], path: str) -> None:
+    """Draw the time to the first token by prompt length, on linear axes."""
+    name = "model.first_token_s"
+    models = by_model(main_places(places(records)))
+    of_model = next(
+        group
+        for (device, shape, _), group in models.items()
+        if (device, shape) == (DEVICE, FIGURE_SHAPE)
+    )
+    full = {place.length: best[1] for place in of_model if (best := place.best_full(name))}
+    least = {place.length: place.floors.get((name, "full")) for place in of_model}
+    cca = {place.length: place.best_cca(name) for place in of_model}
+    last = of_model[-1].length
+    figure, axis = pyplot().subplots(figsize=(7, 3.4), layout="constrained")
+    plotting.draw_line(axis, full, f"full attention, {full[last]:.1f} s", FULL)
+    plotting.draw_line(
+        axis, least, f"least possible with full attention, {least[last]:.1f} s", FLOOR, ":"
+    )
+    plotting.draw_line(axis, cca, f"CCA, {cca[last]:.1f} s", CCA)
+    params = of_model[-1].params
+    settings = (
+        f"Seconds to the first token: {params['shape']} ({params['weights']} weights), "
+        f"{params['dtype']}, g = {params['group_size']}, s = {params['window_size']}, {DEVICE}"
+    )
+    plotting.finish(axis, settings, "tokens of the prompt", log_x=False, log_y=False)
+    figure.suptitle(
+        f"The first token of a {shown_tokens(last)} prompt comes after {cca[last]:.1f} s instead "
+        f"of {full[last]:.1f} s",
+        fontsize=11,
+        x=0.01,
+        ha="left",
+    )
+    save(figure, path)
