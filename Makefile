@@ -3,6 +3,7 @@
 PYTHON ?= .venv/bin/python
 
 check:
+	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 
