@@ -1,5 +1,4 @@
-"""Documents as they lie in files and on the hub: which rows have which text, and what is said of
-broken ones."""
+"""Read documents from files and from datasets on the hub, and name the place of broken ones."""
 
 from __future__ import annotations
 
@@ -7,13 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from corecontext.data.readers import is_broken, numbered_lines, open_text
+from corecontext.data.readers import numbered_lines, read_text_file
 from corecontext.files import UserError
 
 HUB = "hub:"
 _TEXTS = (".txt", ".md", ".text")
 _LINES = (".jsonl", ".ndjson")
-_PACKED = (".xz", ".gz", ".bz2", ".zst")
+_KINDS = {"text": _TEXTS, "lines": _LINES, "parquet": (".parquet",)}
+_COMPRESSIONS = (".xz", ".gz", ".bz2", ".zst")
+
+
+class Fields(NamedTuple):
+    """Which fields of a row to read; dots go into objects ("meta.text")."""
+
+    text: str = "text"
+    """Field with the text."""
+    source: str | None = None
+    """Field with the kind of text; None for one source, ""."""
 
 
 class HubName(NamedTuple):
@@ -27,25 +36,26 @@ class HubName(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> HubName:
-        """The parts of such a name.
+        """Split such a name.
 
         Raises:
-            UserError: it has no identifier, or more than three parts.
+            UserError: the name has no identifier, or more than three parts.
         """
         identifier, *rest = name.removeprefix(HUB).split(":")
         identifier, _, revision = identifier.partition("@")
         if not identifier or len(rest) > 2:
             raise UserError(
-                f"data must name a hub dataset as hub:NAME[@REVISION][:CONFIG[:SPLIT]], got '{name}'."
+                "data must name a hub dataset as hub:NAME[@REVISION][:CONFIG[:SPLIT]], got "
+                f"'{name}'."
             )
         config, split = (*rest, "", "")[:2]
         return cls(identifier, revision or None, config or None, split or "train")
 
     def load(self, *, cache_dir: str | None, streaming: bool = False) -> Any:
-        """The split's rows, a `datasets.Dataset` or `IterableDataset`.
+        """Return the split's rows, a `datasets.Dataset` or `IterableDataset`.
 
         Raises:
-            UserError: it is not to be had.
+            UserError: the dataset cannot be loaded.
         """
         import datasets
 
@@ -58,71 +68,67 @@ class HubName(NamedTuple):
                 cache_dir=cache_dir,
                 streaming=streaming,
             )
-        except (
-            Exception
-        ) as error:  # the hub's errors are of many kinds, and none is this program's fault
-            told = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"dataset '{self.identifier}' cannot be had: {told}") from None
+        except Exception as error:  # the hub raises many kinds, none of them a bug of this program
+            reason = reason_of(error)
+            raise UserError(f"dataset '{self.identifier}' cannot be had: {reason}") from None
 
-    def document(
-        self, row: dict[str, Any], number: int, text_field: str, source_field: str | None
-    ) -> dict[str, str] | None:
-        """As `document`; a row without text, of which public datasets have many, is none."""
+    def document(self, row: dict[str, Any], number: int, fields: Fields) -> dict[str, str] | None:
+        """As the function `document`; also None for a row without text, of which public datasets
+        have many."""
         where = f"{self.identifier}:{number}"
-        if field(row, text_field, where) is None:
+        if field(row, fields.text, where) is None:
             return None
-        return document(row, where, text_field, source_field)
+        return document(row, where, fields)
 
 
-def documents(
-    paths: Sequence[str | Path], text_field: str, source_field: str | None
-) -> Iterator[dict[str, str]]:
-    """Text, source and origin of each document that is not empty."""
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def documents(paths: Sequence[str | Path], fields: Fields) -> Iterator[dict[str, str]]:
+    """Yield text, source and origin of each document that is not empty."""
     for path in map(Path, paths):
         kind = kind_of(path)
         if kind == "text":
-            if one := document({"text": _whole(path)}, f"{path}:1", "text", None):
-                yield one
-            continue
-        for number, row in (
-            numbered_lines(path) if kind == "lines" else _parquet(path, text_field, source_field)
-        ):
-            if one := document(row, f"{path}:{number}", text_field, source_field):
-                yield one
+            rows: Any = [(1, {"text": read_text_file(path)})]
+            row_fields = Fields()
+        else:
+            rows = numbered_lines(path) if kind == "lines" else _parquet_rows(path, fields)
+            row_fields = fields
+        for number, row in rows:
+            if (result := document(row, f"{path}:{number}", row_fields)) is not None:
+                yield result
 
 
-def document(
-    row: dict[str, Any], where: str, text_field: str, source_field: str | None
-) -> dict[str, str] | None:
-    """The text, source and origin in a row; None where the text is empty.
+def document(row: dict[str, Any], where: str, fields: Fields) -> dict[str, str] | None:
+    """Return the text, source and origin of a row, or None where the text is empty.
 
     Args:
-        where: File, or dataset, and number of the row, "NAME:NUMBER".
+        where: File or dataset, and number of the row, "NAME:NUMBER".
 
     Raises:
-        UserError: a field is missing, or the text is none.
+        UserError: a field is missing, or the text is not a string or not valid Unicode.
     """
-    text, (file, _, line) = field(row, text_field, where), where.rpartition(":")
+    text = field(row, fields.text, where)
+    file, _, line = where.rpartition(":")
+    place = f"file '{file}', line {line}: field '{fields.text}'"
     if not isinstance(text, str):
-        raise UserError(
-            f"file '{file}', line {line}: field '{text_field}' must be text, got {type(text).__name__}."
-        )
+        raise UserError(f"{place} must be text, got {type(text).__name__}.")
     if not text.strip():
         return None
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON may spell what UTF-8 cannot
-            raise UserError(
-                f"file '{file}', line {line}: field '{text_field}' must be Unicode text, got half a "
-                f"character, {text[error.start]!a}."
-            ) from None
-    source = "" if source_field is None else field(row, source_field, where)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
+        raise UserError(
+            f"{place} must be Unicode text, got half a character, {text[error.start]!a}."
+        ) from None
+    source = "" if fields.source is None else field(row, fields.source, where)
     return {"text": text, "source": str(source), "origin": where}
 
 
 def field(row: dict[str, Any], name: str, where: str) -> Any:
-    """The value under a name, whose dots go into objects."""
+    """Return the value under a name, whose dots go into objects."""
     value: Any = row
     for key in name.split("."):
         if not isinstance(value, Mapping) or key not in value:
@@ -136,71 +142,64 @@ def field(row: dict[str, Any], name: str, where: str) -> Any:
 
 
 def files_of(name: str) -> list[Path]:
-    """The files that a name stands for.
+    """Return the data files that a name stands for: the file, or all in the folder.
 
     Raises:
         UserError: there are none.
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p, strict=False))
-        if not found:
+        files = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p, strict=False))
+        if not files:
             raise UserError(
                 f"data '{name}' must hold .txt, .jsonl or .parquet files, got a folder without any."
             )
-        return found
+        return files
     if not path.is_file():
         raise UserError(
-            f"data '{name}' does not exist. Give a file, a folder, or hub:NAME for a dataset on the hub."
+            f"data '{name}' does not exist. Give a file, a folder, or hub:NAME for a dataset on "
+            "the hub."
         )
     kind_of(path)
     return [path]
 
 
 def kind_of(path: Path, strict: bool = True) -> str:
-    """ "text", "lines" or "parquet" by a file's ending; "" for others unless strict."""
-    ending = path.with_suffix("").suffix if path.suffix in _PACKED else path.suffix
-    for kind, endings in (("text", _TEXTS), ("lines", _LINES), ("parquet", (".parquet",))):
+    """Return "text", "lines" or "parquet" by a file's ending; "" for other endings unless
+    strict."""
+    ending = path.suffix
+    if ending in _COMPRESSIONS:
+        ending = path.with_suffix("").suffix
+    for kind, endings in _KINDS.items():
         if ending in endings:
             return kind
     if strict:
         raise UserError(
-            f"file '{path}' must end in {', '.join((*_TEXTS, *_LINES, '.parquet'))}, packed or not, got "
-            f"'{ending}'."
+            f"file '{path}' must end in {', '.join((*_TEXTS, *_LINES, '.parquet'))}, packed or "
+            f"not, got '{ending}'."
         )
     return ""
 
 
-def _whole(path: Path) -> str:
-    """The text of a file."""
-    with open_text(path) as file:
-        try:
-            return file.read()
-        except Exception as error:
-            if not is_broken(error):
-                raise
-            raise UserError(f"file '{path}' must be UTF-8 text: {error}") from None
-
-
-def _parquet(
-    path: Path, text_field: str, source_field: str | None
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of a parquet file with the columns that are asked for, numbered from 1."""
+def _parquet_rows(path: Path, fields: Fields) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number from 1, row) of a parquet file, with the columns of `fields` only."""
     import pyarrow
     from pyarrow import parquet
 
-    wanted = {name.split(".")[0] for name in (text_field, source_field) if name is not None}
+    columns = sorted({name.split(".")[0] for name in fields if name is not None})
     try:
         file = parquet.ParquetFile(path)
-        missing = wanted - set(file.schema_arrow.names)
+        names = file.schema_arrow.names
+        missing = [name for name in columns if name not in names]
         if missing:
             raise UserError(
-                f"file '{path}' must have a column '{sorted(missing)[0]}', got "
-                f"{', '.join(file.schema_arrow.names)}. Use --text-field."
+                f"file '{path}' must have a column '{missing[0]}', got {', '.join(names)}. "
+                "Use --text-field."
             )
         number = 0
-        for batch in file.iter_batches(batch_size=256, columns=sorted(wanted)):
+        for batch in file.iter_batches(batch_size=256, columns=columns):
             for row in batch.to_pylist():
-                yield (number := number + 1), row
+                number += 1
+                yield number, row
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"file '{path}' cannot be read as parquet: {error}") from None

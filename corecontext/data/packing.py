@@ -1,16 +1,14 @@
-"""Documents packed into rows of one length: which document lies where, and in which order training
-sees the rows.
+"""Pack documents into rows of one length, and order the rows of a run.
 
-A row is a slice of all documents' tokens laid end to end. Nothing is copied before a row is asked
-for, and everything follows from lengths and seeds, so a row has a number that names the same tokens
-in every run.
+A row is a slice of all documents' tokens laid end to end. Tokens are copied only when a row is
+read, and rows follow from lengths and seeds alone: a row number names the same tokens in every run.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,16 +18,24 @@ from corecontext.files import UserError
 IGNORED = -100  # the label that transformers leaves out of the loss
 
 
+class Piece(NamedTuple):
+    """A document's tokens in a row: from `start` to `stop` (exclusive)."""
+
+    document: int
+    start: int
+    stop: int
+
+
 class PackedRows(torch.utils.data.Dataset):
-    """Rows of `row_length` tokens; positions begin at 0 in each document, and where a row cuts one,
-    again."""
+    """Rows of `row_length` tokens; positions restart at 0 in each document, and where a row cuts a
+    document."""
 
     def __init__(self, documents: Any, row_length: int, order: np.ndarray | None = None) -> None:
         """documents: with columns input_ids, length and origin, as `read_corpus` makes. order:
         their numbers, repeats allowed; default as they are.
 
         Raises:
-            UserError: there are fewer tokens than one row has.
+            UserError: there are fewer tokens than a row has.
         """
         self.row_length = row_length
         self.order = np.arange(len(documents)) if order is None else order
@@ -39,67 +45,79 @@ class PackedRows(torch.utils.data.Dataset):
         self.tokens = documents.select_columns(["input_ids"]).with_format("numpy")
         if len(self) < 1:
             raise UserError(
-                f"data must hold at least one row of {row_length} tokens, got {self.edges[-1]} tokens in "
-                f"{len(documents)} documents. Give more text, or a shorter --context-length."
+                f"data must hold at least one row of {row_length} tokens, got {self.edges[-1]} "
+                f"tokens in {len(documents)} documents. Give more text, or a shorter "
+                "--context-length."
             )
 
     def __len__(self) -> int:
-        """Whole rows; the rest of the tokens is left out."""
+        """Return the number of whole rows; the rest of the tokens is left out."""
         return int(self.edges[-1] // self.row_length)
 
-    def _pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
-        """Of each document in a row: its number, and the first token and the one after the last
-        that lie there."""
-        start, end = row * self.row_length, (row + 1) * self.row_length
-        at = int(np.searchsorted(self.edges, start, "right")) - 1
-        while start < end:
-            low, high = int(self.edges[at]), min(int(self.edges[at + 1]), end)
-            if start < high:
-                yield int(self.order[at]), start - low, high - low
-            start, at = high, at + 1
+    def _pieces(self, row: int) -> Iterator[Piece]:
+        """Yield the documents' pieces in a row, in order."""
+        at = row * self.row_length
+        end = at + self.row_length
+        index = int(np.searchsorted(self.edges, at, "right")) - 1
+        while at < end:
+            low = int(self.edges[index])
+            high = min(int(self.edges[index + 1]), end)
+            if at < high:
+                yield Piece(int(self.order[index]), at - low, high - low)
+            at = high
+            index += 1
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """As `fill_row`."""
+        """Return a row as `fill_row` does."""
         if not 0 <= row < len(self):
             raise IndexError(f"row must be below {len(self)}, got {row}.")
         pieces = [
-            self.tokens[document]["input_ids"][low:high]
-            for document, low, high in self._pieces(row)
+            self.tokens[piece.document]["input_ids"][piece.start : piece.stop]
+            for piece in self._pieces(row)
         ]
         return fill_row(self.row_length, pieces, row)
 
     def mark(self) -> str:
-        """Tells rows of other data apart: their documents' lengths and order, and the tokens of a
-        few rows."""
+        """Return 16 digits that tell rows of other data apart: they depend on the documents'
+        lengths and order, and on the tokens of nine rows."""
         digest = hashlib.sha256(self.edges.tobytes())
         for row in np.linspace(0, len(self) - 1, 9).astype(int).tolist():
             digest.update(self[row]["input_ids"].numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def describe(self, row: int) -> str:
-        """Where the text of a row comes from."""
-        found = [
-            f"{self.origins[document]['origin']} (tokens {low} to {high - 1})"
-            for document, low, high in self._pieces(row)
+        """Return where the text of a row comes from."""
+        places = [
+            f"{self.origins[piece.document]['origin']} (tokens {piece.start} to {piece.stop - 1})"
+            for piece in self._pieces(row)
         ]
-        return "; ".join(found[:4]) + (
-            f"; and {len(found) - 4} more documents" if len(found) > 4 else ""
-        )
+        return join_places(places, "more documents")
+
+
+def join_places(places: Sequence[str], rest: str) -> str:
+    """Join the first four places, and count the others."""
+    text = "; ".join(places[:4])
+    if len(places) > 4:
+        text += f"; and {len(places) - 4} {rest}"
+    return text
 
 
 def fill_row(row_length: int, pieces: Sequence[np.ndarray], row: int) -> dict[str, Any]:
-    """input_ids, labels (the first token of each piece is nobody's to predict) and position_ids,
-    [L] each."""
+    """Return input_ids, labels and position_ids, int64 [L] each, and the row's number; the first
+    token of each piece has no label, because the token before it is another document's."""
     ids = np.empty(row_length, np.int64)
+    labels = np.empty(row_length, np.int64)
     positions = np.empty(row_length, np.int64)
-    labels, at = ids.copy(), 0
+    start = 0
     for tokens in pieces:
         if not len(tokens):
             continue
-        piece = slice(at, at := at + len(tokens))
-        ids[piece] = labels[piece] = tokens
-        positions[piece] = np.arange(len(tokens))
-        labels[piece.start] = IGNORED
+        stop = start + len(tokens)
+        ids[start:stop] = tokens
+        labels[start:stop] = tokens
+        labels[start] = IGNORED
+        positions[start:stop] = np.arange(len(tokens))
+        start = stop
     return {
         "input_ids": torch.from_numpy(ids),
         "labels": torch.from_numpy(labels),
@@ -109,29 +127,29 @@ def fill_row(row_length: int, pieces: Sequence[np.ndarray], row: int) -> dict[st
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A batch: tensors [B, L], and the rows' numbers."""
-    return {
-        name: [row[name] for row in rows]
-        if name == "row"
-        else torch.stack([row[name] for row in rows])
-        for name in rows[0]
+    """Return a batch: tensors [B, L], and the list of the rows' numbers."""
+    batch: dict[str, Any] = {
+        name: torch.stack([row[name] for row in rows]) for name in rows[0] if name != "row"
     }
+    if "row" in rows[0]:
+        batch["row"] = [row["row"] for row in rows]
+    return batch
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """The numbers below count in random order."""
+    """Return the numbers below `count` in random order."""
     return np.random.default_rng(seed).permutation(count)
 
 
 def upsampled(
     lengths: np.ndarray, sources: Sequence[str], long_tokens: int, long_share: float, seed: int
 ) -> np.ndarray:
-    """Document numbers in random order in which long documents make up `long_share` of each
+    """Return document numbers in random order in which long documents make up `long_share` of each
     source's tokens.
 
-    Each source keeps its share of all tokens: long documents come more often, and as many tokens of
-    short ones are left out. A source whose long documents already have the share, or that has none,
-    stays as it is.
+    Each source keeps its share of all tokens: long documents are repeated, and as many tokens of
+    short documents are left out. A source whose long documents already have the share, or that has
+    none, stays as it is.
 
     Args:
         lengths: Tokens of each document.
@@ -142,57 +160,55 @@ def upsampled(
     names = np.asarray(sources)
     chosen = []
     for source in sorted(set(sources)):
-        here = np.flatnonzero(names == source)
-        is_long = lengths[here] > long_tokens
-        long, short, total = here[is_long], here[~is_long], lengths[here].sum()
+        documents = np.flatnonzero(names == source)
+        total = lengths[documents].sum()
+        is_long = lengths[documents] > long_tokens
+        long = documents[is_long]
         if not len(long) or lengths[long].sum() >= long_share * total:
-            chosen.append(here)
+            chosen.append(documents)
             continue
-        chosen += [
-            _drawn(part, lengths, share * total, rng)
-            for part, share in ((long, long_share), (short, 1 - long_share))
-        ]
+        chosen.append(_draw(long, lengths, long_share * total, rng))
+        chosen.append(_draw(documents[~is_long], lengths, (1 - long_share) * total, rng))
     return rng.permutation(np.concatenate(chosen))
 
 
-def _drawn(
+def _draw(
     documents: np.ndarray, lengths: np.ndarray, tokens: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Documents in random order, over and over, until they have so many tokens."""
-    found, have = [], 0
-    while have < tokens:
+    """Draw documents in random order, pass after pass, until they have so many tokens."""
+    drawn: list[int] = []
+    count = 0
+    while count < tokens:
         for document in rng.permutation(documents):
-            if have >= tokens:
+            if count >= tokens:
                 break
-            found.append(document)
-            have += lengths[document]
-    return np.asarray(found, dtype=np.int64)
+            drawn.append(document)
+            count += lengths[document]
+    return np.asarray(drawn, dtype=np.int64)
 
 
 class RunOrder(torch.utils.data.Sampler):
-    """The rows of a whole run in the order they are seen: pass after pass over all rows, each
-    shuffled by its number.
+    """The rows of a whole run in training order: pass after pass over all rows, each shuffled by
+    its number.
 
-    One long list instead of epochs, so that the n-th batch is the same whether the run was stopped
-    before or not.
+    A single list instead of epochs, so that batch n is the same whether the run was interrupted
+    before it or not.
     """
 
     def __init__(
         self, num_rows: int, num_samples: int, seed: int | None, *, block: int = 1, repeats: int = 1
     ) -> None:
-        """seed: None for rows that lie in their order already.
+        """seed: None for rows in their order.
 
         block, repeats: each `block` neighbours come `repeats` times, for processes that share a
         batch.
         """
         super().__init__()
-        self.num_rows, self.num_samples, self.seed, self.block, self.repeats = (
-            num_rows,
-            num_samples,
-            seed,
-            block,
-            repeats,
-        )
+        self.num_rows = num_rows
+        self.num_samples = num_samples
+        self.seed = seed
+        self.block = block
+        self.repeats = repeats
 
     def __len__(self) -> int:
         return self.num_samples * self.repeats

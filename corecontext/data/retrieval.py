@@ -1,8 +1,7 @@
-"""Synthetic retrieval: facts planted in real text, and the line at its end that asks for each of
-them.
+"""Plant facts in real text, and make the questions that ask for them (synthetic retrieval).
 
-A question repeats the beginning of the fact's sentence after "Recall:", and the answer is how the
-sentence went on.
+A question repeats the beginning of the fact's sentence after "Recall:"; the answer is the rest of
+the sentence.
 """
 
 from __future__ import annotations
@@ -13,226 +12,69 @@ from dataclasses import dataclass
 
 KINDS = ("place", "value", "passkey")
 
-_TITLES = ("Dr", "Mr", "Mrs", "Miss", "Captain", "Professor", "Judge", "Lady")
-_SURNAMES = (
-    "Harlow",
-    "Bennett",
-    "Carver",
-    "Dalton",
-    "Everett",
-    "Fisher",
-    "Granger",
-    "Hollis",
-    "Ingram",
-    "Jarvis",
-    "Keller",
-    "Lambert",
-    "Mercer",
-    "Norwood",
-    "Osborne",
-    "Palmer",
-    "Quincy",
-    "Redmond",
-    "Sawyer",
-    "Thorne",
-    "Upton",
-    "Vaughan",
-    "Whitaker",
-    "Yardley",
-    "Ashby",
-    "Blackwood",
-    "Corbett",
-    "Drummond",
-    "Ellison",
-    "Farrell",
-    "Gibbs",
-    "Hartley",
-)
-_PLACES = (
-    "Lisbon",
-    "Vienna",
-    "Oslo",
-    "Cairo",
-    "Lima",
-    "Kyoto",
-    "Nairobi",
-    "Quebec",
-    "Dublin",
-    "Athens",
-    "Prague",
-    "Madrid",
-    "Geneva",
-    "Havana",
-    "Riga",
-    "Sofia",
-    "Tunis",
-    "Warsaw",
-    "Zurich",
-    "Bergen",
-    "Calgary",
-    "Delhi",
-    "Florence",
-    "Ghent",
-    "Hanoi",
-    "Izmir",
-    "Jakarta",
-    "Krakow",
-    "Leipzig",
-    "Manila",
-    "Naples",
-    "Odessa",
-    "Porto",
-    "Rotterdam",
-    "Seville",
-    "Toledo",
-    "Utrecht",
-    "Verona",
-    "Windsor",
-    "York",
-    "Aberdeen",
-    "Boston",
-    "Cordoba",
-    "Dresden",
-    "Edinburgh",
-    "Freiburg",
-    "Granada",
-    "Hamburg",
-)
-_ADJECTIVES = (
-    "amber",
-    "brisk",
-    "copper",
-    "dusty",
-    "eager",
-    "faded",
-    "gentle",
-    "hollow",
-    "ivory",
-    "jolly",
-    "keen",
-    "lunar",
-    "misty",
-    "noble",
-    "olive",
-    "proud",
-    "quiet",
-    "rustic",
-    "silver",
-    "tidy",
-    "upper",
-    "velvet",
-    "witty",
-    "young",
-    "azure",
-    "bronze",
-    "crimson",
-    "distant",
-    "early",
-    "frozen",
-    "golden",
-    "humble",
-)
-_NOUNS = (
-    "falcon",
-    "anchor",
-    "bridge",
-    "candle",
-    "dragon",
-    "engine",
-    "forest",
-    "garden",
-    "harbor",
-    "island",
-    "jacket",
-    "kettle",
-    "ladder",
-    "meadow",
-    "needle",
-    "orchard",
-    "pepper",
-    "quarry",
-    "ribbon",
-    "saddle",
-    "temple",
-    "umbrella",
-    "violin",
-    "window",
-    "yarrow",
-    "badger",
-    "cactus",
-    "dolphin",
-    "ember",
-    "fiddle",
-    "goblet",
-    "hammer",
-)
-_WOODS = (
-    "cedar",
-    "oak",
-    "maple",
-    "walnut",
-    "birch",
-    "pine",
-    "willow",
-    "elm",
-    "iron",
-    "stone",
-    "brass",
-    "marble",
-)
-_ROOMS = (
-    "vault",
-    "cellar",
-    "library",
-    "tower",
-    "chapel",
-    "stable",
-    "pantry",
-    "attic",
-    "gallery",
-    "kitchen",
-    "study",
-    "ballroom",
-    "boathouse",
-    "granary",
-    "armory",
-    "nursery",
-    "parlor",
-    "greenhouse",
-    "workshop",
-    "observatory",
-)
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_TITLES = _words("Dr Mr Mrs Miss Captain Professor Judge Lady")
+_SURNAMES = _words("""
+    Harlow Bennett Carver Dalton Everett Fisher Granger Hollis Ingram Jarvis Keller Lambert
+    Mercer Norwood Osborne Palmer Quincy Redmond Sawyer Thorne Upton Vaughan Whitaker Yardley
+    Ashby Blackwood Corbett Drummond Ellison Farrell Gibbs Hartley
+""")
+_PLACES = _words("""
+    Lisbon Vienna Oslo Cairo Lima Kyoto Nairobi Quebec Dublin Athens Prague Madrid Geneva Havana
+    Riga Sofia Tunis Warsaw Zurich Bergen Calgary Delhi Florence Ghent Hanoi Izmir Jakarta
+    Krakow Leipzig Manila Naples Odessa Porto Rotterdam Seville Toledo Utrecht Verona Windsor
+    York Aberdeen Boston Cordoba Dresden Edinburgh Freiburg Granada Hamburg
+""")
+_ADJECTIVES = _words("""
+    amber brisk copper dusty eager faded gentle hollow ivory jolly keen lunar misty noble olive
+    proud quiet rustic silver tidy upper velvet witty young azure bronze crimson distant early
+    frozen golden humble
+""")
+_NOUNS = _words("""
+    falcon anchor bridge candle dragon engine forest garden harbor island jacket kettle ladder
+    meadow needle orchard pepper quarry ribbon saddle temple umbrella violin window yarrow
+    badger cactus dolphin ember fiddle goblet hammer
+""")
+_WOODS = _words("cedar oak maple walnut birch pine willow elm iron stone brass marble")
+_ROOMS = _words("""
+    vault cellar library tower chapel stable pantry attic gallery kitchen study ballroom
+    boathouse granary armory nursery parlor greenhouse workshop observatory
+""")
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One planted sentence and the question about it."""
+    """A planted sentence and the question about it."""
 
     kind: str
-    """One of KINDS."""
+    """A member of KINDS."""
     sentence: str
-    """What is planted; ends with a full stop."""
+    """The planted text; ends with a full stop."""
     question: str
-    """One line; the model should go on with a blank, the answer and a full stop."""
+    """A single line; the model should continue with a blank, the answer and a full stop."""
     answer: str
 
     @property
     def prompt(self) -> str:
-        """What is appended to the text to ask: the question on a line of its own."""
+        """The question on a line of its own, to append to the text."""
         return f"\n{self.question}"
 
     @property
     def completion(self) -> str:
-        """What a right answer looks like."""
+        """The right continuation of the prompt."""
         return f" {self.answer}."
 
     def is_correct(self, given: str) -> bool:
-        """Whether the text that a model went on with is the answer, up to the full stop."""
+        """Return whether a model's continuation is the answer, up to the full stop."""
         return given.split(".")[0].strip() == self.answer
 
 
 def make_fact(rng: random.Random, kind: str) -> Fact:
-    """One fact of a kind, its key and answer drawn at random.
+    """Return a fact of a kind, its key and answer drawn at random.
 
     Raises:
         ValueError: the kind is unknown.
@@ -252,7 +94,7 @@ def make_fact(rng: random.Random, kind: str) -> Fact:
 
 
 def make_facts(rng: random.Random, kinds: Sequence[str], n: int) -> list[Fact]:
-    """n facts that take turns through `kinds`; no two ask the same question.
+    """Return n facts with different questions, whose kinds alternate through `kinds`.
 
     Args:
         n: At most a few hundred: keys are drawn again until they differ.
@@ -265,11 +107,11 @@ def make_facts(rng: random.Random, kinds: Sequence[str], n: int) -> list[Fact]:
 
 
 def plant(text: str, facts: Sequence[Fact], depths: Sequence[float]) -> str:
-    """Put each fact's sentence at the line or sentence boundary nearest its depth; the text itself
-    stays as it is.
+    """Insert each fact's sentence at the line or sentence boundary nearest its depth; the text
+    itself does not change.
 
     Args:
-        depths: One for each fact, from 0 (the beginning) to 1 (the end).
+        depths: A number for each fact, from 0 (the beginning) to 1 (the end).
 
     Raises:
         ValueError: the numbers of facts and depths differ, or a depth is outside 0 to 1.
@@ -281,27 +123,27 @@ def plant(text: str, facts: Sequence[Fact], depths: Sequence[float]) -> str:
     places = sorted(
         (nearest_boundary(text, round(depth * len(text))), i) for i, depth in enumerate(depths)
     )
-    parts, last = [], 0
+    pieces = []
+    start = 0
     for place, i in places:
-        parts += [
-            text[last:place],
-            facts[i].sentence,
-            "\n" if place == 0 or text[place - 1] == "\n" else " ",
-        ]
-        last = place
-    return "".join(parts) + text[last:]
+        on_new_line = place == 0 or text[place - 1] == "\n"
+        pieces += [text[start:place], facts[i].sentence, "\n" if on_new_line else " "]
+        start = place
+    return "".join(pieces) + text[start:]
 
 
 def nearest_boundary(text: str, position: int) -> int:
-    """Where a line or sentence begins nearest to a position; the beginning of the text is always
-    one."""
+    """Return the beginning of a line or sentence nearest to a position; the beginning of the text
+    always is such a place."""
     before = max(text.rfind("\n", 0, position) + 1, text.rfind(". ", 0, position) + 2)
     if before == 1:  # neither found
         before = 0
-    found = [
+    after = before
+    ends = [
         end + len(mark)
         for mark in ("\n", ". ")
         if (end := text.find(mark, max(0, position - 1))) >= 0
     ]
-    after = min(found, default=before)
+    if ends:
+        after = min(ends)
     return before if position - before <= abs(after - position) else after
