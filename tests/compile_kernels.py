@@ -8,6 +8,7 @@ dtypes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from triton.compiler import ASTSource
 
 from corecontext.ops.triton import attend, decode, pool
 from corecontext.ops.triton.launch import power_of_2
-from corecontext.ops.triton.tiles import Chip, dkv_tiles, dq_tiles, forward_tiles
+from corecontext.ops.triton.tiles import Chip, dkv_tiles, dq_tiles, forward_tiles, pool_tiles
 
 CHIPS = {
     name: (GPUTarget(backend, arch, warp), Chip(kib * 1024, units))
@@ -71,44 +72,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     turn = {"HALF": dim // 2, "INTERLEAVED": False}
     settings = {"HEADS": HEADS, "POOLING": "cca", "HEAD_DIM": dim, "HAS_SOFTCAP": False, **turn}
     tables = {"cos_ptr": "fp32", "sin_ptr": "fp32"}
-    for group_size in (16, 256):  # whole in a program, and walked in blocks
-        for backward in (False, True):
-            whole, block_m, block_g, block_d, num_warps = pool._plan(
-                group_size, dim, 16 if backward else 32
-            )
-            sizes = {
-                **settings,
-                "HEADS_OUT": 1,
-                "BLOCK_M": block_m,
-                "BLOCK_G": block_g,
-                "BLOCK_D": block_d,
-                "num_warps": num_warps,
-            }
-            if backward:
-                sizes.update({"ADD": True} if whole else {"ADD": True, "BLOCK_H": HEADS})
-            yield Kernel(
-                (
-                    (pool._pool_bwd_kernel if whole else pool._pool_long_bwd_kernel)
-                    if backward
-                    else (pool._pool_fwd_kernel if whole else pool._pool_long_fwd_kernel)
-                ),
-                sizes,
-                tables,
-            )
-            if whole and dim == power_of_2(dim):
-                sizes = {
-                    "HEADS": HEADS,
-                    "HALF": dim // 2,
-                    "BLOCK_M": block_m,
-                    "BLOCK_G": block_g,
-                    "num_warps": num_warps,
-                    **({"ADD": True} if backward else {"HEADS_OUT": 1}),
-                }
-                yield Kernel(
-                    pool._pool_half_bwd_kernel if backward else pool._pool_half_fwd_kernel,
-                    sizes,
-                    tables,
-                )
+    yield from pool_kernels(dim)
     plan = decode._plan(chip, dtype, 8, HEADS, dim, 4096, 16)
     parts = {"acc_ptr": "fp32", "lse_ptr": "fp32", "seen_ptr": "i64", "pad_ptr": "i64"}
     codes = {"keys_ptr": "i8", "values_ptr": "i8", "ks_ptr": "fp32", "vs_ptr": "fp32"}
@@ -131,6 +95,42 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         {"ON_DEVICE": True, "HEADS": HEADS, "HEAD_DIM": dim, **plan.merge},
         parts,
     )
+
+
+def pool_kernels(dim: int) -> Iterator[Kernel]:
+    """Those of pooling, with the tiles of their launches: whole in a program and walked in blocks,
+    for one query head a KV head and for several."""
+    turn = {"HALF": dim // 2, "INTERLEAVED": False}
+    kinds = {
+        (True, True, False): pool._pool_half_fwd_kernel,
+        (True, True, True): pool._pool_half_bwd_kernel,
+        (True, False, False): pool._pool_fwd_kernel,
+        (True, False, True): pool._pool_bwd_kernel,
+        (False, False, False): pool._pool_long_fwd_kernel,
+        (False, False, True): pool._pool_long_bwd_kernel,
+    }
+    for group_size, heads, halves, backward in itertools.product(
+        (16, 256), (1, HEADS), (True, False), (False, True)
+    ):
+        tiles = pool_tiles(group_size, dim, heads, halves=halves, backward=backward)
+        halved = halves and tiles.whole
+        if halved and dim != power_of_2(dim):
+            continue
+        sizes = {"HEADS": heads, "BLOCK_M": tiles.block_m, "BLOCK_G": tiles.block_g}
+        sizes["num_warps"] = tiles.num_warps
+        if halved:
+            sizes["HALF"] = dim // 2
+        else:
+            sizes.update(turn, POOLING="cca", HEAD_DIM=dim, BLOCK_D=tiles.block_d)
+            sizes["HAS_SOFTCAP"] = False
+        if backward:
+            sizes["ADD"] = True
+        if backward and not tiles.whole:
+            sizes["BLOCK_H"] = power_of_2(heads)
+        if not (backward and halved):
+            sizes["HEADS_OUT"] = 1
+        kernel = kinds[tiles.whole, halved, backward]
+        yield Kernel(kernel, sizes, {"cos_ptr": "fp32", "sin_ptr": "fp32"})
 
 
 def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:

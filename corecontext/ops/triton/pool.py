@@ -24,11 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
+from corecontext.ops.triton.tiles import pool_tiles
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_WHOLE_GROUP = (
-    16384  # elements of K in a padded group, up to which one program holds it in registers
-)
 
 
 def unsupported_reason(q_last: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -126,11 +124,12 @@ def _load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF: tl.conste
     if HALF > 0:
         mask = (rows < group_size)[:, None] & (cols < 2 * HALF)[None, :]
         at = (rows * HALF)[:, None] + pair[None, :]
-        cos = tl.load(cos_ptr + at, mask=mask, other=1.0)
-        sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
-        return cos[None, :, :], sin[None, :, :]
-    one = (rows * 0).to(tl.float32)[None, :, None] + 1.0
-    return one, one - 1.0
+        cos = tl.load(cos_ptr + at, mask=mask, other=1.0)[None, :, :]
+        sin = tl.load(sin_ptr + at, mask=mask, other=0.0)[None, :, :]
+    else:
+        cos = (rows * 0).to(tl.float32)[None, :, None] + 1.0
+        sin = cos - 1.0
+    return cos, sin
 
 
 @triton.jit
@@ -157,8 +156,11 @@ def _turned(
         )
         # An explicit fma: the same bits wherever this is computed, so that a maximum finds itself
         # again.
-        return tl.fma(k, cos, other * (sin * sign[None, None, :])), other
-    return k, k
+        turned = tl.fma(k, cos, other * (sin * sign[None, None, :]))
+    else:
+        turned = k
+        other = k
+    return turned, other
 
 
 @triton.jit
@@ -172,8 +174,10 @@ def _swapped(x, partner, sign, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAL
     """x [BLOCK_M, BLOCK_D] with the elements of each pair exchanged, then the first of them
     negated."""
     if HALF > 0:
-        return _partners(x, partner, BLOCK_M, BLOCK_D) * sign[None, :]
-    return x
+        swapped = _partners(x, partner, BLOCK_M, BLOCK_D) * sign[None, :]
+    else:
+        swapped = x
+    return swapped
 
 
 @triton.jit
@@ -191,10 +195,12 @@ def _pooled_key(
     """Weighted sum of the turned keys, [groups, columns]."""
     part = weights[:, :, None] * k
     if HALF > 0:
-        return tl.sum(part * cos, 1) + _swapped(
+        pooled = tl.sum(part * cos, 1) + _swapped(
             tl.sum(part * sin, 1), partner, sign, BLOCK_M, BLOCK_D, HALF
         )
-    return tl.sum(part, 1)
+    else:
+        pooled = tl.sum(part, 1)
+    return pooled
 
 
 @triton.jit
@@ -202,8 +208,10 @@ def _turned_back(x, x_swapped, cos, sin, HALF: tl.constexpr):
     """Rows x [groups, columns] turned back from the middle to each token, [groups, rows,
     columns]."""
     if HALF > 0:
-        return x[:, None, :] * cos - x_swapped[:, None, :] * sin
-    return x[:, None, :] + cos * 0.0
+        back = x[:, None, :] * cos - x_swapped[:, None, :] * sin
+    else:
+        back = x[:, None, :] + cos * 0.0
+    return back
 
 
 @triton.jit
@@ -271,7 +279,7 @@ def _max_grad_key(
         other_turned = tl.fma(other, cos, k * (sin * -sign[None, None, :]))
         other_top = _partners(top, partner, BLOCK_M, BLOCK_D)
         other_share = _swapped(share, partner, sign, BLOCK_M, BLOCK_D, HALF)
-        return grad * cos - _max_grad(other_share, other_turned, other_top) * sin
+        grad = grad * cos - _max_grad(other_share, other_turned, other_top) * sin
     return grad
 
 
@@ -1266,24 +1274,6 @@ def _tables(rotary: Rotary | None, group_size: int, device: torch.device) -> tup
     return tables
 
 
-def _plan(group_size: int, head_dim: int, per_thread: int) -> tuple[bool, int, int, int, int]:
-    """Whether groups are whole in a program, then groups, tokens and columns of its tile, and
-    warps.
-
-    `per_thread` elements of K for a thread. One warp for a group where that fits: its sums need no
-    shared memory.
-    """
-    block_d = power_of_2(head_dim)
-    block_g = power_of_2(group_size)
-    size = block_g * block_d
-    if size > _WHOLE_GROUP:
-        # Not below one token: a head_dim this large only makes the loop longer.
-        return False, 1, max(1, 128 * per_thread // block_d), block_d, 4
-    block_m = max(1, 32 * per_thread // size)
-    num_warps = min(16, max(1, size * block_m // (32 * per_thread)))
-    return True, block_m, block_g, block_d, num_warps
-
-
 def _halves(rotary: Rotary | None, head_dim: int, softcap: float | None) -> bool:
     """Whether the kernels for two halves of the columns can take the call."""
     return (
@@ -1350,11 +1340,14 @@ def pool(
     core_v = v.new_empty(batch, heads_out, num_groups, head_dim)
     if core_k.numel() == 0:
         return core_k, core_v
-    whole, block_m, block_g, block_d, num_warps = _plan(group_size, head_dim, per_thread=64)
+    halves = pooling == "cca" and _halves(rotary, head_dim, softcap)
+    whole, block_m, block_g, block_d, num_warps = pool_tiles(
+        group_size, head_dim, heads, halves=halves, backward=False
+    )
     kernel = _pool_fwd_kernel if whole else _pool_long_fwd_kernel
     cos, sin = _tables(rotary, group_size, k.device)
     with torch.cuda.device_of(k):
-        if whole and pooling == "cca" and _halves(rotary, head_dim, softcap):
+        if whole and halves:
             launch(
                 _pool_half_fwd_kernel,
                 (batch * ceil_div(num_groups, block_m),),
@@ -1446,8 +1439,8 @@ def pool_backward(
     if k.numel() == 0:
         return grad_q, grad_k, grad_v
     halves = pooling == "cca" and core_heads == "kv" and _halves(rotary, head_dim, softcap)
-    whole, block_m, block_g, block_d, num_warps = _plan(
-        group_size, head_dim, per_thread=64 if halves or heads > 1 else 32
+    whole, block_m, block_g, block_d, num_warps = pool_tiles(
+        group_size, head_dim, heads, halves=halves, backward=True
     )
     kernel, more = _pool_bwd_kernel, {}
     if not whole:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+_WHOLE_GROUP = 16384  # elements of K in a padded group that one program holds in registers
 _MOST_SPLITS = 127  # with the new token, 128 parts that one program merges
 
 
@@ -78,6 +79,40 @@ def _backward_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
     if shared < 160 * 1024:
         return Tiles(64, 32, 4, 2)
     return Tiles(64, 32, 4, 3)
+
+
+class PoolTiles(NamedTuple):
+    """Groups, tokens and columns of a pooling tile, and how Triton compiles the kernel."""
+
+    whole: bool
+    """Whether a program holds whole groups in registers; else it walks one group in blocks."""
+    block_m: int
+    block_g: int
+    block_d: int
+    num_warps: int
+
+
+def pool_tiles(
+    group_size: int, head_dim: int, heads: int, *, halves: bool, backward: bool
+) -> PoolTiles:
+    """For `pool` and `pool_backward`: heads query heads share the keys, held as two halves or not.
+
+    A thread holds 64 elements of K or 32, and a warp a whole group where it can: sums within a warp
+    need no shared memory.
+    """
+    block_d = _power_of_2(head_dim)
+    block_g = _power_of_2(group_size)
+    size = block_g * block_d
+    per_thread = 64
+    # With 64 the backward in blocks spills 304 bytes a thread, and that of one head gains no speed.
+    if backward and (size > _WHOLE_GROUP or (heads == 1 and not halves)):
+        per_thread = 32
+    if size > _WHOLE_GROUP:
+        # Not below one token: a head_dim this large only makes the loop longer.
+        return PoolTiles(False, 1, max(1, 128 * per_thread // block_d), block_d, 4)
+    block_m = max(1, 32 * per_thread // size)
+    num_warps = min(16, max(1, size * block_m // (32 * per_thread)))
+    return PoolTiles(True, block_m, block_g, block_d, num_warps)
 
 
 class DecodeTiles(NamedTuple):
