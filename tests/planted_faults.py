@@ -216,9 +216,7 @@ if (
     Fault(
         "plug-in: softcap lost on its way",
         """
-out = _append(
-    compact, query, key, value, kwargs.get(DRAFT, 0), attention_mask, scale=scaling
-)
+out = append(self.compact, tensors, attention_mask, kwargs.get(DRAFT, 0), scale=scaling)
 """,
         f"{PLUGIN}::test_family_equals_dense_oracle",
     ),
@@ -507,17 +505,16 @@ out = cca_attention(
     Fault(
         "sinks: lost on their way into a model",
         """
-settings = {
+return {
     "group_size": config.head_group_sizes or config.group_size,
     "window_size": config.window_size,
     "num_groups": config.num_groups,
     "pooling": config.pooling,
     "core_position": config.core_position,
     "core_heads": config.core_heads,
-    "rotary": call.rotary,
-    "scale": scaling,
-    "softcap": softcap,
+    "rotary": self.rotary,
     "core_bias": config.core_bias,
+    "learned": self.learned,
     "backend": config.backend,
 }
 """,

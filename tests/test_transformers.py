@@ -537,7 +537,7 @@ def test_compiled_static_decoding_is_one_graph(model):
 
 def test_no_square_mask_is_built(model, monkeypatch):
     seen = []
-    from corecontext.integrations import transformers as plugin
+    from corecontext.integrations import hf_call as plugin
 
     original = plugin.cca_attention
     monkeypatch.setattr(

@@ -18,6 +18,7 @@ from corecontext.baselines.cache import DuoLayer, SinkLayer, left_padding
 from corecontext.baselines.configs import DuoAttention, LongLoRA, MInference, Rival
 from corecontext.baselines.minference import sparse_attention
 from corecontext.config import CCAConfig
+from corecontext.integrations import hf_attention
 from corecontext.integrations import transformers as ours
 from corecontext.integrations.hf_rotary import find_rotary
 from corecontext.model_sizes import ModelSizes
@@ -35,7 +36,7 @@ class Handle:
     def __init__(self, model: PreTrainedModel, config: Any) -> None:
         self.model, self.config = model, config
         self.previous = model.config._attn_implementation
-        full, other = ours._attention_modules(model)
+        full, other = hf_attention.attention_modules(model)
         self.has_own_cache = not isinstance(config, (MInference, LongLoRA))
         self.indexes = {module.layer_idx: index for index, module in enumerate(full)}
         self.kv_heads = ModelSizes.of(model.config).kv_heads
@@ -104,23 +105,23 @@ def enable(model: nn.Module, config: Rival) -> Any:
         ValueError: the model's attention is already replaced, or patterns do not fit its layers and
             heads.
     """
-    inner = ours._inner_model(model)
+    inner = hf_attention.inner_model(model)
     if rival_of(inner) is not None or ours.handle_of(inner) is not None:
         raise ValueError(
             "model must not be enabled twice, got one whose attention is replaced. Disable it first."
         )
     if isinstance(config, CCAConfig):
         return ours.enable(model, config)
-    if inner.config.model_type not in ours.TESTED:
+    if inner.config.model_type not in hf_attention.TESTED:
         raise NotImplementedError(
             f"architecture {inner.config.model_type!r} is not tested. "
-            f"Tested: {', '.join(ours.TESTED)}."
+            f"Tested: {', '.join(hf_attention.TESTED)}."
         )
     if isinstance(config, MInference):
-        for module in ours._attention_modules(inner)[0]:
+        for module in hf_attention.attention_modules(inner)[0]:
             config.of(module.layer_idx, inner.config.num_attention_heads)
     if isinstance(config, DuoAttention):
-        for index, module in enumerate(ours._attention_modules(inner)[0]):
+        for index, module in enumerate(hf_attention.attention_modules(inner)[0]):
             config.of(index, module.config.num_key_value_heads)
     return Handle(inner, config)
 
@@ -137,7 +138,7 @@ def enabled(model: nn.Module, config: Rival) -> Iterator[Any]:
 
 def rival_of(model: nn.Module) -> Handle | None:
     """The handle of a model under a rival, or None."""
-    return ours._inner_model(model).__dict__.get("_corecontext_rival")
+    return hf_attention.inner_model(model).__dict__.get("_corecontext_rival")
 
 
 class _LayerHook:
@@ -223,7 +224,7 @@ def _attention(
         )
     handle = call.handle
     if call.keep:
-        function = AttentionInterface().get_interface(handle.previous, ours._eager_of(module))
+        function = hf_attention.attention_function(module, handle.previous)
         return function(
             module,
             query,
@@ -362,5 +363,5 @@ def _registered(previous: str) -> str:
     `previous`."""
     name = f"{NAME}_{previous}"
     AttentionInterface.register(name, _attention)
-    AttentionMaskInterface.register(name, functools.partial(ours._mask, previous))
+    AttentionMaskInterface.register(name, functools.partial(hf_attention.padding_mask, previous))
     return name

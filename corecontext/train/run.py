@@ -283,7 +283,7 @@ def _trainer(
     eval_rows: PackedRows | None,
 ) -> Any:
     """Trainer on the model, whose loss comes in chunks, with a teacher if it is distilled."""
-    from corecontext.integrations.transformers import _inner_model
+    from corecontext.integrations.hf_attention import inner_model
     from corecontext.train.loss import compute_loss_in_chunks
     from corecontext.train.teacher import load_teacher
     from corecontext.train.trainer import CCATrainer
@@ -293,7 +293,7 @@ def _trainer(
         if config.distil
         else None
     )
-    compute_loss_in_chunks(_inner_model(model), config.loss_chunk, teacher)
+    compute_loss_in_chunks(inner_model(model), config.loss_chunk, teacher)
     return CCATrainer(
         model=model,
         args=arguments,

@@ -1,0 +1,274 @@
+"""Replace the attention of a Hugging Face model through transformers' own interface, and undo it.
+
+transformers calls the attention function registered under `config._attn_implementation`, but gives
+it neither the cache nor the layer's settings. A forward pre-hook on each attention module adds one
+keyword argument: a callable that has both and computes the attention. No class is patched
+(docs/design.md says why each piece is needed).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+)
+from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from corecontext.ops.rotary import Rotary
+
+CALL = "corecontext_call"
+"""The keyword argument that carries the callable."""
+TESTED = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+NO_FULL_ATTENTION = (
+    "model must have full-attention layers, got {} attention layers, all with a sliding window. "
+    "Set config.sliding_window = None if the model was meant for full attention."
+)
+
+# The layers of a model
+# ---------------------
+
+
+def inner_model(model: nn.Module) -> PreTrainedModel:
+    """Return the Hugging Face model itself, also from inside a wrapper such as PEFT's."""
+    if isinstance(model, nn.Module):
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                return module
+    raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}.")
+
+
+def has_full_attention(config: Any, layer_idx: int) -> bool:
+    """Whether a layer of a model of this Hugging Face config sees the whole past, instead of a
+    sliding window."""
+    types = getattr(config, "layer_types", None)
+    if types:
+        return types[layer_idx] == "full_attention"
+    return getattr(config, "sliding_window", None) is None
+
+
+def full_layers(config: Any) -> list[int]:
+    """Return the indices of a model's full-attention layers."""
+    return [layer for layer in range(config.num_hidden_layers) if has_full_attention(config, layer)]
+
+
+def full_attention(hf_config: Any) -> str:
+    """Return the attention implementation to load a model with: "sdpa" where it is right.
+
+    Architectures that do not support SDPA get "eager", and so do models with a softcap (Gemma 2),
+    which SDPA silently ignores in some releases of transformers.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+    has_softcap = getattr(hf_config, "attn_logit_softcapping", None) is not None
+    if has_softcap or not getattr(model_class, "_supports_sdpa", True):
+        return "eager"
+    return "sdpa"
+
+
+def attention_modules(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the attention modules with full causal attention, and those with a sliding window.
+
+    Raises:
+        ValueError: no layer has full attention.
+        NotImplementedError: the attention is bidirectional.
+    """
+    config = model.config
+    modules = [
+        module
+        for name, module in model.named_modules()
+        if hasattr(module, "layer_idx") and name.endswith("self_attn")
+    ]
+    full = [module for module in modules if has_full_attention(config, module.layer_idx)]
+    if not full:
+        raise ValueError(NO_FULL_ATTENTION.format(len(modules)))
+    is_causal = getattr(config, "is_causal", True)
+    if not is_causal or getattr(config, "use_bidirectional_attention", False):
+        raise NotImplementedError(
+            "bidirectional attention cannot be replaced by CCA, which is causal."
+        )
+    return full, [module for module in modules if module not in full]
+
+
+# Replacing and undoing
+# ---------------------
+
+
+class AttentionHandle:
+    """What `enable` did to one model's attention, and the way to undo it."""
+
+    KIND: ClassVar[str]
+    """Beginning of the names under which the attention is registered."""
+    ATTRIBUTE: ClassVar[str]
+    """Attribute of the model that holds the handle."""
+    INCOMPLETE: ClassVar[str]
+    """Error of a model that has the registered name but no hooks."""
+    title: str
+    """Name of the attention in errors."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.previous: str = model.config._attn_implementation
+        """The model's own attention implementation, which sliding-window layers keep."""
+        self.full, self.sliding = attention_modules(model)
+        """The attention modules that are replaced, in order, and those that are not."""
+        self.name = ""
+        self._removable: list[Any] = []
+
+    def replace_attention(self, hooks: Sequence[LayerHook]) -> None:
+        """Route the model's attention calls through these hooks, one for each module in `full`."""
+        for module, hook in zip(self.full, hooks, strict=True):
+            self.add_hook(module, hook)
+        for module in self.sliding:
+            self.add_hook(module, LayerHook(self))
+        self.add_hook(self.model.base_model, self.check_forward)
+        self.name = register(self.KIND, self.INCOMPLETE, self.previous)
+        self.model.config._attn_implementation = self.name
+        self.model.__dict__[self.ATTRIBUTE] = self
+
+    def add_hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        """Register a forward pre-hook that `disable` removes."""
+        self._removable.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def check_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Refuse options of the model's forward that transformers would silently ignore."""
+        if kwargs.get("output_attentions") or module.config.output_attentions:
+            raise NotImplementedError(
+                f"output_attentions cannot be returned: {self.title} attention never forms the "
+                "weights. Call handle.disable() to look at full attention."
+            )
+
+    def disable(self) -> None:
+        """Restore the model's own attention, bit for bit."""
+        if self.model.__dict__.get(self.ATTRIBUTE) is not self:
+            raise ValueError(
+                "disable must be called once on an enabled model, got a handle that is no longer "
+                "in use."
+            )
+        for removable in self._removable:
+            removable.remove()
+        self.model.config._attn_implementation = self.previous
+        del self.model.__dict__[self.ATTRIBUTE]
+
+
+class LayerHook:
+    """Forward pre-hook of one attention module: adds the callable that computes its attention.
+
+    This class keeps the attention that the model had; subclasses override `call`.
+    """
+
+    def __init__(self, handle: AttentionHandle, rotary: Rotary | None = None) -> None:
+        self.handle = handle
+        self.rotary = rotary
+
+    def __call__(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        name = module.config._attn_implementation
+        if name != self.handle.name:
+            raise RuntimeError(
+                f"the attention implementation must stay {self.handle.name!r} while "
+                f"{self.handle.title} is enabled, got {name!r} (continuous batching changes it, "
+                "for example). Call handle.disable() first."
+            )
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        kwargs[CALL] = self.call(module, hidden_states.device, kwargs.get("past_key_values"))
+        return args, kwargs
+
+    def call(
+        self, module: nn.Module, device: torch.device, cache: Cache | None
+    ) -> Callable[..., tuple[Tensor, Any]]:
+        """Return the attention function of this call: arguments and results as transformers'."""
+        return attention_function(module, self.handle.previous)
+
+    def rotary_on(self, device: torch.device) -> Rotary | None:
+        """Return the rotation on this device, moved once: a captured step cannot copy it."""
+        if self.rotary is not None and self.rotary.inv_freq.device != device:
+            self.rotary = Rotary(self.rotary.inv_freq.to(device), self.rotary.interleaved)
+        return self.rotary
+
+
+def attention_function(module: nn.Module, implementation: str) -> Callable[..., Any]:
+    """Return transformers' function of an attention implementation; "eager" is each family's."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward")
+    return AttentionInterface().get_interface(implementation, eager)
+
+
+def check_dropout(title: str, dropout: float) -> None:
+    """Raise unless attention dropout is off."""
+    if dropout:
+        raise NotImplementedError(
+            f"attention dropout must be 0 under {title}, got {dropout}. "
+            "Set config.attention_dropout = 0.0."
+        )
+
+
+# What transformers calls
+# -----------------------
+
+
+def register(kind: str, incomplete: str, previous: str) -> str:
+    """Register attention and mask functions with transformers; return their name.
+
+    Args:
+        kind: Beginning of the name.
+        incomplete: Error of a model without hooks.
+        previous: The attention implementation that sliding-window layers keep.
+    """
+    name = kind if previous == "sdpa" else f"{kind}_{previous}"
+    AttentionInterface.register(name, functools.partial(_attention, incomplete))
+    AttentionMaskInterface.register(name, functools.partial(padding_mask, previous))
+    return name
+
+
+def _attention(incomplete: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """Call the function that the layer's hook has added: [B, H, n, D] in, [B, n, H, D] out."""
+    call = kwargs.pop(CALL, None)
+    if call is None:
+        raise RuntimeError(incomplete)
+    return call(*args, **kwargs)
+
+
+def padding_mask(
+    previous: str, batch_size: int, q_length: int, kv_length: int, **kwargs: Any
+) -> Tensor | None:
+    """Return the padding mask [B, L] as it is, None where all are tokens, never L x L.
+
+    Masks of sliding-window layers are those of the attention implementation that the model had.
+    """
+    if "local_size" in kwargs:  # a sliding-window layer
+        return ALL_MASK_ATTENTION_FUNCTIONS[previous](
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs
+        )
+    attention_mask = kwargs.get("attention_mask")
+    if attention_mask is None or kv_length == 0:  # 0: CCALayer.get_mask_sizes
+        return None
+    if attention_mask.shape[0] != batch_size or attention_mask.shape[-1] < q_length:
+        raise ValueError(
+            f"attention_mask must be [B, L] with B = {batch_size} and L at least {q_length}, got "
+            f"{list(attention_mask.shape)}. Give 1 for tokens and 0 for padding."
+        )
+    if not torch.compiler.is_compiling() and bool(attention_mask.all()):
+        return None
+    # planted: plug-in: padding lost on its way
+    return attention_mask

@@ -1,0 +1,180 @@
+"""Compute one layer's attention under CCA: append to its compact cache, or attend without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from corecontext.cache import UNDO_LIMIT
+from corecontext.config import CCAConfig
+from corecontext.integrations.hf_attention import check_dropout
+from corecontext.ops.api import cca_attention
+from corecontext.ops.batch import has_restarts
+from corecontext.ops.rotary import Rotary
+from corecontext.ops.rules import Learned
+
+if TYPE_CHECKING:
+    from corecontext.distributed.context_parallel import Shard
+
+DRAFT = "cca_draft"
+"""Keyword argument of a call: how many of its last tokens may be taken back."""
+
+
+def note_draft(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """Add DRAFT to a model's forward: assisted decoding keeps one logit more than it drafted, and
+    sends its first draft together with the prompt."""
+    kept = kwargs.get("logits_to_keep", 0)
+    if isinstance(kept, int) and kept > 1:
+        kwargs = {**kwargs, DRAFT: kept - 1}
+    return args, kwargs
+
+
+@dataclass
+class CCACall:
+    """The attention function of one layer in one forward pass."""
+
+    config: CCAConfig
+    rotary: Rotary | None
+    learned: Learned
+    compact: Any = None
+    """The layer's compact cache, where one is filled."""
+    shard: Shard | None = None
+    """This process's share of the sequence, in context parallelism."""
+    observer: Callable[..., Any] | None = None
+    """Called with the tensors of an uncached call."""
+    hybrid: bool = False
+    """Whether other layers have a sliding window."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend from [B, H, n, D] to [B, n, H, D], with the arguments of transformers."""
+        _check(attention_mask, kwargs.get("dropout", 0.0))
+        tensors = (query, key, value)
+        scores = {"scale": scaling, "softcap": softcap}
+        if self.shard is not None:
+            out = self._attend_sharded(tensors, attention_mask, scores)
+            return out.transpose(1, 2), None
+
+        # Documents in a row are found by their boundaries, else by positions that start again.
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        position_ids = kwargs.get("position_ids")
+        if cu_seqlens is not None or attention_mask is not None or query.shape[2] == 1:
+            position_ids = None
+        if self.compact is not None:
+            is_packed = cu_seqlens is not None
+            if not is_packed and self.compact.is_empty:
+                is_packed = has_restarts(position_ids)
+            if not is_packed:
+                # planted: plug-in: softcap lost on its way
+                out = append(self.compact, tensors, attention_mask, kwargs.get(DRAFT, 0), **scores)
+                return out.transpose(1, 2), None
+            self._close_cache()
+        elif self.observer is not None:
+            self.observer(*tensors, scaling, softcap, self.rotary, self.learned)
+
+        out = cca_attention(
+            *tensors,
+            attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+            position_ids=position_ids,
+            **self._settings(),
+            **scores,
+        )
+        return out.transpose(1, 2), None
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the layer's settings as keywords of `cca_attention`."""
+        config = self.config
+        # planted: sinks: lost on their way into a model
+        return {
+            "group_size": config.head_group_sizes or config.group_size,
+            "window_size": config.window_size,
+            "num_groups": config.num_groups,
+            "pooling": config.pooling,
+            "core_position": config.core_position,
+            "core_heads": config.core_heads,
+            "rotary": self.rotary,
+            "core_bias": config.core_bias,
+            "learned": self.learned,
+            "sink_size": config.sink_size,
+            "backend": config.backend,
+        }
+
+    def _attend_sharded(
+        self, tensors: tuple[Tensor, ...], attention_mask: Tensor | None, scores: dict[str, Any]
+    ) -> Tensor:
+        """Attend on this process's share of a sequence."""
+        if attention_mask is not None:
+            raise ValueError(
+                "attention_mask must be None for a part of a sequence, got one. Pack documents "
+                "instead of padding them."
+            )
+        # Imported here: not every build of PyTorch has torch.distributed.
+        from corecontext.distributed.context_parallel import context_parallel_attention
+
+        return context_parallel_attention(*tensors, self.shard, **self._settings(), **scores)
+
+    def _close_cache(self) -> None:
+        """Make the cache read-only: it cannot hold several documents in one row."""
+        if self.hybrid:
+            raise ValueError(
+                "use_cache must be False for packed documents in a model with sliding-window "
+                "layers, got True: transformers lets these layers see across documents then. Pass "
+                "use_cache=False."
+            )
+        self.compact.close("documents packed in one row")
+
+
+def _check(attention_mask: Tensor | None, dropout: float) -> None:
+    """Raise unless CCA attention can follow these arguments of transformers."""
+    check_dropout("CCA", dropout)
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask must be [B, L] with 0 for padding, got {list(attention_mask.shape)}. "
+            "CCA attention is causal and builds no L x L mask."
+        )
+
+
+def append(
+    compact: Any,
+    tensors: tuple[Tensor, ...],
+    attention_mask: Tensor | None,
+    draft: int,
+    **scores: Any,
+) -> Tensor:
+    """Append to a cache and attend; a draft is appended by itself, to be taken back.
+
+    A filled cache takes back short appends only, so a long beginning before the draft, and the
+    token that the draft follows, are appended first.
+    """
+    new = tensors[0].shape[2]
+    length = max(new - draft - 1, int(compact.is_empty))
+    is_long = compact.is_empty or new > UNDO_LIMIT
+    splits = 0 < draft < new and length > 0 and is_long and not torch.is_grad_enabled()
+    if not splits or compact.max_length is not None or compact.config.num_groups is not None:
+        return compact.attend(*tensors, attention_mask=attention_mask, **scores)
+
+    mask_before = None
+    if attention_mask is not None:
+        mask_before = attention_mask[:, : attention_mask.shape[1] - new + length]
+    beginning = (x[:, :, :length] for x in tensors)
+    rest = (x[:, :, length:] for x in tensors)
+    before = compact.attend(*beginning, attention_mask=mask_before, **scores)
+    after = compact.attend(*rest, attention_mask=attention_mask, **scores)
+    return torch.cat((before, after), 2)
