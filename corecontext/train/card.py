@@ -1,4 +1,4 @@
-"""The model card of a finished run: its settings, its data, its losses, and their curve."""
+"""The model card of a finished run: its settings, data, losses, and their curve."""
 
 from __future__ import annotations
 
@@ -11,10 +11,41 @@ from corecontext.record import source_version, versions
 from corecontext.train.train_config import TrainConfig
 
 FIGURE = "loss.png"
+_PRIVATE = ("output", "cache_dir", "workers", "push_to")
+
+_CARD = """\
+---
+{header}
+---
+
+# {name}
+
+A language model with {attention}, trained by strategy `{strategy}` {origin} `{model}`.
+
+```python
+from corecontext import from_pretrained
+
+model = from_pretrained("PATH/TO/THIS/FOLDER")  # with the attention it was trained with
+```
+
+Without corecontext it loads as the ordinary model it is, with full attention.
+
+## Training
+
+{facts}
+
+![loss by step]({figure})
+
+## Settings
+
+```json
+{settings}
+```
+"""
 
 
 def losses(history: list[dict[str, Any]], key: str = "loss") -> list[tuple[int, float]]:
-    """A number by step, from Trainer's log."""
+    """Return (step, value) of an entry in Trainer's log."""
     return [(entry["step"], entry[key]) for entry in history if key in entry]
 
 
@@ -25,121 +56,100 @@ def write(
     metrics: dict[str, float],
     tokens: int,
 ) -> None:
-    """README.md and the loss curve beside a final checkpoint."""
-    curve, evaluated = losses(history), losses(history, "eval_loss")
-    _draw(folder / FIGURE, curve, evaluated, config.distil)
-    commit, dirty = source_version()
-    first = f", the first {config.sink_size} tokens raw" if config.sink_size else ""
-    sizes = (
-        f"g = {list(config.layer_group_sizes)} by layer"
-        if config.layer_group_sizes
-        else f"g = {config.group_size}"
-    )
-    attention = (
-        f"Core Context Aware attention, {sizes}, s = {config.window_size}{first}"
-        if config.method == "cca"
-        else f"{config.method} attention"
-    )
-    model = Path(config.model).name if Path(config.model).exists() else config.model
+    """Write README.md and the loss curve beside a final checkpoint."""
+    curve = losses(history)
+    _draw(folder / FIGURE, curve, losses(history, "eval_loss"), config.distil)
+    is_local = Path(config.model).exists()
+    model = Path(config.model).name if is_local else config.model
     settings = {
         **config.to_dict(),
         "model": model,
-        "data": [_public(name) for name in config.data],
-        "eval_data": [_public(name) for name in config.eval_data],
+        "data": [_public_name(name) for name in config.data],
+        "eval_data": [_public_name(name) for name in config.eval_data],
         "deepspeed": config.deepspeed and Path(config.deepspeed).name,
     }
-    for private in ("output", "cache_dir", "workers", "push_to"):
+    for private in _PRIVATE:
         del settings[private]
-    lines = [
-        "---",
-        "library_name: transformers",
-        "tags: [corecontext, long-context]",
-        *(
-            [f"base_model: {model}"]
-            if model == config.model and config.strategy != "scratch"
-            else []
-        ),
-        *([f"datasets: [{', '.join(found)}]"] if (found := _datasets(config)) else []),
-        "---",
-        "",
-        f"# {Path(config.output).name}",
-        "",
-        f"A language model with {attention}, trained by strategy `{config.strategy}` "
-        f"{'with the shape of' if config.strategy == 'scratch' else 'from'} `{model}`.",
-        "",
-        "```python",
-        "from corecontext import from_pretrained",
-        "",
-        'model = from_pretrained("PATH/TO/THIS/FOLDER")  # with the attention it was trained with',
-        "```",
-        "",
-        "Without corecontext it loads as the ordinary model it is, with full attention.",
-        "",
-        "## Training",
-        "",
-        f"- {config.steps} steps, {tokens} tokens, rows of "
-        f"{config.context_length} tokens with documents kept apart",
-        f"- data: {', '.join(f'`{name}`' for name in settings['data'])}",
-        f"- loss: {curve[0][1]:.4f} at step {curve[0][0]}, {curve[-1][1]:.4f} at step {curve[-1][0]}",
-        *(
-            [
-                f"- distilled: {config.distil:g} of this loss is the divergence from the predictions of `{model}` as "
-                "it was, under full attention"
-            ]
-            if config.distil
-            else []
-        ),
-        *(
-            [
-                f"- evaluation: loss {metrics['eval_loss']:.4f}, perplexity {metrics['eval_perplexity']:.3f}"
-            ]
-            if metrics
-            else []
-        ),
-        f"- code: commit {commit or 'unknown'}{' with changes' if dirty else ''}, "
-        + ", ".join(f"{k} {v}" for k, v in versions().items()),
-        "",
-        f"![loss by step]({FIGURE})",
-        "",
-        "## Settings",
-        "",
-        "```json",
-        json.dumps(settings, indent=1),
-        "```",
-        "",
+
+    header = ["library_name: transformers", "tags: [corecontext, long-context]"]
+    if model == config.model and config.strategy != "scratch":
+        header.append(f"base_model: {model}")
+    datasets = _hub_datasets(config)
+    if datasets:
+        header.append(f"datasets: [{', '.join(datasets)}]")
+
+    facts = [
+        f"{config.steps} steps, {tokens} tokens, rows of {config.context_length} tokens with "
+        "documents kept apart",
+        f"data: {', '.join(f'`{name}`' for name in settings['data'])}",
+        f"loss: {curve[0][1]:.4f} at step {curve[0][0]}, {curve[-1][1]:.4f} at step {curve[-1][0]}",
     ]
-    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    if config.distil:
+        facts.append(
+            f"distilled: {config.distil:g} of this loss is the divergence from the predictions of "
+            f"`{model}` as it was, under full attention"
+        )
+    if metrics:
+        facts.append(
+            f"evaluation: loss {metrics['eval_loss']:.4f}, perplexity "
+            f"{metrics['eval_perplexity']:.3f}"
+        )
+    commit, dirty = source_version()
+    state = " with changes" if dirty else ""
+    packages = ", ".join(f"{name} {version}" for name, version in versions().items())
+    facts.append(f"code: commit {commit or 'unknown'}{state}, {packages}")
+
+    text = _CARD.format(
+        header="\n".join(header),
+        name=Path(config.output).name,
+        attention=_attention(config),
+        strategy=config.strategy,
+        origin="with the shape of" if config.strategy == "scratch" else "from",
+        model=model,
+        facts="\n".join(f"- {fact}" for fact in facts),
+        figure=FIGURE,
+        settings=json.dumps(settings, indent=1),
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def _public(name: str) -> str:
-    """What a card calls data: a dataset of the hub in full, of anything local the last part."""
+def _attention(config: TrainConfig) -> str:
+    """Return the attention in words."""
+    if config.method != "cca":
+        return f"{config.method} attention"
+    sizes = f"g = {config.group_size}"
+    if config.layer_group_sizes:
+        sizes = f"g = {list(config.layer_group_sizes)} by layer"
+    text = f"Core Context Aware attention, {sizes}, s = {config.window_size}"
+    if config.sink_size:
+        text += f", the first {config.sink_size} tokens raw"
+    return text
+
+
+def _public_name(name: str) -> str:
+    """Return data's name for a card: a dataset of the hub in full, of local data the last part."""
     identifier = HubName.parse(name).identifier if name.startswith(HUB) else name
-    return name if name.startswith(HUB) and not Path(identifier).exists() else Path(name).name
+    if name.startswith(HUB) and not Path(identifier).exists():
+        return name
+    return Path(name).name
 
 
-def _datasets(config: TrainConfig) -> list[str]:
-    """The datasets of the hub among the data."""
-    return [
-        HubName.parse(name).identifier
-        for name in config.data
-        if name.startswith(HUB) and _public(name) == name
-    ]
+def _hub_datasets(config: TrainConfig) -> list[str]:
+    """Return the identifiers of the hub's datasets among the data."""
+    names = [name for name in config.data if name.startswith(HUB) and _public_name(name) == name]
+    return [HubName.parse(name).identifier for name in names]
 
 
 def _draw(
     path: Path, curve: list[tuple[int, float]], evaluated: list[tuple[int, float]], distil: float
 ) -> None:
-    """Training and evaluation loss by step; only the former has a share that is a divergence."""
+    """Draw training and evaluation loss by step; only the former includes the divergence."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(
-        *zip(*curve),
-        color="tab:blue",
-        linewidth=1,
-        label=f"training, {distil:g} of it divergence" if distil else "training",
-    )
+    label = f"training, {distil:g} of it divergence" if distil else "training"
+    axes.plot(*zip(*curve), color="tab:blue", linewidth=1, label=label)
     if evaluated:
         axes.plot(*zip(*evaluated), color="tab:red", marker="o", markersize=3, label="evaluation")
         axes.legend(frameon=False)

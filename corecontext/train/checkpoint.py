@@ -1,7 +1,6 @@
-"""Checkpoints that are whole or not there: written aside, then renamed; taken away by a rename,
-then deleted.
+"""Checkpoints that are complete or absent: written aside, then renamed; renamed, then deleted.
 
-Whatever has the name checkpoint-N is complete, whenever the process was killed or the power failed.
+A folder named checkpoint-N is complete, whenever the process was killed or the power failed.
 """
 
 from __future__ import annotations
@@ -14,50 +13,47 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-STAGING, DOOMED = ".saving", ".deleting"
+STAGING = ".saving"
+DOOMED = ".deleting"
 STREAM = "stream.json"
-"""In a checkpoint: how far streamed data was read."""
+"""File of a checkpoint: how far streamed data was read."""
 _NAME = re.compile(r"checkpoint-(\d+)$")
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest step first."""
-    found = [
-        (int(match[1]), path)
-        for path in folder.glob("checkpoint-*")
-        if (match := _NAME.match(path.name))
-    ]
-    return [path for _, path in sorted(found)]
+    """Return the complete checkpoints of a run, oldest step first."""
+    paths = [path for path in folder.glob("checkpoint-*") if _NAME.match(path.name)]
+    return sorted(paths, key=step_of)
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint to resume from, or None."""
-    return found[-1] if (found := checkpoints(folder)) else None
+    """Return the checkpoint to resume from, or None."""
+    paths = checkpoints(folder)
+    return paths[-1] if paths else None
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number of optimiser steps in a checkpoint."""
+    """Return the number of optimizer steps in a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def is_write_failure(error: BaseException) -> bool:
-    """True for what a full disk, a quota or a lost file system make the libraries raise that write
-    checkpoints."""
+    """Return whether an error of writing a checkpoint means a full disk, a quota or a lost file
+    system."""
     if isinstance(error, (OSError, SafetensorError)):
         return True
-    return isinstance(error, RuntimeError) and any(
-        word in str(error) for word in ("PytorchStreamWriter", "inline_container", "iostream")
-    )
+    words = ("PytorchStreamWriter", "inline_container", "iostream")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def clear_staging(folder: Path) -> None:
-    """Delete what an interrupted save or deletion left."""
+    """Delete the remains of an interrupted save or deletion."""
     for name in (STAGING, DOOMED):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def publish(staged: Path, target: Path) -> None:
-    """Give a written folder its name once all of it is on the disk; a complete one of that name
+    """Rename a written folder to its target once all of it is on the disk; an existing target
     stays."""
     for path in [*staged.rglob("*"), staged]:
         _sync(path)
@@ -73,8 +69,9 @@ def keep_newest(folder: Path, count: int) -> None:
     doomed = folder / DOOMED
     for path in checkpoints(folder)[:-count]:
         shutil.rmtree(doomed, ignore_errors=True)
-        with contextlib.suppress(OSError):  # it is there for the next time
-            os.rename(path, doomed)  # at once no checkpoint any more, instead of half of one
+        # Rename first: an interrupted deletion must not leave half a checkpoint.
+        with contextlib.suppress(OSError):
+            os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 

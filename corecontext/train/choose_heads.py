@@ -4,17 +4,16 @@ kept with the run."""
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from corecontext.config import CCAConfig
 from corecontext.data.packing import PackedRows
 from corecontext.data.row_stream import StreamedRows
+from corecontext.distributed.announcement import Announcement
 from corecontext.files import UserError
 from corecontext.heads.budget import COARSE, Shape, at_equal_cache, raw_heads, untrained_heads
 from corecontext.heads.search import find_units, least_length
@@ -49,17 +48,14 @@ def with_heads(
     elif arguments.world_size == 1:
         found = found or _find(config, arguments, rows)
     else:
-        # Not a broadcast: those that wait would give up after as long as collectives may last.
-        store = dist.distributed_c10d._get_default_store()
-        key = f"corecontext heads {store.add(f'corecontext heads of {arguments.process_index}', 1)}"
+        announcement = Announcement("heads", arguments.process_index)
         if arguments.process_index == 0:
             try:
                 found = found or _find(config, arguments, rows)
             finally:
-                store.set(key, json.dumps(found))
+                announcement.publish(json.dumps(found))
         else:
-            store.wait([key], timedelta(days=365))
-            found = json.loads(store.get(key))
+            found = json.loads(announcement.wait())
             if found is None:
                 raise UserError("raw_heads could not be found; the first process says why.")
     sizes = tuple(

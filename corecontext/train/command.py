@@ -1,4 +1,4 @@
-"""The command `train`: every field of TrainConfig is an option, so none is written down twice."""
+"""Make the command `train` from the fields of TrainConfig: each is an option."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from corecontext.train.train_config import TrainConfig, field_help, load_recipe
 
 
 def train_command() -> Callable[..., None]:
-    """The function that the command line calls, with a signature made from the fields."""
+    """Return the function for the command line, with a signature made from the fields."""
 
     def train(recipe: str | None = None, **options: Any) -> None:
         """Train or fine-tune a model with CCA attention; the same command again continues a run
@@ -27,29 +27,25 @@ def train_command() -> Callable[..., None]:
         with one_line():
             if "shape" in given:
                 given["shape"] = json.loads(given["shape"])
-            config = (
-                load_recipe(recipe).replace(**given) if recipe is not None else _by_default(given)
-            )
+            if recipe is None:
+                config = _default_config(given)
+            else:
+                config = load_recipe(recipe).replace(**given)
         from corecontext.train.run import train as run
 
         result = run(config)
-        losses = {
-            "loss": result.losses[-1][1],
-            **{k: v for k, v in result.metrics.items() if k.startswith("eval_")},
-        }
-        if int(os.environ.get("RANK", "0")):  # torchrun's others
+        if not _is_first_rank():
             return
-        print(
-            f"{result.model}: {result.steps} steps, "
-            + ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items())
-        )
+        losses = {"loss": result.losses[-1][1]}
+        losses |= {k: v for k, v in result.metrics.items() if k.startswith("eval_")}
+        text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items())
+        print(f"{result.model}: {result.steps} steps, {text}")
 
-    texts = {name: " ".join(text.split()) for name, text in field_help().items()}
     recipe = typer.Argument(
-        help="raw (some KV heads keep every token, and the model as it was teaches) or paper (its "
+        help="raw (some KV heads keep every token, and the original model teaches) or paper (its "
         "rule alone); FILE.py:FUNCTION that returns a TrainConfig; or a run's "
-        "train_config.json. Default: what the checkpoint says of CCA, or else raw, as far as "
-        "a run can have it."
+        "train_config.json. Default: CCA's settings in the checkpoint, or else raw, as far as "
+        "possible."
     )
     parameters = [
         inspect.Parameter(
@@ -59,56 +55,66 @@ def train_command() -> Callable[..., None]:
             annotation=Annotated[str | None, recipe],
         )
     ]
-    for one in fields(TrainConfig):
+    texts = field_help()
+    for setting in fields(TrainConfig):
         parameters.append(
             inspect.Parameter(
-                one.name,
+                setting.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
-                annotation=_annotation(one, texts[one.name]),
+                annotation=_annotation(setting, " ".join(texts[setting.name].split())),
             )
         )
     train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    train.__annotations__ = {one.name: one.annotation for one in parameters}
+    train.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return train
 
 
-def _by_default(given: dict[str, Any]) -> TrainConfig:
-    """What a run has where no recipe is named: the checkpoint's own settings of the attention, or
-    the recipe `raw`."""
-    from corecontext.train.student import best_settings, held_settings
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
-    held = held_settings(TrainConfig().replace(**given), given)
+
+def _default_config(given: dict[str, Any]) -> TrainConfig:
+    """Return the settings of a run without a recipe: CCA's in the checkpoint, or the recipe
+    `raw`."""
+    from corecontext.train.student import best_settings, saved_settings
+
+    saved = saved_settings(TrainConfig().replace(**given), given)
     try:
-        config = TrainConfig().replace(**held | given)
+        config = TrainConfig().replace(**saved | given)
     except ValueError as error:
-        own = [name for name in held if name not in given and name in str(error)]
-        if not own:
+        causes = [name for name in saved if name not in given and name in str(error)]
+        if not causes:
             raise
         raise UserError(
-            f"{error} '{given['model']}' was adapted with {' and '.join(own)} of its own: leave the option "
-            "out, or begin with a model that was not adapted."
+            f"{error} '{given['model']}' was adapted with {' and '.join(causes)} of its own: leave "
+            "the option out, or begin with a model that was not adapted."
         ) from None
-    best = {} if held else best_settings(config, given)
-    if best and not int(os.environ.get("RANK", "0")):
-        told = {
+    if saved:
+        return config
+    best = best_settings(config, given)
+    if best and _is_first_rank():
+        titles = {
             "raw_heads": "KV heads that keep every token",
             "distil": "the model as it was teaches",
         }
         print(
-            f"by default: {', '.join(told[name] for name in best)}. The paper's rule: corecontext train paper"
+            f"by default: {', '.join(titles[name] for name in best)}. The paper's rule: "
+            "corecontext train paper"
         )
     return config.replace(**best)
 
 
-def _annotation(one: Field, text: str) -> Any:
-    """An option for a field; None, not its default, stands for what was not given, which a recipe
-    may give."""
-    default: Any = one.default_factory() if one.default_factory is not MISSING else one.default
-    if str(one.type).startswith("tuple"):
-        kind: Any = list[int] if "int" in str(one.type) else list[str]
-        default, text = " ".join(map(str, default)), f"{text} May be repeated."
-    else:
-        kind = {"int": int, "float": float, "bool": bool}.get(str(one.type).split(" ")[0], str)
-    shown = "" if default in (None, "", {}, False) else f" Default: {default}."
-    return Annotated[kind | None, typer.Option(help=text + shown)]  # type: ignore[valid-type]
+def _annotation(setting: Field, text: str) -> Any:
+    """Return the option of a field; it is None where not given, because a recipe may give it."""
+    default: Any = setting.default
+    if setting.default_factory is not MISSING:
+        default = setting.default_factory()
+    kind: Any = {"int": int, "float": float, "bool": bool}.get(str(setting.type).split()[0], str)
+    if str(setting.type).startswith("tuple"):
+        kind = list[int] if "int" in str(setting.type) else list[str]
+        default = " ".join(map(str, default))
+        text += " May be repeated."
+    if default not in (None, "", {}, False):
+        text += f" Default: {default}."
+    return Annotated[kind | None, typer.Option(help=text)]  # type: ignore[valid-type]

@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, and that nobody else writes into it."""
+"""The folder of a run: check that it is free or this run's, and write its settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from corecontext.record import source_version, versions
 from corecontext.train.checkpoint import clear_staging
 from corecontext.train.train_config import TrainConfig
 
-SETTINGS, MODEL = "train_config.json", "model"
+SETTINGS = "train_config.json"
+MODEL = "model"
 MAY_CHANGE = {
     "output",
     "workers",
@@ -25,11 +26,11 @@ MAY_CHANGE = {
     "eval_every",
     "push_to",
 }
-"""Fields that a continued run may have changed: what it computes stays the same."""
+"""Fields that may change in a continued run: they do not affect its results."""
 
 
 def make(folder: Path) -> None:
-    """The run's folder."""
+    """Make the run's folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -39,52 +40,28 @@ def make(folder: Path) -> None:
 
 
 def held_heads(folder: Path) -> dict[str, Any] | None:
-    """The sizes by head that were found for the run in this folder, which `check_folder` has let
-    pass."""
+    """Return the sizes by head that were found for the run in this folder, checked by
+    `check_folder`."""
     path = folder / SETTINGS
-    return json.loads(path.read_text(encoding="utf-8")).get("heads") if path.is_file() else None
+    if not path.is_file():
+        return None
+    return json.loads(path.read_text(encoding="utf-8")).get("heads")
 
 
 def check_folder(folder: Path, config: TrainConfig, facts: dict[str, Any] | None = None) -> None:
-    """Raise unless the folder is free, or holds part of this run, of the same `facts` as far as
-    these are known."""
-    path = folder / SETTINGS
+    """Raise a UserError unless the folder is free, or holds a part of this run.
+
+    Args:
+        facts: The number of processes and the mark of the rows, once they are known.
+    """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output '{folder}' must be a folder, got a file. Give another --output.")
-    if path.is_file():
-        try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            before = {
-                **TrainConfig().to_dict(),
-                **saved["config"],
-            }  # an older version had fewer fields
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise UserError(
-                f"output '{folder}' must hold a run's settings in {SETTINGS}, which cannot be read: "
-                f"{error}. Give another --output."
-            ) from None
-        now = config.to_dict()
-        changed = sorted(
-            key for key in now if before.get(key) != now[key] and key not in MAY_CHANGE
-        )
-        if changed:
-            raise UserError(
-                f"output '{folder}' holds a run with other settings: {changed[0]} was "
-                f"{before.get(changed[0])!r}, got {now[changed[0]]!r}. Give another --output, or the same "
-                "settings to continue it."
-            )
-        for key, told in (
-            ("processes", "of {} processes, got {}: a step would have other rows. Start as many"),
-            ("rows", "on other data, or data that has changed since"),
-        ):
-            if facts is not None and saved.get(key, facts[key]) != facts[key]:
-                raise UserError(
-                    f"output '{folder}' holds a run {told.format(saved[key], facts[key])}. Give another "
-                    "--output to begin anew."
-                )
+    if (folder / SETTINGS).is_file():
+        _check_same_run(folder, config, facts or {})
     elif folder.is_dir() and any(folder.iterdir()):
         raise UserError(
-            f"output '{folder}' must be a new or empty folder, or a run's, got one with other files."
+            f"output '{folder}' must be a new or empty folder, or a run's, got one with other "
+            "files."
         )
     if (folder / MODEL).exists():
         raise UserError(
@@ -92,26 +69,50 @@ def check_folder(folder: Path, config: TrainConfig, facts: dict[str, Any] | None
         )
 
 
+def _check_same_run(folder: Path, config: TrainConfig, facts: dict[str, Any]) -> None:
+    """Raise a UserError unless the settings and facts in a run's folder are these."""
+    try:
+        saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        before = TrainConfig().to_dict() | saved["config"]  # older versions had fewer fields
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UserError(
+            f"output '{folder}' must hold a run's settings in {SETTINGS}, which cannot be read: "
+            f"{error}. Give another --output."
+        ) from None
+    now = config.to_dict()
+    for key in sorted(now.keys() - MAY_CHANGE):
+        if before.get(key) != now[key]:
+            raise UserError(
+                f"output '{folder}' holds a run with other settings: {key} was "
+                f"{before.get(key)!r}, got {now[key]!r}. Give another --output, or the same "
+                "settings to continue it."
+            )
+    changes = {
+        "processes": "of {} processes, got {}: a step would have other rows. Start as many",
+        "rows": "on other data, or data that has changed since",
+    }
+    for key, change in changes.items():
+        if key in saved and key in facts and saved[key] != facts[key]:
+            raise UserError(
+                f"output '{folder}' holds a run {change.format(saved[key], facts[key])}. Give "
+                "another --output to begin anew."
+            )
+
+
 def claim(folder: Path, config: TrainConfig, facts: dict[str, Any]) -> None:
-    """Write the settings into the run's folder, once all else is known to be right."""
+    """Write the settings into the run's folder, after all other checks."""
     check_folder(folder, config, facts)
     clear_staging(folder)
     commit, dirty = source_version()
+    content = {
+        "config": config.to_dict(),
+        **facts,
+        "commit": commit,
+        "dirty": dirty,
+        "versions": versions(),
+    }
     try:
-        write_text(
-            folder / SETTINGS,
-            json.dumps(
-                {
-                    "config": config.to_dict(),
-                    **facts,
-                    "commit": commit,
-                    "dirty": dirty,
-                    "versions": versions(),
-                },
-                indent=1,
-            )
-            + "\n",
-        )
+        write_text(folder / SETTINGS, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise UserError(
             f"output '{folder}' cannot be written: {error.strerror}. Free space, or give another "
@@ -121,16 +122,16 @@ def claim(folder: Path, config: TrainConfig, facts: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """This run alone writes into its folder: two would delete each other's half-written
+    """Keep other processes out of a run's folder: two runs would delete each other's half-written
     checkpoints.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process uses it.
     """
     with alone_in(folder) as alone:
         if not alone:
             raise UserError(
-                f"output '{folder}' is in use by another process. Wait until it ends, or give another "
-                "--output."
+                f"output '{folder}' is in use by another process. Wait until it ends, or give "
+                "another --output."
             )
         yield

@@ -1,5 +1,4 @@
-"""A finished model on the hub: a place for it before the run begins, the whole folder, card
-included, at its end."""
+"""Push a finished model to the hub; make its repository before the run begins."""
 
 from __future__ import annotations
 
@@ -7,21 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.files import UserError
+from corecontext.loading import first_line
 
 
 def prepare(name: str) -> None:
-    """Make a private repository, unless there is one: who may not write should know before the
+    """Make a private repository, unless it exists: missing permission should show before the
     training.
 
     Raises:
-        UserError: it cannot be had.
+        UserError: the repository cannot be written.
     """
     try:
         _api().create_repo(name, private=True, exist_ok=True)
     except Exception as error:  # of the network, of the hub, of the name
         raise UserError(
-            f"push_to '{name}' cannot be written: {_told(error)}. Log in with `hf auth login`, or leave "
-            "--push-to out."
+            f"push_to '{name}' cannot be written: {first_line(error)}. Log in with `hf auth login`, "
+            "or leave --push-to out."
         ) from None
 
 
@@ -29,7 +29,7 @@ def push(folder: Path, name: str) -> None:
     """Upload a finished model.
 
     Raises:
-        UserError: the hub does not take it; the folder stays.
+        UserError: the hub does not accept it; the folder stays.
     """
     try:
         _api().upload_folder(
@@ -37,8 +37,8 @@ def push(folder: Path, name: str) -> None:
         )
     except Exception as error:
         raise UserError(
-            f"the finished model lies in '{folder}', but push_to '{name}' failed: {_told(error)}. Push it "
-            f"with `hf upload {name} {folder}`."
+            f"the finished model lies in '{folder}', but push_to '{name}' failed: "
+            f"{first_line(error)}. Push it with `hf upload {name} {folder}`."
         ) from None
 
 
@@ -46,7 +46,3 @@ def _api() -> Any:
     from huggingface_hub import HfApi
 
     return HfApi()
-
-
-def _told(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

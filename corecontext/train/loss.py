@@ -1,5 +1,4 @@
-"""The loss of a language model without the logits of the whole sequence: L x vocabulary numbers
-never exist."""
+"""Compute a language model's loss in chunks, without the logits of the whole sequence (L x V)."""
 
 from __future__ import annotations
 
@@ -20,16 +19,16 @@ from corecontext.files import UserError
 
 @dataclass(frozen=True)
 class Taught:
-    """What a teacher makes of the same tokens; its logits, too, exist for one chunk at a time."""
+    """A teacher's view of the same tokens; its logits, too, exist for one chunk at a time."""
 
     hidden: Tensor
-    """[T, d'], in the dtype of the teacher's products."""
+    """[T, d'], in the dtype of the teacher's arithmetic."""
     weight: Tensor
-    """[V, d'], of its head, in that dtype."""
+    """[V, d'], weight of the teacher's head, in that dtype."""
     share: float
-    """How much of each token's loss is the divergence from the teacher's predictions, in [0, 1]."""
+    """Share of the divergence from the teacher's predictions in each token's loss, in [0, 1]."""
     softcap: float | None = None
-    """Of its logits."""
+    """Softcap of the teacher's logits."""
 
 
 def chunked_cross_entropy(
@@ -42,23 +41,23 @@ def chunked_cross_entropy(
     softcap: float | None = None,
     taught: Taught | None = None,
 ) -> Tensor:
-    """Sum over tokens of -log softmax(hidden weight^T)[label], divided by `count`, a chunk of
-    tokens at a time.
+    """Return the sum over tokens of -log softmax(hidden weight^T)[label], divided by `count`,
+    computed a chunk of tokens at a time.
 
     With a teacher a token's loss is (1 - share) times that plus share times KL(teacher || student),
-    at temperature 1. Gradients are made with the loss, while a chunk's logits exist, so that they
-    are computed once. torch's own `linear_cross_entropy` does the same but gives the loss in the
-    dtype of `hidden`, which bfloat16 is too coarse for.
+    at temperature 1. Gradients are computed with the loss, while a chunk's logits exist, so that
+    logits are computed once. torch's own `linear_cross_entropy` does the same but returns the loss
+    in the dtype of `hidden`; bfloat16 is too coarse for it.
 
     Args:
-        hidden: [T, d], in the dtype of the products. weight: [V, d], cast to it. labels: [T]; -100
-            leaves a token out.
+        hidden: [T, d], in the dtype of the arithmetic. weight: [V, d], cast to it. labels: [T];
+            -100 leaves a token out.
         chunk: Tokens whose logits [chunk, V] exist at once.
         softcap: Logits become softcap * tanh(logit / softcap), as in Gemma 2.
         taught: The teacher's view of these tokens; it gets no gradient.
 
     Returns:
-        A number in float32; differentiable once in hidden and weight, the latter's gradient summed
+        A float32 scalar, differentiable once in hidden and weight; the latter's gradient is summed
         in float32.
     """
     count = torch.as_tensor(count, dtype=torch.float32, device=hidden.device).clamp(min=1)
@@ -79,36 +78,28 @@ class _ChunkedLoss(torch.autograd.Function):
         softcap: float | None,
         taught: Taught | None,
     ) -> Tensor:
-        matrix, total = (
-            weight.to(hidden.dtype),
-            torch.zeros((), dtype=torch.float32, device=hidden.device),
-        )
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = (
-            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        )
+        matrix = weight.to(hidden.dtype)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_hidden = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_hidden = torch.empty_like(hidden)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        needs_gradient = any(ctx.needs_input_grad[:2])
         for low in range(0, hidden.shape[0], chunk):
             rows = slice(low, low + chunk)
-            part = (
-                None
-                if taught is None or not taught.share
-                else replace(taught, hidden=taught.hidden[rows])
-            )
-            loss, grad = _of_chunk(
-                hidden[rows],
-                matrix,
-                labels[rows],
-                count,
-                softcap,
-                part,
-                grad_hidden is not None or grad_weight is not None,
+            chunk_taught = None
+            if taught is not None and taught.share:
+                chunk_taught = replace(taught, hidden=taught.hidden[rows])
+            loss, grad = _chunk_loss(
+                hidden[rows], matrix, labels[rows], count, softcap, chunk_taught, needs_gradient
             )
             total += loss
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ matrix
             if grad_weight is not None:
                 grad_weight += grad.mT @ hidden[rows]
-            del grad  # or it would be there beside the next chunk's logits
+            del grad  # frees its memory for the next chunk's logits
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
         return total
@@ -117,18 +108,14 @@ class _ChunkedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            None if grad_hidden is None else grad_hidden * grad.to(grad_hidden.dtype),
-            None if grad_weight is None else (grad_weight * grad).to(ctx.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grad).to(ctx.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _of_chunk(
+def _chunk_loss(
     hidden: Tensor,
     matrix: Tensor,
     labels: Tensor,
@@ -137,35 +124,37 @@ def _of_chunk(
     taught: Taught | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """A chunk's part of the loss and, or None, the gradient of its logits [n, V] in the dtype of
-    hidden; what else has that many numbers is gone with the call."""
+    """Return a chunk's part of the loss and the gradient of its logits [n, V] in the dtype of
+    hidden, or None; other tensors of that size are freed with the call."""
     share = 0.0 if taught is None else taught.share
     logits, slope = _logits(hidden, matrix, softcap)
-    wanted = labels.clamp(min=0)[:, None]
-    shares = (labels != IGNORED).float() / count  # before rounding to the dtype of hidden
+    targets = labels.clamp(min=0)[:, None]
+    weights = (labels != IGNORED).float() / count  # in float32, not yet in the dtype of hidden
     lse = logits.logsumexp(-1)
-    losses = (1 - share) * (lse - logits.gather(1, wanted)[:, 0])
+    losses = (1 - share) * (lse - logits.gather(1, targets)[:, 0])
     log_p = logits.sub_(lse[:, None])
     p_teacher = None
     if taught is not None:
+        # KL(teacher || student) = sum p_teacher (log p_teacher - log p)
         log_teacher = _logits(taught.hidden, taught.weight, taught.softcap)[0].log_softmax(-1)
         p_teacher = log_teacher.exp()
         losses += share * log_teacher.sub_(log_p).mul_(p_teacher).sum(-1)
-    loss = (losses * shares).sum()
+    loss = (losses * weights).sum()
     if not with_gradient:
         return loss, None
-    grad = log_p.exp_()  # less (1 - share) at the label and share of the teacher's probabilities
-    grad.scatter_add_(1, wanted, grad.new_full(wanted.shape, share - 1))
+    # p - (1 - share) onehot(label) - share p_teacher
+    grad = log_p.exp_()
+    grad.scatter_add_(1, targets, grad.new_full(targets.shape, share - 1))
     if p_teacher is not None:
         grad.sub_(p_teacher, alpha=share)
-    grad *= shares[:, None]
+    grad *= weights[:, None]
     if slope is not None:
         grad *= slope
     return loss, grad.to(hidden.dtype)
 
 
 def _logits(hidden: Tensor, matrix: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Logits [n, V] in float32, and the softcap's slope there."""
+    """Return logits [n, V] in float32, and the softcap's derivative there, or None."""
     logits = F.linear(hidden, matrix).float()
     if softcap is None:
         return logits, None
@@ -176,25 +165,26 @@ def _logits(hidden: Tensor, matrix: Tensor, softcap: float | None) -> tuple[Tens
 def compute_loss_in_chunks(
     model: PreTrainedModel, chunk: int, teacher: Callable[..., Taught] | None = None
 ) -> None:
-    """From now on this model answers calls with labels by their loss alone, computed in chunks.
+    """Make this model return only the loss, computed in chunks, for calls with labels.
 
-    `shift_labels` (already moved by one: what each token is to predict) may stand for `labels`, and
-    `num_items_in_batch` is what the sum is divided by, as in transformers. Calls without either are
-    as before. Only this instance changes; what cannot be done in chunks (a head with bias or LoRA's
-    matrices, a router's loss) is left to the model.
+    `shift_labels` (already shifted: each token's next one) may replace `labels`, and
+    `num_items_in_batch` is the divisor of the sum, as in transformers. Calls without labels do not
+    change. Only this instance changes; a loss that cannot be computed in chunks (a head with bias
+    or LoRA's matrices, a router's loss) is left to the model.
 
     Args:
-        teacher: Called with what the model is called with, but for labels, while it trains; its
-            evaluation's loss stays the cross-entropy.
+        teacher: Called with the model's arguments except labels, in training mode only: the loss of
+            an evaluation stays the cross-entropy.
 
     Raises:
         UserError: there is a teacher, and this model's loss cannot be computed in chunks.
     """
     whole = model.forward
-    if teacher is not None and not _in_chunks(model):
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    if teacher is not None and not _has_plain_head(model):
         raise UserError(
-            "distil must be 0 where the loss cannot be computed in chunks, got a model whose head has a "
-            "bias or LoRA's matrices, or with a router's loss. Use --distil 0."
+            "distil must be 0 where the loss cannot be computed in chunks, got a model whose head "
+            "has a bias or LoRA's matrices, or with a router's loss. Use --distil 0."
         )
 
     @functools.wraps(whole)
@@ -205,10 +195,9 @@ def compute_loss_in_chunks(
         num_items_in_batch: Any = None,
         **kwargs: Any,
     ) -> Any:
-        head = model.get_output_embeddings()
         if labels is None and shift_labels is None:
             return whole(*args, **kwargs)
-        if not _in_chunks(model):
+        if not _has_plain_head(model):
             return whole(
                 *args,
                 labels=shift_labels if labels is None else labels,
@@ -218,32 +207,31 @@ def compute_loss_in_chunks(
             )
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        count = num_items_in_batch
+        if count is None:
+            count = (shift_labels != IGNORED).sum()
         kwargs.pop("logits_to_keep", None)
         taught = None
-        if (
-            teacher is not None and model.training
-        ):  # before the student, which holds activations for the backward
+        if teacher is not None and model.training:
+            # Before the student, which holds activations for the backward.
             taught = teacher(*args, **kwargs)
         hidden = model.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1)
-        if hasattr(
-            head, "unshard"
-        ):  # FSDP gathers a module's weights when it is called, which the head is not
+        head = model.get_output_embeddings()
+        if hasattr(head, "unshard"):
+            # FSDP gathers a module's weights when it is called, and the head is not called.
             head.unshard()
-        weight, device = head.weight, hidden.device.type
-        count = (
-            (shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-        )
-        dtype = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        )
+        device = hidden.device.type
+        dtype = head.weight.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             loss = chunked_cross_entropy(
                 hidden.to(dtype),
-                weight,
+                head.weight,
                 shift_labels.flatten().to(hidden.device),
                 count,
                 chunk,
-                softcap=getattr(model.config, "final_logit_softcapping", None),
+                softcap=softcap,
                 taught=taught,
             )
         return CausalLMOutputWithPast(loss=loss)
@@ -251,8 +239,8 @@ def compute_loss_in_chunks(
     model.forward = forward
 
 
-def _in_chunks(model: PreTrainedModel) -> bool:
-    """Whether the loss is that of a plain matrix, and nothing else."""
+def _has_plain_head(model: PreTrainedModel) -> bool:
+    """Return whether the loss is that of a plain matrix, and has no other terms."""
     head = model.get_output_embeddings()
     return (
         isinstance(head, torch.nn.Linear)

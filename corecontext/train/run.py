@@ -1,5 +1,5 @@
-"""A run from a TrainConfig to a checkpoint that loads with CCA: started, or continued where it was
-stopped."""
+"""Train from a TrainConfig to a checkpoint that loads with CCA: from the start, or from the last
+checkpoint of an interrupted run."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from corecontext.config import CCAConfig
 from corecontext.data.corpus import encoder, read_corpus
 from corecontext.data.packing import PackedRows, collate, shuffled, upsampled
 from corecontext.data.row_stream import StreamedRows, open_shards
+from corecontext.distributed.announcement import Announcement
 from corecontext.files import UserError, write_text
 from corecontext.train import card, hub
 from corecontext.train.arguments import arguments_of
@@ -40,12 +39,15 @@ from corecontext.train.folder import MODEL, check_folder, claim, held, make
 from corecontext.train.student import export, make_model, make_tokenizer, read_config
 from corecontext.train.train_config import TrainConfig
 
-WAIT_S, PATIENCE_S = 10, 3600  # how often and how long a full disk is waited for at the end
+WAIT_S = 10
+"""Seconds between attempts to write to a full disk at the end of a run."""
+PATIENCE_S = 3600
+"""Seconds until these attempts end."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves."""
+    """The outcome of a run."""
 
     model: Path
     """The final checkpoint."""
@@ -53,146 +55,162 @@ class Result:
     losses: list[tuple[int, float]]
     """Training loss by step."""
     metrics: dict[str, float]
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
     resumed_from: int
     """Step of the checkpoint that this process began with; 0 for none."""
 
 
+class _Job(NamedTuple):
+    """What a run is made from, besides its settings."""
+
+    hf_config: Any
+    tokenizer: Any
+    arguments: Any
+    """transformers' TrainingArguments."""
+    rows: PackedRows | StreamedRows
+    eval_rows: PackedRows | None
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process writes the run's files."""
+        return self.arguments.process_index == 0
+
+
 def train(config: TrainConfig) -> Result:
-    """Train as described; a folder that holds part of this very run is continued from its last
-    complete checkpoint.
+    """Train, or continue from the last complete checkpoint if the output folder holds a part of
+    the same run.
 
     Raises:
-        UserError: a setting, the data or the folder is not as it must be, or a loss was no number.
+        UserError: a setting, the data or the folder does not fit, or a loss was not finite.
     """
+    _check_packages(config)
+    config.check_complete()
+    folder = Path(config.output)
+    hf_config = read_config(config)
+    tokenizer = make_tokenizer(config, hf_config)
+    arguments = arguments_of(config)
+    check_folder(folder, config)
+    with _local_rank_0_first(arguments):
+        rows = _read_rows(config, tokenizer, arguments.world_size)
+        eval_rows = _read_eval_rows(config, tokenizer)
+    make(folder)
+    job = _Job(hf_config, tokenizer, arguments, rows, eval_rows)
+    alone = held(folder) if job.is_first_rank else contextlib.nullcontext()
+    with alone, _deterministic(config.deterministic):
+        return _run(config, job)
+
+
+def _check_packages(config: TrainConfig) -> None:
+    """Raise a UserError unless the packages for training and for reports are installed."""
     for package in ("accelerate", "datasets", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"training needs the package {package}. Install corecontext[train].")
     for package in config.report_to:
         if importlib.util.find_spec(package) is None:
             raise UserError(
-                f"report_to {package!r} needs the package {package}. Install it, or leave --report-to out."
+                f"report_to {package!r} needs the package {package}. Install it, or leave "
+                "--report-to out."
             )
-    if not config.output:
-        raise UserError("output must be given, got none. Use --output FOLDER.")
-    if config.long_tokens is not None and config.source_field is None:
-        raise UserError(
-            "source_field must be given with long_tokens, got none. Use --source-field."
-        )
-    if config.long_tokens is not None and config.streaming:
-        raise UserError(
-            "long_tokens must be left out with streaming, got both: how often a document comes follows "
-            "from the lengths of all. Leave --streaming out."
-        )
-    folder = Path(config.output)
-    hf_config = read_config(config)
-    tokenizer = make_tokenizer(config, hf_config)
-    arguments = arguments_of(config)
-    main = arguments.process_index == 0
-    check_folder(folder, config)
-    with _one_first(arguments):
-        rows, eval_rows = _rows(config, tokenizer, arguments.world_size)
-    make(folder)
-    with held(folder) if main else contextlib.nullcontext(), _in_fixed_order(config.deterministic):
-        return _run(config, arguments, hf_config, tokenizer, rows, eval_rows)
 
 
-def _run(
-    asked: TrainConfig,
-    arguments: Any,
-    hf_config: Any,
-    tokenizer: Any,
-    rows: PackedRows | StreamedRows,
-    eval_rows: PackedRows | None,
-) -> Result:
-    """The training itself, in a folder that is this run's."""
+def _run(given: TrainConfig, job: _Job) -> Result:
+    """Train in a folder that only this run writes to, and export the model."""
     from corecontext.inference.fuse import Fused
 
-    folder, main = Path(asked.output), arguments.process_index == 0
-    config = with_heads(asked, hf_config, arguments, rows)
-    facts = {"processes": arguments.world_size, "rows": rows.mark()}
-    if asked.raw_heads != 0:
+    folder = Path(given.output)
+    # The folder keeps the given settings and the sizes found, so that a continued run has both.
+    config = with_heads(given, job.hf_config, job.arguments, job.rows)
+    facts = {"processes": job.arguments.world_size, "rows": job.rows.mark()}
+    if given.raw_heads != 0:
         facts["heads"] = {
             name: getattr(config, name) for name in ("window_size", "layer_group_sizes")
         }
-    trainer = _trainer(
-        config, arguments, make_model(config, hf_config, bfloat16=arguments.bf16), rows, eval_rows
-    )
-    with arguments.main_process_first(desc="run folder"):
-        if main:
-            claim(folder, asked, facts)
-        if main and config.push_to is not None:
-            hub.prepare(config.push_to)
+    trainer = _make_trainer(config, job)
+    with job.arguments.main_process_first(desc="run folder"):
+        if job.is_first_rank:
+            claim(folder, given, facts)
+            if config.push_to is not None:
+                hub.prepare(config.push_to)
+
     resume = latest(folder)
-    if resume is not None and isinstance(rows, StreamedRows) and (resume / STREAM).is_file():
-        rows.load_state_dict(json.loads((resume / STREAM).read_text(encoding="utf-8")))
+    if resume is not None and isinstance(job.rows, StreamedRows) and (resume / STREAM).is_file():
+        state = json.loads((resume / STREAM).read_text(encoding="utf-8"))
+        job.rows.load_state_dict(state)
     with Fused(trainer.model, "compile" if config.fuse else None):
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     if trainer.save_error is not None:
-        _save_after_all(trainer, folder)
+        _save_again(trainer, folder)
+
     last = latest(folder)
     assert last is not None  # the last step is always saved
     history = json.loads((last / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    metrics = trainer.evaluate() if eval_rows is not None else {}
-    if main:
-        staged = folder / STAGING / MODEL
-        clear_staging(folder)
-        dtype = getattr(hf_config, "dtype", None)
-        groups = arguments.world_size // config.context_parallel
-        tokens = (
-            config.steps * config.accumulation * config.batch_size * groups * config.context_length
-        )
-        _patiently(
-            lambda: _export(config, last, staged, tokenizer, dtype, history, metrics, tokens),
-            folder,
-        )
+    metrics = trainer.evaluate() if job.eval_rows is not None else {}
+    if job.is_first_rank:
+        _retry_writing(lambda: _export(config, job, last, history, metrics), folder)
         clear_staging(folder)
         if config.push_to is not None:
             hub.push(folder / MODEL, config.push_to)
-    return Result(
-        folder / MODEL,
-        step_of(last),
-        card.losses(history),
-        metrics,
-        step_of(resume) if resume else 0,
+    resumed_from = 0 if resume is None else step_of(resume)
+    return Result(folder / MODEL, step_of(last), card.losses(history), metrics, resumed_from)
+
+
+def _make_trainer(config: TrainConfig, job: _Job) -> Any:
+    """Return the Trainer of the run's model, whose loss is computed in chunks, with a teacher if
+    it is distilled."""
+    from corecontext.integrations.hf_attention import inner_model
+    from corecontext.train.loss import compute_loss_in_chunks
+    from corecontext.train.teacher import load_teacher
+    from corecontext.train.trainer import CCATrainer
+
+    arguments = job.arguments
+    model = make_model(config, job.hf_config, bfloat16=arguments.bf16)
+    teacher = None
+    if config.distil:
+        teacher = load_teacher(config, bfloat16=arguments.bf16, device=arguments.device)
+    compute_loss_in_chunks(inner_model(model), config.loss_chunk, teacher)
+    return CCATrainer(
+        model=model,
+        args=arguments,
+        train_dataset=job.rows,
+        eval_dataset=job.eval_rows,
+        data_collator=collate,
+        context_parallel=config.context_parallel,
+        keep=config.keep,
     )
 
 
 def _export(
-    config: TrainConfig,
-    last: Path,
-    staged: Path,
-    tokenizer: Any,
-    dtype: Any,
-    history: list,
-    metrics: dict[str, float],
-    tokens: int,
+    config: TrainConfig, job: _Job, last: Path, history: list, metrics: dict[str, float]
 ) -> None:
-    """The final checkpoint with its card, complete or not there."""
-    shutil.rmtree(staged, ignore_errors=True)
+    """Write the final model with its card; the folder gets its name once it is complete."""
+    folder = Path(config.output)
+    clear_staging(folder)
+    staged = folder / STAGING / MODEL
     staged.mkdir(parents=True)
-    export(
-        config, last, staged, tokenizer, dtype if isinstance(dtype, torch.dtype) else torch.float32
-    )
-    card.write(staged, config, history, metrics, tokens)
-    publish(staged, Path(config.output) / MODEL)
+    dtype = getattr(job.hf_config, "dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        dtype = torch.float32
+    export(config, last, staged, job.tokenizer, dtype)
+    rows = config.steps * config.rows_per_step(job.arguments.world_size)
+    card.write(staged, config, history, metrics, rows * config.context_length)
+    publish(staged, folder / MODEL)
 
 
 @contextlib.contextmanager
-def _in_fixed_order(wanted: bool) -> Iterator[None]:
-    """Sums whose order does not depend on which program of a GPU comes first, where that is wanted.
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Use torch's deterministic algorithms inside the block, if wanted.
 
     Raises:
-        UserError: torch has no such sum for something that the model does.
+        UserError: torch has no such algorithm for an operation of the model.
     """
     memory: Any = torch.utils.deterministic
-    before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    mode_before = torch.get_deterministic_debug_mode()
+    fill_before = memory.fill_uninitialized_memory
     if wanted:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # read when a process first multiplies matrices
+        # Read when a process first multiplies matrices.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        memory.fill_uninitialized_memory = False  # for those who look for such reads; takes time
+        memory.fill_uninitialized_memory = False  # a debugging aid, which takes time
     try:
         yield
     except RuntimeError as error:
@@ -202,123 +220,111 @@ def _in_fixed_order(wanted: bool) -> Iterator[None]:
             ) from error
         raise
     finally:
-        torch.set_deterministic_debug_mode(before[0])
-        memory.fill_uninitialized_memory = before[1]
+        torch.set_deterministic_debug_mode(mode_before)
+        memory.fill_uninitialized_memory = fill_before
 
 
 @contextlib.contextmanager
-def _one_first(arguments: Any) -> Iterator[None]:
-    """One process of each machine first, as Trainer's main_process_first, but for as long as it
-    takes: to tokenise a large corpus takes longer than collectives, which that one waits with, may
-    last."""
+def _local_rank_0_first(arguments: Any) -> Iterator[None]:
+    """Run the block on one process of each machine first, then on the others.
+
+    Unlike Trainer's main_process_first it has no time limit: to tokenise a large corpus takes
+    longer than the timeout of collectives.
+    """
     if arguments.world_size == 1:
         yield
         return
-    store, machine = (
-        dist.distributed_c10d._get_default_store(),
-        arguments.process_index - arguments.local_process_index,
-    )
-    ready = f"corecontext data {store.add(f'corecontext data of {arguments.process_index}', 1)} on {machine}"
+    rank = arguments.process_index
+    machine = rank - arguments.local_process_index
+    announcement = Announcement(f"data on {machine}", rank)
     if arguments.local_process_index:
-        store.wait([ready], timedelta(days=365))
+        announcement.wait()
     try:
         yield
     finally:
         if not arguments.local_process_index:
-            store.set(ready, "")
+            announcement.publish()
 
 
-def _rows(
-    config: TrainConfig, tokenizer: Any, world_size: int
-) -> tuple[PackedRows | StreamedRows, PackedRows | None]:
-    """Training rows in their order, and rows that are only evaluated."""
-    options: dict[str, Any] = {"text_field": config.text_field, "cache_dir": config.cache_dir}
-    rows: PackedRows | StreamedRows
+def _read_rows(config: TrainConfig, tokenizer: Any, world_size: int) -> PackedRows | StreamedRows:
+    """Return the training rows in their order."""
     if config.streaming:
-        shards = open_shards(config.data, source_field=config.source_field, **options)
-        step = (
-            config.accumulation * config.batch_size * max(1, world_size // config.context_parallel)
-        )
-        rows = StreamedRows(
-            shards,
-            encoder(tokenizer),
-            config.context_length,
-            config.steps * step,
-            seed=config.seed,
-            block_size=config.shuffle_documents,
-            ahead=3 * step,
-        )  # Trainer fetches a step ahead
-        if latest(Path(config.output)) is None:
-            rows[0]  # what is wrong with the data is said before the run begins
+        return _stream_rows(config, tokenizer, world_size)
+    documents = read_corpus(
+        config.data,
+        tokenizer,
+        text_field=config.text_field,
+        source_field=config.source_field,
+        workers=config.workers,
+        cache_dir=config.cache_dir,
+    )
+    if config.long_tokens is None:
+        order = shuffled(len(documents), config.seed)
     else:
-        documents = read_corpus(
-            config.data,
-            tokenizer,
-            source_field=config.source_field,
-            workers=config.workers,
-            **options,
+        order = upsampled(
+            documents.with_format("numpy")["length"][:],
+            documents["source"][:],
+            config.long_tokens,
+            config.long_share,
+            config.seed,
         )
-        if config.long_tokens is None:
-            order = shuffled(len(documents), config.seed)
-        else:
-            lengths = documents.with_format("numpy")["length"][:]
-            order = upsampled(
-                lengths, documents["source"][:], config.long_tokens, config.long_share, config.seed
-            )
-        rows = PackedRows(documents, config.context_length, order)
+    return PackedRows(documents, config.context_length, order)
+
+
+def _stream_rows(config: TrainConfig, tokenizer: Any, world_size: int) -> StreamedRows:
+    """Return rows that are read and tokenised during training."""
+    shards = open_shards(
+        config.data,
+        text_field=config.text_field,
+        source_field=config.source_field,
+        cache_dir=config.cache_dir,
+    )
+    rows_per_step = config.rows_per_step(world_size)
+    rows = StreamedRows(
+        shards,
+        encoder(tokenizer),
+        config.context_length,
+        config.steps * rows_per_step,
+        seed=config.seed,
+        block_size=config.shuffle_documents,
+        ahead=3 * rows_per_step,  # Trainer fetches a step ahead
+    )
+    if latest(Path(config.output)) is None:
+        rows[0]  # report errors in the data before the run begins
+    return rows
+
+
+def _read_eval_rows(config: TrainConfig, tokenizer: Any) -> PackedRows | None:
+    """Return the rows for evaluation, if any."""
     if not config.eval_data:
-        return rows, None
+        return None
     try:
-        evaluated = read_corpus(config.eval_data, tokenizer, workers=config.workers, **options)
-        return rows, PackedRows(evaluated, config.context_length)
+        documents = read_corpus(
+            config.eval_data,
+            tokenizer,
+            text_field=config.text_field,
+            workers=config.workers,
+            cache_dir=config.cache_dir,
+        )
+        return PackedRows(documents, config.context_length)
     except UserError as error:
         raise UserError(f"eval_data: {error}") from None
 
 
-def _trainer(
-    config: TrainConfig,
-    arguments: Any,
-    model: Any,
-    rows: PackedRows | StreamedRows,
-    eval_rows: PackedRows | None,
-) -> Any:
-    """Trainer on the model, whose loss comes in chunks, with a teacher if it is distilled."""
-    from corecontext.integrations.hf_attention import inner_model
-    from corecontext.train.loss import compute_loss_in_chunks
-    from corecontext.train.teacher import load_teacher
-    from corecontext.train.trainer import CCATrainer
-
-    teacher = (
-        load_teacher(config, bfloat16=arguments.bf16, device=arguments.device)
-        if config.distil
-        else None
-    )
-    compute_loss_in_chunks(inner_model(model), config.loss_chunk, teacher)
-    return CCATrainer(
-        model=model,
-        args=arguments,
-        train_dataset=rows,
-        eval_dataset=eval_rows,
-        data_collator=collate,
-        context_parallel=config.context_parallel,
-        keep=config.keep,
-    )
-
-
-def _save_after_all(trainer: Any, folder: Path) -> None:
-    """The last checkpoint, which a full disk had no room for."""
+def _save_again(trainer: Any, folder: Path) -> None:
+    """Write the last checkpoint, for which there was no room."""
 
     def save() -> None:
-        trainer._save_checkpoint(trainer.model_wrapped, None)
+        trainer.save_checkpoint()
         if trainer.save_error is not None:
             raise trainer.save_error
 
-    _patiently(save, folder)
+    _retry_writing(save, folder)
 
 
-def _patiently(write: Any, folder: Path) -> None:
-    """Write something that must not be lost; where that fails (a full disk), try again for an
-    hour."""
+def _retry_writing(write: Callable[[], None], folder: Path) -> None:
+    """Call `write` until it succeeds, every WAIT_S seconds for PATIENCE_S: the end of a run must
+    not be lost to a full disk."""
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -328,8 +334,8 @@ def _patiently(write: Any, folder: Path) -> None:
                 raise
             if time.monotonic() > end:
                 raise UserError(
-                    f"output '{folder}' cannot be written: {error}. All checkpoints are kept: free space "
-                    "and run the same command again."
+                    f"output '{folder}' cannot be written: {error}. All checkpoints are kept: free "
+                    "space and run the same command again."
                 ) from None
             logging.getLogger(__name__).warning(
                 "%s; trying again in %d s: free space in %s.", error, WAIT_S, folder
@@ -338,13 +344,14 @@ def _patiently(write: Any, folder: Path) -> None:
 
 
 def convert(source: str, target: str, config: CCAConfig | None) -> None:
-    """Copy a checkpoint with CCA's settings put into its config.json, or (None) taken out: weights
-    are the same.
+    """Copy a checkpoint with the same weights, with CCA's settings added to its config.json, or
+    removed from it (None).
 
     Raises:
-        UserError: source is no checkpoint, or target exists.
+        UserError: source is not a checkpoint, or target exists.
     """
-    old, new = Path(source).expanduser(), Path(target)
+    old = Path(source).expanduser()
+    new = Path(target)
     if not (old / "config.json").is_file():
         raise UserError(f"model '{source}' must be a folder with config.json, got none.")
     if new.exists():

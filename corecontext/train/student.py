@@ -1,5 +1,5 @@
-"""The model that a run trains: loaded or made, its context extended, its attention replaced, and
-what of it learns."""
+"""Make the model of a run: load it, extend its context, replace its attention, choose the trained
+weights; and export it at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from corecontext.loading import check_architecture, load_config, one_line, pick_
 from corecontext.train.train_config import RECIPES, TrainConfig
 
 PARTIAL = ("q_proj", "k_proj", "v_proj")
-"""W^Q, W^K and W^V; models with one matrix for all three call it qkv_proj."""
+"""Names of W^Q, W^K and W^V; models with a joint matrix call it qkv_proj."""
 _SAMPLING = (
     "temperature",
     "top_k",
@@ -30,10 +30,10 @@ _SAMPLING = (
 
 
 def read_config(config: TrainConfig) -> Any:
-    """The Hugging Face config of the run's model, with its shape, rotary base and length.
+    """Return the Hugging Face config of the run's model, with its shape, rotary base and length.
 
     Raises:
-        UserError: there is no such model, or it cannot have these settings.
+        UserError: there is no such model, or it does not support these settings.
     """
     if not config.model:
         raise UserError(
@@ -48,68 +48,75 @@ def read_config(config: TrainConfig) -> Any:
             raise UserError(f"shape must name settings of {hf_config.model_type}, got {name!r}.")
         setattr(hf_config, name, value)
     if config.shape and config.strategy == "scratch":
+        settings = hf_config.to_dict()
+        settings.pop("model_type", None)
         try:
-            hf_config = type(hf_config)(
-                **{k: v for k, v in hf_config.to_dict().items() if k != "model_type"}
-            )
+            hf_config = type(hf_config)(**settings)
         except Exception as error:  # of a check by transformers, with the reason as its cause
             raise UserError(f"shape does not make a model: {error.__cause__ or error}") from None
     extend_context(hf_config, config.rope_theta, config.context_length)
     if getattr(hf_config, "attention_dropout", 0.0):
         hf_config.attention_dropout = 0.0  # attention weights are never formed
     if hasattr(hf_config, "cca") and (config.method != "cca" or config.strategy == "scratch"):
-        del hf_config.cca  # else `enable` finds the learned parameters that it names
-    held = (getattr(hf_config, "cca", None) or {}).get("learned") or ()
-    if set(held) - set(config.learned):
+        del hf_config.cca  # otherwise `enable` looks for the learned parameters named there
+    learned = _saved_cca(hf_config).get("learned") or ()
+    if set(learned) - set(config.learned):
         raise UserError(
-            f"learned must name what '{config.model}' has learned, {', '.join(held)}, got "
+            f"learned must name what '{config.model}' has learned, {', '.join(learned)}, got "
             f"{', '.join(config.learned) or 'nothing'}: the rest would be lost."
         )
     return hf_config
 
 
-def held_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
-    """CCA's settings in the checkpoint's config.json, as far as a run has them: what no option says
-    stays.
+def _saved_cca(hf_config: Any) -> dict[str, Any]:
+    """Return CCA's settings in a Hugging Face config; {} for none."""
+    return getattr(hf_config, "cca", None) or {}
 
-    A `group_size` given is that of every layer. Another method, and random weights, take none of
-    them.
+
+def saved_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
+    """Return CCA's settings in the checkpoint's config.json that a run can have, for options that
+    are not given.
+
+    A given `group_size` is that of every layer. Another method and random weights use none of them.
 
     Raises:
-        UserError: its groups follow from each sequence's length, which a run's cannot.
+        UserError: the saved groups depend on each sequence's length, which a run does not support.
     """
     from corecontext.integrations.transformers import full_layers
 
-    hf_config = load_config(config.model) if config.model else None
-    saved = getattr(hf_config, "cca", None)
-    if hf_config is None or saved is None or config.method != "cca" or config.strategy == "scratch":
+    if not config.model or config.method != "cca" or config.strategy == "scratch":
         return {}
-    held, sized = CCAConfig.from_dict(saved), "group_size" in given or "layer_group_sizes" in given
-    if held.num_groups is not None and not sized:
+    hf_config = load_config(config.model)
+    if not _saved_cca(hf_config):
+        return {}
+    saved = CCAConfig.from_dict(hf_config.cca)
+    sizes_given = "group_size" in given or "layer_group_sizes" in given
+    if saved.num_groups is not None and not sizes_given:
         raise UserError(
-            f"group_size must be given for '{config.model}', whose groups are {held.num_groups} at any "
-            "length, got none. Use --group-size."
+            f"group_size must be given for '{config.model}', whose groups are {saved.num_groups} "
+            "at any length, got none. Use --group-size."
         )
-    if held.head_group_sizes is not None and not sized:  # a run has them by layer
-        held = held.replace(
+    if saved.head_group_sizes is not None and not sizes_given:  # a run has sizes by layer
+        saved = saved.replace(
             head_group_sizes=None,
-            layer_group_sizes=(held.head_group_sizes,) * len(full_layers(hf_config)),
+            layer_group_sizes=(saved.head_group_sizes,) * len(full_layers(hf_config)),
         )
-    names = {one.name for one in fields(TrainConfig)} - (
-        {"layer_group_sizes"} if "group_size" in given else set()
-    )
-    return {k: v for k, v in held.to_dict().items() if k in names and v is not None}
+    names = {setting.name for setting in fields(TrainConfig)}
+    if "group_size" in given:
+        names.remove("layer_group_sizes")
+    return {k: v for k, v in saved.to_dict().items() if k in names and v is not None}
 
 
 def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
-    """The recipe `raw`, as far as the run can have it and no option says otherwise.
+    """Return the settings of the recipe `raw` that the run supports, for options that are not
+    given.
 
-    Rivals have none of it, a core token for each query head no sizes by head. Random weights cannot
-    teach, nor can a model beyond its length, or where several processes share a row.
+    Rivals support none of them, and a core token per query head no sizes by head. There is no
+    teacher for random weights, beyond the model's length, or where several processes share a row.
     """
-    best = dict(RECIPES["raw"])
     if config.method != "cca" or not config.model:
         return {}
+    best = dict(RECIPES["raw"])
     if "layer_group_sizes" in given or config.core_heads != "kv":
         del best["raw_heads"]
     if (
@@ -122,8 +129,7 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
 
 
 def _can_teach(config: TrainConfig, hf_config: Any) -> bool:
-    """Whether rows are no longer than the model was built for: its predictions there are none to
-    learn from."""
+    """Return whether rows are within the model's length, beyond which its predictions are poor."""
     from corecontext.inference.limits import position_limit
 
     limit = position_limit(hf_config)
@@ -131,38 +137,38 @@ def _can_teach(config: TrainConfig, hf_config: Any) -> bool:
 
 
 def _check_teacher(config: TrainConfig, hf_config: Any) -> None:
-    """Raise where the model cannot teach rows of this length."""
+    """Raise a UserError where the model cannot teach rows of this length."""
     from corecontext.inference.limits import position_limit
 
     if not _can_teach(config, hf_config):
         raise UserError(
-            f"context_length must be at most the model's {position_limit(hf_config)} tokens with distil "
-            f"{config.distil:g}, got {config.context_length}: it cannot teach beyond them. Extend it by a "
-            "run with --method full first, and distil from the result."
+            f"context_length must be at most the model's {position_limit(hf_config)} tokens with "
+            f"distil {config.distil:g}, got {config.context_length}: it cannot teach beyond them. "
+            "Extend it by a run with --method full first, and distil from the result."
         )
 
 
 def extend_context(hf_config: Any, rope_theta: float | None, context_length: int) -> None:
-    """Give a config another rotary base, and room for so many positions."""
+    """Set a config's rotary base, and raise its number of positions to the context length."""
     if rope_theta is not None:
         parameters = hf_config.rope_parameters
-        nested = parameters.get(
-            "full_attention", parameters
-        )  # models with several kinds of layers nest them
+        # Models with several kinds of layers have parameters for each.
+        nested = parameters.get("full_attention", parameters)
         if nested.get("rope_type", "default") != "default":
             raise UserError(
-                f"rope_theta must be left alone for a model with rope type {nested['rope_type']!r}, whose "
-                "scaling belongs to its base. Leave --rope-theta out."
+                "rope_theta must be left alone for a model with rope type "
+                f"{nested['rope_type']!r}, whose scaling belongs to its base. Leave --rope-theta "
+                "out."
             )
         nested["rope_theta"] = float(rope_theta)
     hf_config.max_position_embeddings = max(hf_config.max_position_embeddings or 0, context_length)
 
 
 def make_tokenizer(config: TrainConfig, hf_config: Any) -> Any:
-    """The model's tokenizer.
+    """Return the model's tokenizer.
 
     Raises:
-        UserError: there is none, or it has more entries than the model.
+        UserError: the tokenizer is missing, or has more entries than the model.
     """
     from transformers import AutoTokenizer
 
@@ -177,7 +183,7 @@ def make_tokenizer(config: TrainConfig, hf_config: Any) -> Any:
 
 
 def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
-    """The model, ready to train: weights that learn in float32, the others in bfloat16 if the
+    """Return the model, ready to train: trained weights in float32, frozen ones in bfloat16 if the
     arithmetic is.
 
     Raises:
@@ -189,39 +195,39 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
 
     torch.manual_seed(config.seed)
     with one_line(f"model '{config.model}' cannot be loaded"):
+        attention = full_attention(hf_config)
         if config.strategy == "scratch":
             model = AutoModelForCausalLM.from_config(
-                hf_config, attn_implementation=full_attention(hf_config), dtype=torch.float32
+                hf_config, attn_implementation=attention, dtype=torch.float32
             )
         else:
             if config.shape:
                 _check_sizes(config, hf_config)
-            frozen = bfloat16 and config.strategy in ("partial", "lora")
+            mostly_frozen = config.strategy in ("partial", "lora")
             model = AutoModelForCausalLM.from_pretrained(
                 config.model,
                 config=hf_config,
-                attn_implementation=full_attention(hf_config),
-                dtype=torch.bfloat16 if frozen else torch.float32,
+                attn_implementation=attention,
+                dtype=torch.bfloat16 if bfloat16 and mostly_frozen else torch.float32,
             )
         _make_savable(model.generation_config)
-    model.config.use_cache = False  # while it trains
+    model.config.use_cache = False  # during training
     if config.strategy == "partial":
         _train_only(model, PARTIAL)
     elif config.strategy == "lora":
         model = _add_lora(model, config)
     replace_attention(model, config)
-    for parameter in model.parameters():  # what was added to a frozen layer learns, too
+    for parameter in model.parameters():  # also those added to frozen layers
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return model
 
 
 def _make_savable(settings: Any) -> None:
-    """Take out of a GenerationConfig what greedy generation leaves alone, and transformers refuses
-    to save with it.
+    """Remove sampling settings from a greedy GenerationConfig: transformers does not save both.
 
     Raises:
-        ValueError: something else is wrong with it.
+        ValueError: another setting is invalid.
     """
     if not settings.do_sample:
         for name in _SAMPLING:
@@ -230,60 +236,64 @@ def _make_savable(settings: Any) -> None:
 
 
 def _check_sizes(config: TrainConfig, hf_config: Any) -> None:
-    """Raise where `shape` asks for weights of another size than the checkpoint has."""
+    """Raise a UserError where `shape` changes the size of a weight in the checkpoint."""
     from transformers import AutoModelForCausalLM
 
-    sizes = []
-    with torch.device("meta"):
-        for one in (load_config(config.model), hf_config):
-            model = AutoModelForCausalLM.from_config(one)
-            sizes.append({name: tuple(x.shape) for name, x in model.state_dict().items()})
-    changed = [name for name in sizes[0] if sizes[1].get(name) != sizes[0][name]] or sorted(
-        sizes[1].keys() - sizes[0]
-    )
+    def sizes(any_config: Any) -> dict[str, tuple[int, ...]]:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(any_config)
+        return {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+
+    saved = sizes(load_config(config.model))
+    wanted = sizes(hf_config)
+    changed = [name for name in saved if wanted.get(name) != saved[name]]
+    changed += sorted(wanted.keys() - saved)
     if changed:
         raise UserError(
-            f"shape must leave the sizes of the checkpoint's weights, got {config.shape} with strategy "
-            f"{config.strategy!r}, which changes {changed[0]}. Use --strategy scratch, or leave "
-            "--shape out."
+            f"shape must leave the sizes of the checkpoint's weights, got {config.shape} with "
+            f"strategy {config.strategy!r}, which changes {changed[0]}. Use --strategy scratch, or "
+            "leave --shape out."
         )
 
 
 def replace_attention(model: Any, config: TrainConfig) -> None:
-    """Give the model the run's attention.
+    """Replace the model's attention by the run's.
 
     Raises:
-        UserError: it cannot have it.
+        UserError: the model does not support it.
     """
     if config.method == "full":
         return
     from corecontext.baselines import enable
 
-    chosen: Any = config.cca()
-    if config.method != "cca":
-        window_size = None if config.method == "longlora" else config.window_size
-        chosen = pick_rival(config.method, None, window_size, None, None)
+    attention: Any = config.cca()
+    if config.method == "longlora":
+        attention = pick_rival(config.method, None, None, None, None)
+    elif config.method != "cca":
+        attention = pick_rival(config.method, None, config.window_size, None, None)
     with one_line():
-        enable(model, chosen)
+        enable(model, attention)
 
 
 def _train_only(model: Any, endings: tuple[str, ...]) -> None:
-    """Freeze everything but the linear layers of these names, or the joint one."""
-    found = 0
+    """Freeze all weights except those of attention's linear layers with these names, or the joint
+    one."""
+    any_trained = False
     for name, module in model.named_modules():
-        parts = name.rpartition(".")
-        learns = "attn" in parts[0] and parts[2] in (*endings, "qkv_proj")
+        parent, _, layer = name.rpartition(".")
+        trained = "attn" in parent and layer in (*endings, "qkv_proj")
         for parameter in module.parameters(recurse=False):
-            parameter.requires_grad_(learns)
-            found += learns
-    if not found:
+            parameter.requires_grad_(trained)
+            any_trained |= trained
+    if not any_trained:
         raise UserError(
-            f"strategy 'partial' needs layers {', '.join(endings)}, got none in {type(model).__name__}."
+            f"strategy 'partial' needs layers {', '.join(endings)}, got none in "
+            f"{type(model).__name__}."
         )
 
 
 def _add_lora(model: Any, config: TrainConfig) -> Any:
-    """The model in PEFT's wrapper."""
+    """Return the model in PEFT's wrapper."""
     try:
         import peft
     except ImportError:
@@ -307,46 +317,38 @@ def _add_lora(model: Any, config: TrainConfig) -> Any:
 def export(
     config: TrainConfig, saved: Path, target: Path, tokenizer: Any, dtype: torch.dtype
 ) -> None:
-    """Write the trained weights in `saved` (Trainer's) as an ordinary checkpoint that is loaded
-    with CCA.
+    """Write the trained weights in `saved` (Trainer's) as an ordinary checkpoint that loads with
+    CCA.
 
-    LoRA's matrices are merged into a fresh copy of the model. What the strategy leaves alone comes
-    from the model that the run began with: while it trained, that was rounded.
+    LoRA's matrices are merged into a fresh copy of the model. Weights that the strategy froze come
+    from the original model, because they were rounded for the training.
     """
     from transformers import AutoModelForCausalLM
 
     from corecontext.integrations.transformers import enable
 
-    def loaded(name: str | Path, as_dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    def load(name: str | Path, as_dtype: torch.dtype = torch.float32, **options: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(name, dtype=as_dtype, **options)
 
     if config.strategy == "lora":
         import peft
 
-        model = loaded(config.model, config=read_config(config))
+        model = load(config.model, config=read_config(config))
         _make_savable(model.generation_config)
         model = peft.PeftModel.from_pretrained(model, str(saved)).merge_and_unload()
     else:
-        model = loaded(saved)
-        if config.strategy == "partial" and dtype != torch.bfloat16:
-            first = loaded(config.model, dtype, config=read_config(config))
-            _train_only(first, PARTIAL)
-            model.load_state_dict(
-                {name: x for name, x in first.named_parameters() if not x.requires_grad},
-                strict=False,
-            )
+        model = load(saved)
+    if config.strategy == "partial" and dtype != torch.bfloat16:
+        original = load(config.model, dtype, config=read_config(config))
+        _train_only(original, PARTIAL)
+        frozen = {name: x for name, x in original.named_parameters() if not x.requires_grad}
+        model.load_state_dict(frozen, strict=False)
     if config.method == "cca":
-        before = (
-            {}
-            if config.strategy == "scratch"
-            else getattr(load_config(config.model), "cca", None) or {}
-        )
-        cache_dtype = before.get(
-            "cache_dtype", CCAConfig.cache_dtype
-        )  # no matter of training: it stays
-        enable(
-            model, config.cca().replace(cache_dtype=cache_dtype)
-        )  # reads learned parameters, which stay behind
+        cca = config.cca()
+        if config.strategy != "scratch":  # the cache's format is not trained: it stays
+            cache_dtype = _saved_cca(load_config(config.model)).get("cache_dtype")
+            cca = cca.replace(cache_dtype=cache_dtype or cca.cache_dtype)
+        enable(model, cca)  # loads the learned parameters from `saved`
     model.config.use_cache = True
     model.to(dtype).save_pretrained(target)
     tokenizer.save_pretrained(target)

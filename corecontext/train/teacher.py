@@ -1,4 +1,4 @@
-"""The teacher of a distilled run: the model as it was before any training, under full attention."""
+"""The teacher of a distilled run: the original model under full attention."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from corecontext.train.train_config import TrainConfig
 
 
 def load_teacher(config: TrainConfig, *, bfloat16: bool, device: torch.device) -> Teacher:
-    """What lies at `config.model`, which also a continued run reads again, never a checkpoint.
+    """Return the teacher: the model at `config.model`, also in a continued run.
 
-    Its config is the model's own: a new rotary base or other settings are the student's, who learns
-    them, while the teacher would predict worse under what it was not trained with.
+    Its config is the model's own. A new rotary base or other settings are the student's to learn;
+    the teacher would predict worse with settings that it was not trained with.
 
     Args:
-        bfloat16: Whether the arithmetic is, and so the weights; float32 otherwise.
+        bfloat16: Whether the arithmetic, and so the weights, are bfloat16; float32 otherwise.
 
     Raises:
         UserError: the weights are missing or do not fit.
@@ -40,32 +40,29 @@ def load_teacher(config: TrainConfig, *, bfloat16: bool, device: torch.device) -
 
 
 class Teacher:
-    """A model under full attention, frozen, and its share of the loss; `fuse` as in `Fused`."""
+    """A frozen model under full attention, and its share of the loss; `fuse` as in `Fused`."""
 
     def __init__(self, model: PreTrainedModel, share: float, fuse: str | None = None) -> None:
-        self.model, self.share = model.eval().requires_grad_(False), share
+        self.model = model.eval().requires_grad_(False)
+        self.share = share
         self._fused = Fused(self.model, fuse)
 
     @torch.no_grad()
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, **empty: Any) -> Taught:
-        """The teacher's view of rows [B, L] whose positions begin again with each document.
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, **unused: Any) -> Taught:
+        """Return the teacher's view of rows [B, L] whose positions restart with each document.
 
-        Each document is run by itself: a mask that keeps them apart has L x L entries, and none is
-        needed so. `empty` are arguments that peft passes on though nobody gave them.
+        Documents run one by one, which needs no L x L mask to keep them apart. `unused` are
+        arguments that peft passes on although they were not given.
         """
-        head, settings, parts = self.model.get_output_embeddings().weight, self.model.config, []
-        with (
-            self._fused,
-            torch.autocast(head.device.type, enabled=False),
-        ):  # its weights have the dtype already
+        head = self.model.get_output_embeddings().weight
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)
+        hidden = []
+        # The weights already have the dtype of the arithmetic.
+        with self._fused, torch.autocast(head.device.type, enabled=False):
             for row, positions in zip(input_ids, position_ids):
-                edges = [*(positions == 0).nonzero()[:, 0].tolist(), len(row)]
-                parts += [
-                    self.model.base_model(row[None, first:end], use_cache=False).last_hidden_state[
-                        0
-                    ]
-                    for first, end in zip(edges, edges[1:])
-                ]
-        return Taught(
-            torch.cat(parts), head, self.share, getattr(settings, "final_logit_softcapping", None)
-        )
+                starts = (positions == 0).nonzero()[:, 0].tolist()
+                for start, end in zip(starts, [*starts[1:], len(row)]):
+                    document = row[None, start:end]
+                    output = self.model.base_model(document, use_cache=False)
+                    hidden.append(output.last_hidden_state[0])
+        return Taught(torch.cat(hidden), head, self.share, softcap)

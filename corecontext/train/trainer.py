@@ -1,5 +1,5 @@
-"""transformers' Trainer for packed rows: their order, context parallelism, checkpoints that are
-whole or not there, and a stop, instead of poisoned weights, where a loss is no number."""
+"""Train packed rows with transformers' Trainer: their order, context parallelism, complete
+checkpoints, and an error for a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 from torch import Tensor, nn
-from transformers import Trainer
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
 from transformers.distributed.fsdp import get_fsdp_ckpt_kwargs
 
 from corecontext.data.packing import IGNORED, PackedRows, RunOrder, collate
@@ -35,121 +36,181 @@ from corecontext.train.checkpoint import (
 _log = logging.getLogger(__name__)
 
 
+class _Schedule(TrainerCallback):
+    """When to log, evaluate and save."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Use this process's intervals in a continued run too, not those of the checkpoint."""
+        state.compute_steps(args, state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log the last step whatever the interval, so that every finished run has a loss."""
+        control.should_log |= state.global_step >= state.max_steps
+
+
 class CCATrainer(Trainer):
-    """Trainer for packed rows."""
+    """Trainer for packed rows.
+
+    It overrides four private methods of Trainer, for which there is no public hook:
+    `_get_grad_norm` (callbacks do not get the norm), `_save_checkpoint` and `_get_output_dir`
+    (callbacks run after the checkpoint has its name) and `_save_optimizer_and_scheduler` (a rank
+    that cannot write must still join the collectives of the others).
+    """
 
     def __init__(self, *args: Any, context_parallel: int = 1, keep: int = 2, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.keep, self.context_parallel, self.wire = keep, context_parallel, None
-        self._rows: list[int] = []
-        self._staging: Path | None = None
+        self.add_callback(_Schedule)
+        self.keep = keep
+        self.context_parallel = context_parallel
         self.save_error: Exception | None = None
         """Why the last checkpoint could not be written, or None."""
+        self._rows: list[int] = []
+        """Rows of the current step, for error messages."""
+        self._staging: Path | None = None
+        self.wire = None
         if context_parallel > 1:
             self.wire = _wire(context_parallel, self.args.world_size)
 
     # The order of rows
-    # -----------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> RunOrder:
-        """Rows of the whole run; processes that share a row get it in turn, as accelerate deals
-        batches out."""
-        seed = None if isinstance(self.train_dataset, StreamedRows) else self.args.seed
-        return RunOrder(
+    def get_train_dataloader(self) -> Any:
+        """Return batches of the whole run in its order; ranks that share a row get it in turn, as
+        accelerate distributes batches."""
+        streamed = isinstance(self.train_dataset, StreamedRows)
+        batch_size = self.args.train_batch_size
+        order = RunOrder(
             len(self.train_dataset),
             self.args.max_steps * self._rows_per_step(),
-            seed,
-            block=self._train_batch_size,
+            None if streamed else self.args.seed,
+            block=batch_size,
             repeats=self.context_parallel,
+        )
+        return self.accelerator.prepare(
+            DataLoader(
+                self.train_dataset,
+                batch_size,
+                sampler=order,
+                collate_fn=self.data_collator,
+                pin_memory=self.args.dataloader_pin_memory,
+            )
         )
 
     def _rows_per_step(self) -> int:
-        """Rows that all processes together see in one step."""
+        """Return the number of rows that all ranks together see in a step."""
         groups = self.args.world_size // self.context_parallel
-        return self._train_batch_size * self.args.gradient_accumulation_steps * groups
-
-    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
-        """Trainer's; a continued run logs, evaluates and saves as often as it is told now, not as
-        it was at first."""
-        found = super()._init_training_state(max_steps, *args)
-        self.state.compute_steps(self.args, max_steps)
-        return found
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's; the last step is always logged, so that a finished run has a loss."""
-        self.control.should_log |= self.state.global_step >= self.state.max_steps
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        return self.args.train_batch_size * self.args.gradient_accumulation_steps * groups
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Trainer's without vectors, which some learned parameters of core tokens are."""
+        """Return Trainer's names without vectors, such as the learned parameters of core tokens."""
         matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
         return [name for name in super().get_decay_parameter_names(model) if name in matrices]
 
-    # Context parallelism
+    # Steps
     # ---------------------------------------------------------------------------------------------
 
-    def _get_num_items_in_batch(
-        self, batch_samples: list, device: torch.device
-    ) -> Tensor | int | None:
-        """Each row counts once, not once for each process that holds a part."""
-        count = super()._get_num_items_in_batch(batch_samples, device)
-        return count if count is None else count // self.context_parallel
+    def get_batch_samples(self, *args: Any) -> tuple[list, Tensor | int | None]:
+        """Return Trainer's batches and count of labels; count each row once, not once for each rank
+        that holds a part of it."""
+        batches, count = super().get_batch_samples(*args)
+        if count is not None:
+            count = count // self.context_parallel
+        return batches, count
 
-    def _prepare_context_parallel_inputs(
-        self, model: nn.Module, inputs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
-        """This process's part of the rows."""
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Run Trainer's step on this rank's part of the rows; check its loss before the optimizer
+        step."""
         self._rows += inputs.pop("row", [])
-        return contextlib.nullcontext, inputs if self.wire is None else self._part(model, inputs)
+        if self.wire is not None:
+            inputs = self._take_part(model, inputs)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._check_finite("loss", loss)
+        return loss
 
-    def _part(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-        """This process's part of the rows, the model told of it."""
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return Trainer's loss; under DeepSpeed, whose backward runs the optimizer at once, check
+        it here."""
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.is_deepspeed_enabled:
+            self._check_finite("loss", loss)
+        return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return Trainer's norm, which it computes before each optimizer step; check it."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        self._check_finite("length of the gradient", torch.as_tensor(norm))
+        self._rows = []
+        return norm
+
+    def _check_finite(self, name: str, value: Tensor) -> None:
+        """Raise a UserError that names the rows, unless a value of this step is finite."""
+        if bool(torch.isfinite(value.detach()).all()):
+            return
+        rows = self._rows
+        if name == "loss":
+            rows = rows[-self.args.train_batch_size :]
+        origins = ""
+        if isinstance(self.train_dataset, (PackedRows, StreamedRows)):
+            described = [f"row {row}: {self.train_dataset.describe(row)}" for row in rows[:4]]
+            origins = "; ".join(described)
+        last = latest(Path(self.args.output_dir))
+        raise UserError(
+            f"the {name} of step {self.state.global_step + 1} must be finite, got {float(value)}, "
+            f"from rows {', '.join(map(str, rows))} ({origins}). Training stopped before this step "
+            f"could be kept; the last checkpoint is {_name_of(last)}. Look at these texts, or lower "
+            "--learning-rate."
+        )
+
+    def _take_part(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of the rows, and set the model's layout for it."""
         from corecontext.distributed.context_parallel import Shard
         from corecontext.distributed.layout import Layout
         from corecontext.integrations.transformers import handle_of
 
-        ids, positions = inputs["input_ids"], inputs["position_ids"]
+        ids = inputs["input_ids"]
+        positions = inputs["position_ids"]
         layout = Layout.balanced(ids.shape[1], self.wire.size, self.wire.rank)
         handle = handle_of(self.accelerator.unwrap_model(model))
-        handle.shard = Shard(self.wire, layout, _documents(positions))
-        wanted = nn.functional.pad(inputs["labels"], (0, 1), value=IGNORED)[:, 1:]
+        handle.shard = Shard(self.wire, layout, _document_bounds(positions))
+        # Labels are shifted before the split: the next token may be another rank's.
+        shift_labels = nn.functional.pad(inputs["labels"], (0, 1), value=IGNORED)[:, 1:]
         return {
             "input_ids": layout.take(ids),
             "position_ids": layout.take(positions),
-            "shift_labels": layout.take(wanted),
+            "shift_labels": layout.take(shift_labels),
         }
 
     # Evaluation
-    # -------------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Mean loss of a token over all rows, and its exponential; rows are dealt out over the
-        processes."""
-        rows, model = (
-            self.eval_dataset if eval_dataset is None else eval_dataset,
-            self.model_wrapped,
-        )
-        groups, mine = (
-            self.args.world_size // self.context_parallel,
-            self.args.process_index // self.context_parallel,
-        )
-        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        """Return the mean loss of a token over all rows, and its exponential; ranks take the rows
+        in turn."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        model = self.model_wrapped
+        groups = self.args.world_size // self.context_parallel
+        group = self.args.process_index // self.context_parallel
+        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # loss, tokens
         model.eval()
         with torch.no_grad(), progress("evaluation", len(rows)) as advance:
-            for low in range(0, len(rows), groups):  # every process runs as often as any other
+            for low in range(0, len(rows), groups):
                 advance(min(groups, len(rows) - low))
-                inputs = self._prepare_inputs(collate([rows[min(low + mine, len(rows) - 1)]]))
+                # Every rank runs as often, because FSDP gathers weights: the last row again.
+                inputs = self._prepare_inputs(collate([rows[min(low + group, len(rows) - 1)]]))
                 del inputs["row"]
+                labels = inputs["labels"][:, 1:]
                 if self.wire is not None:
-                    inputs = self._part(model, inputs)
-                wanted = (
-                    inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
-                )
+                    inputs = self._take_part(model, inputs)
+                    labels = inputs["shift_labels"]
                 loss = model(**inputs, num_items_in_batch=1)["loss"].double()
-                if low + mine < len(rows):
-                    total += torch.stack((loss, (wanted != IGNORED).sum().double()))
+                if low + group < len(rows):
+                    total += torch.stack((loss, (labels != IGNORED).sum().double()))
         if self.args.world_size > 1:
             dist.all_reduce(total)
         mean = float(total[0] / total[1])
@@ -163,121 +224,91 @@ class CCATrainer(Trainer):
         )
         return metrics
 
-    # Losses that are no numbers
-    # ---------------------------------------------------------------------------------------
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
-    ) -> Tensor:
-        """Trainer's, with a look at the loss before it can reach the weights."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self._check_finite("loss", loss)
-        return loss
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Trainer's; DeepSpeed's backward is followed by its optimiser at once, so the look comes
-        before."""
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        if self.is_deepspeed_enabled:
-            self._check_finite("loss", loss)
-        return loss
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Trainer's, called before each optimiser step."""
-        norm = super()._get_grad_norm(model, grad_norm)
-        self._check_finite("length of the gradient", torch.as_tensor(norm))
-        self._rows = []
-        return norm
-
-    def _check_finite(self, what: str, value: Tensor) -> None:
-        if bool(torch.isfinite(value.detach()).all()):
-            return
-        rows = self._rows if what != "loss" else self._rows[-self._train_batch_size :]
-        told = "; ".join(
-            f"row {row}: {self.train_dataset.describe(row)}"
-            for row in rows[:4]
-            if isinstance(self.train_dataset, (PackedRows, StreamedRows))
-        )
-        last = latest(Path(self.args.output_dir))
-        raise UserError(
-            f"the {what} of step {self.state.global_step + 1} must be finite, got {float(value)}, from "
-            f"rows {', '.join(map(str, rows))} ({told}). Training stopped before this step could be kept; "
-            f"the last checkpoint is {last.name if last else 'none'}. Look at these texts, or lower "
-            "--learning-rate."
-        )
-
     # Checkpoints
-    # ------------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint of the last step; `save_error` is None afterwards, or the reason why
+        it could not be written."""
+        self._save_checkpoint(self.model_wrapped, None)
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
+        """Return the folder for checkpoints: the staging folder while one is written."""
+        if self._staging is not None:
+            return str(self._staging)
+        return super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's, into a folder aside that gets its name once it is complete. What cannot be
-        written (a full disk) is left to the next time: the older checkpoints stay, and training
-        goes on."""
-        folder, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
-        staging, self.save_error = folder / STAGING, None
+        """Write Trainer's checkpoint into the staging folder, and rename it once it is complete.
+
+        A checkpoint that cannot be written (a full disk) is skipped: the older ones stay, and
+        training continues.
+        """
+        folder = Path(self.args.output_dir)
+        name = f"checkpoint-{self.state.global_step}"
+        staging = folder / STAGING
+        self.save_error = None
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
-            with self._noted():
+            with self._recorded():
                 (staging / name).mkdir(parents=True)
-        if self._everywhere(self.save_error is None):
+        # All ranks write, or none: Trainer gathers weights from all of them.
+        if self._on_all_ranks(self.save_error is None):
             self._staging = staging
             try:
-                with self._noted():
+                with self._recorded():
                     super()._save_checkpoint(model, trial)
-                    if self.args.should_save and isinstance(self.train_dataset, StreamedRows):
-                        rows = self.state.global_step * self._rows_per_step()
-                        (staging / name / STREAM).write_text(
-                            json.dumps(self.train_dataset.state_dict(rows)), encoding="utf-8"
-                        )
+                    self._save_stream(staging / name)
             finally:
                 self._staging = None
-        if self._everywhere(self.save_error is None) and self.args.should_save:
-            with self._noted():
+        if self._on_all_ranks(self.save_error is None) and self.args.should_save:
+            with self._recorded():
                 publish(staging / name, folder / name)
                 shutil.rmtree(staging)
                 keep_newest(folder, self.keep)
-        if not self._everywhere(self.save_error is None):
-            self.save_error = self.save_error or OSError("another process could not write its part")
-            if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
-                last = latest(folder)
-                _log.warning(
-                    "checkpoint %s could not be written: %s. The last one is %s; training goes on.",
-                    name,
-                    " ".join(str(self.save_error).split())[:200],
-                    last.name if last else "none",
-                )
+        if self._on_all_ranks(self.save_error is None):
+            return
+        self.save_error = self.save_error or OSError("another process could not write its part")
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+            _log.warning(
+                "checkpoint %s could not be written: %s. The last one is %s; training goes on.",
+                name,
+                " ".join(str(self.save_error).split())[:200],
+                _name_of(latest(folder)),
+            )
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's; under FSDP all gather the optimizer next, also the one process that could not
-        write the model."""
-        with self._noted():
-            super()._save(*args, **kwargs)
+    def _save_stream(self, checkpoint: Path) -> None:
+        """Write how far streamed data was read."""
+        if self.args.should_save and isinstance(self.train_dataset, StreamedRows):
+            state = self.train_dataset.state_dict(self.state.global_step * self._rows_per_step())
+            (checkpoint / STREAM).write_text(json.dumps(state), encoding="utf-8")
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Write Trainer's model; a rank that cannot still joins the others, who gather the
+        optimizer next under FSDP."""
+        with self._recorded():
+            super().save_model(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Trainer's; under FSDP in parts, because all gather the second where one could not write
-        the first."""
+        """Write Trainer's states; under FSDP the model and the optimizer apart, because a rank that
+        cannot write the first must join the gathering of the second."""
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
         plugin = self.accelerator.state.fsdp_plugin
-        with self._noted():
+        with self._recorded():
             save_fsdp_model(
                 plugin, self.accelerator, self.model, output_dir, **get_fsdp_ckpt_kwargs()
             )
-        with self._noted():
+        with self._recorded():
             save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
 
     @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Keep what could not be written in `save_error`, and go on."""
+    def _recorded(self) -> Iterator[None]:
+        """Record a failure to write in `save_error`, and continue."""
         try:
             yield
         except Exception as error:
@@ -285,20 +316,24 @@ class CCATrainer(Trainer):
                 raise
             self.save_error = error
 
-    def _everywhere(self, here: bool) -> bool:
-        """Whether something is true on every process."""
+    def _on_all_ranks(self, condition: bool) -> bool:
+        """Return whether a condition is true on every rank."""
         if self.args.world_size == 1:
-            return here
-        flag = torch.tensor(float(here), device=self.args.device)
+            return condition
+        flag = torch.tensor(float(condition), device=self.args.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 
 
+def _name_of(checkpoint: Path | None) -> str:
+    return "none" if checkpoint is None else checkpoint.name
+
+
 def _wire(size: int, world: int) -> Any:
-    """This process's end of the group of neighbours that share rows.
+    """Return this rank's end of the group of neighbours that share rows.
 
     Raises:
-        UserError: the processes cannot be dealt into such groups.
+        UserError: the ranks cannot be split into such groups.
     """
     from corecontext.distributed.wire import Wire
 
@@ -311,12 +346,16 @@ def _wire(size: int, world: int) -> Any:
     return Wire(groups[dist.get_rank() // size])
 
 
-def _documents(positions: Tensor) -> tuple[int, ...]:
-    """Boundaries of the documents in a row, where positions [1, L] begin anew; () for one
-    document."""
+def _document_bounds(positions: Tensor) -> tuple[int, ...]:
+    """Return where the documents of a row begin, and its end; () for a single document.
+
+    Args:
+        positions: [1, L]; they restart at each document.
+    """
     if positions.shape[0] != 1:
         raise UserError(
-            f"batch_size must be 1 with context parallelism, got {positions.shape[0]}. Use --accumulation."
+            f"batch_size must be 1 with context parallelism, got {positions.shape[0]}. Use "
+            "--accumulation."
         )
     starts = ((positions[0].diff() != 1).nonzero()[:, 0] + 1).tolist()
     return (0, *starts, positions.shape[1]) if starts else ()

@@ -1,0 +1,29 @@
+"""Let processes wait for another one without the time limit of collectives."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+class Announcement:
+    """A text that one process publishes and others wait for, in the process group's store.
+
+    Every process makes its announcements of a topic in the same order; the n-th of one process
+    belongs to the n-th of another.
+    """
+
+    def __init__(self, topic: str, rank: int) -> None:
+        self.store = dist.distributed_c10d._get_default_store()
+        count = self.store.add(f"corecontext {topic} of {rank}", 1)
+        self.key = f"corecontext {topic} {count}"
+
+    def publish(self, text: str = "") -> None:
+        """Let the waiting processes continue with a text."""
+        self.store.set(self.key, text)
+
+    def wait(self) -> str:
+        """Wait for the text."""
+        self.store.wait([self.key], timedelta(days=365))
+        return self.store.get(self.key).decode()
