@@ -1,9 +1,11 @@
-"""Attention in blocks of query rows: masks and scores exist for one block at a time, so memory is
-linear."""
+"""Compute attention in blocks of query rows, so that memory grows linearly with the length.
+
+Masks and scores exist for one block at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,259 +17,211 @@ from corecontext.ops.rotary import Rotary
 ROWS = 1024
 """Query rows of one block."""
 SPAN = 16 * ROWS
-"""Query rows that a window alone takes at once: they need their keys twice."""
+"""Query rows that window attention takes at once: they need their keys twice."""
+
+
+class Scoring(NamedTuple):
+    """How a product of query and key becomes a score."""
+
+    scale: float
+    softcap: float | None = None
+
+
+class Sinks(NamedTuple):
+    """The first tokens of each row, and the position of those that have left a query's window."""
+
+    k: Tensor
+    """[B, Hkv, n, D]; tokens that no query sees may hold anything."""
+    v: Tensor
+    far_position: str = "none"
+    """"none" leaves keys as they are. "cache" counts positions inside a cache of n + window_size
+    tokens: sink i is at i, the query at most at n + window_size - 1. "ceiling" puts every sink
+    `window_size` before the query."""
+    rotary: Rotary | None = None
+    """How keys were rotated; needed unless far_position is "none"."""
 
 
 def expand_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, Hkv, S, D] to [B, H, S, D]."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+    """Repeat KV heads for their query heads: [B, Hkv, S, D] to [B, H, S, D]."""
+    if x.shape[1] == heads:
+        return x
+    return x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> Tensor:
-    """Softmax attention under a mask [T, S] or [1 or B, 1 or H, T, S] (True where seen); memory for
-    a gradient does not grow with T x S."""
-    repeats = q.shape[1] // k.shape[1]
-    if (
-        softcap is None and mask is not None and repeats > 1
-    ):  # a KV head's query heads are more rows: no key is copied
-        mask = mask[None, None] if mask.dim() == 2 else mask
-        many = mask.shape[1] > 1
-        folded = (
-            mask.unflatten(1, (-1, repeats)).flatten(2, 3)
-            if many
-            else mask.repeat(1, 1, repeats, 1)
-        )
-        out = F.scaled_dot_product_attention(
-            q.unflatten(1, (-1, repeats)).flatten(2, 3), k, v, attn_mask=folded, scale=scale
-        )
-        return out.unflatten(2, (repeats, -1)).flatten(1, 2)
-    k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
-    if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return checkpoint(_capped, q, k, v, mask, scale, softcap, use_reentrant=False)
-    return _capped(q, k, v, mask, scale, softcap)
+    """Return softmax attention under a mask, [B, H, T, D] on [B, Hkv, S, D].
+
+    Memory for a gradient does not grow with T x S.
+
+    Args:
+        mask: True where a query sees a key, [T, S] or [1 or B, 1 or H, T, S]; None shows all keys.
+    """
+    heads, repeats = q.shape[1], q.shape[1] // k.shape[1]
+    if scoring.softcap is not None:
+        args = (q, expand_heads(k, heads), expand_heads(v, heads), mask, scoring)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return checkpoint(_capped, *args, use_reentrant=False)
+        return _capped(*args)
+    if mask is None or repeats == 1:
+        k, v = expand_heads(k, heads), expand_heads(v, heads)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
+    # The query heads of a KV head become more rows of it, so no key is copied.
+    if mask.dim() == 2:
+        mask = mask[None, None]
+    if mask.shape[1] > 1:
+        mask = mask.unflatten(1, (-1, repeats)).flatten(2, 3)
+    else:
+        mask = mask.repeat(1, 1, repeats, 1)
+    rows = q.unflatten(1, (-1, repeats)).flatten(2, 3)
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scoring.scale)
+    return out.unflatten(2, (repeats, -1)).flatten(1, 2)
 
 
-def _capped(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float
-) -> Tensor:
-    """The same with capped scores, which torch's own attention does not have."""
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """Return masked attention with capped scores, which torch's own attention does not have."""
+    scale, softcap = scoring
+    assert softcap is not None
     scores = softcap * torch.tanh((q @ k.mT).float() * (scale / softcap))
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(-1).to(v.dtype) @ v
 
 
-def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None = None
-) -> Tensor:
-    """Full causal attention of the last T of S tokens, [B, H, T, D] on [B, Hkv, S, D]."""
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    """Return full causal attention of the last T of S tokens, [B, H, T, D] on [B, Hkv, S, D]."""
     new, seen = q.shape[2], k.shape[2]
     if new == 1:
-        return masked_attention(q, k, v, None, scale, softcap)
-    if new == seen and softcap is None:
-        return F.scaled_dot_product_attention(
-            q, expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1]), is_causal=True, scale=scale
-        )
-    return _in_blocks(
-        q,
-        lambda a, b: (
-            k[:, :, : seen - new + b],
-            v[:, :, : seen - new + b],
-            _causal(seen - new + a, seen - new + b, 0, q.device),
-        ),
-        scale,
-        softcap,
-    )
+        return masked_attention(q, k, v, None, scoring)
+    if new == seen and scoring.softcap is None:
+        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale)
+    outs = []
+    for start in range(0, new, ROWS):
+        rows = q[:, :, start : start + ROWS]
+        end = seen - new + start + rows.shape[2]
+        slots = torch.arange(end, device=q.device)
+        mask = slots <= slots[-rows.shape[2] :, None]
+        outs.append(masked_attention(rows, k[:, :, :end], v[:, :, :end], mask, scoring))
+    return torch.cat(outs, 2)
 
 
-def _causal(first: int, end: int, first_key: int, device: torch.device) -> Tensor:
-    """Mask of queries first .. end - 1 on keys first_key .. end - 1."""
-    return (
-        torch.arange(first_key, end, device=device)
-        <= torch.arange(first, end, device=device)[:, None]
-    )
-
-
-def _in_blocks(
-    q: Tensor,
-    keys_of: Callable[[int, int], tuple[Tensor, Tensor, Tensor]],
-    scale: float,
-    softcap: float | None,
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, window_size: int, scoring: Scoring
 ) -> Tensor:
-    """Attention block by block; `keys_of(a, b)` gives keys, values and mask of query rows a .. b -
-    1."""
-    parts = []
-    for start in range(0, q.shape[2], ROWS):
-        end = min(start + ROWS, q.shape[2])
-        k, v, mask = keys_of(start, end)
-        parts.append(masked_attention(q[:, :, start:end], k, v, mask, scale, softcap))
-    return torch.cat(parts, 2)
+    """Let each query of a whole sequence see its nearest `window_size` tokens.
+
+    Queries go in blocks as long as the window, each with its own block of keys and the one before:
+    half of the computed scores are seen.
+
+    Args:
+        q, k, v: [B, H, L, D] and [B, Hkv, L, D].
+    """
+    length = q.shape[2]
+    if window_size >= length:
+        return dense_attention(q, k, v, scoring)
+    block = -(-max(window_size, 128) // 64) * 64
+    span = max(1, SPAN // block) * block
+    rows = torch.arange(block, device=q.device)[:, None]
+    distance = rows - torch.arange(-block, block, device=q.device)
+    mask = (distance >= 0) & (distance < window_size)
+
+    # The first block has none before it.
+    first = [x[:, :, :block] for x in (q, k, v)]
+    outs = [masked_attention(*first, mask[:length, block : block + length], scoring)]
+    for start in range(block, length, span):
+        end = min(start + span, length)
+        queries, *keys_values = (
+            F.pad(x[:, :, first:end], (0, 0, 0, (start - end) % block))
+            .unflatten(2, (-1, block))
+            .transpose(1, 2)  # [B, blocks, heads, block, D]
+            for x, first in ((q, start), (k, start - block), (v, start - block))
+        )
+        pairs = [torch.cat((x[:, :-1], x[:, 1:]), 3).flatten(0, 1) for x in keys_values]
+        out = masked_attention(queries.flatten(0, 1), *pairs, mask, scoring)
+        out = out.unflatten(0, (len(q), -1)).transpose(1, 2).flatten(2, 3)
+        outs.append(out[:, :, : end - start])
+    return torch.cat(outs, 2)
 
 
 def sink_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    *,
-    first: int,
+    sinks: Sinks,
     window_size: int,
+    scoring: Scoring,
+    first: int = 0,
     pads: Tensor | None = None,
-    far_position: str = "none",
-    rotary: Rotary | None = None,
-    scale: float,
-    softcap: float | None = None,
 ) -> Tensor:
-    """Each query sees its nearest `window_size` tokens, and of the first n tokens those that have
-    left the window.
-
-    Where such a sink stands is the method's choice: "none" leaves keys as they are; "cache" counts
-    positions inside a cache of n + window_size tokens, so that the query stands at most at n +
-    window_size - 1 and sink i at i; "ceiling" puts every sink `window_size` before the query.
+    """Let each query see its nearest `window_size` tokens, and the sinks that have left the window.
 
     Args:
         q: Queries of slots first .. first + T - 1, [B, H, T, D], rotary applied.
         k, v: Tokens of the last S slots, the queries' own among them, [B, Hkv, S, D].
-        sink_k, sink_v: Each row's first tokens, [B, Hkv, n, D]; those that no query sees may hold
-            anything.
         pads: [B], padded slots before each row; positions count from there. None means no padding.
-        rotary: How keys were rotated; needed unless far_position is "none".
 
     Returns:
         [B, H, T, D].
     """
-    new, seen, num_sinks = q.shape[2], k.shape[2], sink_k.shape[2]
+    new, seen, num_sinks = q.shape[2], k.shape[2], sinks.k.shape[2]
     if first == 0 and new == seen and not num_sinks and pads is None:
-        return window_attention(q, k, v, window_size, scale, softcap)
+        return window_attention(q, k, v, window_size, scoring)
     slots = torch.arange(first, first + new, device=q.device)
-    positions = slots[None] if pads is None else slots[None] - pads[:, None]  # [1 or B, T]
-    turned_k = sink_k
-    if num_sinks and far_position == "ceiling":
-        turned_k = _turn(sink_k, -torch.arange(num_sinks, device=q.device)[None], rotary)
-    parts = []
+    positions = slots[None]  # [1 or B, T]
+    if pads is not None:
+        positions = positions - pads[:, None]
+    if num_sinks and sinks.far_position == "ceiling":
+        back = -torch.arange(num_sinks, device=q.device)[None]
+        sinks = sinks._replace(k=_rotate(sinks.k, back, sinks.rotary))
+    outs = []
     for a in range(0, new, ROWS):
         b = min(a + ROWS, new)
-        begin = max(0, seen - new + a - window_size + 1)
-        end = seen - new + b
-        distance = slots[a:b, None] - torch.arange(
-            first + new - seen + begin, first + new - seen + end, device=q.device
-        )
-        near = ((distance >= 0) & (distance < window_size))[None]
+        # The window: keys that a query of this block sees.
+        begin, end = max(0, seen - new + a - window_size + 1), seen - new + b
+        key_slots = torch.arange(begin, end, device=q.device) + first + new - seen
+        distance = slots[a:b, None] - key_slots
+        mask = ((distance >= 0) & (distance < window_size))[None]
         if pads is not None:  # a padded query sees itself, so that its softmax is over something
-            near = (near & (positions[:, a:b, None] >= distance)) | (distance == 0)
-        block_q, block_k, block_v = q[:, :, a:b], k[:, :, begin:end], v[:, :, begin:end]
+            mask = (mask & (positions[:, a:b, None] >= distance)) | (distance == 0)
+        block = (q[:, :, a:b], k[:, :, begin:end], v[:, :, begin:end])
+        # Sinks once they have left the window.
         if num_sinks and first + b > window_size:
-            far = positions[:, a:b, None] - torch.arange(num_sinks, device=q.device) >= window_size
-            rows = max(len(near), len(far))
-            mask = torch.cat((near.expand(rows, -1, -1), far.expand(rows, -1, -1)), -1)
-            if far_position == "none":
-                block_k = torch.cat((block_k, sink_k), 2)
-                block_v = torch.cat((block_v, sink_v), 2)
-            else:  # two kinds of scores in one softmax: heads twice as wide, each half zero for the other kind
-                limit = num_sinks + window_size - 1 if far_position == "cache" else window_size
-                moved = positions[:, a:b].clamp(max=limit) - positions[:, a:b]
-                block_q = torch.cat((block_q, _turn(block_q, moved, rotary)), -1)
-                block_k = torch.cat(
-                    (F.pad(block_k, (0, q.shape[3])), F.pad(turned_k, (q.shape[3], 0))), 2
-                )
-                block_v = F.pad(torch.cat((block_v, sink_v), 2), (0, q.shape[3]))
-        else:
-            mask = near
-        parts.append(
-            masked_attention(block_q, block_k, block_v, mask[:, None], scale, softcap)[
-                ..., : q.shape[3]
-            ]
-        )
-    return torch.cat(parts, 2)
+            sink_slots = torch.arange(num_sinks, device=q.device)
+            far = positions[:, a:b, None] - sink_slots >= window_size
+            mask = torch.cat((mask, far), -1)
+            block = _with_sinks(*block, sinks, window_size, positions[:, a:b])
+        out = masked_attention(*block, mask[:, None], scoring)
+        outs.append(out[..., : q.shape[3]])
+    return torch.cat(outs, 2)
 
 
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, window_size: int, scale: float, softcap: float | None = None
-) -> Tensor:
-    """Each query of a whole sequence sees its nearest `window_size` tokens: [B, H, L, D] on [B,
-    Hkv, L, D].
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Sinks, window_size: int, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Append the sinks to a block's keys and values.
 
-    Queries go in blocks as long as the window, each with its own block of keys and the one before:
-    of what is computed, half is seen.
+    Sinks at positions of their own need queries rotated for them alone. To put both kinds of scores
+    into one softmax, heads become twice as wide, each half zero for the other kind.
     """
-    length = q.shape[2]
-    if window_size >= length:
-        return dense_attention(q, k, v, scale, softcap)
-    block = -(-max(window_size, 128) // 64) * 64
-    span = max(1, SPAN // block) * block
-    distance = torch.arange(block, device=q.device)[:, None] - torch.arange(
-        -block, block, device=q.device
+    if sinks.far_position == "none":
+        return q, torch.cat((k, sinks.k), 2), torch.cat((v, sinks.v), 2)
+    size, limit = q.shape[3], window_size
+    if sinks.far_position == "cache":
+        limit += sinks.k.shape[2] - 1
+    rotated = _rotate(q, positions.clamp(max=limit) - positions, sinks.rotary)
+    return (
+        torch.cat((q, rotated), -1),
+        torch.cat((F.pad(k, (0, size)), F.pad(sinks.k, (size, 0))), 2),
+        F.pad(torch.cat((v, sinks.v), 2), (0, size)),
     )
-    mask = (distance >= 0) & (distance < window_size)
-    parts = [
-        masked_attention(
-            q[:, :, :block],
-            k[:, :, :block],
-            v[:, :, :block],
-            mask[:length, block : block + length],
-            scale,
-            softcap,
-        )
-    ]
-    for start in range(block, length, span):
-        end = min(start + span, length)
-        blocks = [
-            F.pad(x[:, :, first:end], (0, 0, 0, (start - end) % block))
-            .unflatten(2, (-1, block))
-            .transpose(1, 2)
-            for x, first in ((q, start), (k, start - block), (v, start - block))
-        ]
-        rows, keys, values = (
-            x.flatten(0, 1)
-            for x in (blocks[0], *(torch.cat((x[:, :-1], x[:, 1:]), 3) for x in blocks[1:]))
-        )
-        out = masked_attention(rows, keys, values, mask, scale, softcap).unflatten(0, (len(q), -1))
-        parts.append(out.transpose(1, 2).flatten(2, 3)[:, :, : end - start])
-    return torch.cat(parts, 2)
 
 
-def _turn(x: Tensor, offsets: Tensor, rotary: Rotary | None) -> Tensor:
-    """x [B, heads, n, D] turned by offsets [1 or B, n] positions, in float32."""
+def _rotate(x: Tensor, offsets: Tensor, rotary: Rotary | None) -> Tensor:
+    """Rotate x [B, heads, n, D] by offsets [1 or B, n] positions, in float32."""
     if rotary is None:
         raise ValueError("rotary must be given for positions inside the cache, got None.")
     wide = x if x.dtype == torch.float64 else x.float()
-    rows = [rotary.turn(part, offset) for part, offset in zip(wide.chunk(len(offsets)), offsets)]
+    rows = [rotary.turn(row, offset) for row, offset in zip(wide.chunk(len(offsets)), offsets)]
     return torch.cat(rows).to(x.dtype)
-
-
-def shifted_attention(
-    q: Tensor, k: Tensor, v: Tensor, group_size: int, scale: float, softcap: float | None = None
-) -> Tensor:
-    """Causal attention inside groups of tokens; in the second half of the heads groups begin half a
-    group earlier."""
-    heads, half = q.shape[1] // 2, group_size // 2
-    k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
-    plain = _grouped(q[:, :heads], k[:, :heads], v[:, :heads], group_size, scale, softcap)
-    parts = [
-        _grouped(
-            q[:, heads:, span], k[:, heads:, span], v[:, heads:, span], group_size, scale, softcap
-        )
-        for span in (slice(0, group_size - half), slice(group_size - half, None))
-        if span.start < q.shape[2]
-    ]
-    return torch.cat((plain, torch.cat(parts, 2)), 1)
-
-
-def _grouped(
-    q: Tensor, k: Tensor, v: Tensor, group_size: int, scale: float, softcap: float | None
-) -> Tensor:
-    """Causal attention inside groups counted from the first token; the last group may be
-    shorter."""
-    batch, heads, length, _ = q.shape
-    rest = -length % group_size  # zeros at the end are later than every token
-    q, k, v = (
-        F.pad(x, (0, 0, 0, rest)).unflatten(2, (-1, group_size)).transpose(1, 2).flatten(0, 1)
-        for x in (q, k, v)
-    )
-    out = dense_attention(q, k, v, scale, softcap)
-    return out.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, :length]

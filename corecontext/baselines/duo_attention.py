@@ -1,0 +1,105 @@
+"""DuoAttention (arXiv 2410.10819): some KV heads see all tokens, the others sinks and window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from corecontext.baselines.method import Call, Layer
+from corecontext.baselines.sink_cache import SinkLayer, SinkMethod
+from corecontext.config import DEFAULT_WINDOW_SIZE, check_int
+from corecontext.ops.head_split import deal, put_back
+
+ENDLESS = 2**40
+"""A window that no token leaves."""
+
+
+@dataclass(frozen=True)
+class DuoAttention(SinkMethod):
+    """Some KV heads see all tokens, the others sinks and window.
+
+    The paper finds the heads by training gates; `corecontext layers --heads` finds them by trial.
+    """
+
+    name: ClassVar[str] = "duo_attention"
+    full_heads: tuple[tuple[int, ...], ...]
+    """For each full-attention layer the KV heads that see all tokens; () where none does."""
+    sinks: int = 4
+    window_size: int = DEFAULT_WINDOW_SIZE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "full_heads", tuple(tuple(layer) for layer in self.full_heads))
+        for head in (head for layer in self.full_heads for head in layer):
+            check_int("full_heads", head, 0)
+
+    def check(self, layer: Layer) -> None:
+        """Raise a ValueError where the layer has no list of heads, or no such heads."""
+        got: object = "no such layer"
+        if layer.full_index < len(self.full_heads):
+            got = self.full_heads[layer.full_index]
+            if all(head < layer.kv_heads for head in got):
+                return
+        raise ValueError(
+            f"full_heads must have heads from 0 to {layer.kv_heads - 1} for each layer, got {got}."
+        )
+
+    def make_cache(self, layer: Layer) -> DuoLayer:
+        """Return an empty cache of one layer."""
+        full = sorted(set(self.full_heads[layer.full_index]))
+        return DuoLayer(self.sinks, self.window_size, full, layer.kv_heads)
+
+
+class DuoLayer(SinkLayer):
+    """A cache whose KV heads keep either all tokens or sinks and window.
+
+    Args:
+        full: The heads that keep all tokens.
+        heads: KV heads in all.
+    """
+
+    def __init__(self, sinks: int, window_size: int, full: Sequence[int], heads: int) -> None:
+        super().__init__(sinks, window_size)
+        self.settings = (sinks, window_size, tuple(full), heads)
+        self.heads = heads
+        self.shares: list[list[int]] = []
+        """The heads of each layer in `layers`."""
+        self.layers: list[SinkLayer] = []
+        short = [head for head in range(heads) if head not in full]
+        for share, layer in (
+            (list(full), SinkLayer(0, ENDLESS)),
+            (short, SinkLayer(sinks, window_size)),
+        ):
+            if share:
+                self.shares.append(share)
+                self.layers.append(layer)
+
+    def attend(self, call: Call, far_position: str) -> Tensor:
+        """Append and attend in each share of the heads: see `SinkLayer.attend`."""
+        tensors = [deal(x, self.shares, self.heads) for x in (call.q, call.k, call.v)]
+        outs = []
+        for layer, q, k, v in zip(self.layers, *tensors):
+            layer.closed = self.closed
+            outs.append(layer.attend(call._replace(q=q, k=k, v=v), far_position))
+        self.is_initialized = True
+        self.seen += call.k.shape[2]
+        return put_back(outs, self.shares)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+        for layer in self.layers:
+            layer.reset()
+
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to every tensor that has one entry for each row."""
+        for layer in self.layers:
+            layer.change_rows(change)

@@ -1,0 +1,214 @@
+"""Attach a rival method to a Hugging Face model, as our own attention is attached."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from corecontext.baselines.blocks import Scoring, dense_attention
+from corecontext.baselines.method import Call, Layer, Method
+from corecontext.config import CCAConfig
+from corecontext.integrations import transformers as ours
+from corecontext.integrations.hf_attention import (
+    TESTED,
+    AttentionHandle,
+    LayerHook,
+    check_dropout,
+    inner_model,
+)
+from corecontext.integrations.hf_rotary import find_rotary
+from corecontext.model_sizes import ModelSizes
+from corecontext.ops.api import outside_autocast
+from corecontext.ops.batch import find_segments, has_restarts
+from corecontext.ops.rotary import Rotary
+
+
+class Handle(AttentionHandle):
+    """A rival on one model, and the way to undo it."""
+
+    KIND = "rival"
+    ATTRIBUTE = "_corecontext_rival"
+    INCOMPLETE = (
+        "attn_implementation='rival' must be completed by "
+        "corecontext.baselines.enable(model, ...)."
+    )
+
+    def __init__(self, model: PreTrainedModel, method: Method) -> None:
+        super().__init__(model)
+        self.config = method
+        self.title = method.name
+        self.observer: Callable[[Call], Any] | None = None
+        """Gets each layer's call, and attention is then full: the search for patterns."""
+        sizes = ModelSizes.of(model.config)
+        layers = [
+            Layer(module.layer_idx, index, sizes.query_heads, sizes.kv_heads)
+            for index, module in enumerate(self.full)
+        ]
+        for layer in layers:
+            method.check(layer)
+        rotary = None
+        if method.needs_rotary:
+            rotary = find_rotary(model, self.full[0], layers[0].index)
+        self.replace_attention([RivalHook(self, rotary, layer) for layer in layers])
+
+
+def enable(model: nn.Module, config: Method | CCAConfig) -> Any:
+    """Replace the causal self-attention of one Hugging Face model by a rival's.
+
+    Sliding-window layers stay as they are.
+
+    Args:
+        model: A causal language model of an architecture tested with CCA, or a wrapper around one.
+        config: The settings of a rival; or a CCAConfig (other poolings), for which this is
+            `corecontext.enable`.
+
+    Returns:
+        A handle with `disable()`.
+
+    Raises:
+        NotImplementedError: the architecture is not tested, or its rotary embedding changes with
+            length.
+        ValueError: the model's attention is already replaced, or patterns do not fit its layers and
+            heads.
+    """
+    inner = inner_model(model)
+    if rival_of(inner) is not None or ours.handle_of(inner) is not None:
+        raise ValueError(
+            "model must not be enabled twice, got one whose attention is replaced. "
+            "Disable it first."
+        )
+    if isinstance(config, CCAConfig):
+        return ours.enable(model, config)
+    if inner.config.model_type not in TESTED:
+        raise NotImplementedError(
+            f"architecture {inner.config.model_type!r} is not tested. "
+            f"Tested: {', '.join(TESTED)}."
+        )
+    return Handle(inner, config)
+
+
+@contextlib.contextmanager
+def enabled(model: nn.Module, config: Method | CCAConfig) -> Iterator[Any]:
+    """Enable a rival for the length of a with block."""
+    handle = enable(model, config)
+    try:
+        yield handle
+    finally:
+        handle.disable()
+
+
+def rival_of(model: nn.Module) -> Handle | None:
+    """Return the handle of a model under a rival, or None."""
+    return inner_model(model).__dict__.get(Handle.ATTRIBUTE)
+
+
+class RivalHook(LayerHook):
+    """Forward pre-hook of one full-attention layer: adds the rival's attention."""
+
+    handle: Handle
+
+    def __init__(self, handle: Handle, rotary: Rotary | None, layer: Layer) -> None:
+        super().__init__(handle, rotary)
+        self.method = handle.config
+        self.layer = layer
+        self.empty = self.method.make_cache(layer)
+        """A cache as the method makes it, None for transformers' growing one."""
+
+    def call(
+        self, module: nn.Module, device: torch.device, cache: Cache | None
+    ) -> Callable[..., tuple[Tensor, None]]:
+        """Return the attention function of this call, with the layer's cache in it."""
+        layer_cache = None if cache is None else self.cache_of(cache)
+        return functools.partial(self.attention, layer_cache)
+
+    def cache_of(self, cache: Cache) -> Any:
+        """Return this layer's cache; an empty growing layer is replaced by the method's own."""
+        index = self.layer.index
+        while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
+            cache.layers.append(cache.layer_class_to_replicate())
+        layer = cache.layers[index]
+        if self.empty is not None and isinstance(layer, type(self.empty)):
+            if layer.settings == self.empty.settings:
+                return layer
+            raise ValueError(
+                f"a cache must keep its sizes {layer.settings}, got {self.empty.settings}. "
+                "Start a new cache."
+            )
+        if type(layer) is not DynamicLayer or getattr(cache, "offloading", False):
+            raise NotImplementedError(
+                f"past_key_values of layer type {type(layer).__name__} cannot be used here. "
+                "Use DynamicCache."
+            )
+        if self.empty is None:
+            return layer
+        if layer.get_seq_length():
+            raise ValueError(
+                f"past_key_values must be empty, got {layer.get_seq_length()} tokens cached by "
+                "another attention. Start a new cache."
+            )
+        cache.layers[index] = self.method.make_cache(self.layer)
+        return cache.layers[index]
+
+    def attention(
+        self,
+        cache: Any,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Compute the attention that transformers asks for: [B, H, n, D] in, [B, n, H, D] out."""
+        check_dropout(self.method.name, options.get("dropout", 0.0))
+        scale = options.get("scaling")
+        if scale is None:
+            scale = query.shape[3] ** -0.5
+        scoring = Scoring(scale, options.get("softcap"))
+        (query, key, value), context = outside_autocast(query, key, value)
+        with context:
+            call = Call(query, key, value, scoring, self.layer, attention_mask)
+            if self.handle.observer is not None:
+                self.handle.observer(call)
+                return dense_attention(query, key, value, scoring).transpose(1, 2), None
+            call = call._replace(
+                rotary=self.rotary_on(query.device), cache=cache, training=module.training
+            )
+            cu_seqlens = options.get("cu_seq_lens_q")
+            position_ids = None if cu_seqlens is not None else options.get("position_ids")
+            if cu_seqlens is not None or _restarts(call, position_ids):
+                out = self.attend_documents(call, cu_seqlens, position_ids)
+            else:
+                out = self.method.attend(call)
+            return out.transpose(1, 2), None
+
+    def attend_documents(
+        self, call: Call, cu_seqlens: Tensor | None, position_ids: Tensor | None
+    ) -> Tensor:
+        """Attend inside each of the documents that are packed in a row."""
+        if self.empty is not None and call.cache is not None:
+            call.cache.close()
+        q, k, v = call[:3]
+        out = torch.empty_like(q)
+        batch_size, _, length, _ = q.shape
+        for row, end_row, start, end in find_segments(
+            batch_size, length, None, cu_seqlens, position_ids
+        ):
+            at = (slice(row, end_row), slice(None), slice(start, end))
+            document = call._replace(q=q[at], k=k[at], v=v[at], attention_mask=None, cache=None)
+            out[at] = self.method.attend(document)
+        return out
+
+
+def _restarts(call: Call, position_ids: Tensor | None) -> bool:
+    """Whether positions restart inside a row, so that it holds several documents."""
+    if call.attention_mask is not None or not call.q.shape[2] == call.k.shape[2] > 1:
+        return False
+    return has_restarts(position_ids)

@@ -1,0 +1,76 @@
+"""Define a rival method: frozen settings, with the attention and the cache that they describe."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from corecontext.baselines.blocks import Scoring
+from corecontext.ops.rotary import Rotary
+
+
+class Layer(NamedTuple):
+    """A full-attention layer of the model that runs a method."""
+
+    index: int
+    """Among all layers of the model."""
+    full_index: int
+    """Among the full-attention layers."""
+    query_heads: int
+    kv_heads: int
+
+
+class Call(NamedTuple):
+    """One attention call: the last T of S tokens of unpacked rows."""
+
+    q: Tensor
+    """[B, H, T, D], rotary applied."""
+    k: Tensor
+    """[B, Hkv, S, D]. A method with a cache of its own gets the T new tokens alone."""
+    v: Tensor
+    scoring: Scoring
+    layer: Layer
+    attention_mask: Tensor | None = None
+    """[B, S], 0 for padding."""
+    rotary: Rotary | None = None
+    """How keys were rotated, for methods with `needs_rotary`."""
+    cache: Any = None
+    """The layer's cache: the method's own, transformers' growing one, or None."""
+    training: bool = False
+
+
+class Method:
+    """Base of all methods; each is a frozen dataclass of its settings."""
+
+    name: ClassVar[str]
+    needs_rotary: bool = False
+
+    def check(self, layer: Layer) -> None:
+        """Raise a ValueError where the settings do not fit a layer."""
+
+    def make_cache(self, layer: Layer) -> Any:
+        """Return an empty cache of one layer, None for transformers' growing cache."""
+        return None
+
+    def attend(self, call: Call) -> Tensor:
+        """Return the call's attention, [B, H, T, D]."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain values, for records."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+    def refuse_left_padding(self, attention_mask: Tensor | None) -> None:
+        """Raise where rows are padded on the left."""
+        if attention_mask is not None and bool(left_padding(attention_mask).any()):
+            raise NotImplementedError(
+                f"rows must not be padded on the left under {self.name}: give them one by one, or "
+                "pad on the right."
+            )
+
+
+def left_padding(attention_mask: Tensor) -> Tensor:
+    """Count the padded slots before each row of a mask [B, L]."""
+    return (attention_mask.cumsum(1) == 0).sum(1)

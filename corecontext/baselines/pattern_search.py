@@ -1,0 +1,95 @@
+"""Search each head's pattern for MInference: the nearest to full attention on a sample text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corecontext.baselines.blocks import dense_attention
+from corecontext.baselines.hook import enabled
+from corecontext.baselines.method import Call
+from corecontext.baselines.minference import MInference, Pattern, sparse_attention
+from corecontext.files import UserError, read_text, write_text
+
+
+def candidates_for(budget: int, block_size: int = 64) -> list[Pattern]:
+    """Return patterns of each kind that let a query see about `budget` keys."""
+    sinks = [max(1, budget * share // 16) for share in (1, 2, 4)]
+    columns = [*sinks, max(1, budget * 3 // 4)]
+    return [
+        *(Pattern("a_shape", first, max(1, budget - first)) for first in sinks),
+        *(Pattern("vertical_slash", first, max(1, budget - first)) for first in columns),
+        Pattern("block_sparse", max(1, budget // block_size), 0),
+    ]
+
+
+def search_patterns(
+    model: Any,
+    input_ids: Tensor,
+    candidates: Sequence[Pattern],
+    *,
+    block_size: int = 64,
+    probe: int = 64,
+) -> tuple[tuple[Pattern, ...], ...]:
+    """Choose a candidate for each layer and query head by the relative error of the head's output.
+
+    Each layer is judged on the inputs that full attention gives it.
+
+    Args:
+        model: A causal language model whose attention is its own.
+        input_ids: [1, L], a text as long as those to come, at least `block_size` tokens.
+
+    Returns:
+        By layer and head, for `MInference`; layers that keep a sliding window get the first
+        candidate, unused.
+    """
+    if input_ids.shape[1] < block_size:
+        raise ValueError(
+            f"input_ids must have at least {block_size} tokens, got {input_ids.shape[1]}. "
+            "Take a longer text."
+        )
+    chosen: dict[int, tuple[Pattern, ...]] = {}
+
+    def observe(call: Call) -> None:
+        q, k, v, scoring = call[:4]
+        exact = dense_attention(q, k, v, scoring).float()
+        errors = []
+        for pattern in candidates:
+            out = sparse_attention(q, k, v, [pattern] * q.shape[1], scoring, block_size, probe)
+            errors.append(torch.linalg.vector_norm(out.float() - exact, dim=(0, 2, 3)))
+        best = torch.stack(errors).argmin(0).tolist()
+        chosen[call.layer.index] = tuple(candidates[i] for i in best)
+
+    method = MInference(block_size=block_size, probe=probe)
+    with enabled(model, method) as handle, torch.inference_mode():
+        handle.observer = observe
+        model.get_decoder()(input_ids, use_cache=False)
+    heads = len(next(iter(chosen.values())))
+    return tuple(chosen.get(i, (candidates[0],) * heads) for i in range(max(chosen) + 1))
+
+
+def write_patterns(path: str | Path, patterns: Sequence[Sequence[Pattern]]) -> None:
+    """Write patterns to a JSON file."""
+    plain = [[dataclasses.asdict(pattern) for pattern in layer] for layer in patterns]
+    write_text(path, json.dumps(plain, indent=1) + "\n")
+
+
+def read_patterns(path: str | Path) -> tuple[tuple[Pattern, ...], ...]:
+    """Read the file of `write_patterns`.
+
+    Raises:
+        UserError: the file is missing or holds no patterns.
+    """
+    try:
+        layers = json.loads(read_text(str(path)))
+        return tuple(tuple(Pattern(**values) for values in layer) for layer in layers)
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"file '{path}' must hold patterns by layer and head, got something else: {error}"
+        ) from None

@@ -1,0 +1,197 @@
+"""Cache each row's first tokens and its last ones, for the methods that see only these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from corecontext.baselines.blocks import Sinks, sink_attention
+from corecontext.baselines.method import Call, Layer, Method, left_padding
+from corecontext.config import check_int
+
+
+class SinkLayer(CacheLayerMixin):
+    """`sinks` first tokens and `window_size` last tokens, with rotary applied.
+
+    `update` returns the new tokens alone; `attend`, which knows the padding, appends them. Tokens
+    that left the window are gone, so drafts cannot be taken back (no assisted decoding).
+    """
+
+    is_croppable = False
+    is_compileable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, sinks: int, window_size: int) -> None:
+        super().__init__()
+        self.settings: tuple[Any, ...] = (sinks, window_size)
+        """Arguments that it was made with: a cache must keep them."""
+        self.sinks = sinks
+        self.window_size = window_size
+        self.seen = 0
+        self.pads: Tensor | None = None
+        self.closed = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make empty buffers like these keys and values."""
+        self.keys, self.values = (
+            x.new_zeros(*x.shape[:2], self.sinks, x.shape[3]) for x in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new tokens; `attend` appends them."""
+        return key_states, value_states
+
+    def attend(self, call: Call, far_position: str) -> Tensor:
+        """Append the tokens of a call and let its queries attend: [B, H, T, D]."""
+        if self.closed:
+            raise ValueError(
+                "a cache that saw documents packed in one row cannot be continued. "
+                "Start a new cache."
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(call.k, call.v)
+        if call.attention_mask is not None:
+            self.pads = left_padding(call.attention_mask)
+        sinks = [
+            self._with_sinks(cached[:, :, : self.sinks], new)
+            for cached, new in ((self.keys, call.k), (self.values, call.v))
+        ]
+        tokens = [call.k, call.v]
+        if self.seen:
+            recent = (self.keys[:, :, self.sinks :], self.values[:, :, self.sinks :])
+            tokens = [torch.cat(pair, 2) for pair in zip(recent, tokens)]
+        out = sink_attention(
+            call.q,
+            *tokens,
+            Sinks(*sinks, far_position, call.rotary),
+            self.window_size,
+            call.scoring,
+            first=self.seen,
+            pads=self.pads,
+        )
+        self.keys, self.values = (
+            torch.cat((first, x[:, :, -self.window_size :]), 2).detach()
+            for first, x in zip(sinks, tokens)
+        )
+        self.seen += call.k.shape[2]
+        return out
+
+    def _with_sinks(self, cached: Tensor, new: Tensor) -> Tensor:
+        """Return the sinks after the new tokens, which may hold some of them."""
+        if not self.sinks or (self.seen >= self.sinks and self.pads is None):
+            return cached
+        pads = 0 if self.pads is None else self.pads[:, None]
+        slots = torch.arange(self.sinks, device=new.device)[None] + pads - self.seen
+        slots = slots.expand(new.shape[0], -1)[:, None, :, None]
+        index = slots.clamp(0, new.shape[2] - 1).expand(-1, new.shape[1], -1, new.shape[3])
+        is_new = (slots >= 0) & (slots < new.shape[2])
+        return torch.where(is_new, new.gather(2, index), cached)
+
+    def get_seq_length(self) -> int:
+        """Return the slots appended so far, padding included."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset that a mask of this layer would have."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: no longest sequence."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.keys = self.values = self.pads = None
+        self.is_initialized = False
+        self.closed = False
+        self.seen = 0
+
+    def close(self) -> None:
+        """Take no more tokens: several documents went through, of which the cache holds none.
+
+        Raises:
+            ValueError: it holds tokens already.
+        """
+        if self.seen:
+            raise ValueError(
+                "documents packed in one row must not follow a filled cache, got "
+                f"{self.seen} tokens. Start a new cache."
+            )
+        self.closed = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        if not self.is_initialized:
+            return 0
+        return sum(x.numel() * x.element_size() for x in (self.keys, self.values))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to remove tokens."""
+        if tokens_to_remove:
+            raise NotImplementedError(
+                "tokens cannot be taken back: what left the window is gone. Use no drafts."
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow the beams."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        self.change_rows(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows."""
+        self.change_rows(lambda x: x[indices.to(x.device)])
+
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to every tensor that has one entry for each row."""
+        if self.is_initialized:
+            self.keys = change(self.keys)
+            self.values = change(self.values)
+            self.pads = None if self.pads is None else change(self.pads)
+
+    def offload(self) -> None:
+        """Refuse to offload: transformers does it before the attention has appended."""
+        raise NotImplementedError(
+            "an offloaded cache cannot hold sinks and window. Use the default cache."
+        )
+
+
+@dataclass(frozen=True)
+class SinkMethod(Method):
+    """A query sees its nearest `window_size` tokens, itself included, and the first `sinks`
+    tokens."""
+
+    far_position: ClassVar[str] = "none"
+    """Position of a sink that has left the window: see `blocks.Sinks`."""
+    sinks: int
+    window_size: int
+
+    def __post_init__(self) -> None:
+        check_int("sinks", self.sinks, 0)
+        check_int("window_size", self.window_size, 1)
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether sinks are rotated to another position."""
+        return self.far_position != "none"
+
+    def make_cache(self, layer: Layer) -> SinkLayer:
+        """Return an empty cache of one layer."""
+        return SinkLayer(self.sinks, self.window_size)
+
+    def attend(self, call: Call) -> Tensor:
+        """Attend in the call's cache, or in one that is dropped afterwards."""
+        cache = self.make_cache(call.layer) if call.cache is None else call.cache
+        return cache.attend(call, self.far_position)
