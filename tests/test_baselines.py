@@ -22,9 +22,12 @@ from corecontext.baselines import (
     WindowOnly,
 )
 from corecontext.baselines import blocks as blocks_module
-from corecontext.baselines.cache import DuoLayer, SinkLayer
+from corecontext.baselines.blocks import Scoring, Sinks
+from corecontext.baselines.duo_attention import DuoLayer
+from corecontext.baselines.method import Call, Layer
 from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, sparse_attention
-from corecontext.baselines.search import candidates_for
+from corecontext.baselines.pattern_search import candidates_for
+from corecontext.baselines.sink_cache import SinkLayer
 from corecontext.inference import Engine
 from corecontext.integrations.hf_cache import cache_bytes
 
@@ -303,7 +306,7 @@ def test_patterns_equal_their_masks(pattern, new):
         torch.randn(1, heads, length, 16, generator=generator)
         for heads, length in ((4, new), (2, 71), (2, 71))
     )
-    out = sparse_attention(q, k, v, [pattern] * 4, block_size=8, probe=8, scale=0.25)
+    out = sparse_attention(q, k, v, [pattern] * 4, Scoring(0.25), block_size=8, probe=8)
     mask = pattern_mask(q, k.repeat_interleave(2, 1), pattern, 8, 8, 0.25)
     assert bool(mask.diagonal(71 - new, -2, -1).all())  # every query sees itself
     assert not bool(mask.flatten(0, -3).all())
@@ -369,13 +372,14 @@ def test_autocast_changes_no_more_than_rounding(config):
 def test_duo_heads_see_everything_or_sinks_and_window():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 60, 16) for heads in (8, 4, 4))
-    options = {"far_position": "none", "rotary": None, "scale": 0.25}
+    layer = Layer(0, 0, 8, 4)
     for full in ((), (2,), (0, 3), (0, 1, 2, 3)):
         duo, cut = DuoLayer(3, 7, full, 4), 0
         parts = []
         for new in (25, 1, 1, 20, 13):
             at = slice(cut, cut + new)
-            parts.append(duo.attend(q[:, :, at], k[:, :, at], v[:, :, at], None, **options))
+            call = Call(q[:, :, at], k[:, :, at], v[:, :, at], Scoring(0.25), layer)
+            parts.append(duo.attend(call, "none"))
             cut += new
         out = torch.cat(parts, 2)
         for head in range(4):
@@ -482,17 +486,8 @@ def test_a_window_alone_equals_its_mask(length, window_size, softcap, monkeypatc
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill((distance < 0) | (distance >= window_size), -torch.inf)
     wanted = scores.softmax(-1) @ v.repeat_interleave(2, 1)
-    found = blocks_module.sink_attention(
-        q,
-        k,
-        v,
-        k[:, :, :0],
-        v[:, :, :0],
-        first=0,
-        window_size=window_size,
-        scale=0.3,
-        softcap=softcap,
-    )
+    no_sinks = Sinks(k[:, :, :0], v[:, :, :0])
+    found = blocks_module.sink_attention(q, k, v, no_sinks, window_size, Scoring(0.3, softcap))
     near = {"rtol": 0, "atol": 1e-12 if softcap is None else 1e-5}  # capped scores are float32
     torch.testing.assert_close(found, wanted, **near)
     grad = torch.randn_like(wanted)
@@ -513,9 +508,8 @@ def test_memory_grows_with_the_length_not_its_square(monkeypatch):
     for length in (4096, 8192):
         q = torch.randn(1, 1, length, 8)
         largest.clear()
-        blocks_module.sink_attention(
-            q, q, q, q[:, :, :4], q[:, :, :4], first=0, window_size=256, scale=0.3
-        )
+        sinks = Sinks(q[:, :, :4], q[:, :, :4])
+        blocks_module.sink_attention(q, q, q, sinks, 256, Scoring(0.3))
         peaks.append(max(largest))
     assert peaks[0] == peaks[1] < 4096 * 1024
 

@@ -487,14 +487,14 @@ PERPLEXITY = ["perplexity", "good.txt"]
             [*GENERATE, "--model", "MODEL", "--seed", "99999999999999999999"],
             "seed must be from -2**63 to 2**63 - 1, got",
         ),
-        ([*GENERATE, "--model", "MODEL", "--device", "meta"], "device 'meta' is not here"),
+        ([*GENERATE, "--model", "MODEL", "--device", "meta"], "device 'meta' is not available"),
         (
             [*GENERATE, "--model", "MODEL", "--output", "pipe", "--force"],
             "output 'pipe' must be a file, got a device or a",
         ),
         (
             [*GENERATE, "--model", "wordless"],
-            "the tokenizer of model 'wordless' cannot be loaded (tokenizer.json, as a",
+            "the tokenizer of model 'wordless' cannot be loaded (tokenizer.json is",
         ),
         (
             ["serve", "--model", "MODEL", "--random-weights", "--dtype", "int8"],
@@ -592,7 +592,7 @@ def test_no_gpu_is_said(model, here, capfd):
         pytest.skip("this machine has a GPU")
     found = refuse(capfd, here, *PERPLEXITY, "--model", model, "--device", "cuda")
     assert found == (
-        "device 'cuda' is not here: this machine or this PyTorch has no GPU. Use --device cpu."
+        "device 'cuda' is not available: no GPU, or a CPU build of PyTorch. Use --device cpu."
     )
 
 

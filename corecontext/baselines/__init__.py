@@ -1,32 +1,29 @@
 """Rival methods under the contract of ours, one file each; rivals.py lists them."""
 
-from corecontext.baselines.duo_attention import DuoAttention
-from corecontext.baselines.hook import enable, enabled, rival_of
-from corecontext.baselines.lm_infinite import LMInfinite
-from corecontext.baselines.longlora import LongLoRA
-from corecontext.baselines.method import Method
-from corecontext.baselines.minference import MInference, Pattern
-from corecontext.baselines.pattern_search import read_patterns, search_patterns, write_patterns
-from corecontext.baselines.rivals import NAMES, RIVALS, make_rival
-from corecontext.baselines.streaming_llm import StreamingLLM
-from corecontext.baselines.window import WindowOnly
+from __future__ import annotations
 
-__all__ = [
-    "NAMES",
-    "RIVALS",
-    "DuoAttention",
-    "LMInfinite",
-    "LongLoRA",
-    "MInference",
-    "Method",
-    "Pattern",
-    "StreamingLLM",
-    "WindowOnly",
-    "enable",
-    "enabled",
-    "make_rival",
-    "read_patterns",
-    "rival_of",
-    "search_patterns",
-    "write_patterns",
-]
+import importlib
+from typing import Any
+
+from corecontext.baselines.rivals import NAMES, RIVALS, make_rival
+
+_FILES = {
+    "Method": "method",
+    "Pattern": "minference",
+    "enable": "hook",
+    "enabled": "hook",
+    "rival_of": "hook",
+    "read_patterns": "pattern_search",
+    "search_patterns": "pattern_search",
+    "write_patterns": "pattern_search",
+}
+_FILES |= {name: file for file, name in (rival.settings.split(".") for rival in RIVALS.values())}
+
+__all__ = ["NAMES", "RIVALS", "make_rival", *sorted(_FILES)]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use, so that the table of rivals loads nothing heavy."""
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)

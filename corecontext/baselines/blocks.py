@@ -107,9 +107,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor
     return torch.cat(outs, 2)
 
 
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, window_size: int, scoring: Scoring
-) -> Tensor:
+def window_attention(q: Tensor, k: Tensor, v: Tensor, window_size: int, scoring: Scoring) -> Tensor:
     """Let each query of a whole sequence see its nearest `window_size` tokens.
 
     Queries go in blocks as long as the window, each with its own block of keys and the one before:

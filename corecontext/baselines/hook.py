@@ -36,8 +36,7 @@ class Handle(AttentionHandle):
     KIND = "rival"
     ATTRIBUTE = "_corecontext_rival"
     INCOMPLETE = (
-        "attn_implementation='rival' must be completed by "
-        "corecontext.baselines.enable(model, ...)."
+        "attn_implementation='rival' must be completed by corecontext.baselines.enable(model, ...)."
     )
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
@@ -88,8 +87,7 @@ def enable(model: nn.Module, config: Method | CCAConfig) -> Any:
         return ours.enable(model, config)
     if inner.config.model_type not in TESTED:
         raise NotImplementedError(
-            f"architecture {inner.config.model_type!r} is not tested. "
-            f"Tested: {', '.join(TESTED)}."
+            f"architecture {inner.config.model_type!r} is not tested. Tested: {', '.join(TESTED)}."
         )
     return Handle(inner, config)
 

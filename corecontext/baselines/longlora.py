@@ -44,9 +44,7 @@ class LongLoRA(Method):
         return shifted_attention(call.q, call.k, call.v, size, call.scoring)
 
 
-def shifted_attention(
-    q: Tensor, k: Tensor, v: Tensor, group_size: int, scoring: Scoring
-) -> Tensor:
+def shifted_attention(q: Tensor, k: Tensor, v: Tensor, group_size: int, scoring: Scoring) -> Tensor:
     """Attend causally inside groups of tokens, [B, H, L, D] on [B, Hkv, L, D].
 
     In the second half of the heads groups begin half a group earlier.

@@ -1,51 +1,56 @@
-"""List the rival methods by the names that commands have for them."""
+"""List the rival methods. A new rival is a file beside this one and a row here.
+
+Commands read the table for their help, so it loads a method's file only when the method is made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+import importlib
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from corecontext.baselines.duo_attention import DuoAttention
-from corecontext.baselines.lm_infinite import LMInfinite
-from corecontext.baselines.longlora import LongLoRA
-from corecontext.baselines.method import Method
-from corecontext.baselines.minference import MInference
-from corecontext.baselines.streaming_llm import StreamingLLM
-from corecontext.baselines.window import WindowOnly
 from corecontext.config import CCAConfig, check_choice
+
+if TYPE_CHECKING:
+    from corecontext.baselines.method import Method
 
 SINKS = ("window_size", "sinks")
 
 
 class Rival(NamedTuple):
-    """How one method is made and used."""
+    """A method, and where it can be chosen."""
 
-    make: Callable[..., Method | CCAConfig]
+    settings: str
+    """Makes its settings: "file.Class"."""
     takes: tuple[str, ...]
-    """Settings that users choose."""
-    trains: bool = True
-    """Whether `corecontext train` offers it."""
-    generates: bool = True
-    """Whether it differs from full attention outside of training."""
+    """Settings that the user may give."""
+    commands: tuple[str, ...] = ("eval", "train")
+    """Commands whose help offers it."""
 
 
 RIVALS = {
-    "window": Rival(WindowOnly, SINKS),
-    "streaming_llm": Rival(StreamingLLM, SINKS),
-    "lm_infinite": Rival(LMInfinite, SINKS),
-    "minference": Rival(MInference, ("patterns",), trains=False),
-    "longlora": Rival(LongLoRA, ("group_size",), generates=False),
-    # Our own operators with another pooling; `corecontext train` has --pooling for them.
-    "mean": Rival(partial(CCAConfig, pooling="mean"), ("group_size", "window_size"), trains=False),
-    "max": Rival(partial(CCAConfig, pooling="max"), ("group_size", "window_size"), trains=False),
-    # From Python only: its heads come from a search.
-    "duo_attention": Rival(DuoAttention, ("full_heads", *SINKS), trains=False),
+    "window": Rival("window.WindowOnly", ("window_size",)),
+    "streaming_llm": Rival("streaming_llm.StreamingLLM", SINKS),
+    "lm_infinite": Rival("lm_infinite.LMInfinite", SINKS),
+    "minference": Rival("minference.MInference", ("patterns",), ("eval",)),
+    "longlora": Rival("longlora.LongLoRA", ("group_size",), ("train",)),
+    # `corecontext train` has --pooling for these two.
+    "mean": Rival("poolings.mean_pooling", ("group_size", "window_size"), ("eval",)),
+    "max": Rival("poolings.max_pooling", ("group_size", "window_size"), ("eval",)),
+    # Its heads come from a search, so no command can make it.
+    "duo_attention": Rival("duo_attention.DuoAttention", ("full_heads", *SINKS), ()),
 }
-OPTIONS = ("group_size", "window_size", "sinks", "patterns")
-"""Settings that commands can give."""
-NAMES = tuple(name for name, rival in RIVALS.items() if set(rival.takes) <= set(OPTIONS))
-"""The methods that commands can make."""
+NAMES = tuple(name for name, rival in RIVALS.items() if rival.commands)
+"""Methods that commands can make."""
+
+
+def offered(command: str) -> tuple[str, ...]:
+    """Return the rivals that the help of "eval" or "train" offers."""
+    return tuple(name for name, rival in RIVALS.items() if command in rival.commands)
+
+
+def takers(setting: str) -> tuple[str, ...]:
+    """Return the rivals that a command can give a setting."""
+    return tuple(name for name in NAMES if setting in RIVALS[name].takes)
 
 
 def make_rival(name: str, **settings: Any) -> Method | CCAConfig:
@@ -58,11 +63,11 @@ def make_rival(name: str, **settings: Any) -> Method | CCAConfig:
         ValueError: there is no such rival, or it has no such setting.
     """
     check_choice("method", name, NAMES)
-    rival = RIVALS[name]
     given = {key: value for key, value in settings.items() if value is not None}
     for key, value in given.items():
-        if key not in rival.takes:
+        if key not in RIVALS[name].takes:
             raise ValueError(
                 f"{key} must not be given for {name}, got {value}: it has no such size."
             )
-    return rival.make(**given)
+    file, _, maker = RIVALS[name].settings.partition(".")
+    return getattr(importlib.import_module(f"corecontext.baselines.{file}"), maker)(**given)

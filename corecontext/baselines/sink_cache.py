@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -168,10 +167,9 @@ class SinkLayer(CacheLayerMixin):
         )
 
 
-@dataclass(frozen=True)
 class SinkMethod(Method):
-    """A query sees its nearest `window_size` tokens, itself included, and the first `sinks`
-    tokens."""
+    """Base of methods whose queries see the first `sinks` tokens and their nearest `window_size`
+    tokens, themselves included."""
 
     far_position: ClassVar[str] = "none"
     """Position of a sink that has left the window: see `blocks.Sinks`."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from corecontext.baselines.rivals import takers
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import TASKS, describe, run_task
 from corecontext.eval.subject import ModelSubject
@@ -81,7 +82,7 @@ def evaluate(
     for method in methods:
         given = dict(sizes or {})
         if len(methods) > 1:  # each method takes what it has
-            have = {"sinks": ("cca", "streaming_llm", "lm_infinite"), "patterns": ("minference",)}
+            have = {"sinks": ("cca", *takers("sinks")), "patterns": takers("patterns")}
             given = {k: v for k, v in given.items() if method in have.get(k, methods)}
         loaded = load(model, method=method, dtype=dtype, device=device, **given)
         if (

@@ -12,7 +12,13 @@ import torch
 
 from corecontext.config import CCAConfig
 from corecontext.files import UserError
-from corecontext.loading import check_architecture, load_config, one_line, pick_rival
+from corecontext.loading import (
+    AttentionSizes,
+    check_architecture,
+    load_config,
+    one_line,
+    pick_rival,
+)
 from corecontext.train.train_config import RECIPES, TrainConfig
 
 PARTIAL = ("q_proj", "k_proj", "v_proj")
@@ -267,10 +273,8 @@ def replace_attention(model: Any, config: TrainConfig) -> None:
     from corecontext.baselines import enable
 
     attention: Any = config.cca()
-    if config.method == "longlora":
-        attention = pick_rival(config.method, None, None, None, None)
-    elif config.method != "cca":
-        attention = pick_rival(config.method, None, config.window_size, None, None)
+    if config.method != "cca":
+        attention = pick_rival(config.method, AttentionSizes(window_size=config.window_size))
     with one_line():
         enable(model, attention)
 

@@ -13,11 +13,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from corecontext.baselines.rivals import offered
 from corecontext.config import CCAConfig, check_choice, check_int
 from corecontext.files import UserError
 
 STRATEGIES = ("scratch", "full", "partial", "lora")
-METHODS = ("cca", "full", "window", "streaming_llm", "lm_infinite", "longlora")
+METHODS = ("cca", "full", *offered("train"))
 REPORTS = ("tensorboard", "wandb")
 PRECISIONS = ("auto", "float32", "bfloat16")
 RECIPES: dict[str, dict[str, Any]] = {"raw": {"raw_heads": None, "distil": 0.5}, "paper": {}}
