@@ -1,4 +1,4 @@
-.PHONY: check test slow
+.PHONY: check test slow docs
 
 PYTHON ?= .venv/bin/python
 
@@ -12,3 +12,6 @@ test:
 
 slow:
 	$(PYTHON) -m pytest -m slow
+
+docs:
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
