@@ -14,8 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MARKED = re.compile(r"(?<=<!-- tree -->\n).*?(?=<!-- end tree -->)", re.S)
 LABORATORY = ("benchmarks", "reproduction")
 FOLDERS = {
-    "docs": "these pages as a site (`make docs`); docs/math.md has every equation",
-    "examples": "a question at the end of a long text; the cache's bytes by length",
     "recipes": "recipes of `corecontext train`; the bundled model was made by one",
     "results": "every published number: a record with device, commit and command",
     "tests": "laws, oracles, error budgets by row, planted faults",
@@ -33,11 +31,9 @@ def summary(path: Path) -> str:
 def entries(package: Path) -> list[tuple[str, str]]:
     """Return the modules and packages of a package, each with its summary: modules first."""
     modules = sorted(path for path in package.glob("*.py") if not path.name.startswith("_"))
-    packages = sorted(path.parent for path in package.glob("**/__init__.py"))
+    packages = sorted(package.glob("*/__init__.py"))
     return [(path.name, summary(path)) for path in modules] + [
-        (f"{path.relative_to(package)}/", summary(path / "__init__.py"))
-        for path in packages
-        if path != package
+        (f"{path.parent.name}/", summary(path)) for path in packages
     ]
 
 

@@ -1,4 +1,4 @@
-"""Every command and code block in the documents runs, and README's tables say what the records say.
+"""Hold the pages to the code: commands and code blocks run, tables and the tree are drawn anew.
 
 Commands that install are not run but compared with what they install from: pyproject.toml and
 .ci/run.
@@ -6,6 +6,8 @@ Commands that install are not run but compared with what they install from: pypr
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import io
 import re
 import shlex
@@ -13,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -21,19 +24,24 @@ try:
 except ModuleNotFoundError:  # Python 3.10, where pytest brings its ancestor
     import tomli as tomllib  # type: ignore[no-redef]
 
+from benchmarks import command as benchmarks_command
 from benchmarks import figures
 from corecontext.cli import main
 from reproduction import readme_tables
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"(?:<!-- test: skip because (?P<reason>[^>]+) -->\n)?```(?P<kind>\w+)\n(?P<body>.*?)^```",
     re.S | re.M,
 )
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install "
 ELSEWHERE = ("corecontext layers", "python -m reproduction --smoke")
 """Commands that other tests run, on less."""
+IN_PROCESS = {"benchmarks": benchmarks_command.main, "benchmarks.figures": figures.main}
+"""Modules whose commands run in this process, which saves an import of torch each."""
 needs_assets = pytest.mark.skipif(
     not (ROOT / "corecontext/assets/demo_model/config.json").is_file(),
     reason="the bundled model is not here",
@@ -41,62 +49,55 @@ needs_assets = pytest.mark.skipif(
 
 
 def blocks(*kinds: str) -> list:
-    """Each block of these kinds as a test's parameter: its text and, where it cannot run, why."""
-    found = []
+    """Return each block of these kinds as a test's parameter, skipped where it cannot run."""
+    parameters = []
     for document in DOCUMENTS:
-        text = document.read_text(encoding="utf-8") if document.exists() else ""
+        text = document.read_text(encoding="utf-8")
         for match in BLOCK.finditer(text):
-            if match["kind"] in kinds:
-                line = text[: match.start()].count("\n") + 1
-                found.append(
-                    pytest.param(match["body"], match["reason"], id=f"{document.name}:{line}")
-                )
-    return found
+            if match["kind"] not in kinds:
+                continue
+            line = text[: match.start()].count("\n") + 1
+            marks = [pytest.mark.skip(reason=match["reason"])] if match["reason"] else []
+            name = f"{document.name}:{line}"
+            parameters.append(pytest.param(match["body"], id=name, marks=marks))
+    return parameters
 
 
 def commands() -> list:
-    """Each line of each shell block."""
-    return [
-        pytest.param(
-            line,
-            block.values[1],
-            id=f"{block.id}:{line[:40]}",
-            marks=[pytest.mark.slow] if line.startswith(ELSEWHERE) else [],
-        )
-        for block in blocks("bash", "sh", "shell")
-        for line in block.values[0].replace("\\\n", " ").splitlines()
-        if line.strip() and not line.startswith("#")
-    ]
+    """Return each line of each shell block as a test's parameter."""
+    parameters = []
+    for block in blocks("bash", "sh", "shell"):
+        for line in block.values[0].replace("\\\n", " ").splitlines():
+            if not line.strip() or line.startswith("#"):
+                continue
+            slow = [pytest.mark.slow] if line.startswith(ELSEWHERE) else []
+            name = f"{block.id}:{line[:40]}"
+            parameters.append(pytest.param(line, id=name, marks=[*block.marks, *slow]))
+    return parameters
 
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch) -> Path:
-    """A folder that looks like a clone, so that nothing that runs here changes the real one."""
-    for name in (
-        "corecontext",
-        "examples",
-        "docs",
-        "results",
-        "pyproject.toml",
-        "Makefile",
-        "recipes",
-    ):
-        if (ROOT / name).exists():
-            (tmp_path / name).symlink_to(ROOT / name)
+    """A folder that looks like a clone, so that a command cannot change the real one."""
+    for name in ("corecontext", "examples", "docs", "pyproject.toml", "Makefile", "recipes"):
+        (tmp_path / name).symlink_to(ROOT / name)
     for name in ("README.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "results").unlink(missing_ok=True)
-    shutil.copytree(ROOT / "results", tmp_path / "results", dirs_exist_ok=True)
+    # Figures are drawn into results/; the stages below results/reproduction are only read.
+    (tmp_path / "results").mkdir()
+    for path in (ROOT / "results").iterdir():
+        if path.is_file():
+            shutil.copy(path, tmp_path / "results")
+        else:
+            (tmp_path / "results" / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @needs_assets
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("line, reason", commands())
-def test_commands_run(line, reason, clone, monkeypatch, capfd):
-    if reason:
-        pytest.skip(reason)
+@pytest.mark.parametrize("line", commands())
+def test_commands_run(line, clone, monkeypatch, capfd):
     if line.startswith(SET_UP):
         return check_set_up(line.removeprefix(SET_UP))
     if line.startswith("make "):
@@ -105,27 +106,27 @@ def test_commands_run(line, reason, clone, monkeypatch, capfd):
         return None
     *before, command = line.split(" | ")
     if before:
-        given = subprocess.run(
-            " | ".join(before), shell=True, capture_output=True, check=True
-        ).stdout
+        shell = " | ".join(before)
+        given = subprocess.run(shell, shell=True, capture_output=True, check=True).stdout
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
     program, *arguments = shlex.split(command)
     if program == "corecontext":
         assert main(arguments) == 0
-    elif arguments[:1] == ["-m"] and arguments[1] == "benchmarks.figures":
-        assert figures.main(arguments[2:]) == 0
+    elif arguments[:1] == ["-m"] and arguments[1] in IN_PROCESS:
+        assert IN_PROCESS[arguments[1]](arguments[2:]) == 0
     else:
         assert program == "python", f"{line!r}: a kind of command this test does not know"
         env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
         subprocess.run([sys.executable, *arguments], check=True, env=env)
+    return None
 
 
 def check_set_up(rest: str) -> None:
-    """An install line: what it installs exists, and what it then runs is installed by it."""
+    """Check an install line: its extras exist, and they install the command that follows."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    what, *then = rest.split(" && ")
-    wanted = re.fullmatch(r"(?:-e )?'?\.(?:\[([\w,]+)\])?'?", what)
-    assert wanted, what
+    target, *then = rest.split(" && ")
+    wanted = re.fullmatch(r"(?:-e )?'?\.(?:\[([\w,]+)\])?'?", target)
+    assert wanted, target
     extras = (wanted[1] or "").split(",") if wanted[1] else []
     assert set(extras) <= set(project["optional-dependencies"])
     for command in then:
@@ -139,15 +140,13 @@ def check_set_up(rest: str) -> None:
 
 
 @needs_assets
-@pytest.mark.parametrize("code, reason", blocks("python"))
-def test_code_runs(code, reason, clone):
-    if reason:
-        pytest.skip(reason)
+@pytest.mark.parametrize("code", blocks("python"))
+def test_code_runs(code, clone):
     exec(compile(code, "block", "exec"), {"__name__": "__main__"})
 
 
 def test_readme_has_the_two_commands_and_ci_calls_the_same():
-    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    readme, ci = README.read_text(), (ROOT / ".ci" / "run").read_text()
     demo, test = re.findall(r"^python3 -m venv .*$", readme, re.M)
     assert demo.endswith("/corecontext demo") and test.endswith("-m pytest")
     lines = [line for line in ci.splitlines() if line.startswith("python3")]
@@ -155,28 +154,98 @@ def test_readme_has_the_two_commands_and_ci_calls_the_same():
     subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=True)
 
 
+def test_no_command_runs_on_two_pages():
+    lines = [command.values[0] for command in commands() if not command.values[0][0].isspace()]
+    run = [line for line in lines if line.startswith(("corecontext", "python -m", "head"))]
+    assert sorted(set(run)) == sorted(run)
+
+
+def test_readme_is_short():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 130
+    assert sum(line.startswith("|") for line in lines) <= 25
+
+
 def test_the_tables_say_what_the_records_say():
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in (README, *sorted((ROOT / "docs").glob("*.md"))):
         text = page.read_text(encoding="utf-8")
-        assert (
-            figures.update_tables(text, ROOT / "results", (*figures.TABLES, *readme_tables.TABLES))
-            == text
-        ), page.name
+        tables = (*figures.TABLES, *readme_tables.TABLES)
+        assert figures.update_tables(text, ROOT / "results", tables) == text, page.name
 
 
-def test_the_map_names_files_that_exist():
-    for document in DOCUMENTS[:2]:
+def tree_writer() -> ModuleType:
+    """Load docs/tree.py, which is a script beside the pages."""
+    spec = importlib.util.spec_from_file_location("tree", ROOT / "docs/tree.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tree_is_that_of_the_packages():
+    tree, readme = tree_writer(), README.read_text(encoding="utf-8")
+    assert tree.with_tree(readme) == readme, "run: python docs/tree.py --write"
+    empty = [line for line in tree.tree().splitlines() if len(line.split()) < 2]
+    assert not [line for line in empty if not line.startswith("```")], "a docstring is missing"
+
+
+def test_pages_name_files_that_exist():
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
         for path in re.findall(
-            r"`((?:corecontext|docs|examples|tests|results|\.ci)/[\w./-]*)`", document.read_text()
+            r"`((?:corecontext|benchmarks|reproduction|docs|examples|tests|\.ci)/[\w./-]*)`", text
         ):
             assert (ROOT / path).exists(), f"{document.name} names {path}"
 
 
+def heading_anchors(document: Path) -> set[str]:
+    """Return the anchors of a page's headings, as the repository page and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in headings}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+    for target, anchor in LINK.findall(document.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        page = document.parent / target if target else document
+        assert page.exists(), f"{document.name} links to {target}"
+        if anchor:
+            assert anchor in heading_anchors(page), f"{document.name} links to {target}#{anchor}"
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert f": {page.relative_to(ROOT / 'docs').as_posix()}\n" in navigation, page.name
+
+
+def test_the_reference_names_what_exists():
+    names = [
+        name
+        for page in (ROOT / "docs/reference").glob("*.md")
+        for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.M)
+    ]
+    assert names
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        public = getattr(importlib.import_module(module), attribute, None)
+        assert public is not None and public.__doc__, f"{name} is missing or has no docstring"
+
+
+@pytest.mark.slow
+def test_the_site_builds(tmp_path):
+    pytest.importorskip("mkdocstrings")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for page in tmp_path.rglob("*.html"):
+        # Nothing may come from another host: the site is read offline.
+        loaded = re.findall(
+            r"<(?:script|link|img)[^>]+(?:src|href)=\"?(https?:[^\">]+)", page.read_text()
+        )
+        assert not loaded, f"{page.name} loads {loaded[0]}"
 
 
 @needs_assets
