@@ -47,7 +47,7 @@ class TrainConfig:
     continues the run."""
     data: tuple[str, ...] = ()
     """Training text: files (.txt, .md, .jsonl, .parquet, also .xz, .zst, .gz), folders of such, or
-    hub:NAME[@REVISION][:CONFIG[:SPLIT]]."""
+    `hub:NAME[@REVISION][:CONFIG[:SPLIT]]`."""
     eval_data: tuple[str, ...] = ()
     """Text for evaluation, in the same forms."""
     strategy: str = "full"
