@@ -8,6 +8,7 @@ from torch import Tensor
 
 from corecontext.ops import reference
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Cores, Groups, Spec, Tokens
 from corecontext.visibility import local_start, num_visible_cores
 
 TOLERANCE = 8  # times the spacing of the dtype's numbers at the row's largest value
@@ -53,28 +54,18 @@ def true_rows(
     group_k, group_v = (
         x[0, kv_head, past].double().unflatten(0, (groups, g))[None] for x in (k, v)
     )
-    core_k, core_v = reference.pool(
-        q[:1, heads, g - 1 : groups * g : g].double(),
-        group_k,
-        group_v,
-        scale=dim**-0.5,
-        rotary=rotary,
-    )
+    spec = Spec(g, window_size, dim**-0.5, rotary=rotary)
+    q_last = q[:1, heads, g - 1 : groups * g : g].double()
+    core_k, core_v = reference.pool(Groups(q_last, group_k, group_v), spec)
     found = []
     for row in rows:
         start, cores = local_start(row, g, window_size), num_visible_cores(row, g, window_size)
         near_k, near_v = (x[0, kv_head, None, start : row + 1].double() for x in (k, v))
+        query = q[:1, heads, row : row + 1].double()
         out, _ = reference.attend(
-            q[:1, heads, row : row + 1].double(),
-            near_k,
-            near_v,
-            core_k[:, :, :cores],
-            core_v[:, :, :cores],
-            q_start=row,
-            k_start=start,
-            group_size=g,
-            window_size=window_size,
-            scale=dim**-0.5,
+            Tokens(query, near_k, near_v, row, start),
+            Cores(core_k[:, :, :cores], core_v[:, :, :cores]),
+            spec,
         )
         found.append(out[0, :, 0])
     return torch.stack(found)

@@ -67,8 +67,8 @@ FAULTS = [
         """
 if (
     plain
-    and chosen != "reference"
-    and is_full_attention(seq_len - 1, size, window_size, num_sinks(sink_size, size))
+    and backend != "reference"
+    and is_full_attention(q.shape[2] - 1, sized.group_size, sized.window_size, sized.sinks)
 ):
 """,
         f"{LAWS}::test_law_1_the_first_core_query_is_the_first_to_differ",
@@ -243,7 +243,7 @@ return (
     ),
     Fault(
         "6: gradient through the pooling weights dropped",
-        "grad_scores = 0 * probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True)) * scale",
+        "grad_scores = 0 * probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True)) * spec.scale",
         f"{LAWS}::test_law_6_gradients_reach_through_the_pooling_weights",
     ),
     Fault(
@@ -289,7 +289,7 @@ out, lse = partial.forward(
     ),
     Fault(
         "8: weights of one query head instead of the mean",
-        'return (probs[:, :1] if core_heads == "kv" else probs), probs, slope',
+        'return (probs[:, :1] if spec.core_heads == "kv" else probs), probs, slope',
         f"{LAWS}::test_law_8_pooling_agrees",
     ),
     Fault(
@@ -328,11 +328,7 @@ turned = torch.stack((first * cos + second * sin, second * cos - first * sin), -
     ),
     Fault(
         "compile: wrong dtype of the log-sum-exp in the fake",
-        """
-return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(
-    q.shape[:-1], dtype=torch.float64, device=q.device
-)
-""",
+        "lse = torch.empty(q.shape[:-1], dtype=torch.float64, device=q.device)",
         f"{API}::test_registered_operators_describe_themselves_truly",
     ),
     Fault(
@@ -385,7 +381,7 @@ before = probabilities.cumsum(
     ),
     Fault(
         "sinks: counted twice, reference",
-        "see_core = torch.arange(num_cores, device=device) < cores",
+        "see_core = torch.arange(num_cores, device=position.device) < cores",
         f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask",
     ),
     Fault(
@@ -400,42 +396,22 @@ before = probabilities.cumsum(
     ),
     Fault(
         "sinks: their gradient from later queries dropped",
-        """
-return (
-    torch.cat((among[0], dq + first[0]), 2),
-    torch.cat((among[1], dk), 1),
-    torch.cat((among[2] + first[2], dv), 1),
-    *others,
-)
-""",
+        "sink_dk = among_dk",
         f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask",
     ),
     Fault(
         "sinks: the gradient of the log-sum-exp dropped",
-        """
-dq, *dkv = partial.backward(
-    some_grad,
-    some_q,
-    k[:, None, :n],
-    v[:, None, :n],
-    some_out.to(q.dtype),
-    some_lse,
-    scale=scale,
-    softcap=softcap,
-    grad_lse=None,
-    is_causal=is_causal,
-)
-""",
+        "results = upstream.rows(rows)._replace(grad_lse=None)",
         f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask",
     ),
     Fault(
         "sinks: weights of other groups' queries",
-        "q_last = self.q[:, :, g - 1 : end - first : g]",
+        "q_last = q[:, :, g - 1 : end - first : g]",
         f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask",
     ),
     Fault(
         "sinks: the start of a chunk forgotten",
-        "among = max(0, min(sinks, q.shape[2]))  # queries that are first tokens themselves",
+        "among = max(0, min(n, q.shape[2]))  # queries that are first tokens themselves",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(
@@ -477,22 +453,8 @@ return attend_buffer(
     Fault(
         "sinks: lost when the first append is differentiated",
         """
-out = cca_attention(
-    q,
-    k,
-    v,
-    group_size=self.group_size,
-    window_size=c.window_size,
-    pooling=c.pooling,
-    core_position=c.core_position,
-    core_heads=c.core_heads,
-    rotary=self.rotary,
-    scale=scale,
-    softcap=softcap,
-    core_bias=c.core_bias,
-    learned=self.learned,
-    attention_mask=attention_mask,
-    backend=c.backend,
+out, _ = attend(
+    inputs, spec.replace(sink_size=0), Ragged(attention_mask), self.config.backend
 )
 """,
         f"{CACHE}::test_first_append_is_differentiable_later_ones_refuse",
@@ -504,20 +466,7 @@ out = cca_attention(
     ),
     Fault(
         "sinks: lost on their way into a model",
-        """
-return {
-    "group_size": config.head_group_sizes or config.group_size,
-    "window_size": config.window_size,
-    "num_groups": config.num_groups,
-    "pooling": config.pooling,
-    "core_position": config.core_position,
-    "core_heads": config.core_heads,
-    "rotary": self.rotary,
-    "core_bias": config.core_bias,
-    "learned": self.learned,
-    "backend": config.backend,
-}
-""",
+        "spec = Spec.of(config.replace(sink_size=0), self.rotary, scale, softcap)",
         f"{SINK_MODELS}::test_the_model_sees_the_rule",
     ),
     Fault(
@@ -532,7 +481,7 @@ return {
     ),
     Fault(
         "arrows: a backend imports another",
-        "from corecontext.ops import compose, partial, pooling, reference",
+        "from corecontext.ops import compose, partial, pooling, reference, sinks",
         "tests/test_arrows.py",
     ),
 ]

@@ -10,6 +10,7 @@ from corecontext import CCAConfig, Rotary
 from corecontext.cache import CompactKVCache, CompactLayer
 from corecontext.cache.eight_bit import LARGEST, decode, encode
 from corecontext.ops import reference
+from corecontext.ops.spec import Cores, Groups, Spec, Tokens
 from corecontext.visibility import local_start, num_visible_cores
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -41,30 +42,23 @@ def truth(config, q, k, v, mask=None):
         own_k, own_v = (rounded(x[row, :, pad:], kind) for x in (k, v))
         groups = own_k.shape[1] // g
         grouped = [x[:, : groups * g].unflatten(1, (groups, g)) for x in (own_k, own_v)]
-        cores = reference.pool(
-            own_q[:, :, g - 1 : groups * g : g],
-            *grouped,
-            scale=D**-0.5,
-            pooling=config.pooling,
-            core_heads=config.core_heads,
-            rotary=ROTARY,
-        )
+        spec = Spec.of(config, ROTARY, D**-0.5)
+        q_last = own_q[:, :, g - 1 : groups * g : g]
+        cores = reference.pool(Groups(q_last, *grouped), spec)
         core_k, core_v = (rounded(x, kind) for x in cores)
         for t in range(own_k.shape[1]):
             start, seen = local_start(t, g, s), num_visible_cores(t, g, s)
             start = 0 if n else start  # the reference has the first tokens in its mask
             part, _ = reference.attend(
-                own_q[:, :, t : t + 1],
-                own_k[:, start : t + 1],
-                own_v[:, start : t + 1],
-                core_k[:, :, n // g : seen],
-                core_v[:, :, n // g : seen],
-                q_start=t,
-                k_start=start,
-                group_size=g,
-                window_size=s,
-                scale=D**-0.5,
-                sinks=n,
+                Tokens(
+                    own_q[:, :, t : t + 1],
+                    own_k[:, start : t + 1],
+                    own_v[:, start : t + 1],
+                    q_start=t,
+                    k_start=start,
+                ),
+                Cores(core_k[:, :, n // g : seen], core_v[:, :, n // g : seen]),
+                spec,
             )
             out[row, :, pad + t] = part.flatten(0, 1)[:, 0]
     return out

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from corecontext.ops import partial
 from corecontext.ops.api import cca_attention, pool_core_tokens
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Upstream
 from corecontext.testing import (
     assert_accurate,
     assert_within_budget,
@@ -174,7 +175,10 @@ def test_a_gradient_of_the_log_sum_exp_under_large_scores(device, dtype):
         out, lse = partial.forward(y.q, y.k, y.v, scale=0.25, is_causal=True)
         results.append(
             partial.backward(
-                y.grad_out, y.q, y.k, y.v, out, lse, scale=0.25, is_causal=True, grad_lse=y.grad_lse
+                Upstream(y.grad_out, y.grad_lse, out, lse),
+                *(y.q, y.k, y.v),
+                scale=0.25,
+                is_causal=True,
             )
         )
     for found, truth in zip(*results):
@@ -256,8 +260,10 @@ def test_parts_of_a_softmax(device, dtype, head_dim, queries, keys, is_causal):
     torch.testing.assert_close(out.double(), truth, rtol=2 * tight, atol=2 * tight)
     whole_lse = truth_lse + 0.4  # as if other parts had taken a share
     share = truth * math.exp(-0.4)
-    wanted = partial.backward(*(x.double() for x in (grad, q, k, v)), share, whole_lse, **settings)
-    got = partial.backward(grad, q, k, v, share.to(dtype), whole_lse.float(), **settings)
+    upstream = Upstream(grad.double(), None, share, whole_lse)
+    wanted = partial.backward(upstream, *(x.double() for x in (q, k, v)), **settings)
+    upstream = Upstream(grad, None, share.to(dtype), whole_lse.float())
+    got = partial.backward(upstream, q, k, v, **settings)
     for name, one, right in zip(("q", "k", "v"), got, wanted):
         assert one.shape == right.shape
         error = (one.double() - right).norm() / right.norm()

@@ -306,8 +306,8 @@ def test_without_it_nothing_of_it_runs(monkeypatch):
     def never(*args, **options):
         raise AssertionError("the first tokens were attended to")
 
-    monkeypatch.setattr(sinks, "attend_after", never)
-    monkeypatch.setattr(sinks, "_backward", never)
+    monkeypatch.setattr(sinks, "attend", never)
+    monkeypatch.setattr(sinks, "attend_backward", never)
     x = make_inputs(60, device=torch.get_default_device())
     leaves = [y.clone().requires_grad_() for y in x[:3]]
     for learned in (None, {"probe": torch.zeros(4, 16)}):

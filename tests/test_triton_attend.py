@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
 from corecontext.ops import reference
+from corecontext.ops.spec import Cores, Spec, Tokens
 from corecontext.ops.triton import attend as kernels
 
 GPU = torch.cuda.is_available()
@@ -100,7 +101,9 @@ def test_forward_and_gradients(shape, dtype, options):
     }
     leaves = [x.double().requires_grad_() for x in (q, k, v, core_k, core_v)]
     wide_bias = None if bias is None else bias.double().requires_grad_()
-    truth, truth_lse = reference.attend(*leaves, core_bias=wide_bias, **sizes)
+    truth, truth_lse = reference.attend(
+        Tokens(*leaves[:3]), Cores(*leaves[3:]), Spec(**sizes), wide_bias
+    )
     out, lse = kernels.attend(q, k, v, core_k, core_v, core_bias=bias, **sizes)
     assert_near(out, truth, dtype, "out")
     torch.testing.assert_close(lse.double(), truth_lse, rtol=0, atol=ERROR[dtype])
@@ -136,7 +139,11 @@ def test_queries_may_start_anywhere(q_start, length):
         "window_size": 9,
         "scale": 0.25,
     }
-    truth, _ = reference.attend(*(x.double() for x in (q, k, v, core_k, core_v)), **sizes)
+    truth, _ = reference.attend(
+        Tokens(q.double(), k.double(), v.double(), q_start, k_start),
+        Cores(core_k.double(), core_v.double()),
+        Spec(group_size=4, window_size=9, scale=0.25),
+    )
     out, _ = kernels.attend(q, k, v, core_k, core_v, **sizes)
     assert_near(out, truth, torch.float32, "out")
 

@@ -24,7 +24,7 @@ triton = pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import Rotary, cca_attention  # noqa: E402
 from corecontext.ops import compose  # noqa: E402
-from corecontext.ops.triton import attend as anywhere  # noqa: E402
+from corecontext.ops.spec import Groups, Spec, Tokens, Upstream  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
 from corecontext.testing import (
     Inputs,
@@ -37,7 +37,7 @@ from corecontext.testing import (
 )
 
 GPU = torch.cuda.is_available()
-HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and backend.hopper is not None
+HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and backend.hopper_forward is not None
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = (
     [torch.bfloat16, torch.float16] if GPU else [torch.float16]
@@ -47,12 +47,11 @@ DTYPES = (
 class _Anywhere:
     """The functions that run everywhere, in the shape of the surface."""
 
-    pool, pool_backward = staticmethod(backend.pool), staticmethod(backend.pool_backward)
-    attend, attend_backward = staticmethod(anywhere.attend), staticmethod(anywhere.attend_backward)
-
-    @staticmethod
-    def gradients(*args: Any, **options: Any) -> tuple:
-        return compose.gradients(_Anywhere, *args, softcap=None, **options)
+    pool = staticmethod(backend.pool)
+    pool_backward = staticmethod(backend.pool_backward)
+    attend = staticmethod(backend.attend_anywhere)
+    attend_backward = staticmethod(backend.attend_backward)
+    gradients = functools.partial(compose.gradients, backend)
 
 
 SURFACES = {"anywhere": _Anywhere, "hopper": backend}
@@ -133,13 +132,13 @@ class _Direct(torch.autograd.Function):
     by `place`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, core_bias, surface, place, sizes, options):
+    def forward(ctx, q, k, v, core_bias, surface, place, spec):
         ctx.set_materialize_grads(False)
-        ctx.shapes, kv_heads, g = (q.shape, k.shape), k.shape[1], sizes["group_size"]
+        ctx.shapes, kv_heads, g = (q.shape, k.shape), k.shape[1], spec.group_size
         q = place(by_sequence(q, kv_heads))
         k, v = (place(by_sequence(x, kv_heads)[:, 0]) for x in (k, v))
         count = q.shape[2] // g
-        groups = (
+        groups = Groups(
             q[:, :, g - 1 : count * g : g],
             *(x[:, : count * g].unflatten(1, (count, g)) for x in (k, v)),
         )
@@ -148,14 +147,11 @@ class _Direct(torch.autograd.Function):
             if core_bias is None
             else core_bias.view(kv_heads, -1).repeat(q.shape[0] // kv_heads, 1)
         )
-        cores = surface.pool(*groups, **options)
-        out, lse = surface.attend(q, k, v, *cores, **sizes, scale=options["scale"], core_bias=bias)
-        ctx.surface, ctx.place, ctx.kept = (
-            surface,
-            place,
-            (q, k, v, place(out), place(lse), groups, cores),
-        )
-        ctx.sizes, ctx.options, ctx.bias = sizes, options, bias
+        tokens = Tokens(q, k, v)
+        cores = surface.pool(groups, spec)
+        out, lse = surface.attend(tokens, cores, spec, bias)
+        ctx.surface, ctx.place, ctx.results = surface, place, (place(out), place(lse))
+        ctx.inputs = (tokens, groups, cores, spec, bias)
         return out.view(ctx.shapes[0]), lse.view(ctx.shapes[0][:-1])
 
     @staticmethod
@@ -164,20 +160,15 @@ class _Direct(torch.autograd.Function):
         grad_out = by_sequence(grad_out, kv_heads)
         if 0 not in grad_out.stride():  # an expanded gradient is handed over as it is
             grad_out = ctx.place(grad_out)
-        grads = ctx.surface.gradients(
-            grad_out,
-            None if grad_lse is None else by_sequence(grad_lse, kv_heads),
-            *ctx.kept,
-            **ctx.sizes,
-            core_bias=ctx.bias,
-            **ctx.options,
-        )
+        grad_lse = None if grad_lse is None else by_sequence(grad_lse, kv_heads)
+        upstream = Upstream(grad_out, grad_lse, *ctx.results)
+        grads = ctx.surface.gradients(upstream, *ctx.inputs)
         dq, dk, dv = (
             x.reshape(shape).to(grad_out.dtype)
             for x, shape in zip(grads, (ctx.shapes[0], ctx.shapes[1], ctx.shapes[1]))
         )
         dbias = None if grads[3] is None else grads[3].view(-1, ctx.shapes[0][1]).sum(0)
-        return dq, dk, dv, dbias, None, None, None, None
+        return dq, dk, dv, dbias, None, None, None
 
 
 def direct(
@@ -188,18 +179,11 @@ def direct(
     v: Tensor,
     *,
     core_bias: Tensor | None = None,
-    rotary: Rotary | None = None,
-    core_heads: str = "kv",
-    **sizes: int,
+    **settings: Any,
 ) -> tuple[Tensor, Tensor]:
     """out and log-sum-exp, differentiable, by `_Direct`."""
-    options = {
-        "scale": q.shape[-1] ** -0.5,
-        "pooling": "cca",
-        "core_heads": core_heads,
-        "rotary": rotary,
-    }
-    return _Direct.apply(q, k, v, core_bias, surface, place, sizes, options)
+    spec = Spec(scale=q.shape[-1] ** -0.5, **settings)
+    return _Direct.apply(q, k, v, core_bias, surface, place, spec)
 
 
 def prepared(case: tuple, dtype: torch.dtype) -> tuple[Inputs, Tensor | None, dict[str, Any]]:
@@ -245,7 +229,7 @@ def test_hopper_takes_the_calls():
     """Else the cases below would compare a kernel with itself."""
     for _, length, dim, *_ in CASES:
         q = torch.empty(1, 1, length, dim, dtype=torch.bfloat16, device=DEVICE)
-        assert backend.hopper.unsupported_reason(q, 1.0, None) is None
+        assert backend.hopper_forward.unsupported_reason(q, 1.0, None) is None
         assert (backend.hopper_backward.unsupported_reason(q, 1.0, None) is None) == (dim <= 128)
         with deterministic():
             assert backend.hopper_backward.unsupported_reason(q, 1.0, None) is not None
@@ -343,29 +327,15 @@ def test_chunks_of_queries(r, dim, g, s, core_heads, q_start, count, dtype, way)
     surface, end = SURFACES[way], q_start + count
     rows, (keys, values) = by_sequence(q, 2), (by_sequence(x, 2)[:, 0] for x in (k, v))
     groups = end // g
-    cores = surface.pool(
-        rows[:, :, g - 1 : groups * g : g],
-        *(x[:, : groups * g].unflatten(1, (groups, g)) for x in (keys, values)),
-        scale=dim**-0.5,
-        core_heads=core_heads,
-        rotary=settings["rotary"],
-    )
+    spec = Spec(scale=dim**-0.5, **settings)
+    q_last = rows[:, :, g - 1 : groups * g : g]
+    grouped = (x[:, : groups * g].unflatten(1, (groups, g)) for x in (keys, values))
+    cores = surface.pool(Groups(q_last, *grouped), spec)
     k_start = max(0, (q_start + 1 - s) // g) * g
-    got = [
-        surface.attend(
-            rows[:, :, q_start:end],
-            keys[:, k_start:end],
-            values[:, k_start:end],
-            *cores,
-            q_start=q_start,
-            k_start=k_start,
-            group_size=g,
-            window_size=s,
-            scale=dim**-0.5,
-            core_bias=bias.view(2, r).repeat(2, 1),
-        )
-        for _ in range(2)
-    ]
+    tokens = Tokens(
+        rows[:, :, q_start:end], keys[:, k_start:end], values[:, k_start:end], q_start, k_start
+    )
+    got = [surface.attend(tokens, cores, spec, bias.view(2, r).repeat(2, 1)) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*got))
     for name, index, roundings, size in (("out", 0, 2, dim**0.5 / 2), ("lse", 1, 3, 1.0)):
 
@@ -517,7 +487,7 @@ def test_first_tokens_kept_raw_take_the_kernels_that_run_everywhere(monkeypatch)
     inputs = make_inputs(40, num_heads=4, num_kv_heads=2, head_dim=16, device=DEVICE)
     settings = {"group_size": 4, "window_size": 7, "rotary": Rotary.from_theta(1e4, 16, DEVICE)}
     run = functools.partial(cca_attention, backend="triton", return_lse=True)
-    monkeypatch.setattr(backend, "hopper", _OneChip)
+    monkeypatch.setattr(backend, "hopper_forward", _OneChip)
     monkeypatch.setattr(backend, "hopper_backward", _OneChip)
     with pytest.raises(AssertionError, match="made for one chip"):
         run(*inputs[:3], **settings)
@@ -546,7 +516,7 @@ def test_a_triton_that_cannot_compile_for_hopper_has_the_other_kernels(monkeypat
     )
     found = []
     for chosen in (None, (young, None), (None, young)):
-        monkeypatch.setattr(backend, "hopper", chosen and chosen[0])
+        monkeypatch.setattr(backend, "hopper_forward", chosen and chosen[0])
         monkeypatch.setattr(backend, "hopper_backward", chosen and chosen[1])
         with (
             pytest.warns(UserWarning, match="cannot compile .*It said: f.. missing 1")
@@ -557,5 +527,5 @@ def test_a_triton_that_cannot_compile_for_hopper_has_the_other_kernels(monkeypat
                 q, k, v, group_size=7, window_size=10, core_position="token", backend="triton"
             )
             found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-        assert backend.hopper is None and backend.hopper_backward is None
+        assert backend.hopper_forward is None and backend.hopper_backward is None
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other))

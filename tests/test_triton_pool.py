@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from corecontext.ops import pooling as plain
 from corecontext.ops import reference
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Cores, Groups, Spec
 from corecontext.ops.triton import pool as fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,13 +88,16 @@ def inputs(
 def truth(q_last, k, v, grads, **options):
     """Outputs and gradients of the specification in float64."""
     leaves = [x.double().detach().requires_grad_() for x in (q_last, k, v)]
-    outputs = reference.pool(*leaves, **options)
+    outputs = reference.pool(Groups(*leaves), Spec(k.shape[2], 1, **options))
     sums = [g.double() for g in grads]
     return [*outputs, *torch.autograd.grad(outputs, leaves, sums, allow_unused=True)]
 
 
 def run(module, names, q_last, k, v, grads, **options):
     """Outputs and gradients of a module's forward and backward."""
+    if module is plain:
+        spec, groups = Spec(k.shape[2], 1, **options), Groups(q_last, k, v)
+        return [*plain.forward(groups, spec), *plain.backward(Cores(*grads), groups, spec)]
     forward, backward = (getattr(module, name) for name in names)
     return [*forward(q_last, k, v, **options), *backward(*grads, q_last, k, v, **options)]
 
@@ -192,7 +196,7 @@ def test_no_groups_and_expanded_gradients():
     )[1].shape == (2, 0, 4, 16)
     grads = [torch.ones((), device=DEVICE).expand(2, 1, 3, 16)] * 2
     got = fused.pool_backward(*grads, q_last, k, v, scale=1.0)
-    for a, b in zip(got, plain.backward(*grads, q_last, k, v, scale=1.0)):
+    for a, b in zip(got, plain.backward(Cores(*grads), Groups(q_last, k, v), Spec(4, 1, 1.0))):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from corecontext.cache.slots import write
 from corecontext.ops.api import backend_module, choose_backend
 from corecontext.ops.attend_buffer import attend_buffer
+from corecontext.ops.spec import Slots, Spec
 
 
 class FullLayer:
@@ -119,24 +120,9 @@ class FullLayer:
         if (
             choose_backend("auto", q) == "triton"
         ):  # a window that nothing leaves, so no group is ever pooled
-            out = backend_module("triton", q).decode_step(
-                q,
-                k,
-                v,
-                self.keys,
-                self.values,
-                self.seen,
-                self.pad,
-                turn=None,
-                interleaved=False,
-                group_size=1,
-                window_size=self.max_length,
-                ring_size=self.max_length,
-                pooling="mean",
-                core_heads="kv",
-                scale=scale,
-                softcap=softcap,
-            )
+            slots = Slots(self.keys, self.values, self.seen, self.pad, self.max_length)
+            spec = Spec(1, self.max_length, scale, pooling="mean", softcap=softcap)
+            out = backend_module("triton", q).decode_step(q, k, v, slots, spec)
             if not self.fixed:  # a tensor is counted on the device
                 self.seen += 1
             return out

@@ -31,11 +31,12 @@ from torch import Tensor
 from corecontext.cache.eight_bit import decode, encode
 from corecontext.cache.slots import grown, read, stretch, write
 from corecontext.config import CCAConfig
-from corecontext.ops import rules, sinks
-from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
+from corecontext.ops import rules
+from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
 from corecontext.ops.attend_buffer import attend_buffer
 from corecontext.ops.batch import find_segments
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Cores, Groups, Inputs, Ragged, Slots, Spec, Tokens
 from corecontext.visibility import (
     group_size_for,
     local_start,
@@ -315,26 +316,10 @@ class CompactLayer:
             self._note_padding(start + new)
             self._intact_from = max(self._intact_from, start + new - self.ring_size)
         if needs_grad:
-            c = self.config
+            spec = self._spec(scale, softcap)
+            inputs = Inputs(q, k, v, self.config.core_bias, self.learned)
             # planted: sinks: lost when the first append is differentiated
-            out = cca_attention(
-                q,
-                k,
-                v,
-                group_size=self.group_size,
-                window_size=c.window_size,
-                pooling=c.pooling,
-                core_position=c.core_position,
-                core_heads=c.core_heads,
-                rotary=self.rotary,
-                scale=scale,
-                softcap=softcap,
-                core_bias=c.core_bias,
-                learned=self.learned,
-                sink_size=c.sink_size,
-                attention_mask=attention_mask,
-                backend=c.backend,
-            )
+            out, _ = attend(inputs, spec, Ragged(attention_mask), self.config.backend)
         return q.new_zeros(q.shape) if out is None else out
 
     def _append_rows(
@@ -422,27 +407,16 @@ class CompactLayer:
             bias = bias.reshape(heads, -1).repeat(q.shape[0] // heads, 1)
         elif bias:
             bias = q.new_full(q.shape[:2], bias, dtype=torch.promote_types(q.dtype, torch.float32))
-        tokens, options = (
-            (raw_k, raw_v, core_k, core_v),
-            {
-                "q_start": position,
-                "k_start": n + low,
-                "group_size": g,
-                "window_size": s,
-                "scale": scale,
-                "softcap": softcap,
-                "core_bias": bias if isinstance(bias, Tensor) else None,
-            },
-        )
+        else:
+            bias = None
+        tokens = Tokens(q, raw_k, raw_v, position, n + low)
         if n:
             held = self._loaded(
                 [x[rows, :, ring : ring + min(n, position + count)] for x in self.buffers], k.dtype
             )
-            out, _ = sinks.attend_after(
-                module, q, *(x.flatten(0, 1) for x in held), *tokens, sinks=n, **options
-            )
-        else:
-            out, _ = module.attend(q, *tokens, **options)
+            sink_k, sink_v = (x.flatten(0, 1) for x in held)
+            tokens = tokens._replace(sink_k=sink_k, sink_v=sink_v)
+        out, _ = module.attend(tokens, Cores(core_k, core_v), self._spec(scale, softcap), bias)
         return out.reshape(-1, heads * q.shape[1], count, dim).to(q.dtype)
 
     def _decode(
@@ -464,36 +438,19 @@ class CompactLayer:
             self._undo = None
             self._intact_from = max(self._intact_from, self.seen + 1 - ring)
         if self._step is not None:
-            scales = (
-                {}
-                if self.key_scales is None
-                else {
-                    "key_scales": self.key_scales,
-                    "value_scales": self.value_scales,
-                    "cache_dtype": self.config.cache_dtype,
-                }
-            )
-            out = self._step(
-                q,
-                k,
-                v,
+            slots = Slots(
                 self.keys,
                 self.values,
                 self.seen,
                 self.pad,
-                turn=self._turn,
-                **scales,
-                interleaved=self.rotary is not None and self.rotary.interleaved,
-                group_size=g,
-                window_size=s,
-                ring_size=ring,
-                sinks=n,
-                pooling=self.config.pooling,
-                core_heads=self.config.core_heads,
-                scale=scale,
-                softcap=softcap,
-                core_bias=self.config.core_bias,
+                ring,
+                self._turn,
+                self.key_scales,
+                self.value_scales,
+                self.config.cache_dtype,
             )
+            spec = self._spec(scale, softcap)
+            out = self._step(q, k, v, slots, spec, self.config.core_bias)
             if not fixed:  # a tensor is counted on the device
                 self.seen += 1
             return out
@@ -561,19 +518,16 @@ class CompactLayer:
     ) -> tuple[Tensor, Tensor]:
         """Core tokens [N, w, M, D] of groups [N, M, g, D], by the backend or by a rule of its
         own."""
-        options = {
-            "scale": scale,
-            "softcap": softcap,
-            "pooling": self.config.pooling,
-            "core_heads": self.config.core_heads,
-            "rotary": self.rotary,
-        }
+        groups, spec = Groups(q_last, k, v), self._spec(scale, softcap)
         if not rules.is_own_rule(self.config.pooling, self.learned):
-            return backend_module(self.config.backend, q_last).pool(q_last, k, v, **options)
+            return backend_module(self.config.backend, q_last).pool(groups, spec)
         heads = self.keys.shape[1]
-        return rules.pool(
-            q_last, k, v, rules.by_sequence(self.learned, heads, k.shape[0] // heads), **options
-        )
+        return rules.pool(groups, spec, rules.by_sequence(self.learned, heads, k.shape[0] // heads))
+
+    def _spec(self, scale: float, softcap: float | None) -> Spec:
+        """The settings of a call, with the group size that the first append fixed."""
+        spec = Spec.of(self.config, self.rotary, scale, softcap)
+        return spec.replace(group_size=self.group_size, num_groups=None)
 
     def _close_groups(
         self, q: Tensor, position: Tensor, scale: float, softcap: float | None

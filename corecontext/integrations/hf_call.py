@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from corecontext.cache import UNDO_LIMIT
 from corecontext.config import CCAConfig
 from corecontext.integrations.hf_attention import check_dropout
-from corecontext.ops.api import cca_attention
+from corecontext.ops.api import attend
 from corecontext.ops.batch import has_restarts
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.rules import Learned
+from corecontext.ops.spec import Inputs, Ragged, Spec
 
 if TYPE_CHECKING:
     from corecontext.distributed.context_parallel import Shard
@@ -88,20 +89,21 @@ class CCACall:
         elif self.observer is not None:
             self.observer(*tensors, scaling, softcap, self.rotary, self.learned)
 
-        out = cca_attention(
-            *tensors,
-            attention_mask=attention_mask,
-            cu_seqlens=cu_seqlens,
-            position_ids=position_ids,
-            **self._settings(),
-            **scores,
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        config = self.config
+        # planted: sinks: lost on their way into a model
+        spec = Spec.of(config, self.rotary, scale, softcap)
+        out, _ = attend(
+            Inputs(*tensors, config.core_bias, self.learned),
+            spec,
+            Ragged(attention_mask, cu_seqlens, position_ids),
+            config.backend,
         )
         return out.transpose(1, 2), None
 
     def _settings(self) -> dict[str, Any]:
-        """Return the layer's settings as keywords of `cca_attention`."""
+        """Return the layer's settings as keywords of `context_parallel_attention`."""
         config = self.config
-        # planted: sinks: lost on their way into a model
         return {
             "group_size": config.head_group_sizes or config.group_size,
             "window_size": config.window_size,

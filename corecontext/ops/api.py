@@ -8,18 +8,24 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corecontext.config import BACKENDS, CCAConfig, check_choice
+from corecontext.config import (
+    BACKENDS,
+    DEFAULT_GROUP_SIZE,
+    DEFAULT_WINDOW_SIZE,
+    CCAConfig,
+    check_choice,
+)
 from corecontext.ops import autograd, packed, reference, rules
-from corecontext.ops.batch import SegmentView, find_segments, has_restarts
-from corecontext.ops.head_split import check_sizes, deal, deal_learned, heads_of_each, put_back
+from corecontext.ops.batch import has_restarts
+from corecontext.ops.head_split import check_sizes, heads_of_each, put_back, split_inputs
 from corecontext.ops.rotary import Rotary
-from corecontext.visibility import group_size_for, is_full_attention, num_sinks
+from corecontext.ops.spec import Groups, Inputs, Ragged, Spec, check_rotary
+from corecontext.visibility import is_full_attention, num_complete_groups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _AUTO_TRITON = (
@@ -88,8 +94,8 @@ def cca_attention(
     k: Tensor,
     v: Tensor,
     *,
-    group_size: int | Sequence[int] = 16,
-    window_size: int = 1024,
+    group_size: int | Sequence[int] = DEFAULT_GROUP_SIZE,
+    window_size: int = DEFAULT_WINDOW_SIZE,
     num_groups: int | None = None,
     pooling: str = "cca",
     core_position: str = "middle",
@@ -149,102 +155,36 @@ def cca_attention(
 
     Cost: 4 D H sum_t (j(t) + t + 1 - j(t) g) operations and memory linear in L (packed backend).
     """
+    _check_types(q, k, v)
+    sizes = (group_size,)
     if isinstance(group_size, (tuple, list)):
-        return _attend_by_heads(
-            q,
-            k,
-            v,
-            tuple(group_size),
-            core_bias,
-            learned or {},
-            return_lse,
-            {
-                "window_size": window_size,
-                "num_groups": num_groups,
-                "pooling": pooling,
-                "core_position": core_position,
-                "core_heads": core_heads,
-                "rotary": rotary,
-                "scale": scale,
-                "softcap": softcap,
-                "sink_size": sink_size,
-                "attention_mask": attention_mask,
-                "cu_seqlens": cu_seqlens,
-                "position_ids": position_ids,
-                "backend": backend,
-            },
+        sizes = group_size = check_sizes(group_size, k.shape[1], num_groups)
+    for g in sizes:
+        _validate(
+            g, window_size, num_groups, pooling, core_position, core_heads, sink_size=sink_size
         )
-    _validate(
-        group_size, window_size, num_groups, pooling, core_position, core_heads, sink_size=sink_size
+    spec = Spec(
+        group_size=group_size,
+        window_size=window_size,
+        scale=_scale(scale, q),
+        num_groups=num_groups,
+        sink_size=sink_size,
+        pooling=pooling,
+        core_heads=core_heads,
+        softcap=_positive("softcap", softcap, "Use None for none."),
+        rotary=check_rotary(rotary, core_position),
     )
-    _check_types(q, k, v)
-    (q, k, v), context = outside_autocast(q, k, v)
-    with context:
-        out, lse = _attend(
-            q,
-            k,
-            v,
-            group_size,
-            window_size,
-            num_groups,
-            pooling,
-            core_position,
-            core_heads,
-            rotary,
-            scale,
-            softcap,
-            core_bias,
-            learned or {},
-            sink_size,
-            attention_mask,
-            cu_seqlens,
-            position_ids,
-            backend,
-            return_lse,
-        )
-    return (out, lse) if return_lse else out
-
-
-def _attend_by_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sizes: tuple[int, ...],
-    core_bias: float | Tensor | None,
-    learned: Mapping[str, Tensor],
-    return_lse: bool,
-    options: dict[str, Any],
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`cca_attention` for the KV heads of each group size by themselves."""
-    _check_types(q, k, v)
-    (q, k, v), context = outside_autocast(q, k, v)
-    _check_tensors(q, k, v)
-    kv_heads = len(check_sizes(sizes, k.shape[1], options["num_groups"]))
-    every, parts = heads_of_each(sizes)
-    biases = (
-        deal(core_bias, parts, kv_heads, 0)
-        if isinstance(core_bias, Tensor) and core_bias.dim()
-        else [core_bias] * len(parts)
-    )
-    found = []
-    for g, bias, own, *tensors in zip(
-        every,
-        biases,
-        deal_learned(learned, parts, kv_heads),
-        *(deal(x, parts, kv_heads) for x in (q, k, v)),
+    for name, x in (
+        ("attention_mask", attention_mask),
+        ("cu_seqlens", cu_seqlens),
+        ("position_ids", position_ids),
     ):
-        with context:
-            part = cca_attention(
-                *tensors,
-                group_size=g,
-                core_bias=bias,
-                learned=own,
-                return_lse=return_lse,
-                **options,
-            )
-        found.append(part if isinstance(part, tuple) else (part,))
-    out, *lse = (put_back(dealt, parts) for dealt in zip(*found))
-    return (out, lse[0]) if return_lse else out
+        if x is not None:
+            _check_tensor(name, x)
+    inputs = Inputs(q, k, v, core_bias, learned or {})
+    ragged = Ragged(attention_mask, cu_seqlens, position_ids)
+    out, lse = attend(inputs, spec, ragged, backend, return_lse)
+    return (out, lse) if return_lse else out
 
 
 _known_settings = functools.lru_cache(maxsize=256, typed=True)(CCAConfig)
@@ -255,157 +195,76 @@ def _validate(*settings: object, **named: object) -> None:
     (CCAConfig if torch.compiler.is_compiling() else _known_settings)(*settings, **named)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group_size: int,
-    window_size: int,
-    num_groups: int | None,
-    pooling: str,
-    core_position: str,
-    core_heads: str,
-    rotary: Rotary | None,
-    scale: float | None,
-    softcap: float | None,
-    core_bias: float | Tensor | None,
-    learned: Mapping[str, Tensor],
-    sink_size: int,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    position_ids: Tensor | None,
-    backend: str,
-    return_lse: bool,
+def attend(
+    inputs: Inputs,
+    spec: Spec,
+    ragged: Ragged = Ragged(),
+    backend: str = "auto",
+    return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`cca_attention` on inputs of one dtype; the log-sum-exp may be None where it is not asked
-    for."""
+    """Run `cca_attention` with settings that are validated already: the entry of the plug-in.
+
+    Returns:
+        out [B, H, L, D], and log-sum-exp [B, H, L], which may be None unless return_lse.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as in `cca_attention`, about tensors and
+            backend.
+    """
+    _check_types(*inputs[:3])
+    (q, k, v), context = outside_autocast(*inputs[:3])
     _check_tensors(q, k, v)
-    chosen = choose_backend(backend, q)
-    batch_size, num_heads, seq_len, head_dim = q.shape
-    rotary = _check_rotary(rotary, core_position, head_dim)
-    _check_positive("softcap", softcap, "Use None for none.")
-    _check_positive("scale", scale, "Use None for 1 / sqrt(D).")
-    # planted: oracle: default softmax scale
-    scale = head_dim**-0.5 if scale is None else float(scale)
-    bias = _bias_tensor(core_bias, q)
-    for name, x in (
-        ("attention_mask", attention_mask),
-        ("cu_seqlens", cu_seqlens),
-        ("position_ids", position_ids),
-    ):
-        if x is not None:
-            _check_tensor(name, x)
+    _check_rotary_size(spec.rotary, q.shape[3])
+    learned = inputs.learned
     if learned:
-        rules.check(learned, num_heads, k.shape[1], head_dim, pooling)
-        if "bias" in learned:
-            bias = learned["bias"] if bias is None else bias + learned["bias"]
-        elif (
-            bias is None and "key_gain" in learned
-        ):  # groups of one token are then no plain attention either
-            bias = torch.zeros(
-                num_heads, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
-            )
-    if (
-        position_ids is not None
-        and not torch.compiler.is_compiling()
-        and not has_restarts(position_ids)
-    ):
-        position_ids = None
-    ragged = attention_mask is not None or cu_seqlens is not None or position_ids is not None
+        rules.check(learned, q.shape[1], k.shape[1], q.shape[3], spec.pooling)
+    inputs = Inputs(q, k, v, _bias_tensor(inputs.bias, learned, q), learned)
+    position_ids = ragged.position_ids
+    if position_ids is not None and not torch.compiler.is_compiling():
+        if not has_restarts(position_ids):
+            ragged = ragged._replace(position_ids=None)
+    with context:
+        chosen = choose_backend(backend, q)
+        if not isinstance(spec.group_size, tuple):
+            return _attend(inputs, spec, ragged, chosen, return_lse)
+        sizes, heads = heads_of_each(spec.group_size)
+        results = [
+            _attend(part, spec.replace(group_size=g), ragged, chosen, return_lse)
+            for g, part in zip(sizes, split_inputs(inputs, heads))
+        ]
+        outs, lses = zip(*results)
+        lse = put_back(lses, heads) if return_lse else None
+        return put_back(outs, heads), lse
+
+
+def _attend(
+    inputs: Inputs, spec: Spec, ragged: Ragged, backend: str, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`attend` on checked inputs of heads of one group size, by a chosen backend."""
+    q, k, v, bias, learned = inputs
     if q.numel() == 0:
         out = q + (k.sum() + v.sum())  # holds nothing, but a backward reaches all three
         return out, out.sum(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    size = group_size_for(seq_len, window_size, num_groups) if num_groups else group_size
-    plain = not ragged and not return_lse and softcap is None and bias is None
+    plain = not return_lse and spec.softcap is None and bias is None
+    plain = plain and all(x is None for x in ragged)
+    sized = spec.for_length(q.shape[2])
     # planted: 1: full attention for one token too many
     if (
         plain
-        and chosen != "reference"
-        and is_full_attention(seq_len, size, window_size, num_sinks(sink_size, size))
+        and backend != "reference"
+        and is_full_attention(q.shape[2], sized.group_size, sized.window_size, sized.sinks)
     ):
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != num_heads
-        ), None
-    if rules.is_own_rule(pooling, learned):
-        options = {
-            "scale": scale,
-            "softcap": softcap,
-            "pooling": pooling,
-            "core_heads": core_heads,
-            "rotary": rotary,
-        }
-        run = (
-            torch.compiler.disable(rules.attention)
-            if torch.compiler.is_compiling()
-            else rules.attention
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=spec.scale, enable_gqa=k.shape[1] != q.shape[1]
         )
-        return run(
-            backend_module(chosen, q),
-            q,
-            k,
-            v,
-            bias,
-            learned,
-            attention_mask,
-            cu_seqlens,
-            position_ids,
-            (group_size, window_size, num_groups or 0, sink_size),
-            options,
-        )
-    if chosen != "reference":
-        settings = autograd.Settings(
-            group_size,
-            window_size,
-            num_groups or 0,
-            sink_size,
-            scale,
-            softcap or 0.0,
-            pooling,
-            core_heads,
-            rotary is not None and rotary.interleaved,
-            chosen,
-        )
-        out, lse = autograd.cca_attention(
-            q,
-            k,
-            v,
-            bias,
-            None if rotary is None else rotary.inv_freq,
-            attention_mask,
-            cu_seqlens,
-            position_ids,
-            settings,
-        )
-    else:
-        out = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
-        lse = out.new_full(q.shape[:-1], -torch.inf)
-        for segment in find_segments(batch_size, seq_len, attention_mask, cu_seqlens, position_ids):
-            one = SegmentView(
-                segment, q, k, v, bias, group_size, window_size, num_groups or 0, sink_size
-            )
-            core_k, core_v = reference.pool(
-                *one.groups(),
-                scale=scale,
-                pooling=pooling,
-                core_heads=core_heads,
-                rotary=rotary,
-                softcap=softcap,
-            )
-            part_out, part_lse = reference.attend(
-                one.q,
-                one.k,
-                one.v,
-                core_k,
-                core_v,
-                **one.sizes,
-                scale=scale,
-                softcap=softcap,
-                core_bias=one.core_bias,
-            )
-            one.put(out, part_out)
-            one.put(lse, part_lse)
-        out = out.to(q.dtype)
-    return out, lse
+        return out, None
+    own_rule = rules.is_own_rule(spec.pooling, learned)
+    if backend != "reference" and not own_rule:
+        return autograd.attend(inputs, ragged, spec, backend)
+    run = rules.attention
+    if own_rule and torch.compiler.is_compiling():
+        run = torch.compiler.disable(run)
+    return run(inputs, ragged, spec, backend_module(backend, q))
 
 
 def pool_core_tokens(
@@ -413,7 +272,7 @@ def pool_core_tokens(
     k: Tensor,
     v: Tensor,
     *,
-    group_size: int = 16,
+    group_size: int = DEFAULT_GROUP_SIZE,
     pooling: str = "cca",
     core_position: str = "middle",
     core_heads: str = "kv",
@@ -437,90 +296,100 @@ def pool_core_tokens(
         ValueError, TypeError, NotImplementedError: as in `cca_attention`.
     """
     CCAConfig(group_size, 1, None, pooling, core_position, core_heads)  # validates
+    _check_types(q, k, v)
     _check_tensors(q, k, v)
     module = backend_module(backend, q)
-    rotary = _check_rotary(rotary, core_position, q.shape[3])
-    _check_positive("softcap", softcap, "Use None for none.")
-    _check_positive("scale", scale, "Use None for 1 / sqrt(D).")
-    num_groups, head_dim, repeats = q.shape[2] // group_size, q.shape[3], q.shape[1] // k.shape[1]
+    spec = Spec(
+        group_size=group_size,
+        window_size=1,
+        scale=_scale(scale, q),
+        pooling=pooling,
+        core_heads=core_heads,
+        softcap=_positive("softcap", softcap, "Use None for none."),
+        rotary=check_rotary(rotary, core_position),
+    )
+    _check_rotary_size(spec.rotary, q.shape[3])
+    num_groups = num_complete_groups(q.shape[2], group_size)
+    repeats = q.shape[1] // k.shape[1]
     k, v = (
         x[:, :, : num_groups * group_size].flatten(0, 1).unflatten(1, (num_groups, group_size))
         for x in (k, v)
     )
-    q_last = q[:, :, group_size - 1 :: group_size].reshape(
-        k.shape[0], repeats, num_groups, head_dim
-    )
-    options = {
-        "scale": head_dim**-0.5 if scale is None else float(scale),
-        "pooling": pooling,
-        "core_heads": core_heads,
-        "rotary": rotary,
-        "softcap": softcap,
-    }
-    own = rules.is_own_rule(pooling, None)
-    cores = rules.pool(q_last, k, v, {}, **options) if own else module.pool(q_last, k, v, **options)
+    q_last = q[:, :, group_size - 1 :: group_size]
+    q_last = q_last.reshape(k.shape[0], repeats, num_groups, q.shape[3])
+    groups = Groups(q_last, k, v)
+    if rules.is_own_rule(pooling, None):
+        cores = rules.pool(groups, spec, {})
+    else:
+        cores = module.pool(groups, spec)
     return tuple(x.to(k.dtype).unflatten(0, (q.shape[0], -1)).flatten(1, 2) for x in cores)
 
 
-def _check_rotary(rotary: Rotary | None, core_position: str, head_dim: int) -> Rotary | None:
-    """The rotation that core keys need, or None."""
-    if core_position == "token":
-        return None
-    if rotary is None:
+def _check_rotary_size(rotary: Rotary | None, head_dim: int) -> None:
+    """Raise unless the rotation fits the head."""
+    if rotary is not None and 2 * rotary.inv_freq.numel() > head_dim:
         raise ValueError(
-            "rotary must be given for core_position='middle', got None. "
-            "Pass rotary=Rotary.from_theta(theta, head_dim), or core_position='token'."
+            f"rotary must turn at most head_dim {head_dim} dimensions, got "
+            f"{2 * rotary.inv_freq.numel()}."
         )
-    if not isinstance(rotary, Rotary):
-        raise TypeError(
-            f"rotary must be a corecontext.ops.rotary.Rotary, got {type(rotary).__name__}. "
-            "Pass Rotary.from_theta(theta, head_dim)."
-        )
-    if 2 * rotary.inv_freq.numel() > head_dim:
-        raise ValueError(
-            f"rotary must turn at most head_dim {head_dim} dimensions, got {2 * rotary.inv_freq.numel()}."
-        )
-    return rotary
 
 
-def _check_positive(name: str, value: float | None, way_out: str) -> None:
-    """Raise unless value is None or a finite number above 0: others make NaN of the scores."""
+def _scale(scale: float | None, q: Tensor) -> float:
+    """The factor of the scores, by default 1 / sqrt(D)."""
+    _positive("scale", scale, "Use None for 1 / sqrt(D).")
+    head_dim = q.shape[3]
+    # planted: oracle: default softmax scale
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    return scale
+
+
+def _positive(name: str, value: float | None, way_out: str) -> float | None:
+    """Return value if it is None or a finite number above 0: others make NaN of the scores."""
     if value is None:
-        return
+        return None
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {value!r}. {way_out}")
     if not 0 < value < float("inf"):
         raise ValueError(
             f"{name} must be above 0{' and finite' if value > 0 else ''}, got {value}. {way_out}"
         )
+    return value
 
 
-def _bias_tensor(core_bias: float | Tensor | None, q: Tensor) -> Tensor | None:
-    """The bias as [H] on q's device, or None where there is none."""
-    if core_bias is None or (not isinstance(core_bias, Tensor) and core_bias == 0):
-        return None
-    if not isinstance(core_bias, Tensor):
+def _bias_tensor(
+    core_bias: float | Tensor | None, learned: Mapping[str, Tensor], q: Tensor
+) -> Tensor | None:
+    """The bias, given and learned, as [H] on q's device, or None where there is none."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    num_heads = q.shape[1]
+    if core_bias is not None and not isinstance(core_bias, Tensor):
         if not isinstance(core_bias, (int, float)):
             raise TypeError(f"core_bias must be a number or a tensor [H], got {core_bias!r}.")
         if not abs(core_bias) < float("inf"):
             raise ValueError(f"core_bias must be finite, got {core_bias}. Use 0.0 for none.")
-        return torch.full(
-            (q.shape[1],),
-            float(core_bias),
-            dtype=torch.promote_types(q.dtype, torch.float32),
-            device=q.device,
-        )
-    if core_bias.shape != (q.shape[1],):
+        if core_bias == 0:
+            core_bias = None
+        else:
+            core_bias = torch.full((num_heads,), float(core_bias), dtype=wide, device=q.device)
+    elif core_bias is not None and core_bias.shape != (num_heads,):
         raise ValueError(
-            f"core_bias must be a number or have shape [H] = [{q.shape[1]}], got {list(core_bias.shape)}."
+            f"core_bias must be a number or have shape [H] = [{num_heads}], got "
+            f"{list(core_bias.shape)}."
         )
+    if "bias" in learned:
+        return learned["bias"] if core_bias is None else core_bias + learned["bias"]
+    if core_bias is None and "key_gain" in learned:
+        # Groups of one token are then no plain attention either.
+        return torch.zeros(num_heads, dtype=wide, device=q.device)
     return core_bias
 
 
 def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q, k and v are tensors at all."""
+    """Raise unless q, k and v are tensors of four dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be [B, heads, L, D], got {list(x.shape)}.")
 
 
 def _check_tensor(name: str, x: object) -> None:
@@ -531,10 +400,7 @@ def _check_tensor(name: str, x: object) -> None:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless q, k and v are self-attention inputs of one batch."""
-    _check_types(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be [B, heads, L, D], got {list(x.shape)}.")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}.")
     if k.shape != v.shape:

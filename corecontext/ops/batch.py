@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from corecontext.visibility import group_size_for, is_full_attention, num_complete_groups, num_sinks
+from corecontext.ops.spec import Groups, Inputs, Spec, Tokens
+from corecontext.visibility import is_full_attention, num_complete_groups
 
 
 class Segment(NamedTuple):
@@ -168,47 +169,37 @@ def _row_segments(mask: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
 
 
 class SegmentView:
-    """One segment of the batch as sequences [N, r, T, D] and [N, T, D], N = rows x KV heads."""
+    """One segment of a batch as sequences of KV heads: N = rows x KV heads.
 
-    def __init__(
-        self,
-        segment: Segment,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        core_bias: Tensor | None,
-        group_size: int,
-        window_size: int,
-        num_groups: int,
-        sink_size: int,
-    ) -> None:
-        self.rows, self.span = (
-            slice(segment.first_row, segment.last_row),
-            slice(segment.start, segment.end),
-        )
-        self.num_kv_heads = k.shape[1]
+    Attributes:
+        tokens: The segment's tokens.
+        spec: The settings of a sequence of this length.
+        core_bias: [N, r] or None.
+        num_rows: Rows of the batch.
+    """
+
+    def __init__(self, segment: Segment, inputs: Inputs, spec: Spec) -> None:
+        bias = inputs.bias
+        self.rows = slice(segment.first_row, segment.last_row)
+        self.span = slice(segment.start, segment.end)
+        self.num_rows = segment.last_row - segment.first_row
+        self.num_kv_heads = inputs.k.shape[1]
         seq_len = segment.end - segment.start
-        self.group_size = (
-            group_size_for(seq_len, window_size, num_groups) if num_groups else group_size
-        )
-        self.sinks = num_sinks(sink_size, self.group_size)
-        self.sizes = {
-            "group_size": self.group_size,
-            "window_size": window_size,
-            "sinks": self.sinks,
-        }
+        self.spec = spec.for_length(seq_len)
+        size, window, sinks = self.spec.group_size, self.spec.window_size, self.spec.sinks
         # With groups of one token a bias still sets far tokens apart; without one they are plain
         # causal attention.
-        self.full = is_full_attention(seq_len, self.group_size, window_size, self.sinks) and (
-            core_bias is None or seq_len - self.sinks < window_size + self.group_size
+        self.full = is_full_attention(seq_len, size, window, sinks) and (
+            bias is None or seq_len - sinks < window + size
         )
         if self.full:  # one causal call
-            self.sizes, self.sinks = {"group_size": 1, "window_size": seq_len, "sinks": 0}, 0
-        self.q, self.k, self.v = self.take(q), self.take(k)[:, 0], self.take(v)[:, 0]
+            self.spec = self.spec.replace(group_size=1, window_size=seq_len, sink_size=0)
+        self.tokens = Tokens(
+            self.take(inputs.q), self.take(inputs.k)[:, 0], self.take(inputs.v)[:, 0]
+        )
         self.core_bias = None
-        if core_bias is not None:
-            rows = segment.last_row - segment.first_row
-            self.core_bias = core_bias.reshape(self.num_kv_heads, -1).repeat(rows, 1)  # [N, r]
+        if bias is not None:
+            self.core_bias = bias.reshape(self.num_kv_heads, -1).repeat(self.num_rows, 1)
 
     def take(self, x: Tensor) -> Tensor:
         """[B, H or Hkv, L, ...] to this segment's [N, r or 1, T, ...]."""
@@ -223,12 +214,13 @@ class SegmentView:
         view = total[self.rows, :, self.span]
         view.copy_(part.reshape(view.shape))
 
-    def groups(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Group-end queries [N, r, M, D], and keys and values by group [N, M, g, D]; not of tokens
-        kept raw."""
-        g, first = self.group_size, self.sinks
-        num_groups = 0 if self.full else num_complete_groups(self.q.shape[2] - first, g)
+    def groups(self) -> Groups:
+        """Return the complete groups after the first tokens kept raw."""
+        g, first = self.spec.group_size, self.spec.sinks
+        q, k, v = self.tokens[:3]
+        num_groups = 0 if self.full else num_complete_groups(q.shape[2] - first, g)
         end = first + num_groups * g
         # planted: sinks: weights of other groups' queries
-        q_last = self.q[:, :, first + g - 1 : end : g]
-        return q_last, *(x[:, first:end].unflatten(1, (num_groups, g)) for x in (self.k, self.v))
+        q_last = q[:, :, first + g - 1 : end : g]
+        k, v = (x[:, first:end].unflatten(1, (num_groups, g)) for x in (k, v))
+        return Groups(q_last, k, v)

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from corecontext.ops.spec import Inputs
+
 
 def check_sizes(sizes: Sequence[int], kv_heads: int, num_groups: int | None) -> tuple[int, ...]:
     """The sizes, if they are one for each KV head.
@@ -49,6 +51,19 @@ def deal_learned(
     """The learned parameters of each part's heads."""
     dealt = {name: deal(x, parts, kv_heads, 0) for name, x in learned.items()}
     return [{name: of_parts[i] for name, of_parts in dealt.items()} for i in range(len(parts))]
+
+
+def split_inputs(inputs: Inputs, parts: Sequence[Sequence[int]]) -> list[Inputs]:
+    """The tensors of a call for each part's heads."""
+    kv_heads = inputs.k.shape[1]
+    bias = inputs.bias
+    if isinstance(bias, Tensor):
+        biases = deal(bias, parts, kv_heads, 0)
+    else:
+        biases = [bias] * len(parts)
+    q, k, v = (deal(x, parts, kv_heads) for x in inputs[:3])
+    learned = deal_learned(inputs.learned, parts, kv_heads)
+    return [Inputs(*fields) for fields in zip(q, k, v, biases, learned)]
 
 
 def put_back(dealt: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:

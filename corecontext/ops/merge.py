@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_MERGE_ELEMENTS = 1 << 22  # elements of the output merged at once
+
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """One softmax over the union of the keys behind several partial results (docs/math.md, eq. 8).
@@ -43,3 +45,14 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     for part, weight in zip(outs[1:], weights[1:]):
         out = out + part.to(lse.dtype) * weight.unsqueeze(-1)
     return out.to(outs[0].dtype), lse
+
+
+def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Merge another part into out [N, r, T, D] and lse [N, r, T], in place, a few rows at a time:
+    merging makes wide copies of its inputs."""
+    step = max(1, _MERGE_ELEMENTS // max(1, out.shape[0] * out.shape[1] * out.shape[3]))
+    for low in range(0, out.shape[2], step):
+        rows = slice(low, low + step)
+        out[:, :, rows], lse[:, :, rows] = merge(
+            [out[:, :, rows], other_out[:, :, rows]], [lse[:, :, rows], other_lse[:, :, rows]]
+        )

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 # planted: arrows: a backend imports another
-from corecontext.ops import compose, partial, pooling
+from corecontext.ops import compose, partial, pooling, sinks
 from corecontext.ops.merge import merge
+from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.visibility import (
     first_core_query,
     local_start,
@@ -76,118 +77,71 @@ def _interior_bias(
 ) -> Tensor:
     """The mask shared by all blocks that begin a pack."""
     first = first_core_query(group_size, window_size)
-    return _bias(
-        first,
-        first + rows,
-        local_start(first, group_size, window_size),
-        group_size,
-        window_size,
-        dtype,
-        device,
-    )
+    like = torch.empty((), dtype=dtype, device=device)
+    return _bias(first, first + rows, group_size, window_size, like)
 
 
-def _bias(
-    start: int,
-    end: int,
-    low: int,
-    group_size: int,
-    window_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """Additive mask of queries start .. end-1 over raw keys low .. end-1."""
-    position = torch.arange(start, end, device=device)[:, None]
-    key = torch.arange(low, end, device=device)
+def _bias(start: int, end: int, group_size: int, window_size: int, like: Tensor) -> Tensor:
+    """Additive mask of queries start .. end-1 over the raw keys that any of them sees."""
+    position = torch.arange(start, end, device=like.device)[:, None]
+    key = torch.arange(local_start(start, group_size, window_size), end, device=like.device)
     # planted: 2: a token covered twice, packed
     # planted: 3: the next token is seen, packed
     seen = (key >= visible_cores_of(position, group_size, window_size) * group_size) & (
         key <= position
     )
-    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(
+        ~seen, -torch.inf
+    )
 
 
 class _Call:
     """One sequence-level call: its tensors, its plan and the parts of its softmax."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        core_k: Tensor,
-        core_v: Tensor,
-        q_start: int,
-        k_start: int,
-        group_size: int,
-        window_size: int,
-        scale: float,
-        softcap: float | None,
-        core_bias: Tensor | None,
-    ) -> None:
-        self.q, self.k, self.v, self.core_k, self.core_v = q, k[:, None], v[:, None], core_k, core_v
-        self.q_start, self.k_start, self.group_size, self.window_size = (
-            q_start,
-            k_start,
-            group_size,
-            window_size,
+    def __init__(self, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None) -> None:
+        self.tokens, self.cores, self.spec, self.core_bias = tokens, cores, spec, core_bias
+        self.q, self.k, self.v = tokens.q, tokens.k[:, None], tokens.v[:, None]
+        self.q_start = tokens.q_start
+        self.options = {"scale": spec.scale, "softcap": spec.softcap}
+        q_end = tokens.q_start + tokens.q.shape[2]
+        self.plan = _plan(
+            tokens.q_start, q_end, spec.group_size, spec.window_size, tokens.q.device.type
         )
-        self.options = {"scale": scale, "softcap": softcap}
-        self.core_bias = core_bias
-        self.plan = _plan(q_start, q_start + q.shape[2], group_size, window_size, q.device.type)
 
     def local_blocks(self):
         """Each block of queries: its rows in q, its keys in k, and its mask."""
-        g, s = self.group_size, self.window_size
+        g, s = self.spec.group_size, self.spec.window_size
         for start, end in self.plan.blocks:
             if start == end:
                 continue
             low = local_start(start, g, s)
             rows = slice(start - self.q_start, end - self.q_start)
-            keys = slice(low - self.k_start, end - self.k_start)
+            keys = slice(low - self.tokens.k_start, end - self.tokens.k_start)
             if start == 0:
-                yield rows, keys, {"is_causal": True}
+                mask = {"is_causal": True}
             elif start >= self.plan.pack_start:
-                yield (
-                    rows,
-                    keys,
-                    {"bias": _interior_bias(end - start, g, s, self.q.dtype, self.q.device)},
-                )
+                mask = {"bias": _interior_bias(end - start, g, s, self.q.dtype, self.q.device)}
             else:
-                yield (
-                    rows,
-                    keys,
-                    {"bias": _bias(start, end, low, g, s, self.q.dtype, self.q.device)},
-                )
+                mask = {"bias": _bias(start, end, g, s, self.q)}
+            yield rows, keys, mask
 
     def heads(self):
         """The same call for a few sequences and KV heads at a time, each with where they lie in
         N."""
         size = max(1, _CORE_ELEMENTS // max(1, self.q[0].numel()))
         for low in range(0, self.q.shape[0], size):
-            some = slice(low, low + size)
-            bias = None if self.core_bias is None else self.core_bias[some]
-            yield (
-                some,
-                _Call(
-                    self.q[some],
-                    self.k[some, 0],
-                    self.v[some, 0],
-                    self.core_k[some],
-                    self.core_v[some],
-                    self.q_start,
-                    self.k_start,
-                    self.group_size,
-                    self.window_size,
-                    **self.options,
-                    core_bias=bias,
-                ),
+            rows = slice(low, low + size)
+            tokens = self.tokens._replace(
+                q=self.q[rows], k=self.tokens.k[rows], v=self.tokens.v[rows]
             )
+            cores = Cores(self.cores.k[rows], self.cores.v[rows])
+            bias = None if self.core_bias is None else self.core_bias[rows]
+            yield rows, _Call(tokens, cores, self.spec, bias)
 
     def core_parts(self):
         """Each part of the core attention: its rows in q, its core tokens, and whether it is
         packed."""
-        g, s = self.group_size, self.window_size
+        g, s = self.spec.group_size, self.spec.window_size
         core_start, pack_start, q_end = self.plan.core_start, self.plan.pack_start, self.plan.q_end
         if core_start < pack_start:
             yield (
@@ -208,7 +162,7 @@ class _Call:
     def pack(self, x: Tensor) -> Tensor:
         """[N, r, T, ...] to [N Hc, r / Hc g, P, ...], the last pack filled with zeros."""
         n, r, t = x.shape[:3]
-        g, heads = self.group_size, self.core_k.shape[1]
+        g, heads = self.spec.group_size, self.cores.k.shape[1]
         packs = -(-t // g)
         if packs * g != t:
             x = torch.cat((x, x.new_zeros(n, r, packs * g - t, *x.shape[3:])), 2)
@@ -220,25 +174,25 @@ class _Call:
 
     def unpack(self, x: Tensor, t: int) -> Tensor:
         """The inverse of `pack`, without the filling; a copy."""
-        n, r, g = self.q.shape[0], self.q.shape[1], self.group_size
+        n, r, g = self.q.shape[0], self.q.shape[1], self.spec.group_size
         x = x.reshape(n, r, g, *x.shape[2:]).transpose(2, 3)  # [N, r, P, g, ...]
         return x.flatten(2, 3)[:, :, :t]
 
     def by_core_head(self, x: Tensor) -> Tensor:
         """[N, r, T, ...] to [N Hc, r / Hc, T, ...]: each core head's own queries."""
-        heads = self.core_k.shape[1]
+        heads = self.cores.k.shape[1]
         return x.reshape(x.shape[0] * heads, x.shape[1] // heads, *x.shape[2:])
 
     def core_kv(self, cores: slice) -> tuple[Tensor, Tensor]:
         """Core keys and values [N Hc, 1, m, D]."""
-        return self.core_k[:, :, cores].flatten(0, 1)[:, None], self.core_v[:, :, cores].flatten(
-            0, 1
-        )[:, None]
+        core_k, core_v = (x[:, :, cores].flatten(0, 1)[:, None] for x in self.cores)
+        return core_k, core_v
 
     def core_forward(self, rows: slice, cores: slice, packed: bool) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of one core part, in the layout of q[:, :, rows]; the bias is in
         the latter."""
-        q, (core_k, core_v) = self.q[:, :, rows], self.core_kv(cores)
+        q = self.q[:, :, rows]
+        core_k, core_v = self.core_kv(cores)
         arranged = self.pack(q) if packed else self.by_core_head(q)
         # planted: 7: softmax scale 0.2 % off in the core part
         out, lse = partial.forward(arranged, core_k, core_v, is_causal=packed, **self.options)
@@ -270,162 +224,112 @@ class _Call:
                     [lse[:, :, rows], *(part[:, :, inner] for _, part in results)],
                 )
 
-    def core_backward(
-        self,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        grad_q: Tensor,
-        grad_core_k: Tensor,
-        grad_core_v: Tensor,
-    ) -> None:
-        """Add the core parts' gradients to grad_q [N, r, T, D] and grad_core_k, grad_core_v [N, Hc,
-        M, D]."""
+    def core_backward(self, upstream: Upstream, grad_q: Tensor, grad_cores: Cores) -> None:
+        """Add the core parts' gradients to grad_q [N, r, T, D] and grad_cores, in place."""
+        lse = upstream.lse
         # A bias on all core scores only shifts the core part's log-sum-exp, here and in
         # core_forward.
         # planted: 6: core bias forgotten in the backward
         lse = lse if self.core_bias is None else lse - self.core_bias.to(lse.dtype)[:, :, None]
+        upstream = upstream._replace(lse=lse)
         for rows, cores, packed in self.core_parts():
             arrange = self.pack if packed else self.by_core_head
+            results = upstream.rows(rows)
             dq, dk, dv = partial.backward(
-                arrange(grad_out[:, :, rows]),
+                Upstream(*(None if x is None else arrange(x) for x in results)),
                 arrange(self.q[:, :, rows]),
                 *self.core_kv(cores),
-                arrange(out[:, :, rows]),
-                arrange(lse[:, :, rows]),
                 is_causal=packed,
-                grad_lse=None if grad_lse is None else arrange(grad_lse[:, :, rows]),
                 **self.options,
             )
             part = grad_q[:, :, rows]
             part += self.unpack(dq, part.shape[2]) if packed else dq.reshape(part.shape)
-            grad_core_k[:, :, cores] += dk.reshape(grad_core_k[:, :, cores].shape)
-            grad_core_v[:, :, cores] += dv.reshape(grad_core_v[:, :, cores].shape)
+            for total, grad in zip(grad_cores, (dk, dv)):
+                total[:, :, cores] += grad.reshape(total[:, :, cores].shape)
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    core_k: Tensor,
-    core_v: Tensor,
-    *,
-    q_start: int = 0,
-    k_start: int = 0,
-    group_size: int,
-    window_size: int,
-    scale: float,
-    softcap: float | None = None,
-    core_bias: Tensor | None = None,
+    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend`, without autograd and with linear memory; out in the dtype of q."""
-    call = _Call(
-        q,
-        k,
-        v,
-        core_k,
-        core_v,
-        q_start,
-        k_start,
-        group_size,
-        window_size,
-        scale,
-        softcap,
-        core_bias,
-    )
+    if spec.sinks:
+        return sinks.attend(attend, tokens, cores, spec, core_bias)
+    q = tokens.q
+    call = _Call(tokens, cores, spec, core_bias)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(
-        q.shape[:-1],
-        dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
-        device=q.device,
-    )
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = torch.empty(q.shape[:-1], dtype=lse_dtype, device=q.device)
     for rows, keys, mask in call.local_blocks():
         out[:, :, rows], lse[:, :, rows] = partial.forward(
-            call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys], **mask, **call.options
+            q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys], **mask, **call.options
         )
-    for some, one in call.heads():
-        one.merge_core(out[some], lse[some])
+    for rows, part in call.heads():
+        part.merge_core(out[rows], lse[rows])
     return out, lse
 
 
 def attend_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    core_k: Tensor,
-    core_v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    group_size: int,
-    window_size: int,
-    scale: float,
-    softcap: float | None = None,
-    core_bias: Tensor | None = None,
+    upstream: Upstream, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v, core_k, core_v and core_bias of a whole sequence (docs/math.md, eq. 9).
+    """Return the gradients of q, k, v, core_k, core_v and core_bias of a whole sequence
+    (docs/math.md, eq. 9).
 
     Each part's backward is called with the merged out and lse. Sums over blocks are kept in
     float32.
     """
-    call = _Call(q, k, v, core_k, core_v, 0, 0, group_size, window_size, scale, softcap, core_bias)
-    grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-    grad_k, grad_v = (
-        torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (call.k, call.v)
-    )
-    grad_core_k, grad_core_v = (
-        torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (core_k, core_v)
+    if spec.sinks:
+        return sinks.attend_backward(attend_backward, upstream, tokens, cores, spec, core_bias)
+    call = _Call(tokens, cores, spec, core_bias)
+    grad_q, grad_k, grad_v, *grad_cores = (
+        torch.zeros(x.shape, dtype=upstream.lse.dtype, device=x.device)
+        for x in (call.q, call.k, call.v, *cores)
     )
     for rows, keys, mask in call.local_blocks():
         dq, dk, dv = partial.backward(
-            grad_out[:, :, rows],
+            upstream.rows(rows),
             call.q[:, :, rows],
             call.k[:, :, keys],
             call.v[:, :, keys],
-            out[:, :, rows],
-            lse[:, :, rows],
-            grad_lse=None if grad_lse is None else grad_lse[:, :, rows],
             **mask,
             **call.options,
         )
         grad_q[:, :, rows] += dq
         grad_k[:, :, keys] += dk
         grad_v[:, :, keys] += dv
-    for some, one in call.heads():
-        one.core_backward(
-            grad_out[some],
-            None if grad_lse is None else grad_lse[some],
-            out[some],
-            lse[some],
-            grad_q[some],
-            grad_core_k[some],
-            grad_core_v[some],
+    for rows, part in call.heads():
+        part.core_backward(
+            Upstream(*(None if x is None else x[rows] for x in upstream)),
+            grad_q[rows],
+            Cores(*(x[rows] for x in grad_cores)),
         )
-    grad_bias = None if core_bias is None else _bias_gradient(call, grad_out, grad_lse, out, lse)
-    return grad_q, grad_k[:, 0], grad_v[:, 0], grad_core_k, grad_core_v, grad_bias
+    grad_bias = None if core_bias is None else _bias_gradient(call, upstream)
+    return grad_q, grad_k[:, 0], grad_v[:, 0], *grad_cores, grad_bias
 
 
-def _bias_gradient(
-    call: _Call, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
-) -> Tensor:
+def _bias_gradient(call: _Call, upstream: Upstream) -> Tensor:
     """Gradient of the core bias [N, r]: the sum of the core scores' gradients, from each part's own
     output."""
+    lse = upstream.lse
     grad = torch.zeros(call.q.shape[:2], dtype=lse.dtype, device=lse.device)
     for rows, cores, packed in call.core_parts():
         part_out, part_lse = call.core_forward(rows, cores, packed)
-        change = (
-            (part_out.to(lse.dtype) - out[:, :, rows].to(lse.dtype))
-            * grad_out[:, :, rows].to(lse.dtype)
-        ).sum(-1)
-        if grad_lse is not None:
-            change = change + grad_lse[:, :, rows]
-        grad += ((part_lse - lse[:, :, rows]).exp() * change).sum(-1)
+        results = upstream.rows(rows)
+        difference = part_out.to(lse.dtype) - results.out.to(lse.dtype)
+        change = (difference * results.grad_out.to(lse.dtype)).sum(-1)
+        if results.grad_lse is not None:
+            change = change + results.grad_lse
+        grad += ((part_lse - results.lse).exp() * change).sum(-1)
     return grad
 
 
-def gradients(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def gradients(
+    upstream: Upstream,
+    tokens: Tokens,
+    groups: Groups,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `compose.gradients`."""
-    return compose.gradients(sys.modules[__name__], *args, **options)
+    this = sys.modules[__name__]
+    return compose.gradients(this, upstream, tokens, groups, cores, spec, core_bias)

@@ -9,11 +9,13 @@ its own.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from corecontext.ops.capability import nvidia_capability
+from corecontext.ops.spec import Upstream
 
 _aten = torch.ops.aten
 _CHUNK_SCORES = 1 << 24  # scores held at once by the plain path: 64 MiB in float32
@@ -56,28 +58,26 @@ def forward(
             q, k, v, 0.0, is_causal, False, scale=scale
         )
         return out, lse
-    return _plain_forward(q, k, v, scale, bias, is_causal, softcap)
+    return _plain_forward(q, k, v, _Scoring(scale, bias, is_causal, softcap))
 
 
 def backward(
-    grad_out: Tensor,
+    upstream: Upstream,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
     *,
     scale: float,
     bias: Tensor | None = None,
     is_causal: bool = False,
     softcap: float | None = None,
-    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one part, given the output and log-sum-exp of the whole softmax.
+    """Return the gradients of one part, given the output and log-sum-exp of the whole softmax.
 
     Returns:
         grad_q [N, h, T, D], grad_k and grad_v of the shapes of k and v.
     """
+    grad_out, grad_lse, out, lse = upstream
     kernel = _kernel(q, k, bias, softcap) if grad_lse is None else "plain"
     shape = k.shape
     grad_out, q, k, v, out = map(_last_contiguous, (grad_out, q, k, v, out))
@@ -132,9 +132,8 @@ def backward(
             scale=scale,
         )
     else:
-        grads = _plain_backward(
-            grad_out, q, k, v, out, lse, scale, bias, is_causal, softcap, grad_lse
-        )
+        upstream = Upstream(grad_out, grad_lse, out, lse)
+        grads = _plain_backward(upstream, q, k, v, _Scoring(scale, bias, is_causal, softcap))
     grad_q, grad_k, grad_v = grads
     if shape[1] != grad_k.shape[1]:
         # Summed in float32: a group shares one key among g x r rows, too many for 8 bits of
@@ -193,25 +192,28 @@ def _expand(x: Tensor, q: Tensor) -> Tensor:
     return x if x.shape[1] == q.shape[1] else x.expand(-1, q.shape[1], -1, -1)
 
 
+class _Scoring(NamedTuple):
+    """How scores are made of products."""
+
+    scale: float
+    bias: Tensor | None
+    is_causal: bool
+    softcap: float | None
+
+
 def _scores(
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    bias: Tensor | None,
-    is_causal: bool,
-    softcap: float | None,
-    rows: slice,
-    dtype: torch.dtype,
+    q: Tensor, k: Tensor, scoring: _Scoring, rows: slice, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Scores of some query rows, [N, h, rows, S], and the derivative of the softcap."""
-    scores = _product(q[:, :, rows], k.mT, dtype) * scale
+    scores = _product(q[:, :, rows], k.mT, dtype) * scoring.scale
     slope = None
-    if softcap is not None:
-        capped = torch.tanh(scores / softcap)
-        scores, slope = softcap * capped, 1 - capped.square()
-    if bias is not None:
-        scores = scores + bias[rows].to(dtype)
-    if is_causal:
+    if scoring.softcap is not None:
+        capped = torch.tanh(scores / scoring.softcap)
+        scores = scoring.softcap * capped
+        slope = 1 - capped.square()
+    if scoring.bias is not None:
+        scores = scores + scoring.bias[rows].to(dtype)
+    if scoring.is_causal:
         position = torch.arange(k.shape[2], device=q.device)
         scores = scores.masked_fill(position > position[rows, None], -torch.inf)
     return scores, slope
@@ -233,39 +235,22 @@ def _row_chunks(q: Tensor, k: Tensor) -> list[slice]:
     return [slice(i, min(i + rows, q.shape[2])) for i in range(0, q.shape[2], rows)]
 
 
-def _plain_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    bias: Tensor | None,
-    is_causal: bool,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scoring: _Scoring) -> tuple[Tensor, Tensor]:
     """Matrix products over chunks of query rows: any device, dtype and head size, softcap too."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
     for rows in _row_chunks(q, k):
-        scores, _ = _scores(q, k, scale, bias, is_causal, softcap, rows, dtype)
+        scores, _ = _scores(q, k, scoring, rows, dtype)
         lse[:, :, rows] = scores.logsumexp(-1)
         out[:, :, rows] = scores.softmax(-1).to(v.dtype) @ v
     return out, lse
 
 
 def _plain_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    bias: Tensor | None,
-    is_causal: bool,
-    softcap: float | None,
-    grad_lse: Tensor | None,
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, scoring: _Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same chunks backward; the only path that takes a gradient of the log-sum-exp."""
+    grad_out, grad_lse, out, lse = upstream
     dtype = lse.dtype
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)  # [N, h, T]
     if grad_lse is not None:
@@ -277,12 +262,12 @@ def _plain_backward(
         torch.zeros(v.shape, dtype=dtype, device=v.device),
     )
     for rows in _row_chunks(q, k):
-        scores, slope = _scores(q, k, scale, bias, is_causal, softcap, rows, dtype)
+        scores, slope = _scores(q, k, scoring, rows, dtype)
         weights = (scores - lse[:, :, rows, None]).exp()
         grad_scores = weights * ((grad_out[:, :, rows] @ v.mT).to(dtype) - delta[:, :, rows, None])
         if slope is not None:
             grad_scores = grad_scores * slope
-        grad_scores = (grad_scores * scale).to(q.dtype)
+        grad_scores = (grad_scores * scoring.scale).to(q.dtype)
         grad_v += (weights.to(v.dtype).mT @ grad_out[:, :, rows]).to(dtype)
         grad_k += (grad_scores.mT @ q[:, :, rows]).to(dtype)
         grad_q[:, :, rows] = grad_scores @ k

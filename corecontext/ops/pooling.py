@@ -11,80 +11,63 @@ import torch
 from torch import Tensor
 
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Cores, Groups, Spec
 
 _CHUNK_ELEMENTS = 1 << 23  # elements of K widened at once: 32 MiB in float32
 
 
-def forward(
-    q_last: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    pooling: str = "cca",
-    core_heads: str = "kv",
-    rotary: Rotary | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Core keys and values [N, 1 or r, M, D] in the dtype of k; arguments as in
-    `reference.pool`."""
-    num_heads = q_last.shape[1] if core_heads == "query" else 1
+def forward(groups: Groups, spec: Spec) -> Cores:
+    """Return core tokens [N, 1 or r, M, D] in the dtype of k; arguments as in `reference.pool`."""
+    q_last, k, v = groups
+    num_heads = q_last.shape[1] if spec.core_heads == "query" else 1
     shape = (k.shape[0], num_heads, k.shape[1], k.shape[3])
     core_k, core_v = k.new_empty(shape), v.new_empty(shape)
     for part in _chunks(k):
         wide_k, wide_v = _wide(k[:, part]), _wide(v[:, part])
-        turned = _turn(wide_k, rotary, 1)
-        if pooling == "max":
+        turned = _turn(wide_k, spec.rotary, 1)
+        if spec.pooling == "max":
             core_k[:, :, part], core_v[:, :, part] = (
                 turned.amax(2)[:, None],
                 wide_v.amax(2)[:, None],
             )
             continue
-        weights, _, _ = _weights(q_last[:, :, part], wide_k, scale, pooling, core_heads, softcap)
+        weights, _, _ = _weights(q_last[:, :, part], wide_k, spec)
         core_k[:, :, part] = torch.einsum("nrmg,nmgd->nrmd", weights, turned)
         core_v[:, :, part] = torch.einsum("nrmg,nmgd->nrmd", weights, wide_v)
-    return core_k, core_v
+    return Cores(core_k, core_v)
 
 
-def backward(
-    grad_core_k: Tensor,
-    grad_core_v: Tensor,
-    q_last: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    pooling: str = "cca",
-    core_heads: str = "kv",
-    rotary: Rotary | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Gradients of q_last (None unless the weights are learned), k and v, in the dtype of each."""
-    grad_q = torch.empty_like(q_last) if pooling == "cca" else None
+def backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the gradients of q_last (None unless the weights are learned), k and v, in the dtype
+    of each."""
+    q_last, k, v = groups
+    grad_q = torch.empty_like(q_last) if spec.pooling == "cca" else None
     grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
     for part in _chunks(k):
         wide_k, wide_v, wide_q = _wide(k[:, part]), _wide(v[:, part]), _wide(q_last[:, :, part])
-        into_k, into_v = _wide(grad_core_k[:, :, part]), _wide(grad_core_v[:, :, part])
-        turned = _turn(wide_k, rotary, 1)
-        if pooling == "max":
+        into_k, into_v = _wide(grad_cores.k[:, :, part]), _wide(grad_cores.v[:, :, part])
+        turned = _turn(wide_k, spec.rotary, 1)
+        if spec.pooling == "max":
             grad_turned, grad_v[:, part] = (
                 _max_backward(into_k, turned),
                 _max_backward(into_v, wide_v),
             )
-            grad_k[:, part] = _turn(grad_turned, rotary, -1)
+            grad_k[:, part] = _turn(grad_turned, spec.rotary, -1)
             continue
-        weights, probs, slope = _weights(wide_q, wide_k, scale, pooling, core_heads, softcap)
+        weights, probs, slope = _weights(wide_q, wide_k, spec)
         # planted: 6: keys turned to the middle, gradients not turned back
-        part_k = _turn(torch.einsum("nrmg,nrmd->nmgd", weights, into_k), rotary, -1)
+        part_k = _turn(torch.einsum("nrmg,nrmd->nmgd", weights, into_k), spec.rotary, -1)
         grad_v[:, part] = torch.einsum("nrmg,nrmd->nmgd", weights, into_v)
         if grad_q is not None:
             grad_probs = torch.einsum("nrmd,nmgd->nrmg", into_k, turned) + torch.einsum(
                 "nrmd,nmgd->nrmg", into_v, wide_v
             )
-            if core_heads == "kv":  # the weights are the mean over r query heads
+            if spec.core_heads == "kv":  # the weights are the mean over r query heads
                 grad_probs = grad_probs / probs.shape[1]
             # planted: 6: gradient through the pooling weights dropped
-            grad_scores = probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True)) * scale
+            grad_scores = (
+                probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True)) * spec.scale
+            )
             if slope is not None:
                 grad_scores = grad_scores * slope
             grad_q[:, :, part] = torch.einsum("nrmg,nmgd->nrmd", grad_scores, wide_k)
@@ -113,27 +96,23 @@ def _turn(k: Tensor, rotary: Rotary | None, direction: int) -> Tensor:
     return rotary.turn(k, direction * (group_size // 2 - torch.arange(group_size, device=k.device)))
 
 
-def _weights(
-    q_last: Tensor, k: Tensor, scale: float, pooling: str, core_heads: str, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _weights(q_last: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:
     """Pooling weights [N, 1 or r, M, g]; each query head's probabilities; the slope of the
     softcap."""
-    if pooling == "mean":
-        shape = (
-            k.shape[0],
-            q_last.shape[1] if core_heads == "query" else 1,
-            k.shape[1],
-            k.shape[2],
-        )
+    if spec.pooling == "mean":
+        num_heads = q_last.shape[1] if spec.core_heads == "query" else 1
+        shape = (k.shape[0], num_heads, k.shape[1], k.shape[2])
         weights = torch.full(shape, 1 / k.shape[2], dtype=k.dtype, device=k.device)
         return weights, weights, None
-    scores, slope = torch.einsum("nrmd,nmgd->nrmg", q_last.to(k.dtype), k) * scale, None
-    if softcap is not None:
-        capped = torch.tanh(scores / softcap)
-        scores, slope = softcap * capped, 1 - capped.square()
+    scores = torch.einsum("nrmd,nmgd->nrmg", q_last.to(k.dtype), k) * spec.scale
+    slope = None
+    if spec.softcap is not None:
+        capped = torch.tanh(scores / spec.softcap)
+        scores = spec.softcap * capped
+        slope = 1 - capped.square()
     probs = scores.softmax(-1)
     # planted: 8: weights of one query head instead of the mean
-    return (probs.mean(1, keepdim=True) if core_heads == "kv" else probs), probs, slope
+    return (probs.mean(1, keepdim=True) if spec.core_heads == "kv" else probs), probs, slope
 
 
 def _max_backward(grad: Tensor, x: Tensor) -> Tensor:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from corecontext.config import LEARNED, LEARNED_WEIGHTS
-from corecontext.ops import sinks
 from corecontext.ops.batch import SegmentView, find_segments
-from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Cores, Groups, Inputs, Ragged, Spec, Tokens, Upstream
 
 Learned = Mapping[str, Tensor]
 
@@ -83,156 +81,111 @@ def by_sequence(learned: Learned, num_kv_heads: int, rows: int) -> dict[str, Ten
     }
 
 
-def weights_of(
-    q_last: Tensor,
-    k: Tensor,
-    v: Tensor,
-    learned: Learned,
-    *,
-    scale: float,
-    pooling: str = "cca",
-    softcap: float | None = None,
-) -> Tensor:
-    """Each query head's pooling weights [N, r, M, g] (docs/math.md, eq. 1 and 12); arguments as in
-    `pool`."""
-    if pooling == "mean_query":
+def weights_of(groups: Groups, spec: Spec, learned: Learned) -> Tensor:
+    """Return each query head's pooling weights [N, r, M, g] (docs/math.md, eq. 1 and 12);
+    arguments as in `pool`."""
+    q_last, k, v = groups
+    if spec.pooling == "mean_query":
         q_last = q_last.mean(1, keepdim=True).expand_as(q_last)
-    scores = torch.einsum("nrmd,nmgd->nrmg", q_last, k) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.einsum("nrmd,nmgd->nrmg", q_last, k) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if "temperature" in learned:
         scores = scores * learned["temperature"].exp()[:, :, None, None]
     if "probe" in learned:
-        scores = scores + torch.einsum("nrd,nmgd->nrmg", learned["probe"], v) * scale
+        scores = scores + torch.einsum("nrd,nmgd->nrmg", learned["probe"], v) * spec.scale
     if "distance" in learned:
         back = torch.arange(k.shape[2], 0, -1, device=k.device, dtype=k.dtype).log2()
         scores = scores + learned["distance"][:, :, None, None] * back
     return scores.softmax(-1)
 
 
-def pool(
-    q_last: Tensor,
-    k: Tensor,
-    v: Tensor,
-    learned: Learned,
-    *,
-    scale: float,
-    pooling: str = "cca",
-    core_heads: str = "kv",
-    rotary: Rotary | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Core keys and values [N, 1 or r, M, D] in the dtype of k (docs/math.md, eq. 12);
-    differentiable.
+def pool(groups: Groups, spec: Spec, learned: Learned) -> Cores:
+    """Pool groups into core tokens, in the dtype of k (docs/math.md, eq. 12); differentiable.
 
     Args:
-        q_last, k, v: As in `reference.pool`.
         learned: From `by_sequence`.
     """
-    dtype, size = k.dtype, k.shape[2]
-    q_last, k, v = (x if x.dtype == torch.float64 else x.float() for x in (q_last, k, v))
-    weights = weights_of(q_last, k, v, learned, scale=scale, pooling=pooling, softcap=softcap)
-    if core_heads == "kv":
+    dtype, size = groups.k.dtype, groups.k.shape[2]
+    groups = Groups(*(x if x.dtype == torch.float64 else x.float() for x in groups))
+    weights = weights_of(groups, spec, learned)
+    if spec.core_heads == "kv":
         weights = weights.mean(1, keepdim=True)
-    if rotary is not None:
-        k = rotary.turn(k, size // 2 - torch.arange(size, device=k.device))
+    _, k, v = groups
+    if spec.rotary is not None:
+        k = spec.rotary.turn(k, size // 2 - torch.arange(size, device=k.device))
     core_k, core_v = (torch.einsum("nrmg,nmgd->nrmd", weights, x) for x in (k, v))
     if "key_gain" in learned:
         core_k = core_k * learned["key_gain"].exp()[:, None, None, None]
-    return core_k.to(dtype), core_v.to(dtype)
+    return Cores(core_k.to(dtype), core_v.to(dtype))
 
 
 def attention(
-    module: ModuleType,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    learned: Learned,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    position_ids: Tensor | None,
-    sizes: tuple[int, int, int, int],
-    options: dict[str, Any],
+    inputs: Inputs, ragged: Ragged, spec: Spec, module: ModuleType
 ) -> tuple[Tensor, Tensor]:
-    """out [B, H, L, D] and log-sum-exp [B, H, L] of `cca_attention` under a rule of this file.
+    """Return out [B, H, L, D] and log-sum-exp [B, H, L], pooled by a rule of this file or by the
+    reference: autograd follows the pooling.
 
     Args:
+        inputs: bias is [H] or None.
         module: The backend.
-        bias: [H] or None.
-        sizes: group_size, window_size, num_groups or 0, sink_size.
-        options: scale, softcap, pooling, core_heads and rotary.
     """
+    q, k = inputs.q, inputs.k
+    own_rule = is_own_rule(spec.pooling, inputs.learned)
+    weights = {name: x for name, x in inputs.learned.items() if name in LEARNED_WEIGHTS}
     out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=out.dtype, device=q.device)
-    for segment in find_segments(q.shape[0], q.shape[2], attention_mask, cu_seqlens, position_ids):
-        one = SegmentView(segment, q, k, v, bias, *sizes)
-        here = by_sequence(
-            {name: x for name, x in learned.items() if name in LEARNED_WEIGHTS},
-            k.shape[1],
-            segment.last_row - segment.first_row,
-        )
-        cores = pool(*one.groups(), here, **options)
-        part = attend(
-            module,
-            one.q,
-            one.k,
-            one.v,
-            *cores,
-            one.core_bias,
-            one.sizes,
-            options["scale"],
-            options["softcap"],
-        )
-        one.put(out, part[0])
-        one.put(lse, part[1])
+    for segment in find_segments(q.shape[0], q.shape[2], *ragged):
+        view = SegmentView(segment, inputs, spec)
+        if own_rule:
+            learned = by_sequence(weights, k.shape[1], view.num_rows)
+            cores = pool(view.groups(), view.spec, learned)
+        else:
+            cores = module.pool(view.groups(), view.spec)
+        segment_out, segment_lse = attend(module, view.tokens, cores, view.spec, view.core_bias)
+        view.put(out, segment_out)
+        view.put(lse, segment_lse)
     return out.to(q.dtype), lse
 
 
 def attend(
-    module: ModuleType,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    core_k: Tensor,
-    core_v: Tensor,
-    bias: Tensor | None,
-    sizes: dict[str, int],
-    scale: float,
-    softcap: float | None,
+    module: ModuleType, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A backend's attention with gradients for the core tokens; the reference has its own."""
+    """Attend by a backend on a whole sequence, with gradients for the core tokens; the reference
+    has its own."""
     if hasattr(module, "attend_backward"):
-        return _Attend.apply(q, k, v, core_k, core_v, bias, module, sizes, scale, softcap)
-    return module.attend(
-        q, k, v, core_k, core_v, **sizes, scale=scale, softcap=softcap, core_bias=bias
-    )
+        return _Attend.apply(*tokens[:3], *cores, core_bias, module, spec)
+    return module.attend(tokens, cores, spec, core_bias)
 
 
 class _Attend(torch.autograd.Function):
     """Attention to given core tokens."""
 
     @staticmethod
-    def forward(ctx, q, k, v, core_k, core_v, bias, module, sizes, scale, softcap):
-        options = {**sizes, "scale": scale, "softcap": softcap, "core_bias": bias}
-        out, lse = sinks.attend(module, q, k, v, core_k, core_v, **options)
-        ctx.save_for_backward(q, k, v, core_k, core_v, out, lse, bias)
-        ctx.module, ctx.options = module, {**sizes, "scale": scale, "softcap": softcap}
+    def forward(ctx, q, k, v, core_k, core_v, core_bias, module, spec):
+        out, lse = module.attend(Tokens(q, k, v), Cores(core_k, core_v), spec, core_bias)
+        ctx.save_for_backward(q, k, v, core_k, core_v, core_bias, out, lse)
+        ctx.module = module
+        ctx.spec = spec
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out, grad_lse):
-        *tensors, bias = ctx.saved_tensors
+        *inputs, core_bias, out, lse = ctx.saved_tensors
         if grad_out is None:
-            grad_out = torch.zeros_like(tensors[5])
-        with torch.autocast(tensors[0].device.type, enabled=False):
-            grads = sinks.attend_backward(
-                ctx.module, grad_out, grad_lse, *tensors, **ctx.options, core_bias=bias
+            grad_out = torch.zeros_like(out)
+        with torch.autocast(out.device.type, enabled=False):
+            grads = ctx.module.attend_backward(
+                Upstream(grad_out, grad_lse, out, lse),
+                Tokens(*inputs[:3]),
+                Cores(*inputs[3:]),
+                ctx.spec,
+                core_bias,
             )
         cast = (
             None if grad is None else grad.to(x.dtype)
-            for grad, x in zip(grads, (*tensors[:5], bias))
+            for grad, x in zip(grads, (*inputs, core_bias))
         )
-        return *cast, None, None, None, None
+        return *cast, None, None

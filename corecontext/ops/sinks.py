@@ -1,250 +1,127 @@
-"""The first tokens of a sequence kept raw: what a backend does after them, merged with attention to
-them.
+"""Merge attention to the first tokens of a sequence, which stay raw, with a backend's attention to
+the tokens after them.
 
 What follows the first n tokens, n a multiple of g, is by itself a sequence with the groups that it
-has in the whole (docs/math.md, eq. 13). So any backend computes it as it is, without knowing; the
-first tokens are a part of the softmax like any other, over disjoint keys, and every part's backward
-is called with the merged result (eq. 8 and 9). The reference does not use this file: it has the
-rule in its mask.
+has in the whole (docs/math.md, eq. 13). So a backend computes it without knowing of them; the first
+tokens are one more part of the softmax, over disjoint keys, and every part's backward gets the
+merged result (eq. 8 and 9). The reference does not use this file: it has the rule in its mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from corecontext.ops import partial
-from corecontext.ops.merge import merge
+from corecontext.ops.merge import merge_into
+from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 
-_MERGE_ELEMENTS = (
-    1 << 22
-)  # elements of the output merged at once: merging makes wide copies of them
+Attend = Callable[[Tokens, Cores, Spec, Tensor | None], tuple[Tensor, Tensor]]
+AttendBackward = Callable[[Upstream, Tokens, Cores, Spec, Tensor | None], tuple]
 
 
 def attend(
-    module: ModuleType,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    core_k: Tensor,
-    core_v: Tensor,
-    *,
-    sinks: int = 0,
-    **options: Any,
+    backend_attend: Attend, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A backend's `attend` on a whole sequence whose first `sinks` tokens stay raw.
+    """Attend from any queries of a sequence whose first n = `spec.sinks` tokens stay raw.
 
     Args:
-        module: The backend.
-        core_k, core_v: Core tokens of the groups after the first tokens.
-        sinks: n, a multiple of group_size, less than the length; 0 is the backend's call as it is.
-        options: group_size, window_size, scale, softcap and core_bias.
-    """
-    if not sinks:
-        return module.attend(q, k, v, core_k, core_v, **options)
-    return attend_after(
-        module,
-        q,
-        k[:, :sinks],
-        v[:, :sinks],
-        k[:, sinks:],
-        v[:, sinks:],
-        core_k,
-        core_v,
-        sinks=sinks,
-        q_start=0,
-        k_start=sinks,
-        **options,
-    )
-
-
-def attend_after(
-    module: ModuleType,
-    q: Tensor,
-    first_k: Tensor,
-    first_v: Tensor,
-    k: Tensor,
-    v: Tensor,
-    core_k: Tensor,
-    core_v: Tensor,
-    *,
-    sinks: int,
-    q_start: int,
-    k_start: int,
-    scale: float,
-    softcap: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attend from the queries at q_start .. q_start + T - 1, with the first tokens apart from the
-    others.
-
-    Args:
-        q: [N, r, T, D].
-        first_k, first_v: The first tokens so far, [N, min(sinks, q_start + T), D].
-        k, v: Raw tokens from k_start >= sinks on, [N, S, D], S reaching the last query.
-        core_k, core_v: As in `attend`.
+        backend_attend: A backend's attention without first tokens kept raw.
+        cores: Core tokens of the groups after the first tokens.
 
     Returns:
         out [N, r, T, D] in the dtype that the backend gives, log-sum-exp [N, r, T].
     """
-    # planted: sinks: the start of a chunk forgotten
-    among = max(0, min(sinks - q_start, q.shape[2]))  # queries that are first tokens themselves
-    capped, parts = {"scale": scale, "softcap": softcap}, []
+    sink_k, sink_v, rest = _split(tokens, spec.sinks)
+    q, q_start = tokens.q, tokens.q_start
+    among = q.shape[2] - rest.q.shape[2]
+    parts = []
     if among:
         seen = q_start + among
-        mask = {"is_causal": True} if not q_start else {"bias": _causal_bias(q_start, seen, q)}
+        mask = {"bias": _causal_bias(q_start, seen, q)} if q_start else {"is_causal": True}
         parts.append(
             partial.forward(
-                q[:, :, :among], first_k[:, None, :seen], first_v[:, None, :seen], **mask, **capped
+                q[:, :, :among],
+                sink_k[:, None, :seen],
+                sink_v[:, None, :seen],
+                scale=spec.scale,
+                softcap=spec.softcap,
+                **mask,
             )
         )
-    if among < q.shape[2]:
-        after = q[:, :, among:]
-        out, lse = _backend(module).attend(
-            after,
-            k,
-            v,
-            core_k,
-            core_v,
-            q_start=q_start + among - sinks,
-            k_start=k_start - sinks,
-            **capped,
-            **options,
+    if rest.q.shape[2]:
+        out, lse = backend_attend(rest, cores, spec.replace(sink_size=0), core_bias)
+        to_sinks = partial.forward(
+            rest.q, sink_k[:, None], sink_v[:, None], scale=spec.scale, softcap=spec.softcap
         )
         # planted: sinks: later queries do not see them
-        _merge_into(out, lse, *partial.forward(after, first_k[:, None], first_v[:, None], **capped))
+        merge_into(out, lse, *to_sinks)
         parts.append((out, lse))
     if len(parts) == 1:
         return parts[0]
-    return torch.cat([parts[0][0].to(parts[1][0].dtype), parts[1][0]], 2), torch.cat(
-        [one for _, one in parts], 2
-    )
-
-
-def gradients(
-    module: ModuleType,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    groups: tuple[Tensor, Tensor, Tensor],
-    cores: tuple[Tensor, ...],
-    *,
-    sinks: int = 0,
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    """As `compose.gradients`, with the first tokens raw; groups and cores are those after them."""
-    if not sinks:
-        return module.gradients(grad_out, grad_lse, q, k, v, out, lse, groups, cores, **options)
-    backend = _backend(module)
-    return _backward(
-        lambda *after: backend.gradients(*after, groups, cores, **options),
-        sinks,
-        grad_out,
-        grad_lse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        options["scale"],
-        options["softcap"],
-    )
+    (first_out, first_lse), (out, lse) = parts
+    return torch.cat([first_out.to(out.dtype), out], 2), torch.cat([first_lse, lse], 2)
 
 
 def attend_backward(
-    module: ModuleType,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    core_k: Tensor,
-    core_v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    sinks: int = 0,
-    **options: Any,
+    backend_backward: AttendBackward,
+    upstream: Upstream,
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """As `packed.attend_backward`, with the first tokens raw; core_k and core_v are those after
-    them."""
-    if not sinks:
-        return module.attend_backward(
-            grad_out, grad_lse, q, k, v, core_k, core_v, out, lse, **options
-        )
+    """Return the gradients of q, k, v, core_k, core_v and core_bias of a whole sequence whose first
+    n tokens stay raw.
 
-    def after(grad_out, grad_lse, q, k, v, out, lse):
-        return module.attend_backward(
-            grad_out, grad_lse, q, k, v, core_k, core_v, out, lse, **options
-        )
+    Args:
+        backend_backward: A backend's backward without first tokens kept raw.
+    """
+    n, q, wide = spec.sinks, tokens.q, upstream.lse.dtype
+    sink_k, sink_v, rest = _split(tokens, n)
 
-    return _backward(
-        after, sinks, grad_out, grad_lse, q, k, v, out, lse, options["scale"], options["softcap"]
-    )
-
-
-def _backward(
-    backend: Callable[..., tuple[Tensor, ...]],
-    n: int,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v, and what else the backend's call on the tokens after the first n
-    gives."""
-
-    def rows(low: int, high: int) -> list[Tensor | None]:
-        return [None if x is None else x[:, :, low:high] for x in (grad_out, q, out, lse, grad_lse)]
-
-    def to_first(low: int, high: int, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-        some_grad, some_q, some_out, some_lse, some_grad_lse = rows(low, high)
+    def to_sinks(rows: slice, is_causal: bool) -> list[Tensor]:
         # planted: sinks: the gradient of the log-sum-exp dropped
-        dq, *dkv = partial.backward(
-            some_grad,
-            some_q,
-            k[:, None, :n],
-            v[:, None, :n],
-            some_out.to(q.dtype),
-            some_lse,
-            scale=scale,
-            softcap=softcap,
-            grad_lse=some_grad_lse,
+        results = upstream.rows(rows)
+        results = results._replace(out=results.out.to(q.dtype))
+        dq, dk, dv = partial.backward(
+            results,
+            q[:, :, rows],
+            sink_k[:, None],
+            sink_v[:, None],
+            scale=spec.scale,
+            softcap=spec.softcap,
             is_causal=is_causal,
         )
-        return dq.to(lse.dtype), *(x[:, 0].to(lse.dtype) for x in dkv)
+        return [dq.to(wide), dk[:, 0].to(wide), dv[:, 0].to(wide)]
 
-    among, first = to_first(0, n, True), to_first(n, q.shape[2], False)
-    some_grad, some_q, some_out, some_lse, some_grad_lse = rows(n, q.shape[2])
-    dq, dk, dv, *others = backend(
-        some_grad, some_grad_lse, some_q, k[:, n:], v[:, n:], some_out, some_lse
+    among_dq, among_dk, among_dv = to_sinks(slice(0, n), True)
+    later_dq, later_dk, later_dv = to_sinks(slice(n, None), False)
+    dq, dk, dv, *others = backend_backward(
+        upstream.rows(slice(n, None)), rest, cores, spec.replace(sink_size=0), core_bias
     )
     # planted: sinks: their gradient from later queries dropped
+    sink_dk = among_dk + later_dk
     return (
-        torch.cat((among[0], dq + first[0]), 2),
-        torch.cat((among[1] + first[1], dk), 1),
-        torch.cat((among[2] + first[2], dv), 1),
+        torch.cat((among_dq, dq + later_dq), 2),
+        torch.cat((sink_dk, dk), 1),
+        torch.cat((among_dv + later_dv, dv), 1),
         *others,
     )
 
 
-def _backend(module: ModuleType) -> Any:
-    """The backend without kernels made for one chip, which have not been tested with first tokens
-    kept raw."""
-    return getattr(module, "Anywhere", module)
+def _split(tokens: Tokens, n: int) -> tuple[Tensor, Tensor, Tokens]:
+    """Keys and values of the first n tokens, and all that comes after them, at positions counted
+    from n."""
+    q, k, v, q_start, k_start, sink_k, sink_v = tokens
+    if sink_k is None:
+        sink_k, sink_v = k[:, :n], v[:, :n]
+        k, v, k_start = k[:, n:], v[:, n:], n
+    # planted: sinks: the start of a chunk forgotten
+    among = max(0, min(n - q_start, q.shape[2]))  # queries that are first tokens themselves
+    return sink_k, sink_v, Tokens(q[:, :, among:], k, v, q_start + among - n, k_start - n)
 
 
 def _causal_bias(q_start: int, seen: int, like: Tensor) -> Tensor:
@@ -255,14 +132,3 @@ def _causal_bias(q_start: int, seen: int, like: Tensor) -> Tensor:
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
         hidden, -torch.inf
     )
-
-
-def _merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge another part into out [N, r, T, D] and lse [N, r, T], in place and a few rows at a
-    time."""
-    step = max(1, _MERGE_ELEMENTS // max(1, out.shape[0] * out.shape[1] * out.shape[3]))
-    for low in range(0, out.shape[2], step):
-        rows = slice(low, low + step)
-        out[:, :, rows], lse[:, :, rows] = merge(
-            [out[:, :, rows], part_out[:, :, rows]], [lse[:, :, rows], part_lse[:, :, rows]]
-        )

@@ -15,6 +15,7 @@ from corecontext.loading import Loaded
 from corecontext.ops import rules
 from corecontext.ops.api import pool_core_tokens
 from corecontext.ops.head_split import deal, deal_learned, heads_of_each
+from corecontext.ops.spec import Groups, Spec
 from corecontext.visibility import (
     group_size_for,
     local_start,
@@ -171,19 +172,10 @@ def _map(
             **options,
         )[0]
     else:
-        weights = rules.weights_of(
-            q_last, grouped_k, grouped_v, split, pooling=config.pooling, **options
-        )
-        core_k = rules.pool(
-            q_last,
-            grouped_k,
-            grouped_v,
-            split,
-            pooling=config.pooling,
-            core_heads=config.core_heads,
-            rotary=rotary,
-            **options,
-        )[0].flatten(0, 1)[None]
+        groups = Groups(q_last, grouped_k, grouped_v)
+        spec = Spec.of(config, rotary, scale, softcap)
+        weights = rules.weights_of(groups, spec, split)
+        core_k = rules.pool(groups, spec, split).k.flatten(0, 1)[None]
     used = (
         weights.mean(1, keepdim=True).expand_as(weights) if config.core_heads == "kv" else weights
     )

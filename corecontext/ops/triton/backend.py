@@ -8,6 +8,7 @@ others.
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,13 +17,13 @@ import torch
 import triton
 from torch import Tensor
 
-from corecontext.ops import compose
+from corecontext.ops import compose, sinks
 from corecontext.ops.capability import nvidia_capability
+from corecontext.ops.spec import Cores, Groups, Slots, Spec, Tokens, Upstream
 from corecontext.ops.triton import attend as anywhere
+from corecontext.ops.triton import decode
 from corecontext.ops.triton import pool as pooling
-from corecontext.ops.triton.attend import attend_backward
-from corecontext.ops.triton.decode import decode_step, turn_tables
-from corecontext.ops.triton.pool import pool_backward
+from corecontext.ops.triton.decode import turn_tables
 
 try:  # Gluon is young: a Triton without it, or with another, has the other kernels
     from corecontext.ops.triton import hopper_backward, hopper_forward
@@ -58,54 +59,110 @@ def unsupported_reason(q: Tensor) -> str | None:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    core_k: Tensor,
-    core_v: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    **sizes: Any,
+    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `packed.attend`: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32."""
+    q = tokens.q
     with _on(q):
+        if spec.sinks:  # kernels made for one chip have not been tested with first tokens kept raw
+            return sinks.attend(attend_anywhere, tokens, cores, spec, core_bias)
         if (
             hopper_forward is not None
             and q.numel()
-            and hopper_forward.unsupported_reason(q, scale, softcap) is None
+            and hopper_forward.unsupported_reason(q, spec.scale, spec.softcap) is None
         ):
             try:
-                return hopper_forward.attend(q, k, v, core_k, core_v, scale=scale, **sizes)
-            except triton.CompilationError as error:
-                _do_without_hopper(error)
-        return anywhere.attend(q, k, v, core_k, core_v, scale=scale, softcap=softcap, **sizes)
-
-
-def gradients(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    *tensors: Any,
-    scale: float,
-    softcap: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As `compose.gradients`."""
-    with _on(q):
-        if (
-            hopper_backward is not None
-            and hopper_backward.unsupported_reason(q, scale, softcap) is None
-        ):
-            try:
-                return hopper_backward.gradients(
-                    grad_out, grad_lse, q, *tensors, scale=scale, **options
+                return hopper_forward.attend(
+                    *tokens[:3],
+                    *cores,
+                    q_start=tokens.q_start,
+                    k_start=tokens.k_start,
+                    group_size=spec.group_size,
+                    window_size=spec.window_size,
+                    scale=spec.scale,
+                    core_bias=core_bias,
                 )
             except triton.CompilationError as error:
                 _do_without_hopper(error)
-        return compose.gradients(
-            Anywhere, grad_out, grad_lse, q, *tensors, scale=scale, softcap=softcap, **options
+        return attend_anywhere(tokens, cores, spec, core_bias)
+
+
+def attend_anywhere(
+    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `attend`, by the kernels that run on every GPU; spec has no first tokens kept raw."""
+    return anywhere.attend(
+        *tokens[:3],
+        *cores,
+        q_start=tokens.q_start,
+        k_start=tokens.k_start,
+        group_size=spec.group_size,
+        window_size=spec.window_size,
+        scale=spec.scale,
+        softcap=spec.softcap,
+        core_bias=core_bias,
+    )
+
+
+def attend_backward(
+    upstream: Upstream, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """As `packed.attend_backward`: gradients in float32, the same from run to run."""
+    with _on(tokens.q):
+        if spec.sinks:
+            return sinks.attend_backward(attend_backward, upstream, tokens, cores, spec, core_bias)
+        return anywhere.attend_backward(
+            upstream.grad_out,
+            upstream.grad_lse,
+            *tokens[:3],
+            *cores,
+            upstream.out,
+            upstream.lse,
+            group_size=spec.group_size,
+            window_size=spec.window_size,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            core_bias=core_bias,
         )
+
+
+def gradients(
+    upstream: Upstream,
+    tokens: Tokens,
+    groups: Groups,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `compose.gradients`."""
+    q = tokens.q
+    with _on(q):
+        if (
+            hopper_backward is not None
+            and not spec.sinks
+            and hopper_backward.unsupported_reason(q, spec.scale, spec.softcap) is None
+        ):
+            try:
+                return hopper_backward.gradients(
+                    upstream.grad_out,
+                    upstream.grad_lse,
+                    *tokens[:3],
+                    upstream.out,
+                    upstream.lse,
+                    groups,
+                    cores,
+                    group_size=spec.group_size,
+                    window_size=spec.window_size,
+                    scale=spec.scale,
+                    core_bias=core_bias,
+                    pooling=spec.pooling,
+                    core_heads=spec.core_heads,
+                    rotary=spec.rotary,
+                )
+            except triton.CompilationError as error:
+                _do_without_hopper(error)
+        this = sys.modules[__name__]
+        return compose.gradients(this, upstream, tokens, groups, cores, spec, core_bias)
 
 
 def _do_without_hopper(error: triton.CompilationError) -> None:
@@ -122,49 +179,82 @@ def _do_without_hopper(error: triton.CompilationError) -> None:
     )
 
 
-def pool(q_last: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def pool(groups: Groups, spec: Spec) -> Cores:
     """As `packed.pool`, differentiable like it."""
-    if torch.is_grad_enabled() and (q_last.requires_grad or k.requires_grad or v.requires_grad):
-        return _Pool.apply(q_last, k, v, options)
-    return pooling.pool(q_last, k, v, **options)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in groups):
+        return Cores(*_Pool.apply(*groups, spec))
+    return _pool(groups, spec)
+
+
+def pool_backward(
+    grad_cores: Cores, groups: Groups, spec: Spec
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """As `packed.pool_backward`."""
+    with _on(groups.k):
+        return pooling.pool_backward(*grad_cores, *groups, **_pool_options(spec))
+
+
+def _pool(groups: Groups, spec: Spec) -> Cores:
+    with _on(groups.k):
+        return Cores(*pooling.pool(*groups, **_pool_options(spec)))
+
+
+def _pool_options(spec: Spec) -> dict[str, Any]:
+    return {
+        "scale": spec.scale,
+        "softcap": spec.softcap,
+        "pooling": spec.pooling,
+        "core_heads": spec.core_heads,
+        "rotary": spec.rotary,
+    }
 
 
 class _Pool(torch.autograd.Function):
     """Pooling by itself; where attention follows, `autograd` goes back through both at once."""
 
     @staticmethod
-    def forward(ctx, q_last, k, v, options):
+    def forward(ctx, q_last, k, v, spec):
         ctx.save_for_backward(q_last, k, v)
-        ctx.options = options
-        return pooling.pool(q_last, k, v, **options)
+        ctx.spec = spec
+        return tuple(_pool(Groups(q_last, k, v), spec))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_core_k, grad_core_v):
-        return *pool_backward(grad_core_k, grad_core_v, *ctx.saved_tensors, **ctx.options), None
+        groups = Groups(*ctx.saved_tensors)
+        return *pool_backward(Cores(grad_core_k, grad_core_v), groups, ctx.spec), None
+
+
+def decode_step(
+    q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias: float = 0.0
+) -> Tensor:
+    """Append one token to each row of a compact cache and attend from it (docs/math.md, eq. 1 to
+    5); [B, H, 1, D] in the dtype of q."""
+    return decode.decode_step(
+        q,
+        k,
+        v,
+        slots.keys,
+        slots.values,
+        slots.seen,
+        slots.pad,
+        turn=slots.turn,
+        interleaved=spec.rotary is not None and spec.rotary.interleaved,
+        group_size=spec.group_size,
+        window_size=spec.window_size,
+        ring_size=slots.ring_size,
+        sinks=spec.sinks,
+        pooling=spec.pooling,
+        core_heads=spec.core_heads,
+        scale=spec.scale,
+        softcap=spec.softcap,
+        core_bias=core_bias,
+        key_scales=slots.key_scales,
+        value_scales=slots.value_scales,
+        cache_dtype=slots.cache_dtype,
+    )
 
 
 def _on(x: Tensor) -> AbstractContextManager:
     """Triton launches on the current device, which need not be the tensor's."""
     return torch.cuda.device_of(x) if x.is_cuda else contextlib.nullcontext()
-
-
-class Anywhere:
-    """This backend without the kernels made for one chip."""
-
-    pool_backward = staticmethod(pool_backward)
-    attend_backward = staticmethod(attend_backward)
-
-    @staticmethod
-    def attend(q: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        """As `attend`."""
-        with _on(q):
-            return anywhere.attend(q, *tensors, **options)
-
-    @staticmethod
-    def gradients(
-        grad_out: Tensor, *tensors: Any, **options: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `gradients`."""
-        with _on(grad_out):
-            return compose.gradients(Anywhere, grad_out, *tensors, **options)

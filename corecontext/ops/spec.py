@@ -1,0 +1,209 @@
+"""Define the settings and the groups of tensors that every layer below the public operator
+shares."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from corecontext.config import CCAConfig
+from corecontext.ops.rotary import Rotary
+from corecontext.visibility import group_size_for, num_sinks
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Describe one attention call apart from its tensors; not validated again."""
+
+    group_size: int | tuple[int, ...]
+    """Tokens per core token (g); a tuple holds one for each KV head, until `head_split` parts the
+    heads."""
+    window_size: int
+    """Nearest tokens that every query sees uncompressed (s)."""
+    scale: float
+    """Factor of the scores."""
+    num_groups: int | None = None
+    """Constant number of groups; replaces group_size by the length of each sequence."""
+    sink_size: int = 0
+    """First tokens of a sequence kept raw, in tokens; `sinks` is rounded up to whole groups."""
+    pooling: str = "cca"
+    """One of `config.POOLINGS`."""
+    core_heads: str = "kv"
+    """One of `config.CORE_HEADS`."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap)."""
+    rotary: Rotary | None = None
+    """The keys' rotation, for core keys at the middle of their group; None pools keys as they
+    are."""
+
+    @classmethod
+    def of(
+        cls, config: CCAConfig, rotary: Rotary | None, scale: float, softcap: float | None = None
+    ) -> Spec:
+        """Make the Spec of a layer's settings.
+
+        Raises:
+            ValueError, TypeError: core keys take their middle position, and rotary is not given.
+        """
+        return cls(
+            config.head_group_sizes or config.group_size,
+            config.window_size,
+            scale,
+            config.num_groups,
+            config.sink_size,
+            config.pooling,
+            config.core_heads,
+            softcap,
+            check_rotary(rotary, config.core_position),
+        )
+
+    def replace(self, **changes: Any) -> Spec:
+        """Return a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def for_length(self, seq_len: int) -> Spec:
+        """Return a copy whose group size is that of a sequence of this length."""
+        if self.num_groups is None:
+            return self
+        size = group_size_for(seq_len, self.window_size, self.num_groups)
+        return self.replace(group_size=size, num_groups=None)
+
+    @property
+    def sinks(self) -> int:
+        """First tokens kept raw: sink_size rounded up to whole groups (n)."""
+        return num_sinks(self.sink_size, self.group_size)
+
+
+def check_rotary(rotary: Rotary | None, core_position: str) -> Rotary | None:
+    """Return the rotation that core keys need, None where keys are pooled as they are."""
+    if core_position == "token":
+        return None
+    if rotary is None:
+        raise ValueError(
+            "rotary must be given for core_position='middle', got None. "
+            "Pass rotary=Rotary.from_theta(theta, head_dim), or core_position='token'."
+        )
+    if not isinstance(rotary, Rotary):
+        raise TypeError(
+            f"rotary must be a corecontext.ops.rotary.Rotary, got {type(rotary).__name__}. "
+            "Pass Rotary.from_theta(theta, head_dim)."
+        )
+    return rotary
+
+
+# A whole batch
+# ---------------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """Hold the tensors of a call that have a dimension of heads."""
+
+    q: Tensor
+    """[B, H, L, D], rotary applied."""
+    k: Tensor
+    """[B, Hkv, L, D], rotary applied."""
+    v: Tensor
+    """[B, Hkv, L, D]."""
+    bias: float | Tensor | None = None
+    """Added to the scores of core tokens: a number or [H]."""
+    learned: Mapping[str, Tensor] = {}
+    """Parameters of `CCAConfig.learned` by name."""
+
+
+class Ragged(NamedTuple):
+    """Tell where the sequences of a batch begin and end, in one of three ways; none: each row is a
+    sequence."""
+
+    attention_mask: Tensor | None = None
+    """[B, L], 0 for padding at the ends of a row."""
+    cu_seqlens: Tensor | None = None
+    """[n + 1], boundaries of the documents packed in a batch of one."""
+    position_ids: Tensor | None = None
+    """[1 or B, L]; a document starts wherever they do not rise by one."""
+
+
+# Sequences of KV heads: N = rows x KV heads, r query heads each
+# ---------------------------------------------------------------------------------------------------
+
+
+class Tokens(NamedTuple):
+    """Hold queries and the raw tokens that they may see."""
+
+    q: Tensor
+    """[N, r, T, D], at positions q_start .. q_start + T - 1."""
+    k: Tensor
+    """[N, S, D], at positions k_start .. k_start + S - 1, reaching the last query."""
+    v: Tensor
+    """[N, S, D]."""
+    q_start: int = 0
+    k_start: int = 0
+    sink_k: Tensor | None = None
+    """First tokens so far, [N, min(n, q_start + T), D], where k begins behind them; None where k
+    begins with them."""
+    sink_v: Tensor | None = None
+
+
+class Groups(NamedTuple):
+    """Hold the tokens that pooling reads, by group."""
+
+    q_last: Tensor
+    """The query of each group's last token, [N, r, M, D]."""
+    k: Tensor
+    """[N, M, g, D], rotary applied."""
+    v: Tensor
+    """[N, M, g, D]."""
+
+
+class Cores(NamedTuple):
+    """Hold core tokens, or their gradients."""
+
+    k: Tensor
+    """[N, 1 or r, M, D]."""
+    v: Tensor
+    """[N, 1 or r, M, D]."""
+
+
+class Upstream(NamedTuple):
+    """Hold the results of a forward and their gradients, for its backward."""
+
+    grad_out: Tensor
+    """[N, r, T, D]."""
+    grad_lse: Tensor | None
+    """[N, r, T], or None for zeros."""
+    out: Tensor
+    """[N, r, T, D]."""
+    lse: Tensor
+    """[N, r, T]."""
+
+    def rows(self, rows: slice) -> Upstream:
+        """Return the results of some queries."""
+        return Upstream(*(None if x is None else x[:, :, rows] for x in self))
+
+
+class Slots(NamedTuple):
+    """Hold the buffers of a compact cache that a decoding step reads and writes."""
+
+    keys: Tensor
+    """[B, Hkv, C + n + M w, D], contiguous: the token at position p in slot p mod C, the first n
+    tokens behind the ring, then w core tokens of each later group (w = r for core_heads="query",
+    else 1)."""
+    values: Tensor
+    """As keys."""
+    seen: int | Tensor
+    """Slots appended so far, padding included; a tensor (0-dim, int64) counts on the device."""
+    pad: Tensor
+    """[B] in int64, slots of left padding."""
+    ring_size: int
+    """C >= s + g - 1."""
+    turn: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines, [g, R / 2] in float32, that rotate a group's tokens to its middle."""
+    key_scales: Tensor | None = None
+    """[B, Hkv, C + n + M w, 1] in float32, beside codes in 8 bits."""
+    value_scales: Tensor | None = None
+    """As key_scales."""
+    cache_dtype: str = "auto"
+    """The codes, one of `config.CACHE_DTYPES`."""
