@@ -34,7 +34,7 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 BACKENDS = {
     "reference": set(),
-    "packed": {"compose", "partial", "pooling", "merge"},
+    "packed": {"compose", "partial", "pooling", "merge", "sinks"},
     "partial": set(),
     "pooling": {"rotary"},
 }
@@ -122,7 +122,7 @@ def test_backends_never_import_one_another(backend):
         for name in imported(ROOT / "ops" / f"{backend}.py")
         if name.startswith("corecontext.ops.")
     }
-    assert names - {"rotary", "capability"} <= BACKENDS[backend]
+    assert names - {"rotary", "capability", "spec"} <= BACKENDS[backend]
 
 
 def test_visibility_knows_no_tensors():

@@ -539,12 +539,13 @@ def test_no_square_mask_is_built(model, monkeypatch):
     seen = []
     from corecontext.integrations import hf_call as plugin
 
-    original = plugin.cca_attention
-    monkeypatch.setattr(
-        plugin,
-        "cca_attention",
-        lambda *a, **k: seen.append(k["attention_mask"]) or original(*a, **k),
-    )
+    original = plugin.attend
+
+    def watched(inputs, spec, ragged, backend):
+        seen.append(ragged.attention_mask)
+        return original(inputs, spec, ragged, backend)
+
+    monkeypatch.setattr(plugin, "attend", watched)
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[0, :4] = 0
     with torch.no_grad():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,8 @@ from corecontext.distributed.halo import Halo
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.wire import Gathering
 from corecontext.ops import partial
-from corecontext.ops.merge import merge
-
-_MERGE_ELEMENTS = 1 << 24  # outputs merged at once: merging makes wide copies of them
+from corecontext.ops.merge import merge_into
+from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 
 
 class Call(NamedTuple):
@@ -34,8 +33,8 @@ class Call(NamedTuple):
     halo: Halo
     module: ModuleType
     core_bias: float
-    options: dict[str, Any]
-    """scale, softcap, pooling, core_heads, rotary."""
+    spec: Spec
+    """With one group size and no first tokens kept raw."""
     keep: Callable[[Tensor], None] | None = None
     """Called with the keys and values of all core tokens, [2, N, Hc, M, D]."""
 
@@ -72,29 +71,19 @@ class Call(NamedTuple):
         """Core tokens of the process that makes most: what a message of core tokens holds."""
         return max(sum(self.counts(rank)) for rank in range(self.halo.wire.size))
 
-    def sizes(self, like: Tensor) -> dict[str, Any]:
-        """The arguments of a backend's attention; like: queries [N, r, T, D]."""
-        bias = None
-        if self.core_bias:
-            bias = torch.full(
-                like.shape[:2],
-                self.core_bias,
-                device=like.device,
-                dtype=torch.promote_types(like.dtype, torch.float32),
-            )
-        return {
-            "group_size": self.group_size,
-            "window_size": self.halo.window_size,
-            "core_bias": bias,
-        }
+    def bias(self, like: Tensor) -> Tensor | None:
+        """The bias [N, r] of queries like these [N, r, T, D]."""
+        if not self.core_bias:
+            return None
+        wide = torch.promote_types(like.dtype, torch.float32)
+        return torch.full(like.shape[:2], self.core_bias, device=like.device, dtype=wide)
 
-    def groups(self, q_last: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Group-end queries [N, r, M, D] as they are, keys and values of a near part by group [N,
-        M, g, D]."""
-        count = q_last.shape[2]
-        return q_last, *(
-            x[:, : count * self.group_size].unflatten(1, (count, self.group_size)) for x in (k, v)
-        )
+    def groups(self, q_last: Tensor, k: Tensor, v: Tensor) -> Groups:
+        """The groups of a near part: group-end queries [N, r, M, D] as they are, keys and values
+        [N, S, D] by group."""
+        shape = (q_last.shape[2], self.group_size)
+        k, v = (x[:, : shape[0] * shape[1]].unflatten(1, shape) for x in (k, v))
+        return Groups(q_last, k, v)
 
 
 class _Attend(torch.autograd.Function):
@@ -115,7 +104,7 @@ class _Attend(torch.autograd.Function):
                 torch.cat(pair, 2).flatten(0, 1) for pair in ((halo_k, chunk_k), (halo_v, chunk_v))
             )
             near.append((by_kv_head(last, kv_heads), near_k, near_v))
-            cores.append(call.module.pool(*call.groups(*near[-1]), **call.options))
+            cores.append(call.module.pool(call.groups(*near[-1]), call.spec))
             own.append(torch.stack([x[:, :, call.own(chunk)] for x in cores[-1]]))
         gathering = gather_cores(call, own, k)
         for (chunk, (chunk_q, *_)), (_, near_k, near_v), (core_k, core_v) in zip(
@@ -124,16 +113,10 @@ class _Attend(torch.autograd.Function):
             local = by_kv_head(chunk_q, kv_heads)
             results.append(
                 call.module.attend(
-                    local,
-                    near_k,
-                    near_v,
-                    core_k,
-                    core_v,
-                    q_start=call.halo.size(chunk),
-                    k_start=0,
-                    scale=call.options["scale"],
-                    softcap=call.options["softcap"],
-                    **call.sizes(local),
+                    Tokens(local, near_k, near_v, q_start=call.halo.size(chunk)),
+                    Cores(core_k, core_v),
+                    call.spec,
+                    call.bias(local),
                 )
             )
         every = in_order(call, gathering.wait())  # [2, N, Hc, M, D], M of the whole sequence
@@ -183,16 +166,12 @@ class _Attend(torch.autograd.Function):
                     after_zeros(call.halo.size(chunk), x) for x in (grad, local, *results[i])
                 )
                 *parts, _ = call.module.gradients(
-                    grad,
-                    None,
-                    local,
-                    *near[i][1:],
-                    out,
-                    lse,
+                    Upstream(grad, None, out, lse),
+                    Tokens(local, *near[i][1:]),
                     call.groups(*near[i]),
-                    tuple(cores[i]),
-                    **call.options,
-                    **call.sizes(local),
+                    Cores(*cores[i]),
+                    call.spec,
+                    call.bias(local),
                 )
                 grads.append([x.to(wide) for x in parts])
                 if far_dq[i] is not None:
@@ -245,7 +224,7 @@ def gather_cores(call: Call, own: list[Tensor], like: Tensor) -> Gathering:
     """Send this process's core tokens, one [2, N, Hc, m, D] in the dtype of `like` for each chunk,
     to all; filled up to the largest share."""
     halo = call.halo
-    heads = halo.num_heads // halo.num_kv_heads if call.options["core_heads"] == "query" else 1
+    heads = halo.num_heads // halo.num_kv_heads if call.spec.core_heads == "query" else 1
     mine = torch.cat(
         [like.new_empty(2, halo.batch_size * halo.num_kv_heads, heads, 0, halo.head_dim), *own], 3
     )
@@ -288,11 +267,9 @@ def _pool_backward(call: Call, core_grads: Tensor, near: list, grads: list) -> N
             own = call.own(chunk)
             q_last, k, v = call.groups(*near[i])
             dq_last, *dkv = call.module.pool_backward(
-                *core_grads[:, :, :, at : at + count].contiguous().unbind(),
-                q_last[:, :, own],
-                k[:, own],
-                v[:, own],
-                **call.options,
+                Cores(*core_grads[:, :, :, at : at + count].contiguous().unbind()),
+                Groups(q_last[:, :, own], k[:, own], v[:, own]),
+                call.spec,
             )
             tokens = slice(own.start * g, own.stop * g)
             for total, grad in zip(grads[i][1:], dkv):
@@ -323,16 +300,11 @@ def _merge_far(call: Call, q: Tensor, far: Tensor, out: Tensor, lse: Tensor) -> 
     far_out, far_lse = partial.forward(
         by_core_head(q, far),
         *far_keys(far),
-        scale=call.options["scale"],
-        softcap=call.options["softcap"],
+        scale=call.spec.scale,
+        softcap=call.spec.softcap,
     )
     far_out, far_lse = far_out.reshape(out.shape), far_lse.reshape(lse.shape) + call.core_bias
-    step = max(1, _MERGE_ELEMENTS // max(1, out.shape[0] * out.shape[1] * out.shape[3]))
-    for low in range(0, out.shape[2], step):
-        rows = slice(low, low + step)
-        out[:, :, rows], lse[:, :, rows] = merge(
-            [out[:, :, rows], far_out[:, :, rows]], [lse[:, :, rows], far_lse[:, :, rows]]
-        )
+    merge_into(out, lse, far_out, far_lse)
 
 
 def _far_backward(
@@ -349,12 +321,14 @@ def _far_backward(
     if not far.shape[3]:
         return None
     # A bias on all core scores only shifts the part's log-sum-exp.
+    results = (grad_out, out, lse - call.core_bias)
+    grad_out, out, lse = (by_core_head(x, far) for x in results)
     dq, *grads = partial.backward(
-        *(by_core_head(x, far) for x in (grad_out, q)),
+        Upstream(grad_out, None, out, lse),
+        by_core_head(q, far),
         *far_keys(far),
-        *(by_core_head(x, far) for x in (out, lse - call.core_bias)),
-        scale=call.options["scale"],
-        softcap=call.options["softcap"],
+        scale=call.spec.scale,
+        softcap=call.spec.softcap,
     )
     for total, grad in zip(far_grads, grads):
         total += grad.reshape(total.shape)

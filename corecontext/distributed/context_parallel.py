@@ -26,6 +26,7 @@ from corecontext.ops import rules
 from corecontext.ops.api import backend_module, cca_attention, choose_backend, outside_autocast
 from corecontext.ops.head_split import check_sizes, deal, deal_learned, heads_of_each, put_back
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Spec, check_rotary
 from corecontext.visibility import group_size_for
 
 
@@ -186,11 +187,13 @@ def context_parallel_attention(
                     backend=backend,
                     **same,
                 )
-            options = {
+            spec = Spec(
+                group_size=size,
+                window_size=window_size,
+                scale=scale,
+                rotary=check_rotary(rotary, core_position),
                 **same,
-                "scale": scale,
-                "rotary": rotary if core_position == "middle" else None,
-            }
+            )
             halo = Halo(
                 shard.wire,
                 layout,
@@ -202,7 +205,7 @@ def context_parallel_attention(
                 q.shape[3],
             )
             keep = shard.keeper and functools.partial(shard.keeper.keep, halo, rotary, *tokens[1:])
-            call = Call(halo, backend_module(backend, tokens[0]), float(core_bias), options, keep)
+            call = Call(halo, backend_module(backend, tokens[0]), float(core_bias), spec, keep)
             if learned or pooling == "mean_query":
                 return attend_by_rule(*tokens, call, learned or {})
             return attend(*tokens, call)

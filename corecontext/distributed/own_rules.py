@@ -28,12 +28,13 @@ from corecontext.distributed.attention import (
 )
 from corecontext.ops import partial, rules
 from corecontext.ops.merge import merge
+from corecontext.ops.spec import Cores, Groups, Tokens, Upstream
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Tensor]) -> Tensor:
     """Attention of this process's queries [B, H, T, D]; differentiable in `learned`, too. A
     collective call."""
-    batch_size, kv_heads, options = q.shape[0], k.shape[1], call.options
+    batch_size, kv_heads = q.shape[0], k.shape[1]
     weights = rules.by_sequence(
         {name: x for name, x in learned.items() if name in LEARNED_WEIGHTS}, kv_heads, batch_size
     )
@@ -59,12 +60,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Te
         )  # each group ends here
         tokens = slice(groups.start * call.group_size, groups.stop * call.group_size)
         shape = (last.shape[2], call.group_size)
-        made = rules.pool(
-            last, *(x[:, tokens].unflatten(1, shape) for x in both), weights, **options
-        )
+        near_k, near_v = (x[:, tokens].unflatten(1, shape) for x in both)
+        made = rules.pool(Groups(last, near_k, near_v), call.spec, weights)
         own.append(torch.stack(made))
     every = _Gather.apply(anchor, call, *own)  # [2, N, Hc, M, D]
-    sizes = {"group_size": call.group_size, "window_size": call.halo.window_size}
     if call.keep is not None:
         call.keep(every)
     # A process without tokens of this document takes part in the backward's exchanges all the same.
@@ -80,22 +79,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Te
             x[:, :, halo:]
             for x in rules.attend(
                 call.module,
-                after_zeros(halo, local),
-                near_k,
-                near_v,
-                *cores.unbind(),
+                Tokens(after_zeros(halo, local), near_k, near_v),
+                Cores(*cores.unbind()),
+                call.spec,
                 bias,
-                sizes,
-                options["scale"],
-                options["softcap"],
             )
         )
         if far:
             far_out, far_lse = _Far.apply(
                 by_core_head(local, every),
                 *far_keys(every[:, :, :, :far]),
-                options["scale"],
-                options["softcap"],
+                call.spec.scale,
+                call.spec.softcap,
             )
             out, _ = merge(
                 [out, far_out.reshape(out.shape)],
@@ -168,6 +163,6 @@ class _Far(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         grads = partial.backward(
-            grad_out, q, k, v, out, lse, scale=ctx.scale, softcap=ctx.softcap, grad_lse=grad_lse
+            Upstream(grad_out, grad_lse, out, lse), q, k, v, scale=ctx.scale, softcap=ctx.softcap
         )
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v))), None, None
