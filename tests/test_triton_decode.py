@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
+from corecontext.ops.triton import backend
 from corecontext.ops.triton.decode import decode_step
 from corecontext.ops.triton.tiles import chip_of, decode_splits, decode_tiles
 from corecontext.visibility import num_visible_cores
@@ -63,7 +64,7 @@ def decoded(layer, qkv, prefill, mask=None, before=None, **options):
     slot."""
     part = None if mask is None else mask[:, :prefill]
     outs = [layer.attend(*(x[:, :, :prefill] for x in qkv), attention_mask=part, **options)]
-    assert layer._step is decode_step
+    assert layer._step is backend.decode_step
     for t in range(prefill, qkv[0].shape[2]):
         if before:
             before(t)
