@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from planted_faults import FAULTS
 
 try:
     import tomllib
@@ -185,6 +186,19 @@ def test_the_tables_say_what_the_records_say():
         text = page.read_text(encoding="utf-8")
         tables = (*figures.TABLES, *readme_tables.TABLES)
         assert figures.update_tables(text, ROOT / "results", tables) == text, page.name
+
+
+def test_the_shares_in_readme_are_those_of_the_reproduction():
+    reproduction = (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
+    shares = re.findall(r"\d+\.\d %", README.read_text(encoding="utf-8"))
+    assert shares and all(share in reproduction for share in shares)
+
+
+def test_the_table_of_planted_faults_names_each_fault_and_its_test():
+    page = (ROOT / "docs/numerics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| `(test_[^`]+)` \| `", page, re.M)
+    expected = {(fault.name, fault.test.removeprefix("tests/")) for fault in FAULTS}
+    assert set(rows) == expected, "run: python tests/planted_faults.py NAME"
 
 
 def tree_writer() -> ModuleType:
