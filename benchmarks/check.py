@@ -1,80 +1,94 @@
-"""Is what is to be timed right on this machine? Nothing is timed before this has passed."""
+"""Check the methods' results on this machine. Nothing is timed before this check has passed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.decoding import check_decode
-from benchmarks.methods import COMPRESSED, attend_cca, attend_with, make_inputs, rotary_for
+from benchmarks.methods import (
+    COMPRESSED,
+    Sizes,
+    attend_cca,
+    attend_with,
+    make_inputs,
+    spec_for,
+)
 from benchmarks.row_check import check_rows
 
 
 def check_correct(
     methods: Sequence[str],
-    sizes: dict[str, Any],
+    sizes: Sizes,
     group_size: int,
     window_size: int,
     *,
     longest: int,
     decoding: bool = False,
 ) -> dict[str, str]:
-    """Raise unless what is to be timed is right: query by query as close to float64 as plain
-    attention is.
+    """Raise AssertionError unless CCA is, query by query, as close to float64 as plain attention.
 
     Args:
-        sizes: query_heads, kv_heads, head_dim, batch, dtype and device.
-        longest: Sampled rows of CCA are checked at this length too.
+        longest: Length at which sampled rows of CCA are checked too.
         decoding: Check a decoding step too.
 
     Returns:
-        The methods that cannot run here or are wrong, and why; CCA is never among them.
+        The other methods that cannot run here or are wrong, with the reason.
     """
-    sizes, (g, s) = {**sizes, "batch": 1}, (group_size, window_size)
-    q, k, v = make_inputs(s + 4 * g + 3, **sizes)
-    wide = q.double(), k.double(), v.double()
-    truths = {
-        True: attend_cca(*wide, g, s, backend="reference"),
-        False: attend_with("full")(*wide, g, s),
-    }
-    usual = (attend_with("full")(q, k, v, g, s) - truths[False]).abs().amax(-1)
+    sizes = sizes._replace(batch=1)
+    q, k, v = make_inputs(window_size + 4 * group_size + 3, sizes)
+    wide = (q.double(), k.double(), v.double())
+    truth_of_full = attend_with("full")(*wide, group_size, window_size)
+    truth_of_cca = attend_cca(*wide, group_size, window_size, backend="reference")
+    usual = (attend_with("full")(q, k, v, group_size, window_size) - truth_of_full).abs().amax(-1)
     missing = {}
     for method in methods:
-        truth = truths[method in COMPRESSED]
+        truth = truth_of_cca if method in COMPRESSED else truth_of_full
         try:
             with torch.no_grad():
-                out = attend_with(method)(q, k, v, g, s)
+                out = attend_with(method)(q, k, v, group_size, window_size)
         except Exception as problem:
             if method == "cca":
                 raise
             missing[method] = short(problem)
             continue
-        error = (out - truth).abs().amax(-1)
-        bound = 2 * usual.clamp(min=usual.median()) + torch.finfo(q.dtype).eps * truth.abs().amax(
-            -1
-        )
-        if bool((error <= 4 * bound).all()):
-            continue
-        row = int((error / bound).nan_to_num(torch.inf).amax((0, 1)).argmax())
-        wrong = (
-            f"query {row} is off by {float(error[..., row].max()):.2e}, plain attention by "
-            f"{float(usual.max()):.2e}"
-        )
-        if method == "cca":
+        wrong = _wrong_row(out, truth, usual)
+        if wrong and method == "cca":
             raise AssertionError(f"CCA is wrong on this machine, nothing was timed: {wrong}")
-        missing[method] = f"wrong on this machine: {wrong}"
-    q, k, v = make_inputs(longest, **sizes)
+        if wrong:
+            missing[method] = f"wrong on this machine: {wrong}"
+    q, k, v = make_inputs(longest, sizes)
     with torch.no_grad():
-        check_rows(attend_cca(q, k, v, g, s), q, k, v, rotary_for(q), group_size=g, window_size=s)
+        out = attend_cca(q, k, v, group_size, window_size)
+    check_rows(out, q, k, v, spec_for(q, group_size, window_size))
     if decoding:
-        check_decode(sizes, g, s)
+        check_decode(sizes, group_size, window_size)
     return missing
 
 
+def _wrong_row(out: Tensor, truth: Tensor, usual: Tensor) -> str:
+    """Return the query with the largest error, or "" where all errors are like plain attention's.
+
+    Args:
+        out, truth: [1, H, L, D].
+        usual: [1, H, L], the error of plain attention in the same dtype.
+    """
+    error = (out - truth).abs().amax(-1)
+    spacing = torch.finfo(out.dtype).eps * truth.abs().amax(-1)
+    bound = 2 * usual.clamp(min=usual.median()) + spacing
+    if bool((error <= 4 * bound).all()):
+        return ""
+    row = int((error / bound).nan_to_num(torch.inf).amax((0, 1)).argmax())
+    return (
+        f"query {row} is off by {float(error[..., row].max()):.2e}, plain attention by "
+        f"{float(usual.max()):.2e}"
+    )
+
+
 def short(error: Exception) -> str:
-    """One line of an error."""
+    """Return one line of an error."""
     if isinstance(error, ImportError):
         return "not installed"
     if isinstance(error, torch.OutOfMemoryError):

@@ -1,5 +1,4 @@
-"""CCA by PyTorch's FlexAttention: the same result from [core tokens; tokens] under a block mask,
-pooling included."""
+"""Compute CCA with PyTorch's FlexAttention: [core tokens; tokens] under a block mask."""
 
 from __future__ import annotations
 
@@ -29,13 +28,16 @@ def flex_cca(
     rotary_theta: float,
     compiled: bool = True,
 ) -> Tensor:
-    """CCA with the default settings; `compiled=False` runs FlexAttention's dense definition
-    instead."""
+    """Compute CCA with the default settings, pooling included.
+
+    Args:
+        compiled: False runs FlexAttention's dense definition instead.
+    """
     rotary = Rotary.from_theta(rotary_theta, q.shape[-1], q.device)
-    length, cores = q.shape[2], core_slots(q.shape[2], group_size)
-    backend = (
-        "packed" if torch.is_grad_enabled() and q.requires_grad else "auto"
-    )  # differentiable by itself
+    length = q.shape[2]
+    cores = core_slots(length, group_size)
+    # Pooling alone is differentiable by the packed backend.
+    backend = "packed" if torch.is_grad_enabled() and q.requires_grad else "auto"
     pooled = pool_core_tokens(q, k, v, group_size=group_size, rotary=rotary, backend=backend)
     keys, values = (
         torch.cat((F.pad(core, (0, 0, 0, cores - core.shape[2])), x), 2)
@@ -48,14 +50,13 @@ def flex_cca(
 
 @functools.cache
 def _compiled(*sizes: int) -> Callable[..., Tensor]:
-    """A compiled function for each shape, so that none counts against another's limit of
-    compilations."""
+    """Compile for one shape: shapes do not count against each other's recompilation limit."""
     torch._dynamo.reset()
     return torch.compile(flex_attention, dynamic=False)
 
 
 def core_slots(length: int, group_size: int) -> int:
-    """Core tokens, filled up to whole blocks so that tokens begin at a block of their own."""
+    """Return the core tokens rounded up to whole blocks, so that tokens begin at a block."""
     return -(-(length // group_size) // BLOCK) * BLOCK
 
 
@@ -63,8 +64,10 @@ def core_slots(length: int, group_size: int) -> int:
 def cca_block_mask(
     length: int, group_size: int, window_size: int, device: torch.device
 ) -> BlockMask:
-    """Which blocks of [core tokens; tokens] each block of queries sees, in part or whole, straight
-    from the rules."""
+    """Return the blocks of [core tokens; tokens] that each block of queries sees, partly or fully.
+
+    They follow from the visibility rules, without a dense mask.
+    """
     slots = core_slots(length, group_size)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, entry: Tensor) -> Tensor:
@@ -82,13 +85,15 @@ def cca_block_mask(
     fewest, most = (visible_cores_of(x, group_size, window_size) for x in (first, last))
     core, token = starts(slots)[None], starts(length)[None]
     token_end = (token + BLOCK - 1).clamp(max=length - 1)
-    seen = torch.cat((core < most, (token_end >= fewest * group_size) & (token <= last)), 1)
+    visible_blocks = torch.cat(
+        (core < most, (token_end >= fewest * group_size) & (token <= last)), 1
+    )
     whole = torch.cat(
         (core + BLOCK <= fewest, (token >= most * group_size) & (token_end <= first)), 1
     )
     whole[:, -1] &= length % BLOCK == 0  # the last block may hang over the end
     return BlockMask.from_kv_blocks(
-        *_listed(seen & ~whole),
+        *_listed(visible_blocks & ~whole),
         *_listed(whole),
         BLOCK_SIZE=BLOCK,
         mask_mod=visible,
@@ -97,7 +102,7 @@ def cca_block_mask(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are set, and which, those first: [1, 1, rows] and [1, 1, rows,
-    columns]."""
+    """Return the number of set blocks in each row, [1, 1, rows], and the columns, the set ones
+    first, [1, 1, rows, columns]."""
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1).int()[None, None], order.int()[None, None].contiguous()

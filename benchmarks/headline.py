@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from benchmarks import plotting
 from benchmarks.model_report import Place, by_model, main_places, places
-from benchmarks.operator_report import Row, decode_rows, time_rows
+from benchmarks.operator_report import KERNEL_TITLES, Row, decode_rows, time_rows
 from benchmarks.tables import (
     Column,
     markdown,
@@ -35,7 +35,6 @@ QUANTITIES = (
     ("model.next_token_ms", "Llama-3.1-8B, next token", shown_ms),
     ("model.cache_bytes", "Llama-3.1-8B, key-value cache", shown_bytes),
 )
-KERNELS = {"flash_attn_4": "FlashAttention-4", "cudnn": "cuDNN", "flash": "FlashAttention-2"}
 
 
 class Line(NamedTuple):
@@ -51,7 +50,7 @@ class Line(NamedTuple):
     @property
     def shown_full(self) -> str:
         """Full attention's cell."""
-        kernel = f" ({KERNELS.get(self.kernel, self.kernel)})" if self.kernel else ""
+        kernel = f" ({KERNEL_TITLES.get(self.kernel, self.kernel)})" if self.kernel else ""
         return self.show(self.full) + kernel
 
 

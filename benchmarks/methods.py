@@ -1,16 +1,18 @@
-"""The ways of attending that are compared, by the names that records give them.
+"""Run attention by each method that is compared, under the names of records.
 
-Full causal attention: "full" (whatever PyTorch picks), "sdpa_flash" and "sdpa_cudnn" (PyTorch's two
-fast kernels, asked for by name), "flash_attn_4" (the package flash-attn-4). CCA: "cca" (this
-package, by what it chooses), "packed" (by the packing of queries into PyTorch's kernels, wherever
-that is not chosen) and "flex" (the same result from PyTorch's FlexAttention, pooling included).
+Full causal attention: "full" (PyTorch's choice), "sdpa_flash" and "sdpa_cudnn" (PyTorch's two fast
+kernels by name), "flash_attn_4" (the package flash-attn-4). CCA: "cca" (the backend that this
+package chooses), "packed" (queries packed into PyTorch's kernels) and "flex" (PyTorch's
+FlexAttention, pooling included).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from corecontext.ops.api import cca_attention
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Spec
 
 THETA = 10_000.0
 FULL = ("full", "sdpa_flash", "sdpa_cudnn", "flash_attn_4")
@@ -31,18 +34,34 @@ Attend = Callable[..., Tensor]
 """q [B, H, L, D], k and v [B, Hkv, L, D], group_size, window_size to [B, H, L, D]."""
 
 
+class Sizes(NamedTuple):
+    """Sizes of inputs besides their length, their dtype and device."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    dtype: str
+    device: str
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device is a GPU."""
+        return torch.device(self.device).type == "cuda"
+
+
 def default_methods(device: str, dtype: str) -> tuple[str, ...]:
-    """What is compared where nothing else is asked for; the fast kernels take no float32."""
+    """Return the methods compared by default; the fast kernels take no float32."""
     if torch.device(device).type != "cuda" or dtype == "float32":
         return "full", "cca"
     return tuple(method for method in METHODS if method not in ("full", "packed"))
 
 
 def attend_with(method: str) -> Attend:
-    """The function of that name.
+    """Return a method's function.
 
     Raises:
-        ImportError: the package that it needs is not installed.
+        ImportError: the method's package is not installed.
     """
     if method == "cca":
         return attend_cca
@@ -53,16 +72,15 @@ def attend_with(method: str) -> Attend:
 
         return functools.partial(flex_cca, rotary_theta=THETA)
     if method == "flash_attn_4":
-        return functools.partial(
-            _flash_attn_4, importlib.import_module("flash_attn.cute").flash_attn_func
-        )
+        package = importlib.import_module("flash_attn.cute")
+        return functools.partial(_flash_attn_4, package.flash_attn_func)
     return functools.partial(_sdpa, KERNELS.get(method))
 
 
 def attend_cca(
     q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, backend: str = "auto"
 ) -> Tensor:
-    """CCA with the default settings."""
+    """Compute CCA with the default settings."""
     out = cca_attention(
         q,
         k,
@@ -82,8 +100,13 @@ def _rotary(head_dim: int, device: torch.device) -> Rotary:
 
 
 def rotary_for(q: Tensor) -> Rotary:
-    """The rotation that the keys are taken to have; it turns core keys to their middle position."""
+    """Return the rotation of the keys; CCA rotates core keys to their group's middle with it."""
     return _rotary(q.shape[-1], q.device)
+
+
+def spec_for(q: Tensor, group_size: int, window_size: int) -> Spec:
+    """Return the operator's settings in `attend_cca`."""
+    return Spec(group_size, window_size, q.shape[-1] ** -0.5, rotary=rotary_for(q))
 
 
 def _sdpa(
@@ -94,42 +117,28 @@ def _sdpa(
     group_size: int = 1,
     window_size: int = 1,
 ) -> Tensor:
-    """PyTorch's full causal attention on grouped heads, by the kernel asked for or the one that it
-    picks."""
-    if kernel is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
-    with sdpa_kernel(kernel):
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
+    """Compute full causal attention by a kernel of PyTorch; None for its choice."""
+    grouped = q.shape[1] != k.shape[1]
+    context = contextlib.nullcontext() if kernel is None else sdpa_kernel(kernel)
+    with context:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 def _flash_attn_4(
     attend: Callable, q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int
 ) -> Tensor:
-    """FlashAttention-4, which wants [B, L, H, D]."""
+    """Compute FlashAttention-4, which takes [B, L, H, D]."""
     out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
-def make_inputs(
-    length: int, query_heads: int, kv_heads: int, head_dim: int, batch: int, dtype: str, device: str
-) -> list[Tensor]:
-    """q [B, H, L, D], k and v [B, Hkv, L, D], standard normal, seed 0."""
-    generator = torch.Generator(device).manual_seed(0)
+def make_inputs(length: int, sizes: Sizes) -> list[Tensor]:
+    """Return q [B, H, L, D], k and v [B, Hkv, L, D], standard normal, seed 0."""
+    generator = torch.Generator(sizes.device).manual_seed(0)
+    options = {"device": sizes.device, "dtype": getattr(torch, sizes.dtype)}
     return [
-        torch.randn(
-            batch,
-            heads,
-            length,
-            head_dim,
-            generator=generator,
-            device=device,
-            dtype=getattr(torch, dtype),
-        )
-        for heads in (query_heads, kv_heads, kv_heads)
+        torch.randn(sizes.batch, heads, length, sizes.head_dim, generator=generator, **options)
+        for heads in (sizes.query_heads, sizes.kv_heads, sizes.kv_heads)
     ]
 
 
@@ -141,9 +150,9 @@ def make_call(
     group_size: int,
     window_size: int,
 ) -> Callable[[], object]:
-    """A function that runs one pass of a method once on these inputs.
+    """Return a function that runs one pass of a method once on these inputs.
 
-    The backward alone runs on the graph of one forward, made here and kept.
+    The backward alone reuses the graph of one forward, which is kept.
     """
     attend = attend_with(method)
 

@@ -1,16 +1,16 @@
-"""How long do whole models take for the first and the next token, and what memory, by method and
-context length?
+"""Time the first and the next token of whole models, and their memory, by method and length.
 
-And how many tokens a second do they decode at the best batch that fits? Run it with `corecontext
-bench model`; docs/benchmarks.md says how each number is measured.
+Tokens per second at the best batch that fits are measured too. Run it with `python -m benchmarks
+model`; docs/benchmarks.md says how each number is measured.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ from benchmarks.model_methods import (
 )
 from benchmarks.model_settings import ModelBench
 from benchmarks.operator import free_memory
+from benchmarks.operator_settings import backend_of_cca
 from benchmarks.shapes import make_model, make_prompt
 from corecontext import cost
 from corecontext.config import CCAConfig
@@ -39,7 +40,6 @@ from corecontext.inference.limits import check_length, free_bytes
 from corecontext.integrations.hf_cache import cache_bytes
 from corecontext.loading import is_out_of_memory, one_line
 from corecontext.measure import PeakMemory, copy_bytes_per_s, matmul_flops_per_s, synchronize
-from corecontext.ops.api import choose_backend
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
 
@@ -48,9 +48,18 @@ ENOUGH_S = 30.0  # no more samples of a prompt once they took this long together
 MEMORY_SHARE = 0.95  # of the free memory that the caches of a batch may take
 
 
+class Job(NamedTuple):
+    """A method to measure."""
+
+    method: str
+    length: int
+    config: CCAConfig
+    fuse: str = "none"
+
+
 @dataclass
 class _Run:
-    """One run: the model, what is found, and how fast the machine is."""
+    """The model, the records so far, and the rates of the machine."""
 
     bench: ModelBench
     on_records: Callable[[list[Record]], None] | None = None
@@ -61,13 +70,10 @@ class _Run:
     def __post_init__(self) -> None:
         bench = self.bench
         self.model, self.of_model = make_model(bench.shape, bench.dtype, bench.device)
+        self.total_steps = WARM_STEPS + bench.repeats * bench.steps + 2
         if bench.mode != "throughput":  # which fills caches without a prompt
-            with one_line():  # said before anything is measured
-                check_length(
-                    self.model.config,
-                    max(bench.lengths),
-                    WARM_STEPS + bench.repeats * bench.steps + 2,
-                )
+            with one_line():  # refuse before anything is measured
+                check_length(self.model.config, max(bench.lengths), self.total_steps)
         self.cuda = torch.device(bench.device).type == "cuda"
         self.device = device_name(bench.device)
         self.cost = cost.ModelCost.of(self.model.config, self.model)
@@ -76,70 +82,69 @@ class _Run:
         self.bytes_per_s = copy_bytes_per_s(bench.device)
         free_memory(self.cuda)
 
-    def params(self, method: str, length: int, config: CCAConfig, **more: Any) -> dict[str, Any]:
-        """What a record says besides its value; g and s belong to CCA only."""
-        own: dict[str, Any] = {}
-        if method in OURS:
-            own = {"group_size": config.group_size, "window_size": config.window_size}
-            own |= {"cache_dtype": config.cache_dtype} if config.cache_dtype != "auto" else {}
-        elif method == "streaming_llm":
-            own = {"sinks": 4, "window_size": config.window_size}
+    def params(self, job: Job, **more: Any) -> dict[str, Any]:
+        """Return a record's params; g and s belong to CCA only."""
+        config = job.config
+        settings: dict[str, Any] = {}
+        if job.method in OURS:
+            settings = {"group_size": config.group_size, "window_size": config.window_size}
+            if config.cache_dtype != "auto":
+                settings["cache_dtype"] = config.cache_dtype
+        elif job.method == "streaming_llm":
+            settings = {"sinks": 4, "window_size": config.window_size}
         return {
-            "method": method,
-            "backend": self.backend(method),
+            "method": job.method,
+            "backend": self.backend(job.method),
             **self.of_model,
-            "length": length,
+            "length": job.length,
             "batch": 1,
-            **own,
+            **settings,
             **{name: value for name, value in more.items() if value is not None},
         }
 
     def backend(self, method: str) -> str:
-        """What computes a method's attention: for CCA, what `backend="auto"` chooses here."""
+        """Name the kernel of a method's attention."""
         if method in OURS:
-            return choose_backend(
-                "auto",
-                torch.empty(
-                    1, 1, 1, self.cost.head_dim, dtype=self.model.dtype, device=self.bench.device
-                ),
-            )
+            return backend_of_cca(self.cost.head_dim, self.bench.dtype, self.bench.device)
         return {"sdpa_flash": "flash", "sdpa_cudnn": "cudnn", ROWS: "rows"}.get(method, "sdpa")
 
     def record(self, name: str, value: float | Sequence[float], params: dict[str, Any]) -> None:
-        """Keep a value, and hand it over at once: a long run that is cut short has not been for
-        nothing."""
+        """Keep a value and hand it over at once: a run that is cut short keeps its results."""
         self.records.append(make_record(name, value, params, device=self.device))
         if self.on_records is not None:
             self.on_records(self.records[-1:])
 
-    def skip(self, what: str, reason: str, params: dict[str, Any]) -> None:
-        self.record("model.skipped", 1, {**params, "what": what, "reason": reason})
+    def skip(self, task: str, reason: str, params: dict[str, Any]) -> None:
+        self.record("model.skipped", 1, {**params, "what": task, "reason": reason})
 
-    def attempt(self, what: str, params: dict[str, Any], measure: Callable[[], object]) -> bool:
-        """Measure; what memory or a baseline refuses is recorded, and the rest goes on."""
+    def attempt(self, task: str, params: dict[str, Any], measure: Callable[[], object]) -> bool:
+        """Measure, or record why memory or a baseline refuses; returns whether it was measured."""
         reason = None
         try:
             measure()
         except Exception as error:
-            if is_out_of_memory(error):
-                reason = "out of memory" + (
-                    ": " + str(error) if isinstance(error, MemoryError) and str(error) else ""
-                )
-            elif params["method"] in OURS:
+            if not is_out_of_memory(error) and params["method"] in OURS:
                 raise
-            else:
-                reason = short(error)
-        if reason is not None:  # outside of `except`, whose traceback would keep the tensors alive
-            self.skip(what, reason, params)
+            reason = _reason(error)
+        # Outside of `except`, whose traceback would keep the tensors alive.
+        if reason is not None:
+            self.skip(task, reason, params)
         free_memory(self.cuda)
         return reason is None
+
+
+def _reason(error: Exception) -> str:
+    """Return why a measurement failed, on one line."""
+    if not is_out_of_memory(error):
+        return short(error)
+    detail = str(error) if isinstance(error, MemoryError) else ""
+    return f"out of memory: {detail}" if detail else "out of memory"
 
 
 def run_model_bench(
     bench: ModelBench, on_records: Callable[[list[Record]], None] | None = None
 ) -> list[Record]:
-    """Check that CCA is right on this model, then measure; returns the records, "floor" being the
-    least there can be.
+    """Check that CCA is right on this model, then measure; method "floor" is the least possible.
 
     Args:
         on_records: Given each record as soon as it is made.
@@ -151,220 +156,213 @@ def run_model_bench(
     if set(OURS) & set(bench.methods):
         with one_line():  # the window may reach beyond the model's positions
             check_model(run.model, bench.config())
-    jobs = list({"lengths": _lengths, "sweep": _sweep, "throughput": _throughput}[bench.mode](run))
-    with progress(
-        f"python -m benchmarks model, {run.of_model['shape']}", sum(weight for weight, _ in jobs)
-    ) as advance:
-        for weight, job in jobs:
-            job()
+    tasks = list({"lengths": _lengths, "sweep": _sweep, "throughput": _throughput}[bench.mode](run))
+    title = f"python -m benchmarks model, {run.of_model['shape']}"
+    with progress(title, sum(weight for weight, _ in tasks)) as advance:
+        for weight, task in tasks:
+            task()
             advance(weight)
     return run.records
 
 
-def _lengths(run: _Run) -> Iterator[tuple[float, Callable[[], None]]]:
-    """Every method at every length, the shortest first; the weight says about how long each
-    takes."""
+Tasks = Iterator[tuple[float, Callable[[], None]]]
+"""Measurements, each with a weight that says about how long it takes."""
+
+
+def _lengths(run: _Run) -> Tasks:
+    """Yield every method at every length, the shortest first."""
     bench = run.bench
     for length in sorted(bench.lengths):
         for method in bench.methods:
             for fuse in bench.fuses if method in OURS else ("none",):
-                yield (
-                    length,
-                    lambda length=length, method=method, fuse=fuse: _method(  # type: ignore[misc]
-                        run, method, length, bench.config(), fuse
-                    ),
-                )
-        yield 0, lambda length=length: _floors(run, length)  # type: ignore[misc]
+                job = Job(method, length, bench.config(), fuse)
+                yield length, functools.partial(_measure, run, job)
+        yield 0, functools.partial(_record_floors, run, length)
 
 
-def _sweep(run: _Run) -> Iterator[tuple[float, Callable[[], None]]]:
-    """CCA by group and window size."""
+def _sweep(run: _Run) -> Tasks:
+    """Yield CCA by group and window size."""
     for length in run.bench.lengths:
-        for config in run.bench.sweep():
-            yield (
-                length,
-                lambda length=length, config=config: _method(  # type: ignore[misc]
-                    run, "cca", length, config, run.bench.fuses[0]
-                ),
-            )
+        for config in run.bench.sweep_configs():
+            job = Job("cca", length, config, run.bench.fuses[0])
+            yield length, functools.partial(_measure, run, job)
 
 
-def _method(run: _Run, method: str, length: int, config: CCAConfig, fuse: str) -> None:
-    """First token, memory and next tokens of one method at one length."""
-    bench = run.bench
-    own: dict[str, Any] = {"fuse": fuse, "chunk_size": bench.chunk_size} if method in OURS else {}
+def _throughput(run: _Run) -> Tasks:
+    """Yield every method that has a static step, at every length."""
+    for length in run.bench.lengths:
+        for method in run.bench.methods:
+            if method != "streaming_llm":
+                job = Job(method, length, run.bench.config(), run.bench.fuses[0])
+                yield 1, functools.partial(_measure_batches, run, job)
+
+
+def _measure(run: _Run, job: Job) -> None:
+    """Measure first token, memory and next tokens of one method at one length."""
+    bench, method = run.bench, job.method
+    settings: dict[str, Any] = {}
+    if method in OURS:
+        settings = {"fuse": job.fuse, "chunk_size": bench.chunk_size}
+    config = job.config
     if method == RAW:
+        shape = Shape(run.cost.num_layers, run.cost.kv_heads)
         try:
-            config_of, count = raw_config(
-                Shape(run.cost.num_layers, run.cost.kv_heads), config, length
-            )
+            config, count = raw_config(shape, job.config, job.length)
         except ValueError as error:
-            return run.skip("prompt", short(error), run.params(method, length, config, **own))
-        own |= {"raw_heads": count, "raw_window_size": config_of.window_size}
-    else:
-        config_of = config
-    params = run.params(method, length, config, **own)
-    known = run.last.get(method)
-    estimate = known and known[1] * (length / known[0]) ** 2
-    if method in FULL and estimate and estimate > bench.baseline_limit_s:
-        run.skip(
-            "growing cache", f"over the limit of {bench.baseline_limit_s:g} s a prompt", params
-        )
+            run.skip("prompt", short(error), run.params(job, **settings))
+            return
+        settings |= {"raw_heads": count, "raw_window_size": config.window_size}
+    params = run.params(job, **settings)
+    if method in FULL and _estimate_s(run, job) > bench.baseline_limit_s:
+        reason = f"over the limit of {bench.baseline_limit_s:g} s a prompt"
+        run.skip("growing cache", reason, params)
     elif method != ROWS:
-        with attention(run.model, method, config_of):
-            run.attempt(
-                "growing cache" if method not in OURS else "prompt",
-                params,
-                lambda: _prompt_and_steps(run, method, params, length, fuse),
-            )
+        task = "prompt" if method in OURS else "growing cache"
+        with attention(run.model, method, config):
+            run.attempt(task, params, lambda: _prompt_and_steps(run, job, params))
     if method in (*FULL, ROWS) and "itl" in bench.what:
         static = {**params, "cache": "static"}
         with attention(run.model, method, config):
-            run.attempt("static cache", static, lambda: _static_steps(run, method, static, length))
+            run.attempt("static cache", static, lambda: _static_steps(run, job, static))
 
 
-def _prompt_and_steps(
-    run: _Run, method: str, params: dict[str, Any], length: int, fuse: str
-) -> None:
-    """Prompts, as often as there is time for; the last one goes on."""
-    bench = run.bench
-    total = WARM_STEPS + bench.repeats * bench.steps + 2
-    fusing = None if fuse == "none" else fuse
+def _estimate_s(run: _Run, job: Job) -> float:
+    """Estimate a prompt from the method's longest so far, quadratic in the length."""
+    if job.method not in run.last:
+        return 0.0
+    length, seconds = run.last[job.method]
+    return seconds * (job.length / length) ** 2
 
-    def start(ids: torch.Tensor, new_tokens: int) -> PlainRun | CompactRun:
-        if method not in OURS:
-            return PlainRun(run.model, method, ids)
-        return CompactRun(run.model, ids, new_tokens, fuse=fusing, chunk_size=bench.chunk_size)
 
-    warm = start(make_prompt(run.model, 1, min(length, 2048)), 2)
-    warm.first()  # loads code and compiles kernels
+def _prompt_and_steps(run: _Run, job: Job, params: dict[str, Any]) -> None:
+    """Time prompts, as often as there is time for, then further tokens of the last one."""
+    bench, method = run.bench, job.method
+    # Load code and compile kernels.
+    warm = _start(run, job, make_prompt(run.model, 1, min(job.length, 2048)), 2)
+    warm.first()
     warm.step()
     warm.close()
-    ids, seconds, peaks, going = make_prompt(run.model, 1, length), list[float](), list[int](), None
+    ids = make_prompt(run.model, 1, job.length)
+    seconds: list[float] = []
+    peaks: list[int] = []
+    current: PlainRun | CompactRun | None = None
     for _ in range(bench.repeats if "ftl" in bench.what else 1):
-        if going is not None:
-            going.close()
+        if current is not None:
+            current.close()
         free_memory(run.cuda)
-        going, peak = start(ids, total), PeakMemory(bench.device)
-        seconds.append(_seconds(run, going.first))
+        current = _start(run, job, ids, run.total_steps)
+        peak = PeakMemory(bench.device)
+        seconds.append(_seconds(run, current.first))
         peaks.append(peak.read())
         if sum(seconds) > ENOUGH_S:
             break
-    assert going is not None
-    run.last[method] = length, min(seconds)
-    kind = {"cache": "compact" if method in OURS else "dynamic"}
+    assert current is not None
+    run.last[method] = (job.length, min(seconds))
+    with_cache = {**params, "cache": "compact" if method in OURS else "dynamic"}
     if "ftl" in bench.what:
         run.record("model.first_token_s", seconds, params)
         run.record("model.peak_bytes", run.weight_bytes + max(peaks), params)
-        run.record("model.cache_bytes", cache_bytes(going.cache), {**params, **kind})
+        run.record("model.cache_bytes", cache_bytes(current.cache), with_cache)
     if "itl" in bench.what:
-        run.record("model.next_token_ms", _step_ms(run, going.step), {**params, **kind})
-    going.close()
+        run.record("model.next_token_ms", _step_ms(run, current.step), with_cache)
+    current.close()
 
 
-def _static_steps(run: _Run, method: str, params: dict[str, Any], length: int) -> None:
-    total = WARM_STEPS + run.bench.repeats * run.bench.steps + 2
-    static = (RowsRun if method == ROWS else StaticRun)(
-        run.model, method, params["batch"], length, total
-    )
+def _start(run: _Run, job: Job, ids: torch.Tensor, new_tokens: int) -> PlainRun | CompactRun:
+    """Prepare a prompt of a method."""
+    if job.method not in OURS:
+        return PlainRun(run.model, job.method, ids)
+    options = {"fuse": _fusing(job.fuse), "chunk_size": run.bench.chunk_size}
+    return CompactRun(run.model, ids, new_tokens, **options)
+
+
+def _fusing(fuse: str) -> str | None:
+    return None if fuse == "none" else fuse
+
+
+def _static_steps(run: _Run, job: Job, params: dict[str, Any]) -> None:
+    kind = RowsRun if job.method == ROWS else StaticRun
+    static = kind(run.model, job.method, 1, job.length, run.total_steps)
     run.record("model.next_token_ms", _step_ms(run, static.step), params)
     static.close()
 
 
-def _floors(run: _Run, length: int) -> None:
-    """The least possible: operations at the matrix product rate, bytes at the rate of copying, both
-    measured here."""
+def _record_floors(run: _Run, length: int) -> None:
+    """Record the least possible: operations and bytes at the rates measured here."""
     bench = run.bench
     for of, g, s in (("full", 1, 1), ("cca", bench.group_size, bench.window_size)):
-        params = {**run.params(of, length, bench.config()), "method": "floor", "of": of}
-        itemsize = _cache_itemsize(run) if of == "cca" else run.cost.itemsize
+        params = run.params(Job(of, length, bench.config()))
+        params |= {"method": "floor", "of": of}
+        itemsize = run.cost.itemsize if of == "full" else _cache_itemsize(run)
         if "ftl" in bench.what:
             flops = run.cost.prefill_flops(length, g, s)
-            run.record(
-                "model.first_token_s",
-                cost.floor_seconds(flops, run.flops_per_s),
-                {**params, "backend": "matmul"},
-            )
-            run.record(
-                "model.cache_bytes",
-                run.cost.cache_bytes(length, g, s) * itemsize / run.cost.itemsize,
-                {**params, "backend": "formula"},
-            )
+            seconds = cost.floor_seconds(flops, run.flops_per_s)
+            num_bytes = run.cost.cache_bytes(length, g, s) * itemsize / run.cost.itemsize
+            run.record("model.first_token_s", seconds, {**params, "backend": "matmul"})
+            run.record("model.cache_bytes", num_bytes, {**params, "backend": "formula"})
         if "itl" in bench.what:
             num_bytes = run.cost.step_bytes(length, g, s, cache_itemsize=itemsize)
-            run.record(
-                "model.next_token_ms",
-                1e3 * num_bytes / run.bytes_per_s,
-                {**params, "backend": "copy", "bytes_read": num_bytes},
-            )
+            copied = {**params, "backend": "copy", "bytes_read": num_bytes}
+            run.record("model.next_token_ms", 1e3 * num_bytes / run.bytes_per_s, copied)
 
 
 def _cache_itemsize(run: _Run) -> float:
-    """Bytes of a number in CCA's cache, its share of a scale included."""
+    """Return the bytes of a number in CCA's cache, its share of a scale included."""
     return run.cost.itemsize if run.bench.cache_dtype == "auto" else 1 + 4 / run.cost.head_dim
 
 
-def _throughput(run: _Run) -> Iterator[tuple[float, Callable[[], None]]]:
-    """Every method that has a static step, at every length."""
-    for length in run.bench.lengths:
-        for method in run.bench.methods:
-            if method != "streaming_llm":
-                yield 1, lambda length=length, method=method: _batches(run, method, length)  # type: ignore[misc]
-
-
-def _batches(run: _Run, method: str, length: int) -> None:
-    """Tokens per second by batch."""
-    bench, config = run.bench, run.bench.config()
-    for batch in batches(run, method, length):
-        own = (
-            {"fuse": bench.fuses[0], "cache": "compact"} if method == "cca" else {"cache": "static"}
-        )
-        params = {**run.params(method, length, config, **own), "batch": batch}
-        with attention(run.model, method, config):
-            if not run.attempt(
-                "throughput",
-                params,
-                lambda batch=batch, params=params: _tokens_per_s(  # type: ignore[misc]
-                    run, method, params, length, batch
-                ),
-            ):
+def _measure_batches(run: _Run, job: Job) -> None:
+    """Record tokens per second by batch, until a batch does not fit."""
+    cache = {"cache": "static"}
+    if job.method == "cca":
+        cache = {"fuse": job.fuse, "cache": "compact"}
+    for batch in batches(run, job.method, job.length):
+        params = {**run.params(job, **cache), "batch": batch}
+        measure = functools.partial(_tokens_per_s, run, job, params)
+        with attention(run.model, job.method, job.config):
+            if not run.attempt("throughput", params, measure):
                 return
 
 
 def batches(run: _Run, method: str, length: int) -> list[int]:
-    """What the caches' formula says that memory holds, and the powers of two down to a sixteenth of
-    it."""
-    bench, config = run.bench, run.bench.config()
-    g, s = (config.group_size, config.window_size) if method == "cca" else (1, 1)
-    room = length + WARM_STEPS + bench.repeats * bench.steps + 2
-    row = run.cost.cache_bytes(room, g, s) * (
-        _cache_itemsize(run) / run.cost.itemsize if method == "cca" else 1
-    )
-    row += (
-        16 * run.model.config.get_text_config(decoder=True).vocab_size
-    )  # logits, in several dtypes
-    free = free_bytes(torch.device(bench.device))
-    most = bench.max_batch if free is None else min(bench.max_batch, int(MEMORY_SHARE * free / row))
-    powers = [2**i for i in range(32) if most / 16 <= 2**i <= most]
-    return sorted({*powers, most}) if most else [1]  # the one that does not fit is recorded as such
-
-
-def _tokens_per_s(run: _Run, method: str, params: dict[str, Any], length: int, batch: int) -> None:
+    """Return the largest batch whose caches fit by their formula, and powers of two down to a
+    sixteenth of it."""
     bench = run.bench
-    total, fuse = WARM_STEPS + bench.repeats * bench.steps + 2, bench.fuses[0]
-    going: StaticRun | FilledRun = (
-        FilledRun(
-            run.model, bench.config(), batch, length, total, fuse=None if fuse == "none" else fuse
-        )
-        if method == "cca"
-        else (RowsRun if method == ROWS else StaticRun)(run.model, method, batch, length, total)
-    )
-    run.record("model.tokens_per_s", [1e3 * batch / ms for ms in _step_ms(run, going.step)], params)
-    going.close()
+    room = length + run.total_steps
+    if method == "cca":
+        row_bytes = run.cost.cache_bytes(room, bench.group_size, bench.window_size)
+        row_bytes *= _cache_itemsize(run) / run.cost.itemsize
+    else:
+        row_bytes = run.cost.cache_bytes(room, 1, 1)
+    # Logits, in several dtypes.
+    row_bytes += 16 * run.model.config.get_text_config(decoder=True).vocab_size
+    most = bench.max_batch
+    free = free_bytes(torch.device(bench.device))
+    if free is not None:
+        most = min(most, int(MEMORY_SHARE * free / row_bytes))
+    if not most:
+        return [1]  # which does not fit, and is recorded so
+    powers = [2**i for i in range(32) if most / 16 <= 2**i <= most]
+    return sorted({*powers, most})
+
+
+def _tokens_per_s(run: _Run, job: Job, params: dict[str, Any]) -> None:
+    batch = params["batch"]
+    sizes = (batch, job.length, run.total_steps)
+    current: StaticRun | FilledRun
+    if job.method == "cca":
+        current = FilledRun(run.model, job.config, *sizes, fuse=_fusing(job.fuse))
+    elif job.method == ROWS:
+        current = RowsRun(run.model, job.method, *sizes)
+    else:
+        current = StaticRun(run.model, job.method, *sizes)
+    rates = [1e3 * batch / ms for ms in _step_ms(run, current.step)]
+    run.record("model.tokens_per_s", rates, params)
+    current.close()
 
 
 def _step_ms(run: _Run, step: Callable[[], object]) -> list[float]:
-    """Milliseconds of a step, one sample for each queue of steps."""
+    """Return milliseconds of a step, one sample for each queue of steps."""
     for _ in range(WARM_STEPS):
         step()
 
@@ -376,7 +374,7 @@ def _step_ms(run: _Run, step: Callable[[], object]) -> list[float]:
 
 
 def _seconds(run: _Run, call: Callable[[], object]) -> float:
-    """By the wall clock, as a user waits; the device's work included."""
+    """Return seconds by the wall clock, as a user waits; the device's work included."""
     synchronize(run.bench.device)
     began = time.perf_counter()
     call()

@@ -1,12 +1,14 @@
-"""Figures of whole models: latency and memory by length (the paper's Figure 4), latency by g and s
-(its Figure 3)."""
+"""Draw figures of whole models: values by length, and CCA by group and window size."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.model_report import Place, by_model, labels, main_places, places
+from benchmarks.plotting import draw_line, finish
+from benchmarks.tables import shown_tokens
 from corecontext.drawing import CCA, FLEX, FLOOR, FULL, pyplot, save
 from corecontext.record import Record
 
@@ -16,7 +18,7 @@ PANELS = (
     ("model.cache_bytes", "cache, GiB", 2**30),
     ("model.peak_bytes", "peak memory, GiB", 2**30),
 )
-SHADES = {
+COLORS = {
     "full": FULL,
     "full (flash)": FULL,
     "full (cuDNN)": "#4d4d4d",
@@ -27,126 +29,117 @@ SHADES = {
 
 
 def draw_model(records: Sequence[Record], path: str) -> None:
-    """Four panels for each model: first token, next token, cache and peak memory by length, on the
-    last device."""
-    found = [
+    """Draw first token, next token, cache and peak memory by length, on the last device.
+
+    Of several models the one measured at the most lengths is drawn.
+    """
+    measured = [
         place
         for place in main_places(places(records))
         if place.device == records[-1].device
         and any(place.values.get(name) for name, _, _ in PANELS)
     ]
-    models = _varied(found, lambda place: place.length)
-    figure, axes = pyplot().subplots(
-        max(1, len(models)),
-        len(PANELS),
-        figsize=(14, 3.2 * max(1, len(models))),
-        squeeze=False,
-        layout="constrained",
-    )
-    for line, of_model in zip(axes, models):
-        for axis, (name, title, unit) in zip(line, PANELS):
-            for label in labels(of_model, name):
-                kind = label.removesuffix(", static cache").removesuffix(", fused")
-                color = SHADES.get(kind) or CCA  # CCA has many labels
-                style = "--" if label.endswith((", static cache", ", fused")) else "-"
-                _line(
-                    axis,
-                    {p.length: p.value(name, label) for p in of_model},
-                    unit,
-                    label,
-                    color,
-                    style,
-                )
-            _line(
-                axis,
-                {p.length: p.floors.get((name, "cca")) for p in of_model},
-                unit,
-                "least for CCA",
-                FLOOR,
-                ":",
-            )
-            _dress(axis, title, "length")
-        p = of_model[0].params
-        line[0].set_ylabel(
-            f"{p['shape']} ({p['weights']} weights)\n{p['dtype']}, g = {p['group_size']}, "
-            f"s = {p['window_size']}",
-            fontsize=8,
-        )
-    figure.suptitle(records[-1].device, fontsize=9)
+    of_model = _most_varied(measured, lambda place: place.length)
+    figure, axes = pyplot().subplots(2, 2, figsize=(10, 6.4), layout="constrained")
+    for axis, (name, panel, unit) in zip(axes.flat, PANELS):
+        for label in labels(of_model, name):
+            values = {place.length: _scaled(place.value(name, label), unit) for place in of_model}
+            draw_line(axis, values, label, _color(label), _style(label))
+        floors = {
+            place.length: _scaled(place.floors.get((name, "cca")), unit) for place in of_model
+        }
+        draw_line(axis, floors, "least for CCA", FLOOR, ":")
+        finish(axis, panel)
+    if of_model:
+        figure.suptitle(f"{_gain(of_model)}\n{_settings(of_model)}", fontsize=11, x=0.01, ha="left")
     save(figure, path)
+
+
+def _gain(of_model: Sequence[Place]) -> str:
+    """Say how CCA compares at the longest prompt."""
+    last = of_model[-1]
+    times = {name: last.gain(name) for name, _, _ in PANELS}
+    first, cache = times["model.first_token_s"], times["model.cache_bytes"]
+    if first is None or cache is None:
+        return "Whole models by length of the prompt"
+    return (
+        f"At {shown_tokens(last.length)} tokens CCA's first token comes {first:.1f} times as soon, "
+        f"from a cache {cache:.1f} times as small"
+    )
+
+
+def _settings(of_model: Sequence[Place]) -> str:
+    p = of_model[0].params
+    return (
+        f"{p['shape']} ({p['weights']} weights), {p['dtype']}, g = {p['group_size']}, "
+        f"s = {p['window_size']}, {of_model[0].device}"
+    )
 
 
 def draw_sweep(records: Sequence[Record], path: str) -> None:
-    """First and next token of CCA by g and by s, at each model's length that has most of them."""
-    found = [place for place in places(records) if place.device == records[-1].device]
-    models = _varied(found, lambda place: (place.params["group_size"], place.params["window_size"]))
-    figure, axes = pyplot().subplots(
-        max(1, len(models)),
-        4,
-        figsize=(14, 3.2 * max(1, len(models))),
-        squeeze=False,
-        layout="constrained",
-    )
-    for line, of_model in zip(axes, models):
-        lengths = [place.length for place in of_model]
-        length = max(dict.fromkeys(lengths), key=lengths.count)
-        here = [place for place in of_model if place.length == length]
-        for axes_of_name, (name, title, _) in zip((line[:2], line[2:]), PANELS[:2]):
-            for axis, varied, fixed in zip(
-                axes_of_name, ("group_size", "window_size"), ("window_size", "group_size")
-            ):
-                values = [place.params[fixed] for place in here]
-                most = max(dict.fromkeys(values), key=values.count)
-                series = sorted(
-                    (p for p in here if p.params[fixed] == most), key=lambda p: p.params[varied]
-                )
-                for label in labels(series, name):
-                    if label.startswith("CCA") and sum(
-                        p.value(name, label) is not None for p in series
-                    ) >= min(2, len(series)):  # a lone point of another run shows no course
-                        _line(
-                            axis,
-                            {p.params[varied]: p.value(name, label) for p in series},
-                            1,
-                            label,
-                            CCA,
-                            "--" if label.endswith(", fused") else "-",
-                        )
-                _dress(
-                    axis,
-                    f"{title} ({'s' if fixed == 'window_size' else 'g'} = {most})",
-                    "g" if varied == "group_size" else "s",
-                )
-                axis.set_yscale("linear")
-                axis.set_ylim(bottom=0)
-        p = of_model[0].params
-        line[0].set_ylabel(
-            f"{p['shape']} ({p['weights']} weights)\n{p['dtype']}, L = {length}", fontsize=8
+    """Draw first and next token of CCA by g and by s, at the length that has most of them."""
+    measured = [place for place in places(records) if place.device == records[-1].device]
+    of_model = _most_varied(measured, lambda place: place.config)
+    counts = Counter(place.length for place in of_model)
+    length = max(counts, key=lambda length: counts[length], default=0)
+    here = [place for place in of_model if place.length == length]
+    figure, axes = pyplot().subplots(2, 2, figsize=(9, 5.8), layout="constrained")
+    for line, (name, panel, _) in zip(axes, PANELS):
+        for axis, varied in zip(line, (0, 1)):
+            _draw_size(axis, here, name, panel, varied)
+    if here:
+        p = here[0].params
+        figure.suptitle(
+            f"{_sweep_message(here)}\n"
+            f"{p['shape']} ({p['weights']} weights), {p['dtype']}, {shown_tokens(length)} tokens, "
+            f"{here[0].device}",
+            fontsize=11,
+            x=0.01,
+            ha="left",
         )
-    figure.suptitle(records[-1].device, fontsize=9)
     save(figure, path)
 
 
-def _varied(found: Sequence[Place], what: Callable[[Place], Any]) -> list[list[Place]]:
-    """The models measured at several values; all where none was."""
-    models = list(by_model(found).values())
-    return [one for one in models if len({what(place) for place in one}) > 1] or models
+def _sweep_message(here: Sequence[Place]) -> str:
+    """Say how much group and window size change the first token."""
+    seconds = [value for place in here if (value := place.value("model.first_token_s", "CCA"))]
+    if not seconds:
+        return "CCA by group and window size"
+    return (
+        f"Group and window size change the time to CCA's first token by at most "
+        f"{max(seconds) / min(seconds) - 1:.0%}"
+    )
 
 
-def _line(
-    axis: Any, points: dict[int, float | None], unit: float, label: str, color: str, style: str
-) -> None:
-    known = sorted((x, y / unit) for x, y in points.items() if y is not None)
-    if known:
-        axis.plot(*zip(*known), style, marker="o", markersize=3, color=color, label=label)
+def _draw_size(axis: Any, here: Sequence[Place], name: str, panel: str, varied: int) -> None:
+    """Draw a panel by g (varied 0) or s (1), at the most frequent value of the other."""
+    counts = Counter(place.config[1 - varied] for place in here)
+    fixed = max(counts, key=lambda value: counts[value], default=0)
+    series = [place for place in here if place.config[1 - varied] == fixed]
+    for label in labels(series, name):
+        values = {place.config[varied]: place.value(name, label) for place in series}
+        measured = sum(value is not None for value in values.values())
+        # A lone point of another run shows no course.
+        if label.startswith("CCA") and measured >= min(2, len(series)):
+            draw_line(axis, values, label, CCA, _style(label))
+    texts = ("g, tokens a group", "s, tokens of the window")
+    finish(axis, f"{panel} ({'sg'[varied]} = {fixed})", texts[varied], log_y=False)
 
 
-def _dress(axis: Any, title: str, x: str) -> None:
-    """Title, scales and, where there is anything to explain, a legend."""
-    axis.set_title(title, fontsize=9)
-    axis.set_xlabel(x, fontsize=8)
-    axis.tick_params(labelsize=7)
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    if axis.lines:
-        axis.legend(fontsize=5, ncols=1 + (len(axis.lines) > 6), loc="best")
+def _most_varied(measured: Sequence[Place], value: Callable[[Place], Any]) -> list[Place]:
+    """Return the places of the model that was measured at the most values."""
+    models = list(by_model(measured).values())
+    return max(models, key=lambda places: len({value(place) for place in places}), default=[])
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit
+
+
+def _color(label: str) -> str:
+    kind = label.removesuffix(", static cache").removesuffix(", fused")
+    return COLORS.get(kind, CCA)  # CCA has many labels
+
+
+def _style(label: str) -> str:
+    return "--" if label.endswith((", static cache", ", fused")) else "-"

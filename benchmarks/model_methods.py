@@ -1,10 +1,10 @@
-"""How each method runs a whole model: its prompt, then its steps, as its users would.
+"""Run a whole model by each method: its prompt, then its steps, as users would.
 
-Full attention reads the prompt in one pass, by the kernel that PyTorch is asked for, and decodes
-with transformers' growing cache, or with its static cache in a CUDA graph, or from rows of this
-package with the kernel that also decodes for CCA: transformers' static cache repeats the keys and
-values of grouped heads before every step. CCA runs in `corecontext.inference.Engine`. StreamingLLM
-reads the prompt in chunks and decodes with its own cache.
+Full attention reads the prompt in one pass by a kernel of PyTorch. It decodes with transformers'
+growing cache, with its static cache in a CUDA graph, or from rows of this package with the kernel
+that also decodes for CCA: transformers' static cache repeats the keys and values of grouped heads
+before every step. CCA runs in `corecontext.inference.Engine`. StreamingLLM reads the prompt in
+chunks and decodes with its own cache.
 """
 
 from __future__ import annotations
@@ -30,29 +30,26 @@ FULL = ("full", *KERNELS)
 ROWS = "full_rows"  # decodes only
 RAW = "cca_raw"
 OURS = ("cca", RAW)
-METHODS = (*FULL, ROWS, "streaming_llm", *OURS)
-DECODERS = (
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-)  # where the kernel asked for takes no mask
+# Where the chosen kernel takes no mask.
+DECODERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
 def attention(model: Any, method: str, config: CCAConfig) -> contextlib.AbstractContextManager[Any]:
-    """The model under a method, for the length of a with block; StreamingLLM has CCA's window and 4
-    sinks."""
+    """Put the model under a method for a with block; StreamingLLM has CCA's window and 4 sinks."""
     if method in FULL:
         return contextlib.nullcontext()
     from corecontext.baselines import StreamingLLM, enabled
 
-    return enabled(
-        model, StreamingLLM(window_size=config.window_size) if method == "streaming_llm" else config
-    )
+    if method == "streaming_llm":
+        return enabled(model, StreamingLLM(window_size=config.window_size))
+    return enabled(model, config)
 
 
 def raw_config(shape: Shape, config: CCAConfig, length: int) -> tuple[CCAConfig, int]:
-    """As many KV heads as `corecontext layers --raw` chooses keep every token, at the cache size of
-    equal groups; and how many. Which they are makes no difference to memory: they are spread over
-    all layers evenly.
+    """Return settings in which some KV heads keep every token, and the number of these heads.
+
+    The number is that of `corecontext layers --raw`, the cache as large as with equal groups. The
+    choice of heads makes no difference to memory: they are spread over all layers evenly.
 
     Raises:
         ValueError: they do not fit.
@@ -66,10 +63,12 @@ def raw_config(shape: Shape, config: CCAConfig, length: int) -> tuple[CCAConfig,
 
 
 class PlainRun:
-    """Full attention or StreamingLLM on transformers' growing cache."""
+    """Run full attention or StreamingLLM on transformers' growing cache."""
 
     def __init__(self, model: Any, method: str, input_ids: torch.Tensor) -> None:
-        self.model, self.method, self.input_ids = model, method, input_ids
+        self.model = model
+        self.method = method
+        self.input_ids = input_ids
         self.cache: Any = None
 
     def first(self) -> None:
@@ -77,29 +76,33 @@ class PlainRun:
         whole = self.input_ids.shape[1] if self.method in FULL else None
         with _kernel(self.method, decoding=False):
             logits, self.cache, positions = prefill(self.model, self.input_ids, chunk_size=whole)
-        self.token, self.positions = logits.argmax(-1, keepdim=True), positions[:, None]
+        self.token = logits.argmax(-1, keepdim=True)
+        self.positions = positions[:, None]
 
     @torch.no_grad()
     def step(self) -> None:
-        """One more token."""
+        """Make one more token."""
         with _kernel(self.method, decoding=True):
             out = self.model(
                 self.token, past_key_values=self.cache, position_ids=self.positions, use_cache=True
             )
-        self.token, self.positions = out.logits[:, -1:].argmax(-1), self.positions + 1
+        self.token = out.logits[:, -1:].argmax(-1)
+        self.positions = self.positions + 1
 
     def close(self) -> None:
-        """Let go of the cache."""
+        """Release the cache."""
         self.cache = None
 
 
 class StaticRun:
-    """Steps of full attention on transformers' static cache, filled with random numbers; on a GPU
-    in a CUDA graph."""
+    """Run steps of full attention on transformers' static cache, filled with random numbers.
+
+    On a GPU a step is captured in a CUDA graph.
+    """
 
     def __init__(self, model: Any, method: str, batch: int, length: int, steps: int) -> None:
-
-        self.model, self.method = model, method
+        self.model = model
+        self.method = method
         self.cache: Any = self._filled(batch, length, length + steps)
         self.token = make_prompt(model, batch, 1)
         self.positions = torch.full((batch, 1), length, device=model.device)
@@ -111,8 +114,8 @@ class StaticRun:
         cache = StaticCache(self.model.config, max_cache_len=room)
         layers: Any = cache.layers
         for layer in layers:
-            one = _one_token(self.model, batch)
-            layer.lazy_initialization(one, one)
+            token = _keys_of_token(self.model, batch)
+            layer.lazy_initialization(token, token)
             layer.keys.normal_()
             layer.values.normal_()
             layer.cumulative_length.fill_(length)
@@ -128,42 +131,39 @@ class StaticRun:
         self.positions.add_(1)
 
     def close(self) -> None:
-        """Let go of the cache and the graph."""
+        """Release the cache and the graph."""
         self.cache = self.step = None
 
 
 class RowsRun(StaticRun):
-    """The same from rows of this package, as `corecontext serve --method full` keeps them.
+    """Run steps of full attention from rows of this package, as `corecontext serve --method full`.
 
-    The model is under CCA, whose place the rows take.
+    The model must be under CCA, whose caches the rows replace.
     """
 
     def _filled(self, batch: int, length: int, room: int) -> Any:
+        token = _keys_of_token(self.model, batch)
         layers: list[Any] = []
-        for _ in range(ModelSizes.of(self.model.config).layers):
+        for _ in range(self.model.config.get_text_config(decoder=True).num_hidden_layers):
             layer = FullLayer(room, fixed=True)
-            one = _one_token(self.model, batch)
-            layer.hold(
-                [one.new_empty(*one.shape[:2], room, one.shape[3]).normal_() for _ in range(2)]
-            )
-            layer.pad, layer.pads = (
-                torch.zeros(batch, dtype=torch.long, device=one.device),
-                [0] * batch,
-            )
-            layer.seen = torch.full((), length, device=one.device)
+            shape = (2, *token.shape[:2], room, token.shape[3])
+            layer.hold(list(token.new_empty(shape).normal_()))
+            layer.pad = torch.zeros(batch, dtype=torch.long, device=token.device)
+            layer.pads = [0] * batch
+            layer.seen = torch.full((), length, device=token.device)
             layers.append(GivenLayer(layer))
         return Cache(layers=layers)
 
 
-def _one_token(model: Any, batch: int) -> torch.Tensor:
-    """Keys of one token, [B, Hkv, 1, D], as one layer makes them."""
+def _keys_of_token(model: Any, batch: int) -> torch.Tensor:
+    """Return keys of one token of one layer, [B, Hkv, 1, D], zero."""
     sizes = ModelSizes.of(model.config)
     shape = (batch, sizes.kv_heads, 1, sizes.head_dim)
     return torch.zeros(shape, dtype=model.dtype, device=model.device)
 
 
 class CompactRun:
-    """CCA as `Engine` runs it."""
+    """Run CCA in `Engine`."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class CompactRun:
 
     @property
     def cache(self) -> Any:
-        """Of the running request."""
+        """The cache of the running request."""
         assert self.stream.session is not None
         return self.stream.session.cache
 
@@ -195,8 +195,7 @@ class CompactRun:
 
 
 class FilledRun:
-    """Steps of CCA on fixed buffers filled with random numbers, as if a prompt of `length` tokens
-    had been read."""
+    """Run steps of CCA on fixed buffers of random numbers, as after a prompt of `length` tokens."""
 
     def __init__(
         self,
@@ -213,36 +212,34 @@ class FilledRun:
         ids = make_prompt(model, batch, 2)
         _, session.cache, positions = prefill(model, ids, cache=session.cache)
         for layer in session.cache.layers:
-            for x in layer.compact.buffers:
-                x.normal_() if x.is_floating_point() else x.random_(
-                    0, 127
-                )  # 127 is no number in fp8
+            for buffer in layer.compact.buffers:
+                if buffer.is_floating_point():
+                    buffer.normal_()
+                else:
+                    buffer.random_(0, 127)  # 127 is no number in fp8
             layer.compact.seen.fill_(length)
         session.begin(positions - 2 + length, [0] * batch, length)
         session.tokens.copy_(ids[:, -1:])
         self.session = session
 
     def step(self) -> None:
-        """One more token of each row."""
+        """Make one more token of each row."""
         self.session.step("greedy")
 
     @property
     def cache(self) -> Any:
-        """Of all rows."""
+        """The cache of all rows."""
         return self.session.cache
 
     def close(self) -> None:
-        """Let go of the cache."""
+        """Release the cache."""
         self.session = None
 
 
 def _kernel(method: str, decoding: bool) -> contextlib.AbstractContextManager[Any]:
-    """PyTorch's attention by the kernel of a method: in a prompt by no other, in a step by others
-    where it refuses."""
+    """Choose PyTorch's attention kernel: the method's alone in a prompt, others too in a step."""
     if method not in KERNELS:
         return contextlib.nullcontext()
-    return (
-        sdpa_kernel([KERNELS[method], *DECODERS], set_priority=True)
-        if decoding
-        else sdpa_kernel(KERNELS[method])
-    )
+    if decoding:
+        return sdpa_kernel([KERNELS[method], *DECODERS], set_priority=True)
+    return sdpa_kernel(KERNELS[method])

@@ -1,11 +1,13 @@
-"""What the records of whole models say: the newest of each kind by place, method by method."""
+"""Collect the newest records of whole models by place, method by method."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE
 from corecontext.record import Record
 
 NAMES = {
@@ -15,12 +17,24 @@ NAMES = {
     "model.peak_bytes": "peak memory",
     "model.tokens_per_s": "tokens per second",
 }
-WHAT = {"growing cache": "prompt and growing cache", "prompt": "prompt and steps"}
+SKIPPED = {"growing cache": "prompt and growing cache", "prompt": "prompt and steps"}
+"""Longer names of skipped measurements."""
+METHOD_LABELS = {
+    "cca": "CCA",
+    "cca_raw": "CCA, some heads raw",
+    "streaming_llm": "StreamingLLM",
+    "sdpa_flash": "full (flash)",
+    "sdpa_cudnn": "full (cuDNN)",
+    "full_rows": "full (rows)",
+}
+
+Model = tuple[Any, ...]
+"""Device, shape and dtype."""
 
 
 @dataclass
 class Place:
-    """Values of every method for one model at one length on one device."""
+    """Values of every method for one model at one length on one device, under one g and s."""
 
     device: str
     params: dict[str, Any]
@@ -34,20 +48,30 @@ class Place:
     def length(self) -> int:
         return self.params["length"]
 
+    @property
+    def config(self) -> tuple[int, int]:
+        """g and s."""
+        return self.params["group_size"], self.params["window_size"]
+
+    @property
+    def model(self) -> Model:
+        """The key that places of one model share."""
+        return self.device, self.params["shape"], self.params["dtype"]
+
     def value(self, name: str, label: str) -> float | None:
-        """One method's value, or None."""
-        found = self.values.get(name, {}).get(label)
-        return None if found is None else found.value
+        """Return one method's value, or None."""
+        record = self.values.get(name, {}).get(label)
+        return None if record is None else record.value
 
     def best_full(self, name: str) -> tuple[str, float] | None:
-        """The label and value of the best full attention."""
-        most = name == "model.tokens_per_s"
-        found = [
-            (label, r.value)
+        """Return the label and value of the best full attention."""
+        values = {
+            label: r.value
             for label, r in self.values.get(name, {}).items()
             if is_full(r.params["method"])
-        ]
-        return (max if most else min)(found, key=lambda item: item[1]) if found else None
+        }
+        best = max if name == "model.tokens_per_s" else min
+        return best(values.items(), key=lambda item: item[1]) if values else None
 
     def best_cca(self, name: str) -> float | None:
         """Return the best value of CCA, fused or not."""
@@ -58,12 +82,12 @@ class Place:
         return best(values) if values else None
 
     def gain(self, name: str) -> float | None:
-        """How many times better CCA is than the best full attention."""
-        ours = self.best_cca(name)
+        """Return how many times better CCA is than the best full attention."""
+        cca = self.best_cca(name)
         full = self.best_full(name)
-        if ours is None or full is None:
+        if cca is None or full is None:
             return None
-        return ours / full[1] if name == "model.tokens_per_s" else full[1] / ours
+        return cca / full[1] if name == "model.tokens_per_s" else full[1] / cca
 
 
 def is_full(method: str) -> bool:
@@ -72,134 +96,111 @@ def is_full(method: str) -> bool:
 
 
 def label_of(params: Any) -> str:
-    """How tables and figures call what a record measured."""
+    """Return a method's label in tables and figures, with its variants."""
     method = params["method"]
-    if method == "cca":
-        return (
-            "CCA"
-            + (", fused" if params.get("fuse") == "compile" else "")
-            + (f", {params['cache_dtype']}" if "cache_dtype" in params else "")
-            + (f", chunks of {params['chunk_size']}" if "chunk_size" in params else "")
-        )
-    if method == "cca_raw":
-        return "CCA, some heads raw" + (", fused" if params.get("fuse") == "compile" else "")
-    if method == "streaming_llm":
-        return "StreamingLLM"
-    kernel = {
-        "sdpa_flash": "full (flash)",
-        "sdpa_cudnn": "full (cuDNN)",
-        "full_rows": "full (rows)",
-    }.get(method, "full")
-    return kernel + (", static cache" if params.get("cache") == "static" else "")
+    parts = [METHOD_LABELS.get(method, "full")]
+    if params.get("fuse") == "compile":
+        parts.append("fused")
+    if method == "cca" and "cache_dtype" in params:
+        parts.append(params["cache_dtype"])
+    if method == "cca" and "chunk_size" in params:
+        parts.append(f"chunks of {params['chunk_size']}")
+    if params.get("cache") == "static":
+        parts.append("static cache")
+    return ", ".join(parts)
 
 
 def places(records: Iterable[Record]) -> list[Place]:
-    """One for each device, model, dtype, g, s and length; newer values replace older ones.
+    """Return a place for each device, model, dtype, g, s and length; newer values replace older.
 
-    Methods without g and s stand beside CCA of every g and s.
+    Methods without g and s are compared with CCA of every g and s.
     """
     measured = [r for r in records if r.name in NAMES]
-    ours = dict.fromkeys(_key(r) for r in measured if r.params["method"] == "cca")
-    found = {key: Place(key[0], {}) for key in ours}
-    tokens: dict[tuple[Any, ...], dict[tuple[str, int], Record]] = {}
+    made: dict[tuple[Any, ...], Place] = {}
     for r in measured:
-        p = r.params
-        for key in ours:
-            mine = _key(r)
-            sized = p["method"] in ("cca", "cca_raw") or p.get("of") == "cca"
-            if mine != key and (sized or mine[:-2] != key[:-2]):
-                continue
-            place = found[key]
-            if p["method"] == "cca":
-                place.params = dict(p)
-            if p["method"] == "floor":
-                place.floors[r.name, p["of"]] = r.value
-            elif r.name == "model.tokens_per_s":
-                tokens.setdefault(key, {})[label_of(p), p["batch"]] = r
-            else:
-                place.values.setdefault(r.name, {})[label_of(p)] = r
-    for key, by_batch in tokens.items():
-        best: dict[str, Record] = {}
-        for (label, _), r in by_batch.items():
-            if label not in best or r.value > best[label].value:
-                best[label] = r
-        found[key].values["model.tokens_per_s"] = best
-    order = list(dict.fromkeys((key[0], key[1]) for key in found))
-    return [found[key] for key in sorted(found, key=lambda key: (order.index(key[:2]), *key[2:]))]
+        if r.params["method"] == "cca":
+            made.setdefault(_key(r), Place(r.device, {})).params = dict(r.params)
+    for r in measured:
+        configured = r.params["method"] in ("cca", "cca_raw") or r.params.get("of") == "cca"
+        for key, place in made.items():
+            if key == _key(r) or (not configured and key[:-2] == _key(r)[:-2]):
+                _add(place, r)
+    models = list(dict.fromkeys(key[:2] for key in made))
+    return [made[key] for key in sorted(made, key=lambda key: (models.index(key[:2]), *key[2:]))]
+
+
+def _add(place: Place, record: Record) -> None:
+    params, name = record.params, record.name
+    if params["method"] == "floor":
+        place.floors[name, params["of"]] = record.value
+        return
+    by_label = place.values.setdefault(name, {})
+    label = label_of(params)
+    before = by_label.get(label)
+    # Of tokens per second the best batch stays, unless the same batch was measured anew.
+    if (
+        name == "model.tokens_per_s"
+        and before is not None
+        and before.params["batch"] != params["batch"]
+        and before.value >= record.value
+    ):
+        return
+    by_label[label] = record
 
 
 def _key(record: Record) -> tuple[Any, ...]:
     p = record.params
-    return (
-        record.device,
-        p["shape"],
-        p["dtype"],
-        p["length"],
-        p.get("group_size", 0),
-        p.get("window_size", 0),
-    )
+    config = (p.get("group_size", 0), p.get("window_size", 0))
+    return (record.device, p["shape"], p["dtype"], p["length"], *config)
 
 
-def main_places(found: Sequence[Place]) -> list[Place]:
-    """Those of the g and s that each model was measured at most lengths with, the defaults where
-    there are several."""
-    counts: dict[tuple[Any, ...], dict[tuple[int, int], int]] = {}
-    for place in found:
-        sizes = counts.setdefault(_model(place), {})
-        pair = place.params["group_size"], place.params["window_size"]
-        sizes[pair] = sizes.get(pair, 0) + 1
+def main_places(measured: Sequence[Place]) -> list[Place]:
+    """Return the places of each model's main g and s: of most lengths, then the defaults."""
+    counts: dict[Model, Counter[tuple[int, int]]] = {}
+    for place in measured:
+        counts.setdefault(place.model, Counter())[place.config] += 1
+    defaults = (DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE)
     chosen = {
-        model: max(sizes, key=lambda pair: (sizes[pair], pair == (16, 1024)))
-        for model, sizes in counts.items()
+        model: max(configs, key=lambda config: (configs[config], config == defaults))
+        for model, configs in counts.items()
     }
-    return [
-        place
-        for place in found
-        if chosen[_model(place)] == (place.params["group_size"], place.params["window_size"])
-    ]
+    return [place for place in measured if chosen[place.model] == place.config]
 
 
-def _model(place: Place) -> tuple[Any, ...]:
-    return place.device, place.params["shape"], place.params["dtype"]
-
-
-def by_model(found: Sequence[Place]) -> dict[tuple[Any, ...], list[Place]]:
-    """Places of each device, model and dtype, by length."""
-    models: dict[tuple[Any, ...], list[Place]] = {}
-    for place in found:
-        models.setdefault(_model(place), []).append(place)
+def by_model(measured: Sequence[Place]) -> dict[Model, list[Place]]:
+    """Return the places of each device, model and dtype, by length."""
+    models: dict[Model, list[Place]] = {}
+    for place in measured:
+        models.setdefault(place.model, []).append(place)
     return models
 
 
-def labels(found: Sequence[Place], name: str) -> list[str]:
-    """Every method that has a value of this name, CCA last."""
-    seen = dict.fromkeys(label for place in found for label in place.values.get(name, {}))
+def labels(measured: Sequence[Place], name: str) -> list[str]:
+    """Return every method with a value of this name, CCA last."""
+    seen = dict.fromkeys(label for place in measured for label in place.values.get(name, {}))
     return sorted(seen, key=lambda label: label.startswith("CCA"))
 
 
 def skipped(records: Sequence[Record]) -> list[str]:
-    """What was left out and why; not what was measured later on."""
+    """Return a line for each skipped measurement that was not made later on."""
     last = {
         _kind(r): i
         for i, r in enumerate(records)
         if r.name in NAMES and r.params["method"] != "floor"
     }
-    lines: dict[tuple[str, ...], list[str]] = {}
+    lines: dict[str, dict[str, None]] = {}
     for i, r in enumerate(records):
+        p = r.params
         if r.name == "model.skipped" and last.get(_kind(r), -1) < i:
-            p = r.params
+            task = SKIPPED.get(p["what"], p["what"])
+            line = f"{label_of(p)} not measured on {r.device}, {p['shape']}, {task}: {p['reason']}"
             batch = f" at batch {p['batch']}" if p["what"] == "throughput" else ""
-            lines.setdefault(
-                (label_of(p), p["shape"], WHAT.get(p["what"], p["what"]), r.device, p["reason"]), []
-            ).append(f"{p['length']}{batch}")
-    return [
-        f"{label} not measured on {device}, {shape}, {what}: {reason} (L {', '.join(dict.fromkeys(at))})"
-        for (label, shape, what, device, reason), at in lines.items()
-    ]
+            lines.setdefault(line, {})[f"{p['length']}{batch}"] = None
+    return [f"{line} (L {', '.join(lengths)})" for line, lengths in lines.items()]
 
 
 def _kind(record: Record) -> tuple[Any, ...]:
-    """What a measurement and its being skipped share."""
+    """Return the key that a measurement shares with its being skipped."""
     p = record.params
     throughput = record.name == "model.tokens_per_s" or p.get("what") == "throughput"
     return (*_key(record), label_of(p), p["batch"], throughput)

@@ -1,121 +1,133 @@
-"""What the benchmark of whole models measures: its settings, and what suits a device."""
+"""Settings of the benchmark of whole models, and the defaults of a device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.model_methods import METHODS
-from corecontext.config import CCAConfig, check_choice
+from benchmarks.options import DTYPES, check_choices, check_positive, for_device, option
+from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
 
+METHODS = ("full", "sdpa_flash", "sdpa_cudnn", "full_rows", "streaming_llm", "cca", "cca_raw")
 WHATS = ("ftl", "itl")
-MODES = ("lengths", "sweep", "throughput")
 FUSES = ("none", "compile")
-SWEEP_GROUPS, SWEEP_WINDOWS = (
-    (2, 4, 8, 16, 32, 64),
-    (256, 512, 1024, 2048, 4096),
-)  # the paper's Tables 8 and 9
+# The paper's Tables 8 and 9.
+SWEEP_GROUPS = (2, 4, 8, 16, 32, 64)
+SWEEP_WINDOWS = (256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
 class ModelBench:
-    """What to measure."""
+    """Model, lengths and methods to measure."""
 
     shape: str
-    lengths: Sequence[int]
-    methods: Sequence[str]
-    """Names from `bench.model_methods`."""
-    mode: str = "lengths"
-    """Methods by length; "sweep": CCA by g and s; "throughput": tokens per second at the best batch
-    that fits."""
-    what: Sequence[str] = WHATS
-    """First tokens (with peak memory and cache), next tokens, or both."""
-    dtype: str = "float32"
-    device: str = "cpu"
-    group_size: int = 16
-    window_size: int = 1024
+    """llama2-7b, llama3.1-8b, qwen2.5-7b or tiny, with random weights; or a checkpoint's folder or
+    identifier."""
+    lengths: tuple[int, ...] = option((), name="length")
+    """Context length. Default: 2048; on a GPU 4096, 8192, ... 131072; for --sweep 16384, for
+    --throughput 32768."""
+    methods: tuple[str, ...] = option((), name="method")
+    """full, sdpa_flash, sdpa_cudnn, full_rows (full attention decoding with this package's own
+    kernel), streaming_llm, cca or cca_raw (some KV heads keep every token, at the same cache size).
+    Default: full, streaming_llm and cca; on a GPU all but full and cca_raw."""
+    what: tuple[str, ...] = WHATS
+    """ftl (first token, peak memory, cache) or itl (next tokens)."""
+    sweep: bool = False
+    """CCA by group and window size."""
+    throughput: bool = False
+    """Tokens per second at the best batch that fits."""
+    group_size: int = DEFAULT_GROUP_SIZE
+    """Tokens per core token, g."""
+    window_size: int = DEFAULT_WINDOW_SIZE
+    """Nearest tokens kept as they are, s."""
     cache_dtype: str = "auto"
-    fuses: Sequence[str] = ("none",)
-    """Whether CCA runs as it is, with its elementwise work compiled, or each in turn."""
+    """auto, int8 or fp8: CCA's cache."""
+    fuses: tuple[str, ...] = option(("none",), name="fuse")
+    """none, or compile for CCA with its elementwise work fused."""
     chunk_size: int | None = None
-    """Tokens of CCA's prompt read at once; None follows from the free memory."""
+    """Tokens of CCA's prompt read at once. Default: as the free memory allows."""
+    dtype: str = option("float32", gpu="bfloat16")
+    """float32, bfloat16 or float16."""
+    device: str = "cpu"
+    """auto, cpu or cuda. Default: auto."""
     repeats: int = 3
+    """Samples of each value."""
     steps: int = 32
-    """Further tokens of one sample."""
-    baseline_limit_s: float = 60.0
-    """A prompt of full attention that is estimated to take longer is left out."""
+    """Tokens of one sample of next tokens. Default: 8; on a GPU 32."""
     max_batch: int = 1024
+    """Largest batch of --throughput. Default: 4; on a GPU 1024."""
+    baseline_limit_s: float = 60.0
+    """Leave full attention out where a prompt is estimated to take longer than this."""
 
     def __post_init__(self) -> None:
         self.config()  # validates
-        for name, values in (
-            ("length", self.lengths),
-            ("repeats", (self.repeats,)),
-            ("steps", (self.steps,)),
-            ("max_batch", (self.max_batch,)),
-            ("chunk_size", () if self.chunk_size is None else (self.chunk_size,)),
-        ):
-            for value in values:
-                if value < 1:
-                    raise ValueError(f"{name} must be at least 1, got {value}.")
-        for name, given, known in (
-            ("method", self.methods, METHODS),
-            ("what", self.what, WHATS),
-            ("fuse", self.fuses, FUSES),
-            ("mode", (self.mode,), MODES),
-            ("dtype", (self.dtype,), ("float32", "bfloat16", "float16")),
-        ):
-            for word in given:
-                check_choice(name, word, known)
+        if self.sweep and self.throughput:
+            raise ValueError(
+                "sweep and throughput must be asked for one at a time, got both. "
+                "Run the command twice."
+            )
+        check_positive(
+            length=self.lengths,
+            repeats=self.repeats,
+            steps=self.steps,
+            max_batch=self.max_batch,
+            chunk_size=self.chunk_size,
+        )
+        check_choices("method", self.methods, METHODS)
+        check_choices("what", self.what, WHATS)
+        check_choices("fuse", self.fuses, FUSES)
+        check_choices("dtype", (self.dtype,), DTYPES)
         if "cca_raw" in self.methods and self.mode != "lengths":
             raise ValueError(
-                f"method must be without 'cca_raw' for a {self.mode} run, which does not measure it, got "
-                f"{', '.join(self.methods)}. Leave it out."
+                f"method must be without 'cca_raw' for a {self.mode} run, which does not measure "
+                f"it, got {', '.join(self.methods)}. Leave it out."
             )
         if not self.baseline_limit_s > 0:
             raise ValueError(f"baseline_limit_s must be above 0, got {self.baseline_limit_s}.")
 
+    @property
+    def mode(self) -> str:
+        """ "sweep" (CCA by g and s), "throughput", or "lengths" (methods by length)."""
+        if self.sweep:
+            return "sweep"
+        return "throughput" if self.throughput else "lengths"
+
     def config(self, group_size: int | None = None, window_size: int | None = None) -> CCAConfig:
-        """CCA's settings."""
+        """Return CCA's settings."""
         return CCAConfig(
             group_size or self.group_size,
             window_size or self.window_size,
             cache_dtype=self.cache_dtype,
         )
 
-    def sweep(self) -> list[CCAConfig]:
-        """CCA's settings, g by g and s by s."""
-        pairs = dict.fromkeys(
-            [
-                *((g, self.window_size) for g in SWEEP_GROUPS),
-                *((self.group_size, s) for s in SWEEP_WINDOWS),
-            ]
-        )
-        return [self.config(*pair) for pair in pairs]
+    def sweep_configs(self) -> list[CCAConfig]:
+        """Return CCA's settings, group size by group size, then window by window."""
+        by_group = [(g, self.window_size) for g in SWEEP_GROUPS]
+        by_window = [(self.group_size, s) for s in SWEEP_WINDOWS]
+        return [self.config(*pair) for pair in dict.fromkeys(by_group + by_window)]
 
 
 def model_defaults(device: str, shape: str, **given: Any) -> ModelBench:
-    """What suits a device where nothing else is given."""
-    cuda, mode = torch.device(device).type == "cuda", given.get("mode", "lengths")
+    """Return the settings of a device, those given replacing its defaults."""
+    cuda = torch.device(device).type == "cuda"
+    by_length = not (given.get("sweep") or given.get("throughput"))
+    defaults: dict[str, Any]
     if cuda:
-        lengths = {
-            "lengths": [2**i for i in range(12, 18)],
-            "sweep": [16384],
-            "throughput": [32768],
-        }[mode]
-        methods: tuple[str, ...] = ("sdpa_flash", "sdpa_cudnn", "full_rows", "streaming_llm", "cca")
-        more: dict[str, Any] = {"dtype": "bfloat16"}
+        defaults = {
+            "lengths": tuple(2**i for i in range(12, 18)),
+            "methods": ("sdpa_flash", "sdpa_cudnn", "full_rows", "streaming_llm", "cca"),
+        }
     else:
-        lengths, methods, more = (
-            [2048 if mode == "lengths" else 512],
-            ("full", "streaming_llm", "cca"),
-            {"steps": 8, "max_batch": 4},
-        )
-    if mode != "lengths":
-        methods = tuple(method for method in methods if method == "cca" or mode == "throughput")
-    return ModelBench(
-        shape, device=device, **{"lengths": lengths, "methods": methods, **more, **given}
-    )
+        defaults = {
+            "lengths": (2048,) if by_length else (512,),
+            "methods": ("full", "streaming_llm", "cca"),
+            "steps": 8,
+            "max_batch": 4,
+        }
+    if given.get("sweep"):
+        defaults["methods"] = ("cca",)
+    if cuda and not by_length:
+        defaults["lengths"] = (16384,) if given.get("sweep") else (32768,)
+    return for_device(ModelBench, device, shape=shape, **{**defaults, **given})

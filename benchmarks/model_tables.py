@@ -1,11 +1,8 @@
-"""Tables of whole models, from their records: on the terminal and in README."""
+"""Write the tables of whole models from their records: on the terminal and in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from collections.abc import Callable, Sequence
 
 from benchmarks.model_report import (
     NAMES,
@@ -17,122 +14,103 @@ from benchmarks.model_report import (
     places,
     skipped,
 )
-from benchmarks.operator_tables import shown_ms
+from benchmarks.tables import (
+    Column,
+    markdown,
+    optional,
+    print_table,
+    shown_bytes,
+    shown_ms,
+    shown_times,
+)
 from corecontext.record import Record
 from corecontext.terminal import console
 
-BEST = {
-    "model.first_token_s": "full / CCA",
-    "model.next_token_ms": "full / CCA",
-    "model.cache_bytes": "full / CCA",
-    "model.peak_bytes": "full / CCA",
-    "model.tokens_per_s": "CCA / full",
+FORMATS: dict[str, Callable[[float], str]] = {
+    "model.first_token_s": lambda value: shown_ms(1e3 * value),
+    "model.next_token_ms": shown_ms,
+    "model.cache_bytes": shown_bytes,
+    "model.peak_bytes": shown_bytes,
+    "model.tokens_per_s": "{:.4g}".format,
 }
+GAINS = dict.fromkeys(NAMES, "full / CCA") | {"model.tokens_per_s": "CCA / full"}
 
 
-def shown(name: str, value: float | None) -> str:
-    """A value in its unit, with three figures; "-" for none."""
-    if value is None:
-        return "-"
-    if name.endswith("_bytes"):
-        size, unit = (2**30, "GiB") if value >= 2**29 else (2**20, "MiB")
-        return f"{value / size:.3g} {unit}"
-    if name == "model.tokens_per_s":
-        return f"{value:.4g}"
-    return shown_ms(value * 1e3 if name.endswith("_s") else value)
+def title(measured: Sequence[Place]) -> str:
+    """Return the title of a model's tables, which tells random weights from a checkpoint's."""
+    p = measured[0].params
+    config = f"g = {p['group_size']}, s = {p['window_size']}, "
+    if len({place.config for place in measured}) > 1:
+        config = ""
+    return f"{p['shape']} ({p['weights']} weights), {p['dtype']}, {config}{measured[0].device}"
 
 
-def title(found: Sequence[Place]) -> str:
-    """Of a model's tables: the weights are said to be random where they are."""
-    p, sizes = found[0].params, {_sizes(place) for place in found}
-    pair = "" if len(sizes) > 1 else f"g = {p['group_size']}, s = {p['window_size']}, "
-    return f"{p['shape']} ({p['weights']} weights), {p['dtype']}, {pair}{found[0].device}"
-
-
-def _sizes(place: Place) -> tuple[int, int]:
-    return place.params["group_size"], place.params["window_size"]
-
-
-def cells(name: str, found: Sequence[Place]) -> list[list[str]]:
-    """Head and body of one table: a line for each length, and g and s where there are several; a
-    column a method."""
-    columns = labels(found, name)
-    floors = [of for of in ("full", "cca") if any((name, of) in place.floors for place in found)]
-    gains = any(place.gain(name) for place in found)
-    several = len({_sizes(place) for place in found}) > 1
-    head = [
-        "length",
-        *(("g", "s") if several else ()),
-        *columns,
-        *([BEST[name]] if gains else []),
-        *(f"least: {'CCA' if of == 'cca' else of}" for of in floors),
-    ]
-    body = []
-    for place in found:
-        records = place.values.get(name, {})
-        if records:
-            row = [
-                shown(name, place.value(name, label))
-                + (
-                    f" (batch {records[label].params['batch']})"
-                    if name == "model.tokens_per_s" and label in records
-                    else ""
+def columns(name: str, measured: Sequence[Place], length: str = "length") -> list[Column]:
+    """Return a column for each method; g and s where there are several, gains and floors."""
+    show = optional(FORMATS[name], "-")
+    made = [Column(length, lambda place: str(place.length))]
+    if len({place.config for place in measured}) > 1:
+        made.append(Column("g", lambda place: str(place.config[0])))
+        made.append(Column("s", lambda place: str(place.config[1])))
+    made += [_method_column(name, label) for label in labels(measured, name)]
+    if any(place.gain(name) for place in measured):
+        gain = optional(shown_times, "-")
+        made.append(Column(GAINS[name], lambda place: gain(place.gain(name))))
+    for method, text in (("full", "full"), ("cca", "CCA")):
+        if any((name, method) in place.floors for place in measured):
+            made.append(
+                Column(
+                    f"least: {text}",
+                    lambda place, method=method: show(place.floors.get((name, method))),  # type: ignore[misc]
                 )
-                for label in columns
-            ]
-            gain = place.gain(name)
-            body.append(
-                [
-                    str(place.length),
-                    *(map(str, _sizes(place)) if several else ()),
-                    *row,
-                    *(["-" if gain is None else f"{gain:.2f}x"] if gains else []),
-                    *(shown(name, place.floors.get((name, of))) for of in floors),
-                ]
             )
-    return [head, *body]
+    return made
+
+
+def _method_column(name: str, label: str) -> Column:
+    show = optional(FORMATS[name], "-")
+
+    def cell(place: Place) -> str:
+        text = show(place.value(name, label))
+        record = place.values[name].get(label)
+        if name == "model.tokens_per_s" and record is not None:
+            text += f" (batch {record.params['batch']})"
+        return text
+
+    return Column(label, cell)
+
+
+def _with_values(name: str, measured: Sequence[Place]) -> list[Place]:
+    return [place for place in measured if place.values.get(name)]
 
 
 def print_model(records: Sequence[Record]) -> None:
-    """Every value by model, name, length, g and s."""
-    found = places(records)
-    for of_model in by_model(found).values():
+    """Print every value by model, name, length, g and s."""
+    measured = places(records)
+    for of_model in by_model(measured).values():
         console().print(title(of_model), soft_wrap=True)
         for name in NAMES:
-            head, *body = cells(name, of_model)
-            if body:
-                table = Table(
-                    title=NAMES[name], box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0)
+            print_table(columns(name, of_model), _with_values(name, of_model), NAMES[name])
+    if not measured:  # no CCA to compare with
+        for r in records:
+            if r.name in NAMES and r.params["method"] != "floor":
+                console().print(
+                    f"{label_of(r.params)}, L = {r.params['length']}, batch {r.params['batch']}: "
+                    f"{NAMES[r.name]} {FORMATS[r.name](r.value)}"
                 )
-                for column in head:
-                    table.add_column(column, justify="right")
-                for row in body:
-                    table.add_row(*row)
-                console().print(table)
-    for r in records if not found else ():  # no CCA to compare with
-        if r.name in NAMES and r.params["method"] != "floor":
-            console().print(
-                f"{label_of(r.params)}, L = {r.params['length']}, batch {r.params['batch']}: "
-                f"{NAMES[r.name]} {shown(r.name, r.value)}"
-            )
     for line in skipped(records):
         console().print(line, soft_wrap=True)
 
 
 def model_markdown(records: Sequence[Record]) -> str:
-    """README's tables of whole models, at the g and s of most lengths."""
+    """Return the page's tables of whole models, at each model's main g and s."""
     lines: list[str] = []
-    for found in by_model(main_places(places(records))).values():
-        lines += ["", f"**{title(found)}**"]
+    for measured in by_model(main_places(places(records))).values():
+        lines += ["", f"**{title(measured)}**"]
         for name in NAMES:
-            head, *body = cells(name, found)
-            if body:
-                lines += [
-                    "",
-                    "| " + " | ".join((f"{NAMES[name]}: L", *head[1:])) + " |",
-                    "|" + "---:|" * len(head),
-                    *("| " + " | ".join(row) + " |" for row in body),
-                ]
+            rows = _with_values(name, measured)
+            if rows:
+                lines += ["", *markdown(columns(name, measured, f"{NAMES[name]}: L"), rows)]
     notes = skipped(records)
     if notes:
         lines += ["", *(f"- {note}" for note in notes)]

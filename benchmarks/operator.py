@@ -1,22 +1,21 @@
-"""How long do CCA's forward, backward and decoding step take here, against full attention and
-against the floor?
+"""Time CCA's forward, backward and decoding step against full attention and against the floor.
 
-And how does their peak memory grow with the length? Run it with `python -m benchmarks operator`;
+Peak memory by length is measured too. Run it with `python -m benchmarks operator`;
 docs/benchmarks.md says how each number is measured.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from benchmarks.check import check_correct, short
-from benchmarks.decoding import decode_methods, decode_seconds, layers_for
-from benchmarks.methods import FULL, default_methods, make_call, make_inputs
+from benchmarks.decoding import DecodeTask, decode_methods, decode_seconds
+from benchmarks.methods import FULL, Sizes, make_call, make_inputs
 from benchmarks.operator_settings import OperatorBench
 from corecontext import cost
 from corecontext.measure import (
@@ -32,12 +31,12 @@ from corecontext.terminal import progress
 
 ENOUGH_S = {"cpu": 60.0, "cuda": 4.0}  # no more samples of a call once they took this long together
 ONCE_S = 5.0  # calls that take longer are sampled once, unwarmed, on a GPU
-GRAPH_LENGTH = 16384  # a CUDA graph is timed too up to this length, where launching may take longer than computing
+GRAPH_LENGTH = 16384  # up to this length, where launching may dominate, a CUDA graph is timed too
 
 
 @dataclass
 class _Run:
-    """One run: what is found, what is left out, and how fast the machine is."""
+    """The records of a run, and the rates of the machine."""
 
     bench: OperatorBench
     on_records: Callable[[list[Record]], None] | None = None
@@ -46,16 +45,19 @@ class _Run:
     """Length and seconds of the longest call so far, by method, pass and KV heads."""
 
     handed: int = 0
+    """Records handed over so far."""
 
     def __post_init__(self) -> None:
-        self.device = device_name(self.bench.device)
-        self.cuda = torch.device(self.bench.device).type == "cuda"
+        bench = self.bench
+        self.device = device_name(bench.device)
+        self.cuda = torch.device(bench.device).type == "cuda"
         self.enough_s = ENOUGH_S["cuda" if self.cuda else "cpu"]
-        self.flops_per_s = matmul_flops_per_s(getattr(torch, self.bench.dtype), self.bench.device)
-        self.bytes_per_s = copy_bytes_per_s(self.bench.device) if self.bench.decode_batches else 0.0
+        self.flops_per_s = matmul_flops_per_s(getattr(torch, bench.dtype), bench.device)
+        if bench.decode_batches:
+            self.bytes_per_s = copy_bytes_per_s(bench.device)
 
     def hand_over(self) -> None:
-        """Give out what was found since the last time."""
+        """Hand over the records since the last time."""
         if self.on_records is not None:
             self.on_records(self.records[self.handed :])
         self.handed = len(self.records)
@@ -63,291 +65,284 @@ class _Run:
     def record(self, name: str, value: float | list[float], params: dict[str, Any]) -> None:
         self.records.append(make_record(name, value, params, device=self.device))
 
-    def skip(
+
+@dataclass
+class _Place:
+    """One number of KV heads at one length."""
+
+    run: _Run
+    kv_heads: int
+    length: int | None
+
+    def params(self, method: str, pass_name: str, **more: Any) -> dict[str, Any]:
+        return self.run.bench.params(method, pass_name, self.kv_heads, self.length, **more)
+
+    def record(
         self,
+        name: str,
+        value: float | list[float],
         method: str,
         pass_name: str,
-        kv_heads: int,
-        length: int | None,
-        reason: str,
         **more: Any,
     ) -> None:
-        params = self.bench.params(method, pass_name, kv_heads, length, **more)
-        self.record("operator.skipped", 1, {**params, "reason": reason})
+        self.run.record(name, value, self.params(method, pass_name, **more))
 
-    def estimate_s(self, method: str, pass_name: str, kv_heads: int, length: int) -> float | None:
-        """What a call should take going by the longest so far: four times as long at twice the
-        length."""
-        known = self.last.get((method, pass_name, kv_heads))
-        return (
-            None
-            if known is None
-            else known[1] * (length / known[0]) ** (2 if method in FULL else 1)
-        )
+    def skip(self, method: str, pass_name: str, reason: str, **more: Any) -> None:
+        params = {**self.params(method, pass_name, **more), "reason": reason}
+        self.run.record("operator.skipped", 1, params)
+
+    def estimate_s(self, method: str, pass_name: str) -> float | None:
+        """Estimate a call from the longest so far: full attention is quadratic in the length."""
+        last = self.run.last.get((method, pass_name, self.kv_heads))
+        if last is None:
+            return None
+        length, seconds = last
+        assert self.length is not None
+        return seconds * (self.length / length) ** (2 if method in FULL else 1)
 
 
 def run_operator_bench(
     bench: OperatorBench, on_records: Callable[[list[Record]], None] | None = None
 ) -> list[Record]:
-    """Check that CCA is right, then measure; returns the records, method "floor" being the shortest
-    possible time.
+    """Check that CCA is right, then measure; the records of method "floor" are the least time.
 
     Args:
         on_records: Given the new records after each length.
     """
-    wanted = (
-        (*(method for method in bench.methods if method != "cca"), "cca")
-        if bench.methods
-        else default_methods(bench.device, bench.dtype)
-    )
-    longest = max(bench.lengths)
-    memory_lengths = bench.memory_lengths or sorted(
-        {max(1, longest // 4), max(1, longest // 2), longest}
-    )
-    decode_lengths = bench.decode_lengths or bench.lengths
     missing = {
         kv_heads: check_correct(
-            wanted,
+            bench.timed_methods,
             bench.sizes(kv_heads),
             bench.group_size,
             bench.window_size,
-            longest=longest,
+            longest=max(bench.lengths),
             decoding=bool(bench.decode_batches),
         )
         for kv_heads in bench.kv_heads
     }
     steps = len(bench.kv_heads) * (
         sum(bench.lengths)
-        + sum(memory_lengths) / 4
-        + len(bench.decode_batches) * sum(decode_lengths) / 16
+        + sum(bench.lengths_of_memory) / 4
+        + len(bench.decode_batches) * sum(bench.lengths_of_decoding) / 16
     )
+    run = _Run(bench, on_records)
     with progress("python -m benchmarks operator", steps) as advance:
-        run = _Run(bench, on_records)
         for kv_heads in bench.kv_heads:
-            methods = tuple(method for method in wanted if method not in missing[kv_heads])
             for method, reason in missing[kv_heads].items():
-                run.skip(method, "all", kv_heads, None, reason)
+                _Place(run, kv_heads, None).skip(method, "all", reason)
+            methods = [name for name in bench.timed_methods if name not in missing[kv_heads]]
             for length in sorted(bench.lengths):
-                _measure_time(run, methods, kv_heads, length)
+                _measure_time(_Place(run, kv_heads, length), methods)
+                run.hand_over()
                 advance(length)
+            for length in bench.lengths_of_memory:
+                _measure_memory(_Place(run, kv_heads, length), methods)
                 run.hand_over()
-            for length in memory_lengths:
-                _measure_memory(run, methods, kv_heads, length)
                 advance(length / 4)
-                run.hand_over()
             for batch in bench.decode_batches:
-                for length in decode_lengths:
-                    _measure_decoding(run, decode_methods(methods), kv_heads, length, batch)
-                    advance(length / 16)
+                for length in bench.lengths_of_decoding:
+                    _measure_decoding(_Place(run, kv_heads, length), decode_methods(methods), batch)
                     run.hand_over()
+                    advance(length / 16)
     return run.records
 
 
-def _measure_time(run: _Run, methods: Sequence[str], kv_heads: int, length: int) -> None:
-    """Every pass of every method at one length, the methods taking turns."""
-    bench = run.bench
-    inputs = make_inputs(length, **bench.sizes(kv_heads))
-    grad = torch.randn_like(inputs[0]) if set(bench.passes) != {"forward"} else None
-    for pass_name in bench.passes:
-        calls, once = {}, set()
-        for method in methods:
-            estimate = run.estimate_s(method, pass_name, kv_heads, length)
-            if method == "flex" and length not in bench.flex_lengths:
-                run.skip(
-                    method,
-                    pass_name,
-                    kv_heads,
-                    length,
-                    "not among its lengths, each of which is compiled",
-                )
-            elif method in FULL and estimate is not None and estimate > bench.baseline_limit_s:
-                run.skip(
-                    method,
-                    pass_name,
-                    kv_heads,
-                    length,
-                    f"over the limit of {bench.baseline_limit_s:g} s a call",
-                    estimated_s=estimate,
-                )
-            else:
-                try:
-                    calls[method] = make_call(
-                        method, pass_name, inputs, grad, bench.group_size, bench.window_size
-                    )
-                    if run.cuda and estimate is not None and estimate > ONCE_S:
-                        once.add(method)
-                    elif run.cuda:
-                        calls[method]()  # what a kernel refuses shows here
-                except Exception as error:
-                    calls.pop(method, None)
-                    if method == "cca" and not isinstance(error, torch.OutOfMemoryError):
-                        raise
-                    run.skip(method, pass_name, kv_heads, length, short(error))
+def _measure_time(place: _Place, methods: Sequence[str]) -> None:
+    """Time every pass of every method, the methods taking turns."""
+    run, length = place.run, place.length
+    assert length is not None
+    inputs = make_inputs(length, run.bench.sizes(place.kv_heads))
+    grad = None
+    if set(run.bench.timed_passes) != {"forward"}:
+        grad = torch.randn_like(inputs[0])
+    for pass_name in run.bench.timed_passes:
+        calls, once = _make_calls(place, methods, pass_name, inputs, grad)
+        timer = "queue" if run.cuda else "wall"
         try:
-            _sample(
-                run, calls, pass_name, kv_heads, length, once, timer="queue" if run.cuda else "wall"
-            )
-        except torch.OutOfMemoryError:  # those that take their time are not tried before
+            _sample(place, calls, pass_name, once, timer)
+        except torch.OutOfMemoryError:  # slow calls were not tried before
             for method in once:
                 calls.pop(method)
-                run.skip(method, pass_name, kv_heads, length, "out of memory")
-            _sample(run, calls, pass_name, kv_heads, length, set(), timer="queue")
+                place.skip(method, pass_name, "out of memory")
+            _sample(place, calls, pass_name, set(), timer)
         if run.cuda and pass_name == "forward" and length <= GRAPH_LENGTH:
-            graphs = {}
-            for method, call in calls.items():
-                try:
-                    graphs[method] = capture(call)
-                except Exception as error:
-                    run.skip(method, pass_name, kv_heads, length, short(error), timer="graph")
-            _sample(run, graphs, pass_name, kv_heads, length, set(), timer="graph")
-            del graphs
-        for compressed in (False, True):
-            of = "cca" if compressed else "full"
-            floor_ms = 1e3 * cost.floor_seconds(
-                bench.flops(length, kv_heads, compressed, pass_name), run.flops_per_s
-            )
-            run.record(
-                f"operator.{pass_name}_ms",
-                floor_ms,
-                {
-                    **bench.params(of, pass_name, kv_heads, length),
-                    "method": "floor",
-                    "of": of,
-                    "backend": "matmul",
-                },
-            )
+            _sample(place, _captured(place, calls, pass_name), pass_name, set(), "graph")
+        _record_floors(place, pass_name)
         del calls
         free_memory(run.cuda)
 
 
+def _make_calls(
+    place: _Place,
+    methods: Sequence[str],
+    pass_name: str,
+    inputs: list[torch.Tensor],
+    grad: torch.Tensor | None,
+) -> tuple[dict[str, Callable[[], object]], set[str]]:
+    """Return the calls by method, and the methods so slow that they are called once."""
+    bench = place.run.bench
+    calls: dict[str, Callable[[], object]] = {}
+    once = set()
+    for method in methods:
+        estimate = place.estimate_s(method, pass_name) or 0.0
+        if method == "flex" and place.length not in bench.flex_lengths:
+            place.skip(method, pass_name, "not among its lengths, each of which is compiled")
+            continue
+        if method in FULL and estimate > bench.baseline_limit_s:
+            reason = f"over the limit of {bench.baseline_limit_s:g} s a call"
+            place.skip(method, pass_name, reason, estimated_s=estimate)
+            continue
+        try:
+            call = make_call(method, pass_name, inputs, grad, bench.group_size, bench.window_size)
+            if place.run.cuda and estimate > ONCE_S:
+                once.add(method)
+            elif place.run.cuda:
+                call()  # a kernel's refusal shows here
+        except Exception as error:
+            if method == "cca" and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            place.skip(method, pass_name, short(error))
+        else:
+            calls[method] = call
+    return calls, once
+
+
+def _captured(
+    place: _Place, calls: Mapping[str, Callable[[], object]], pass_name: str
+) -> dict[str, Callable[[], object]]:
+    """Return the calls as CUDA graphs."""
+    graphs: dict[str, Callable[[], object]] = {}
+    for method, call in calls.items():
+        try:
+            graphs[method] = capture(call)
+        except Exception as error:
+            place.skip(method, pass_name, short(error), timer="graph")
+    return graphs
+
+
 def _sample(
-    run: _Run,
+    place: _Place,
     calls: Mapping[str, Callable[[], object]],
     pass_name: str,
-    kv_heads: int,
-    length: int,
-    once: set[str],
+    once: Collection[str],
     timer: str,
 ) -> None:
     """Time the calls in turns and record them."""
-    found = sample_in_turns(
-        calls, repeats=run.bench.repeats, device=run.bench.device, budget_s=run.enough_s, once=once
+    run = place.run
+    samples = sample_in_turns(
+        calls,
+        repeats=run.bench.repeats,
+        device=run.bench.device,
+        budget_s=run.enough_s,
+        once=once,
     )
-    for method, seconds in found.items():
+    for method, seconds in samples.items():
         if timer != "graph":
-            run.last[method, pass_name, kv_heads] = length, min(seconds)
-        run.record(
-            f"operator.{pass_name}_ms",
-            [1e3 * x for x in seconds],
-            run.bench.params(method, pass_name, kv_heads, length, timer=timer),
-        )
+            assert place.length is not None
+            run.last[method, pass_name, place.kv_heads] = (place.length, min(seconds))
+        milliseconds = [1e3 * x for x in seconds]
+        place.record(f"operator.{pass_name}_ms", milliseconds, method, pass_name, timer=timer)
 
 
-def _measure_memory(run: _Run, methods: Sequence[str], kv_heads: int, length: int) -> None:
-    """Peak memory of the forward, and of forward and backward, at one length; full attention's
-    where it is no wait."""
-    bench = run.bench
-    for pass_name in bench.passes:
+def _record_floors(place: _Place, pass_name: str) -> None:
+    """Record the least time: the operations at the machine's matrix product rate."""
+    assert place.length is not None
+    for method in ("full", "cca"):
+        flops = place.run.bench.flops(place.length, place.kv_heads, method == "cca", pass_name)
+        floor_ms = 1e3 * cost.floor_seconds(flops, place.run.flops_per_s)
+        params = place.params(method, pass_name)
+        params |= {"method": "floor", "of": method, "backend": "matmul"}
+        place.run.record(f"operator.{pass_name}_ms", floor_ms, params)
+
+
+def _measure_memory(place: _Place, methods: Sequence[str]) -> None:
+    """Record the peak memory of the forward, and of forward and backward.
+
+    Not of FlexAttention, which is compiled for each length, nor of the backward alone, which needs
+    no more than with the forward.
+    """
+    run, bench = place.run, place.run.bench
+    limit = min(bench.baseline_limit_s, ONCE_S) if run.cuda else bench.baseline_limit_s
+    for pass_name in bench.timed_passes:
         for method in methods:
-            if (
-                method == "flex" or pass_name == "backward"
-            ):  # compiled for each length; no more than with the forward
+            if method == "flex" or pass_name == "backward":
                 continue
-            limit = min(bench.baseline_limit_s, ONCE_S) if run.cuda else bench.baseline_limit_s
-            if (
-                method in FULL
-                and (run.estimate_s(method, pass_name, kv_heads, length) or 0) > limit
-            ):
-                run.skip(
-                    method,
-                    f"memory of {pass_name}",
-                    kv_heads,
-                    length,
-                    f"over the limit of {limit:g} s a call",
-                )
+            estimate = place.estimate_s(method, pass_name) or 0.0
+            if method in FULL and estimate > limit:
+                reason = f"over the limit of {limit:g} s a call"
+                place.skip(method, f"memory of {pass_name}", reason)
                 continue
             arguments = {
                 "method": method,
                 "pass_name": pass_name,
-                "length": length,
+                "length": place.length,
                 "group_size": bench.group_size,
                 "window_size": bench.window_size,
-                **bench.sizes(kv_heads),
+                "sizes": bench.sizes(place.kv_heads),
             }
             try:
-                peak = (
-                    peak_bytes(**arguments)
-                    if run.cuda
-                    else peak_bytes_in_subprocess(__name__, "peak_bytes", arguments)
-                )
+                if run.cuda:
+                    peak = peak_bytes(**arguments)
+                else:
+                    peak = peak_bytes_in_subprocess(__name__, "peak_bytes", arguments)
             except Exception as error:
                 if method == "cca":
                     raise
-                run.skip(method, f"memory of {pass_name}", kv_heads, length, short(error))
+                place.skip(method, f"memory of {pass_name}", short(error))
                 continue
-            run.record(
-                "operator.peak_bytes",
-                peak,
-                bench.params(method, pass_name, kv_heads, length, backward=pass_name != "forward"),
-            )
+            backward = pass_name != "forward"
+            place.record("operator.peak_bytes", peak, method, pass_name, backward=backward)
             free_memory(run.cuda)
 
 
-def _measure_decoding(
-    run: _Run, methods: Sequence[str], kv_heads: int, length: int, batch: int
-) -> None:
-    """One step at one context length and batch."""
-    bench, sizes = run.bench, {**run.bench.sizes(kv_heads), "batch": batch}
-    timer = "graph" if run.cuda else "wall"
-    found = decode_seconds(
-        length,
-        methods,
-        sizes,
-        bench.group_size,
-        bench.window_size,
-        repeats=bench.repeats,
-        budget_s=run.enough_s,
-        on_skip=lambda method, reason: run.skip(
-            method, "decode", kv_heads, length, reason, batch=batch
-        ),
-    )
-    for method, seconds in found.items():
-        layers, num_bytes = layers_for(length, method, sizes, bench.group_size, bench.window_size)
-        params = bench.params(method, "decode", kv_heads, length, batch=batch)
-        run.record(
-            "operator.decode_us",
-            [1e6 * x for x in seconds],
-            {**params, "timer": timer, "layers": layers, "bytes_read": num_bytes},
-        )
-        run.record(
-            "operator.decode_us",
-            1e6 * num_bytes / run.bytes_per_s,
-            {**params, "method": "floor", "of": method, "backend": "copy", "bytes_read": num_bytes},
-        )
-    free_memory(run.cuda)
-
-
 def peak_bytes(
-    *, method: str, pass_name: str, length: int, group_size: int, window_size: int, **sizes: Any
+    method: str,
+    pass_name: str,
+    length: int,
+    group_size: int,
+    window_size: int,
+    sizes: Sequence[Any],
 ) -> int:
-    """Peak memory of one call above its inputs."""
+    """Return the peak memory of one call above its inputs; `sizes` are those of `Sizes`."""
+    sizes = Sizes(*sizes)
 
-    def prepared(tokens: int) -> Callable[[], object]:
-        inputs = make_inputs(tokens, **sizes)
+    def prepare(tokens: int) -> Callable[[], object]:
+        inputs = make_inputs(tokens, sizes)
         grad = torch.randn_like(inputs[0]) if pass_name != "forward" else None
         return make_call(method, pass_name, inputs, grad, group_size, window_size)
 
-    prepared(
-        window_size + 3 * group_size
-    )()  # loads code and starts threads, which are no cost of the call
-    call = prepared(length)
-    peak = PeakMemory(sizes["device"])
+    prepare(window_size + 3 * group_size)()  # loads code and starts threads, no cost of the call
+    call = prepare(length)
+    peak = PeakMemory(sizes.device)
     call()
     return peak.read()
 
 
+def _measure_decoding(place: _Place, methods: Sequence[str], batch: int) -> None:
+    """Time one step at one context length and batch."""
+    run, bench = place.run, place.run.bench
+    assert place.length is not None
+    sizes = bench.sizes(place.kv_heads)._replace(batch=batch)
+    task = DecodeTask(place.length, sizes, bench.group_size, bench.window_size)
+    samples = decode_seconds(
+        task,
+        methods,
+        repeats=bench.repeats,
+        budget_s=run.enough_s,
+        on_skip=lambda method, reason: place.skip(method, "decode", reason, batch=batch),
+    )
+    for method, seconds in samples.items():
+        num_bytes = task.step_bytes(method)
+        params = {**place.params(method, "decode", batch=batch), "bytes_read": num_bytes}
+        timed = {"timer": "graph" if run.cuda else "wall", "layers": task.layers(method)}
+        run.record("operator.decode_us", [1e6 * x for x in seconds], {**params, **timed})
+        floor = {"method": "floor", "of": method, "backend": "copy"}
+        run.record("operator.decode_us", 1e6 * num_bytes / run.bytes_per_s, {**params, **floor})
+    free_memory(run.cuda)
+
+
 def free_memory(cuda: bool) -> None:
-    """Give cached memory back, so that one measurement leaves none to the next."""
+    """Release cached memory, so that one measurement leaves none to the next."""
     if cuda:
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,64 +1,76 @@
-"""What the operator benchmark measures: its settings, what suits a device, and how records name it
-all."""
+"""Settings of the operator benchmark: its options, and the params of its records."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.methods import COMPRESSED, METHODS, PASSES
+from benchmarks.methods import COMPRESSED, METHODS, PASSES, Sizes, default_methods
+from benchmarks.options import DTYPES, check_choices, check_positive, no_option, option
 from corecontext import cost
-from corecontext.config import CCAConfig
+from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
 from corecontext.ops.api import choose_backend
 
 
 @dataclass(frozen=True)
 class OperatorBench:
-    """What to measure."""
+    """Sizes and methods to measure."""
 
-    lengths: Sequence[int] = (32768,)
-    query_heads: int = 8
-    kv_heads: Sequence[int] = (2,)
-    head_dim: int = 64
+    lengths: tuple[int, ...] = option(
+        (32768,), gpu=tuple(2**i for i in range(10, 18)), name="length"
+    )
+    """Sequence length."""
+    query_heads: int = option(8, gpu=32, name="heads")
+    """Query heads."""
+    kv_heads: tuple[int, ...] = option((2,), gpu=(32, 8))
+    """Key and value heads."""
+    head_dim: int = option(64, gpu=128)
+    """Size of a head."""
     batch: int = 1
-    dtype: str = "float32"
+    """Sequences."""
+    dtype: str = option("float32", gpu="bfloat16")
+    """float32, bfloat16 or float16."""
     device: str = "cpu"
-    group_size: int = 16
-    window_size: int = 1024
-    passes: Sequence[str] = ("forward", "forward_backward")
-    memory_lengths: Sequence[int] | None = None
-    """Lengths at which peak memory is measured; default a quarter, half and all of the longest."""
+    """auto, cpu or cuda. Default: auto."""
+    group_size: int = DEFAULT_GROUP_SIZE
+    """Tokens per core token, g."""
+    window_size: int = DEFAULT_WINDOW_SIZE
+    """Nearest tokens kept as they are, s."""
+    forward_only: bool = False
+    """No backward pass, and on a GPU no decoding."""
+    passes: tuple[str, ...] = no_option(("forward", "forward_backward"), gpu=PASSES)
+    """Passes that are timed unless forward_only."""
+    memory_lengths: tuple[int, ...] = option((), name="memory-length")
+    """Length at which peak memory is measured. Default: a quarter, half and all of the longest."""
     repeats: int = 5
-    methods: Sequence[str] = ()
-    """Names from `bench.methods`; default what suits the device."""
-    baseline_limit_s: float = float("inf")
-    """Full attention is left out where one call is estimated to take longer."""
-    flex_lengths: Sequence[int] = (8192, 32768)
-    """Lengths at which FlexAttention is measured: it is compiled for each."""
-    decode_batches: Sequence[int] = ()
-    """Sequences that are decoded at once, at each of the decode_lengths."""
-    decode_lengths: Sequence[int] | None = None
-    """Context lengths of decoding; default `lengths`."""
+    """Timed calls; on a GPU, timed queues of calls."""
+    methods: tuple[str, ...] = option((), name="method")
+    """full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex, packed (CCA by PyTorch's kernels) or cca.
+    Default: full and cca; on a GPU all but full and packed."""
+    baseline_limit_s: float = 30.0
+    """Leave full attention out where a call is estimated to take longer than this."""
+    flex_lengths: tuple[int, ...] = option((8192, 32768), name="flex-length")
+    """Length at which FlexAttention is measured: it is compiled for each."""
+    decode_batches: tuple[int, ...] = option((), gpu=(1, 8, 64), name="decode-batch")
+    """Sequences decoded at once. Default: none; on a GPU 1, 8 and 64."""
+    decode_lengths: tuple[int, ...] = option((), name="decode-length")
+    """Context length of decoding. Default: every length; on a GPU 8192, 32768 and 131072."""
 
     def __post_init__(self) -> None:
         CCAConfig(self.group_size, self.window_size)  # validates
-        for name, values in (
-            ("length", self.lengths),
-            ("memory_length", self.memory_lengths or ()),
-            ("query_heads", (self.query_heads,)),
-            ("kv_heads", self.kv_heads),
-            ("batch", (self.batch,)),
-            ("repeats", (self.repeats,)),
-            ("flex_length", self.flex_lengths),
-            ("decode_batch", self.decode_batches),
-            ("decode_length", self.decode_lengths or ()),
-        ):
-            for value in values:
-                if value < 1:
-                    raise ValueError(f"{name} must be at least 1, got {value}.")
+        check_positive(
+            length=self.lengths,
+            memory_length=self.memory_lengths,
+            query_heads=self.query_heads,
+            kv_heads=self.kv_heads,
+            batch=self.batch,
+            repeats=self.repeats,
+            flex_length=self.flex_lengths,
+            decode_batch=self.decode_batches,
+            decode_length=self.decode_lengths,
+        )
         for kv_heads in self.kv_heads:
             if self.query_heads % kv_heads:
                 raise ValueError(
@@ -66,90 +78,83 @@ class OperatorBench:
                 )
         if self.head_dim % 2 or not 2 <= self.head_dim <= 512:
             raise ValueError(f"head_dim must be even and at most 512, got {self.head_dim}.")
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}.")
         if not self.baseline_limit_s > 0:
             raise ValueError(f"baseline_limit_s must be above 0, got {self.baseline_limit_s}.")
-        for name, given, known in (
-            ("method", self.methods, METHODS),
-            ("pass", self.passes, PASSES),
-        ):
-            for word in given:
-                if word not in known:
-                    raise ValueError(f"{name} must be one of {', '.join(known)}, got {word!r}.")
+        check_choices("dtype", (self.dtype,), DTYPES)
+        check_choices("method", self.methods, METHODS)
+        check_choices("pass", self.passes, PASSES)
 
-    def sizes(self, kv_heads: int) -> dict[str, Any]:
-        """How large the inputs are, besides their length."""
-        return {
-            "query_heads": self.query_heads,
-            "kv_heads": kv_heads,
-            "head_dim": self.head_dim,
-            "batch": self.batch,
-            "dtype": self.dtype,
-            "device": self.device,
-        }
+    @property
+    def timed_passes(self) -> tuple[str, ...]:
+        """The passes that are measured."""
+        return ("forward",) if self.forward_only else self.passes
+
+    @property
+    def timed_methods(self) -> tuple[str, ...]:
+        """The methods that are measured, CCA last."""
+        if not self.methods:
+            return default_methods(self.device, self.dtype)
+        return (*(method for method in self.methods if method != "cca"), "cca")
+
+    @property
+    def lengths_of_memory(self) -> tuple[int, ...]:
+        """The lengths at which peak memory is measured."""
+        longest = max(self.lengths)
+        quarters = sorted({max(1, longest // 4), max(1, longest // 2), longest})
+        return self.memory_lengths or tuple(quarters)
+
+    @property
+    def lengths_of_decoding(self) -> tuple[int, ...]:
+        """The context lengths of decoding."""
+        if self.decode_lengths or torch.device(self.device).type != "cuda":
+            return self.decode_lengths or self.lengths
+        usual = tuple(n for n in (8192, 32768, 131072) if n <= max(self.lengths))
+        return usual or self.lengths
+
+    def sizes(self, kv_heads: int) -> Sizes:
+        """Sizes of the inputs, besides their length."""
+        return Sizes(self.query_heads, kv_heads, self.head_dim, self.batch, self.dtype, self.device)
 
     def params(
         self, method: str, pass_name: str, kv_heads: int, length: int | None, **more: Any
     ) -> dict[str, Any]:
-        """A record's params; g and s belong to CCA only."""
-        sizes = {k: v for k, v in self.sizes(kv_heads).items() if k != "device"}
+        """Return a record's params; g and s belong to CCA only."""
         params = {
             "method": method,
             "backend": self.backend(method),
             "pass": pass_name,
             "length": length,
-            **sizes,
+            **self.sizes(kv_heads)._asdict(),
             **more,
         }
+        del params["device"]
         if method in COMPRESSED:
             params |= {"group_size": self.group_size, "window_size": self.window_size}
         return params
 
     def backend(self, method: str) -> str:
-        """What computes a method: for CCA, what `backend="auto"` chooses here."""
-        if method != "cca":
-            return {"full": "sdpa", "sdpa_flash": "flash", "sdpa_cudnn": "cudnn"}.get(
-                method, method
-            )
-        return choose_backend(
-            "auto",
-            torch.empty(
-                1, 1, 1, self.head_dim, dtype=getattr(torch, self.dtype), device=self.device
-            ),
-        )
+        """Name the kernel of a method: for CCA, the choice of `backend="auto"` here."""
+        if method == "cca":
+            return backend_of_cca(self.head_dim, self.dtype, self.device)
+        names = {"full": "sdpa", "sdpa_flash": "flash", "sdpa_cudnn": "cudnn"}
+        return names.get(method, method)
 
     def flops(self, length: int, kv_heads: int, compressed: bool, pass_name: str) -> int:
-        """Operations of one call."""
-        g, s = (self.group_size, self.window_size) if compressed else (1, 1)
+        """Return the operations of one call."""
+        config = (self.group_size, self.window_size) if compressed else (1, 1)
         return cost.pass_flops(
             pass_name,
             length,
             self.query_heads,
             kv_heads,
             self.head_dim,
-            group_size=g,
-            window_size=s,
+            group_size=config[0],
+            window_size=config[1],
             batch=self.batch,
         )
 
 
-def defaults(device: str, **given: Any) -> OperatorBench:
-    """What suits a device where nothing else is given: on a GPU a large model's heads, and every
-    pass."""
-    if torch.device(device).type == "cuda":
-        given = {
-            "lengths": [2**i for i in range(10, 18)],
-            "query_heads": 32,
-            "kv_heads": (32, 8),
-            "head_dim": 128,
-            "dtype": "bfloat16",
-            "passes": PASSES,
-            **({} if given.get("passes") else {"decode_batches": (1, 8, 64)}),
-            **given,
-        }
-        given.setdefault(
-            "decode_lengths",
-            [n for n in (8192, 32768, 131072) if n <= max(given["lengths"])] or None,
-        )
-    return OperatorBench(device=device, **given)
+def backend_of_cca(head_dim: int, dtype: str, device: str) -> str:
+    """Return the backend that "auto" chooses for CCA."""
+    like = torch.empty(1, 1, 1, head_dim, dtype=getattr(torch, dtype), device=device)
+    return choose_backend("auto", like)

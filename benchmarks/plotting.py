@@ -9,6 +9,7 @@ from benchmarks.tables import shown_tokens
 
 LABEL_SIZE = 7
 LINE_HEIGHT = 1.25  # of labels, in font sizes
+NARROW = 300  # a logarithmic axis of a smaller ratio has labels at 2 and 5 of each decade, too
 
 
 def draw_line(
@@ -30,7 +31,7 @@ def finish(
     """
     axis.set_title(title, fontsize=9, loc="left")
     axis.set_xlabel(x_label, fontsize=8)
-    axis.tick_params(labelsize=LABEL_SIZE)
+    axis.tick_params(labelsize=LABEL_SIZE, which="both")
     axis.spines[["top", "right"]].set_visible(False)
     if not axis.lines:
         return
@@ -45,27 +46,30 @@ def finish(
     axis.minorticks_off()
     if log_y:
         axis.set_yscale("log")
-        axis.yaxis.set_minor_formatter("")
     else:
-        axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter("{x:,g}")
+        axis.set_ylim(0, 1.08 * max(max(line.get_ydata()) for line in axis.lines) or 1)
     label_lines(axis)
 
 
 def label_lines(axis: Any) -> None:
-    """Write each line's label right of its last point, in its color, without overlaps."""
+    """Write each line's label right of the panel, in its color, at the height of its last point.
+
+    The y axis gets plain numbers, too.
+    """
+    axis.autoscale_view()
+    _plain_numbers(axis)
     transform = axis.transData + axis.transAxes.inverted()
     ends = []
     for line in axis.lines:
         if not line.get_label().startswith("_"):
-            x, y = transform.transform((line.get_xdata()[-1], line.get_ydata()[-1]))
-            ends.append((float(y), float(x), line))
+            height = transform.transform((line.get_xdata()[-1], line.get_ydata()[-1]))[1]
+            ends.append((float(height), line))
     ends.sort(key=lambda end: end[0])
-    heights = spread([y for y, _, _ in ends], _label_height(axis))
-    for height, (_, x, line) in zip(heights, ends):
+    heights = spread([height for height, _ in ends], _label_height(axis))
+    for height, (_, line) in zip(heights, ends):
         axis.annotate(
             line.get_label(),
-            (x, height),
+            (0.98, height),
             xycoords="axes fraction",
             xytext=(5, 0),
             textcoords="offset points",
@@ -74,6 +78,17 @@ def label_lines(axis: Any) -> None:
             fontsize=LABEL_SIZE,
             annotation_clip=False,
         )
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Show 0.5, 20 and 1,000 on the y axis, on a logarithmic one without powers of ten."""
+    from matplotlib.ticker import LogLocator
+
+    axis.yaxis.set_major_formatter("{x:,g}")
+    if axis.get_yscale() == "log":
+        low, high = axis.get_ylim()
+        axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        axis.yaxis.set_minor_formatter("{x:,g}" if high < NARROW * low else "")
 
 
 def _label_height(axis: Any) -> float:

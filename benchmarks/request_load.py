@@ -1,4 +1,4 @@
-"""Traffic for a server: when requests come, what they ask, and what the client sees of each."""
+"""Generate load for a server: arrival times, prompts, and a client that measures each request."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ VOCABULARY = 256  # token numbers that every tokenizer has
 
 @dataclass(frozen=True)
 class Seen:
-    """What the client saw of one request; seconds."""
+    """The client's measurements of one request, in seconds."""
 
     due: float
-    """When it was to be sent, after the beginning."""
+    """When it was due, since the start."""
     first_token_s: float | None
-    """From when it was due to the first piece of text: a client that is late counts against the
-    server."""
+    """From the due time to the first piece of text: a late client counts against the server."""
     end: float
-    """When it was over, after the beginning."""
+    """When it ended, since the start."""
     tokens: int
-    """Made."""
+    """Tokens of the answer."""
     next_token_s: float | None
     """Mean of the tokens after the first."""
     setting: tuple[int | None, int | None]
@@ -35,10 +34,9 @@ class Seen:
 
 
 def day_rate(second: float, length: float, base: float, peak: float) -> float:
-    """Requests a second at a time of a day of this length: a night, a rise, a peak after noon, an
-    evening.
+    """Return requests a second at a time of a day of this length.
 
-    A raised cosine whose peak lies at 58 % of the day, narrowed so that half of the day is near the
+    A raised cosine with its peak at 58 % of the day, squared so that half of the day is near the
     base.
     """
     phase = math.cos(2 * math.pi * (second / length - 0.58))
@@ -46,29 +44,30 @@ def day_rate(second: float, length: float, base: float, peak: float) -> float:
 
 
 def arrivals(rate: Callable[[float], float], most: float, length: float, seed: int) -> list[float]:
-    """Times of a Poisson process of this rate, by thinning; the same for every run of a seed.
+    """Return the times of a Poisson process by thinning; the same for every run of a seed.
 
     Args:
         rate: Requests a second at a time, at most `most`.
         length: Seconds.
     """
-    draw, now = random.Random(seed), 0.0
-    found: list[float] = []
+    draw = random.Random(seed)
+    now = 0.0
+    times: list[float] = []
     while True:
         now += draw.expovariate(most)
         if now >= length:
-            return found
+            return times
         if draw.random() * most < rate(now):
-            found.append(now)
+            times.append(now)
 
 
 def prompt_of(number: int, length: int, shared: int, seed: int) -> list[int]:
-    """Random token numbers; all requests of a seed share the first `shared`, and no two have the
-    same rest."""
-    common, own = random.Random(seed), random.Random(f"{seed} {number}")
+    """Return random token numbers; all requests of a seed share the first `shared` only."""
+    common = random.Random(seed)
+    distinct = random.Random(f"{seed} {number}")
     return [
         *(common.randrange(VOCABULARY) for _ in range(min(shared, length))),
-        *(own.randrange(VOCABULARY) for _ in range(length - shared)),
+        *(distinct.randrange(VOCABULARY) for _ in range(length - shared)),
     ]
 
 
@@ -81,8 +80,7 @@ async def replay(
     on_done: Callable[[Seen], Any],
     key: str | None = None,
 ) -> list[Seen]:
-    """Send requests when they are due, whether or not those before have been answered, and watch
-    their streams.
+    """Send requests when they are due, whether or not earlier ones were answered.
 
     Args:
         url: Of the server, without /v1.
@@ -97,7 +95,7 @@ async def replay(
     ) as client:
         began = time.monotonic()
 
-        async def one(number: int) -> Seen:
+        async def request(number: int) -> Seen:
             await asyncio.sleep(max(0.0, due[number] - (time.monotonic() - began)))
             body = {
                 "model": model,
@@ -111,37 +109,28 @@ async def replay(
             try:
                 seen = await _watch(client, body, began, due[number])
             except httpx.HTTPError as error:
-                seen = Seen(
-                    due[number],
-                    None,
-                    time.monotonic() - began,
-                    0,
-                    None,
-                    (None, None),
-                    type(error).__name__,
-                )
+                seen = _failed(due[number], began, type(error).__name__)
             on_done(seen)
             return seen
 
-        return list(await asyncio.gather(*(one(number) for number in range(len(due)))))
+        return list(await asyncio.gather(*(request(number) for number in range(len(due)))))
+
+
+def _failed(due: float, began: float, error: str) -> Seen:
+    """Return a request without an answer."""
+    return Seen(due, None, time.monotonic() - began, 0, None, (None, None), error)
 
 
 async def _watch(client: Any, body: dict[str, Any], began: float, due: float) -> Seen:
-    """One request, event by event."""
-    first = last = None
-    tokens, setting, error = 0, (None, None), None
+    """Measure one request, event by event."""
+    pieces: list[float] = []
+    tokens = 0
+    setting = (None, None)
+    error = None
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             await response.aread()
-            return Seen(
-                due,
-                None,
-                time.monotonic() - began,
-                0,
-                None,
-                setting,
-                f"HTTP {response.status_code}",
-            )
+            return _failed(due, began, f"HTTP {response.status_code}")
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -150,24 +139,12 @@ async def _watch(client: Any, body: dict[str, Any], began: float, due: float) ->
                 error = event["error"]["code"] or event["error"]["type"]
                 break
             if any(choice["text"] for choice in event["choices"]):
-                last = time.monotonic() - began
-                first = last if first is None else first
+                pieces.append(time.monotonic() - began)
             if event.get("usage"):
                 tokens = event["usage"]["completion_tokens"]
                 setting = event["corecontext"]["group_size"], event["corecontext"]["window_size"]
-    if error is None and (first is None or not tokens):
+    if error is None and not (pieces and tokens):
         error = "no text"
-    between = (
-        (last - first) / (tokens - 1)
-        if first is not None and last is not None and tokens > 1
-        else None
-    )
-    return Seen(
-        due,
-        None if first is None else first - due,
-        time.monotonic() - began,
-        tokens,
-        between,
-        setting,
-        error,
-    )
+    first = pieces[0] - due if pieces else None
+    between = (pieces[-1] - pieces[0]) / (tokens - 1) if pieces and tokens > 1 else None
+    return Seen(due, first, time.monotonic() - began, tokens, between, setting, error)

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
+from rich.measure import Measurement
 from rich.table import Table
 
 from corecontext.terminal import console
+
+MOST_COLUMNS = 500
 
 
 class Column(NamedTuple):
@@ -45,10 +48,14 @@ def print_table(columns: Sequence[Column], rows: Iterable[Any], title: str | Non
         return
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     for column, text in zip(columns, head):
-        table.add_column(text, justify="left" if column.left else "right")
+        table.add_column(text, justify="left" if column.left else "right", no_wrap=True)
     for texts in body:
         table.add_row(*texts)
-    console().print(table)
+    # At its natural width, also where that is wider than the terminal: no number is cut off.
+    screen = console()
+    limits = screen.options.update(max_width=MOST_COLUMNS)
+    screen.width = max(screen.width, Measurement.get(screen, limits, table).maximum)
+    screen.print(table, crop=False)
 
 
 def optional(show: Callable[[float], str], missing: str = "") -> Callable[[float | None], str]:

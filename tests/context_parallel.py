@@ -343,10 +343,11 @@ def train(settings: str) -> None:
 def bench(world: int, rank: int) -> None:
     """The benchmark of a step on parts of a sequence: what it says came in is what the formulas
     say."""
-    from benchmarks.training import TrainingBench, run_training_bench
+    from benchmarks.training import run_training_bench
+    from benchmarks.training_settings import TrainingBench
 
     records = run_training_bench(
-        TrainingBench("cpu", (64,), "tiny", (), 4, 9, 1, context_parallel=True)
+        TrainingBench((64,), "tiny", context_parallel=True, group_size=4, window_size=9, repeats=1)
     )
     assert [r.name for r in records] == (
         []

@@ -12,6 +12,7 @@ from benchmarks import (
     figures,
     model,
     model_check,
+    model_figure,
     model_methods,
     model_report,
     model_tables,
@@ -162,14 +163,14 @@ def test_nothing_is_timed_where_decoding_is_wrong(monkeypatch):
 def more() -> list[Record]:
     """Throughput, with an 8-bit cache, and the sweep."""
     bench = dataclasses.replace(
-        TINY, lengths=(64,), mode="throughput", methods=("full", "cca"), cache_dtype="int8"
+        TINY, lengths=(64,), throughput=True, methods=("full", "cca"), cache_dtype="int8"
     )
     found = model.run_model_bench(bench)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.model_settings.SWEEP_GROUPS", (2, 4))
         patch.setattr("benchmarks.model_settings.SWEEP_WINDOWS", (16, 32))
         return found + model.run_model_bench(
-            dataclasses.replace(TINY, lengths=(96,), mode="sweep", methods=("cca",))
+            dataclasses.replace(TINY, lengths=(96,), sweep=True, methods=("cca",))
         )
 
 
@@ -287,7 +288,7 @@ def test_a_batch_that_does_not_fit_ends_the_search(monkeypatch):
 
     monkeypatch.setattr(model, "StaticRun", failing)
     found = model.run_model_bench(
-        dataclasses.replace(TINY, lengths=(64,), mode="throughput", methods=("full",))
+        dataclasses.replace(TINY, lengths=(64,), throughput=True, methods=("full",))
     )
     assert [(r.name, r.params["batch"]) for r in found] == [
         ("model.tokens_per_s", 1),
@@ -306,9 +307,9 @@ def test_the_sweep_measures_each_g_and_s(more):
 
 def test_tables_and_figures(records, more, tmp_path, capsys):
     for drawn, draw in (
-        (records, figures.draw_model),
-        (more, figures.draw_sweep),
-        (more, figures.draw_model),
+        (records, model_figure.draw_model),
+        (more, model_figure.draw_sweep),
+        (more, model_figure.draw_model),
     ):
         path = tmp_path / "model.svg"
         draw(drawn, str(path))
@@ -430,15 +431,15 @@ def test_what_suits_a_device():
     assert model_defaults("cpu", "tiny").methods == ("full", "streaming_llm", "cca")
     gpu = model_defaults("cuda", "llama2-7b")
     assert (
-        gpu.lengths == [2**i for i in range(12, 18)]
+        gpu.lengths == tuple(2**i for i in range(12, 18))
         and gpu.dtype == "bfloat16"
         and "sdpa_cudnn" in gpu.methods
     )
-    assert model_defaults("cuda", "llama2-7b", mode="sweep").methods == ("cca",)
-    assert model_defaults("cuda", "llama3.1-8b", mode="throughput").lengths == [32768]
+    assert model_defaults("cuda", "llama2-7b", sweep=True).methods == ("cca",)
+    assert model_defaults("cuda", "llama3.1-8b", throughput=True).lengths == (32768,)
     pairs = [
         (c.group_size, c.window_size)
-        for c in model_defaults("cuda", "llama2-7b", mode="sweep").sweep()
+        for c in model_defaults("cuda", "llama2-7b", sweep=True).sweep_configs()
     ]
     assert len(pairs) == 10 and (16, 1024) in pairs and (2, 1024) in pairs and (16, 4096) in pairs
 

@@ -15,8 +15,9 @@ pytest.importorskip("httpx")
 from benchmarks import serving
 from benchmarks.command import main
 from benchmarks.request_load import arrivals, day_rate, prompt_of, replay
-from benchmarks.serving import SHAPES, ServeBench, percentile
-from benchmarks.serving_figure import draw_serve, newest_run
+from benchmarks.serving import percentile
+from benchmarks.serving_report import draw_serve, newest_run
+from benchmarks.serving_settings import SERVED_SHAPES, ServeBench
 from corecontext.files import UserError
 from corecontext.record import read_records
 
@@ -63,7 +64,7 @@ def test_a_server_that_is_not_there_is_an_error_of_each_request():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"mode": "week"}, "mode must be day, rising or sat"),
+        ({"mode": "week"}, "mode must be one of 'day', 'rising', 'sat"),
         ({"variants": ("fast",)}, "variant must be elastic, fixed, full"),
         ({"variants": ("cca:0:5",)}, "variant must be"),
         ({"variants": ()}, "variant must be given"),
@@ -99,7 +100,7 @@ def test_variants_become_options_of_the_server():
 def test_the_shape_is_that_of_the_model():
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**SHAPES["llama3.1-8b"])
+    config = AutoConfig.for_model(**SERVED_SHAPES["llama3.1-8b"])
     per_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     assert 32 * per_layer + 2 * 128256 * 4096 + 4096 == 8030261248
     assert (
