@@ -7,7 +7,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from corecontext.eval.evaluate import evaluate
+from corecontext.eval.evaluate import ModelOptions, evaluate
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import TASKS, data_hashes
 from corecontext.eval.summary import Row, shown_value, summarise, to_records
@@ -66,10 +66,10 @@ def reproduce_checkpoint(
     make_folder(folder)
     settings = settings or Settings()
     items, found = str(folder / "items.jsonl"), []
-    options = {"dtype": dtype, "device": device, "results": items}
+    options = ModelOptions(dtype=dtype, device=device)
     for method in methods:
         console().print(f"{method}: {', '.join(tasks)}")
-        found += evaluate(model, [method], tasks, [data], settings, **options)
+        found += evaluate(model, [method], tasks, [data], settings, options, items)
     rows = summarise(found)
     grid_rows: list[Row] = []
     if "perplexity" in tasks:
@@ -77,7 +77,15 @@ def reproduce_checkpoint(
             console().print(f"cca, g = {g}, s = {s}: perplexity")
             sizes = {"group_size": g, "window_size": s}
             grid_rows += summarise(
-                evaluate(model, ["cca"], ["perplexity"], [data], settings, sizes=sizes, **options)
+                evaluate(
+                    model,
+                    ["cca"],
+                    ["perplexity"],
+                    [data],
+                    settings,
+                    options._replace(sizes=sizes),
+                    items,
+                )
             )
     records = to_records([*rows, *grid_rows], found[0].device)
     if json_path is not None:

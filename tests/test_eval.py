@@ -18,7 +18,7 @@ from tiny_model import save_tiny_model
 from corecontext.cli import main
 from corecontext.data.readers import find_file, model_hash, read_lines
 from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, runner
-from corecontext.eval.evaluate import data_paths, evaluate, of_task
+from corecontext.eval.evaluate import ModelOptions, data_paths, evaluate, of_task
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import data_hashes, run_task
 from corecontext.eval.subject import ModelSubject
@@ -547,7 +547,7 @@ def test_nothing_counts_twice(model, data):
         ["mmlu", "mmlu"],
         [str(data)],
         Settings(limit=1, shots=1),
-        device="cpu",
+        ModelOptions(device="cpu"),
     )
     assert len(twice) == 2  # a question of each subject
 

@@ -165,13 +165,14 @@ def _evaluate(
         raise UserError(WHOLE)
     for path in (results, json):
         check_output(path, force=True)  # appended to
+    from corecontext.eval.evaluate import ModelOptions
     from corecontext.eval.evaluate import evaluate as run
     from corecontext.eval.items import Settings
     from corecontext.eval.summary import print_table, summarise, to_records
 
     length, documents, subtask, *others = settings
     chosen = Settings(tuple(length or ()), tuple(documents or (20,)), tuple(subtask or ()), *others)
-    records = run(model, methods, tasks, data, chosen, sizes=sizes, results=results, **options)
+    records = run(model, methods, tasks, data, chosen, ModelOptions(sizes, **options), results)
     rows = summarise(records)
     if json is not None:
         from corecontext.record import append_records

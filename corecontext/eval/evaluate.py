@@ -1,49 +1,71 @@
-"""Methods x tasks on one checkpoint: loads the model once for each method and runs every task under
-it."""
+"""Run methods x tasks on one checkpoint: load the model once per method, and run every task."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from corecontext.baselines.rivals import takers
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import TASKS, describe, run_task
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
-from corecontext.loading import WHOLE, load
+from corecontext.loading import WHOLE, Loaded, load
 from corecontext.record import Record
+
+_METHODS_WITH = {"sinks": ("cca", *takers("sinks")), "patterns": takers("patterns")}
+"""Methods that support a size; all support the others."""
+
+
+class ModelOptions(NamedTuple):
+    """How to load and run the model under every method."""
+
+    sizes: Mapping[str, Any] = {}
+    """group_size, window_size, sinks, patterns for `load`; of several methods, each takes those it
+    supports."""
+    num_groups: int | None = None
+    """Constant number of core tokens, for methods with core tokens."""
+    chunk_size: int | None = None
+    """Tokens of a prompt read at once."""
+    dtype: str = "auto"
+    device: str = "auto"
 
 
 def data_paths(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
-    """Where each task's data is: "PATH" for all tasks, or "TASK=PATH" for one.
+    """Return each task's data path from "PATH" for all tasks, or "TASK=PATH" for one.
 
     Raises:
-        UserError: a task has none, or none is of that name.
+        UserError: a task has no path, or is unknown.
     """
-    found: dict[str, str] = {}
-    for one in given:
-        task, equals, path = one.partition("=")
+    paths: dict[str, str] = {}
+    for argument in given:
+        task, equals, path = argument.partition("=")
         if equals and task in TASKS:
-            found[task] = path
+            paths[task] = path
         else:
-            found[""] = one
+            paths[""] = argument
     for task in tasks:
         if task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}.")
-        if task not in found and "" not in found:
+        if task not in paths and "" not in paths:
             raise UserError(
-                f"data must be given for {task}, got none. Use --data FOLDER or --data {task}=FOLDER."
+                f"data must be given for {task}, got none. Use --data FOLDER or --data "
+                f"{task}=FOLDER."
             )
-    return {task: found.get(task, found.get("", "")) for task in tasks}
+    return {task: paths.get(task, paths.get("", "")) for task in tasks}
 
 
 def of_task(settings: Settings, task: str) -> Settings:
-    """The settings with the subtasks of this task: "TASK:PART", or "PART" for every task."""
-    split = [one.partition(":") for one in settings.subtasks]
-    return settings._replace(
-        subtasks=tuple(part or name for name, colon, part in split if not colon or name == task)
-    )
+    """Return the settings with the subtasks of this task: "TASK:SUBTASK", or "SUBTASK" for every
+    task."""
+    subtasks = []
+    for name in settings.subtasks:
+        owner, colon, subtask = name.partition(":")
+        if not colon:
+            subtasks.append(name)
+        elif owner == task:
+            subtasks.append(subtask or owner)
+    return settings._replace(subtasks=tuple(subtasks))
 
 
 def evaluate(
@@ -52,53 +74,37 @@ def evaluate(
     tasks: Sequence[str],
     data: Sequence[str],
     settings: Settings,
-    *,
-    sizes: Mapping[str, Any] | None = None,
-    num_groups: int | None = None,
-    chunk_size: int | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
+    options: ModelOptions,
     results: str | None = None,
 ) -> list[Record]:
-    """Item records of every method on every task.
+    """Return the item records of every method on every task.
 
     Args:
         model: A folder in the Hugging Face format, or an identifier on the hub.
-        methods: Names that `corecontext.loading.load` knows.
-        tasks: Keys of TASKS.
+        methods: Names that `corecontext.loading.load` knows; repeats are ignored.
+        tasks: Keys of TASKS; repeats are ignored.
         data: See `data_paths`.
-        settings: What to run of each task.
-        sizes: group_size, window_size, sinks, patterns for `load`; methods take those that they
-            have.
-        num_groups: Constant number of core tokens, for methods with core tokens.
-        chunk_size: Tokens of a prompt read at once.
+        settings: Which questions of each task to ask.
+        options: How to load and run the model.
         results: See `run_task`.
 
     Raises:
-        UserError: something given is wrong.
+        UserError: an argument is wrong.
     """
-    methods, tasks = list(dict.fromkeys(methods)), list(dict.fromkeys(tasks))  # none counts twice
-    paths, records = data_paths(data, tasks), []
+    methods = list(dict.fromkeys(methods))
+    tasks = list(dict.fromkeys(tasks))
+    paths = data_paths(data, tasks)
+    records = []
     for method in methods:
-        given = dict(sizes or {})
-        if len(methods) > 1:  # each method takes what it has
-            have = {"sinks": ("cca", *takers("sinks")), "patterns": takers("patterns")}
-            given = {k: v for k, v in given.items() if method in have.get(k, methods)}
-        loaded = load(model, method=method, dtype=dtype, device=device, **given)
-        if (
-            chunk_size is not None
-            and loaded.config is not None
-            and loaded.config.num_groups is not None
-        ):
-            raise UserError(WHOLE)
-        groups = num_groups if loaded.config is not None or len(methods) == 1 else None
-        subject = ModelSubject(loaded, num_groups=groups, chunk_size=chunk_size)
+        loaded = _load(model, method, options, only_method=len(methods) == 1)
+        num_groups = options.num_groups
+        if loaded.config is None and len(methods) > 1:
+            num_groups = None
+        subject = ModelSubject(loaded, num_groups=num_groups, chunk_size=options.chunk_size)
         identity = describe(loaded, model, method)
-        if groups is not None:
-            identity = {
-                **{k: v for k, v in identity.items() if k != "group_size"},
-                "num_groups": groups,
-            }
+        if num_groups is not None:
+            identity.pop("group_size", None)
+            identity["num_groups"] = num_groups
         for task in tasks:
             records += run_task(
                 task,
@@ -109,5 +115,19 @@ def evaluate(
                 results=results,
                 device=loaded.model.device,
             )
-        del subject, loaded
+        del subject, loaded  # frees the memory for the next method
     return records
+
+
+def _load(model: str, method: str, options: ModelOptions, only_method: bool) -> Loaded:
+    """Load the model under a method, with the sizes that the method supports."""
+    sizes = dict(options.sizes)
+    if not only_method:
+        for name, supported in _METHODS_WITH.items():
+            if method not in supported:
+                sizes.pop(name, None)
+    loaded = load(model, method=method, dtype=options.dtype, device=options.device, **sizes)
+    has_num_groups = loaded.config is not None and loaded.config.num_groups is not None
+    if options.chunk_size is not None and has_num_groups:
+        raise UserError(WHOLE)
+    return loaded

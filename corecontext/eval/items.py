@@ -1,4 +1,4 @@
-"""One question to a model: how it is asked, how it is scored, and what is recorded of it."""
+"""Ask a model one question, score the answer, and return the details to record."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from corecontext.perplexity import Perplexity
 
 
 class Settings(NamedTuple):
-    """What tasks may be told; each takes what it knows."""
+    """Options shared by all tasks; each reads those it supports."""
 
     lengths: tuple[int, ...] = ()
     """Most tokens of prompt and answer (ruler), of a window (perplexity), of a prompt before it is
@@ -19,9 +19,9 @@ class Settings(NamedTuple):
     documents: tuple[int, ...] = (20,)
     """Numbers of passages (multidoc_qa)."""
     subtasks: tuple[str, ...] = ()
-    """Of the task's parts, those to run; all where empty."""
+    """Subtasks to run; all where empty."""
     limit: int | None = None
-    """Most questions of each part."""
+    """Most questions of each subtask."""
     positions: int = 5
     """Places of the right passage, evenly spaced (multidoc_qa)."""
     shots: int = 5
@@ -32,21 +32,21 @@ class Settings(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A prompt and what answers it."""
+    """A prompt and its right answers."""
 
     prompt: str
     references: Sequence[str]
 
 
 class Outcome(NamedTuple):
-    """A score and what else is recorded with it."""
+    """A score, and the details recorded with it."""
 
     value: float
     details: Mapping[str, Any]
 
 
 class TooLong(Exception):
-    """A prompt and its answer exceed the limit, the model's or the one asked for: the item is left
+    """A prompt and its answer exceed the model's limit or the requested length: the item is left
     out and counted."""
 
 
@@ -57,16 +57,16 @@ class Generated:
     key: str
     params: Mapping[str, Any]
     make: Callable[[], Question] = field(repr=False)
-    """Builds the prompt when it is needed: all of them together may be large."""
+    """Builds the prompt on demand: all prompts together may be large."""
     max_new_tokens: int
     score: Callable[[str, Sequence[str]], float] = field(repr=False)
     stop: tuple[str, ...] = ()
     name = "quality.score"
 
     def run(self, subject: Subject) -> Outcome:
-        """Ask and score."""
+        """Ask the question and score the answer."""
         question = self.make()
-        tokens = _fits(subject, question.prompt, self.max_new_tokens)
+        tokens = _count_tokens(subject, question.prompt, self.max_new_tokens)
         answer = subject.generate(question.prompt, self.max_new_tokens, self.stop)
         return Outcome(
             self.score(answer, question.references),
@@ -86,23 +86,21 @@ class Chosen:
     name = "quality.accuracy"
 
     def run(self, subject: Subject) -> Outcome:
-        """Ask and compare."""
+        """Ask the question and compare the choice."""
         prompt = self.make()
-        tokens = _fits(subject, prompt, 1)
+        tokens = _count_tokens(subject, prompt, 1)
         chosen = subject.choose(prompt, self.options)
-        return Outcome(
-            float(chosen == self.right),
-            {
-                "prompt_tokens": tokens,
-                "answer": self.options[chosen].strip(),
-                "references": [self.options[self.right].strip()],
-            },
-        )
+        details = {
+            "prompt_tokens": tokens,
+            "answer": self.options[chosen].strip(),
+            "references": [self.options[self.right].strip()],
+        }
+        return Outcome(float(chosen == self.right), details)
 
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens of one document, each predicted from all before it in the window."""
+    """Tokens of a document, each predicted from all tokens before it in the window."""
 
     key: str
     params: Mapping[str, Any]
@@ -111,36 +109,36 @@ class Window:
     name = "quality.perplexity"
 
     def run(self, subject: Subject) -> Outcome:
-        """Perplexity, and the sums by bucket of positions from which that of many windows is
-        made."""
+        """Return the perplexity, and sums by bucket of positions to combine with other windows."""
         if subject.limit is not None and len(self.ids) > subject.limit:
             raise TooLong(f"{len(self.ids)} tokens exceed the model's {subject.limit}")
-        found = Perplexity(subject.nll(self.ids), self.num_bytes)
+        perplexity = Perplexity(subject.nll(self.ids), self.num_bytes)
+        nll = perplexity.nll
         buckets = []
-        for start, end, _ in found.by_position():
-            part = found.nll[max(0, start - 1) : end - 1].double()
-            buckets.append([start, end, float(part.sum()), len(part)])
-        return Outcome(
-            found.value,
-            {
-                "nll": float(found.nll.double().sum()),
-                "tokens": len(found.nll),
-                "bytes": self.num_bytes,
-                "buckets": buckets,
-            },
-        )
+        for start, end, _ in perplexity.by_position():
+            bucket = nll[max(0, start - 1) : end - 1].double()  # token 0 has no prediction
+            buckets.append([start, end, float(bucket.sum()), len(bucket)])
+        details = {
+            "nll": float(nll.double().sum()),
+            "tokens": len(nll),
+            "bytes": self.num_bytes,
+            "buckets": buckets,
+        }
+        return Outcome(perplexity.value, details)
 
 
 Item = Generated | Chosen | Window
 
 
-def _fits(subject: Subject, prompt: str, new: int) -> int:
-    """Tokens of the prompt.
+def _count_tokens(subject: Subject, prompt: str, new_tokens: int) -> int:
+    """Return the number of tokens of the prompt.
 
     Raises:
-        TooLong: with the answer it exceeds the limit.
+        TooLong: prompt and answer exceed the model's limit.
     """
     count = len(subject.encode(prompt))
-    if subject.limit is not None and count + new > subject.limit:
-        raise TooLong(f"{count} tokens and {new} new ones exceed the model's {subject.limit}")
+    if subject.limit is not None and count + new_tokens > subject.limit:
+        raise TooLong(
+            f"{count} tokens and {new_tokens} new ones exceed the model's {subject.limit}"
+        )
     return count

@@ -1,9 +1,9 @@
 """LongBench-E (arXiv 2308.14508): 13 tasks in six categories, from the benchmark's own files.
 
 Files: longbench_config.json (dataset2prompt, dataset2maxlen: the benchmark's templates and limits)
-and one file a task, `TASK_e.jsonl` or `TASK.jsonl` (input, context, answers, length, all_classes).
-Prompts longer than the length lose their middle. A task's score is the mean of its three length
-buckets, a category's the mean of its tasks.
+and one file per task, `TASK_e.jsonl` or `TASK.jsonl` (input, context, answers, length,
+all_classes). Prompts longer than the length lose their middle. A task's score is the mean of its
+three length buckets, a category's the mean of its tasks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from corecontext.data.readers import find_file, read_json, read_lines
 from corecontext.eval.items import Generated, Item, Question, Settings
@@ -41,6 +41,7 @@ METRICS: dict[str, Metric] = {
     **dict.fromkeys(("passage_count", "passage_retrieval_en"), number_match),
     **dict.fromkeys(("lcc", "repobench-p"), edit_similarity),
 }
+"""Metric of each task; trec's depends on its classes, see `scorer`."""
 FIRST_LINE = ("trec", "triviaqa", "samsum")
 """Tasks of which only the answer's first line counts."""
 BUCKETS = ((4000, "0-4k"), (8000, "4-8k"), (float("inf"), "8k+"))
@@ -48,52 +49,71 @@ SPARE = 500
 """Tokens left free below the model's limit where no length is given."""
 
 
+class _Task(NamedTuple):
+    """A task's template, most new tokens and questions."""
+
+    template: str
+    max_new_tokens: int
+    rows: list[dict[str, Any]]
+
+
 def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item]:
-    """All questions of the tasks asked for, of all tasks that there are files for otherwise;
-    `limit` is by task."""
+    """Return the questions of the requested tasks, or of all tasks with a file; `limit` is by
+    task."""
     config = read_json(find_file(folder, ("longbench_config",), (".json",)))
-    for task in settings.subtasks:
-        if task not in SUBTASKS:
-            raise UserError(f"subtask must be one of {', '.join(SUBTASKS)}, got {task!r}.")
-    lengths = settings.lengths or ((max(1, subject.limit - SPARE) if subject.limit else 31500),)
-    found: list[Item] = []
-    for task in settings.subtasks or SUBTASKS:
+    for name in settings.subtasks:
+        if name not in SUBTASKS:
+            raise UserError(f"subtask must be one of {', '.join(SUBTASKS)}, got {name!r}.")
+    lengths = settings.lengths
+    if not lengths:
+        lengths = (max(1, subject.limit - SPARE) if subject.limit else 31500,)
+    questions: list[Item] = []
+    for name in settings.subtasks or SUBTASKS:
         try:
-            path = find_file(folder, (f"{task}_e", task))
+            path = find_file(folder, (f"{name}_e", name))
         except UserError:
             if settings.subtasks:
                 raise
             continue
-        rows = list(read_lines(path, ("input", "context", "answers", "length")))[: settings.limit]
-        try:
-            template, most = config["dataset2prompt"][task], config["dataset2maxlen"][task]
-            for row in rows:
-                template.format(**row)
-                next(name for end, name in BUCKETS if row["length"] < end)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise UserError(
-                f"{task} must have its template and limit in longbench_config, and rows that fit the "
-                f"template, with a number as length; {type(error).__name__}: {error}."
-            ) from None
+        task = _read_task(name, path, config, settings.limit)
         for length in lengths:
-            for number, row in enumerate(rows):
-                bucket = next(name for end, name in BUCKETS if row["length"] < end)
-                found.append(
+            for number, row in enumerate(task.rows):
+                questions.append(
                     Generated(
-                        f"{task}/{length}/{row.get('_id', number)}",
-                        {"length": length, "subtask": task, "bucket": bucket},
-                        partial(_question, template, row, length, subject),
-                        settings.max_new_tokens or most,
-                        scorer(task, row),
+                        f"{name}/{length}/{row.get('_id', number)}",
+                        {"length": length, "subtask": name, "bucket": _bucket(row)},
+                        partial(_question, task.template, row, length, subject),
+                        settings.max_new_tokens or task.max_new_tokens,
+                        scorer(name, row),
                     )
                 )
-    if not found:
+    if not questions:
         raise UserError(f"data '{folder}' must hold files such as {SUBTASKS[0]}_e.jsonl, got none.")
-    return found
+    return questions
+
+
+def _read_task(name: str, path: Path, config: Any, limit: int | None) -> _Task:
+    """Return a task whose rows all fit its template."""
+    rows = list(read_lines(path, ("input", "context", "answers", "length")))[:limit]
+    try:
+        task = _Task(config["dataset2prompt"][name], config["dataset2maxlen"][name], rows)
+        for row in rows:
+            task.template.format(**row)
+            _bucket(row)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise UserError(
+            f"{name} must have its template and limit in longbench_config, and rows that fit the "
+            f"template, with a number as length; {type(error).__name__}: {error}."
+        ) from None
+    return task
+
+
+def _bucket(row: dict[str, Any]) -> str:
+    return next(name for end, name in BUCKETS if row["length"] < end)
 
 
 def _question(template: str, row: dict[str, Any], length: int, subject: Subject) -> Question:
-    """The prompt, its middle cut out where it is too long."""
+    """Return the prompt, with its middle cut out where it is too long."""
     prompt = template.format(**row)
     ids = subject.encode(prompt)
     if len(ids) > length:
@@ -103,16 +123,15 @@ def _question(template: str, row: dict[str, Any], length: int, subject: Subject)
 
 
 def scorer(task: str, row: dict[str, Any]) -> Callable[[str, Sequence[str]], float]:
-    """The task's metric, highest over the references."""
-    metric = (
-        partial(classification, classes=row.get("all_classes") or ())
-        if task == "trec"
-        else METRICS[task]
-    )
+    """Return the task's metric, highest over the references."""
+    if task == "trec":
+        metric: Metric = partial(classification, classes=row.get("all_classes") or ())
+    else:
+        metric = METRICS[task]
 
     def score(answer: str, references: Sequence[str]) -> float:
         if task in FIRST_LINE:
             answer = answer.lstrip("\n").split("\n")[0]
-        return max((metric(answer, one) for one in references), default=0.0)
+        return max((metric(answer, reference) for reference in references), default=0.0)
 
     return score

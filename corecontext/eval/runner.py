@@ -1,4 +1,4 @@
-"""Runs a task's items and records each; what a results file holds already is not run again."""
+"""Run a task's items and record each; items already in the results file are not run again."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from corecontext.data.readers import OPENERS, file_hash, model_hash
-from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, windows
+from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, ruler_data, windows
 from corecontext.eval.items import Item, Settings, TooLong
 from corecontext.eval.subject import Subject
 from corecontext.files import UserError
 from corecontext.loading import Loaded
-from corecontext.record import Record, append_records, device_name, make_record, parse_records
-from corecontext.terminal import progress
+from corecontext.record import (
+    UNITS,
+    Record,
+    append_records,
+    device_name,
+    make_record,
+    parse_records,
+)
+from corecontext.terminal import console, progress
 
 TASKS: dict[str, Callable[[str | Path, Settings, Subject], list[Item]]] = {
     "perplexity": windows.items,
@@ -30,7 +37,7 @@ TASKS: dict[str, Callable[[str | Path, Settings, Subject], list[Item]]] = {
 _FILES = {
     "perplexity": windows.FILES,
     "multidoc_qa": multidoc_qa.FILES,
-    "ruler": ruler.FILES,
+    "ruler": ruler_data.FILES,
     "mmlu": mmlu.FILES,
     "longbench": (
         "longbench_config",
@@ -41,26 +48,25 @@ _FILES = {
 
 
 def describe(loaded: Loaded, model: str, method: str) -> dict[str, Any]:
-    """What identifies a model and its attention in records."""
-    sizes = {
-        k: (hashlib.sha256(json.dumps(v).encode()).hexdigest()[:16] if k == "patterns" else v)
-        for k, v in loaded.sizes().items()
-    }
+    """Return the identity of a model and its attention in records."""
+    sizes = loaded.sizes()
+    if "patterns" in sizes:
+        sizes["patterns"] = _short_hash(json.dumps(sizes["patterns"]))
     return {"method": method, "model": Path(model).name, "weights": model_hash(model), **sizes}
 
 
 def data_hashes(task: str, data: str | Path) -> dict[str, str]:
-    """The files of a task that are there, by name, with their hashes."""
+    """Return the hashes of a task's data files by name."""
     path = Path(data)
     if path.is_file():
         return {path.name: file_hash(path)}
     names = {
-        f"{name}{ending}{packed}"
+        f"{name}{ending}{compression}"
         for name in _FILES[task]
         for ending in (".jsonl", ".json")
-        for packed in OPENERS
+        for compression in OPENERS
     }
-    return {one.name: file_hash(one) for one in sorted(path.glob("*")) if one.name in names}
+    return {file.name: file_hash(file) for file in sorted(path.glob("*")) if file.name in names}
 
 
 def run_task(
@@ -73,24 +79,78 @@ def run_task(
     results: str | os.PathLike[str] | None = None,
     device: Any = "cpu",
 ) -> list[Record]:
-    """Evaluate a subject on one task.
+    """Evaluate a subject on a task.
 
     Args:
         task: A key of TASKS.
         data: Folder (or, for perplexity, file) with the task's data.
-        settings: What to run of it.
+        settings: Which questions to ask.
         subject: The model under test.
-        identity: What tells it from others, for records: see `describe`.
-        results: File that each item is appended to as a record as soon as it is done; items that it
-            holds with the same identity, data and settings are taken from there.
-        device: What the model is on, for records.
+        identity: Parameters that distinguish it in records: see `describe`.
+        results: File for a record of each item, written as soon as the item is done; items in it
+            with the same identity, data and settings are not run again.
+        device: The model's device, for records.
 
     Returns:
-        One record per item, in the order of the items. Items too long for the model are missing.
+        A record per item, in the order of the items. Items too long for the model are left out.
 
     Raises:
         UserError: the task, data or a setting is wrong, or every item is too long.
     """
+    _check(task, settings)
+    items = TASKS[task](data, settings, subject)
+    common = {**identity, "task": task, "data": data_hashes(task, data), "seed": settings.seed}
+    if settings.max_new_tokens is not None:
+        common["max_new_tokens"] = settings.max_new_tokens
+    params = {}
+    for item in items:
+        item_params = {**common, **item.params, "item": item.key}
+        params[fingerprint(item_params)] = item_params
+    if len(params) < len(items):
+        raise UserError(
+            f"items of {task} must have names of their own, got {len(items) - len(params)} twice."
+        )
+
+    done = {} if results is None else finished(results)
+    template = None  # describes the machine, once
+    records: list[Record] = []
+    skipped: list[str] = []
+    with progress(f"{identity.get('method', '')} {task}".strip(), max(1, len(items))) as advance:
+        for item, (mark, item_params) in zip(items, params.items()):
+            if mark in done:
+                records.append(done[mark])
+                advance(1)
+                continue
+            try:
+                outcome = item.run(subject)
+            except TooLong as reason:
+                skipped.append(str(reason))
+                advance(1)
+                continue
+            template = template or make_record(item.name, 0.0, {}, device=device_name(device))
+            record = dataclasses.replace(
+                template,
+                name=item.name,
+                unit=UNITS[item.name],
+                value=outcome.value,
+                params={**item_params, "run": mark, **outcome.details},
+                date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            )
+            if results is not None:
+                append_records(results, [record])
+            records.append(record)
+            advance(1)
+
+    if not records:
+        reason = f": {skipped[0]}" if skipped else ""
+        raise UserError(f"{task} must have an item that fits, got none of {len(items)}{reason}.")
+    if skipped:
+        console().print(f"{task}: {len(skipped)} of {len(items)} left out ({skipped[0]})")
+    return records
+
+
+def _check(task: str, settings: Settings) -> None:
+    """Raise a UserError unless the task exists and its settings are in range."""
     if task not in TASKS:
         raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}.")
     for name, value, least in (
@@ -102,93 +162,38 @@ def run_task(
     ):
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}, got {value}.")
-    items = TASKS[task](data, settings, subject)
-    common = {**identity, "task": task, "data": data_hashes(task, data), "seed": settings.seed}
-    if settings.max_new_tokens is not None:
-        common["max_new_tokens"] = settings.max_new_tokens
-    params = {}
-    for item in items:
-        one = {**common, **item.params, "item": item.key}
-        params[fingerprint(one)] = one
-    if len(params) < len(items):
-        raise UserError(
-            f"items of {task} must have names of their own, got {len(items) - len(params)} twice."
-        )
-    done = {} if results is None else finished(results)
-    template = None
-    found, skipped = [], []
-    with progress(f"{identity.get('method', '')} {task}".strip(), max(1, len(items))) as advance:
-        for item, (mark, one) in zip(items, params.items()):
-            record = done.get(mark)
-            if record is None:
-                try:
-                    outcome = item.run(subject)
-                except TooLong as reason:
-                    skipped.append(str(reason))
-                    advance(1)
-                    continue
-                template = template or make_record(item.name, 0.0, {}, device=device_name(device))
-                record = dataclasses.replace(
-                    template,
-                    name=item.name,
-                    unit=make_unit(item.name),
-                    value=outcome.value,
-                    params={**one, "run": mark, **outcome.details},
-                    date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                )
-                if results is not None:
-                    append_records(results, [record])
-            found.append(record)
-            advance(1)
-    if not found:
-        raise UserError(
-            f"{task} must have an item that fits, got none of {len(items)}"
-            f"{': ' + skipped[0] if skipped else ''}."
-        )
-    if skipped:
-        from corecontext.terminal import console
-
-        console().print(f"{task}: {len(skipped)} of {len(items)} left out ({skipped[0]})")
-    return found
-
-
-def make_unit(name: str) -> str:
-    """The unit of a record's name."""
-    from corecontext.record import UNITS
-
-    return UNITS[name]
 
 
 def fingerprint(params: Mapping[str, Any]) -> str:
-    """Short name of one item under one model, data and settings."""
-    return hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:16]
+    """Return a short name of an item under a model, data and settings."""
+    return _short_hash(json.dumps(params, sort_keys=True))
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def finished(path: str | os.PathLike[str]) -> dict[str, Record]:
-    """Items that a results file holds, by fingerprint; a last line that was cut off by an
-    interruption is removed.
+    """Return the items in a results file by fingerprint; remove a last line that an interruption
+    cut off.
 
     Raises:
-        UserError: the file holds something else, and stays as it is.
+        UserError: the file holds other content, and is not changed.
     """
     path = Path(path)
     if not path.exists():
         return {}
     data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    cut, begins = data[whole:], b'{"name": "quality.'
+    end = data.rfind(b"\n") + 1
+    rest = data[end:]
+    beginning = b'{"name": "quality.'
     try:
-        records = parse_records(data[:whole], path)
-        if not cut.startswith(begins[: len(cut)]):
-            raise ValueError(f"{path}: the last line must be a record, got {cut[:60]!r}.")
+        records = parse_records(data[:end], path)
+        if not rest.startswith(beginning[: len(rest)]):
+            raise ValueError(f"{path}: the last line must be a record, got {rest[:60]!r}.")
     except (ValueError, UnicodeDecodeError) as error:
         raise UserError(str(error)) from None
-    if cut:
+    if rest:
         with path.open("r+b") as file:
-            file.truncate(whole)
-    return {one.params["run"]: one for one in records if "run" in one.params}
-
-
-def select(records: Sequence[Record]) -> list[Record]:
-    """The item records among others, the newest of each."""
-    return list({one.params["run"]: one for one in records if "run" in one.params}.values())
+            file.truncate(end)
+    return {record.params["run"]: record for record in records if "run" in record.params}

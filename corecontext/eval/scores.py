@@ -1,5 +1,5 @@
-"""Scores of one answer, between 0 and 1. What each benchmark does to answers and references is said
-with its metric."""
+"""Score an answer between 0 and 1; each metric states how its benchmark treats answers and
+references."""
 
 from __future__ import annotations
 
@@ -12,48 +12,50 @@ from collections.abc import Callable, Sequence
 from corecontext.files import UserError
 
 Metric = Callable[[str, str], float]
-_ARTICLES, _PUNCTUATION = re.compile(r"\b(a|an|the)\b"), set(string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = set(string.punctuation)
 
 
 def normalise(text: str) -> str:
-    """Lower case, without punctuation and articles, single blanks (SQuAD's convention)."""
+    """Return text in lower case, without punctuation and articles, with single blanks (SQuAD)."""
     kept = "".join(c for c in text.lower() if c not in _PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", kept).split())
 
 
 def contains_answer(answer: str, references: Sequence[str]) -> float:
-    """1 if a normalised reference occurs in the normalised first line of the answer (multi-document
-    QA)."""
+    """Return 1 if a normalised reference occurs in the normalised first line of the answer
+    (multi-document QA)."""
     line = normalise(answer.split("\n")[0].strip())
-    return float(any(normalise(one) in line for one in references))
+    return float(any(normalise(reference) in line for reference in references))
 
 
 def match_all(answer: str, references: Sequence[str]) -> float:
-    """Fraction of references that occur in the answer, whatever their case (RULER)."""
-    low = _readable(answer)
-    return sum(one.lower() in low for one in references) / len(references)
+    """Return the fraction of references that occur in the answer, in any case (RULER)."""
+    text = _plain(answer)
+    return sum(reference.lower() in text for reference in references) / len(references)
 
 
 def match_any(answer: str, references: Sequence[str]) -> float:
-    """1 if any reference occurs in the answer, whatever its case (RULER's questions)."""
-    low = _readable(answer)
-    return float(any(one.lower() in low for one in references))
+    """Return 1 if any reference occurs in the answer, in any case (RULER's questions)."""
+    text = _plain(answer)
+    return float(any(reference.lower() in text for reference in references))
 
 
-def _readable(answer: str) -> str:
-    """Stripped lower case, control characters as line breaks."""
+def _plain(answer: str) -> str:
+    """Return stripped lower case, with control characters as line breaks."""
     return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
 
 
 def token_f1(answer: str, reference: str) -> float:
-    """F1 of the two bags of normalised words."""
-    given, wanted = normalise(answer).split(), normalise(reference).split()
+    """Return the F1 of the two bags of normalised words."""
+    given = normalise(answer).split()
+    wanted = normalise(reference).split()
     common = sum((Counter(given) & Counter(wanted)).values())
     return 2 * common / (len(given) + len(wanted)) if common else 0.0
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """Rouge-L's f of the package `rouge`; 0 where that refuses the answer (an empty one)."""
+    """Return Rouge-L's f of the package `rouge`; 0 where it refuses the answer (an empty one)."""
     try:
         from rouge import Rouge
     except ImportError:
@@ -67,30 +69,33 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
-    """1 / (classes named in the answer) if the right one is among them.
+    """Return 1 / (number of classes named in the answer) if the right class is among them.
 
-    Names that are part of the right one are dropped while the list is walked, so of two neighbours
-    the second stays: LongBench does it so, and its published scores contain it.
+    Classes that are part of the right one are removed while the list is traversed, so the second of
+    two neighbours stays: LongBench does the same, and its published scores depend on it.
     """
-    found = [one for one in classes if one in answer]
-    for one in found:
-        if one in reference and one != reference:
-            found.remove(one)
-    return 1 / len(found) if reference in found else 0.0
+    named = [name for name in classes if name in answer]
+    for name in named:
+        if name in reference and name != reference:
+            named.remove(name)
+    return 1 / len(named) if reference in named else 0.0
 
 
 def number_match(answer: str, reference: str) -> float:
-    """Of all whole numbers in the answer, the fraction that is the reference's first number."""
+    """Return the fraction of the answer's whole numbers that equal the reference's first number."""
     wanted = re.search(r"\d+", reference)
     numbers = re.findall(r"\d+", answer)
     if not numbers or wanted is None:
         return 0.0
-    return sum(one == wanted[0] for one in numbers) / len(numbers)
+    return sum(number == wanted[0] for number in numbers) / len(numbers)
 
 
 def edit_similarity(answer: str, reference: str) -> float:
-    """Similarity in whole hundredths of the reference and the first line of code that is no comment
-    or fence."""
-    lines = answer.lstrip("\n").split("\n")
-    line = next((one for one in lines if not any(mark in one for mark in ("`", "#", "//"))), "")
-    return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100
+    """Return the similarity, in whole hundredths, of the reference and the first line of code that
+    is no comment or fence."""
+    code = ""
+    for line in answer.lstrip("\n").split("\n"):
+        if not any(mark in line for mark in ("`", "#", "//")):
+            code = line
+            break
+    return round(100 * difflib.SequenceMatcher(None, code, reference).ratio()) / 100

@@ -1,4 +1,4 @@
-"""The model under test, as tasks see it: texts in, answers out. Stubs in tests have the same
+"""The model under test as tasks use it: texts in, answers out. Stubs in tests have the same
 methods."""
 
 from __future__ import annotations
@@ -6,38 +6,38 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from corecontext.files import UserError
-from corecontext.loading import Loaded
+from corecontext.loading import Loaded, one_line
 from corecontext.perplexity import document_nll
 
 
 class Subject(Protocol):
-    """What tasks ask of a model."""
+    """The methods of a model that tasks use."""
 
     @property
     def limit(self) -> int | None:
-        """Most tokens, prompt and answer; None where not known."""
+        """Most tokens, prompt and answer; None where unknown."""
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers, with what the tokenizer puts before a text."""
+        """Return token ids, with the tokenizer's beginning."""
 
     def decode(self, ids: list[int]) -> str:
-        """The text of tokens, special ones left out."""
+        """Return the text of tokens, without special tokens."""
 
     def generate(self, prompt: str, max_new_tokens: int, stop: tuple[str, ...]) -> str:
-        """The likeliest continuation."""
+        """Return the greedy continuation."""
 
     def choose(self, prompt: str, options: tuple[str, ...]) -> int:
-        """Which of the continuations is likeliest."""
+        """Return the index of the likeliest continuation."""
 
     def nll(self, ids: list[int]) -> Any:
-        """Negative log-likelihoods of tokens 1, 2, ..., a float32 tensor."""
+        """Return negative log-likelihoods of tokens 1, 2, ..., a float32 tensor."""
 
 
 class ModelSubject:
     """A loaded model, greedy, one prompt at a time.
 
     Args:
-        loaded: The model under some attention.
+        loaded: The model under an attention.
         num_groups: Constant number of core tokens (CCA); None leaves the group size constant.
         chunk_size: Tokens of a prompt read at once.
     """
@@ -47,14 +47,15 @@ class ModelSubject:
     ) -> None:
         from corecontext.inference import Engine
         from corecontext.integrations.transformers import handle_of
-        from corecontext.loading import one_line
 
-        self.loaded, self.chunk_size = loaded, chunk_size
-        handle = handle_of(loaded.model)
+        self.loaded = loaded
+        self.chunk_size = chunk_size
         if num_groups is not None:
+            handle = handle_of(loaded.model)
             if handle is None:
                 raise UserError(
-                    f"num-groups must be given with core tokens, got {num_groups} for another method."
+                    f"num-groups must be given with core tokens, got {num_groups} for another "
+                    "method."
                 )
             with one_line():
                 handle.configure(num_groups=num_groups)
@@ -66,55 +67,48 @@ class ModelSubject:
         return self.loaded.max_length
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers."""
+        """Return token ids."""
         return self.loaded.tokenizer(text, verbose=False)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return self.loaded.tokenizer.decode(ids, skip_special_tokens=True)
 
     def generate(self, prompt: str, max_new_tokens: int, stop: tuple[str, ...] = ()) -> str:
-        """The likeliest continuation, until the model's end or with a stop string."""
-        made = self.engine.generate(
+        """Return the greedy continuation, until the model's end or with a stop string."""
+        ids = self.engine.generate(
             self._tensor(self.encode(prompt)),
             max_new_tokens=max_new_tokens,
             stop_strings=stop,
             tokenizer=self.loaded.tokenizer,
-        )[0]
-        return self.decode(made)
+        )
+        return self.decode(ids[0])
 
     def choose(self, prompt: str, options: tuple[str, ...]) -> int:
-        """Which continuation has the highest log-likelihood; one reading of the prompt where each
-        is one token."""
+        """Return the continuation with the highest log-likelihood; read the prompt only once where
+        each is a single token."""
         import torch
 
         from corecontext.inference import prefill
 
-        before = self.encode(prompt)
-        ends = [
-            self.loaded.tokenizer(one, add_special_tokens=False)["input_ids"] for one in options
-        ]
+        tokenizer = self.loaded.tokenizer
+        model = self.loaded.model
+        start = self.encode(prompt)
+        ends = [tokenizer(option, add_special_tokens=False)["input_ids"] for option in options]
         if all(len(end) == 1 for end in ends):
-            logits = (
-                prefill(self.loaded.model, self._tensor(before), chunk_size=self.chunk_size)
-                .logits[0]
-                .float()
-            )
-            return int(logits[[end[0] for end in ends]].argmax())
+            output = prefill(model, self._tensor(start), chunk_size=self.chunk_size)
+            return int(output.logits[0].float()[[end[0] for end in ends]].argmax())
         scores = []
         for end in ends:
-            ids = self._tensor(before + end)
+            ids = self._tensor(start + end)
             with torch.inference_mode():
-                logits = (
-                    self.loaded.model(ids, use_cache=False, logits_to_keep=len(end) + 1)
-                    .logits[0, :-1]
-                    .float()
-                )
-            scores.append(float(logits.log_softmax(-1).gather(1, ids[0, -len(end) :, None]).sum()))
+                output = model(ids, use_cache=False, logits_to_keep=len(end) + 1)
+            log_p = output.logits[0, :-1].float().log_softmax(-1)
+            scores.append(float(log_p.gather(1, ids[0, -len(end) :, None]).sum()))
         return max(range(len(scores)), key=scores.__getitem__)
 
     def nll(self, ids: list[int]) -> Any:
-        """Negative log-likelihoods in one causal pass."""
+        """Return negative log-likelihoods in one causal pass."""
         return document_nll(
             self.loaded.model, self._tensor(ids), chunk_size=self.chunk_size or 1024
         )

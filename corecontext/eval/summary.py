@@ -1,4 +1,4 @@
-"""From item records to one number for each method, task and length: a table, a figure, and records
+"""Summarise item records as one number per method, task and length: a table, a figure, and records
 to publish."""
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from corecontext.eval.longbench import CATEGORIES
 from corecontext.record import Record, make_record
 from corecontext.terminal import console
 
-SIZES = ("group_size", "window_size", "sinks", "num_groups", "patterns")
+_ITEM_PARAMS = ("run", "item", "answer", "references", "prompt_tokens")
+_LETTERS = {"group_size": "g", "window_size": "s", "sinks": "sinks", "num_groups": "m"}
 
 
 class Row(NamedTuple):
-    """One number of the table."""
+    """A number of the table."""
 
     method: str
-    """With its sizes."""
+    """The method with its sizes."""
     task: str
     size: int | None
     """Tokens, or documents in multidoc_qa."""
     part: str
-    """A subtask, a place of the right passage, a bucket of positions; "" for all together."""
+    """A subtask, a place of the right passage, a bucket of positions; "" for the whole."""
     value: float
     """Perplexity, or a fraction."""
     count: int
@@ -34,157 +35,134 @@ class Row(NamedTuple):
 
 
 def summarise(records: Iterable[Record]) -> list[Row]:
-    """The rows of item records, the whole before its parts."""
-    groups: dict[tuple, list[Record]] = {}
-    for one in records:
-        p = one.params
-        groups.setdefault(
-            (
-                method_name(p),
-                p["model"],
-                p["weights"],
-                p["task"],
-                p.get("length", p.get("documents")),
-            ),
-            [],
-        ).append(one)
+    """Return the rows of item records, the whole before its parts."""
+
+    def key(record: Record) -> tuple:
+        params = record.params
+        size = params.get("length", params.get("documents"))
+        return method_name(params), params["model"], params["weights"], params["task"], size
+
     rows = []
-    for (method, _, _, task, size), some in groups.items():
+    for (method, _, _, task, size), group in _group_by(records, key).items():
         shared = {
-            k: v
-            for k, v in some[0].params.items()
-            if all(one.params.get(k) == v for one in some)
-            and k not in ("run", "item", "answer", "references", "prompt_tokens")
+            name: value
+            for name, value in group[0].params.items()
+            if name not in _ITEM_PARAMS and all(r.params.get(name) == value for r in group)
         }
-        parts = perplexity_parts(some) if task == "perplexity" else score_parts(some)
-        rows += [
-            Row(method, task, size, part, value, count, {**shared, "items": count})
-            for part, (value, count) in parts.items()
-        ]
+        values = perplexity_parts(group) if task == "perplexity" else score_parts(group)
+        for part, (value, count) in values.items():
+            rows.append(Row(method, task, size, part, value, count, {**shared, "items": count}))
     return rows
 
 
 def method_name(params: Mapping[str, Any]) -> str:
-    """The method and the sizes it ran with."""
-    letters = {"group_size": "g", "window_size": "s", "sinks": "sinks", "num_groups": "m"}
-    sizes = [f"{letters[key]}={params[key]}" for key in letters if params.get(key)]
+    """Return the method and the sizes it ran with."""
+    sizes = [f"{letter}={params[key]}" for key, letter in _LETTERS.items() if params.get(key)]
     return " ".join([params["method"], *sizes])
 
 
 def perplexity_parts(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
-    """Perplexity of all tokens together, by domain, and by bucket of positions: (value, tokens)."""
+    """Return (perplexity, tokens) of all tokens together, by domain, and by bucket of positions."""
     sums: dict[str, list[float]] = {"": [0.0, 0]}
-    for one in records:
-        sources = [("", one.params["nll"], one.params["tokens"])]
-        if one.params.get("domain"):
-            sources.append((one.params["domain"], one.params["nll"], one.params["tokens"]))
-        sources += [
-            (f"{start}-{end - 1}", nll, count) for start, end, nll, count in one.params["buckets"]
-        ]
-        for part, nll, count in sources:
+    for record in records:
+        params = record.params
+        entries = [("", params["nll"], params["tokens"])]
+        if params.get("domain"):
+            entries.append((params["domain"], params["nll"], params["tokens"]))
+        for start, end, nll, count in params["buckets"]:
+            entries.append((f"{start}-{end - 1}", nll, count))
+        for part, nll, count in entries:
             total = sums.setdefault(part, [0.0, 0])
-            total[0], total[1] = total[0] + nll, total[1] + count
+            total[0] += nll
+            total[1] += count
     return {
         part: (math.exp(nll / count), int(count)) for part, (nll, count) in sums.items() if count
     }
 
 
 def score_parts(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
-    """Mean scores: (value, items). The whole is the mean of subtasks (RULER), of categories
-    (LongBench), of items."""
+    """Return (mean score, items) of the whole, "", and of its parts.
+
+    The whole is the mean of subtasks (RULER), of categories (LongBench), or of items.
+    """
     task = records[0].params["task"]
-    key = {"multidoc_qa": "position"}.get(task, "subtask")
-    parts = {
-        name: _mean(some, "bucket" if task == "longbench" else None)
-        for name, some in _by(records, lambda one: str(one.params.get(key, "")), key == "position")
-    }
-    counts = {
-        name: len(some)
-        for name, some in _by(records, lambda one: str(one.params.get(key, "")), False)
-    }
-    if task == "longbench":
+    key = "position" if task == "multidoc_qa" else "subtask"
+    groups = _group_by(records, lambda record: str(record.params.get(key, "")))
+    if key == "position":
+        groups = dict(sorted(groups.items(), key=lambda item: int(item[0])))
+    mean = _mean_of_buckets if task == "longbench" else _mean
+    parts = {name: (mean(group), len(group)) for name, group in groups.items()}
+    whole = _mean(records)
+    if task == "ruler":
+        whole = sum(value for value, _ in parts.values()) / len(parts)
+    elif task == "longbench":
+        categories = {}
         for category, tasks in CATEGORIES.items():
-            here = [name for name in tasks if name in parts]
-            if here:
-                parts[category] = sum(parts[name] for name in here) / len(here)
-                counts[category] = sum(counts[name] for name in here)
-        values = [parts[category] for category in CATEGORIES if category in parts]
-        whole = sum(values) / len(values)
-    elif task == "ruler":
-        whole = sum(parts.values()) / len(parts)
-    else:
-        whole = _mean(records, None)
-    return {
-        "": (whole, len(records)),
-        **{name: (value, counts[name]) for name, value in parts.items()},
-    }
+            present = [parts[name] for name in tasks if name in parts]
+            if present:
+                value = sum(value for value, _ in present) / len(present)
+                categories[category] = (value, sum(count for _, count in present))
+        whole = sum(value for value, _ in categories.values()) / len(categories)
+        parts |= categories
+    return {"": (whole, len(records)), **parts}
 
 
-def _by(
-    records: Sequence[Record], key: Callable[[Record], str], numeric: bool
-) -> list[tuple[str, list[Record]]]:
-    """Records by a key, in its order where it is a number."""
-    groups: dict[str, list[Record]] = {}
-    for one in records:
-        groups.setdefault(key(one), []).append(one)
-    return (
-        sorted(groups.items(), key=lambda item: int(item[0])) if numeric else list(groups.items())
-    )
+def _group_by(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    """Return the records by a key, in the order of first occurrence."""
+    groups: dict[Any, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups
 
 
-def _mean(records: Sequence[Record], within: str | None) -> float:
-    """The mean, or the mean of the means of each value of a key."""
-    if within is None:
-        return sum(one.value for one in records) / len(records)
-    means = [
-        _mean(some, None)
-        for _, some in _by(records, lambda one: str(one.params.get(within)), False)
-    ]
-    return sum(means) / len(means)
+def _mean(records: Sequence[Record]) -> float:
+    return sum(record.value for record in records) / len(records)
+
+
+def _mean_of_buckets(records: Sequence[Record]) -> float:
+    """Return the mean of the means of LongBench's length buckets."""
+    buckets = _group_by(records, lambda record: str(record.params.get("bucket")))
+    return sum(_mean(group) for group in buckets.values()) / len(buckets)
 
 
 def to_records(rows: Iterable[Row], device: str) -> list[Record]:
-    """One record for each row, for results/quality.jsonl."""
+    """Return a record for each row, for results/quality.jsonl."""
     names = {"perplexity": "quality.perplexity", "mmlu": "quality.accuracy"}
-    return [
-        make_record(
-            names.get(row.task, "quality.score"),
-            row.value,
-            {**row.params, **({"part": row.part} if row.part else {})},
-            device=device,
-        )
-        for row in rows
-    ]
+    records = []
+    for row in rows:
+        params = dict(row.params)
+        if row.part:
+            params["part"] = row.part
+        name = names.get(row.task, "quality.score")
+        records.append(make_record(name, row.value, params, device=device))
+    return records
 
 
 def print_table(rows: Sequence[Row], parts: bool = True) -> None:
-    """Methods in columns; perplexity as it is, scores in percent."""
+    """Print methods in columns; perplexity as it is, scores in percent."""
     methods = list(dict.fromkeys(row.method for row in rows))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # narrow: eight methods fit in 120 columns
     for heading in ("task", "size", "part"):
         table.add_column(heading, no_wrap=True)
     for method in methods:
         table.add_column(method.replace(" ", "\n"), justify="right", overflow="fold")
-    for task, size, part in dict.fromkeys((row.task, row.size, row.part) for row in rows):
-        if part and not parts:
-            continue
-        values = {
-            row.method: row for row in rows if (row.task, row.size, row.part) == (task, size, part)
-        }
-        shown = [
-            ("" if (row := values.get(method)) is None else shown_value(row)) for method in methods
-        ]
-        table.add_row(task, "" if size is None else str(size), part or "all", *shown)
+    lines: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        if parts or not row.part:
+            lines.setdefault((row.task, row.size, row.part), {})[row.method] = shown_value(row)
+    for (task, size, part), values in lines.items():
+        cells = [values.get(method, "") for method in methods]
+        table.add_row(task, "" if size is None else str(size), part or "all", *cells)
     console().print(table)
 
 
 def shown_value(row: Row) -> str:
-    """A value as tables have it."""
+    """Return a value in the form of tables."""
     return f"{row.value:.4f}" if row.task == "perplexity" else f"{100 * row.value:.1f}"
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
-    """One panel a task: value against length (or documents), one line a method."""
+    """Draw a panel per task, value against length (or documents), and a line per method."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -196,26 +174,24 @@ def draw(rows: Sequence[Row], path: str) -> None:
     tasks = list(dict.fromkeys(row.task for row in whole))
     figure, panels = pyplot.subplots(1, len(tasks), figsize=(4.5 * len(tasks), 3.6), squeeze=False)
     for panel, task in zip(panels[0], tasks):
-        here = [row for row in whole if row.task == task]
-        for method in dict.fromkeys(row.method for row in here):
-            points = sorted(
-                (row.size or 0, row.value * (1 if task == "perplexity" else 100))
-                for row in here
-                if row.method == method
-            )
-            panel.plot(
-                [str(size) if size else "all" for size, _ in points],
-                [value for _, value in points],
-                "o-",
-                label=method,
-            )
-        panel.set_title(task)
-        panel.set_xlabel("documents" if task == "multidoc_qa" else "length, tokens")
-        panel.set_ylabel("perplexity" if task == "perplexity" else "score, %")
-        if task != "perplexity":
-            panel.set_ylim(-3, 103)
-        panel.legend(fontsize=7)
+        _draw_panel(panel, task, [row for row in whole if row.task == task])
     figure.tight_layout()
+    metadata = {"Date": None} if path.endswith(".svg") else None
     with atomic_path(path) as name:
-        figure.savefig(name, dpi=150, metadata={"Date": None} if path.endswith(".svg") else None)
+        figure.savefig(name, dpi=150, metadata=metadata)
     pyplot.close(figure)
+
+
+def _draw_panel(panel: Any, task: str, rows: Sequence[Row]) -> None:
+    """Draw the lines of a task."""
+    scale = 1 if task == "perplexity" else 100
+    for method in dict.fromkeys(row.method for row in rows):
+        points = sorted((row.size or 0, row.value * scale) for row in rows if row.method == method)
+        sizes = [str(size) if size else "all" for size, _ in points]
+        panel.plot(sizes, [value for _, value in points], "o-", label=method)
+    panel.set_title(task)
+    panel.set_xlabel("documents" if task == "multidoc_qa" else "length, tokens")
+    panel.set_ylabel("perplexity" if task == "perplexity" else "score, %")
+    if task != "perplexity":
+        panel.set_ylim(-3, 103)
+    panel.legend(fontsize=7)

@@ -1,9 +1,10 @@
-"""A page to look around in a model's core tokens: one HTML file that needs no network."""
+"""Make a page that shows a model's core tokens: an HTML file that needs no network."""
 
 from __future__ import annotations
 
 import base64
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -28,37 +29,47 @@ def inspect_text(
     positions: Sequence[int] = (),
     layers: Sequence[int] = (),
 ) -> str:
-    """The page of a model reading a text: `count` evenly spaced queries, or those at
-    `positions`."""
+    """Return the page of a model that reads a text.
+
+    Args:
+        name: The model's folder or identifier.
+        max_tokens: Read the first tokens only.
+        count: Number of evenly spaced queries, the last at the last token.
+        positions: Positions of queries, instead.
+        layers: Full-attention layers, counted from 0; all where empty.
+    """
     ids = loaded.tokenizer(text, verbose=False)["input_ids"][:max_tokens]
     if not ids:
         raise UserError("text must have at least one token, got none.")
-    count = min(count, len(ids))
-    queries = sorted(set(positions)) or sorted(
-        {round((i + 1) * len(ids) / count) - 1 for i in range(count)}
-    )
-    maps = attention_maps(loaded, torch.tensor([ids], device=loaded.model.device), queries, layers)
+    queries = sorted(set(positions))
+    if not queries:
+        count = min(count, len(ids))
+        queries = sorted({round((i + 1) * len(ids) / count) - 1 for i in range(count)})
+    input_ids = torch.tensor([ids], device=loaded.model.device)
+    maps = attention_maps(loaded, input_ids, queries, layers)
+    model = Path(name).name
     return make_page(
-        f"Core tokens of {Path(name).name}",
+        f"Core tokens of {model}",
         split_text(loaded.tokenizer, ids),
         queries,
         maps,
-        {"model": Path(name).name, "tokens": len(ids), **loaded.sizes()},
+        {"model": model, "tokens": len(ids), **loaded.sizes()},
     )
 
 
 def split_text(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text; a character cut into several tokens comes with the last of
-    them."""
-    parts, begin = [], 0
+    """Return the text that each token adds; a character of several tokens comes with the last."""
+    pieces = []
+    start = 0
     for i in range(len(ids)):
-        piece = tokenizer.decode(ids[begin : i + 1], clean_up_tokenization_spaces=False)
-        if piece.endswith("\ufffd") and i + 1 - begin < 4 and i + 1 < len(ids):
-            parts.append("")
+        piece = tokenizer.decode(ids[start : i + 1], clean_up_tokenization_spaces=False)
+        is_incomplete = piece.endswith("\ufffd") and i + 1 - start < 4
+        if is_incomplete and i + 1 < len(ids):
+            pieces.append("")
         else:
-            parts.append(piece)
-            begin = i + 1
-    return parts
+            pieces.append(piece)
+            start = i + 1
+    return pieces
 
 
 def make_page(
@@ -68,73 +79,75 @@ def make_page(
     maps: Sequence[LayerMap],
     settings: Mapping[str, Any],
 ) -> str:
-    """The page as text.
+    """Return the page as HTML.
 
     Args:
-        tokens: The text's tokens, as they are to be read.
-        queries: Positions that the maps were made for.
-        maps: In order.
-        settings: What the page says of model and sizes.
+        tokens: The text's tokens, in readable form.
+        queries: The positions of the maps' queries.
+        maps: In the order of layers.
+        settings: Model and sizes, to show.
 
     Raises:
-        UserError: it would be larger than a browser likes.
+        UserError: the page would be too large for a browser.
     """
-    size = (
-        sum(2 * x.numel() for one in maps for x in (one.pooling, one.core, one.raw, one.first))
-        * 4
-        // 3
+    numbers = sum(
+        x.numel() for layer in maps for x in (layer.pooling, layer.core, layer.raw, layer.first)
     )
+    size = 2 * numbers * 4 // 3  # float16 in base64
     if size > MOST_BYTES:
         raise UserError(
-            f"the page must hold at most {MOST_BYTES >> 20} MB, got {size >> 20}. Take fewer --layer, "
-            "fewer --queries or a shorter text (--max-tokens)."
+            f"the page must hold at most {MOST_BYTES >> 20} MB, got {size >> 20}. Take fewer "
+            "--layer, fewer --queries or a shorter text (--max-tokens)."
         )
-    layers = []
-    for one in maps:
-        several = sum(other.layer == one.layer for other in maps) > 1
-        layers.append(
-            {
-                "name": f"layer {one.layer}"
-                + (f", heads with g = {one.group_size}" if several else ""),
-                "group_size": one.group_size,
-                "heads": one.core.shape[0],
-                "numbers": one.heads,
-                "groups": one.core.shape[2],
-                "reach": one.raw.shape[2],
-                "kept": one.first.shape[2],
-                "shared": _shared(one),
-                "pooling": _packed(one.pooling),
-                "core": _packed(one.core),
-                "raw": _packed(one.raw),
-                "first": _packed(one.first),
-            }
-        )
+    maps_of_layer = Counter(layer.layer for layer in maps)
     data = {
         "title": title,
         "tokens": list(tokens),
         "queries": list(queries),
-        "layers": layers,
-        "settings": {k: str(v) for k, v in settings.items()},
+        "layers": [_layer_data(layer, maps_of_layer[layer.layer] > 1) for layer in maps],
+        "settings": {name: str(value) for name, value in settings.items()},
     }
-    text = json.dumps(data, ensure_ascii=True).replace(
-        "<", "\\u003c"
-    )  # no token may end the script
-    page = (
-        resources.files("corecontext").joinpath("assets/inspect.html").read_text(encoding="utf-8")
-    )
-    return page.replace("/*DATA*/null", text)
+    text = json.dumps(data, ensure_ascii=True)
+    text = text.replace("<", "\\u003c")  # so that no token can end the script
+    asset = resources.files("corecontext").joinpath("assets/inspect.html")
+    return asset.read_text(encoding="utf-8").replace("/*DATA*/null", text)
 
 
-def _shared(one: LayerMap) -> int:
-    """How many neighbouring query heads share a core token: 1, or r."""
-    heads, count = one.pooling.shape[0], 1
-    while count < heads and one.used.numel() and torch.equal(one.used[count], one.used[0]):
+def _layer_data(layer: LayerMap, is_part: bool) -> dict[str, Any]:
+    """Return a map for the page's script.
+
+    Args:
+        is_part: Whether the map has only those heads of its layer that share a group size.
+    """
+    name = f"layer {layer.layer}"
+    if is_part:
+        name += f", heads with g = {layer.group_size}"
+    return {
+        "name": name,
+        "group_size": layer.group_size,
+        "heads": layer.core.shape[0],
+        "numbers": layer.heads,
+        "groups": layer.core.shape[2],
+        "reach": layer.raw.shape[2],
+        "kept": layer.first.shape[2],
+        "shared": _heads_per_core(layer),
+        "pooling": _packed(layer.pooling),
+        "core": _packed(layer.core),
+        "raw": _packed(layer.raw),
+        "first": _packed(layer.first),
+    }
+
+
+def _heads_per_core(layer: LayerMap) -> int:
+    """Return how many neighbouring query heads share a core token: 1, or r."""
+    heads = layer.pooling.shape[0]
+    count = 1
+    while count < heads and layer.used.numel() and torch.equal(layer.used[count], layer.used[0]):
         count += 1
     return count
 
 
 def _packed(x: Tensor) -> str:
-    """Float16, little-endian, base64."""
-    return base64.b64encode(
-        x.to(torch.float16).contiguous().numpy().astype("<f2").tobytes()
-    ).decode()
+    """Return float16 numbers, little-endian, in base64."""
+    values = x.to(torch.float16).contiguous().numpy().astype("<f2")
+    return base64.b64encode(values.tobytes()).decode()
