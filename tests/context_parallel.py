@@ -32,12 +32,14 @@ from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer, HeadsLayer
 from corecontext.config import LEARNED
 from corecontext.distributed.context_parallel import Shard, context_parallel_attention
+from corecontext.distributed.halo import Shape
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.traffic import context_parallel_traffic, ring_traffic
 from corecontext.distributed.wire import Wire
 from corecontext.inference import Prefilled, prefill
 from corecontext.inference.sharded_prefill import context_parallel_prefill
 from corecontext.ops import rules
+from corecontext.ops.spec import Inputs, Spec
 
 D = 8
 
@@ -55,6 +57,19 @@ def inputs(
         torch.randn(batch, h, length, D, generator=generator, dtype=torch.float64).to(dtype)
         for h in (heads, kv_heads, kv_heads, heads)
     ]
+
+
+def sharded_attention(q, k, v, shard, *, core_bias=0.0, learned=None, **settings):
+    """`context_parallel_attention` with the keywords of `cca_attention`."""
+    softcap, rotary = settings.pop("softcap", None), settings.pop("rotary", None)
+    group_size = settings.pop("group_size", 16)
+    if isinstance(group_size, tuple):
+        config = CCAConfig(head_group_sizes=group_size, **settings)
+    else:
+        config = CCAConfig(group_size, **settings)
+    spec = Spec.of(config, rotary, q.shape[-1] ** -0.5, softcap)
+    inputs = Inputs(q, k, v, core_bias, learned or {})
+    return context_parallel_attention(inputs, shard, spec, config.backend)
 
 
 def check(
@@ -78,7 +93,7 @@ def check(
         x.grad = None
     wire = Wire(group)
     mine = [layout.take(x, 2).clone().requires_grad_() for x in tensors[:3]]
-    out = context_parallel_attention(*mine, Shard(wire, layout, documents), **settings)
+    out = sharded_attention(*mine, Shard(wire, layout, documents), **settings)
     forward = wire.received_bytes
     out.backward(layout.take(tensors[3], 2))
     for name, got, want in [
@@ -161,9 +176,8 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         layout = Layout.contiguous((64,) * size, here)
         sizes = {"batch_size": 2, "num_kv_heads": 2, "head_dim": D, "item_bytes": 8}
         moved = check(group, layout, inputs(64 * size), base)
-        assert moved == context_parallel_traffic(
-            layout, size, group_size=4, window_size=9, num_heads=4, **sizes
-        )
+        spec, shape = Spec(4, 9, 1.0), Shape(2, 4, 2, D)
+        assert moved == context_parallel_traffic(layout, size, spec, shape, item_bytes=8)
         ring = ring_traffic(64 * size, size, **sizes)
         assert moved[0] < ring.forward_bytes and sum(moved) < ring.total_bytes
 
@@ -360,12 +374,8 @@ def bench(world: int, rank: int) -> None:
         one = context_parallel_traffic(
             Layout.balanced(64 * world, world, 0),
             world,
-            group_size=4,
-            window_size=9,
-            batch_size=1,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
+            Spec(4, 9, 1.0),
+            Shape(batch_size=1, num_heads=4, num_kv_heads=2, head_dim=32),
             item_bytes=4,
         )
         # Two layers, forward twice because of checkpointing.

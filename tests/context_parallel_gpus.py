@@ -10,6 +10,7 @@ from corecontext import Rotary, cca_attention
 from corecontext.distributed.context_parallel import Shard, context_parallel_attention
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.wire import Wire
+from corecontext.ops.spec import Inputs, Spec
 
 
 def main() -> None:
@@ -33,9 +34,9 @@ def main() -> None:
         expected.backward(grad)
         layout = Layout.balanced(length, world, rank)
         mine = [layout.take(x, 2).clone().requires_grad_() for x in (q, k, v)]
-        out = context_parallel_attention(
-            *mine, Shard(Wire(dist.group.WORLD), layout, ()), **settings
-        )
+        shard = Shard(Wire(dist.group.WORLD), layout, ())
+        spec = Spec(scale=dim**-0.5, **settings)
+        out = context_parallel_attention(Inputs(*mine), shard, spec)
         out.backward(layout.take(grad, 2))
         for name, got, want in [
             ("out", out, expected),

@@ -20,6 +20,7 @@ from tiny_model import save_tiny_model
 import corecontext
 from corecontext import CCAConfig
 from corecontext.distributed.layout import Layout
+from corecontext.ops.spec import Inputs, Spec
 
 PROGRAM = Path(__file__).with_name("context_parallel.py")
 
@@ -131,38 +132,36 @@ def test_shards_refuse_what_does_not_fit():
     for documents in ((0, 30), (5, 40), (0, 20, 20, 40)):
         with pytest.raises(ValueError, match="documents must rise from 0 to the length 40"):
             Shard(wire, layout, documents)
+    shard, spec = Shard(wire, layout), Spec(4, 9, 1.0)
     x = torch.zeros(1, 2, 19, 8)
     with pytest.raises(
         ValueError, match="must hold the 20 tokens that the layout gives process 0, got 19"
     ):
-        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token")
+        context_parallel_attention(Inputs(x, x, x), shard, spec)
     x = torch.zeros(1, 2, 20, 8)
     with pytest.raises(ValueError, match="rotary must be given for core_position='middle'"):
-        context_parallel_attention(x, x, x, Shard(wire, layout))
+        Spec.of(CCAConfig(4, 9), None, 1.0)
     with pytest.raises(
         NotImplementedError, match="backend 'reference' cannot run context parallelism"
     ):
-        context_parallel_attention(
-            x, x, x, Shard(wire, layout), core_position="token", backend="reference"
-        )
+        context_parallel_attention(Inputs(x, x, x), shard, spec, "reference")
     hybrid = corecontext.enable(tiny_model("qwen2-hybrid"), CCAConfig(4, 9))
     with pytest.raises(
         NotImplementedError, match="sliding-window layers cannot run on parts of a sequence"
     ):
-        hybrid.shard = Shard(wire, layout)
+        hybrid.shard = shard
     with pytest.raises(ValueError, match=r"learned 'bias' must have shape \[2\], got \[3\]"):
-        context_parallel_attention(
-            x, x, x, Shard(wire, layout), core_position="token", learned={"bias": x[0, 0, :3, 0]}
-        )
+        inputs = Inputs(x, x, x, learned={"bias": x[0, 0, :3, 0]})
+        context_parallel_attention(inputs, shard, spec)
     with pytest.raises(
         NotImplementedError, match="sink_size must be 0 in context parallelism, got 8. Use one"
     ):
-        context_parallel_attention(x, x, x, Shard(wire, layout), core_position="token", sink_size=8)
+        context_parallel_attention(Inputs(x, x, x), shard, spec.replace(sink_size=8))
     first = corecontext.enable(tiny_model("llama"), CCAConfig(4, 9, sink_size=8))
     with pytest.raises(
         NotImplementedError, match="the first tokens cannot be kept raw on parts .* got sink_size 8"
     ):
-        first.shard = Shard(wire, layout)
+        first.shard = shard
 
 
 def test_prefills_on_several_processes_refuse_what_they_cannot_fill():

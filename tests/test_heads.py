@@ -14,7 +14,7 @@ from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactKVCache, CompactLayer
 from corecontext.inference import Engine
 from corecontext.integrations.hf_cache import cache_bytes
-from corecontext.ops.head_split import deal, heads_of_each, put_back
+from corecontext.ops.head_split import gather_heads, heads_of_each, split_heads
 
 pytestmark = pytest.mark.usefixtures("default_device")
 SIZES = (5, 1, 5, 9)
@@ -36,20 +36,20 @@ def rotary():
 def test_parts_come_together_in_order(sizes):
     x = torch.arange(2 * 12).view(2, 12)
     every, parts = heads_of_each(sizes)
-    dealt = deal(x, parts, 4)
-    assert torch.equal(put_back(dealt, parts), x)
+    dealt = split_heads(x, parts, 4)
+    assert torch.equal(gather_heads(dealt, parts), x)
     for g, heads, part in zip(every, parts, dealt, strict=True):
         assert [sizes[head] for head in heads] == [g] * len(heads)
         assert part[0].tolist() == [3 * head + j for head in heads for j in range(3)]
     any_order = [heads[::-1] for heads in parts]  # DuoAttention's heads come as they were found
-    assert torch.equal(put_back(deal(x, any_order, 4), any_order), x)
+    assert torch.equal(gather_heads(split_heads(x, any_order, 4), any_order), x)
 
 
-def test_dealing_heads_out_adds_a_cat_for_each_tensor_to_the_backward():
+def test_splitting_heads_adds_a_cat_for_each_tensor_to_the_backward():
     """Not zeros as large as the whole, a copy and a sum for every part."""
     x = torch.randn(1, 8, 6, 4, requires_grad=True)
     every, parts = heads_of_each((5, 1, 5, 9))
-    loss = (put_back(deal(x, parts, 4), parts) ** 2).sum()
+    loss = (gather_heads(split_heads(x, parts, 4), parts) ** 2).sum()
     with torch.profiler.profile() as profile:
         loss.backward()
     ran = [event.key for event in profile.key_averages() if event.key.startswith("aten::")]

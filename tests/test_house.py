@@ -32,12 +32,6 @@ LONG_SIGNATURES: set[str] = {
         "cache_bytes",
     ),
     *(
-        "context_parallel_attention",
-        "context_parallel_traffic",
-        "evaluate",
-        "_map",
-    ),
-    *(
         "__init__",
         "stream",
         "gradients",
@@ -60,15 +54,8 @@ LONG_SIGNATURES: set[str] = {
 WRITTEN_DEFAULTS: set[str] = {
     *(
         "corecontext/train/train_config.py",
-        "corecontext/distributed/context_parallel.py",
         "corecontext/demo/compare.py",
         "corecontext/cli/explore.py",
-    ),
-    *(
-        "benchmarks/command.py",
-        "benchmarks/model_settings.py",
-        "benchmarks/training.py",
-        "benchmarks/operator_settings.py",
     ),
 }
 SHARED_FILE_NAMES: set[str] = set()

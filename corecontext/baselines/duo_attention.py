@@ -11,7 +11,7 @@ from torch import Tensor
 from corecontext.baselines.method import Call, Layer
 from corecontext.baselines.sink_cache import SinkLayer, SinkMethod
 from corecontext.config import DEFAULT_WINDOW_SIZE, check_int
-from corecontext.ops.head_split import deal, put_back
+from corecontext.ops.head_split import gather_heads, split_heads
 
 ENDLESS = 2**40
 """A window that no token leaves."""
@@ -79,14 +79,14 @@ class DuoLayer(SinkLayer):
 
     def attend(self, call: Call, far_position: str) -> Tensor:
         """Append and attend in each share of the heads: see `SinkLayer.attend`."""
-        tensors = [deal(x, self.shares, self.heads) for x in (call.q, call.k, call.v)]
+        tensors = [split_heads(x, self.shares, self.heads) for x in (call.q, call.k, call.v)]
         outs = []
         for layer, q, k, v in zip(self.layers, *tensors):
             layer.closed = self.closed
             outs.append(layer.attend(call._replace(q=q, k=k, v=v), far_position))
         self.is_initialized = True
         self.seen += call.k.shape[2]
-        return put_back(outs, self.shares)
+        return gather_heads(outs, self.shares)
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,12 @@ from torch import Tensor
 from corecontext.cache.full import FullLayer
 from corecontext.cache.layer import CompactLayer
 from corecontext.config import CCAConfig
-from corecontext.ops.head_split import deal, deal_learned, heads_of_each, put_back
+from corecontext.ops.head_split import (
+    gather_heads,
+    heads_of_each,
+    split_heads,
+    split_learned,
+)
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.rules import Learned
 
@@ -55,7 +60,7 @@ class HeadsLayer:
     def _hand_out(self) -> None:
         """Learned parameters as they are now: they may have been trained since."""
         for part, own in zip(
-            self.parts, deal_learned(self.learned, self.heads, sum(map(len, self.heads)))
+            self.parts, split_learned(self.learned, self.heads, sum(map(len, self.heads)))
         ):
             part.learned = own
 
@@ -119,10 +124,10 @@ class HeadsLayer:
             )
         self._hand_out()
         for part, *tensors in zip(
-            self.parts, *(deal(x, self.heads, len(sizes)) for x in (q, k, v))
+            self.parts, *(split_heads(x, self.heads, len(sizes)) for x in (q, k, v))
         ):
             outs.append(part.attend(*tensors, **options))
-        return put_back(outs, self.heads)
+        return gather_heads(outs, self.heads)
 
     def expect(self, seq_len: int) -> None:
         """See `CompactLayer.expect`."""

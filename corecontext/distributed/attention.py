@@ -1,5 +1,5 @@
-"""Attention of one document's chunks: a near part and a far part for each, their exchanges, and the
-backward.
+"""Attend within one document's chunks: a near part and a far part for each, their exchanges, and
+the backward.
 
 A chunk needs three things: its own tokens; the halo, the at most s + g - 2 raw tokens before it;
 and the core tokens of everything before the halo, which every one of its queries sees. The halo
@@ -11,7 +11,7 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -28,62 +28,64 @@ from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 
 
 class Call(NamedTuple):
-    """What forward and backward share: one document and how it lies."""
+    """Hold the settings that forward and backward of one document share."""
 
     halo: Halo
     module: ModuleType
+    """The backend."""
     core_bias: float
-    spec: Spec
-    """With one group size and no first tokens kept raw."""
     keep: Callable[[Tensor], None] | None = None
     """Called with the keys and values of all core tokens, [2, N, Hc, M, D]."""
 
     @property
     def layout(self) -> Layout:
-        """How the document lies."""
+        """The document's chunks."""
         return self.halo.layout
 
     @property
-    def group_size(self) -> int:
-        """Tokens per core token."""
-        return self.halo.group_size
+    def spec(self) -> Spec:
+        """The settings, with one group size and no first tokens kept raw."""
+        return self.halo.spec
 
     def far(self, chunk: int) -> int:
-        """Core tokens that every query of a chunk sees: its near part begins after them."""
-        return (
-            self.layout.halo_start(chunk, self.group_size, self.halo.window_size) // self.group_size
-        )
+        """Return how many core tokens every query of a chunk sees: its near part begins after
+        them."""
+        return self.halo.start(chunk) // self.spec.group_size
 
-    def own(self, chunk: int) -> slice:
-        """The near part's groups that end in the chunk itself."""
-        first, end = self.layout.groups(chunk, self.group_size)
+    def made(self, chunk: int) -> slice:
+        """Return which groups of the near part end in the chunk itself."""
+        first, end = self.layout.groups(chunk, self.spec.group_size)
         return slice(first - self.far(chunk), end - self.far(chunk))
 
     def counts(self, rank: int) -> list[int]:
-        """Core tokens that each chunk of a process makes."""
-        return [
-            b - a
-            for a, b in (self.layout.groups(i, self.group_size) for i in self.layout.chunks(rank))
-        ]
+        """Return how many core tokens each chunk of a process makes."""
+        spans = [self.layout.groups(i, self.spec.group_size) for i in self.layout.chunks(rank)]
+        return [end - first for first, end in spans]
 
     @property
-    def most(self) -> int:
-        """Core tokens of the process that makes most: what a message of core tokens holds."""
+    def message_size(self) -> int:
+        """Core tokens in a message: those of the process that makes most."""
         return max(sum(self.counts(rank)) for rank in range(self.halo.wire.size))
 
-    def bias(self, like: Tensor) -> Tensor | None:
-        """The bias [N, r] of queries like these [N, r, T, D]."""
+    def bias(self, queries: Tensor) -> Tensor | None:
+        """Return the bias [N, r] of queries [N, r, T, D]."""
         if not self.core_bias:
             return None
-        wide = torch.promote_types(like.dtype, torch.float32)
-        return torch.full(like.shape[:2], self.core_bias, device=like.device, dtype=wide)
+        wide = torch.promote_types(queries.dtype, torch.float32)
+        return torch.full(queries.shape[:2], self.core_bias, device=queries.device, dtype=wide)
 
     def groups(self, q_last: Tensor, k: Tensor, v: Tensor) -> Groups:
-        """The groups of a near part: group-end queries [N, r, M, D] as they are, keys and values
-        [N, S, D] by group."""
-        shape = (q_last.shape[2], self.group_size)
+        """Return the groups of a near part, from its group-end queries [N, r, M, D] and its keys
+        and values [N, S, D]."""
+        shape = (q_last.shape[2], self.spec.group_size)
         k, v = (x[:, : shape[0] * shape[1]].unflatten(1, shape) for x in (k, v))
         return Groups(q_last, k, v)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """Attend from this process's queries [B, H, T, D], T the share that the layout gives it. A
+    collective call."""
+    return _Attend.apply(q, k, v, call)
 
 
 class _Attend(torch.autograd.Function):
@@ -92,118 +94,230 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        kv_heads, tokens = k.shape[1], by_chunk(call, q, k, v)
-        near, cores, own, results = [], [], [], []
+        kv_heads = k.shape[1]
+        tokens = by_chunk(call, q, k, v)
+        # Pool the near parts: each chunk's tokens behind those of its halo.
         halos = call.halo.fetch(tokens)
+        near: dict[int, tuple[Tensor, ...]] = {}
+        made = []
         for chunk, (chunk_q, chunk_k, chunk_v) in tokens.items():
             halo_k, halo_v, halo_ends = halos[chunk]
-            last = torch.cat(
-                (halo_ends, chunk_q[:, :, call.halo.ends(*call.layout.span(chunk))]), 2
+            chunk_ends = chunk_q[:, :, call.halo.ends(*call.layout.span(chunk))]
+            q_last = by_kv_head(torch.cat((halo_ends, chunk_ends), 2), kv_heads)
+            near_k = torch.cat((halo_k, chunk_k), 2).flatten(0, 1)
+            near_v = torch.cat((halo_v, chunk_v), 2).flatten(0, 1)
+            cores = call.module.pool(call.groups(q_last, near_k, near_v), call.spec)
+            near[chunk] = (q_last, near_k, near_v, *cores)
+            made.append(torch.stack([x[:, :, call.made(chunk)] for x in cores]))
+        # Attend to them while the core tokens travel.
+        gathering = gather_cores(call, made, k)
+        queries = {chunk: by_kv_head(chunk_q, kv_heads) for chunk, (chunk_q, *_) in tokens.items()}
+        results = {}
+        for chunk, (_, near_k, near_v, *cores) in near.items():
+            results[chunk] = call.module.attend(
+                Tokens(queries[chunk], near_k, near_v, q_start=call.halo.size(chunk)),
+                Cores(*cores),
+                call.spec,
+                call.bias(queries[chunk]),
             )
-            near_k, near_v = (
-                torch.cat(pair, 2).flatten(0, 1) for pair in ((halo_k, chunk_k), (halo_v, chunk_v))
-            )
-            near.append((by_kv_head(last, kv_heads), near_k, near_v))
-            cores.append(call.module.pool(call.groups(*near[-1]), call.spec))
-            own.append(torch.stack([x[:, :, call.own(chunk)] for x in cores[-1]]))
-        gathering = gather_cores(call, own, k)
-        for (chunk, (chunk_q, *_)), (_, near_k, near_v), (core_k, core_v) in zip(
-            tokens.items(), near, cores
-        ):
-            local = by_kv_head(chunk_q, kv_heads)
-            results.append(
-                call.module.attend(
-                    Tokens(local, near_k, near_v, q_start=call.halo.size(chunk)),
-                    Cores(core_k, core_v),
-                    call.spec,
-                    call.bias(local),
-                )
-            )
-        every = in_order(call, gathering.wait())  # [2, N, Hc, M, D], M of the whole sequence
+        all_cores = in_order(call, gathering.wait())  # [2, N, Hc, M, D], M of the whole sequence
         if call.keep is not None:
-            call.keep(every)
-        for (chunk, (chunk_q, *_)), (out, lse) in zip(tokens.items(), results):
+            call.keep(all_cores)
+        for chunk, (out, lse) in results.items():
             if call.far(chunk):
-                _merge_far(
-                    call, by_kv_head(chunk_q, kv_heads), every[:, :, :, : call.far(chunk)], out, lse
-                )
-        ctx.call, ctx.kv_heads = call, kv_heads
-        ctx.save_for_backward(
-            q, every, *(x for group in (near, cores, results) for one in group for x in one)
-        )
-        return torch.cat(
-            [q[:, :, :0], *(out.reshape(*q.shape[:2], -1, q.shape[3]) for out, _ in results)], 2
-        )
+                far = all_cores[:, :, :, : call.far(chunk)]
+                _merge_far(call, queries[chunk], far, out, lse)
+        ctx.call = call
+        ctx.kv_heads = kv_heads
+        saved = [x for chunk in tokens for x in (*near[chunk], *results[chunk])]
+        ctx.save_for_backward(q, all_cores, *saved)
+        outs = [out.reshape(*q.shape[:2], -1, q.shape[3]) for out, _ in results.values()]
+        return torch.cat([q[:, :, :0], *outs], 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        call, kv_heads, chunks = ctx.call, ctx.kv_heads, ctx.call.layout.chunks()
-        q, every, *saved = ctx.saved_tensors
-        near = [saved[3 * i : 3 * i + 3] for i in range(len(chunks))]
-        cores, results = (
-            [saved[at * len(chunks) + 2 * i :][:2] for i in range(len(chunks))] for at in (3, 5)
-        )
+        call, kv_heads = ctx.call, ctx.kv_heads
+        q, all_cores, *saved = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32)
-        rows = [
-            [by_kv_head(x, kv_heads) for x in both] for both in by_chunk(call, q, grad_out).values()
-        ]
+        chunks = call.layout.chunks()
+        near = {chunk: saved[7 * i : 7 * i + 7] for i, chunk in enumerate(chunks)}
+        rows = {
+            chunk: [by_kv_head(x, kv_heads) for x in tensors]
+            for chunk, tensors in by_chunk(call, q, grad_out).items()
+        }
         with torch.autocast(q.device.type, enabled=False):
-            far_dq, far_grads = [], torch.zeros_like(every, dtype=wide)
-            for chunk, (local, grad), (out, lse) in zip(chunks, rows, results):
+            # The far parts first: their gradients of core tokens have to travel.
+            far_dq = {}
+            core_grads = torch.zeros_like(all_cores, dtype=wide)
+            for chunk, (queries, grad) in rows.items():
                 far = slice(0, call.far(chunk))
-                far_dq.append(
-                    _far_backward(
-                        call, local, every[:, :, :, far], grad, out, lse, far_grads[:, :, :, far]
-                    )
+                upstream = Upstream(grad, None, *near[chunk][5:])
+                far_dq[chunk] = _far_backward(
+                    call, upstream, queries, all_cores[:, :, :, far], core_grads[:, :, :, far]
                 )
-            scattering = scatter_core_grads(call, far_grads)
-            grads = []
-            for i, (chunk, (local, grad)) in enumerate(zip(chunks, rows)):
-                # The halo's queries are others': zeros with no gradient, which add nothing to
-                # anybody's.
-                grad, local, out, lse = (
-                    after_zeros(call.halo.size(chunk), x) for x in (grad, local, *results[i])
-                )
-                *parts, _ = call.module.gradients(
+            scattering = scatter_core_grads(call, core_grads)
+            # The near parts. Their halos' queries belong to other chunks: zeros without gradient
+            # add nothing to any sum.
+            grads = {}
+            for chunk, (queries, grad) in rows.items():
+                q_last, near_k, near_v, *cores, out, lse = near[chunk]
+                halo = call.halo.size(chunk)
+                queries, grad, out, lse = (after_zeros(halo, x) for x in (queries, grad, out, lse))
+                dq, dk, dv, _ = call.module.gradients(
                     Upstream(grad, None, out, lse),
-                    Tokens(local, *near[i][1:]),
-                    call.groups(*near[i]),
-                    Cores(*cores[i]),
+                    Tokens(queries, near_k, near_v),
+                    call.groups(q_last, near_k, near_v),
+                    Cores(*cores),
                     call.spec,
-                    call.bias(local),
+                    call.bias(queries),
                 )
-                grads.append([x.to(wide) for x in parts])
-                if far_dq[i] is not None:
-                    grads[i][0][:, :, call.halo.size(chunk) :] += far_dq[i]
-            _pool_backward(call, scattering.wait(), near, grads)
+                grads[chunk] = [x.to(wide) for x in (dq, dk, dv)]
+                if far_dq[chunk] is not None:
+                    grads[chunk][0][:, :, halo:] += far_dq[chunk]
+            _add_pool_gradients(call, scattering.wait(), near, grads)
             # [N, ...] to [B, H or Hkv, halo + T, D]
             near_grads = {
-                chunk: tuple(x.reshape(q.shape[0], -1, *x.shape[-2:]) for x in one)
-                for chunk, one in zip(chunks, grads)
+                chunk: tuple(x.reshape(q.shape[0], -1, *x.shape[-2:]) for x in tensors)
+                for chunk, tensors in grads.items()
             }
-            own = call.halo.give_back(near_grads)
-        empty = (q[:, :, :0], q[:, :kv_heads, :0], q[:, :kv_heads, :0])
-        return *(
-            torch.cat([none, *(own[i][at].to(q.dtype) for i in chunks)], 2)
-            for at, none in enumerate(empty)
-        ), None
+            chunk_grads = call.halo.give_back(near_grads)
+        like = (q[:, :, :0], q[:, :kv_heads, :0], q[:, :kv_heads, :0])
+        return *joined_chunks(chunk_grads, like), None
+
+
+def _merge_far(call: Call, q: Tensor, far: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge attention to core tokens [2, N, Hc, M, D] into out [N, r, T, D] and lse [N, r, T], in
+    place."""
+    far_out, far_lse = partial.forward(
+        by_core_head(q, far), *far_keys(far), scale=call.spec.scale, softcap=call.spec.softcap
+    )
+    far_lse = far_lse.reshape(lse.shape) + call.core_bias
+    merge_into(out, lse, far_out.reshape(out.shape), far_lse)
+
+
+def _far_backward(
+    call: Call, upstream: Upstream, q: Tensor, far: Tensor, core_grads: Tensor
+) -> Tensor | None:
+    """Add to the gradients of the core tokens that a chunk sees far away; returns those of its
+    queries [N, r, T, D]."""
+    if not far.shape[3]:
+        return None
+    # A bias on all core scores only shifts the far part's log-sum-exp.
+    grad_out, _, out, lse = upstream
+    grad_out, out, lse = (by_core_head(x, far) for x in (grad_out, out, lse - call.core_bias))
+    dq, *grads = partial.backward(
+        Upstream(grad_out, None, out, lse),
+        by_core_head(q, far),
+        *far_keys(far),
+        scale=call.spec.scale,
+        softcap=call.spec.softcap,
+    )
+    for total, grad in zip(core_grads, grads):
+        total += grad.reshape(total.shape)
+    return dq.reshape(q.shape)
+
+
+def _add_pool_gradients(call: Call, core_grads: Tensor, near: dict, grads: dict) -> None:
+    """Add to `grads` the gradients that later queries give the groups that end in this process's
+    chunks: core_grads [2, N, Hc, m, D]."""
+    g = call.spec.group_size
+    offset = 0
+    for chunk, count in zip(near, call.counts(call.layout.rank)):
+        if count:
+            made = call.made(chunk)
+            q_last, k, v = call.groups(*near[chunk][:3])
+            dq_last, *dkv = call.module.pool_backward(
+                Cores(*core_grads[:, :, :, offset : offset + count].contiguous().unbind()),
+                Groups(q_last[:, :, made], k[:, made], v[:, made]),
+                call.spec,
+            )
+            tokens = slice(made.start * g, made.stop * g)
+            total_q, *total_kv = grads[chunk]
+            for total, grad in zip(total_kv, dkv):
+                total[:, tokens] += grad.flatten(1, 2)
+            if dq_last is not None:
+                total_q[:, :, tokens][:, :, g - 1 :: g] += dq_last
+        offset += count
+
+
+# Core tokens between processes
+# -------------------------------------------------------------------------------------------------
+
+
+def gather_cores(call: Call, made: list[Tensor], like: Tensor) -> Gathering:
+    """Send this process's core tokens, [2, N, Hc, m, D] for each chunk in the dtype of `like`, to
+    all processes; padded to the largest share."""
+    shape = call.halo.shape
+    heads = 1
+    if call.spec.core_heads == "query":
+        heads = shape.num_heads // shape.num_kv_heads
+    empty = like.new_empty(2, shape.batch_size * shape.num_kv_heads, heads, 0, shape.head_dim)
+    message = torch.cat([empty, *made], 3)
+    return call.halo.wire.gather(F.pad(message, (0, 0, 0, call.message_size - message.shape[3])))
+
+
+def in_order(call: Call, messages: Tensor) -> Tensor:
+    """Return the core tokens of the whole sequence, [2, N, Hc, M, D], from all processes'
+    messages."""
+    pieces = [
+        messages[place.rank][:, :, :, place.offset : place.offset + place.count]
+        for place in _places(call)
+    ]
+    return torch.cat(pieces, 3)
+
+
+def scatter_core_grads(call: Call, grads: Tensor) -> Gathering:
+    """Send gradients of core tokens [2, N, Hc, M, D] to the processes that made them."""
+    size = call.halo.wire.size
+    messages = grads.new_zeros(size, *grads.shape[:3], call.message_size, grads.shape[4])
+    for rank, offset, first, count in _places(call):
+        target = messages[rank][:, :, :, offset : offset + count]
+        target.copy_(grads[:, :, :, first : first + count])
+    return call.halo.wire.scatter_sum(messages)
+
+
+class _Place(NamedTuple):
+    """Where one chunk's core tokens are."""
+
+    rank: int
+    offset: int
+    """In the process's message."""
+    first: int
+    """In the sequence."""
+    count: int
+
+
+def _places(call: Call) -> list[_Place]:
+    """The place of each chunk's core tokens, in the order of the sequence."""
+    places = []
+    for rank in range(call.halo.wire.size):
+        offset = 0
+        for chunk, count in zip(call.layout.chunks(rank), call.counts(rank)):
+            first, _ = call.layout.groups(chunk, call.spec.group_size)
+            places.append(_Place(rank, offset, first, count))
+            offset += count
+    return sorted(places, key=lambda place: place.first)
+
+
+# Shapes
+# -------------------------------------------------------------------------------------------------
 
 
 def by_chunk(call: Call, *tensors: Tensor) -> dict[int, tuple[Tensor, ...]]:
-    """Each chunk's part of this process's tensors [B, H, T, D]."""
-    found, low = {}, 0
-    for chunk in call.layout.chunks():
-        high = low + call.layout.lengths[chunk]
-        found[chunk] = tuple(x[:, :, low:high] for x in tensors)
-        low = high
-    return found
+    """Split this process's tensors [B, H, T, D] by chunk."""
+    chunks = call.layout.chunks()
+    lengths = [call.layout.lengths[chunk] for chunk in chunks]
+    return dict(zip(chunks, zip(*(x.split(lengths, 2) for x in tensors))))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    """Attention of this process's queries [B, H, T, D], T the share that the layout gives it. A
-    collective call."""
-    return _Attend.apply(q, k, v, call)
+def joined_chunks(chunks: dict[int, tuple[Tensor, ...]], like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `by_chunk`: tensors without a chunk are empty like these [B, H, 0, D], all are
+    of their dtype."""
+    return [
+        torch.cat([empty, *(tensors[i].to(empty.dtype) for tensors in chunks.values())], 2)
+        for i, empty in enumerate(like)
+    ]
 
 
 def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
@@ -216,73 +330,6 @@ def after_zeros(count: int, x: Tensor) -> Tensor:
     return torch.cat((x.new_zeros(*x.shape[:2], count, *x.shape[3:]), x), 2)
 
 
-# Core tokens
-# ----------------------------------------------------------------------------------------------------
-
-
-def gather_cores(call: Call, own: list[Tensor], like: Tensor) -> Gathering:
-    """Send this process's core tokens, one [2, N, Hc, m, D] in the dtype of `like` for each chunk,
-    to all; filled up to the largest share."""
-    halo = call.halo
-    heads = halo.num_heads // halo.num_kv_heads if call.spec.core_heads == "query" else 1
-    mine = torch.cat(
-        [like.new_empty(2, halo.batch_size * halo.num_kv_heads, heads, 0, halo.head_dim), *own], 3
-    )
-    return call.halo.wire.gather(F.pad(mine, (0, 0, 0, call.most - mine.shape[3])))
-
-
-def _places(call: Call) -> list[tuple[int, int, int, int]]:
-    """For each chunk: its process, where its core tokens begin in that one's message, in the
-    sequence, and how many."""
-    found = []
-    for rank in range(call.halo.wire.size):
-        at = 0
-        for chunk, count in zip(call.layout.chunks(rank), call.counts(rank)):
-            found.append((rank, at, call.layout.groups(chunk, call.group_size)[0], count))
-            at += count
-    return sorted(found, key=lambda place: place[2])
-
-
-def in_order(call: Call, every: Tensor) -> Tensor:
-    """The core tokens of the whole sequence, [2, N, Hc, M, D], from all processes' messages."""
-    return torch.cat(
-        [every[rank][:, :, :, at : at + count] for rank, at, _, count in _places(call)], 3
-    )
-
-
-def scatter_core_grads(call: Call, grads: Tensor) -> Gathering:
-    """Send gradients of core tokens [2, N, Hc, M, D] to those who made them."""
-    every = grads.new_zeros(call.halo.wire.size, *grads.shape[:3], call.most, grads.shape[4])
-    for rank, at, first, count in _places(call):
-        every[rank][:, :, :, at : at + count] = grads[:, :, :, first : first + count]
-    return call.halo.wire.scatter_sum(every)
-
-
-def _pool_backward(call: Call, core_grads: Tensor, near: list, grads: list) -> None:
-    """Add what others' queries give the queries and keys of the groups that end in this process's
-    chunks."""
-    g, at = call.group_size, 0
-    for i, (chunk, count) in enumerate(zip(call.layout.chunks(), call.counts(call.layout.rank))):
-        if count:
-            own = call.own(chunk)
-            q_last, k, v = call.groups(*near[i])
-            dq_last, *dkv = call.module.pool_backward(
-                Cores(*core_grads[:, :, :, at : at + count].contiguous().unbind()),
-                Groups(q_last[:, :, own], k[:, own], v[:, own]),
-                call.spec,
-            )
-            tokens = slice(own.start * g, own.stop * g)
-            for total, grad in zip(grads[i][1:], dkv):
-                total[:, tokens] += grad.flatten(1, 2)
-            if dq_last is not None:
-                grads[i][0][:, :, tokens][:, :, g - 1 :: g] += dq_last
-        at += count
-
-
-# The far part
-# ---------------------------------------------------------------------------------------------------
-
-
 def by_core_head(x: Tensor, far: Tensor) -> Tensor:
     """[N, r, T, ...] to [N Hc, r / Hc, T, ...]."""
     heads = far.shape[2]
@@ -292,44 +339,3 @@ def by_core_head(x: Tensor, far: Tensor) -> Tensor:
 def far_keys(far: Tensor) -> list[Tensor]:
     """Core keys and values [N Hc, 1, M, D]."""
     return [x.flatten(0, 1)[:, None] for x in far.unbind()]
-
-
-def _merge_far(call: Call, q: Tensor, far: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge attention to core tokens [2, N, Hc, M, D] into out [N, r, T, D] and lse [N, r, T], in
-    place."""
-    far_out, far_lse = partial.forward(
-        by_core_head(q, far),
-        *far_keys(far),
-        scale=call.spec.scale,
-        softcap=call.spec.softcap,
-    )
-    far_out, far_lse = far_out.reshape(out.shape), far_lse.reshape(lse.shape) + call.core_bias
-    merge_into(out, lse, far_out, far_lse)
-
-
-def _far_backward(
-    call: Call,
-    q: Tensor,
-    far: Tensor,
-    grad_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    far_grads: Tensor,
-) -> Tensor | None:
-    """Add to the gradients of the core tokens that a chunk sees far away; returns its queries' [N,
-    r, T, D]."""
-    if not far.shape[3]:
-        return None
-    # A bias on all core scores only shifts the part's log-sum-exp.
-    results = (grad_out, out, lse - call.core_bias)
-    grad_out, out, lse = (by_core_head(x, far) for x in results)
-    dq, *grads = partial.backward(
-        Upstream(grad_out, None, out, lse),
-        by_core_head(q, far),
-        *far_keys(far),
-        scale=call.spec.scale,
-        softcap=call.spec.softcap,
-    )
-    for total, grad in zip(far_grads, grads):
-        total += grad.reshape(total.shape)
-    return dq.reshape(q.shape)

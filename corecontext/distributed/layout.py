@@ -1,7 +1,7 @@
-"""How one sequence lies on several processes: contiguous chunks, and whose tokens and groups each
-of them needs.
+"""Lay one sequence out over several processes in contiguous chunks, and plan which tokens and
+groups each chunk needs.
 
-Nothing here communicates: every process computes the same plan from the same few integers.
+No function here communicates: every process computes the same plan from the same few integers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from corecontext.visibility import local_start, num_complete_groups
 
 
 class Message(NamedTuple):
-    """Tokens low .. high-1 of the sequence, which chunk `source` holds and chunk `target` sees
-    raw."""
+    """Send tokens low .. high-1 of the sequence from chunk `source`, which holds them, to chunk
+    `target`, which sees them raw."""
 
     source: int
     target: int
@@ -28,8 +28,8 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Contiguous chunks of one sequence and the process that holds each. Positions count within the
-    whole sequence."""
+    """Assign contiguous chunks of one sequence to processes. Positions count within the whole
+    sequence."""
 
     lengths: tuple[int, ...]
     """Tokens of each chunk, in the order of the sequence; a chunk may be empty."""
@@ -41,18 +41,19 @@ class Layout:
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.owners) or min(self.lengths, default=-1) < 0:
             raise ValueError(
-                f"lengths must be at least 0, one for each owner, got {self.lengths} and {self.owners}."
+                f"lengths must be at least 0, one for each owner, got {self.lengths} and "
+                f"{self.owners}."
             )
 
     @classmethod
     def contiguous(cls, lengths: tuple[int, ...], rank: int) -> Layout:
-        """Process i holds the i-th chunk."""
+        """Give process i the i-th chunk."""
         return cls(tuple(lengths), tuple(range(len(lengths))), rank)
 
     @classmethod
     def balanced(cls, seq_len: int, num_processes: int, rank: int) -> Layout:
-        """Equal work: of 2 N chunks as equal as can be, process i holds the i-th and the i-th from
-        the end.
+        """Balance the work: of 2 N chunks of nearly equal length, process i holds the i-th and the
+        i-th from the end.
 
         A late token sees more core tokens than an early one, so with one chunk each the last
         process would do most.
@@ -77,57 +78,53 @@ class Layout:
 
     @property
     def is_shared(self) -> bool:
-        """True where tokens lie on more than one process."""
+        """Whether more than one process holds tokens."""
         return len({owner for owner, length in zip(self.owners, self.lengths) if length}) > 1
 
     def chunks(self, rank: int | None = None) -> list[int]:
-        """The chunks that are not empty of a process, this one by default, in the order of the
-        sequence."""
+        """Return a process's chunks that are not empty, in the order of the sequence; by default
+        this process's."""
         rank = self.rank if rank is None else rank
-        return [
-            i
-            for i, (owner, length) in enumerate(zip(self.owners, self.lengths))
-            if owner == rank and length
-        ]
+        chunks = enumerate(zip(self.owners, self.lengths))
+        return [i for i, (owner, length) in chunks if owner == rank and length]
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """First token of a chunk and the one after its last."""
+        """Return the first token of a chunk and the token after its last."""
         return self.starts[chunk], self.starts[chunk + 1]
 
     def groups(self, chunk: int, group_size: int) -> tuple[int, int]:
-        """First group whose last token a chunk holds, which makes its core token, and the one after
-        its last."""
+        """Return the first group whose last token a chunk holds, which makes its core token, and
+        the group after its last."""
         start, end = self.span(chunk)
         return num_complete_groups(start, group_size), num_complete_groups(end, group_size)
 
     def halo_start(self, chunk: int, group_size: int, window_size: int) -> int:
-        """First token that any query of a chunk sees raw: always the first of a group."""
+        """Return the first token that any query of a chunk sees raw: always the first of a
+        group."""
         return local_start(self.starts[chunk], group_size, window_size)
 
     def messages(self, group_size: int, window_size: int) -> list[Message]:
-        """Who sends which raw tokens to whom, in one order for all processes."""
-        found = []
+        """Plan the exchange of raw tokens, in one order for all processes."""
+        messages = []
         for target, length in enumerate(self.lengths):
             halo = self.halo_start(target, group_size, window_size)
             for source in range(target if length else 0):
-                low, high = max(self.starts[source], halo), self.starts[source + 1]
-                if low < high:
-                    found.append(Message(source, target, low, high))
-        return found
+                start, end = self.span(source)
+                if max(start, halo) < end:
+                    messages.append(Message(source, target, max(start, halo), end))
+        return messages
 
-    def part_of(self, start: int, end: int) -> Layout:
-        """The layout of the tokens start .. end-1, a sequence of its own, on the same processes."""
-        spans = [(max(a, start), min(b, end)) for a, b in zip(self.starts, self.starts[1:])]
-        return Layout(tuple(max(0, b - a) for a, b in spans), self.owners, self.rank)
+    def clip(self, start: int, end: int) -> Layout:
+        """Return the layout of the tokens start .. end-1 as a sequence, on the same processes."""
+        spans = zip(self.starts, self.starts[1:])
+        lengths = tuple(max(0, min(b, end) - max(a, start)) for a, b in spans)
+        return Layout(lengths, self.owners, self.rank)
 
     def take(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """This process's part of a tensor over the whole sequence."""
-        return torch.cat(
-            [whole.narrow(dim, self.starts[i], self.lengths[i]) for i in self.chunks()]
-            or [whole.narrow(dim, 0, 0)],
-            dim,
-        )
+        """Return this process's share of a tensor over the whole sequence."""
+        chunks = [whole.narrow(dim, self.starts[i], self.lengths[i]) for i in self.chunks()]
+        return torch.cat(chunks or [whole.narrow(dim, 0, 0)], dim)
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """Positions of this process's tokens, [1, T]."""
+        """Return the positions of this process's tokens, [1, T]."""
         return self.take(torch.arange(self.seq_len, device=device)[None])

@@ -1,10 +1,9 @@
-"""Core tokens of a rule of their own (learned parameters, the mean query) on several processes.
+"""Attend on several processes with pooling that no kernel has: learned parameters, the mean query.
 
-What parts.py computes, put together from pieces that autograd knows: fetch the halo, pool in plain
-torch, gather the core tokens, attend by the backend. The core tokens do not travel while something
-else is computed, and the far part's backward is plain matrix products: the price of rules that no
-kernel has. Gradients of the parameters are this process's share, as those of any weight: data
-parallelism or FSDP sums them.
+The same steps as in attention.py, put together from pieces that autograd knows: fetch the halo,
+pool in plain torch, gather the core tokens, attend by the backend. The core tokens do not travel
+while something else is computed, and the far part's backward is plain matrix products. Gradients of
+the parameters are this process's share, as those of any weight: data parallelism or FSDP sums them.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from corecontext.distributed.attention import (
     far_keys,
     gather_cores,
     in_order,
+    joined_chunks,
     scatter_core_grads,
 )
 from corecontext.ops import partial, rules
@@ -32,72 +32,58 @@ from corecontext.ops.spec import Cores, Groups, Tokens, Upstream
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Tensor]) -> Tensor:
-    """Attention of this process's queries [B, H, T, D]; differentiable in `learned`, too. A
+    """Attend from this process's queries [B, H, T, D]; differentiable in `learned`, too. A
     collective call."""
     batch_size, kv_heads = q.shape[0], k.shape[1]
-    weights = rules.by_sequence(
-        {name: x for name, x in learned.items() if name in LEARNED_WEIGHTS}, kv_heads, batch_size
-    )
-    bias = torch.full(
-        (q.shape[1],),
-        call.core_bias,
-        device=q.device,
-        dtype=torch.promote_types(q.dtype, torch.float32),
-    )
-    bias = (
-        (bias + learned["bias"] if "bias" in learned else bias)
-        .unflatten(0, (kv_heads, -1))
-        .repeat(batch_size, 1)
-    )
+    spec, g = call.spec, call.spec.group_size
+    weights = {name: x for name, x in learned.items() if name in LEARNED_WEIGHTS}
+    weights = rules.by_sequence(weights, kv_heads, batch_size)
+    bias = _bias(call, learned, q, kv_heads)
+    # Near keys and values: each chunk's behind those of its halo.
     anchor, *fetched = _Fetch.apply(k, v, call)
-    chunks, own = by_chunk(call, q), []
     fetched = [x.flatten(0, 1) for x in fetched]  # [N, halo + T, D]
+    chunks = by_chunk(call, q)
+    queries = {chunk: by_kv_head(chunk_q, kv_heads) for chunk, (chunk_q,) in chunks.items()}
     near = {chunk: fetched[2 * i : 2 * i + 2] for i, chunk in enumerate(chunks)}
-    for chunk, both in near.items():
-        groups, (local,) = call.own(chunk), chunks[chunk]
-        last = by_kv_head(
-            local[:, :, call.halo.ends(*call.layout.span(chunk))], kv_heads
-        )  # each group ends here
-        tokens = slice(groups.start * call.group_size, groups.stop * call.group_size)
-        shape = (last.shape[2], call.group_size)
-        near_k, near_v = (x[:, tokens].unflatten(1, shape) for x in both)
-        made = rules.pool(Groups(last, near_k, near_v), call.spec, weights)
-        own.append(torch.stack(made))
-    every = _Gather.apply(anchor, call, *own)  # [2, N, Hc, M, D]
+    # Pool where a group ends, which is where its last query is.
+    made = []
+    for chunk, near_kv in near.items():
+        groups = call.made(chunk)
+        q_last = queries[chunk][:, :, call.halo.ends(*call.layout.span(chunk))]
+        tokens = slice(groups.start * g, groups.stop * g)
+        near_k, near_v = (x[:, tokens].unflatten(1, (q_last.shape[2], g)) for x in near_kv)
+        made.append(torch.stack(rules.pool(Groups(q_last, near_k, near_v), spec, weights)))
+    all_cores = _Gather.apply(anchor, call, *made)  # [2, N, Hc, M, D]
     if call.keep is not None:
-        call.keep(every)
+        call.keep(all_cores)
     # A process without tokens of this document takes part in the backward's exchanges all the same.
-    outs = [q[:, :, :0] + every[:, :, :, :0].sum().to(q.dtype)]
+    outs = [q[:, :, :0] + all_cores[:, :, :, :0].sum().to(q.dtype)]
     for chunk, (near_k, near_v) in near.items():
-        local, halo, far = (
-            by_kv_head(chunks[chunk][0], kv_heads),
-            call.halo.size(chunk),
-            call.far(chunk),
-        )
-        cores = every[:, :, :, far : far + near_k.shape[1] // call.group_size]
-        out, lse = (
-            x[:, :, halo:]
-            for x in rules.attend(
-                call.module,
-                Tokens(after_zeros(halo, local), near_k, near_v),
-                Cores(*cores.unbind()),
-                call.spec,
-                bias,
-            )
-        )
+        halo, far = call.halo.size(chunk), call.far(chunk)
+        near_cores = all_cores[:, :, :, far : far + near_k.shape[1] // g]
+        tokens = Tokens(after_zeros(halo, queries[chunk]), near_k, near_v)
+        out, lse = rules.attend(call.module, tokens, Cores(*near_cores.unbind()), spec, bias)
+        out, lse = out[:, :, halo:], lse[:, :, halo:]
         if far:
             far_out, far_lse = _Far.apply(
-                by_core_head(local, every),
-                *far_keys(every[:, :, :, :far]),
-                call.spec.scale,
-                call.spec.softcap,
+                by_core_head(queries[chunk], all_cores),
+                *far_keys(all_cores[:, :, :, :far]),
+                spec.scale,
+                spec.softcap,
             )
-            out, _ = merge(
-                [out, far_out.reshape(out.shape)],
-                [lse, far_lse.reshape(lse.shape) + bias[..., None].to(lse.dtype)],
-            )
+            far_lse = far_lse.reshape(lse.shape) + bias[..., None].to(lse.dtype)
+            out, _ = merge([out, far_out.reshape(out.shape)], [lse, far_lse])
         outs.append(out.reshape(batch_size, q.shape[1], -1, q.shape[3]).to(q.dtype))
     return torch.cat(outs, 2)
+
+
+def _bias(call: Call, learned: Mapping[str, Tensor], q: Tensor, kv_heads: int) -> Tensor:
+    """The bias of core tokens, given and learned, [N, r]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    bias = torch.full((q.shape[1],), call.core_bias, device=q.device, dtype=wide)
+    if "bias" in learned:
+        bias = bias + learned["bias"]
+    return bias.unflatten(0, (kv_heads, -1)).repeat(q.shape[0], 1)
 
 
 class _Fetch(torch.autograd.Function):
@@ -106,13 +92,16 @@ class _Fetch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
-        ctx.halo = call.halo._replace(num_heads=0)  # a group's last query is where it is pooled
-        tokens, found = by_chunk(call, k[:, :0], k, v), [k.new_empty(0)]
+        # A group's last query is where it is pooled, so no queries travel.
+        ctx.halo = call.halo._replace(shape=call.halo.shape._replace(num_heads=0))
+        tokens = by_chunk(call, k[:, :0], k, v)
         halos = ctx.halo.fetch(tokens)
-        for chunk, (_, *both) in tokens.items():
-            found += [torch.cat(pair, 2) for pair in zip(halos[chunk], both)]
-        ctx.empty = (*k.shape[:2], 0, k.shape[3])
-        return tuple(found)
+        near = []
+        for chunk, (_, chunk_k, chunk_v) in tokens.items():
+            halo_k, halo_v, _ = halos[chunk]
+            near += [torch.cat((halo_k, chunk_k), 2), torch.cat((halo_v, chunk_v), 2)]
+        ctx.empty_shape = (*k.shape[:2], 0, k.shape[3])
+        return k.new_empty(0), *near
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -122,47 +111,50 @@ class _Fetch(torch.autograd.Function):
             chunk: (wide[2 * i][:, :0], *wide[2 * i : 2 * i + 2])
             for i, chunk in enumerate(ctx.halo.layout.chunks())
         }
-        own = ctx.halo.give_back(near)
-        empty = anchor.new_empty(ctx.empty)
-        return *(
-            torch.cat([empty, *(own[i][at].to(anchor.dtype) for i in near)], 2) for at in (1, 2)
-        ), None
+        empty = anchor.new_empty(ctx.empty_shape)
+        like = (empty[:, :0], empty, empty)
+        _, grad_k, grad_v = joined_chunks(ctx.halo.give_back(near), like)
+        return grad_k, grad_v, None
 
 
 class _Gather(torch.autograd.Function):
-    """Every process's core tokens [2, N, Hc, M, D], from this one's by chunk [2, N, Hc, m, D]."""
+    """Every process's core tokens [2, N, Hc, M, D], from this process's by chunk [2, N, Hc, m,
+    D]."""
 
     @staticmethod
-    def forward(ctx, anchor: Tensor, call: Call, *own: Tensor) -> Tensor:
-        ctx.call, ctx.counts = call, [x.shape[3] for x in own]
-        return in_order(call, gather_cores(call, list(own), anchor).wait())
+    def forward(ctx, anchor: Tensor, call: Call, *made: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.counts = [x.shape[3] for x in made]
+        return in_order(call, gather_cores(call, list(made), anchor).wait())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        mine = scatter_core_grads(ctx.call, wide).wait()[:, :, :, : sum(ctx.counts)].to(grad.dtype)
-        return grad.new_zeros(0), None, *(mine.split(ctx.counts, 3) if ctx.counts else ())
+        sums = scatter_core_grads(ctx.call, wide).wait()
+        grads: tuple[Tensor, ...] = ()
+        if ctx.counts:
+            grads = sums[:, :, :, : sum(ctx.counts)].to(grad.dtype).split(ctx.counts, 3)
+        return grad.new_zeros(0), None, *grads
 
 
 class _Far(torch.autograd.Function):
-    """Attention to all of some core tokens, out and log-sum-exp; q [N Hc, r / Hc, T, D], keys [N
+    """Attention to all of these core tokens, out and log-sum-exp; q [N Hc, r / Hc, T, D], keys [N
     Hc, 1, M, D]."""
 
     @staticmethod
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = partial.forward(q, k, v, scale=scale, softcap=softcap)
+        ctx.options = {"scale": scale, "softcap": softcap}
+        out, lse = partial.forward(q, k, v, **ctx.options)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale, ctx.softcap = scale, softcap
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = partial.backward(
-            Upstream(grad_out, grad_lse, out, lse), q, k, v, scale=ctx.scale, softcap=ctx.softcap
-        )
-        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v))), None, None
+        *inputs, out, lse = ctx.saved_tensors
+        upstream = Upstream(grad_out, grad_lse, out, lse)
+        grads = partial.backward(upstream, *inputs, **ctx.options)
+        return *(grad.to(x.dtype) for grad, x in zip(grads, inputs)), None, None

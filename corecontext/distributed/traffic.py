@@ -1,15 +1,17 @@
-"""Bytes that one attention layer moves between processes, in closed form: context parallelism, and
-ring attention."""
+"""Count the bytes that one attention layer moves between processes, in closed form: context
+parallelism, and ring attention."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from corecontext.distributed.halo import Shape
 from corecontext.distributed.layout import Layout
+from corecontext.ops.spec import Spec
 
 
 class Traffic(NamedTuple):
-    """What one process receives in one layer."""
+    """Hold the bytes that one process receives in one layer."""
 
     forward_bytes: int
     backward_bytes: int
@@ -21,44 +23,36 @@ class Traffic(NamedTuple):
 
 
 def context_parallel_traffic(
-    layout: Layout,
-    num_processes: int,
-    *,
-    group_size: int,
-    window_size: int,
-    batch_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    core_heads: str = "kv",
-    item_bytes: int = 2,
+    layout: Layout, num_processes: int, spec: Spec, shape: Shape, item_bytes: int = 2
 ) -> Traffic:
-    """Bytes that `layout.rank` receives: core tokens of all others, and what it sees raw of others'
-    tokens.
+    """Return the bytes that `layout.rank` receives: core tokens of all others, and the tokens of
+    others that it sees raw.
 
     Forward keys, values and group-end queries come in their own dtype, `item_bytes` each. Backward
     the same elements' gradients come in float32: those of its own core tokens from all others,
     those of others' halos from these.
     """
-    owners, rank = layout.owners, layout.rank
-
-    def halo(came_to: bool) -> int:
-        elements = 0
-        for source, target, low, high in layout.messages(group_size, window_size):
-            if owners[source] != owners[target] and owners[target if came_to else source] == rank:
-                ends = high // group_size - low // group_size
-                elements += (
-                    batch_size * head_dim * (2 * num_kv_heads * (high - low) + num_heads * ends)
-                )
-        return elements
-
+    g = spec.group_size
+    batch_size, num_heads, num_kv_heads, head_dim = shape
+    # Halos: received forward by the chunk that sees the tokens, backward by the chunk that holds
+    # them.
+    forward, backward = 0, 0
+    for source, target, low, high in layout.messages(g, spec.window_size):
+        holder, receiver = layout.owners[source], layout.owners[target]
+        if holder == receiver:
+            continue
+        ends = high // g - low // g
+        elements = batch_size * head_dim * (2 * num_kv_heads * (high - low) + num_heads * ends)
+        forward += elements * (receiver == layout.rank)
+        backward += elements * (holder == layout.rank)
+    # Core tokens: as many from every process as the process that makes most has.
     made = [
-        sum(b - a for a, b in (layout.groups(i, group_size) for i in layout.chunks(r)))
-        for r in range(num_processes)
+        sum(end - first for first, end in (layout.groups(i, g) for i in layout.chunks(rank)))
+        for rank in range(num_processes)
     ]
-    heads = num_heads if core_heads == "query" else num_kv_heads
+    heads = num_heads if spec.core_heads == "query" else num_kv_heads
     cores = (num_processes - 1) * 2 * batch_size * heads * max(made) * head_dim
-    return Traffic((cores + halo(True)) * item_bytes, (cores + halo(False)) * max(4, item_bytes))
+    return Traffic((cores + forward) * item_bytes, (cores + backward) * max(4, item_bytes))
 
 
 def ring_traffic(
@@ -70,14 +64,8 @@ def ring_traffic(
     head_dim: int,
     item_bytes: int = 2,
 ) -> Traffic:
-    """Bytes that each process of ring attention receives: everybody's keys and values forward;
-    backward these again, and their gradients in float32, on their way around."""
-    elements = (
-        (num_processes - 1)
-        * 2
-        * batch_size
-        * num_kv_heads
-        * -(-seq_len // num_processes)
-        * head_dim
-    )
+    """Return the bytes that each process of ring attention receives: everybody's keys and values
+    forward; backward these again, and their gradients in float32, on their way around."""
+    tokens = (num_processes - 1) * -(-seq_len // num_processes)
+    elements = 2 * tokens * batch_size * num_kv_heads * head_dim
     return Traffic(elements * item_bytes, elements * (item_bytes + max(4, item_bytes)))

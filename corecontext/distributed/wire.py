@@ -1,5 +1,5 @@
-"""What context parallelism sends: three kinds of exchange over one process group, and how many
-bytes came in."""
+"""Send tensors for context parallelism: three kinds of exchange over one process group, with a
+count of the bytes received."""
 
 from __future__ import annotations
 
@@ -7,66 +7,60 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_all_gather = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # renamed by newer releases
+# Renamed by newer releases.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Wire:
-    """One process's end of a group. `received_bytes` counts what others sent here, as a ring
-    algorithm moves it."""
+    """Communicate within one process group. `received_bytes` counts the bytes that other processes
+    sent here, as a ring algorithm moves them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
         self.received_bytes = 0
 
-    def gather(self, own: Tensor) -> Gathering:
+    def gather(self, x: Tensor) -> Gathering:
         """Start to collect every process's tensor, all of one shape; the result's first dimension
         is the process."""
-        every = own.new_empty(self.size, *own.shape)
-        self.received_bytes += (self.size - 1) * own.nbytes
-        return Gathering(
-            every,
-            _all_gather(every.flatten(0, 1), own.contiguous(), group=self.group, async_op=True),
-        )
+        gathered = x.new_empty(self.size, *x.shape)
+        self.received_bytes += (self.size - 1) * x.nbytes
+        x = x.contiguous()
+        work = _all_gather(gathered.flatten(0, 1), x, group=self.group, async_op=True)
+        return Gathering(gathered, work)
 
-    def scatter_sum(self, every: Tensor) -> Gathering:
-        """Start to send every[i] to process i, which gets the sum over all processes."""
-        own = torch.empty_like(every[0])
-        self.received_bytes += (self.size - 1) * own.nbytes
-        every = every.flatten(0, 1).contiguous()
-        work = _reduce_scatter(own, every, group=self.group, async_op=True)
-        return Gathering(own, work, every)
+    def scatter_sum(self, x: Tensor) -> Gathering:
+        """Start to send x[i] to process i, which gets the sum over all processes."""
+        total = torch.empty_like(x[0])
+        self.received_bytes += (self.size - 1) * total.nbytes
+        x = x.flatten(0, 1).contiguous()
+        work = _reduce_scatter(total, x, group=self.group, async_op=True)
+        return Gathering(total, work, x)
 
     def exchange(self, sent: list[tuple[int, Tensor]], received: list[tuple[int, Tensor]]) -> None:
         """Send and receive whole tensors; between two processes in the order of the lists."""
-        operations = [
-            dist.P2POp(dist.isend, x.contiguous(), self._peer(rank), self.group) for rank, x in sent
-        ]
-        operations += [
-            dist.P2POp(dist.irecv, x, self._peer(rank), self.group) for rank, x in received
-        ]
+        operations = [self._operation(dist.isend, rank, x.contiguous()) for rank, x in sent]
+        operations += [self._operation(dist.irecv, rank, x) for rank, x in received]
         self.received_bytes += sum(x.nbytes for _, x in received)
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
 
-    def _peer(self, rank: int) -> int:
-        return dist.get_global_rank(self.group, rank)
+    def _operation(self, operation, rank: int, x: Tensor) -> dist.P2POp:
+        return dist.P2POp(operation, x, dist.get_global_rank(self.group, rank), self.group)
 
 
 class Gathering:
-    """A collective under way."""
+    """Wait for a collective."""
 
     def __init__(self, result: Tensor, work: dist.Work, source: Tensor | None = None) -> None:
-        self._result, self._work, self._source = (
-            result,
-            work,
-            source,
-        )  # the source must live until it is sent
+        self._result = result
+        self._work = work
+        self._source = source  # must live until it is sent
 
     def wait(self) -> Tensor:
-        """The result, once it is here (on a GPU: for what is launched from now on)."""
+        """Return the result once it has arrived (on a GPU: for kernels launched from now on)."""
         self._work.wait()
         return self._result

@@ -68,8 +68,13 @@ class CCACall:
         _check(attention_mask, kwargs.get("dropout", 0.0))
         tensors = (query, key, value)
         scores = {"scale": scaling, "softcap": softcap}
+        config = self.config
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        # planted: sinks: lost on their way into a model
+        spec = Spec.of(config, self.rotary, scale, softcap)
+        inputs = Inputs(*tensors, config.core_bias, self.learned)
         if self.shard is not None:
-            out = self._attend_sharded(tensors, attention_mask, scores)
+            out = self._attend_sharded(inputs, attention_mask, spec)
             return out.transpose(1, 2), None
 
         # Documents in a row are found by their boundaries, else by positions that start again.
@@ -89,38 +94,11 @@ class CCACall:
         elif self.observer is not None:
             self.observer(*tensors, scaling, softcap, self.rotary, self.learned)
 
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        config = self.config
-        # planted: sinks: lost on their way into a model
-        spec = Spec.of(config, self.rotary, scale, softcap)
-        out, _ = attend(
-            Inputs(*tensors, config.core_bias, self.learned),
-            spec,
-            Ragged(attention_mask, cu_seqlens, position_ids),
-            config.backend,
-        )
+        ragged = Ragged(attention_mask, cu_seqlens, position_ids)
+        out, _ = attend(inputs, spec, ragged, config.backend)
         return out.transpose(1, 2), None
 
-    def _settings(self) -> dict[str, Any]:
-        """Return the layer's settings as keywords of `context_parallel_attention`."""
-        config = self.config
-        return {
-            "group_size": config.head_group_sizes or config.group_size,
-            "window_size": config.window_size,
-            "num_groups": config.num_groups,
-            "pooling": config.pooling,
-            "core_position": config.core_position,
-            "core_heads": config.core_heads,
-            "rotary": self.rotary,
-            "core_bias": config.core_bias,
-            "learned": self.learned,
-            "sink_size": config.sink_size,
-            "backend": config.backend,
-        }
-
-    def _attend_sharded(
-        self, tensors: tuple[Tensor, ...], attention_mask: Tensor | None, scores: dict[str, Any]
-    ) -> Tensor:
+    def _attend_sharded(self, inputs: Inputs, attention_mask: Tensor | None, spec: Spec) -> Tensor:
         """Attend on this process's share of a sequence."""
         if attention_mask is not None:
             raise ValueError(
@@ -130,7 +108,7 @@ class CCACall:
         # Imported here: not every build of PyTorch has torch.distributed.
         from corecontext.distributed.context_parallel import context_parallel_attention
 
-        return context_parallel_attention(*tensors, self.shard, **self._settings(), **scores)
+        return context_parallel_attention(inputs, self.shard, spec, self.config.backend)
 
     def _close_cache(self) -> None:
         """Make the cache read-only: it cannot hold several documents in one row."""

@@ -22,9 +22,9 @@ from corecontext.config import (
 )
 from corecontext.ops import autograd, packed, reference, rules
 from corecontext.ops.batch import has_restarts
-from corecontext.ops.head_split import check_sizes, heads_of_each, put_back, split_inputs
+from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each, split_inputs
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.spec import Groups, Inputs, Ragged, Spec, check_rotary
+from corecontext.ops.spec import EACH_ROW, Groups, Inputs, Ragged, Spec, check_rotary
 from corecontext.visibility import is_full_attention, num_complete_groups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -198,7 +198,7 @@ def _validate(*settings: object, **named: object) -> None:
 def attend(
     inputs: Inputs,
     spec: Spec,
-    ragged: Ragged = Ragged(),
+    ragged: Ragged = EACH_ROW,
     backend: str = "auto",
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -233,8 +233,8 @@ def attend(
             for g, part in zip(sizes, split_inputs(inputs, heads))
         ]
         outs, lses = zip(*results)
-        lse = put_back(lses, heads) if return_lse else None
-        return put_back(outs, heads), lse
+        lse = gather_heads(lses, heads) if return_lse else None
+        return gather_heads(outs, heads), lse
 
 
 def _attend(

@@ -1,23 +1,27 @@
-"""KV heads with group sizes of their own: which go together, and their part of a tensor.
+"""Split tensors by KV heads that have the same group size, and gather the results.
 
-Parts are slices, never made by lists of indexes, which would be copied to the device at every call.
+Shares are slices, never made by lists of indexes, which would be copied to the device at every
+call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from corecontext.ops.spec import Inputs
 
+Shares = Sequence[Sequence[int]]
+"""Which KV heads belong to each share; every head is in one."""
+
 
 def check_sizes(sizes: Sequence[int], kv_heads: int, num_groups: int | None) -> tuple[int, ...]:
-    """The sizes, if they are one for each KV head.
+    """Return the sizes if there is one for each KV head.
 
     Raises:
-        ValueError: they are not, or `num_groups` would set g as well.
+        ValueError: there is not, or `num_groups` would set g as well.
     """
     if len(sizes) != kv_heads:
         raise ValueError(
@@ -31,66 +35,61 @@ def check_sizes(sizes: Sequence[int], kv_heads: int, num_groups: int | None) -> 
 
 
 def heads_of_each(sizes: Sequence[int]) -> tuple[tuple[int, ...], list[list[int]]]:
-    """Every group size and its KV heads, in the order in which they come first."""
-    every = tuple(dict.fromkeys(sizes))
-    return every, [[head for head, one in enumerate(sizes) if one == g] for g in every]
+    """Return the different group sizes and the KV heads of each, in order of first appearance."""
+    distinct = tuple(dict.fromkeys(sizes))
+    return distinct, [[head for head, size in enumerate(sizes) if size == g] for g in distinct]
 
 
-def deal(x: Tensor, parts: Sequence[Sequence[int]], kv_heads: int, dim: int = 1) -> list[Tensor]:
-    """A dimension that has one entry for each KV head, or r for its query heads, dealt out to parts
-    of the heads; all heads are in one part each. Neighbours stay views, and the backward is one
-    `torch.cat`."""
-    runs = [list(_runs(heads)) for heads in parts]
-    pieces = _cut(x, sorted(run for some in runs for run in some), kv_heads, dim)
-    return [_joined([pieces[run] for run in some], dim) for some in runs]
+def split_heads(x: Tensor, shares: Shares, kv_heads: int, dim: int = 1) -> list[Tensor]:
+    """Split a dimension that has one entry for each KV head, or r for its query heads.
+
+    Neighbouring heads stay views, and the backward is one `torch.cat`.
+    """
+    repeats = x.shape[dim] // kv_heads
+    runs = sorted(run for heads in shares for run in _runs(heads))
+    pieces = dict(zip(runs, x.split([count * repeats for _, count in runs], dim), strict=True))
+    return [_joined([pieces[run] for run in _runs(heads)], dim) for heads in shares]
 
 
-def deal_learned(
-    learned: Mapping[str, Tensor], parts: Sequence[Sequence[int]], kv_heads: int
+def split_learned(
+    learned: Mapping[str, Tensor], shares: Shares, kv_heads: int
 ) -> list[dict[str, Tensor]]:
-    """The learned parameters of each part's heads."""
-    dealt = {name: deal(x, parts, kv_heads, 0) for name, x in learned.items()}
-    return [{name: of_parts[i] for name, of_parts in dealt.items()} for i in range(len(parts))]
+    """Split a layer's learned parameters."""
+    split = {name: split_heads(x, shares, kv_heads, 0) for name, x in learned.items()}
+    return [{name: tensors[i] for name, tensors in split.items()} for i in range(len(shares))]
 
 
-def split_inputs(inputs: Inputs, parts: Sequence[Sequence[int]]) -> list[Inputs]:
-    """The tensors of a call for each part's heads."""
+def split_inputs(inputs: Inputs, shares: Shares) -> list[Inputs]:
+    """Split the tensors of a call."""
     kv_heads = inputs.k.shape[1]
-    bias = inputs.bias
-    if isinstance(bias, Tensor):
-        biases = deal(bias, parts, kv_heads, 0)
-    else:
-        biases = [bias] * len(parts)
-    q, k, v = (deal(x, parts, kv_heads) for x in inputs[:3])
-    learned = deal_learned(inputs.learned, parts, kv_heads)
+    q, k, v = (split_heads(x, shares, kv_heads) for x in inputs[:3])
+    biases = [inputs.bias] * len(shares)
+    if isinstance(inputs.bias, Tensor):
+        biases = split_heads(inputs.bias, shares, kv_heads, 0)
+    learned = split_learned(inputs.learned, shares, kv_heads)
     return [Inputs(*fields) for fields in zip(q, k, v, biases, learned)]
 
 
-def put_back(dealt: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
-    """The inverse of `deal`: what was computed for each part, [B, ...] by query head, as one in the
-    order of heads."""
+def gather_heads(outs: Sequence[Tensor], shares: Shares) -> Tensor:
+    """Return the results of each share, [B, r heads, ...], as one tensor in the order of heads."""
     pieces: dict[tuple[int, int], Tensor] = {}
-    for x, heads in zip(dealt, parts, strict=True):
-        pieces |= _cut(x, list(_runs(heads)), len(heads), 1)
+    for out, heads in zip(outs, shares, strict=True):
+        repeats = out.shape[1] // len(heads)
+        runs = _runs(heads)
+        pieces.update(zip(runs, out.split([count * repeats for _, count in runs], 1)))
     return _joined([pieces[run] for run in sorted(pieces)], 1)
-
-
-def _cut(
-    x: Tensor, runs: Sequence[tuple[int, int]], kv_heads: int, dim: int
-) -> dict[tuple[int, int], Tensor]:
-    """A dimension of so many KV heads, cut into runs that lie in it one after another."""
-    repeats = x.shape[dim] // kv_heads
-    return dict(zip(runs, x.split([count * repeats for _, count in runs], dim), strict=True))
 
 
 def _joined(pieces: list[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def _runs(heads: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(heads: Sequence[int]) -> list[tuple[int, int]]:
     """Neighbours together: (first, count)."""
-    first = 0
-    for at in range(1, len(heads) + 1):
-        if at == len(heads) or heads[at] != heads[at - 1] + 1:
-            yield heads[first], at - first
-            first = at
+    runs: list[tuple[int, int]] = []
+    for head in heads:
+        if runs and sum(runs[-1]) == head:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((head, 1))
+    return runs

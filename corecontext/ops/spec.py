@@ -96,7 +96,7 @@ def check_rotary(rotary: Rotary | None, core_position: str) -> Rotary | None:
 
 
 # A whole batch
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):
@@ -126,8 +126,12 @@ class Ragged(NamedTuple):
     """[1 or B, L]; a document starts wherever they do not rise by one."""
 
 
+EACH_ROW = Ragged()
+"""Each row of the batch is a sequence."""
+
+
 # Sequences of KV heads: N = rows x KV heads, r query heads each
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 class Tokens(NamedTuple):

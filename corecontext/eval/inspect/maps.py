@@ -11,7 +11,7 @@ from torch import Tensor
 from corecontext.files import UserError
 from corecontext.loading import Loaded
 from corecontext.ops import reference, rules
-from corecontext.ops.head_split import deal, heads_of_each, split_inputs
+from corecontext.ops.head_split import heads_of_each, split_heads, split_inputs
 from corecontext.ops.spec import Groups, Inputs, Spec
 from corecontext.visibility import local_start, num_complete_groups, num_visible_cores
 
@@ -120,7 +120,7 @@ def _layer_maps(index: int, inputs: Inputs, spec: Spec, queries: Sequence[int]) 
     if isinstance(sizes, int):
         sizes = (sizes,) * kv_heads
     group_sizes, parts = heads_of_each(sizes)
-    heads = deal(torch.arange(inputs.q.shape[1]), parts, kv_heads, 0)
+    heads = split_heads(torch.arange(inputs.q.shape[1]), parts, kv_heads, 0)
     maps = []
     for i, split in enumerate(split_inputs(inputs, parts)):
         part_spec = spec.replace(group_size=group_sizes[i]).for_length(inputs.q.shape[2])
