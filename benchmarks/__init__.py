@@ -1,1 +1,1 @@
-"""Measurements: each file asks one question."""
+"""Measure speed and memory: one question a file; columns are in *_tables.py."""

@@ -1,2 +1,2 @@
-"""The paper's tables and figures in miniature or on a checkpoint, in stages, one report
+"""Reproduce the paper's tables and figures, in miniature or on a checkpoint
 (docs/reproduction.md)."""

@@ -1,1 +1,1 @@
-"""Several processes on one sequence."""
+"""One sequence on several processes: its layout, its exchanges and its backward."""

@@ -1,1 +1,1 @@
-"""Evaluations of a checkpoint from files on disk, resumable, item by item (docs/evaluation.md)."""
+"""Evaluate a checkpoint from local files: perplexity, RULER, LongBench-E, MMLU, questions."""

@@ -1,1 +1,1 @@
-"""Plug-ins for other libraries; nothing here is imported by `import corecontext`."""
+"""Plug-ins: transformers (enable, model families, caches) and lm-evaluation-harness."""

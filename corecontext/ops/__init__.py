@@ -1,1 +1,1 @@
-"""Operators: pooling and attention, with one file for each way of computing them."""
+"""Operators: the public functions (api), backends, pooling rules (rules), kernels (triton/)."""

@@ -1,2 +1,1 @@
-"""An OpenAI-compatible server: many users on one model, with g and s that follow the load
-(docs/serving.md)."""
+"""OpenAI-compatible server: scheduler, cache rows, HTTP, metrics (docs/serving.md)."""

@@ -1,4 +1,4 @@
-"""Training and fine-tuning with CCA attention on transformers' Trainer."""
+"""Train and fine-tune with CCA attention: options, data order, loss, checkpoints."""
 
 from corecontext.train.train_config import TrainConfig
 
