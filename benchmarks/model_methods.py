@@ -22,6 +22,7 @@ from corecontext.cache.full import FullLayer
 from corecontext.config import CCAConfig
 from corecontext.heads.budget import Shape, Unit, at_equal_cache, raw_heads
 from corecontext.inference import Engine, prefill
+from corecontext.inference.session import SessionKey
 from corecontext.integrations.hf_cache import GivenLayer
 from corecontext.measure import capture
 from corecontext.model_sizes import ModelSizes
@@ -208,7 +209,7 @@ class FilledRun:
         fuse: str | None = None,
     ) -> None:
         engine = Engine(model, keep=0, fuse=fuse, static=True)
-        session: Any = engine.take((batch, length + steps, config, 1))
+        session: Any = engine.take(SessionKey(batch, length + steps, config, 1))
         ids = make_prompt(model, batch, 2)
         _, session.cache, positions = prefill(model, ids, cache=session.cache)
         for layer in session.cache.layers:

@@ -1,4 +1,4 @@
-"""Continue a text with a loaded model, piece by piece as it is made."""
+"""Continue a text with a loaded model, piece by piece."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ PLAIN = {
     "watermarking_config": None,
     "stop_strings": None,
 }
-"""Settings of a checkpoint's generation config that the engine does not have, where they change
-nothing."""
+"""Settings of a checkpoint's generation config that the engine does not have, at the values that
+have no effect."""
 
 
 def generate(
@@ -47,45 +47,50 @@ def generate(
 ) -> int:
     """Generate up to max_new_tokens tokens.
 
-    Under CCA the engine of `corecontext.inference` does it; under full attention, and where the
-    checkpoint asks for something that the engine does not have (a repetition penalty, say),
+    Under CCA by the engine of `corecontext.inference`; under full attention, and where the
+    checkpoint asks for settings that the engine does not have (a repetition penalty, say), by
     `model.generate`. Their tokens are the same.
 
     Args:
         loaded: The model; its attention decides what is cached.
         input_ids: The prompt, [1, L].
         temperature: 0 takes the likeliest token; more samples.
-        seed: Of the sampling.
+        seed: Seed of the sampling.
         chunk_size: Tokens of the prompt read at once; None follows from the model and the free
             memory.
         on_text: Called with each piece of text as soon as its characters are complete.
 
     Returns:
-        How many tokens were made.
+        The number of new tokens.
 
     Raises:
         UserError: GPU memory ran out while the prompt was read; says what would fit.
     """
+    import torch
     from transformers import TextStreamer
 
+    from corecontext.inference import Engine, Sampling
+
     class Streamer(TextStreamer):
-        """Hands finished text on instead of printing it."""
+        """Hand finished text on instead of printing it."""
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             if text:
                 on_text(text)
 
     streamer = Streamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    from corecontext.inference import Engine, Sampling
-
-    temperature = 0.0 if Sampling(temperature).kind == "greedy" else temperature
+    if Sampling(temperature).kind == "greedy":
+        temperature = 0.0
     settings = loaded.model.generation_config
     plain = all(getattr(settings, name, None) in (None, value) for name, value in PLAIN.items())
     if loaded.config is None or not plain:
-        return _with_transformers(
-            loaded, input_ids, max_new_tokens, temperature, seed, chunk_size, streamer
-        )
-    import torch
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+        if temperature > 0:
+            options["temperature"] = temperature
+        if chunk_size is not None:
+            options["prefill_chunk_size"] = chunk_size
+        torch.manual_seed(seed)
+        return _with_transformers(loaded, input_ids, streamer, options)
 
     sampling = Sampling.from_generation_config(
         settings, do_sample=temperature > 0, temperature=temperature
@@ -108,43 +113,28 @@ def generate(
 
 
 def _with_transformers(
-    loaded: Loaded,
-    input_ids: Any,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    chunk_size: int | None,
-    streamer: Any,
+    loaded: Loaded, input_ids: Any, streamer: Any, options: dict[str, Any]
 ) -> int:
-    """The same through `model.generate`."""
+    """Generate by `model.generate`; return the number of new tokens."""
     import torch
 
     from corecontext.inference.limits import free_bytes, whole_does_not_fit
 
-    options: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
-        options["temperature"] = temperature
-    if chunk_size is not None:
-        options["prefill_chunk_size"] = chunk_size
-    if loaded.model.generation_config.pad_token_id is None:
-        options["pad_token_id"] = (
-            loaded.tokenizer.eos_token_id or 0
-        )  # one sequence: never used, only asked for
-    torch.manual_seed(seed)
-    free, out = free_bytes(loaded.model.device), None
+    model = loaded.model
+    if model.generation_config.pad_token_id is None:
+        # Never used for a single sequence, but asked for.
+        options["pad_token_id"] = loaded.tokenizer.eos_token_id or 0
+    free = free_bytes(model.device) or 0
+    out = None
     with contextlib.suppress(torch.OutOfMemoryError), torch.inference_mode():
-        out = loaded.model.generate(
+        out = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             use_cache=True,
-            max_new_tokens=max_new_tokens,
             streamer=streamer,
             **options,
         )
+    length = int(input_ids.shape[1])
     if out is None:
-        raise UserError(
-            whole_does_not_fit(
-                loaded.model.config, loaded.model.dtype, int(input_ids.shape[1]), free or 0
-            )
-        )
-    return int(out.shape[1] - input_ids.shape[1])
+        raise UserError(whole_does_not_fit(model.config, model.dtype, length, free))
+    return int(out.shape[1]) - length

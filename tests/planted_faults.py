@@ -347,16 +347,12 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
     ),
     Fault(
         "inference: neighbours share a random stream",
-        "row.exponential_(generator=self.generators[0])",
+        "row.exponential_(generator=generators[0])",
         f"{INFERENCE}::test_a_row_with_its_own_seed_does_not_depend_on_its_neighbours",
     ),
     Fault(
         "inference: top-p without the token that crosses it",
-        """
-before = probabilities.cumsum(
-    -1
-)  # of the likelier ones: 0 for the first, which always stays
-""",
+        "before = probabilities.cumsum(-1)",
         f"{INFERENCE}::test_sampled_frequencies_are_the_probabilities",
     ),
     Fault(

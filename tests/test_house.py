@@ -32,8 +32,6 @@ LONG_SIGNATURES: set[str] = {
         "cache_bytes",
     ),
     *(
-        "__init__",
-        "stream",
         "gradients",
         "attend",
     ),

@@ -12,7 +12,6 @@ from transformers import DynamicCache, StaticCache
 import corecontext
 from corecontext import CCAConfig
 from corecontext.inference import Engine, Load, Sampling, TablePolicy, fuse, prefill
-from corecontext.inference.engine import rounded_up
 from corecontext.inference.fuse import Fused
 from corecontext.inference.limits import (
     bytes_per_token,
@@ -20,6 +19,7 @@ from corecontext.inference.limits import (
     choose_chunk_size,
     does_not_fit,
     position_limit,
+    rounded_up,
 )
 from corecontext.integrations.transformers import handle_of
 
@@ -62,7 +62,7 @@ def generated(model, ids, mask=None, **options):
 
 
 # The same tokens
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("static", [None, True])
@@ -178,7 +178,7 @@ def test_num_groups_becomes_the_group_size_of_the_prompt():
 
 
 # Streams
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def test_tokens_stream_in_order_and_no_step_is_wasted(model, monkeypatch):
@@ -334,7 +334,7 @@ def test_settings_of_generate_are_taken_over():
 
 
 # Elastic g and s
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 1, 12])
@@ -441,7 +441,7 @@ def test_table_policy():
 
 
 # Limits
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def test_position_limit_considers_scaling():
@@ -657,7 +657,7 @@ def test_lengths_round_up_by_an_eighth_at_most():
 
 
 # Reuse
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def test_sessions_are_reused_with_their_buffers(model):

@@ -16,8 +16,10 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.inference import Engine, Sampling
 from corecontext.inference.policy import TablePolicy
+from corecontext.serve.errors import Code, RequestError
+from corecontext.serve.request import Request
 from corecontext.serve.rows import RowPool
-from corecontext.serve.scheduler import Job, QueueFull, Scheduler
+from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.step import _graph_memory
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -35,18 +37,31 @@ def prompt(length, seed=0):
     return tokens(1, length, seed=1000 * seed + length)[0].tolist()
 
 
-def job(length, new=8, seed=0, **options):
-    """A request that keeps its tokens in `tokens`."""
-    made = []
-    one = Job(
-        options.pop("prompt", None) or prompt(length, seed),
-        new,
-        seed=seed,
-        on_token=made.append,
-        **options,
-    )
-    one.tokens = made
-    return one
+class Asked:
+    """A request of a test: it keeps its tokens, and has its slot's attributes once submitted."""
+
+    def __init__(self, request):
+        self.request = request
+        self.tokens = []
+        self.ends = []
+        self.on_token = self.tokens.append
+
+    def submit(self, scheduler):
+        self.slot = scheduler.submit(
+            self.request,
+            lambda token: self.on_token(token),
+            lambda slot: self.ends.append(slot.ended),
+        )
+
+    def __getattr__(self, name):
+        slot = vars(self).get("slot")
+        return getattr(self.request if hasattr(self.request, name) else slot, name)
+
+
+def ask(length, new=8, seed=0, **options):
+    """A request that is still to be submitted."""
+    ids = options.pop("prompt", None) or prompt(length, seed)
+    return Asked(Request(ids, new, seed=seed, **options))
 
 
 def finish(scheduler, limit=10000):
@@ -75,11 +90,11 @@ def alone(model, one, chunk_size=16):
 
 
 def assert_empty(scheduler):
-    scheduler.prefixes.trim(0)
+    scheduler.memory.prefixes.trim(0)
     if scheduler.batch.fixed:
-        scheduler._free(10**15)
-    assert scheduler.idle and scheduler.cache_bytes_used == scheduler.cache_bytes_allocated == 0
-    assert scheduler.prefixes.nbytes == 0 and not scheduler.prefixes._nodes
+        scheduler.memory.free(10**15)
+    assert scheduler.idle and scheduler.memory.used == scheduler.memory.allocated == 0
+    assert scheduler.memory.prefixes.nbytes == 0 and not scheduler.memory.prefixes._nodes
 
 
 @pytest.mark.parametrize(
@@ -102,7 +117,7 @@ def test_requests_that_come_and_go_get_the_tokens_they_get_alone(family, fixed):
         for number in range(14):
             g, s = draw.choice(((None, None), (5, 13), (3, 20), (16, 9), (1, 7)))
             jobs.append(
-                job(
+                ask(
                     draw.randint(1, 70),
                     draw.randint(1, 30),
                     number,
@@ -112,7 +127,7 @@ def test_requests_that_come_and_go_get_the_tokens_they_get_alone(family, fixed):
                     eos=frozenset(draw.sample(range(96), 2)),
                 )
             )
-            scheduler.submit(jobs[-1])
+            jobs[-1].submit(scheduler)
             for _ in range(draw.randint(0, 6)):
                 scheduler.step()
         finish(scheduler)
@@ -120,13 +135,13 @@ def test_requests_that_come_and_go_get_the_tokens_they_get_alone(family, fixed):
         assert {one.ended for one in jobs} == {"stop", "length"}
         for one in jobs:
             assert one.tokens == alone(model, one)
-        assert_counted(scheduler.prefixes)
+        assert_counted(scheduler.memory.prefixes)
         assert_empty(scheduler)
 
 
 def test_full_attention_from_a_static_cache():
     model = tiny_model()
-    jobs = [job(n, 12, seed=n) for n in (3, 40, 17, 16, 33, 64)]
+    jobs = [ask(n, 12, seed=n) for n in (3, 40, 17, 16, 33, 64)]
     expected = [
         model.generate(torch.tensor([one.prompt]), max_new_tokens=12, do_sample=False)[
             0, len(one.prompt) :
@@ -137,16 +152,16 @@ def test_full_attention_from_a_static_cache():
         for fixed in (False, True):
             scheduler = Scheduler(model, full=True, chunk_size=16, rows_per_pool=4, capture=False)
             scheduler.batch.fixed = fixed
-            again = [job(0, 12, prompt=one.prompt) for one in jobs]
+            again = [ask(0, 12, prompt=one.prompt) for one in jobs]
             for one in again:
-                scheduler.submit(one)
+                one.submit(scheduler)
             finish(scheduler)
             assert [one.tokens for one in again] == expected and again[0].config is None
             assert_empty(scheduler)
         with pytest.raises(
             ValueError, match="^group_size and window_size must be left out, got a server of full"
         ):
-            scheduler.submit(job(3, group_size=2))
+            ask(3, group_size=2).submit(scheduler)
 
 
 def test_the_kernel_decodes_from_a_full_cache_as_pytorch_does(monkeypatch):
@@ -187,44 +202,44 @@ def test_a_shared_beginning_is_read_once_and_changes_no_bit(model):
     document, logits = prompt(100), {}
     original = Scheduler._join
 
-    def join(self, one, found):
-        logits[one.seed] = found
-        original(self, one, found)
+    def join(self, slot, last):
+        logits[slot.request.seed] = last
+        original(self, slot, last)
 
     scheduler = Scheduler(model, chunk_size=16)
     scheduler._join = join.__get__(scheduler)
-    jobs = [job(0, 6, prompt=document + prompt(n, seed=n), seed=n) for n in (9, 3, 30)]
+    jobs = [ask(0, 6, prompt=document + prompt(n, seed=n), seed=n) for n in (9, 3, 30)]
     jobs.append(
-        job(0, 6, prompt=document[:96], seed=96)
+        ask(0, 6, prompt=document[:96], seed=96)
     )  # whole chunks: the last one is read for its logits
-    jobs.append(job(0, 6, prompt=document[:40] + prompt(30, seed=5), seed=40))
+    jobs.append(ask(0, 6, prompt=document[:40] + prompt(30, seed=5), seed=40))
     for one in jobs:
-        scheduler.submit(one)
+        one.submit(scheduler)
         finish(scheduler)
     assert [one.cached_tokens for one in jobs] == [0, 96, 96, 80, 32]
     for one in jobs:
         branched = logits[one.seed]
         fresh = Scheduler(model, chunk_size=16)
         fresh._join = join.__get__(fresh)
-        other = job(0, 6, prompt=one.prompt, seed=one.seed)
-        fresh.submit(other)
+        other = ask(0, 6, prompt=one.prompt, seed=one.seed)
+        other.submit(fresh)
         finish(fresh)
         assert (
             torch.equal(logits[one.seed], branched)
             and other.tokens == one.tokens
             and not other.cached_tokens
         )
-    other = job(0, 6, prompt=document, window_size=20)
-    scheduler.submit(other)
+    other = ask(0, 6, prompt=document, window_size=20)
+    other.submit(scheduler)
     finish(scheduler)
     assert other.cached_tokens == 0  # other settings have other caches
-    held = scheduler.prefixes.nbytes
-    assert held == sum(node.nbytes for node in scheduler.prefixes._nodes.values()) > 0
-    assert_counted(scheduler.prefixes)
-    scheduler.prefixes.trim(held - 1)
-    assert 0 < scheduler.prefixes.nbytes < held
-    again = job(0, 6, prompt=jobs[0].prompt)
-    scheduler.submit(again)
+    held = scheduler.memory.prefixes.nbytes
+    assert held == sum(node.nbytes for node in scheduler.memory.prefixes._nodes.values()) > 0
+    assert_counted(scheduler.memory.prefixes)
+    scheduler.memory.prefixes.trim(held - 1)
+    assert 0 < scheduler.memory.prefixes.nbytes < held
+    again = ask(0, 6, prompt=jobs[0].prompt)
+    again.submit(scheduler)
     finish(scheduler)
     assert again.tokens == jobs[0].tokens
     assert_empty(scheduler)
@@ -238,13 +253,13 @@ def assert_counted(prefixes):
 
 def test_a_long_prompt_delays_the_others_by_a_chunk_only(model):
     scheduler = Scheduler(model, chunk_size=8)
-    first = job(10, 40)
-    scheduler.submit(first)
+    first = ask(10, 40)
+    first.submit(scheduler)
     while not first.tokens:
         scheduler.step()
-    long, short = job(200, 2), job(7, 2, seed=3)
-    scheduler.submit(long)
-    scheduler.submit(short)
+    long, short = ask(200, 2), ask(7, 2, seed=3)
+    long.submit(scheduler)
+    short.submit(scheduler)
     for _ in range(10):
         before = len(first.tokens)
         scheduler.step()
@@ -256,26 +271,24 @@ def test_a_long_prompt_delays_the_others_by_a_chunk_only(model):
 
 def test_a_cancelled_request_is_gone_before_the_next_step(model):
     scheduler = Scheduler(model, chunk_size=8, max_rows=3)
-    jobs = [job(20, 100, seed=n) for n in range(3)] + [job(100, 5, seed=9), job(4, 5, seed=10)]
+    jobs = [ask(20, 100, seed=n) for n in range(3)] + [ask(100, 5, seed=9), ask(4, 5, seed=10)]
     for one in jobs[:3]:
-        scheduler.submit(one)
+        one.submit(scheduler)
     while not jobs[2].tokens:
         scheduler.step()
     for one in jobs[3:]:
-        scheduler.submit(one)
+        one.submit(scheduler)
     scheduler.step()
     assert scheduler.num_active == 3 and len(scheduler.waiting) == 2
-    used = scheduler.cache_bytes_used
-    scheduler.cancel(jobs[0])  # running
-    scheduler.cancel(jobs[4])  # waiting
+    used = scheduler.memory.used
+    scheduler.cancel(jobs[0].slot)  # running
+    scheduler.cancel(jobs[4].slot)  # waiting
     scheduler.step()
-    assert jobs[0].ended == jobs[4].ended == "cancelled" and scheduler.reading == [jobs[3]]
-    scheduler.cancel(jobs[3])  # being read
+    assert jobs[0].ended == jobs[4].ended == "cancelled" and scheduler.reading == [jobs[3].slot]
+    scheduler.cancel(jobs[3].slot)  # being read
     scheduler.step()
     assert (
-        jobs[3].ended == "cancelled"
-        and scheduler.num_active == 2
-        and scheduler.cache_bytes_used < used
+        jobs[3].ended == "cancelled" and scheduler.num_active == 2 and scheduler.memory.used < used
     )
     finish(scheduler)
     for one in jobs[1:3]:
@@ -284,63 +297,71 @@ def test_a_cancelled_request_is_gone_before_the_next_step(model):
 
 
 def test_deadlines_end_requests(model):
-    scheduler, ends = Scheduler(model), []
-    late = job(5, 50, deadline=time.monotonic() - 1, on_end=ends.append)
-    soon = job(5, 150, deadline=time.monotonic() + 0.15, on_end=ends.append)
+    scheduler = Scheduler(model)
+    late = ask(5, 50, deadline=time.monotonic() - 1)
+    soon = ask(5, 150, deadline=time.monotonic() + 0.15)
     for one in (late, soon):
-        scheduler.submit(one)
+        one.submit(scheduler)
     soon.on_token = lambda token: time.sleep(0.01)
     finish(scheduler)
-    assert ends == ["timeout", "timeout"] and late.made == 0 < soon.made < 150
+    assert late.ends == soon.ends == ["timeout"] and late.made == 0 < soon.made < 150
     assert_empty(scheduler)
 
 
 def test_the_queue_has_a_limit_and_the_budget_makes_requests_wait(model):
-    row = Scheduler(model).shape.row_bytes(CONFIG, 64)
+    row = Scheduler(model).memory.shape.row_bytes(CONFIG, 64)
     assert row == 2 * 2 * 2 * 16 * 4 * (13 + 4 + 64 // 5)
     scheduler = Scheduler(model, cache_bytes=4 * row, queue_limit=3)
-    jobs = [job(30, 20, seed=n) for n in range(6)]
+    jobs = [ask(30, 20, seed=n) for n in range(6)]
     for one in jobs[:3]:
-        scheduler.submit(one)
-    with pytest.raises(QueueFull, match="^3 requests wait already"):
-        scheduler.submit(jobs[3])
+        one.submit(scheduler)
+    with pytest.raises(RequestError, match="^3 requests wait already") as refused:
+        jobs[3].submit(scheduler)
+    assert refused.value.code is Code.QUEUE_FULL
     most = 0
     while not scheduler.idle:
         scheduler.step()
         most = max(most, scheduler.num_active)
-        assert scheduler.cache_bytes_allocated <= 4 * row
+        assert scheduler.memory.allocated <= 4 * row
         if jobs and len(scheduler.waiting) < 3:
             for one in jobs[3:]:
-                scheduler.submit(one)
+                one.submit(scheduler)
                 jobs.remove(one)
                 break
     assert most >= 2 and not scheduler.waiting
     with pytest.raises(
         ValueError, match="^prompt and answer must fit the cache, got 190 tokens for a budget"
-    ):
-        Scheduler(model, cache_bytes=2 * row).submit(job(180, 10))
-    with pytest.raises(ValueError, match="^prompt and answer must fit 256 tokens, got 250 and 7"):
-        scheduler.submit(job(250, 7))
-    with pytest.raises(ValueError, match="^prompt and answer must have at least one token"):
-        scheduler.submit(job(5, 0))
+    ) as refused:
+        ask(180, 10).submit(Scheduler(model, cache_bytes=2 * row))
+    assert refused.value.code is Code.TOO_LONG
+    with pytest.raises(
+        ValueError, match="^prompt and answer must fit 256 tokens, got 250 and 7"
+    ) as refused:
+        ask(250, 7).submit(scheduler)
+    assert refused.value.code is Code.TOO_LONG
+    with pytest.raises(
+        ValueError, match="^prompt and answer must have at least one token"
+    ) as refused:
+        ask(5, 0).submit(scheduler)
+    assert refused.value.code is Code.INVALID
     with pytest.raises(ValueError, match="^window_size must be at least 1"):
-        scheduler.submit(job(5, window_size=0))
+        ask(5, window_size=0).submit(scheduler)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_rows_and_beginnings_share_one_budget(model, fixed):
-    row = Scheduler(model).shape.row_bytes(CONFIG, 64)
+    row = Scheduler(model).memory.shape.row_bytes(CONFIG, 64)
     scheduler = Scheduler(
         model, cache_bytes=12 * row, rows_per_pool=16, chunk_size=16, capture=False
     )
     scheduler.batch.fixed = fixed
-    jobs = [job(0, 5, prompt=prompt(40) + prompt(9, seed)) for seed in range(3)]
-    jobs += [job(0, 5, prompt=prompt(40) + prompt(9, seed), window_size=11) for seed in range(3)]
+    jobs = [ask(0, 5, prompt=prompt(40) + prompt(9, seed)) for seed in range(3)]
+    jobs += [ask(0, 5, prompt=prompt(40) + prompt(9, seed), window_size=11) for seed in range(3)]
     for one in jobs:
-        scheduler.submit(one)
+        one.submit(scheduler)
         while not scheduler.idle:
             scheduler.step()
-            assert scheduler.cache_bytes_allocated <= 12 * row
+            assert scheduler.memory.allocated <= 12 * row
     assert [one.cached_tokens for one in jobs] == [0, 32, 32] * 2 and jobs[2].tokens == alone(
         model, jobs[2]
     )
@@ -355,12 +376,12 @@ def test_the_policy_sees_the_load_and_chooses_for_requests_that_start_now(model)
         return (2, 16) if load.queue_length < 2 else (4, 9)
 
     scheduler = Scheduler(model, policy=policy)
-    jobs = [job(30, 3, seed=n) for n in range(4)] + [
-        job(30, 3, seed=9, window_size=5),
-        job(30, 3, group_size=7, window_size=6),
+    jobs = [ask(30, 3, seed=n) for n in range(4)] + [
+        ask(30, 3, seed=9, window_size=5),
+        ask(30, 3, group_size=7, window_size=6),
     ]
     for one in jobs:
-        scheduler.submit(one)
+        one.submit(scheduler)
     finish(scheduler)
     assert [(one.config.group_size, one.config.window_size) for one in jobs] == [
         (4, 9),
@@ -377,13 +398,13 @@ def test_the_policy_sees_the_load_and_chooses_for_requests_that_start_now(model)
         raise RuntimeError("no idea")
 
     for wrong in (broken, lambda load: (0, 5), lambda load: None):
-        scheduler.policy, one = wrong, job(8)
-        scheduler.submit(one)
+        scheduler.policy, one = wrong, ask(8)
+        one.submit(scheduler)
         finish(scheduler)
         assert one.ended == "error" and isinstance(one.error, (RuntimeError, ValueError, TypeError))
     scheduler.policy = None
-    one = job(8)
-    scheduler.submit(one)
+    one = ask(8)
+    one.submit(scheduler)
     finish(scheduler)
     assert one.ended == "length" and one.config == CONFIG
     assert_empty(scheduler)
@@ -393,8 +414,8 @@ def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):
     scheduler = Scheduler(
         model, chunk_size=8, capture=False
     )  # a captured step does not come to what fails here
-    good, bad, talker = job(20, 30), job(20, 5, seed=2), job(9, 30, seed=3)
-    scheduler.submit(good)
+    good, bad, talker = ask(20, 30), ask(20, 5, seed=2), ask(9, 30, seed=3)
+    good.submit(scheduler)
     while not good.tokens:
         scheduler.step()
     original = model.model.forward
@@ -402,28 +423,28 @@ def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):
     def failing(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    scheduler.submit(bad)
-    scheduler.submit(talker)
+    bad.submit(scheduler)
+    talker.submit(scheduler)
     monkeypatch.setattr(model.model, "forward", failing)
     scheduler._admit()
-    scheduler._odd = False  # the one that came first has its turn
+    scheduler._first_come = False  # the one that came first has its turn
     scheduler._read()
     assert bad.ended == "error" and isinstance(bad.error, torch.OutOfMemoryError)
     monkeypatch.setattr(model.model, "forward", original)
     talker.on_token = lambda token: 1 / 0
     finish(scheduler)
     assert isinstance(talker.error, ZeroDivisionError) and good.tokens == alone(model, good, 8)
-    after = [job(15, 20, seed=n) for n in range(3)]
+    after = [ask(15, 20, seed=n) for n in range(3)]
     for one in after:
-        scheduler.submit(one)
+        one.submit(scheduler)
     while not after[2].tokens:
         scheduler.step()
     monkeypatch.setattr(model.model, "forward", failing)
     scheduler.step()
     assert [one.ended for one in after] == ["error"] * 3 and scheduler.handle.config == CONFIG
     monkeypatch.setattr(model.model, "forward", original)
-    again = job(15, 20, seed=0)
-    scheduler.submit(again)
+    again = ask(15, 20, seed=0)
+    again.submit(scheduler)
     finish(scheduler)
     assert again.tokens == alone(model, again, 8)
     assert_empty(scheduler)
@@ -433,21 +454,21 @@ def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):
 def test_a_prompt_that_is_read_outlives_a_step_that_fails(model, monkeypatch, fixed):
     scheduler = Scheduler(model, chunk_size=8, capture=False)
     scheduler.batch.fixed = fixed
-    lost, read = job(20, 20), job(40, 9, seed=2)
-    scheduler.submit(lost)
+    lost, read = ask(20, 20), ask(40, 9, seed=2)
+    lost.submit(scheduler)
     while not lost.tokens:
         scheduler.step()
-    scheduler.submit(read)
+    read.submit(scheduler)
     scheduler.step()
-    assert scheduler.reading == [read] and read.pool is lost.pool
-    held = scheduler.cache_bytes_allocated
+    assert scheduler.reading == [read.slot] and read.pool is lost.pool
+    held = scheduler.memory.allocated
     with monkeypatch.context() as patch:
         patch.setattr(scheduler.batch, "step", lambda *args: 1 / 0)
         scheduler._decode()
     assert (
         lost.ended == "error"
-        and read.pool in scheduler.pools
-        and scheduler.cache_bytes_allocated == held
+        and read.pool in scheduler.memory.pools
+        and scheduler.memory.allocated == held
     )
     finish(scheduler, 100)
     assert read.tokens == alone(model, read, 8)
@@ -466,9 +487,9 @@ def test_rows_that_could_not_be_allocated_are_allocated_for_the_next(model, monk
         return original(pool, layer)
 
     monkeypatch.setattr(RowPool, "_like", second_fails)
-    bad, good = job(9, 5), job(20, 5, seed=2)
+    bad, good = ask(9, 5), ask(20, 5, seed=2)
     for one in (bad, good):
-        scheduler.submit(one)
+        one.submit(scheduler)
     finish(scheduler)
     assert isinstance(bad.error, torch.OutOfMemoryError) and good.tokens == alone(model, good, 8)
     assert_empty(scheduler)
@@ -483,8 +504,8 @@ def test_what_a_call_that_failed_had_computed_is_freed(model, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(model.model, "forward", failing)
-    scheduler, one = Scheduler(model), job(9)
-    scheduler.submit(one)
+    scheduler, one = Scheduler(model), ask(9)
+    one.submit(scheduler)
     finish(scheduler)
     assert isinstance(one.error, torch.OutOfMemoryError) and [gone() for gone in computed] == [None]
 
@@ -509,10 +530,10 @@ def test_models_that_cannot_be_served_are_refused(model):
 
 def held_bytes(scheduler):
     """Bytes of everything that pools and beginnings hold, by their storage."""
-    tensors = [x for pool in scheduler.pools for buffers in pool._buffers for x in buffers]
+    tensors = [x for pool in scheduler.memory.pools for buffers in pool._buffers for x in buffers]
     tensors += [
         x
-        for node in scheduler.prefixes._nodes.values()
+        for node in scheduler.memory.prefixes._nodes.values()
         for held in (*node.raw, *node.cores)
         for x in held
     ]
@@ -568,7 +589,7 @@ def test_eight_bits_learned_core_tokens_and_a_g_for_each_layer(setting, fixed):
         for number in range(10):
             beginning = document[: draw.choice((0, 20, 50, 90))]
             jobs.append(
-                job(
+                ask(
                     0,
                     draw.randint(2, 25),
                     number,
@@ -576,12 +597,12 @@ def test_eight_bits_learned_core_tokens_and_a_g_for_each_layer(setting, fixed):
                     window_size=draw.choice((None, None, 7)),
                 )
             )
-            scheduler.submit(jobs[-1])
+            jobs[-1].submit(scheduler)
             for _ in range(draw.randint(0, 12)):
                 scheduler.step()
-                if not scheduler.reading and all(pool.layers for pool in scheduler.pools):
-                    assert scheduler.cache_bytes_allocated == held_bytes(scheduler)
-                    measured += bool(scheduler.pools)
+                if not scheduler.reading and all(pool.layers for pool in scheduler.memory.pools):
+                    assert scheduler.memory.allocated == held_bytes(scheduler)
+                    measured += bool(scheduler.memory.pools)
         finish(scheduler)
         assert [one.error for one in jobs] == [None] * 10 and sum(
             one.cached_tokens > 0 for one in jobs
@@ -590,7 +611,7 @@ def test_eight_bits_learned_core_tokens_and_a_g_for_each_layer(setting, fixed):
         for one in jobs:
             assert one.config.layer_group_sizes == config.layer_group_sizes
             assert one.tokens == alone(model, one)
-        assert_counted(scheduler.prefixes)
+        assert_counted(scheduler.memory.prefixes)
         assert_empty(scheduler)
 
 
@@ -599,9 +620,9 @@ def test_a_branched_cache_is_the_same_bits_under_every_setting(setting):
     with corecontext.enabled(model := tiny_model(), CCAConfig(5, 13, **SETTINGS[setting])):
         learn(model)
         shared, fresh = (Scheduler(model, chunk_size=16) for _ in range(2))
-        first, branched, again = (job(0, 20, prompt=prompt(60) + prompt(9, n)) for n in (0, 1, 1))
+        first, branched, again = (ask(0, 20, prompt=prompt(60) + prompt(9, n)) for n in (0, 1, 1))
         for scheduler, one in ((shared, first), (shared, branched), (fresh, again)):
-            scheduler.submit(one)
+            one.submit(scheduler)
             while not one.tokens:
                 scheduler.step()
             one.held = [x[one.row].clone() for buffers in one.pool._buffers for x in buffers]
@@ -613,18 +634,18 @@ def test_a_branched_cache_is_the_same_bits_under_every_setting(setting):
 def test_a_g_for_each_layer_leaves_only_s_to_choose():
     with corecontext.enabled(model := tiny_model(), CCAConfig(5, 13, layer_group_sizes=(3, 8))):
         scheduler = Scheduler(model, chunk_size=16, policy=lambda load: (40, 6))
-        row = scheduler.shape.row_bytes(scheduler.handle.config, 64)
+        row = scheduler.memory.shape.row_bytes(scheduler.handle.config, 64)
         assert row == 2 * 2 * 16 * 4 * ((13 + 2 + 64 // 3) + (13 + 7 + 64 // 8))
-        more = scheduler.shape.row_bytes(
+        more = scheduler.memory.shape.row_bytes(
             scheduler.handle.config.replace(sink_size=4), 64
         )  # 6 for 2 groups, 8 for one
         assert more == row + 2 * 2 * 16 * 4 * ((6 - 2) + (8 - 1))
         with pytest.raises(
             ValueError, match="^group_size must be left out, got 5 for a model with a g for each"
         ):
-            scheduler.submit(job(9, group_size=5))
-        one = job(30)
-        scheduler.submit(one)
+            ask(9, group_size=5).submit(scheduler)
+        one = ask(30)
+        one.submit(scheduler)
         finish(scheduler)
         assert one.config == CCAConfig(5, 6, layer_group_sizes=(3, 8)) and one.tokens == alone(
             model, one
@@ -634,40 +655,40 @@ def test_a_g_for_each_layer_leaves_only_s_to_choose():
 def test_an_empty_pool_that_is_wanted_is_not_given_up_for_itself(model):
     """With captured steps empty pools are kept until memory is short: then others go, and the
     wanted one stays."""
-    row = Scheduler(model).shape.row_bytes(CONFIG, 64)
+    row = Scheduler(model).memory.shape.row_bytes(CONFIG, 64)
     scheduler = Scheduler(
         model, cache_bytes=5 * row + row // 2, rows_per_pool=2, chunk_size=8, capture=False
     )
     scheduler.batch.fixed = True
-    scheduler.prefixes.limit = 0
-    first = job(30, 5)
-    scheduler.submit(first)
+    scheduler.memory.prefixes.limit = 0
+    first = ask(30, 5)
+    first.submit(scheduler)
     finish(scheduler)
-    assert len(scheduler.pools) == 1 and not scheduler.pools[0].used
-    other, again = job(30, 5, seed=1, group_size=4, window_size=14), job(20, 9, seed=2)
-    scheduler.submit(other)
-    scheduler.submit(again)
+    assert len(scheduler.memory.pools) == 1 and not scheduler.memory.pools[0].used
+    other, again = ask(30, 5, seed=1, group_size=4, window_size=14), ask(20, 9, seed=2)
+    other.submit(scheduler)
+    again.submit(scheduler)
     while not scheduler.idle:
         scheduler.step()
-        assert scheduler.cache_bytes_allocated <= scheduler.cache_bytes
-        assert all(one.pool in scheduler.pools for one in scheduler.active())
+        assert scheduler.memory.allocated <= scheduler.memory.budget
+        assert all(one.pool in scheduler.memory.pools for one in scheduler.active())
     assert other.tokens == alone(model, other) and again.tokens == alone(model, again)
     assert_empty(scheduler)
 
 
 def test_nobody_waits_for_the_memory_of_an_empty_pool_that_is_too_long(model):
-    row = Scheduler(model).shape.row_bytes(CONFIG, 256)
+    row = Scheduler(model).memory.shape.row_bytes(CONFIG, 256)
     scheduler = Scheduler(
         model, cache_bytes=int(3.5 * row), rows_per_pool=1, chunk_size=64, capture=False
     )
     scheduler.batch.fixed = True
-    scheduler.prefixes.limit = 0
-    scheduler.submit(job(200, 3))
+    scheduler.memory.prefixes.limit = 0
+    ask(200, 3).submit(scheduler)
     finish(scheduler)
-    scheduler.rows_per_pool = 8
-    other, short = job(30, 30, group_size=4), job(20, 3)
+    scheduler.memory.rows_per_pool = 8
+    other, short = ask(30, 30, group_size=4), ask(20, 3)
     for one in (other, short):
-        scheduler.submit(one)
+        one.submit(scheduler)
         for _ in range(3):
             scheduler.step()
     assert short.started is not None and other.ended is None
@@ -692,9 +713,9 @@ def test_warming_up_leaves_nothing_behind(model, full, fixed):
         full or tried[2][1] > 41
     )  # core tokens are seen, too
     assert_empty(scheduler)
-    assert not scheduler.pools and scheduler.load().time_to_first_token is None
-    one = job(40, 9)
-    scheduler.submit(one)
+    assert not scheduler.memory.pools and scheduler.load().time_to_first_token is None
+    one = ask(40, 9)
+    one.submit(scheduler)
     finish(scheduler)
     assert full or one.tokens == alone(model, one)
 
@@ -715,9 +736,9 @@ def test_steps_of_a_gpu_are_few(model):
         or step(pools, *rest)
     )
     for first, second in ((5, 7), (7, 5)):
-        jobs = [job(30, 5 + i, i, group_size=g) for i, g in enumerate([first, second] * 4)]
+        jobs = [ask(30, 5 + i, i, group_size=g) for i, g in enumerate([first, second] * 4)]
         for one in jobs:
-            scheduler.submit(one)
+            one.submit(scheduler)
         finish(scheduler)
     assert {count for parts in seen for _, count in parts} == {1, 4}
     assert (
@@ -743,7 +764,7 @@ class Memory:
 
 
 @contextlib.contextmanager
-def recording(graph, pool=None, stream=None):
+def recording(graph, pool=None, stream=None, capture_error_mode="global"):
     if Memory.used.get(pool, 1) < 1:
         raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
     Memory.used[pool], graph.pool = Memory.used.get(pool, 0) + 1, pool
@@ -771,11 +792,11 @@ def test_steps_are_captured_again_after_all_pools_were_given_up(model, monkeypat
     if batch._memory is None:
         batch._memory, batch._keeper = _graph_memory(model.device)
     for _ in range(2):
-        scheduler.submit(job(40, 4))
+        ask(40, 4).submit(scheduler)
         finish(scheduler)
-        assert [step.graph is not None for step in batch._steps.values()] == [True]
-        for pool in list(scheduler.pools):
-            scheduler._drop(pool)
+        assert [step.captured.recorded for step in batch._steps.values()] == [True]
+        for pool in list(scheduler.memory.pools):
+            scheduler.memory.drop(pool)
         gc.collect()
         assert not batch._steps
     assert not [one for one in recwarn if "cannot be captured" in str(one.message)]

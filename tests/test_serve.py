@@ -10,6 +10,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -24,11 +25,13 @@ from corecontext.cli import main  # noqa: E402
 from corecontext.inference import Engine, Load, TablePolicy  # noqa: E402
 from corecontext.inference.policy import load_policy, table_around  # noqa: E402
 from corecontext.loading import load  # noqa: E402
-from corecontext.serve.build import BUNDLED, Serving  # noqa: E402
+from corecontext.serve.errors import Code, RequestError  # noqa: E402
 from corecontext.serve.guard import Guard  # noqa: E402
 from corecontext.serve.http import Options, create_app  # noqa: E402
 from corecontext.serve.metrics import Metrics  # noqa: E402
-from corecontext.serve.scheduler import Job, QueueFull, Scheduler  # noqa: E402
+from corecontext.serve.request import Request  # noqa: E402
+from corecontext.serve.scheduler import Scheduler  # noqa: E402
+from corecontext.serve.settings import BUNDLED, Serving  # noqa: E402
 from corecontext.serve.text import TextStream, chat_prompt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -378,6 +381,10 @@ def test_wrong_requests(tiny, status, body, message):
     response = tiny.complete(**body)
     error = response.json()["error"]
     assert response.status_code == status and error["message"].startswith(message), error
+    code = "model_not_found" if status == 404 else None
+    if message.startswith("prompt and answer must fit"):
+        code = "context_length_exceeded"
+    assert error["type"] == "invalid_request_error" and error["code"] == code
     assert set(error) == {"message", "type", "param", "code"}
 
 
@@ -475,9 +482,9 @@ def test_a_body_that_grows_too_large_runs_nothing(tiny, monkeypatch):
     """The beginning of the body is a whole request."""
     taken = []
 
-    def submit(job):
-        taken.append(job)
-        raise QueueFull("none is taken")
+    def submit(request, *callbacks):
+        taken.append(request)
+        raise RequestError(Code.QUEUE_FULL, "none is taken")
 
     monkeypatch.setattr(tiny.scheduler, "submit", submit)
 
@@ -518,11 +525,9 @@ def test_a_client_that_leaves_a_body_that_is_too_large_is_seen_to_leave():
         Metrics(
             SimpleNamespace(
                 waiting=[],
-                pools=[],
-                cache_bytes=0,
-                cache_bytes_used=0,
-                cache_bytes_allocated=0,
-                prefixes=SimpleNamespace(nbytes=0),
+                memory=SimpleNamespace(
+                    budget=0, used=0, allocated=0, prefixes=SimpleNamespace(nbytes=0)
+                ),
                 active=list,
             )
         ),
@@ -572,8 +577,8 @@ def test_templates_write_special_tokens_themselves(folder):
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         single="Q $A", special_tokens=[("Q", tokenizer.convert_tokens_to_ids("Q"))]
     )
-    served.scheduler.submit = lambda job: (
-        prompts.append(tokenizer.decode(job.prompt)) or submit(job)
+    served.scheduler.submit = lambda request, *callbacks: (
+        prompts.append(tokenizer.decode(request.prompt)) or submit(request, *callbacks)
     )
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     served.ask(("POST", "/v1/chat/completions", {"json": chat}))
@@ -642,6 +647,27 @@ def test_a_full_queue_and_a_closed_door(folder):
     ]
 
 
+def test_an_answer_follows_the_code_of_an_error_and_not_its_words(folder, monkeypatch):
+    """Messages full of the words that other errors have."""
+    served = Asgi(folder)
+    words = "must fit, is not served, memory, queue, shutting down, time limit"
+    for code in Code:
+        error = RequestError(code, words, "prompt")
+        monkeypatch.setattr(served.worker, "submit", mock.Mock(side_effect=error))
+        response = served.complete()
+        assert response.status_code == code.status
+        assert response.json()["error"] == {
+            "message": words,
+            "type": code.kind,
+            "param": "prompt",
+            "code": code.protocol_code,
+        }
+    monkeypatch.setattr(served.worker, "submit", mock.Mock(side_effect=ValueError(words)))
+    response = served.complete()
+    assert response.status_code == 400 and response.json()["error"]["code"] is None
+    served.worker.stop()
+
+
 def test_the_time_limit_and_errors_inside(folder, monkeypatch):
     served = Asgi(folder, time_limit_s=0.2)
     original = served.scheduler.step
@@ -658,10 +684,14 @@ def test_the_time_limit_and_errors_inside(folder, monkeypatch):
         json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "timeout"
         and len(events) > 1
     )
-    for error, status in (
-        (torch.OutOfMemoryError("no"), 503),
-        (RuntimeError("broken: abc"), 500),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."), 503),
+    for error, status, code in (
+        (torch.OutOfMemoryError("no"), 503, "error"),
+        (RuntimeError("broken: abc, of memory"), 500, "internal_error"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."),
+            503,
+            "error",
+        ),
     ):
 
         def failing(*args, error=error, **kwargs):
@@ -671,13 +701,14 @@ def test_the_time_limit_and_errors_inside(folder, monkeypatch):
             patch.setattr(served.loaded.model.model, "forward", failing)
             response = served.complete()
         assert response.status_code == status and "abc" not in response.text
+        assert response.json()["error"]["code"] == code
     assert served.complete(max_tokens=2).status_code == 200 and served.scheduler.idle
-    assert served.scheduler.cache_bytes_used == 0
+    assert served.scheduler.memory.used == 0
     served.worker.stop()
 
 
 # Text
-# ----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def test_text_comes_in_whole_characters_and_stops_are_held_back(tiny):
@@ -754,7 +785,7 @@ def test_chats_without_a_template_are_lines(tiny, monkeypatch):
 
 
 # Settings
-# ------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def a_policy(load: Load) -> tuple[int, int]:
@@ -860,7 +891,7 @@ def test_random_weights_and_names(folder):
     service = app.state.service
     assert service.options.model_name == Path(folder).name and service.scheduler.full
     made = []
-    service.scheduler.submit(Job([1, 2, 3], 4, on_token=made.append))
+    service.scheduler.submit(Request([1, 2, 3], 4), made.append)
     while not service.scheduler.idle:
         service.scheduler.step()
     assert len(made) == 4 and Serving().model_name == NAME and Serving(name="x").model_name == "x"

@@ -23,8 +23,8 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.config import LEARNED
 from corecontext.files import UserError
-from corecontext.serve.build import Serving
 from corecontext.serve.rows import RowShape
+from corecontext.serve.settings import Serving
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed"),
@@ -90,7 +90,7 @@ def others_of(server):
             status, command = (folder / "status").read_text(), (folder / "cmdline").read_text()
         except OSError:  # it has ended meanwhile
             continue
-        if f"PPid:\t{server.process.pid}\n" in status and "serve.parallel" in command:
+        if f"PPid:\t{server.process.pid}\n" in status and "serve.build" in command:
             found.append(int(folder.name))
     return found
 
@@ -185,7 +185,7 @@ def test_two_processes_answer_as_one_does(kind, gpus, tmp_path, request):
         for one in users:
             one.join(120)
         assert found == alone
-        assert two.gauge("corecontext_requests_running") == 0
+        assert two.gauge("corecontext_running") == 0
         two.process.send_signal(signal.SIGTERM)
         assert two.process.wait(60) == 0
         assert not os.path.exists(f"/proc/{followers[0]}")

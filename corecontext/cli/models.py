@@ -115,7 +115,8 @@ def serve(
 ) -> None:
     """Serve a model to many users by the OpenAI protocol; needs the extra 'serve'."""
     from corecontext.files import read_text
-    from corecontext.serve.build import Serving, run
+    from corecontext.serve.build import run
+    from corecontext.serve.settings import Serving
 
     key = os.environ.get("CORECONTEXT_API_KEY") or None
     if api_key_file is not None:

@@ -3,7 +3,7 @@
 While a prompt is read, or a model trained, the MLP and norm modules and the rotation of queries and
 keys are compiled, for any number of tokens: their intermediate tensors, several times the hidden
 state, are not made. A decoding step is compiled as one graph, so that its many small kernels become
-few; a CUDA graph then captures what was compiled.
+few; a CUDA graph then captures the compiled step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -20,25 +21,38 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 FUSE = (None, "compile")
-MOST_STEPS = 64  # kinds of steps (batch, length, g, s) that stay compiled at once; later ones run as they are
-MOST_PARTS = 32  # kinds of norms (of a layer, of a head; learning or not, ...), which torch counts as one function
+MOST_STEPS = 64
+"""Kinds of steps (batch, length, g, s) that stay compiled at once; later ones run uncompiled."""
+MOST_PARTS = 32
+"""Kinds of norms (of a layer, of a head; learning or not, ...), which torch counts as one
+function."""
 _REFUSED = (TorchDynamoException, FailOnRecompileLimitHit)
-_ROTATE = "apply_rotary_pos_emb"  # what transformers calls it in each model's file
-_rotating: dict[
-    ModuleType, tuple[int, Callable[..., Any], Callable[..., Any]]
-] = {}  # uses now, its own, compiled
-_limits: list[int] = []  # torch's for kinds of one function, as each use now found it
+_ROTATE = "apply_rotary_pos_emb"  # transformers' name of the rotation in each model's file
+
+
+@dataclass
+class _Rotation:
+    """The rotation of a model's file."""
+
+    original: Callable[..., Any]
+    compiled: Callable[..., Any]
+    users: int = 0
+    """With blocks that use the compiled function now."""
+
+
+_rotating: dict[ModuleType, _Rotation] = {}
+_limits: list[int] = []  # torch's limit of kinds of one function, as each with block found it
 _lock = threading.Lock()
 
 
 class Fused:
-    """One model's compiled parts: modules within a with block, and `step` for decoding.
+    """Compile one model's parts: modules within a with block, and `step` for decoding.
 
-    MLP and norm modules work on each token by itself; they are found by their class's name, as
-    transformers names them. Modules that are compiled already keep what they have. The rotation is
-    a function of a model's file, so other models of that architecture rotate by the compiled one,
-    too, for the length of the with block. Where the compiler fails (none for this machine, a model
-    that it cannot trace), a warning says so and the model runs as it is.
+    MLP and norm modules work on each token by itself; they are recognized by their class's name, as
+    transformers names them. Modules that are compiled already keep their own. The rotation is a
+    function of a model's file, so other models of that architecture also rotate by the compiled
+    function for the length of the with block. Where the compiler fails (none for this machine, a
+    model that it cannot trace), a warning is given and the model runs uncompiled.
 
     Args:
         model: Any module.
@@ -51,26 +65,23 @@ class Fused:
     def __init__(self, model: nn.Module, fuse: str | None = "compile") -> None:
         if fuse not in FUSE:
             raise ValueError(f"fuse must be None or 'compile', got {fuse!r}.")
-        self.model, self._is_on = model, fuse is not None
+        self.model = model
+        self._is_on = fuse is not None
         self._step: Callable[..., Any] | None = None
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._files: set[ModuleType] = set()
-        if fuse is not None:
-            # As one graph or not at all: then nothing has run, and the cache is untouched, when it
-            # fails.
-            self._step = torch.compile(model, dynamic=False, fullgraph=True)
-            self._compiled = [
-                (module, compiled_or_plain(module._call_impl, type(module).__name__))
-                for module in model.modules()
-                if module._compiled_call_impl is None
-                and type(module).__name__.endswith(("MLP", "RMSNorm"))
-            ]
-            self._files = {
-                file
-                for module in model.modules()
-                if type(module).__name__.endswith("Attention")
-                and hasattr(file := sys.modules[type(module).__module__], _ROTATE)
-            }
+        if fuse is None:
+            return
+        # As one graph or not at all: where it fails, no part has run and the cache is untouched.
+        self._step = torch.compile(model, dynamic=False, fullgraph=True)
+        for module in model.modules():
+            name = type(module).__name__
+            if module._compiled_call_impl is None and name.endswith(("MLP", "RMSNorm")):
+                self._compiled.append((module, compiled_or_plain(module._call_impl, name)))
+            if name.endswith("Attention"):
+                file = sys.modules[type(module).__module__]
+                if hasattr(file, _ROTATE):
+                    self._files.add(file)
 
     def __enter__(self) -> None:
         if not self._is_on:
@@ -81,12 +92,9 @@ class Fused:
             _limits.append(torch._dynamo.config.recompile_limit)
             torch._dynamo.config.recompile_limit = max(_limits[-1], MOST_PARTS)
             for file in self._files:
-                now = getattr(file, _ROTATE)
-                users, own, compiled = _rotating.get(file, (0, None, None))
-                if not users and now is not own:
-                    own, compiled = now, compiled_or_plain(now, _ROTATE)
-                setattr(file, _ROTATE, compiled)
-                _rotating[file] = users + 1, own, compiled  # type: ignore[assignment]
+                rotation = _rotation_of(file)
+                rotation.users += 1
+                setattr(file, _ROTATE, rotation.compiled)
 
     def __exit__(self, *exc: Any) -> None:
         if not self._is_on:
@@ -96,13 +104,13 @@ class Fused:
         with _lock:
             torch._dynamo.config.recompile_limit = _limits.pop()
             for file in self._files:
-                users, own, compiled = _rotating[file]
-                _rotating[file] = users - 1, own, compiled
-                if users == 1:
-                    setattr(file, _ROTATE, own)
+                rotation = _rotating[file]
+                rotation.users -= 1
+                if not rotation.users:
+                    setattr(file, _ROTATE, rotation.original)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward on one token a row and a cache of fixed buffers."""
+        """Run the model's forward on one token a row and a cache of fixed buffers."""
         if self._step is not None:
             try:
                 with torch._dynamo.config.patch(recompile_limit=MOST_STEPS):
@@ -113,8 +121,21 @@ class Fused:
         return self.model(*args, **kwargs)
 
 
+def _rotation_of(file: ModuleType) -> _Rotation:
+    """Return the rotation of a model's file, compiled once unless the file's has changed since."""
+    rotation = _rotating.get(file)
+    current = getattr(file, _ROTATE)
+    if rotation is None or (not rotation.users and current is not rotation.original):
+        rotation = _Rotation(current, compiled_or_plain(current, _ROTATE))
+        _rotating[file] = rotation
+    return rotation
+
+
 def compiled_or_plain(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The compiled function, which has no state to spoil, until the compiler fails."""
+    """Return a function that runs compiled until the compiler fails, then uncompiled.
+
+    `function` must have no state, so that running it again after a failure is safe.
+    """
     compiled: Callable[..., Any] | None = torch.compile(function, dynamic=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -131,9 +152,8 @@ def compiled_or_plain(function: Callable[..., Any], name: str) -> Callable[..., 
 
 
 def _warn(name: str, error: BaseException) -> None:
-    why = next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
+    lines = (line.strip() for line in str(error).splitlines() if line.strip())
+    why = next(lines, type(error).__name__)
     warnings.warn(
         f"{name} cannot be compiled, so it runs as it is, which is slower: {why}", stacklevel=3
     )

@@ -1,5 +1,5 @@
-"""What fits: a model's positions, the prompt chunk that memory allows, and what to say when it ran
-out."""
+"""Bounds of a request: a model's positions, the chunk that memory allows, and errors that say what
+would fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ MEMORY_SHARE = 0.5  # of the free memory, for one chunk's activations; the rest 
 
 
 def position_limit(config: Any) -> int | None:
-    """Most positions that a model was built for, tokens; None where its config does not say.
+    """Return the most positions that a model was built for, tokens; None where its config does not
+    say.
 
     Some checkpoints state `max_position_embeddings` before their rotary scaling and some after it,
     so the larger of the two readings counts: `factor` times the length it scales, or the plain
@@ -36,20 +37,21 @@ def position_limit(config: Any) -> int | None:
 
 
 def check_length(config: Any, prompt: int, new: int = 0) -> None:
-    """Raise ValueError where a prompt and so many new tokens, in tokens a row, exceed the model's
+    """Raise ValueError where a prompt and its new tokens, in tokens a row, exceed the model's
     positions."""
     limit = position_limit(config)
     if limit is not None and prompt + new > limit:
         more = f" and {new} new ones" if new else ""
         raise ValueError(
-            f"input_ids must fit the model's {limit} positions, got {prompt} tokens{more}. Shorten the "
-            "prompt, or load the model with a rope scaling (config.rope_parameters) that reaches further."
+            f"input_ids must fit the model's {limit} positions, got {prompt} tokens{more}. Shorten "
+            "the prompt, or load the model with a rope scaling (config.rope_parameters) that "
+            "reaches further."
         )
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of activations that one token of a chunk needs at the fullest moment of a layer: an
-    estimate.
+    """Estimate the bytes of activations that one token of a chunk needs at the fullest moment of a
+    layer.
 
     The larger of attention (queries, keys, values, output) and MLP (gate, up and their product)
     next to the residual stream, its normalised copy and a norm's float32 copies.
@@ -68,8 +70,7 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
 
 def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
-    """Bytes that a token adds to the cache over all layers, without the window: an estimate before
-    it is measured."""
+    """Estimate the bytes that a token adds to the cache over all layers, without the window."""
     sizes = ModelSizes.of(config)
     settings = getattr(config, "cca", None) or {}
     heads = sizes.kv_heads
@@ -82,8 +83,8 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that PyTorch could still allocate on a GPU, its own unused reserve included; None
-    elsewhere."""
+    """Return the bytes that PyTorch could still allocate on a GPU, its own unused reserve included;
+    None elsewhere."""
     if device.type != "cuda":
         return None
     reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -91,8 +92,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def choose_chunk_size(config: Any, dtype: torch.dtype, device: torch.device, batch: int) -> int:
-    """Tokens a row in one chunk of a prefill, at least 1: what saturates the device, or less where
-    memory is short."""
+    """Choose the tokens a row in one chunk of a prefill, at least 1: as many as saturate the
+    device, or fewer where memory is short."""
     tokens = MAX_CHUNK["cuda" if device.type == "cuda" else "cpu"]
     free = free_bytes(device)
     if free is not None:
@@ -101,44 +102,56 @@ def choose_chunk_size(config: Any, dtype: torch.dtype, device: torch.device, bat
     return size if size < 256 else size // 256 * 256  # whole tiles
 
 
+def rounded_up(length: int) -> int:
+    """Round a length up, by an eighth at most, to one of few lengths: a power of two or one of
+    seven steps to the next."""
+    step = max(64, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step
+
+
 def whole_does_not_fit(config: Any, dtype: torch.dtype, length: int, free: int) -> str:
-    """What to say where a prompt that was read at once ran out of memory; `free` in bytes
-    before."""
-    each = bytes_per_token(config, dtype) + cache_bytes_per_token(config, dtype)
+    """Return the message for a prompt that was read at once and ran out of memory.
+
+    Args:
+        length: Tokens of the prompt.
+        free: Bytes that were free before.
+    """
+    token_bytes = bytes_per_token(config, dtype) + cache_bytes_per_token(config, dtype)
+    fits = min(int(free / token_bytes), int(0.8 * length))
     return (
-        f"input_ids must fit the device's memory, got {length} tokens and ran out with {free / 2**30:.2f} GiB free "
-        f"before. About {min(int(free / each), int(0.8 * length))} tokens fit at once. Shorten the prompt, give a "
-        "chunk_size, or use method cca."
+        f"input_ids must fit the device's memory, got {length} tokens and ran out with "
+        f"{free / 2**30:.2f} GiB free before. About {fits} tokens fit at once. Shorten the prompt, "
+        "give a chunk_size, or use method cca."
     )
 
 
 def does_not_fit(
     batch: int, length: int, chunk: int, done: int, free: int, chunk_bytes: int, token_bytes: float
 ) -> str:
-    """What to say after memory ran out in a prefill: what would have fitted, by what was measured
-    until then.
+    """Return the message for a prefill that ran out of memory: the sizes that would have fitted.
 
     Args:
-        batch, length: Of the prompt, rows and tokens a row.
+        batch, length: Rows of the prompt, and tokens a row.
         chunk, done: Tokens a row in one chunk, and prefilled when memory ran out.
         free: Bytes that were free when the prefill began.
         chunk_bytes: Activations of one chunk of all rows, bytes.
         token_bytes: Bytes that the cache takes per token a row (all rows together).
     """
     head = (
-        f"input_ids must fit the device's memory, got {batch} x {length} tokens in chunks of {chunk}: it ran out "
-        f"after {done} tokens a row with {free / 2**30:.2f} GiB free before. "
+        f"input_ids must fit the device's memory, got {batch} x {length} tokens in chunks of "
+        f"{chunk}: it ran out after {done} tokens a row with {free / 2**30:.2f} GiB free before. "
     )
     if chunk_bytes > free and chunk > 1:
         return head + f"About chunk_size={max(1, int(0.8 * chunk * free / chunk_bytes))} would fit."
     fits = int(max(0, free - chunk_bytes) / token_bytes)
-    if (
-        fits >= length
-    ):  # by these numbers it should have fitted: activations were larger than they say
+    if fits >= length:
+        # By these numbers it should have fitted: activations were larger than estimated.
         return head + f"Give a smaller chunk_size, about {max(1, chunk // 2)}, or fewer rows."
     rows = int(batch * fits / length)
+    fewer_rows = ""
+    if 0 < rows < batch:
+        fewer_rows = f", or {rows} row{'s' * (rows > 1)} of {length}"
     return head + (
-        f"About {fits} tokens a row fit with {batch} row{'s' * (batch > 1)}"
-        + (f", or {rows} row{'s' * (rows > 1)} of {length}" if 0 < rows < batch else "")
-        + ". Or take a larger group_size or a smaller chunk_size."
+        f"About {fits} tokens a row fit with {batch} row{'s' * (batch > 1)}{fewer_rows}. "
+        "Or take a larger group_size or a smaller chunk_size."
     )

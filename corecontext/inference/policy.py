@@ -1,5 +1,4 @@
-"""Elastic g and s (paper 4.3): which group and window size a request gets, by how busy the server
-is."""
+"""Choose the group and window size of a request by the load (elastic g and s, paper 4.3)."""
 
 from __future__ import annotations
 
@@ -7,13 +6,16 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from corecontext.config import CCAConfig
+from corecontext.visibility import group_size_for
+
 
 @dataclass(frozen=True)
 class Load:
     """How busy a server is when a request starts."""
 
     queue_length: int = 0
-    """Requests that wait."""
+    """Waiting requests."""
     cache_bytes_used: int = 0
     """Bytes of the caches of running requests."""
     cache_bytes_budget: int | None = None
@@ -26,7 +28,9 @@ class Load:
     @property
     def cache_share(self) -> float:
         """Share of the budget in use, 0 without a budget."""
-        return self.cache_bytes_used / self.cache_bytes_budget if self.cache_bytes_budget else 0.0
+        if not self.cache_bytes_budget:
+            return 0.0
+        return self.cache_bytes_used / self.cache_bytes_budget
 
 
 Policy = Callable[[Load], tuple[int, int]]
@@ -34,9 +38,51 @@ Policy = Callable[[Load], tuple[int, int]]
 it runs."""
 
 
+def settings_for(
+    config: CCAConfig,
+    group_size: int | None,
+    window_size: int | None,
+    prompt_length: int | None,
+    policy: Policy | None,
+    load: Load,
+) -> CCAConfig:
+    """Choose the settings of a request: its own sizes, else the policy's, else the model's.
+
+    Args:
+        config: The model's settings. `num_groups` is replaced by the g that it means for this
+            prompt.
+        group_size, window_size: The request's own sizes; None leaves them to the policy.
+        prompt_length: Tokens of each row; None where rows have different lengths.
+        policy: Asked for sizes that the request leaves open. Its g is ignored where the model has
+            a g for each layer or head.
+        load: For the policy.
+
+    Raises:
+        ValueError: a size breaks a rule, or `num_groups` meets rows of different lengths.
+    """
+    if policy is not None and (group_size is None or window_size is None):
+        policy_group_size, policy_window_size = policy(load)
+        if group_size is None and not config.varies:
+            group_size = policy_group_size
+        if window_size is None:
+            window_size = policy_window_size
+    if window_size is not None:
+        config = config.replace(window_size=window_size)
+    if group_size is None:
+        if config.num_groups is None:
+            return config
+        if prompt_length is None:
+            raise ValueError(
+                "num_groups must be used with rows of one length, got different padding. Set "
+                "group_size, or run the rows one by one."
+            )
+        group_size = group_size_for(prompt_length, config.window_size, config.num_groups)
+    return config.replace(group_size=group_size, num_groups=None)
+
+
 @dataclass(frozen=True)
 class TablePolicy:
-    """Compress more, in steps, the busier it is.
+    """Compress more, in steps, the busier the server is.
 
     The pressure of a load is the largest of three shares: of the cache budget, of `queue_limit` and
     of `first_token_limit`. The first row whose first entry is at least the pressure decides, else
@@ -62,11 +108,11 @@ class TablePolicy:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Every (group_size, window_size) that it may give."""
+        """All (group_size, window_size) that the table can give."""
         return [(g, s) for _, g, s in self.rows]
 
     def pressure(self, load: Load) -> float:
-        """0 when idle, 1 when full."""
+        """Return 0 for an idle server, 1 for a full one."""
         return max(
             load.cache_share,
             load.queue_length / self.queue_limit,
@@ -74,29 +120,29 @@ class TablePolicy:
         )
 
     def __call__(self, load: Load) -> tuple[int, int]:
-        """(group_size, window_size) for this load."""
+        """Return (group_size, window_size) for this load."""
         pressure = self.pressure(load)
         row = next((row for row in self.rows if pressure <= row[0]), self.rows[-1])
         return row[1], row[2]
 
 
 def table_around(group_size: int, window_size: int, **limits: float) -> TablePolicy:
-    """The default table of a server: a model's own g and s until it is half full, then twice and
-    four times the g at half and a quarter of the s.
+    """Return a server's default table: the model's own g and s up to half of the load, then twice
+    and four times the g with half and a quarter of the s.
 
     Args:
         group_size, window_size: The model's own.
         limits: `queue_limit` and `first_token_limit` of `TablePolicy`.
     """
     rows = tuple(
-        (pressure, group_size * by, max(1, window_size // by))
-        for pressure, by in ((0.5, 1), (0.8, 2), (1.0, 4))
+        (pressure, group_size * factor, max(1, window_size // factor))
+        for pressure, factor in ((0.5, 1), (0.8, 2), (1.0, 4))
     )
     return TablePolicy(rows, **limits)  # type: ignore[arg-type]
 
 
 def load_policy(name: str) -> Policy:
-    """A policy written elsewhere, by "module:function".
+    """Import a policy by "module:function".
 
     Raises:
         ValueError: there is no such module or function.
@@ -105,13 +151,13 @@ def load_policy(name: str) -> Policy:
     if not module or not function:
         raise ValueError(f"policy must be 'elastic', 'fixed' or module:function, got {name!r}.")
     try:
-        found = getattr(importlib.import_module(module), function)
+        policy = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"policy {name!r} cannot be loaded: {error}. Is its folder on PYTHONPATH?"
         ) from None
-    if not callable(found):
+    if not callable(policy):
         raise ValueError(
             f"policy must be a function of a Load, got {name!r}, which cannot be called."
         )
-    return found
+    return policy

@@ -1,5 +1,5 @@
-"""A prompt through a causal language model in chunks, so that activations stay bounded however long
-it is."""
+"""Read a prompt through a causal language model in chunks, so that activations stay bounded
+however long it is."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Prefilled(NamedTuple):
 
 
 def read_left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
-    """Padded tokens at the beginning of each row.
+    """Return the number of padded tokens at the beginning of each row.
 
     Args:
         input_ids: [B, L], B and L at least 1.
         attention_mask: [B, L], 0 for padding; None means no padding.
 
     Raises:
-        TypeError: these are no tensors, or no integers.
+        TypeError: an argument is no tensor, or holds no integers.
         ValueError: shapes disagree, or a row is not padding followed by at least one token.
     """
     for name, x in (("input_ids", input_ids), ("attention_mask", attention_mask)):
@@ -51,8 +51,8 @@ def read_left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[
             )
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(
-            f"input_ids must be [B, L] with at least one token a row, got shape {list(input_ids.shape)}. "
-            "Put a single prompt into a batch of one."
+            f"input_ids must be [B, L] with at least one token a row, got shape "
+            f"{list(input_ids.shape)}. Put a single prompt into a batch of one."
         )
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         raise TypeError(
@@ -70,8 +70,8 @@ def read_left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[
     pads, wrong = torch.stack(((~mask).sum(1), falls)).tolist()
     if any(wrong):
         raise ValueError(
-            f"attention_mask must have padding only on the left, got otherwise in row {wrong.index(1)}. "
-            "Use a tokenizer with padding_side='left'."
+            "attention_mask must have padding only on the left, got otherwise in row "
+            f"{wrong.index(1)}. Use a tokenizer with padding_side='left'."
         )
     return pads
 
@@ -87,8 +87,8 @@ def prefill(
 ) -> Prefilled:
     """Read a prompt chunk by chunk; logits are made for the last token of each row only.
 
-    Chunks before the last run the model without its output head. Every token sees all before it, as
-    in one pass.
+    Chunks before the last run the model without its output head. Every token sees all tokens before
+    it, as in one pass.
 
     Args:
         model: A Hugging Face causal language model, CCA enabled or not.
@@ -98,7 +98,7 @@ def prefill(
         chunk_size: Tokens a row in one forward pass, at least 1; None follows from the model's size
             and the free memory. Under `CCAConfig.num_groups`, which needs the whole prompt at once,
             None means the whole prompt.
-        on_chunk: Called with the number of tokens a row done, after each chunk.
+        on_chunk: Called after each chunk with the tokens a row that have been read.
 
     Raises:
         ValueError: the prompt exceeds the model's positions, padding is not on the left, the cache
@@ -110,34 +110,35 @@ def prefill(
     check_length(model.config, length - min(pads))
     if cache is not None and int(cache.get_seq_length()):
         raise ValueError(
-            f"cache must be empty, got {int(cache.get_seq_length())} tokens. Reset it or make a new one."
+            f"cache must be empty, got {int(cache.get_seq_length())} tokens. Reset it or make a "
+            "new one."
         )
     if chunk_size is None:
-        whole = _settings(model).get("num_groups") is not None
-        chunk_size = (
-            length
-            if whole
-            else choose_chunk_size(model.config, model.dtype, input_ids.device, batch)
-        )
+        settings = getattr(model.config, "cca", None) or {}
+        if settings.get("num_groups") is not None:
+            chunk_size = length
+        else:
+            chunk_size = choose_chunk_size(model.config, model.dtype, input_ids.device, batch)
     elif chunk_size < 1:
         raise ValueError(
             f"chunk_size must be at least 1, got {chunk_size}. Leave it out to have it chosen."
         )
+    mask = attention_mask if max(pads) else None
     meter = _Meter(input_ids.device)
-    done, out, refused = 0, None, None
+    done = 0
+    out = None
+    refused = None
     while done < length:
         end = min(length, done + chunk_size)
         try:
-            out = read_chunk(
-                model, input_ids, attention_mask if max(pads) else None, pads, cache, done, end
-            )
+            out = read_chunk(model, input_ids, mask, pads, cache, done, end)
         except torch.OutOfMemoryError:
             refused = meter.explain(model, batch, length, chunk_size, done, cache)
-        if (
-            refused is not None
-        ):  # raised outside of `except`, whose traceback would keep the chunk's tensors alive
+        # Raised outside of `except`, whose traceback would keep the chunk's tensors alive.
+        if refused is not None:
             raise MemoryError(refused)
-        cache, done = out.past_key_values, end
+        cache = out.past_key_values
+        done = end
         meter.chunk_done()
         on_chunk(done)
     positions = torch.tensor([length - pad for pad in pads], device=input_ids.device)
@@ -154,7 +155,7 @@ def read_chunk(
     start: int,
     end: int,
 ) -> Any:
-    """One chunk: the whole model for the last, without its head before."""
+    """Run the model on tokens `start` to `end` of a prompt, with its head on the last chunk."""
     positions = torch.arange(start, end, device=input_ids.device)[None]
     if any(pads):
         # planted: inference: positions count padding
@@ -176,52 +177,45 @@ def read_chunk(
     return model(input_ids[:, start:end], logits_to_keep=1, **options)
 
 
-def _settings(model: Any) -> dict[str, Any]:
-    """CCA's settings of an enabled model, as its config holds them."""
-    return getattr(model.config, "cca", None) or {}
-
-
 class _Meter:
-    """Bytes on a GPU during a prefill: what the activations of a chunk and the cache of a token
-    take."""
+    """Measure a prefill's memory on a GPU: activations of a chunk, and the cache of a token."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.free, self.chunk_bytes = device, free_bytes(device), 0
-        self._begin()
-
-    def _begin(self) -> None:
+        self.device = device
+        self.free = free_bytes(device)
+        self.chunk_bytes = 0
         if self.free is not None:
-            torch.cuda.reset_peak_memory_stats(self.device)
+            torch.cuda.reset_peak_memory_stats(device)
 
     def chunk_done(self) -> None:
-        """Take down how far above what is left the chunk reached."""
+        """Record how far the chunk's peak was above the memory still allocated."""
         if self.free is not None:
-            now = torch.cuda.memory_allocated(self.device)
-            self.chunk_bytes = max(
-                self.chunk_bytes, torch.cuda.max_memory_allocated(self.device) - now
-            )
+            peak = torch.cuda.max_memory_allocated(self.device)
+            above = peak - torch.cuda.memory_allocated(self.device)
+            self.chunk_bytes = max(self.chunk_bytes, above)
 
     def explain(
         self, model: Any, batch: int, length: int, chunk: int, done: int, cache: Any
     ) -> str:
-        """The message after memory ran out with `done` tokens a row in the cache."""
-        needed = self.chunk_bytes or batch * min(chunk, length) * bytes_per_token(
-            model.config, model.dtype
-        )
-        token_bytes = _growth(cache, done) or batch * cache_bytes_per_token(
-            model.config, model.dtype
-        )
-        return does_not_fit(batch, length, chunk, done, self.free or 0, needed, token_bytes)
+        """Return the message after memory ran out; estimates stand in for what was not measured."""
+        chunk_bytes = self.chunk_bytes
+        if not chunk_bytes:
+            tokens = batch * min(chunk, length)
+            chunk_bytes = tokens * bytes_per_token(model.config, model.dtype)
+        token_bytes = _growth(cache, done)
+        if not token_bytes:
+            token_bytes = batch * cache_bytes_per_token(model.config, model.dtype)
+        return does_not_fit(batch, length, chunk, done, self.free or 0, chunk_bytes, token_bytes)
 
 
 def _growth(cache: Any, tokens: int) -> float:
-    """Bytes that one more token a row adds to the cache: measured, without the raw tokens, which do
-    not grow."""
+    """Measure the bytes that one more token a row adds to the cache: without raw tokens, which do
+    not grow; 0 before the first chunk."""
     if cache is None or not tokens:
-        return 0.0  # nothing to measure yet
-    compact = [
-        layer.compact
+        return 0.0
+    raw_bytes = sum(
+        layer.compact.raw_bytes
         for layer in cache.layers
         if isinstance(layer, CCALayer) and not layer.compact.is_empty
-    ]
-    return (cache_bytes(cache) - sum(one.raw_bytes for one in compact)) / tokens
+    )
+    return (cache_bytes(cache) - raw_bytes) / tokens

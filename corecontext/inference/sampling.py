@@ -1,5 +1,5 @@
-"""The next token from logits, on the device and without a look at it from the host, so that it can
-be captured."""
+"""Choose the next token from logits, on the device and without a host sync, so that it can be
+captured."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COLDEST, HOTTEST = 1e-5, 1e30
-"""Below the first only the likeliest token is left, and logits over the temperature would leave
-float32's range."""
+COLDEST = 1e-5
+"""Below this temperature only the likeliest token is left: logits over it would leave float32."""
+HOTTEST = 1e30
+"""The largest temperature."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. The default takes the likeliest."""
+    """Rule for choosing the next token. The default takes the likeliest."""
 
     temperature: float = 0.0
     """0, or less than 1e-5, takes the likeliest token; otherwise logits are divided by it."""
     top_k: int | None = None
-    """Sample among so many likeliest tokens; None among all."""
+    """Sample among this many likeliest tokens; None among all."""
     top_p: float = 1.0
     """Sample among the likeliest tokens that together reach this probability."""
 
@@ -33,8 +34,8 @@ class Sampling:
         if not 0 <= self.temperature <= HOTTEST:
             most = f" and at most {HOTTEST:g}" if self.temperature > 0 else ""
             raise ValueError(
-                f"temperature must be at least 0{most}, got {self.temperature}. Use 0 for the likeliest "
-                "token."
+                f"temperature must be at least 0{most}, got {self.temperature}. Use 0 for the "
+                "likeliest token."
             )
         if self.top_k is not None and (
             isinstance(self.top_k, bool) or not isinstance(self.top_k, int)
@@ -48,26 +49,32 @@ class Sampling:
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(
-                f"top_p must be more than 0 and at most 1, got {self.top_p}. Use 1.0 for all tokens."
+                f"top_p must be more than 0 and at most 1, got {self.top_p}. Use 1.0 for all "
+                "tokens."
             )
 
     @property
     def kind(self) -> str:
-        """What is computed, and captured by: "greedy", "plain", or "filtered" (a sort for top-k and
-        top-p)."""
+        """The computation, by which steps are captured: "greedy", "plain", or "filtered" (a sort
+        for top-k and top-p)."""
         if self.temperature < COLDEST:
             return "greedy"
-        return "plain" if self.top_k is None and self.top_p == 1 else "filtered"
+        if self.top_k is None and self.top_p == 1:
+            return "plain"
+        return "filtered"
 
     @classmethod
     def from_generation_config(
         cls, config: Any, *, do_sample: bool | None = None, temperature: float | None = None
     ) -> Sampling:
-        """What `model.generate` would do under this generation config, whose unset fields have its
-        defaults."""
-        if not (config.do_sample if do_sample is None else do_sample):
+        """Return the sampling of `model.generate` under this generation config, with the defaults
+        of its unset fields; the arguments override its own."""
+        if do_sample is None:
+            do_sample = config.do_sample
+        if not do_sample:
             return cls()
-        temperature = config.temperature if temperature is None else temperature
+        if temperature is None:
+            temperature = config.temperature
         top_k = 50 if config.top_k is None else config.top_k
         return cls(
             1.0 if temperature is None else temperature,
@@ -77,11 +84,11 @@ class Sampling:
 
 
 class Sampler:
-    """The sampling of one batch: its numbers as tensors that a captured step reads where they lie.
+    """Sample for one batch, by numbers in tensors that a captured step reads in place.
 
     Args:
         batch: Rows.
-        device: Where the logits are.
+        device: Device of the logits.
         streams: 1 random stream for all rows together, or one for each row, so that a row's tokens
             do not depend on its neighbours.
     """
@@ -94,7 +101,7 @@ class Sampler:
         self.top_p = torch.ones((), device=device)
 
     def start(self, sampling: Sampling, seeds: Sequence[int], vocabulary: int) -> None:
-        """Set the numbers and restart the random streams of a new request."""
+        """Set the numbers and restart the random streams for a new request."""
         self.temperature.fill_(sampling.temperature or 1.0)
         self.top_k.fill_(min(sampling.top_k or vocabulary, vocabulary))
         self.top_p.fill_(sampling.top_p)
@@ -102,21 +109,18 @@ class Sampler:
             generator.manual_seed(seed)
 
     def choose(self, logits: Tensor, kind: str) -> Tensor:
-        """Token numbers [B, 1], int64, from logits [B, vocabulary]."""
+        """Return token numbers [B, 1], int64, from logits [B, vocabulary]."""
         logits = logits.float()
         if kind == "greedy":
             return logits.argmax(-1, keepdim=True)
-        return draw(
-            logits / self.temperature,
-            self.generators,
-            (self.top_k, self.top_p) if kind == "filtered" else None,
-        )
+        limits = (self.top_k, self.top_p) if kind == "filtered" else None
+        return draw(logits / self.temperature, self.generators, limits)
 
 
 def draw(
     logits: Tensor, generators: Sequence[torch.Generator], limits: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Token numbers [B, 1] drawn by the probabilities of logits [B, vocabulary], float32.
+    """Draw token numbers [B, 1] by the probabilities of logits [B, vocabulary], float32.
 
     Args:
         generators: One for all rows, or one for each.
@@ -124,8 +128,8 @@ def draw(
     """
     if limits is not None:
         logits = logits.masked_fill(~_kept(logits, *limits), -torch.inf)
-    # The largest of p / e, e exponential, is distributed as p. torch.multinomial draws so, but asks
-    # the host.
+    # The largest of p / e, e exponential, is distributed as p. torch.multinomial draws in the same
+    # way, but waits for the host.
     noise = torch.empty_like(logits)
     if len(generators) == 1:
         noise.exponential_(generator=generators[0])
@@ -137,46 +141,43 @@ def draw(
 
 
 def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """True for the top k, and among them for the likeliest that reach top_p together; [B,
-    vocabulary]."""
+    """Mask [B, vocabulary] of the top k, and among them of the likeliest that reach top_p
+    together."""
     ordered, order = logits.sort(-1, descending=True)
     last = ordered.gather(-1, (top_k - 1).expand(len(logits), 1))
     ordered = ordered.masked_fill(ordered < last, -torch.inf)
     probabilities = ordered.softmax(-1)
+    # Of the likelier tokens: 0 for the first, which always stays.
     # planted: inference: top-p without the token that crosses it
-    before = (
-        probabilities.cumsum(-1) - probabilities
-    )  # of the likelier ones: 0 for the first, which always stays
-    kept = (before < top_p.clamp(min=1e-30)) & (
-        ordered >= last
-    )  # a smaller one may be 0 in float32
+    before = probabilities.cumsum(-1) - probabilities
+    # A smaller top_p may be 0 in float32.
+    kept = (before < top_p.clamp(min=1e-30)) & (ordered >= last)
     return torch.zeros_like(kept).scatter(-1, order, kept)
 
 
 def choose_rows(
     logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]
 ) -> Tensor:
-    """Token numbers [B] from logits [B, vocabulary], each row by its own sampling and random
+    """Choose token numbers [B] from logits [B, vocabulary], each row by its own sampling and random
     stream."""
     logits = logits.float()
     tokens = logits.argmax(-1)
     rows = [row for row, sampling in enumerate(samplings) if sampling.kind != "greedy"]
     if not rows:
         return tokens
-    vocabulary, own = logits.shape[-1], [samplings[row] for row in rows]
+    vocabulary = logits.shape[-1]
+    drawn = [samplings[row] for row in rows]
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
 
     limits = None
-    if any(sampling.kind == "filtered" for sampling in own):
+    if any(sampling.kind == "filtered" for sampling in drawn):
         limits = (
-            column([min(s.top_k or vocabulary, vocabulary) for s in own], torch.long),
-            column([s.top_p for s in own], torch.float32),
+            column([min(s.top_k or vocabulary, vocabulary) for s in drawn], torch.long),
+            column([s.top_p for s in drawn], torch.float32),
         )
     index = torch.tensor(rows, device=logits.device)
-    temperatures = column([s.temperature for s in own], torch.float32)
-    tokens[index] = draw(logits[index] / temperatures, [generators[row] for row in rows], limits)[
-        :, 0
-    ]
+    scaled = logits[index] / column([s.temperature for s in drawn], torch.float32)
+    tokens[index] = draw(scaled, [generators[row] for row in rows], limits)[:, 0]
     return tokens

@@ -1,5 +1,4 @@
-"""A very long prompt read by several processes at once, each a part of it, into the compact cache
-of one process."""
+"""Read a very long prompt on several ranks at once, each a part of it, into one compact cache."""
 
 from __future__ import annotations
 
@@ -30,34 +29,34 @@ def context_parallel_prefill(
     max_length: int | None = None,
     process: int | None = None,
 ) -> Prefilled | None:
-    """Read a prompt with every process of a group; leave what `prefill` leaves, to rounding. A
+    """Read a prompt with every rank of a group; the result is that of `prefill`, to rounding. A
     collective call.
 
-    Each process runs the model on its L / N tokens at once (their activations must fit), and
-    receives of each layer the core tokens and the last s + g - 1 raw tokens. Decoding then takes
-    one process and no exchange: for example `model.generate(ids, past_key_values=cache)` with the
-    prompt and the token chosen from the logits. A prompt of fewer than two tokens a process is read
-    whole by each.
+    Each rank runs the model on its L / N tokens at once (their activations must fit), and receives
+    of each layer the core tokens and the last s + g - 1 raw tokens. Decoding then takes one rank
+    and no exchange: for example `model.generate(ids, past_key_values=cache)` with the prompt and
+    the token chosen from the logits. A prompt of fewer than two tokens a rank is read whole by
+    each.
 
     Args:
         model: A Hugging Face causal language model with CCA enabled, the same weights on every
-            process.
-        input_ids: The whole prompt on every process, [1, L], int64, on the model's device.
-        wire: This process's end of the group.
+            rank.
+        input_ids: The whole prompt on every rank, [1, L], int64, on the model's device.
+        wire: This rank's end of the group.
         max_length: Longest sequence, prompt and answer, for a cache of fixed buffers; None makes a
-            growing one.
-        process: The one process that gets the cache and the logits; None for all.
+            growing cache.
+        process: The rank that gets the cache and the logits; None for all.
 
     Returns:
-        Logits [1, vocabulary] of the next token, the filled cache and the next position; None where
-        `process` is another one.
+        Logits [1, vocabulary] of the next token, the filled cache and the next position; None on
+        ranks other than `process`.
 
     Raises:
         ValueError: CCA is not enabled or already sharded, the prompt is not one row without
-            padding, it exceeds max_length or the model's positions, or processes were given
-            different prompts.
+            padding, it exceeds max_length or the model's positions, or ranks were given different
+            prompts.
         NotImplementedError: sliding-window layers, sink_size, backend="reference" or a cache in 8
-            bits, which several processes cannot have.
+            bits, which several ranks cannot have.
     """
     handle = handle_of(model)
     _check(handle, input_ids, wire, max_length, process)
@@ -66,29 +65,35 @@ def context_parallel_prefill(
     if wire.size > 1:
         _check_same(input_ids, wire)
     if length < 2 * wire.size or wire.size == 1:
-        read = prefill(model, input_ids, cache=_new_cache(model, max_length))
-        return read if process in (None, wire.rank) else None
-    keeper, layout = Keeper(handle.rollback, process), Layout.balanced(length, wire.size, wire.rank)
+        whole = prefill(model, input_ids, cache=_new_cache(model, max_length))
+        return whole if process in (None, wire.rank) else None
+
+    # Every rank reads its tokens; the keeper collects each layer's entries on the target ranks.
+    keeper = Keeper(handle.rollback, process)
+    layout = Layout.balanced(length, wire.size, wire.rank)
     handle.shard = Shard(wire, layout, keeper=keeper)
     try:
         with torch.no_grad():
-            logits = (
-                model(
-                    layout.take(input_ids),
-                    position_ids=layout.positions(input_ids.device),
-                    use_cache=False,
-                    logits_to_keep=1,
-                )
-                .logits[:, -1]
-                .contiguous()
-            )
+            logits = model(
+                layout.take(input_ids),
+                position_ids=layout.positions(input_ids.device),
+                use_cache=False,
+                logits_to_keep=1,
+            ).logits[:, -1]
     finally:
         handle.shard = None
-    targets, last = keeper.targets(wire.size), layout.owners[-1]
-    wire.exchange(
-        [(rank, logits) for rank in targets if rank != last] if wire.rank == last else [],
-        [(last, logits)] if wire.rank in targets and wire.rank != last else [],
-    )
+
+    # The rank of the prompt's last token sends its logits to the target ranks.
+    logits = logits.contiguous()
+    targets = keeper.targets(wire.size)
+    last = layout.owners[-1]
+    sends = []
+    receives = []
+    if wire.rank == last:
+        sends = [(rank, logits) for rank in targets if rank != last]
+    elif wire.rank in targets:
+        receives = [(last, logits)]
+    wire.exchange(sends, receives)
     if wire.rank not in targets:
         return None
     cache = _new_cache(model, max_length)
@@ -103,7 +108,7 @@ def _check(
     max_length: int | None,
     process: int | None,
 ) -> None:
-    """Refuse, before anything is sent, what every process can see for itself."""
+    """Refuse, before any exchange, what every rank can see for itself."""
     if handle is None:
         raise ValueError(
             "model must have CCA enabled, got one without. Call corecontext.enable(model)."
@@ -114,12 +119,13 @@ def _check(
         )
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
         raise ValueError(
-            f"input_ids must be [1, L], one prompt without padding, got shape {list(input_ids.shape)}. "
-            "Read the rows of a batch one by one."
+            "input_ids must be [1, L], one prompt without padding, got shape "
+            f"{list(input_ids.shape)}. Read the rows of a batch one by one."
         )
     if max_length is not None and input_ids.shape[1] > max_length:
         raise ValueError(
-            f"max_length must be at least the prompt's {input_ids.shape[1]} tokens, got {max_length}."
+            f"max_length must be at least the prompt's {input_ids.shape[1]} tokens, got "
+            f"{max_length}."
         )
     if process is not None and not 0 <= process < wire.size:
         raise ValueError(f"process must be one of 0 to {wire.size - 1} or None, got {process}.")
@@ -131,11 +137,15 @@ def _check(
             "of the prompt only. Use prefill on one process."
         )
     config = handle.config
-    for name, value in (("sink_size", config.sink_size), ("backend", config.backend)):
-        if value and (name == "sink_size" or value == "reference"):
-            raise NotImplementedError(
-                f"{name} {value!r} cannot be spread over processes. Use prefill on one process."
-            )
+    unsupported = None
+    if config.sink_size:
+        unsupported = f"sink_size {config.sink_size}"
+    elif config.backend == "reference":
+        unsupported = "backend 'reference'"
+    if unsupported is not None:
+        raise NotImplementedError(
+            f"{unsupported} cannot be spread over processes. Use prefill on one process."
+        )
     if config.cache_dtype != "auto":
         raise NotImplementedError(
             f"a cache in {config.cache_dtype} cannot be filled by several processes: they "
@@ -144,15 +154,15 @@ def _check(
 
 
 def _check_same(input_ids: Tensor, wire: Wire) -> None:
-    """All processes were given one prompt: otherwise their exchanges would not meet, or mix
-    prompts."""
+    """Raise unless all ranks were given the same prompt: otherwise they would wait for one another,
+    or mix prompts."""
     count = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
-    mark = torch.stack((count[-1], (input_ids[0] * count).sum()))
-    every = wire.gather(mark).wait()
-    if not bool((every == mark).all()):
+    checksum = torch.stack((count[-1], (input_ids[0] * count).sum()))
+    checksums = wire.gather(checksum).wait()
+    if not bool((checksums == checksum).all()):
         raise ValueError(
-            f"input_ids must be the whole prompt and the same on every process, got lengths "
-            f"{every.view(-1, 2)[:, 0].tolist()} or other tokens."
+            "input_ids must be the whole prompt and the same on every process, got lengths "
+            f"{checksums.view(-1, 2)[:, 0].tolist()} or other tokens."
         )
 
 
@@ -165,42 +175,38 @@ def _new_cache(model: Any, max_length: int | None) -> Any:
 def _filled(
     handle: Handle, index: int, keeper: Keeper, length: int, max_length: int | None
 ) -> CCALayer:
-    """One layer's cache as a prefill on one process leaves it; frees what the keeper holds of the
-    layer."""
+    """Fill a layer's cache as a prefill on one rank leaves it; frees the keeper's tensors."""
     config = handle.layers[index]
-
-    def state(of: CCAConfig) -> dict[str, Any]:
-        nonlocal rotary
-        kept = keeper.layers.pop(0)
-        ring, rotary = (
-            window_capacity(kept.group_size, of.window_size) + handle.rollback,
-            kept.rotary,
-        )
-        return {
-            "config": of.to_dict(),
-            "rollback": handle.rollback,
-            "group_size": kept.group_size,
-            "ended": None,
-            "core_width": kept.core_width,
-            "seen": length,
-            "intact_from": max(0, length - ring),
-            "keys": kept.keys,
-            "values": kept.values,
-            "pad": torch.zeros(1, dtype=torch.long, device=kept.keys.device),
-        }
-
-    rotary = None
     if config.head_group_sizes is None:
-        whole = state(config)
+        kept = keeper.layers.pop(0)
+        rotary = kept.rotary
+        state = _state(kept, config, handle.rollback, length)
     else:
-        whole = {
-            "config": config.to_dict(),
-            "parts": [
-                state(config.replace(head_group_sizes=None, group_size=g))
-                for g in heads_of_each(config.head_group_sizes)[0]
-            ],
-        }
+        parts = []
+        for g in heads_of_each(config.head_group_sizes)[0]:
+            kept = keeper.layers.pop(0)
+            rotary = kept.rotary
+            part_config = config.replace(head_group_sizes=None, group_size=g)
+            parts.append(_state(kept, part_config, handle.rollback, length))
+        state = {"config": config.to_dict(), "parts": parts}
     layer = CCALayer(config, rotary, max_length, handle.rollback, handle.learned(index))
     layer.is_initialized = True
-    layer.compact.load_state_dict(whole)
+    layer.compact.load_state_dict(state)
     return layer
+
+
+def _state(kept: Any, config: CCAConfig, rollback: int, length: int) -> dict[str, Any]:
+    """Return the state dict of a `CompactLayer` with these entries."""
+    ring = window_capacity(kept.group_size, config.window_size) + rollback
+    return {
+        "config": config.to_dict(),
+        "rollback": rollback,
+        "group_size": kept.group_size,
+        "ended": None,
+        "core_width": kept.core_width,
+        "seen": length,
+        "intact_from": max(0, length - ring),
+        "keys": kept.keys,
+        "values": kept.values,
+        "pad": torch.zeros(1, dtype=torch.long, device=kept.keys.device),
+    }

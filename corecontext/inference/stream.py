@@ -1,23 +1,114 @@
-"""One running request: its prompt is read, then its tokens come one step at a time."""
+"""Run one request: read its prompt, then make its tokens step by step."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from corecontext.config import CCAConfig, check_int
 from corecontext.inference.prefill import prefill
 from corecontext.inference.sampling import Sampling
-from corecontext.inference.session import Session
+from corecontext.inference.session import Session, SessionKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What a request asks of `Engine.stream`, besides its prompt.
+
+    Raises:
+        TypeError: a field is of another kind.
+        ValueError: a field breaks a rule.
+    """
+
+    max_new_tokens: int
+    """Most tokens to make for each row."""
+    sampling: Sampling | None = None
+    """How tokens are chosen; None takes the likeliest."""
+    seed: int | Sequence[int] = 0
+    """Seed of the batch, or a seed for each row: then a row's tokens do not depend on its
+    neighbours."""
+    eos_token_id: int | Sequence[int] | None = None
+    """Tokens that end a row; None takes the model's generation config's, [] none."""
+    stop_strings: str | Sequence[str] = ()
+    """Texts that end a row with the token that completes them. Needs `tokenizer`."""
+    tokenizer: Any = None
+    """Decodes tokens for `stop_strings`."""
+    group_size: int | None = None
+    """This request's g; None takes the policy's, else the handle's."""
+    window_size: int | None = None
+    """This request's s; None takes the policy's, else the handle's."""
+    queue_length: int = 0
+    """Waiting requests, for the policy."""
+    on_chunk: Callable[[int], Any] = lambda tokens: None
+    """Called after each chunk of the prompt with the tokens a row that have been read."""
+
+    def __post_init__(self) -> None:
+        check_int("max_new_tokens", self.max_new_tokens, 1)
+        if self.sampling is not None and not isinstance(self.sampling, Sampling):
+            raise TypeError(
+                f"sampling must be a Sampling, got {self.sampling!r}. "
+                "Use Sampling(temperature=...)."
+            )
+        if isinstance(self.stop_strings, str):
+            object.__setattr__(self, "stop_strings", (self.stop_strings,))
+        if self.stop_strings and self.tokenizer is None:
+            raise ValueError(
+                "tokenizer must be given with stop_strings, got None. Pass the model's tokenizer."
+            )
+        if not all(self.stop_strings):
+            raise ValueError(
+                "stop_strings must not be empty strings, got ''. Leave them out for none."
+            )
+        if isinstance(self.eos_token_id, str):
+            raise TypeError(
+                f"eos_token_id must be token numbers, got {self.eos_token_id!r}. "
+                "Use stop_strings for texts."
+            )
+
+    def seeds(self, batch: int) -> list[int]:
+        """Return one seed for the batch, or a seed for each row."""
+        seed = self.seed
+        seeds = [seed] if isinstance(seed, (int, str, float)) else list(seed)
+        if not all(isinstance(value, int) for value in seeds):
+            raise TypeError(f"seed must be an integer or one for each row, got {seed!r}.")
+        if not isinstance(seed, int) and len(seeds) != batch:
+            raise ValueError(
+                f"seed must be one number or one for each of {batch} rows, got {len(seeds)}."
+            )
+        if not all(-(2**63) <= value < 2**63 for value in seeds):
+            raise ValueError(f"seed must be from -2**63 to 2**63 - 1, got {seed}.")
+        return seeds
+
+    def eos_tokens(self, model: Any) -> set[int]:
+        """Return the tokens that end a row."""
+        eos = self.eos_token_id
+        if eos is None:
+            eos = model.generation_config.eos_token_id
+        if isinstance(eos, int):
+            return {eos}
+        return set(eos or ())
+
+
+class Prompt(NamedTuple):
+    """The prompt of a batch."""
+
+    input_ids: Tensor
+    """[B, L], int64."""
+    attention_mask: Tensor | None
+    """[B, L], 0 for padding; None without padding."""
+    pads: list[int]
+    """Padded tokens at the beginning of each row."""
 
 
 class Stream(Iterator[list["int | None"]]):
-    """The tokens of one running request: one list per step with a token for each row, None for rows
-    that have ended.
+    """The tokens of a running request: each step gives a list with a token for each row, None for
+    rows that have ended.
 
     On a GPU the next step is started before the tokens of the last are waited for, so the device
     never waits for the host. Use it as a context manager, or read it to its end, or `close` it:
@@ -27,48 +118,48 @@ class Stream(Iterator[list["int | None"]]):
     def __init__(
         self,
         engine: Any,
-        key: tuple,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        pads: list[int],
-        max_new_tokens: int,
-        sampling: Sampling,
+        key: SessionKey,
+        prompt: Prompt,
+        generation: Generation,
         seeds: list[int],
-        eos: set[int],
-        stop_strings: tuple[str, ...],
-        tokenizer: Any,
-        on_chunk: Callable[[int], Any],
     ) -> None:
-        self.engine, self.key, self.sampling, self.seeds = engine, key, sampling, seeds
-        self.prompt: tuple | None = (input_ids, attention_mask, pads)
-        self.max_new_tokens, self.eos, self.on_chunk = max_new_tokens, eos, on_chunk
-        self.stop_strings, self.tokenizer = stop_strings, tokenizer
+        self.engine = engine
+        self.key = key
+        self.prompt: Prompt | None = prompt
+        self.generation = generation
+        self.sampling = generation.sampling or Sampling()
+        self.seeds = seeds
+        self.eos = generation.eos_tokens(engine.model)
         self.session: Session | None = None
-        self.running = [True] * input_ids.shape[0]
+        self.running = [True] * key.batch
         self.made = 0
         """Steps whose tokens were started."""
         self._tails: list[list[int]] = [[] for _ in self.running]
-        # A token has at least a byte, special ones aside, so this many of the newest tokens hold
-        # any stop string.
-        self._tail_length = max((len(stop.encode()) for stop in stop_strings), default=0) + 8
-        self._pending: deque[tuple[Tensor, Any]] = deque()
+        # Every token but special ones decodes to at least a byte, so this many of the newest
+        # tokens hold any stop string.
+        longest = max((len(stop.encode()) for stop in generation.stop_strings), default=0)
+        self._tail_length = longest + 8
+        # Tokens on their way to the host, each with the event that ends the copy (GPU only).
+        self._pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._closed = False
+
+    @property
+    def _config(self) -> CCAConfig | None:
+        """CCA's settings now: a running session's window may have been shrunk."""
+        return self.key.config if self.session is None else self.session.key.config
 
     @property
     def group_size(self) -> int | None:
         """Tokens per core token, g, of this request; None without CCA."""
-        config = self.key[2] if self.session is None else self.session.config
-        return None if config is None else config.group_size
+        return None if self._config is None else self._config.group_size
 
     @property
     def window_size(self) -> int | None:
         """Nearest tokens kept as they are, s, now; None without CCA."""
-        config = self.key[2] if self.session is None else self.session.config
-        return None if config is None else config.window_size
+        return None if self._config is None else self._config.window_size
 
     def configure(self, *, group_size: int | None = None, window_size: int | None = None) -> None:
-        """Change s of a running request: shrink it, which frees memory and speeds up every further
-        step.
+        """Shrink s of a running request, which frees memory and speeds up every further step.
 
         Steps already started (one, on a GPU) still see the old window.
 
@@ -76,14 +167,15 @@ class Stream(Iterator[list["int | None"]]):
             ValueError: group_size would change (the core tokens are made), window_size would grow
                 (the tokens are gone), or the request runs without CCA or has ended.
         """
-        if self.group_size is None:
+        if self._config is None:
             raise ValueError(
                 "configure must be used with CCA enabled, got a request without. "
                 "Call corecontext.enable(model)."
             )
         if self._closed:
             raise ValueError(
-                "configure must be called on a running request, got one that has ended. Start another."
+                "configure must be called on a running request, got one that has ended. "
+                "Start another."
             )
         if group_size is not None and group_size != self.group_size:
             raise ValueError(
@@ -92,14 +184,13 @@ class Stream(Iterator[list["int | None"]]):
             )
         if window_size is None or window_size == self.window_size:
             return
-        if window_size > self.window_size:
+        if window_size > self._config.window_size:
             raise ValueError(
                 f"window_size must be at most {self.window_size} once set, got {window_size}. "
                 "Start a new request for a larger window."
             )
         if self.session is None:
-            batch, room, config, streams = self.key
-            self.key = batch, room, config.replace(window_size=window_size), streams
+            self.key = self.key._replace(config=self._config.replace(window_size=window_size))
         else:
             self.session.shrink_window(window_size)
 
@@ -107,11 +198,13 @@ class Stream(Iterator[list["int | None"]]):
         if self._closed:
             raise StopIteration
         try:
-            if self.made == 0:
+            if self.session is None:
                 return self._first()
+            # A GPU starts the next step before the host has read the tokens of the last.
             ahead = 2 if self.session.tokens.is_cuda else 1
-            while len(self._pending) < ahead and self.made < self.max_new_tokens:
-                self._start_step()
+            while len(self._pending) < ahead and self.made < self.generation.max_new_tokens:
+                self.session.step(self.sampling.kind)
+                self._start_copy(self.session)
             return self._read()
         except BaseException:
             # planted: inference: broken sessions are kept
@@ -121,34 +214,33 @@ class Stream(Iterator[list["int | None"]]):
     def _first(self) -> list[int | None]:
         """Read the prompt and choose the first token."""
         began = time.perf_counter()
-        engine, (input_ids, attention_mask, pads) = self.engine, self.prompt
+        assert self.prompt is not None, "the prompt is read once"
+        engine = self.engine
+        prompt = self.prompt
         self.prompt = None
-        session = self.session = engine.take(self.key)
-        with session.settings(), engine.fused:
+        session = engine.take(self.key)
+        self.session = session
+        with session.configured(), engine.fused:
             logits, session.cache, positions = prefill(
                 engine.model,
-                input_ids,
-                attention_mask,
+                prompt.input_ids,
+                prompt.attention_mask,
                 cache=session.cache,
                 chunk_size=engine.chunk_size,
-                on_chunk=self.on_chunk,
+                on_chunk=self.generation.on_chunk,
             )
-        session.begin(positions, pads, input_ids.shape[1])
+        session.begin(positions, prompt.pads, prompt.input_ids.shape[1])
         session.sampler.start(self.sampling, self.seeds, logits.shape[-1])
         session.tokens.copy_(session.sampler.choose(logits, self.sampling.kind))
-        self._push()
+        self._start_copy(session)
         tokens = self._read()
         engine.time_to_first_token = time.perf_counter() - began
         return tokens
 
-    def _start_step(self) -> None:
-        self.session.step(self.sampling.kind)
-        self._push()
-
-    def _push(self) -> None:
+    def _start_copy(self, session: Session) -> None:
         """Start copying the newest tokens to the host, before the next step overwrites them."""
         self.made += 1
-        tokens = self.session.tokens
+        tokens = session.tokens
         if not tokens.is_cuda:
             self._pending.append((tokens[:, 0].clone(), None))
             return
@@ -159,29 +251,30 @@ class Stream(Iterator[list["int | None"]]):
         self._pending.append((host, copied))
 
     def _read(self) -> list[int | None]:
-        """The oldest tokens not read yet; rows that they end stop running."""
+        """Return the oldest pending tokens; rows that they end stop running."""
         host, copied = self._pending.popleft()
         if copied is not None:
             copied.synchronize()
-        found: list[int | None] = [
+        tokens: list[int | None] = [
             token if runs else None for token, runs in zip(host.tolist(), self.running)
         ]
-        for row, token in enumerate(found):
+        for row, token in enumerate(tokens):
             if token is not None and (token in self.eos or self._stops(row, token)):
                 self.running[row] = False
-        if not any(self.running) or (self.made == self.max_new_tokens and not self._pending):
+        is_last = self.made == self.generation.max_new_tokens and not self._pending
+        if is_last or not any(self.running):
             self.close()
-        return found
+        return tokens
 
     def _stops(self, row: int, token: int) -> bool:
         """Whether this token completes a stop string."""
-        if not self.stop_strings:
+        if not self.generation.stop_strings:
             return False
-        tail = self._tails[row] = [*self._tails[row], token][-self._tail_length :]
-        text = self.tokenizer.decode(
-            tail, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        self._tails[row] = [*self._tails[row], token][-self._tail_length :]
+        text = self.generation.tokenizer.decode(
+            self._tails[row], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        return any(stop in text for stop in self.stop_strings)
+        return any(stop in text for stop in self.generation.stop_strings)
 
     def close(self) -> None:
         """End the request; its cache is free for the next."""
@@ -194,9 +287,9 @@ class Stream(Iterator[list["int | None"]]):
         self._pending.clear()
         self.prompt = None
         if self.session is not None:
-            session, self.session = self.session, None
-            self.key = (*self.key[:2], session.config, self.key[3])
-            self.engine.give_back(self.key, session, reusable)
+            self.key = self.session.key
+            self.engine.give_back(self.session, reusable)
+            self.session = None
 
     def __enter__(self) -> Stream:
         return self

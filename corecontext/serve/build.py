@@ -1,11 +1,16 @@
-"""Start a server: load the model, open the port, and on SIGTERM let what runs come to its end."""
+"""Start a server: load the model, open the port, and drain on SIGTERM.
+
+`python -m corecontext.serve.build SETTINGS` is one of the other ranks of a split model, which
+`tensor_parallel` starts.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
-from dataclasses import dataclass
-from pathlib import Path
+import sys
 from types import FrameType
 from typing import Any
 
@@ -15,92 +20,17 @@ from corecontext.loading import (
     cca_config,
     check_architecture,
     check_dtype,
+    enable_cca,
     load,
     load_config,
     one_line,
     pick_device,
 )
-from corecontext.serve.tensor_parallel import follow, join, leads
+from corecontext.serve.settings import Serving
 
-BUNDLED = Path(__file__).resolve().parents[1] / "assets" / "demo_model"
-CPU_SHARE, GPU_SHARE = 0.25, 0.8  # of the free memory, for caches
-
-
-@dataclass(frozen=True)
-class Serving:
-    """What `corecontext serve` is given; docs/serving.md says what each is for."""
-
-    model: str | None = None
-    """Folder or identifier; None is the bundled model."""
-    name: str | None = None
-    """What clients call it; None is the last part of `model`."""
-    method: str = "cca"
-    """"cca", or "full" for full attention from a static cache."""
-    group_size: int | None = None
-    window_size: int | None = None
-    policy: str = "elastic"
-    """"elastic", "fixed", or module:function."""
-    first_token_limit: float = 2.5
-    """Seconds to the first token at which the elastic policy compresses most."""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    cache_mib: int | None = None
-    max_running: int = 64
-    rows_per_pool: int | None = None
-    queue_limit: int = 256
-    chunk_size: int | None = None
-    max_length: int | None = None
-    time_limit_s: float = 600.0
-    dtype: str = "auto"
-    device: str = "auto"
-    random_weights: bool = False
-    """Make weights up instead of loading them: `model` needs only its config.json. For
-    benchmarks."""
-    sinks: int | None = None
-    """First tokens of every request that stay uncompressed."""
-    tensor_parallel: int = 1
-    """Processes of this machine that the model is split over."""
-
-    def __post_init__(self) -> None:
-        if self.method not in ("cca", "full"):
-            raise UserError(f"method must be cca or full, got {self.method!r}.")
-        if not 0 <= self.port < 2**16:
-            raise UserError(f"port must be 0 to {2**16 - 1}, got {self.port}.")
-        for name, value in (
-            ("time-limit", self.time_limit_s),
-            ("first-token-limit", self.first_token_limit),
-        ):
-            if not 0 < value < float("inf"):
-                raise UserError(f"{name} must be more than 0 seconds, got {value}.")
-        for name in ("cache_mib", "max_running", "rows_per_pool", "chunk_size", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name.replace('_', '-')} must be at least 1, got {value}.")
-        if self.tensor_parallel < 1 or (
-            self.tensor_parallel > 1 and (self.device != "auto" or self.random_weights)
-        ):
-            raise UserError(
-                "tensor-parallel must be at least 1, and 1 with --device or --random-weights, got "
-                f"{self.tensor_parallel}."
-            )
-        if self.queue_limit < 0:
-            raise UserError(f"queue-limit must be at least 0, got {self.queue_limit}.")
-        if self.api_key is not None and (
-            not self.api_key or not self.api_key.isascii() or " " in self.api_key
-        ):
-            raise UserError("the API key must be ASCII without spaces, and not empty.")
-        if self.method == "full" and (self.group_size or self.window_size or self.sinks):
-            raise UserError(
-                "group-size, window-size and sinks must be left out with --method full."
-            )
-
-    @property
-    def model_name(self) -> str:
-        """What clients call the model."""
-        return self.name or (
-            "corecontext-demo" if self.model is None else Path(self.model).name or self.model
-        )
+CPU_SHARE = 0.25
+GPU_SHARE = 0.8
+"""Shares of the free memory for caches."""
 
 
 def make_app(serving: Serving) -> Any:
@@ -120,16 +50,14 @@ def make_app(serving: Serving) -> Any:
 
     scheduler, tokenizer = make_scheduler(serving)
     if scheduler.model.device.type == "cuda":
-        scheduler.warm_up(
-            scheduler.policy.sizes if isinstance(scheduler.policy, TablePolicy) else ()
-        )
-    return create_app(
-        scheduler, tokenizer, Options(serving.model_name, serving.api_key, serving.time_limit_s)
-    )
+        policy = scheduler.policy
+        scheduler.warm_up(policy.sizes if isinstance(policy, TablePolicy) else ())
+    options = Options(serving.model_name, serving.api_key, serving.time_limit_s)
+    return create_app(scheduler, tokenizer, options)
 
 
 def make_scheduler(serving: Serving) -> tuple[Any, Any]:
-    """Load the model, or this process's part of it: its scheduler and its tokenizer.
+    """Load the model, or this rank's part of it; return its scheduler and its tokenizer.
 
     Raises:
         UserError: as `make_app`.
@@ -137,34 +65,19 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     import torch
 
     from corecontext.inference.policy import load_policy, table_around
-    from corecontext.serve.follower import Follower
     from corecontext.serve.rows import RowShape
-    from corecontext.serve.scheduler import Scheduler
+    from corecontext.serve.scheduler import UNLIMITED, Scheduler
+    from corecontext.serve.tensor_parallel import Follower, join
 
     policy = None
     with one_line():
         if serving.policy not in ("elastic", "fixed"):
             policy = load_policy(serving.policy)
-        if (
-            serving.tensor_parallel > 1
-        ):  # asked before any process starts, and before transformers asks in other words
-            RowShape.of(
-                load_config(serving.model or str(BUNDLED)), torch.float32, serving.tensor_parallel
-            )
-    together = join(serving)
-    loaded = (
-        _random(serving)
-        if serving.random_weights
-        else load(
-            serving.model or str(BUNDLED),
-            group_size=serving.group_size,
-            window_size=serving.window_size,
-            sinks=serving.sinks,
-            dtype=serving.dtype,
-            device=serving.device,
-            tensor_parallel=together is not None,
-        )
-    )
+        # Checked before any process starts, and before transformers refuses in other words.
+        if serving.tensor_parallel > 1:
+            RowShape.of(load_config(serving.source), torch.float32, serving.tensor_parallel)
+    ranks = join(serving)
+    loaded = _load(serving, split=ranks is not None)
     config = loaded.config
     assert config is not None, (
         "a server's model has CCA enabled, whose place its own caches take under method 'full'"
@@ -174,8 +87,8 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             config.group_size, config.window_size, first_token_limit=serving.first_token_limit
         )
     cuda = loaded.model.device.type == "cuda"
+    kind = Scheduler if ranks is None or ranks.leads else Follower
     with one_line():
-        kind = Scheduler if together is None or together.leads else Follower
         scheduler = kind(
             loaded.model,
             full=serving.method == "full",
@@ -184,30 +97,44 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             max_rows=serving.max_running,
             rows_per_pool=serving.rows_per_pool or (16 if cuda else 8),
             queue_limit=serving.queue_limit,
-            chunk_size=serving.chunk_size,
-            max_length=serving.max_length,
-            together=together,
+            chunk_size=serving.chunk_size or (2048 if cuda else 256),
+            max_length=serving.max_length or UNLIMITED,
+            ranks=ranks,
         )
     return scheduler, loaded.tokenizer
 
 
+def _load(serving: Serving, split: bool) -> Loaded:
+    """Load the model, or this rank's part of it, with CCA enabled."""
+    if serving.random_weights:
+        return _random(serving)
+    return load(
+        serving.source,
+        group_size=serving.group_size,
+        window_size=serving.window_size,
+        sinks=serving.sinks,
+        dtype=serving.dtype,
+        device=serving.device,
+        tensor_parallel=split,
+    )
+
+
 def _random(serving: Serving) -> Loaded:
-    """A model of the config's sizes with random weights, made on the device, and a tokenizer of
+    """Make a model of the config's sizes with random weights on the device, and a tokenizer of
     made-up words."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from corecontext.integrations.transformers import full_attention
-    from corecontext.loading import enable_cca
 
-    hf_config = load_config(serving.model or str(BUNDLED))
+    hf_config = load_config(serving.source)
     check_architecture(hf_config)
     check_dtype(serving.dtype)
     device = pick_device(serving.device)
-    dtype = (
-        serving.dtype if serving.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
-    )
+    dtype = serving.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
     with (
         one_line("random weights cannot be made"),
         torch.device(device),
@@ -226,7 +153,7 @@ def _random(serving: Serving) -> Loaded:
 
 
 def _cache_bytes(serving: Serving, device: Any) -> int:
-    """The budget: what is given, else a share of the memory that is free now."""
+    """Return the budget: `cache_mib`, else a share of the memory that is free now."""
     from corecontext.inference.limits import free_bytes
 
     if serving.cache_mib is not None:
@@ -236,44 +163,39 @@ def _cache_bytes(serving: Serving, device: Any) -> int:
         return int(GPU_SHARE * free)
     try:
         return int(CPU_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (ValueError, OSError):  # not every system says
+    except (ValueError, OSError):  # not every system tells
         return 2**30
 
 
 def run(serving: Serving) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit code.
+    """Serve until SIGTERM or Ctrl-C; return the exit code.
 
-    After the first signal new requests get 503 and those that were taken come to their end; a
-    second one ends all.
+    After the first signal new requests get 503 and running requests come to their end; a second
+    signal ends all.
 
     Raises:
         UserError: as `make_app`, or the port is taken.
     """
-    if serving.tensor_parallel > 1 and not leads():
-        return follow(serving)
+    if serving.tensor_parallel > 1:
+        from corecontext.serve.tensor_parallel import leads
+
+        if not leads():
+            return follow(serving)
     app = make_app(serving)
     import uvicorn
 
     from corecontext.serve.logs import log_event, start_logging
 
-    listener = socket.socket(socket.AF_INET6 if ":" in serving.host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((serving.host, serving.port))
-        listener.listen(2048)  # before it is said; who comes before the server is up waits
-    except OSError as error:
-        raise UserError(
-            f"cannot listen on {serving.host} port {serving.port}: {error.strerror}. Choose another with "
-            "--port."
-        ) from None
+    listener = _listen(serving)
 
     class Server(uvicorn.Server):
-        """Goes on serving after a signal until what runs has ended."""
+        """Serve on after a signal until all running requests have ended."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             worker = app.state.worker
             if worker.draining:
-                self.should_exit = self.force_exit = True
+                self.should_exit = True
+                self.force_exit = True
             worker.draining = True
 
         async def on_tick(self, counter: int) -> bool:
@@ -296,7 +218,45 @@ def run(serving: Serving) -> int:
         log_event(
             "open to the network without an API key: set CORECONTEXT_API_KEY", level="warning"
         )
-    Server(
-        uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=30)
-    ).run([listener])
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=30)
+    Server(config).run([listener])
     return int(app.state.worker.failed)
+
+
+def _listen(serving: Serving) -> socket.socket:
+    """Listen before the port is logged: early clients queue instead of being refused."""
+    listener = socket.socket(socket.AF_INET6 if ":" in serving.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((serving.host, serving.port))
+        listener.listen(2048)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {serving.host} port {serving.port}: {error.strerror}. Choose "
+            "another with --port."
+        ) from None
+    return listener
+
+
+def follow(serving: Serving) -> int:
+    """Repeat the first rank's schedule until it ends; return the exit code.
+
+    Signals are left to the first rank.
+    """
+    from corecontext.serve.ranks import RankLost
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        make_scheduler(serving)[0].follow()
+    except RankLost as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(follow(Serving(**json.loads(sys.argv[1]))))
+    except UserError:  # the first rank meets the same error and reports it
+        sys.exit(2)

@@ -1,5 +1,4 @@
-"""What is checked before a request is read: the key, the size of its body, and whether any are
-taken."""
+"""Check each request before it is read: the key, the size of its body, and the shutdown."""
 
 from __future__ import annotations
 
@@ -8,36 +7,16 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-
-class Refusal(Exception):
-    """A request that is not answered, and why."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def error_body(status: int, message: str, headers: Any = None, **more: Any) -> JSONResponse:
-    """A refusal as a response."""
-    return JSONResponse(Refusal(status, message, **more).body, status, headers)
+from corecontext.serve.errors import Code, RequestError, draining
 
 
 class Guard:
     """ASGI middleware in front of /v1; counts every refusal there.
 
     Args:
-        api_key: What clients must send as `Authorization: Bearer KEY`; compared in constant time.
-            None asks nothing.
-        worker: Its `draining` closes the door to new work.
+        api_key: Key that clients must send as `Authorization: Bearer KEY`; compared in constant
+            time. None asks for no key.
+        worker: Its `draining` refuses new work.
         metrics: Has the counter `refused`.
         max_bytes: Longest body.
     """
@@ -45,31 +24,33 @@ class Guard:
     def __init__(
         self, app: Any, api_key: str | None, worker: Any, metrics: Any, max_bytes: int
     ) -> None:
-        self.app, self.worker, self.metrics, self.max_bytes = app, worker, metrics, max_bytes
+        self.app = app
+        self.worker = worker
+        self.metrics = metrics
+        self.max_bytes = max_bytes
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-
-        path = scope["path"].removeprefix(
-            scope.get("root_path", "")
-        )  # which a proxy may have put before it
-        asks = path.startswith("/v1/")  # and is no probe, which is told of a shutdown, too
+        # A proxy may have put a prefix before the path. Probes are answered during a shutdown, too.
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or not path.startswith("/v1/"):
+            await self.app(scope, receive, send)
+            return
 
         async def counted(message: Any) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400 and asks:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
                 self.metrics.refused.labels(str(message["status"])).inc()
             await send(message)
 
-        refusal = self._refuse(scope) if asks else None
+        refusal = self._refuse(scope)
         if refusal is not None:
-            return await refusal(scope, receive, counted)
+            await refusal(scope, receive, counted)
+            return
         size = 0
 
         async def limited() -> Any:
-            """Parts of the body. Of one that is too long nothing is run: it ends as if its client
-            had gone, and what the application says of it is not sent."""
+            """Receive a part of the body. A body that is too long runs nothing: it ends as if its
+            client had gone, and the application's answer to that is not sent."""
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
@@ -84,33 +65,35 @@ class Guard:
             await self._too_large()(scope, receive, counted)
 
     def _refuse(self, scope: Any) -> JSONResponse | None:
-        """Why a request is turned away at the door, or None."""
+        """Return why a request is refused by its headers, or None."""
         headers = dict(scope["headers"])
         if self._key is not None:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             right = hmac.compare_digest(key.strip(), self._key)
             if scheme.lower() != b"bearer" or not right:
-                return error_body(
-                    401,
-                    "the API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.",
+                return error_response(
+                    RequestError(
+                        Code.WRONG_KEY,
+                        "the API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.",
+                    ),
                     {"WWW-Authenticate": "Bearer"},
-                    code="invalid_api_key",
                 )
         if scope["method"] == "POST" and self.worker.draining:
-            return error_body(
-                503,
-                "the server is shutting down and takes no more requests. Try another one.",
-                kind="server_error",
-                code="draining",
-            )
+            return error_response(draining())
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self.max_bytes:
             return self._too_large()
         return None
 
     def _too_large(self) -> JSONResponse:
-        return error_body(
-            413,
-            f"the body must have at most {self.max_bytes} bytes. Shorten the prompt.",
-            code="body_too_large",
+        return error_response(
+            RequestError(
+                Code.BODY_TOO_LARGE,
+                f"the body must have at most {self.max_bytes} bytes. Shorten the prompt.",
+            )
         )
+
+
+def error_response(error: RequestError, headers: dict[str, str] | None = None) -> JSONResponse:
+    """Return an error as a response, with the status of its code."""
+    return JSONResponse(error.body, error.code.status, headers)

@@ -1,15 +1,16 @@
-"""One JSON line for each thing that happens, without a word of any prompt or answer."""
+"""Log one JSON line for each event, without a word of any prompt or answer."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+import traceback
 from datetime import datetime, timezone
 
 
 class JsonLines(logging.Formatter):
-    """Time, level, event, and the fields given as `extra={"fields": {...}}`."""
+    """Format time, level, event, and the fields given as `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -23,15 +24,10 @@ class JsonLines(logging.Formatter):
         if record.exc_info and record.exc_info[0] is not None:
             line["error"] = record.exc_info[0].__name__
             line["trace"] = [
-                f"{frame.filename}:{frame.lineno} {frame.name}" for frame in _frames(record)
+                f"{frame.filename}:{frame.lineno} {frame.name}"
+                for frame in traceback.extract_tb(record.exc_info[2])
             ]
         return json.dumps(line, ensure_ascii=True)
-
-
-def _frames(record: logging.LogRecord):
-    import traceback
-
-    return traceback.extract_tb(record.exc_info[2])  # type: ignore[index]
 
 
 def start_logging() -> None:
@@ -40,12 +36,14 @@ def start_logging() -> None:
     handler.setFormatter(JsonLines())
     for name in ("corecontext.serve", "uvicorn.error"):
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO if name.startswith("corecontext") else logging.WARNING)
+        logger.handlers = [handler]
+        logger.propagate = False
+    logging.getLogger("corecontext.serve").setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
 def log_event(event: str, *, level: str = "info", **fields: object) -> None:
-    """Write one line of the server's own."""
+    """Write a line that no request causes."""
     logging.getLogger("corecontext.serve").log(
         getattr(logging, level.upper()), event, extra={"fields": fields}
     )

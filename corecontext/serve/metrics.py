@@ -1,4 +1,4 @@
-"""What Prometheus reads: counters and histograms of requests that ended, and gauges read off the
+"""Export metrics to Prometheus: counters and histograms of requests that ended, gauges of the
 scheduler."""
 
 from __future__ import annotations
@@ -9,30 +9,35 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
-from corecontext.serve.scheduler import Job, Scheduler
+from corecontext.serve.request import Slot
+from corecontext.serve.scheduler import Scheduler
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
 
 
-def label(value: int | None) -> str:
-    """A g or s; "none" before a request started, under full attention, and a g where each layer has
-    its own."""
-    return "none" if value is None else str(value)
+def label(size: int | None) -> str:
+    """Return the label of a g or s: "none" before a request started, under full attention, and for
+    a g where each layer has its own."""
+    return "none" if size is None else str(size)
 
 
-def setting(job: Job) -> tuple[int | None, int | None]:
-    """The g and s that a request got; no g where each layer has its own."""
-    if job.config is None:
+def sizes_of(slot: Slot) -> tuple[int | None, int | None]:
+    """Return the g and s that a request got; no g where each layer has its own."""
+    config = slot.config
+    if config is None:
         return None, None
-    return None if job.config.varies else job.config.group_size, job.config.window_size
+    if config.varies:
+        return None, config.window_size
+    return config.group_size, config.window_size
 
 
 class Metrics:
     """All metrics of one server."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler, self.registry = scheduler, CollectorRegistry()
+        self.scheduler = scheduler
+        self.registry = CollectorRegistry()
         self.requests = Counter(
             "corecontext_requests",
             "Requests that ended, by how.",
@@ -41,14 +46,14 @@ class Metrics:
         )
         self.refused = Counter(
             "corecontext_refused",
-            "Answers under /v1 that were errors, by HTTP status (of streams "
-            "only those that did not begin).",
+            "Answers under /v1 that were errors, by HTTP status (of streams only those that did "
+            "not begin).",
             ["status"],
             registry=self.registry,
         )
         self.tokens = Counter(
             "corecontext_tokens",
-            "Tokens: of prompts read, of prompts found read, and made.",
+            "Tokens by kind: prompt, cached prompt, generated.",
             ["kind"],
             registry=self.registry,
         )
@@ -72,43 +77,43 @@ class Metrics:
         )
         self.registry.register(self)
 
-    def ended(self, job: Job, now: float) -> None:
+    def ended(self, slot: Slot, now: float) -> None:
         """Count a request that has ended."""
-        self.requests.labels(job.ended).inc()
-        self.tokens.labels("prompt").inc(max(0, job.read - job.cached_tokens))
-        self.tokens.labels("prompt_cached").inc(job.cached_tokens)
-        self.tokens.labels("made").inc(job.made)
-        g, s = setting(job)
+        self.requests.labels(slot.ended).inc()
+        self.tokens.labels("prompt").inc(max(0, slot.read - slot.cached_tokens))
+        self.tokens.labels("prompt_cached").inc(slot.cached_tokens)
+        self.tokens.labels("made").inc(slot.made)
+        g, s = sizes_of(slot)
         self.settings.labels(label(g), label(s)).inc()
-        if job.first_token_at is not None:
-            self.first_token.observe(job.first_token_at - job.arrived)
-            if job.made > 1:
-                self.per_token.observe((now - job.first_token_at) / (job.made - 1))
+        if slot.first_token_at is not None:
+            self.first_token.observe(slot.first_token_at - slot.request.arrived)
+            if slot.made > 1:
+                self.per_token.observe((now - slot.first_token_at) / (slot.made - 1))
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """What is now."""
+        """Yield the gauges as they are now."""
         scheduler = self.scheduler
+        memory = scheduler.memory
         yield GaugeMetricFamily(
             "corecontext_queue_length", "Requests that wait.", len(scheduler.waiting)
         )
-        held = GaugeMetricFamily("corecontext_cache_bytes", "Bytes of caches.", labels=["what"])
-        for what, value in (
-            ("budget", scheduler.cache_bytes),
-            ("used", scheduler.cache_bytes_used),
-            ("allocated", scheduler.cache_bytes_allocated),
-            ("prefixes", scheduler.prefixes.nbytes),
-        ):
-            held.add_metric([what], value)
-        yield held
+        cache_bytes = GaugeMetricFamily(
+            "corecontext_cache_bytes", "Bytes of caches.", labels=["what"]
+        )
+        cache_bytes.add_metric(["budget"], memory.budget)
+        cache_bytes.add_metric(["used"], memory.used)
+        cache_bytes.add_metric(["allocated"], memory.allocated)
+        cache_bytes.add_metric(["prefixes"], memory.prefixes.nbytes)
+        yield cache_bytes
         running = GaugeMetricFamily(
             "corecontext_running",
             "Requests that run, by g and s.",
             labels=["group_size", "window_size"],
         )
-        for (g, s), count in Count(map(setting, scheduler.active())).items():
+        for (g, s), count in Count(map(sizes_of, scheduler.active())).items():
             running.add_metric([label(g), label(s)], count)
         yield running
 
     def text(self) -> bytes:
-        """The page that Prometheus reads."""
+        """Return the page that Prometheus reads."""
         return generate_latest(self.registry)

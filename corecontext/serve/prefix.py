@@ -1,9 +1,9 @@
-"""Caches of prompts' beginnings, kept for requests that begin alike (a system prompt, a document).
+"""Keep caches of prompts' beginnings for requests that begin alike (a system prompt, a document).
 
-A prompt is read in chunks of one size. After each, what a further chunk needs is a node of a tree:
-the raw tokens, and the core tokens of this chunk; those of earlier ones are its ancestors'.
-Requests branch where chunks end, so a branched request is read in the very chunks, and has the very
-numbers, that it would have alone.
+A prompt is read in chunks of one size. After each chunk, the state that a further chunk needs is a
+node of a tree: the raw tokens, and the core tokens of this chunk; core tokens of earlier chunks are
+its ancestors'. Requests branch where chunks end, so a branched request is read in the very chunks,
+and has the very numbers, that it would have alone.
 """
 
 from __future__ import annotations
@@ -23,17 +23,26 @@ from corecontext.visibility import num_complete_groups
 
 
 class Node:
-    """A chunk that has been read, after those of its ancestors."""
+    """A chunk that has been read, after those of its ancestors.
+
+    Args:
+        key: Settings, the parent's key, and the chunk's tokens.
+        parent: The chunk before; None for the first.
+        layers: All layers' caches after the chunk.
+        shape: Sizes of the model's cache.
+    """
 
     def __init__(
         self,
         key: tuple,
         parent: Node | None,
         layers: Sequence[CompactLayer | HeadsLayer],
-        used: int,
         shape: RowShape,
     ) -> None:
-        self.key, self.parent, self.used, self.children = key, parent, used, 0
+        self.key = key
+        self.parent = parent
+        self.children = 0
+        self.last_use = 0
         self.length = layers[0].seq_len
         before = 0 if parent is None else parent.length
         parts = [part for layer in layers for part in parts_of(layer)]
@@ -45,13 +54,12 @@ class Node:
         self.nbytes = shape.row_bytes(key[0], self.length, before)
 
     def _cores(self, layer: CompactLayer, buffer: Tensor, before: int) -> Tensor:
-        """Core tokens of the groups that closed in this chunk."""
-        raw, width = layer.raw_size, layer._core_width
-        old, new = (
-            num_complete_groups(length - layer.num_sinks, layer.group_size)
+        """Copy the core tokens of the groups that closed in this chunk."""
+        first, last = (
+            num_complete_groups(length - layer.num_sinks, layer.group_size) * layer._core_width
             for length in (before, self.length)
         )
-        return buffer[:, :, raw + old * width : raw + new * width].clone()
+        return buffer[:, :, layer.raw_size + first : layer.raw_size + last].clone()
 
     @property
     def path(self) -> list[Node]:
@@ -60,39 +68,55 @@ class Node:
 
 
 class PrefixStore:
-    """Beginnings of prompts by their g, s and tokens, the least recently used ones dropped first.
+    """Beginnings of prompts by their g, s and tokens, the least recently used dropped first.
 
     Args:
         chunk_size: Tokens of a chunk.
-        limit: Bytes that it may hold; 0 keeps nothing.
-        shape: Sizes of the model's cache. Of several processes all count alike: what one drops, all
-            do.
+        limit: Bytes that it may hold; 0 keeps none.
+        shape: Sizes of the model's cache, by which all ranks count bytes alike and drop the same
+            beginnings.
     """
 
     def __init__(self, chunk_size: int, limit: int, shape: RowShape) -> None:
-        self.chunk_size, self.limit, self.shape, self.nbytes = chunk_size, limit, shape, 0
+        self.chunk_size = chunk_size
+        self.limit = limit
+        self.shape = shape
+        self.nbytes = 0
         self._nodes: dict[tuple, Node] = {}
         self._clock = itertools.count()
 
-    def find(self, config: CCAConfig, prompt: Sequence[int]) -> Node | None:
-        """The longest beginning that is held; at least one token of the prompt is left to read."""
+    def find(self, config: CCAConfig | None, prompt: Sequence[int]) -> Node | None:
+        """Find the longest beginning that leaves at least one token of the prompt to read."""
         node = None
         for end in range(self.chunk_size, len(prompt), self.chunk_size):
-            further = self._nodes.get(
-                (config, node and node.key, tuple(prompt[end - self.chunk_size : end]))
-            )
-            if further is None:
+            chunk = tuple(prompt[end - self.chunk_size : end])
+            child = self._nodes.get((config, node and node.key, chunk))
+            if child is None:
                 break
-            node = further
-            node.used = next(self._clock)
+            node = child
+            node.last_use = next(self._clock)
         return node
 
     def add(
-        self, config: CCAConfig, parent: Node | None, tokens: Sequence[int], cache: Any, room: int
+        self,
+        config: CCAConfig | None,
+        parent: Node | None,
+        tokens: Sequence[int],
+        cache: Any,
+        room: int,
     ) -> Node | None:
-        """Keep what has been read up to the end of a chunk; None where its parent is gone, or it
-        does not fit `room` (bytes, of which what is held is a part) or the limit."""
-        layers, limit = [layer.compact for layer in cache.layers], min(self.limit, room)
+        """Keep the cache's state at the end of a chunk.
+
+        Args:
+            parent: The chunk before; None for the first.
+            tokens: Of this chunk.
+            room: Bytes that all beginnings may take now, within `limit`.
+
+        Returns:
+            The node; None where the parent has been dropped, or the node does not fit.
+        """
+        layers = [layer.compact for layer in cache.layers]
+        limit = min(self.limit, room)
         if (parent is None) != (layers[0].seq_len == self.chunk_size) or limit <= 0:
             return None
         if parent is not None and self._nodes.get(parent.key) is not parent:
@@ -100,7 +124,9 @@ class PrefixStore:
         key = (config, parent and parent.key, tuple(tokens))
         node = self._nodes.get(key)
         if node is None:
-            node = self._nodes[key] = Node(key, parent, layers, next(self._clock), self.shape)
+            node = Node(key, parent, layers, self.shape)
+            node.last_use = next(self._clock)
+            self._nodes[key] = node
             self.nbytes += node.nbytes
             if parent is not None:
                 parent.children += 1
@@ -109,14 +135,16 @@ class PrefixStore:
 
     def load(self, node: Node, cache: Any) -> None:
         """Fill an empty cache of a model with a beginning."""
-        path, cache.layers = node.path, []
+        path = node.path
+        cache.layers = []
         for config, rotary, learned in node.layers:
-            cache.layers.append(CCALayer(config, rotary, learned=learned))
-            cache.layers[-1].is_initialized = True
+            layer = CCALayer(config, rotary, learned=learned)
+            layer.is_initialized = True
+            cache.layers.append(layer)
         parts = [part for layer in cache.layers for part in parts_of(layer.compact)]
         for index, (part, (width, dtype)) in enumerate(zip(parts, node.given, strict=True)):
             keys, values, *scales = (
-                torch.cat([raw, *(one.cores[index][i] for one in path)], 2)
+                torch.cat([raw, *(ancestor.cores[index][i] for ancestor in path)], 2)
                 for i, raw in enumerate(node.raw[index])
             )
             part.load_state_dict(
@@ -137,13 +165,11 @@ class PrefixStore:
             )
 
     def trim(self, limit: int) -> None:
-        """Drop beginnings, the least recently used first and no chunk before those behind it, until
-        they fit."""
+        """Drop beginnings until they fit: the least recently used first, and a chunk only after
+        those behind it."""
         while self.nbytes > limit:
-            leaf = min(
-                (node for node in self._nodes.values() if not node.children),
-                key=lambda node: node.used,
-            )
+            leaves = (node for node in self._nodes.values() if not node.children)
+            leaf = min(leaves, key=lambda node: node.last_use)
             del self._nodes[leaf.key]
             self.nbytes -= leaf.nbytes
             if leaf.parent is not None:

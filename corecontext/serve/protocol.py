@@ -1,9 +1,9 @@
-"""What clients send: the OpenAI protocol's fields that are served, and ours; every other field is
-refused by name."""
+"""Define requests and answers: the OpenAI protocol's fields that are served, and ours; every other
+field is refused by name."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -11,7 +11,7 @@ MAX_STOPS = 16
 
 
 def _is_unicode(text: str) -> str:
-    """JSON can say half a character (an unpaired surrogate), which is no text."""
+    """Refuse half a character (an unpaired surrogate), which JSON can write."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -30,24 +30,24 @@ def _is_off(value: bool) -> bool:
 Text = Annotated[str, AfterValidator(_is_unicode)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
 Token = Annotated[int, Field(ge=0, le=2**31)]
-Off = Optional[Annotated[bool, AfterValidator(_is_off), Field(json_schema_extra={"const": False})]]
-Zero = Optional[Annotated[float, Field(ge=0, le=0)]]
+Off = Annotated[bool, AfterValidator(_is_off), Field(json_schema_extra={"const": False})] | None
+Zero = Annotated[float, Field(ge=0, le=0)] | None
 
 
 class Fields(BaseModel):
-    """No field is taken that is not known, and no value is bent into shape."""
+    """A body of known fields only, whose values are not converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(Fields):
-    """What a stream says besides the text."""
+    """Contents of a stream besides the text."""
 
     include_usage: bool | None = None
 
 
-class Request(Fields):
-    """What both protocols share. None is always the default."""
+class GenerateRequest(Fields):
+    """Fields of both kinds of request. None is always the default."""
 
     model: Text = Field(max_length=1000, description="As GET /v1/models names it.")
     max_tokens: int | None = Field(None, ge=1, le=2**31, description="Most tokens to make.")
@@ -80,7 +80,7 @@ class Request(Fields):
     ignore_eos: bool | None = Field(
         None, description="Go on after an end-of-text token (an extension)."
     )
-    # Taken with the value that changes nothing, for clients that send every field:
+    # Accepted with the value that has no effect, for clients that send every field:
     n: Annotated[int, Field(ge=1, le=1)] | None = None
     presence_penalty: Zero = None
     frequency_penalty: Zero = None
@@ -92,7 +92,7 @@ class Request(Fields):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-class CompletionRequest(Request):
+class CompletionRequest(GenerateRequest):
     """POST /v1/completions."""
 
     prompt: (
@@ -110,9 +110,10 @@ class CompletionRequest(Request):
 
     @property
     def single(self) -> str | list[int]:
-        """The prompt, taken out of a list of one."""
-        inside = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
-        return self.prompt[0] if inside else self.prompt  # type: ignore[return-value,index]
+        """The prompt, taken out of a list with one entry."""
+        if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int):
+            return self.prompt[0]
+        return self.prompt  # type: ignore[return-value]
 
 
 class Part(Fields):
@@ -128,7 +129,7 @@ class Message(Fields):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[Part], Field(min_length=1)]
     name: Text | None = None
-    # What the official client adds to an answer that it sends back as part of the next chat:
+    # Added by the official client to an answer that it sends back as part of the next chat:
     refusal: None = None
     annotations: None = None
     audio: None = None
@@ -138,14 +139,12 @@ class Message(Fields):
     @property
     def text(self) -> str:
         """The content in one piece."""
-        return (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
-        )
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(piece.text for piece in self.content)
 
 
-class ChatRequest(Request):
+class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
@@ -154,7 +153,7 @@ class ChatRequest(Request):
 
 
 class ErrorBody(BaseModel):
-    """What went wrong, and what to do."""
+    """The rule that was broken, and the way out."""
 
     message: str
     type: str
@@ -209,13 +208,13 @@ class Model(BaseModel):
 
 
 class Models(BaseModel):
-    """All of them: one."""
+    """The list of all models, which has one entry."""
 
     object: str
     data: list[Model]
 
 
 class Status(BaseModel):
-    """Of the server."""
+    """State of the server."""
 
     status: str

@@ -1,9 +1,8 @@
-"""One decoding step of requests in several pools: the model runs once over all rows, attention pool
-by pool."""
+"""Decode one token for the requests of several pools: the model runs once over all rows, attention
+pool by pool."""
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -12,104 +11,68 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from corecontext.inference.session import WARM_UP, side_stream
+from corecontext.graphs import WARM_UP, CapturedStep
 from corecontext.integrations.hf_cache import GivenLayer
 from corecontext.serve.rows import PooledLayer, RowPool
 
-KEEP_GRAPHS = 64  # steps of as many different (pool, rows) are kept captured
+KEEP_GRAPHS = 64
+"""Steps of this many different (pool, rows) are kept captured."""
 
 Parts = tuple[tuple[RowPool, int], ...]
 """Pools, and how many of the first rows of each take part."""
 
 
 class Step:
-    """Buffers of a step over the rows of some pools; captured in a CUDA graph where it is given
-    memory for graphs."""
+    """Buffers of a step over the rows of some pools.
 
-    def __init__(self, model: Any, parts: Parts, memory: Any, warm: int = 0) -> None:
-        self.model, self.parts, self.memory, self.warm, device = (
-            model,
-            parts,
-            memory,
-            warm,
-            model.device,
-        )
-        rows = sum(count for _, count in parts)
-        self.tokens, self.positions = (
-            torch.zeros(rows, 1, dtype=torch.long, device=device) for _ in range(2)
-        )
-        self._hold()
-        layers = zip(*(pool.layers for pool, _ in parts))
-        self.cache = Cache(
-            layers=[
-                GivenLayer(PooledLayer([(count, layer) for (_, count), layer in zip(parts, own)]))
-                for own in layers
-            ]
-        )
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits: Tensor | None = None
+    Args:
+        model: Its forward makes the step.
+        parts: The rows.
+        memory: Memory for graphs; None runs the step uncaptured.
+        warm_up: Calls that run uncaptured before the step is captured.
+    """
 
-    def _hold(self) -> None:
-        for pool, count in self.parts:
-            pool.hold(count)
+    def __init__(self, model: Any, parts: Parts, memory: Any, warm_up: int = WARM_UP) -> None:
+        self.model = model
+        self.parts = parts
+        counts = [count for _, count in parts]
+        shape = (sum(counts), 1)
+        self.tokens = torch.zeros(shape, dtype=torch.long, device=model.device)
+        self.positions = torch.zeros(shape, dtype=torch.long, device=model.device)
+        pooled = [
+            PooledLayer(layers, counts) for layers in zip(*(pool.layers for pool, _ in parts))
+        ]
+        self.cache = Cache(layers=[GivenLayer(layer) for layer in pooled])
+        self.captured: CapturedStep | None = None
+        if memory is not None:
+            self.captured = CapturedStep(
+                self._run,
+                name=f"a step of {type(model).__name__}",
+                warm_up=warm_up,
+                memory=memory,
+                device=model.device,
+            )
 
     @torch.no_grad()
     def _run(self) -> Tensor:
+        for pool, count in self.parts:
+            pool.hold(count)  # another step may have taken other rows of it
         out = self.model(
             self.tokens, position_ids=self.positions, past_key_values=self.cache, use_cache=True
         )
         return out.logits[:, -1]
 
     def run(self) -> Tensor:
-        """Feed `tokens`: logits [rows, vocabulary]."""
-        if self.graph is None:
-            self._hold()
-        if self.memory is None:
-            return self._run()
-        with torch.cuda.device(
-            self.tokens.device
-        ):  # graphs and streams belong to it, not to the current device
-            return self._captured()
-
-    def _captured(self) -> Tensor:
-        """A captured step; the first ones run uncaptured, and the one after them is captured before
-        it is replayed."""
-        if self.graph is not None:
-            self.graph.replay()
-            return self.logits
-        current = torch.cuda.current_stream()
-        stream = side_stream(current)
-        if self.warm < WARM_UP:  # kernels are compiled and chosen, and workspaces allocated
-            self.warm += 1
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                logits = self._run()
-            current.wait_stream(stream)
-            logits.record_stream(current)
-            return logits
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self.memory, stream=stream):
-                self.logits = self._run()
-        except RuntimeError as error:  # recording ran nothing: the step is still to be done
-            warnings.warn(
-                f"a step of {type(self.model).__name__} cannot be captured in a CUDA graph, so it runs "
-                f"uncaptured, which is slower: {error}",
-                stacklevel=2,
-            )
-            self.memory = None
-            return self._run()
-        self.graph = graph
-        graph.replay()
-        return self.logits
+        """Feed `tokens`: logits [rows, vocabulary], valid until the next step."""
+        return self._run() if self.captured is None else self.captured()
 
 
 class DecodeBatch:
-    """Decodes the rows of pools together.
+    """Decode the rows of pools together.
 
     On a GPU a step is captured once for each set of pools and rows in them, rounded up to a power
     of four: capturing takes as long as many steps, and rows without a request, which run along and
-    store nothing, next to no time. On a CPU just the rows in use are run.
+    store nothing, next to no time. On a CPU only the rows in use are run.
 
     Args:
         model: A causal language model with CCA enabled.
@@ -117,10 +80,12 @@ class DecodeBatch:
     """
 
     def __init__(self, model: Any, *, capture: bool = True) -> None:
-        self.model, self.fixed = model, model.device.type == "cuda"
-        self._memory, self._keeper = (
-            _graph_memory(model.device) if capture and self.fixed else (None, None)
-        )
+        self.model = model
+        self.fixed = model.device.type == "cuda"
+        self._memory: Any = None
+        self._keeper: torch.cuda.CUDAGraph | None = None
+        if capture and self.fixed:
+            self._memory, self._keeper = _graph_memory(model.device)
         self._steps: OrderedDict[tuple, Step] = OrderedDict()
 
     def step(
@@ -129,32 +94,28 @@ class DecodeBatch:
         tokens: Sequence[Sequence[int]],
         positions: Sequence[Sequence[int]],
     ) -> Tensor:
-        """Feed one token to each row in use; returns logits [rows in use, vocabulary], pool after
+        """Feed one token to each row in use; return logits [rows in use, vocabulary], pool after
         pool.
 
         Args:
-            pools: Those with requests, in the same order every time.
+            pools: Pools with requests, always in the same order.
             tokens, positions: For each pool the newest token of each row, and its position.
         """
         parts = tuple((pool, self._rounded(pool)) for pool in pools)
         step = self._step_for(parts)
         for buffer, values in ((step.tokens, tokens), (step.positions, positions)):
-            flat = [
-                x
-                for row, (_, count) in zip(values, parts)
-                for x in (*row, *[0] * (count - len(row)))
-            ]
-            buffer.copy_(torch.tensor(flat)[:, None])
+            padded: list[int] = []
+            for row, (_, count) in zip(values, parts):
+                padded += [*row, *[0] * (count - len(row))]
+            buffer.copy_(torch.tensor(padded)[:, None])
         logits = step.run()
         for pool in pools:
             pool.seen += 1
         if all(pool.used == count for pool, count in parts):
             return logits
-        used, start = [], 0
-        for pool, count in parts:
-            used.append(logits[start : start + pool.used])
-            start += count
-        return torch.cat(used)
+        # Leave out the rows that ran along.
+        counts = [count for _, count in parts]
+        return torch.cat([rows[: pool.used] for pool, rows in zip(pools, logits.split(counts))])
 
     def _rounded(self, pool: RowPool) -> int:
         if not pool.fixed:
@@ -162,13 +123,15 @@ class DecodeBatch:
         return min(pool.rows, 4 ** (((pool.used - 1).bit_length() + 1) // 2))
 
     def _step_for(self, parts: Parts) -> Step:
+        """Return the step of these rows, used before or new."""
         if self._memory is None:
             return Step(self.model, parts, None)
         key = tuple((id(pool), count) for pool, count in parts)
-        # What the first step compiled and chose need not be compiled and chosen again.
-        step = self._steps.pop(key, None) or Step(
-            self.model, parts, self._memory, WARM_UP - 1 if self._steps else 0
-        )
+        step = self._steps.pop(key, None)
+        if step is None:
+            # Kernels that the first step compiled and chose need not be compiled and chosen again.
+            warm_up = 1 if self._steps else WARM_UP
+            step = Step(self.model, parts, self._memory, warm_up)
         self._steps[key] = step
         while len(self._steps) > KEEP_GRAPHS:
             self._steps.popitem(last=False)
@@ -176,15 +139,19 @@ class DecodeBatch:
 
     def forget(self, pool: RowPool) -> None:
         """Drop the captured steps of a pool that is given up."""
-        for key in [key for key in self._steps if any(one == id(pool) for one, _ in key)]:
-            del self._steps[key]
+        for key in list(self._steps):
+            if any(address == id(pool) for address, _ in key):
+                del self._steps[key]
 
 
 def _graph_memory(device: torch.device) -> tuple[Any, torch.cuda.CUDAGraph]:
-    """Memory for all graphs, since what a step gives is used before the next one runs; and a graph
-    that keeps it alive: PyTorch captures nothing more into memory that has lost its last graph, as
-    when all pools are given up."""
-    memory, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+    """Make memory for all graphs, and a graph that keeps it alive.
+
+    All graphs share it, since a step's result is used before the next step runs. PyTorch captures
+    no more into memory that has lost its last graph, as when all pools are dropped.
+    """
+    memory = torch.cuda.graph_pool_handle()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph, pool=memory):
         torch.zeros(1, device=device)
     return memory, graph

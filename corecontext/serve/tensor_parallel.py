@@ -1,8 +1,8 @@
-"""A server whose model is split over several processes of one machine, found by torchrun's
-variables.
+"""Serve a model that is split over ranks of one machine: start the ranks, and repeat the first
+rank's schedule on the others.
 
-Under torchrun all of them run `corecontext serve --tensor-parallel N`. Without it, and in a replica
-of Ray, the first one starts the others with the same variables.
+Under torchrun every rank runs `corecontext serve --tensor-parallel N`. Without it, and in a replica
+of Ray, the first rank starts the others with torchrun's variables.
 """
 
 from __future__ import annotations
@@ -11,38 +11,99 @@ import atexit
 import dataclasses
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
+from corecontext.config import CCAConfig
 from corecontext.files import UserError
+from corecontext.serve.ranks import RankLost, Ranks
+from corecontext.serve.request import Request, Slot
+from corecontext.serve.rows import RowPool
+from corecontext.serve.scheduler import Scheduler
+from corecontext.serve.settings import Serving
 
-if TYPE_CHECKING:
-    from corecontext.serve.build import Serving
-    from corecontext.serve.together import Together
+WAIT_S = 5.0
+"""Time for the other ranks to end by themselves, once the first has closed or failed."""
 
-WAIT_S = 5.0  # for the others to end by themselves, once the first one has told them or has failed
+
+class Follower(Scheduler):
+    """Repeat the first rank's schedule with this rank's part of the model and of the caches."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.ranks is not None, "a follower has a rank to follow"
+        self._ranks = self.ranks
+        self._slots: dict[int, Slot] = {}
+        self._placed: RowPool | None = None
+
+    def follow(self) -> None:
+        """Run until the first rank closes.
+
+        Raises:
+            RankLost: the first rank is gone, or this rank failed where it did not.
+        """
+        while self._hear():
+            if self._read():
+                self._hear()
+            self._decode()
+
+    def _hear(self) -> bool:
+        """Repeat the events of the first rank and take over its tokens; False where it closes."""
+        message = self._ranks.hear()
+        if message is None:
+            return False
+        events, tokens = message
+        for kind, *arguments in events:
+            if kind == "place":
+                self._placed = self.memory.place(*arguments)
+            elif kind == "start":
+                self._start(*arguments)
+            elif kind == "end":
+                slot = self._slots.pop(arguments[0])
+                if slot.ended is None:
+                    self._end(slot, "ended")
+            else:
+                self._clear()
+        if any(slot.ended for slot in self._slots.values()):
+            raise RankLost("this process failed at a request that the first one goes on with.")
+        for slot, token in zip(self._in_rows(), tokens, strict=True):
+            slot.last_token = token
+        return True
+
+    def _start(self, number: int, config: CCAConfig | None, request: Request) -> None:
+        """Read a request that has left the first rank's queue, for the row placed last."""
+        if self._placed is None:
+            raise RankLost(
+                f"this process has no room for {request.length} tokens, which the first one has."
+            )
+        slot = Slot(request, config=config)
+        self._slots[number] = slot
+        self._start_reading(slot, self._placed)
+
+    def _take(self, slot: Slot, token: int) -> str | None:
+        """Count a token; the first rank decides which token it is, and whether it is the last."""
+        slot.made += 1
+        return None
 
 
 def leads() -> bool:
-    """Whether this process is the one that clients speak to."""
+    """Whether clients speak to this rank."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def join(serving: Serving) -> Together | None:
-    """Meet the other processes of this server, started if need be; None where there is one process.
+def join(serving: Serving) -> Ranks | None:
+    """Meet the other ranks of this server, started if need be; None without tensor parallelism.
 
     Raises:
-        UserError: torchrun started another number of processes, or PyTorch has none.
+        UserError: torchrun started another number of ranks, or there are too few GPUs.
     """
     count = serving.tensor_parallel
     if count == 1:
         return None
-    import torch
-    import torch.distributed as dist
-
     if not dist.is_available():
         raise UserError(
             f"tensor-parallel must be 1, got {count}: this PyTorch has no torch.distributed."
@@ -56,35 +117,18 @@ def join(serving: Serving) -> Together | None:
         _start_others(serving)
     elif int(os.environ["WORLD_SIZE"]) != count:
         raise UserError(
-            f"tensor-parallel must be the {os.environ['WORLD_SIZE']} processes that torchrun started, got "
-            f"{count}."
+            f"tensor-parallel must be the {os.environ['WORLD_SIZE']} processes that torchrun "
+            f"started, got {count}."
         )
     if not dist.is_initialized():
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    from corecontext.serve.together import Together
-
-    return Together()
-
-
-def follow(serving: Serving) -> int:
-    """Do what the first process does until it ends; returns the exit code. Signals are for the
-    first one to answer."""
-    from corecontext.serve.build import make_scheduler
-    from corecontext.serve.together import Apart
-
-    for one in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(one, signal.SIG_IGN)
-    try:
-        make_scheduler(serving)[0].follow()
-    except Apart as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return Ranks()
 
 
 def _start_others(serving: Serving) -> None:
+    """Start the other ranks as processes of this machine, which end with this one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -95,33 +139,23 @@ def _start_others(serving: Serving) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    if sys.platform == "linux":  # else it looks for this machine's name in the network
+    if sys.platform == "linux":  # else gloo looks for this machine's name in the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    given = json.dumps(
-        dataclasses.asdict(dataclasses.replace(serving, api_key=None))
-    )  # a command line is no secret
-    others = [
+    without_key = dataclasses.replace(serving, api_key=None)  # a command line is no secret
+    settings = json.dumps(dataclasses.asdict(without_key))
+    processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "corecontext.serve.tensor_parallel", given],
+            [sys.executable, "-m", "corecontext.serve.build", settings],
             env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(1, serving.tensor_parallel)
     ]
-    atexit.register(_end, others)
+    atexit.register(_end, processes)
 
 
-def _end(others: list[subprocess.Popen]) -> None:
-    for one in others:
+def _end(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
         try:
-            one.wait(WAIT_S)
+            process.wait(WAIT_S)
         except subprocess.TimeoutExpired:
-            one.kill()
-
-
-if __name__ == "__main__":
-    from corecontext.serve.build import Serving
-
-    try:
-        sys.exit(follow(Serving(**json.loads(sys.argv[1]))))
-    except UserError:  # the first process meets the same and says so
-        sys.exit(2)
+            process.kill()

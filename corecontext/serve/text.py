@@ -1,19 +1,20 @@
-"""Text to token numbers, and tokens back to text as they come: whole characters only, and nothing
-of a stop text."""
+"""Convert text to tokens, and tokens to text as they come: whole characters, and no stop text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-HELD_TOKENS = (
-    8  # tokens that may be an unfinished character; longer than any, so what is left is not one
-)
+HELD_TOKENS = 8
+"""Newest tokens that may be an unfinished character; more than any character has."""
 SAMPLE = "{role}: {text}\n"
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[tuple[str, str]]) -> str:
-    """Roles and texts as the model's own chat template has them, else as lines of `role: text`.
+    """Format a chat by the model's own chat template, else as lines of `role: text`.
+
+    Args:
+        messages: (role, text) of each.
 
     Raises:
         ValueError: the template refuses the messages.
@@ -30,18 +31,18 @@ def chat_prompt(tokenizer: Any, messages: Sequence[tuple[str, str]]) -> str:
 
 
 def token_numbers(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Token numbers of a prompt, or of what `chat_prompt` made: a chat template writes special
-    tokens itself, so the tokenizer must not add them (a second beginning of text) again."""
+    """Return the token numbers of a prompt, or of a chat's: a chat template writes special tokens
+    itself, so the tokenizer must not add them (a second beginning of text) again."""
     templated = chat and bool(getattr(tokenizer, "chat_template", None))
     return tokenizer(text, add_special_tokens=not templated, verbose=False)["input_ids"]
 
 
 class TextStream:
-    """Turns tokens into pieces of text.
+    """Convert tokens to pieces of text.
 
     Args:
         tokenizer: Decodes.
-        stops: Texts that end the answer; they are not part of it, nor is what follows.
+        stops: Texts that end the answer; neither they nor the text behind them is part of it.
         prompt: Tokens that the answer continues; of a first word some tokenizers drop the space
             before it.
     """
@@ -49,38 +50,38 @@ class TextStream:
     def __init__(
         self, tokenizer: Any, stops: Sequence[str] = (), prompt: Sequence[int] = ()
     ) -> None:
-        self.tokenizer, self.stops = tokenizer, stops
+        self.tokenizer = tokenizer
+        self.stops = stops
         self.stopped = False
+        """Whether a stop text was found."""
         self._ids: list[int] = list(prompt[-HELD_TOKENS:])
-        self._context, self._done = (
-            0,
-            len(self._ids),
-        )  # what is before _done is text already, from _context on it joins
-        if self._decode(self._done).endswith(
-            "\ufffd"
-        ):  # half a character, which would make the answer's text shorter
-            self._context = self._done
+        self._done = len(self._ids)  # tokens that are text already
+        self._context = 0  # the first of them that is decoded again, to join the next ones
         self._held = ""  # may be the beginning of a stop text
+        # Half a character in the prompt would make the answer's text shorter.
+        if self._decode(self._done).endswith("\ufffd"):
+            self._context = self._done
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token."""
+        """Return the text that is certain with this token."""
         self._ids.append(token)
-        before, now = self._decode(self._done), self._decode(len(self._ids))
+        before = self._decode(self._done)
+        now = self._decode(len(self._ids))
         if now.endswith("\ufffd") and len(self._ids) - self._done < HELD_TOKENS:
             return ""
-        if (
-            now != before or len(self._ids) - self._context > 4 * HELD_TOKENS
-        ):  # special tokens join with nothing
+        # Special tokens have no text to join: keep the context that has, but bound it.
+        if now != before or len(self._ids) - self._context > 4 * HELD_TOKENS:
             self._context = self._done
         self._done = len(self._ids)
         return self._release(now[len(before) :])
 
     def end(self) -> str:
-        """What was held back when no more tokens come."""
+        """Return the text that was held back, when no more tokens come."""
         if self.stopped:
             return ""
         rest = self._release(self._decode(len(self._ids))[len(self._decode(self._done)) :])
-        rest, self._held = rest + self._held, ""
+        rest += self._held
+        self._held = ""
         return rest
 
     def _decode(self, end: int) -> str:
@@ -91,20 +92,18 @@ class TextStream:
         )
 
     def _release(self, piece: str) -> str:
-        """What no stop text can begin with any more; sets `stopped` where one is whole."""
+        """Return the text with which no stop text can begin any more; set `stopped` where a stop
+        text is whole."""
         text = self._held + piece
-        found = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        keep = max(
-            (
-                length
-                for stop in self.stops
-                for length in range(1, min(len(stop), len(text) + 1))
-                if text.endswith(stop[:length])
-            ),
-            default=0,
-        )
+        starts = [text.find(stop) for stop in self.stops if stop in text]
+        if starts:
+            self.stopped = True
+            self._held = ""
+            return text[: min(starts)]
+        keep = 0
+        for stop in self.stops:
+            for length in range(1, min(len(stop), len(text) + 1)):
+                if text.endswith(stop[:length]):
+                    keep = max(keep, length)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

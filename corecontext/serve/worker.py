@@ -1,4 +1,4 @@
-"""The thread that runs the model, and the way from an asyncio request to it and back."""
+"""Run the model in a thread of its own, and carry requests and tokens between it and asyncio."""
 
 from __future__ import annotations
 
@@ -9,104 +9,110 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from corecontext.loading import is_out_of_memory
-from corecontext.serve.scheduler import Job, Scheduler
+from corecontext.serve.errors import Code, RequestError, draining
+from corecontext.serve.ranks import BEAT_S, RankLost
+from corecontext.serve.request import Request, Slot
+from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.text import TextStream
-from corecontext.serve.together import BEAT_S, Apart
 
 log = logging.getLogger("corecontext.serve")
 
 
-class Draining(Exception):
-    """The server is shutting down and takes no more requests."""
-
-
-class Failed(Exception):
-    """A request ended without its answer: "timeout", "cancelled" or "error", said for the
-    client."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
 class Answer:
-    """The pieces of one request's text, as they are made."""
+    """The pieces of one request's text, as they are made.
 
-    def __init__(self, job: Job, text: TextStream, on_end: Callable[[Job], None]) -> None:
-        self.job, self.text = job, text
+    Args:
+        request: The request.
+        text: Decodes its tokens.
+        on_end: Called with the slot that has ended, on the worker's thread.
+    """
+
+    def __init__(self, request: Request, text: TextStream, on_end: Callable[[Slot], None]) -> None:
+        self.request = request
+        self.text = text
+        self.slot: Slot | None = None
         self.finish_reason: str | None = None
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
         self._on_end = on_end
-        job.on_token, job.on_end = self._on_token, self._ended
 
-    def _on_token(self, token: int) -> bool:
-        if token not in self.job.eos:
+    def on_token(self, token: int) -> bool:
+        """Take a token; return whether a stop text ends the answer with it."""
+        if token not in self.request.eos:
             piece = self.text.push(token)
             if piece:
                 self._put(piece)
         return self.text.stopped
 
-    def _ended(self, reason: str) -> None:
-        rest = self.text.end() if reason in ("stop", "length") else ""
-        if rest:
-            self._put(rest)
-            if self.text.stopped:
-                reason = self.job.ended = "stop"
-        self._on_end(self.job)
+    def on_ended(self, slot: Slot) -> None:
+        """Take the end of the request; a stop text may be found in the last characters."""
+        if slot.ended in ("stop", "length"):
+            rest = self.text.end()
+            if rest:
+                self._put(rest)
+                if self.text.stopped:
+                    slot.ended = "stop"
+        self._on_end(slot)
         self._put(None)
 
     def _put(self, piece: str | None) -> None:
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     async def pieces(self) -> AsyncIterator[str]:
-        """The text; afterwards `finish_reason` is set.
+        """Yield the text; afterwards `finish_reason` is set.
 
         Raises:
-            Failed: the request ended without its answer.
+            RequestError: the request ended without its answer.
         """
         while (piece := await self._pieces.get()) is not None:
             yield piece
-        reason = self.job.ended or "error"
-        if reason in ("stop", "length"):
-            self.finish_reason = reason
-        elif reason == "error":
-            memory = self.job.error is not None and is_out_of_memory(self.job.error)
-            raise Failed(
-                reason,
-                "the request ran out of memory. Shorten the prompt, or try again when fewer requests "
-                "run."
-                if memory
-                else "the request failed inside the server, which has noted why.",
-            )
-        elif reason == "cancelled":
-            raise Failed(
-                reason,
-                "the server was stopped before the request came to its end. Try another one.",
-            )
-        else:
-            raise Failed(
-                reason,
-                f"the request took longer than its time limit; {self.job.made} tokens were made. "
-                "Ask for fewer new tokens, or try again when fewer requests run.",
-            )
+        assert self.slot is not None, "a request that has ended was submitted"
+        if self.slot.ended not in ("stop", "length"):
+            raise _failure(self.slot)
+        self.finish_reason = self.slot.ended
+
+
+def _failure(slot: Slot) -> RequestError:
+    """Return the error of a request that ended without its answer."""
+    if slot.ended == "timeout":
+        return RequestError(
+            Code.TIMEOUT,
+            f"the request took longer than its time limit; {slot.made} tokens were made. Ask for "
+            "fewer new tokens, or try again when fewer requests run.",
+        )
+    if slot.ended == "cancelled":
+        return RequestError(
+            Code.CANCELLED,
+            "the server was stopped before the request came to its end. Try another one.",
+        )
+    if slot.error is not None and is_out_of_memory(slot.error):
+        return RequestError(
+            Code.OUT_OF_MEMORY,
+            "the request ran out of memory. Shorten the prompt, or try again when fewer requests "
+            "run.",
+        )
+    return RequestError(Code.INTERNAL, "the request failed inside the server, which has noted why.")
 
 
 class Worker:
-    """Runs a scheduler in a thread of its own.
+    """Run a scheduler in a thread of its own.
 
     Args:
-        scheduler: What it runs.
-        on_end: Called with each job that has ended, on the worker's thread.
+        scheduler: Runs the model.
+        on_end: Called with each slot that has ended, on the worker's thread.
     """
 
     def __init__(
-        self, scheduler: Scheduler, on_end: Callable[[Job], None] = lambda job: None
+        self, scheduler: Scheduler, on_end: Callable[[Slot], None] = lambda slot: None
     ) -> None:
-        self.scheduler, self.on_end, self.draining = scheduler, on_end, False
+        self.scheduler = scheduler
+        self.on_end = on_end
+        self.draining = False
+        """Whether new requests are refused."""
         self.failed = False
-        """Whether the thread has ended because nothing can be run any more."""
-        self._wake, self._stop = threading.Event(), False
+        """Whether the thread has ended because the model cannot run any more."""
+        self._stop = False
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="corecontext-model", daemon=True)
 
     def start(self) -> None:
@@ -123,76 +129,75 @@ class Worker:
         """Whether no request waits or runs."""
         return self.scheduler.idle
 
-    def submit(self, job: Job, text: TextStream) -> Answer:
+    def submit(self, request: Request, text: TextStream) -> Answer:
         """Hand a request over; called on the event loop.
 
         Raises:
-            Draining: the server shuts down.
-            ValueError, QueueFull: as `Scheduler.submit`.
+            RequestError: the server shuts down, or as `Scheduler.submit`.
+            ValueError: as `Scheduler.submit`.
         """
         if self.draining or not self.alive:
-            raise Draining(
-                "the server is shutting down and takes no more requests. Try another one."
-            )
-        answer = Answer(job, text, self.on_end)
-        self.scheduler.submit(job)
+            raise draining()
+        answer = Answer(request, text, self.on_end)
+        answer.slot = self.scheduler.submit(request, answer.on_token, answer.on_ended)
         self._wake.set()
         return answer
 
     def cancel(self, answer: Answer) -> None:
-        """The client has gone: free what its request holds before the next step. Nothing happens
+        """Free a request's memory before the next step, as when its client has gone; without effect
         after its end."""
-        self.scheduler.cancel(answer.job)
+        if answer.slot is not None:
+            self.scheduler.cancel(answer.slot)
         self._wake.set()
 
     def stop(self, timeout: float = 60.0) -> None:
         """End the thread; requests that still run are cancelled."""
-        self.draining = self._stop = True
+        self.draining = True
+        self._stop = True
         self._wake.set()
         if self.alive:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        together = self.scheduler.together
+        ranks = self.scheduler.ranks
         try:
             while not self._stop:
                 if self._turn():
                     continue
-                if not self._wake.wait(BEAT_S) and together is not None:
-                    together.beat()
+                if not self._wake.wait(BEAT_S) and ranks is not None:
+                    ranks.beat()
                 self._wake.clear()
-            for job in [*self.scheduler.waiting, *self.scheduler.active()]:
-                self.scheduler.cancel(job)
+            for slot in [*self.scheduler.waiting, *self.scheduler.active()]:
+                self.scheduler.cancel(slot)
             while not self.scheduler.idle and self._turn():
                 pass
-            if together is not None:
-                together.close()
-        except (
-            Apart
-        ) as error:  # health then says so, and whatever watches over the server starts another one
+            if ranks is not None:
+                ranks.close()
+        except RankLost as error:
+            # The exit code then tells a supervisor (torchrun, Ray, systemd) to start anew.
             log.exception("a process that has a part of the model is gone")
-            self.draining = self.failed = True
+            self.draining = True
+            self.failed = True
             self.scheduler.abandon(error)
 
     def _turn(self) -> bool:
-        """One turn; an error that no request could be blamed for is noted, and ends none of the
-        others."""
+        """Run one turn; an error that concerns no single request is logged and ends none."""
         try:
             return self.scheduler.step()
-        except Apart:
+        except RankLost:
             raise
         except Exception:
             log.exception("a turn of the scheduler failed")
             return not self.scheduler.idle
 
 
-def error_of(job: Job) -> dict[str, Any]:
-    """What a log line says of a job's error: its kind and where it was raised, never its text,
-    which may quote."""
-    if job.error is None:
+def error_of(slot: Slot) -> dict[str, Any]:
+    """Return a log line's fields of a request's error: its kind and the place where it was raised,
+    never its text, which may quote the prompt."""
+    if slot.error is None:
         return {}
-    where = job.error.__traceback__
-    while where is not None and where.tb_next is not None:
-        where = where.tb_next
-    place = "" if where is None else f"{where.tb_frame.f_code.co_filename}:{where.tb_lineno}"
-    return {"error": type(job.error).__name__, "at": place}
+    trace = slot.error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = "" if trace is None else f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+    return {"error": type(slot.error).__name__, "at": place}

@@ -1,0 +1,68 @@
+"""Say why a request gets no answer: a code, which fixes the HTTP status, and a message."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+
+class Code(Enum):
+    """Reasons: HTTP status, and the OpenAI protocol's type and code of the error."""
+
+    INVALID = (400, "invalid_request_error", None)
+    TOO_LONG = (400, "invalid_request_error", "context_length_exceeded")
+    WRONG_KEY = (401, "invalid_request_error", "invalid_api_key")
+    UNKNOWN_MODEL = (404, "invalid_request_error", "model_not_found")
+    TIMEOUT = (408, "server_error", "timeout")
+    BODY_TOO_LARGE = (413, "invalid_request_error", "body_too_large")
+    QUEUE_FULL = (429, "invalid_request_error", "queue_full")
+    INTERNAL = (500, "server_error", "internal_error")
+    OUT_OF_MEMORY = (503, "server_error", "error")
+    CANCELLED = (503, "server_error", "cancelled")
+    DRAINING = (503, "server_error", "draining")
+
+    def __init__(self, status: int, kind: str, protocol_code: str | None) -> None:
+        self.status = status
+        self.kind = kind
+        self.protocol_code = protocol_code
+
+
+class RequestError(Exception):
+    """A request that gets no answer, or only a part of it.
+
+    Args:
+        code: The reason.
+        message: For the client: the rule, and the way out.
+        param: Field of the request that breaks the rule.
+    """
+
+    def __init__(self, code: Code, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error in the protocol's form."""
+        return error_body(str(self), self.code.kind, self.param, self.code.protocol_code)
+
+
+class InvalidRequest(RequestError, ValueError):
+    """A request that breaks a rule."""
+
+
+def draining() -> RequestError:
+    """Return the error of new requests during a shutdown."""
+    return RequestError(
+        Code.DRAINING, "the server is shutting down and takes no more requests. Try another one."
+    )
+
+
+def error_body(
+    message: str,
+    kind: str = Code.INVALID.kind,
+    param: str | None = None,
+    protocol_code: str | None = None,
+) -> dict[str, Any]:
+    """Return an error in the protocol's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": protocol_code}}

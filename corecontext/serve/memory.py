@@ -1,0 +1,137 @@
+"""Divide one budget of bytes among rows of cache, prompts being read, and shared beginnings.
+
+Every choice depends only on the calls so far: the ranks of a split model repeat the calls and make
+the same choices.
+"""
+
+from __future__ import annotations
+
+from corecontext.config import CCAConfig
+from corecontext.inference.limits import rounded_up
+from corecontext.serve.prefix import PrefixStore
+from corecontext.serve.rows import RowPool, RowShape
+from corecontext.serve.step import DecodeBatch
+
+
+class CacheMemory:
+    """Pools of rows and the prefix store within one budget.
+
+    Args:
+        shape: Sizes of the model's cache.
+        budget: Bytes of all caches.
+        rows_per_pool: Rows that are allocated at once, at most.
+        prefixes: Beginnings of prompts; its limit is its share of the budget.
+        batch: Decodes from the pools; forgets steps of pools that are dropped.
+    """
+
+    def __init__(
+        self,
+        shape: RowShape,
+        budget: int,
+        rows_per_pool: int,
+        prefixes: PrefixStore,
+        batch: DecodeBatch,
+    ) -> None:
+        self.shape = shape
+        self.budget = budget
+        self.rows_per_pool = rows_per_pool
+        self.prefixes = prefixes
+        self.batch = batch
+        self.pools: list[RowPool] = []
+
+    @property
+    def used(self) -> int:
+        """Bytes of the rows that requests hold, and twice a row for each prompt that is read."""
+        return sum((pool.used + 2 * pool.promised) * pool.row_bytes for pool in self.pools)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all rows, used or not, of the caches into which prompts are read, and of
+        beginnings."""
+        reading = sum(pool.promised * pool.row_bytes for pool in self.pools)
+        return sum(pool.nbytes for pool in self.pools) + reading + self.prefixes.nbytes
+
+    def fits(self, config: CCAConfig | None, length: int) -> bool:
+        """Whether an empty server could hold a request: its row, and the cache into which its
+        prompt is read."""
+        return 2 * self.shape.row_bytes(config, rounded_up(length)) <= self.budget
+
+    def place(self, config: CCAConfig | None, length: int) -> RowPool | None:
+        """Choose a pool with a free row: best fit, else allocate, else any that fits, else evict
+        idle pools and allocate. None if nothing fits; idle memory is evicted even then."""
+        room = rounded_up(length)
+        needed = 2 * self.shape.row_bytes(config, room)
+        fitting = [pool for pool in self.pools if pool.has_room(config, length)]
+        best = min(fitting, key=lambda pool: pool.max_length, default=None)
+        if best is not None:
+            # The prompt is read into a cache of its own, which must fit besides the row.
+            if best.max_length <= 2 * room and self.free(best.row_bytes, keep=best):
+                return best
+            if self._is_free(needed):
+                return self._allocate(config, room)
+            if self.free(best.row_bytes, keep=best):
+                return best
+        if self.free(needed):
+            return self._allocate(config, room)
+        return None
+
+    def _allocate(self, config: CCAConfig | None, room: int) -> RowPool:
+        """Add a pool of as many rows as fit besides a cache for reading and the prefixes' share."""
+        row = self.shape.row_bytes(config, room)
+        spare = self.budget - self.allocated - row - self._prefix_share_left
+        rows = max(1, min(self.rows_per_pool, spare // row))
+        pool = RowPool(config, rows, room, self.shape, fixed=self.batch.fixed)
+        self.pools.append(pool)
+        return pool
+
+    def free(self, wanted: int, keep: RowPool | None = None) -> bool:
+        """Evict idle pools, then beginnings, until `wanted` bytes are free; whether they are.
+
+        Args:
+            keep: A pool that must stay, though it is idle.
+        """
+        if not self._is_free(wanted + self._prefix_share_left):
+            for pool in list(self.pools):
+                if pool.is_idle and pool is not keep:
+                    self.drop(pool)
+        # Only requests that need the prefixes' share take it from them.
+        missing = wanted - (self.budget - self.allocated)
+        if missing > 0:
+            self.prefixes.trim(max(0, self.prefixes.nbytes - missing))
+        return self._is_free(wanted)
+
+    def _is_free(self, wanted: int) -> bool:
+        return wanted <= self.budget - self.allocated
+
+    @property
+    def _prefix_share_left(self) -> int:
+        """Bytes of the prefixes' share that beginnings do not hold yet."""
+        return self.prefixes.limit - self.prefixes.nbytes
+
+    def release(self, pool: RowPool) -> None:
+        """Drop a pool that a request has left, if it is idle."""
+        # With captured steps it is kept until its memory is needed.
+        if pool.is_idle and not self.batch.fixed:
+            self.drop(pool)
+
+    def drop(self, pool: RowPool) -> None:
+        """Free a pool's rows and captured steps."""
+        self.pools.remove(pool)
+        self.batch.forget(pool)
+
+    def replace(self, pool: RowPool) -> RowPool | None:
+        """Drop a pool after a failed step; return a new pool with its promised rows, if any."""
+        if pool in self.pools:
+            self.drop(pool)
+        if not pool.promised:
+            return None
+        fresh = RowPool(pool.config, pool.rows, pool.max_length, self.shape, fixed=pool.fixed)
+        fresh.promised = pool.promised
+        self.pools.append(fresh)
+        return fresh
+
+    def clear(self) -> None:
+        """Drop all pools and beginnings; no request may hold any."""
+        for pool in list(self.pools):
+            self.drop(pool)
+        self.prefixes.trim(0)

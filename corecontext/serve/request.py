@@ -1,0 +1,121 @@
+"""Describe a request (`Request`, from its user) and its progress (`Slot`, of the scheduler)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from corecontext.config import CCAConfig
+from corecontext.inference.sampling import Sampling
+from corecontext.serve.prefix import Node
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks for."""
+
+    prompt: Sequence[int]
+    """Token numbers, at least one."""
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    eos: frozenset[int] = frozenset()
+    """Tokens that end the answer."""
+    group_size: int | None = None
+    """This request's g; None leaves it to the policy. Must be None where the model has a g for each
+    layer."""
+    window_size: int | None = None
+    """This request's s; None leaves it to the policy."""
+    deadline: float | None = None
+    """Time by `time.monotonic` at which the request is ended unfinished; None is never."""
+    arrived: float = field(default_factory=time.monotonic)
+
+    @property
+    def length(self) -> int:
+        """Most tokens that the cache will hold: the last new token is never fed."""
+        return len(self.prompt) + self.max_new_tokens
+
+
+@dataclass(eq=False)
+class Slot:
+    """A request on its way through the scheduler: from the queue, over its prompt, to a row."""
+
+    request: Request
+    on_token: Callable[[int], bool | None] = lambda token: False
+    """Called with each token on the scheduler's thread; returns True to end the answer with it."""
+    on_end: Callable[[Slot], Any] = lambda slot: None
+    """Called once on the scheduler's thread, with `ended` and `error` set."""
+
+    # Settings, fixed when it leaves the queue
+    config: CCAConfig | None = None
+    """CCA's settings; None under full attention, and in the queue."""
+    number: int = 0
+    """Identifies it on the ranks of a split model; 0 in the queue."""
+
+    # Its prompt, while it is read
+    cache: Any = None
+    ids: Any = None
+    """[1, L], int64."""
+    node: Node | None = None
+    """The last chunk of its prompt in the prefix store."""
+    read: int = 0
+    """Tokens of the prompt in the cache."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that were found in the prefix store."""
+
+    # Its row, while tokens are made
+    pool: Any = None
+    """`RowPool` with a row for it, promised while the prompt is read."""
+    row: int | None = None
+    generator: Any = None
+    """Its random stream, a `torch.Generator`."""
+    last_token: int = 0
+    made: int = 0
+    """New tokens so far."""
+
+    # Its end
+    started: float | None = None
+    """When it left the queue."""
+    first_token_at: float | None = None
+    cancelled: bool = False
+    ended: str | None = None
+    """"stop", "length", "cancelled", "timeout" or "error"."""
+    error: BaseException | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds since the request arrived, queue included."""
+        if self.first_token_at is None:
+            return None
+        return self.first_token_at - self.request.arrived
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that are still to be read."""
+        return len(self.request.prompt) - self.read
+
+    def wants_to_end(self, now: float) -> str | None:
+        """Return why it must end unfinished: "cancelled", "timeout" or None."""
+        if self.cancelled:
+            return "cancelled"
+        if self.request.deadline is not None and now > self.request.deadline:
+            return "timeout"
+        return None
+
+    def take(self, token: int) -> str | None:
+        """Hand a token on; return "stop" or "length" where the answer ends with it."""
+        self.last_token = token
+        self.made += 1
+        if self.on_token(token) or token in self.request.eos:
+            return "stop"
+        if self.made == self.request.max_new_tokens:
+            return "length"
+        return None
+
+    def release_prompt(self) -> None:
+        """Free the tensors for reading the prompt."""
+        self.cache = None
+        self.ids = None
+        self.node = None
