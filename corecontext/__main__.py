@@ -1,4 +1,4 @@
-"""`python -m corecontext`: the command line."""
+"""Run the command line: `python -m corecontext`."""
 
 import sys
 

@@ -1,11 +1,12 @@
-"""What a model's attention is replaced with: one frozen, validated description."""
+"""Configure CCA attention: one frozen, validated description of a model's attention."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from sys import float_info
 from typing import Any
 
@@ -17,9 +18,9 @@ LEARNED = (*LEARNED_WEIGHTS, "bias")
 CORE_POSITIONS = ("middle", "token")
 CORE_HEADS = ("kv", "query")
 CACHE_DTYPES = ("auto", "int8", "fp8")
-MOST = 2**31 - 1
-"""The largest size: what kernels count tokens with."""
 BACKENDS = ("auto", "reference", "packed", "triton")
+MOST = 2**31 - 1
+"""The largest size: kernels count tokens in 32-bit integers."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,10 @@ class CCAConfig:
     window_size: int = DEFAULT_WINDOW_SIZE
     """Nearest tokens that every query sees uncompressed (s), at least 1."""
     num_groups: int | None = None
-    """A constant number of groups (m): g = max(1, ceil((L - s) / m)) is then taken from each
-    sequence's length."""
+    """A constant number of groups (m): g = max(1, ceil((L - s) / m)) then follows each sequence's
+    length."""
     pooling: str = "cca"
-    """What makes a core token: "cca" (weights of the group's last query), "mean", "max", or
+    """Rule that makes a core token: "cca" (weights of the group's last query), "mean", "max", or
     "mean_query" (weights of the mean over its query heads, instead of the mean of their
     weights)."""
     core_position: str = "middle"
@@ -56,93 +57,51 @@ class CCAConfig:
     """First tokens of a sequence that every query sees uncompressed, rounded up to a multiple of g
     (each layer's own); their groups are not pooled. 0, the paper's rule, keeps none."""
     cache_dtype: str = "auto"
-    """How caches hold keys and values: "auto" (as they come), or in 8 bits with a scale for each
-    entry and head, "int8" or "fp8" (e4m3). What goes through a cache then sees the rounded ones;
-    training without one does not."""
+    """Format of cached keys and values: "auto" (as computed), or 8 bits with a scale for each entry
+    and head, "int8" or "fp8" (e4m3). Attention through a cache then sees the rounded ones; training
+    without a cache does not."""
     head_group_sizes: tuple[int, ...] | None = None
     """g of each KV head, in order, in every layer."""
     backend: str = "auto"
-    """Who computes: "auto", "packed" (plain torch, linear memory), "triton" (GPU kernels) or
+    """Implementation: "auto", "packed" (plain torch, linear memory), "triton" (GPU kernels) or
     "reference" (dense)."""
 
     def __post_init__(self) -> None:
-        for name in ("group_size", "window_size"):
-            _check_positive_int(name, getattr(self, name))
-        if self.num_groups is not None:
-            _check_positive_int("num_groups", self.num_groups)
-        check_int("sink_size", self.sink_size, 0)
-        for name, allowed in (
-            ("pooling", POOLINGS),
-            ("core_position", CORE_POSITIONS),
-            ("core_heads", CORE_HEADS),
-            ("cache_dtype", CACHE_DTYPES),
-            ("backend", BACKENDS),
-        ):
-            check_choice(name, getattr(self, name), allowed)
-        if isinstance(self.core_bias, bool) or not isinstance(self.core_bias, (int, float)):
-            raise TypeError(
-                f"core_bias must be a number, got {self.core_bias!r}. Use 0.0 for none."
-            )
-        for name, value in (
-            ("learned", self.learned),
-            ("layer_group_sizes", self.layer_group_sizes),
-            ("head_group_sizes", self.head_group_sizes),
-        ):
-            if not isinstance(value, (tuple, list)) and (value is not None or name == "learned"):
-                raise TypeError(f"{name} must be a tuple, got {value!r}.")
-        object.__setattr__(self, "learned", tuple(self.learned))
-        for one in self.learned:
-            check_choice("learned", one, LEARNED)
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.learned and self.pooling not in ("cca", "mean_query"):
             raise ValueError(
-                f"learned must come with pooling 'cca' or 'mean_query', got {self.pooling!r}: others have "
-                "no weights to learn."
+                f"learned must come with pooling 'cca' or 'mean_query', got {self.pooling!r}: "
+                "others have no weights to learn."
             )
         for name in ("layer_group_sizes", "head_group_sizes"):
-            sizes = getattr(self, name)
-            if sizes is None:
-                continue
-            if name == "layer_group_sizes":
-                sizes = [tuple(one) if isinstance(one, list) else one for one in sizes]
-            object.__setattr__(self, name, tuple(sizes))
-            if not sizes or () in sizes:
-                raise ValueError(f"{name} must not be empty, got {sizes}.")
-            for one in sizes:
-                for size in (
-                    one if isinstance(one, tuple) and name == "layer_group_sizes" else (one,)
-                ):
-                    _check_positive_int(name, size)
-            if self.num_groups is not None:
+            if self.num_groups is not None and getattr(self, name) is not None:
                 raise ValueError(f"num_groups must not be given with {name}: both set g.")
         if self.layer_group_sizes is not None and self.head_group_sizes is not None:
             raise ValueError(
-                "head_group_sizes must not be given with layer_group_sizes, whose entries may be tuples."
+                "head_group_sizes must not be given with layer_group_sizes, whose entries may be "
+                "tuples."
             )
-        if not abs(self.core_bias) <= float_info.max:
-            raise ValueError(f"core_bias must be finite, got {self.core_bias}. Use 0.0 for none.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values, for a model's config.json."""
+        """Return the fields as plain values, for a model's config.json."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CCAConfig:
-        """The inverse of `to_dict`; unknown keys are errors."""
+        """Make a config from the dict of `to_dict`; unknown keys are errors."""
         if not isinstance(values, Mapping):
             raise TypeError(f"CCA settings must map names to values, got {values!r}.")
-        known = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls)]
         for key in values:
-            if key not in known:
-                near = get_close_matches(str(key), known, 1)
-                raise ValueError(
-                    f"unknown CCA setting {key!r}. "
-                    + (f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}.")
-                )
+            if key not in names:
+                hint = did_you_mean(key, names) or f" Known: {', '.join(names)}."
+                raise ValueError(f"unknown CCA setting {key!r}.{hint}")
         return cls(**values)
 
     def replace(self, **changes: Any) -> CCAConfig:
-        """A copy with some fields changed, validated again; a new group_size is that of every layer
-        and head."""
+        """Return a copy with some fields changed, validated again; a new group_size is that of
+        every layer and head."""
         if changes.get("group_size", self.group_size) != self.group_size:
             changes = {"layer_group_sizes": None, "head_group_sizes": None, **changes}
         return type(self).from_dict({**self.to_dict(), **changes})
@@ -153,7 +112,7 @@ class CCAConfig:
         return self.layer_group_sizes is not None or self.head_group_sizes is not None
 
     def of_layer(self, index: int) -> CCAConfig:
-        """The settings of one full-attention layer, counted from 0.
+        """Return the settings of one full-attention layer, counted from 0.
 
         Raises:
             ValueError: layer_group_sizes has none for it.
@@ -163,7 +122,8 @@ class CCAConfig:
             return self
         if index >= len(sizes):
             raise ValueError(
-                f"layer_group_sizes must have one g for each full-attention layer, got {len(sizes)}."
+                "layer_group_sizes must have one g for each full-attention layer, got "
+                f"{len(sizes)}."
             )
         size = sizes[index]
         if isinstance(size, tuple):
@@ -171,38 +131,103 @@ class CCAConfig:
         return dataclasses.replace(self, group_size=size, layer_group_sizes=None)
 
     def of_process(self, rank: int, processes: int) -> CCAConfig:
-        """A layer's settings for the KV heads of one of the processes that share them evenly
-        (tensor parallelism)."""
+        """Return a layer's settings for one of several equal shares of its KV heads (tensor
+        parallelism)."""
         sizes = self.head_group_sizes
         if sizes is None or processes == 1:
             return self
         count = len(sizes) // processes
-        own = sizes[rank * count : (rank + 1) * count]
-        if len(set(own)) == 1:
-            return dataclasses.replace(self, group_size=own[0], head_group_sizes=None)
-        return dataclasses.replace(self, head_group_sizes=own)
+        share = sizes[rank * count : (rank + 1) * count]
+        if len(set(share)) == 1:
+            return dataclasses.replace(self, group_size=share[0], head_group_sizes=None)
+        return dataclasses.replace(self, head_group_sizes=share)
 
 
-def _check_positive_int(name: str, value: Any) -> None:
-    """Raise unless value is an int of at least 1."""
-    check_int(name, value, 1, " (a query sees itself)" if name == "window_size" else "")
-
-
-def check_int(name: str, value: Any, least: int, why: str = "") -> None:
-    """Raise unless value is an int of at least `least` (a bool is no size)."""
+def check_int(name: str, value: Any, least: int, why: str = "") -> int:
+    """Return value, or raise unless it is an int of at least `least` (a bool is no size)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
     if value < least:
         raise ValueError(f"{name} must be at least {least}{why}, got {value}.")
     if value > MOST:
         raise ValueError(f"{name} must be at most {MOST}, got {value}.")
+    return value
 
 
-def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise unless value is one of the allowed words."""
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """Return value, or raise unless it is one of the allowed words."""
     if value not in allowed:
-        near = get_close_matches(str(value), allowed, 1)
         raise ValueError(
             f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}."
-            + (f" Did you mean {near[0]!r}?" if near else "")
+            + did_you_mean(value, allowed)
         )
+    return value
+
+
+def did_you_mean(value: Any, names: Iterable[str]) -> str:
+    """Return the hint of an error: the name nearest to a value, "" where none is near."""
+    near = get_close_matches(str(value), names, 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+# Checks of single fields. Each raises, or returns the value in its normal form.
+
+
+def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _finite(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}. Use 0.0 for none.")
+    if not abs(value) <= float_info.max:
+        raise ValueError(f"{name} must be finite, got {value}. Use 0.0 for none.")
+    return value
+
+
+def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"{name} must be a tuple, got {value!r}.")
+    return tuple(value)
+
+
+def _learned(name: str, value: Any) -> tuple[str, ...]:
+    names = _tuple(name, value)
+    for learned in names:
+        check_choice(name, learned, LEARNED)
+    return names
+
+
+def _group_sizes(name: str, value: Any) -> tuple[int, ...]:
+    sizes = _tuple(name, value)
+    if not sizes:
+        raise ValueError(f"{name} must not be empty, got {sizes}.")
+    for size in sizes:
+        check_int(name, size, 1)
+    return sizes
+
+
+def _group_sizes_by_layer(name: str, value: Any) -> tuple[int | tuple[int, ...], ...]:
+    layers = [tuple(layer) if isinstance(layer, list) else layer for layer in _tuple(name, value)]
+    if not layers or () in layers:
+        raise ValueError(f"{name} must not be empty, got {layers}.")
+    for layer in layers:
+        _group_sizes(name, layer if isinstance(layer, tuple) else (layer,))
+    return tuple(layers)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "group_size": partial(check_int, least=1),
+    "window_size": partial(check_int, least=1, why=" (a query sees itself)"),
+    "num_groups": _optional(partial(check_int, least=1)),
+    "pooling": partial(check_choice, allowed=POOLINGS),
+    "core_position": partial(check_choice, allowed=CORE_POSITIONS),
+    "core_heads": partial(check_choice, allowed=CORE_HEADS),
+    "core_bias": _finite,
+    "learned": _learned,
+    "layer_group_sizes": _optional(_group_sizes_by_layer),
+    "sink_size": partial(check_int, least=0),
+    "cache_dtype": partial(check_choice, allowed=CACHE_DTYPES),
+    "head_group_sizes": _optional(_group_sizes),
+    "backend": partial(check_choice, allowed=BACKENDS),
+}

@@ -1,5 +1,4 @@
-"""What every figure shares: colours, the check before any work is done, and writing whole files
-only."""
+"""Set up and save figures: shared colours, matplotlib without a display, whole files only."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ def check_plot(path: str) -> None:
     """Raise before any work is done if a figure cannot be drawn.
 
     Raises:
-        UserError: matplotlib is missing, or the file's ending says no known format.
+        UserError: matplotlib is missing, or the file has an unknown ending.
     """
     if Path(path).suffix not in SUFFIXES:
         raise UserError(f"plot must end in {', '.join(SUFFIXES)}, got '{path}'.")
@@ -30,7 +29,7 @@ def check_plot(path: str) -> None:
 
 
 def pyplot() -> Any:
-    """matplotlib without a display."""
+    """Import matplotlib without a display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -40,10 +39,11 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: str) -> None:
-    """Write the whole figure or nothing."""
+    """Write the whole figure, or on failure no file."""
     import matplotlib
 
     # The same records make the same file: no date, and no random names inside.
+    metadata = {"Date": None} if path.endswith(".svg") else None
     with atomic_path(path) as name, matplotlib.rc_context({"svg.hashsalt": "corecontext"}):
-        figure.savefig(name, dpi=150, metadata={"Date": None} if path.endswith(".svg") else None)
+        figure.savefig(name, dpi=150, metadata=metadata)
     pyplot().close(figure)

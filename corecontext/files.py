@@ -1,5 +1,4 @@
-"""Reading what the user gives and writing what the user gets, with one clear line for everything
-that can be wrong."""
+"""Read and write the user's files, with one clear line for each mistake."""
 
 from __future__ import annotations
 
@@ -12,15 +11,14 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Something the user can put right: the command line prints it as one line and exits with code
-    2."""
+    """A mistake of the user: the command line prints it as one line and exits with code 2."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(str(message).split()))
 
 
 def read_text(path: str) -> str:
-    """The text of a file, or of standard input for "-".
+    """Read the text of a file, or of standard input for "-".
 
     Raises:
         UserError: the file is missing, not readable, empty, or not UTF-8 text.
@@ -55,8 +53,8 @@ def read_text(path: str) -> str:
 
 
 def check_output(path: str | None, force: bool = False) -> None:
-    """Raise before any work is done if `path` cannot be written, or exists and is not to be
-    overwritten."""
+    """Raise, before any work is done, if `path` cannot be written or would be overwritten without
+    `force`."""
     if path is None:
         return
     target = Path(path)
@@ -68,14 +66,14 @@ def check_output(path: str | None, force: bool = False) -> None:
         raise UserError(f"output '{path}' already exists. Use --force to overwrite it.")
     if not target.parent.is_dir():
         raise UserError(
-            f"output '{path}' must lie in an existing folder. Make '{target.parent}' first."
+            f"output '{path}' must be in an existing folder. Make '{target.parent}' first."
         )
     if not os.access(target.parent, os.W_OK):
         raise UserError(f"output '{path}' cannot be written: no permission for '{target.parent}'.")
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Make a folder where there is none.
+    """Make a folder unless it exists.
 
     Raises:
         UserError: a file is in its place, or there is no permission.
@@ -90,23 +88,21 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def alone_in(folder: str | os.PathLike[str]) -> Iterator[bool]:
-    """Whether no other process is in such a block for this folder, which exists; none gets in while
-    this one lasts.
+    """Lock an existing folder for the block; the block gets whether no other process has it.
 
-    Where the system or the file system has no locks, everybody is told so: there one process has to
-    do.
+    Where the system or the file system has no locks, every process gets True: run only one there.
     """
     try:
         import fcntl
     except ImportError:
         yield True
         return
-    handle, free = os.open(folder, os.O_RDONLY), True
+    handle = os.open(folder, os.O_RDONLY)
+    free = True
     try:
         try:
-            fcntl.flock(
-                handle, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # let go by whatever ends the process
+            # The end of the process releases it, however it comes.
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             free = False
         except OSError:
@@ -118,8 +114,8 @@ def alone_in(folder: str | os.PathLike[str]) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A temporary path beside `path` that takes its place when the block ends well, and is removed
-    when it does not."""
+    """Yield a temporary path beside `path` that replaces it when the block succeeds, and is removed
+    when it fails."""
     target = Path(path)
     handle, name = tempfile.mkstemp(
         dir=target.parent, prefix=f".{target.stem}.", suffix=target.suffix
@@ -127,7 +123,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
     os.close(handle)
     try:
         yield name
-        mask = os.umask(0)  # mkstemp files are private; give this one what open() would have given
+        # mkstemp makes private files: give the permissions that open() would have given.
+        mask = os.umask(0)
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)
         os.replace(name, target)
@@ -138,6 +135,6 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a whole file or nothing."""
+    """Write a whole file, or on failure none."""
     with atomic_path(path) as name:
         Path(name).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""One measured value with its provenance, as a JSON line: what results/*.jsonl hold."""
+"""Record measured values with their provenance, as the JSON lines of results/*.jsonl."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from corecontext.config import did_you_mean
 
 UNITS = {
     "operator.forward_ms": "ms",
@@ -58,6 +60,7 @@ UNITS = {
 """Every name a record may have, and the unit it implies."""
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn-4")
+TOP_FOLDERS = ("corecontext", "benchmarks", "reproduction")
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,9 @@ class Record:
 
     def __post_init__(self) -> None:
         if self.name not in UNITS:
-            near = get_close_matches(self.name, UNITS, 1)
+            hint = did_you_mean(self.name, UNITS)
             raise ValueError(
-                f"name must be one of corecontext.record.UNITS, got {self.name!r}."
-                + (f" Did you mean {near[0]!r}?" if near else "")
+                f"name must be one of corecontext.record.UNITS, got {self.name!r}.{hint}"
             )
         if self.unit != UNITS[self.name]:
             raise ValueError(
@@ -94,18 +96,17 @@ class Record:
             raise ValueError(f"value must be finite, got {self.value}.")
 
     def to_json(self) -> str:
-        """The record as one line of JSON, keys in the order of the fields; no quantiles where there
-        are none."""
-        values = {
-            k: v
-            for k, v in dataclasses.asdict(self).items()
-            if k not in ("q20", "q80") or v is not None
-        }
+        """Return one line of JSON, keys in the order of the fields; missing quantiles are left
+        out."""
+        values = dataclasses.asdict(self)
+        for name in ("q20", "q80"):
+            if values[name] is None:
+                del values[name]
         return json.dumps(values, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> Record:
-        """The inverse of `to_json`; unknown keys are errors."""
+        """Read the line of `to_json`; unknown keys are errors."""
         values = json.loads(line)
         unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
@@ -121,15 +122,15 @@ def make_record(
     device: str | None = None,
     command: str | None = None,
 ) -> Record:
-    """A record of this process's code and machine.
+    """Make a record of this process's code and machine.
 
     Args:
         name: A key of UNITS.
         value: One number, or the samples of which the median and the 20 and 80 % quantiles are
             recorded.
-        params: What was measured: method, sizes, dtype (docs/benchmarks.md).
-        device: What it ran on; default the CPU. See `device_name`.
-        command: How to repeat it; default this process's command line.
+        params: Method, sizes, dtype (docs/benchmarks.md).
+        device: Name of the device, see `device_name`; default the CPU's.
+        command: Command that repeats the measurement; default this process's command line.
 
     Raises:
         ValueError, TypeError: the name is unknown or the value no finite number.
@@ -155,7 +156,7 @@ def make_record(
 
 
 def median_and_quantiles(samples: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Median, 20 % and 80 % quantile; no quantiles of fewer than three samples."""
+    """Return median, 20 % and 80 % quantile; no quantiles of fewer than three samples."""
     if not samples:
         raise ValueError("samples must hold at least one value, got none.")
     if len(samples) < 3:
@@ -173,20 +174,19 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(
-            handle, text.encode()
-        )  # one write to an append-only handle: parallel runs do not mix their lines
+        # One write to an append-only handle: parallel runs do not mix their lines.
+        os.write(handle, text.encode())
     finally:
         os.close(handle)
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a file, oldest first; an error names the line."""
+    """Read the records of a file, oldest first; an error names the line."""
     return parse_records(Path(path).read_bytes(), path)
 
 
 def parse_records(data: bytes, path: str | os.PathLike[str]) -> list[Record]:
-    """The same of what the file holds, or a part of it."""
+    """Read the records in a file's bytes; `path` is for errors."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -195,101 +195,102 @@ def parse_records(data: bytes, path: str | os.PathLike[str]) -> list[Record]:
         ) from None
     records = []
     for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                records.append(Record.from_json(line))
-            except (ValueError, TypeError) as error:
-                raise ValueError(
-                    f"{path}:{number} must be a record, got {line[:60]!r}. {error}"
-                ) from None
+        if not line.strip():
+            continue
+        try:
+            records.append(Record.from_json(line))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{path}:{number} must be a record, got {line[:60]!r}. {error}"
+            ) from None
     return records
 
 
 def latest(records: Iterable[Record], name: str, **params: Any) -> Record | None:
-    """The newest record of this name whose params have these values, or None."""
-    found = [
-        r
-        for r in records
-        if r.name == name and all(r.params.get(k) == v for k, v in params.items())
+    """Return the record of this name and these params with the latest date, or None."""
+    matching = _matching(records, name, params)
+    return max(reversed(matching), key=lambda record: record.date, default=None)
+
+
+def newest(records: Iterable[Record], name: str, **params: Any) -> Record:
+    """Return the last record of this name and these params.
+
+    Raises:
+        ValueError: there is none.
+    """
+    matching = _matching(records, name, params)
+    if not matching:
+        raise ValueError(f"records must hold {name} with {params}, got none.")
+    return matching[-1]
+
+
+def _matching(records: Iterable[Record], name: str, params: Mapping[str, Any]) -> list[Record]:
+    return [
+        record
+        for record in records
+        if record.name == name
+        and all(record.params.get(key) == value for key, value in params.items())
     ]
-    return max(enumerate(found), key=lambda item: (item[1].date, item[0]))[1] if found else None
 
 
 def device_name(device: Any) -> str:
-    """A device in words: the GPU's name, or the CPU's with the number of threads torch uses."""
+    """Return the GPU's name, or the CPU's with the number of threads that torch uses."""
     import torch
 
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
-    try:
-        name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)[1]  # type: ignore[index]
-    except (OSError, TypeError):
-        pass  # not Linux, or a CPU without a model name
+    with suppress(OSError):  # not Linux
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        name = match[1] if match else name
     return f"{name}, {torch.get_num_threads()} threads"
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes the value; packages not installed are left out."""
+    """Return the versions of Python and of the installed packages that compute values."""
     from corecontext import __version__
 
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {**found, "corecontext": __version__}
+        with suppress(metadata.PackageNotFoundError):
+            numbers[package] = metadata.version(package)
+    return {**numbers, "corecontext": __version__}
 
 
 def source_version() -> tuple[str | None, bool | None]:
-    """The git commit of this code, and whether files other than results/ differ from it.
+    """Return the git commit of this code, and whether files other than results/ differ from it.
 
-    The commit is what the environment variable CORECONTEXT_COMMIT says, for a copy without its
-    history or with that of another commit; else what git says, or None where the code is installed.
+    The environment variable CORECONTEXT_COMMIT names the commit of a copy without its history;
+    otherwise git does. None where the code is installed.
     """
+    commit = os.environ.get("CORECONTEXT_COMMIT")
+    if commit:
+        return commit, None
     root = Path(__file__).resolve().parent.parent
-    told = os.environ.get("CORECONTEXT_COMMIT") or None
-    if (
-        told or not (root / "pyproject.toml").exists()
-    ):  # installed: a repository around it would not be this one
-        return told, None
+    if not (root / "pyproject.toml").exists():
+        return None, None  # installed: a repository around it would not be this one
     try:
-        git = ["git", "-C", str(root)]
-        commit = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        )
-        status = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"],
-            capture_output=True,
-            text=True,
-            check=True,
+        commit = _git(root, "rev-parse", "HEAD")
+        changes = _git(
+            root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"
         )
     except (OSError, subprocess.CalledProcessError):
-        return told, None
-    return commit.stdout.strip(), bool(status.stdout.strip())
+        return None, None
+    return commit, bool(changes)
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def command_line() -> str:
-    """How this process was started, without the machine's own paths."""
+    """Return the command that started this process, without the machine's paths."""
     program, *rest = sys.argv or [""]
-    name = Path(program).name
-    if name.endswith(".py") and "corecontext" in Path(program).parts:
-        parts = Path(program).with_suffix("").parts
-        module = ".".join(parts[len(parts) - 1 - parts[::-1].index("corecontext") :]).removesuffix(
-            ".__main__"
-        )
+    path = Path(program)
+    folders = path.with_suffix("").parts
+    tops = [i for i, folder in enumerate(folders) if folder in TOP_FOLDERS]
+    if path.suffix == ".py" and tops:
+        module = ".".join(folders[tops[-1] :]).removesuffix(".__main__")
         return shlex.join(["python", "-m", module, *rest])
-    return shlex.join([name, *rest])
-
-
-def newest(records: Iterable[Record], name: str, **params: Any) -> Record:
-    """The last record of this name and these params.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for r in reversed(list(records)):
-        if r.name == name and all(r.params.get(key) == value for key, value in params.items()):
-            return r
-    raise ValueError(f"records must hold {name} with {params}, got none.")
+    return shlex.join([path.name, *rest])

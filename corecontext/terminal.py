@@ -1,5 +1,4 @@
-"""What the user sees: tables on standard output; progress on standard error, a bar or now and then
-a line."""
+"""Show tables on standard output and progress on standard error."""
 
 from __future__ import annotations
 
@@ -11,43 +10,40 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-LINE_EVERY_S = 10.0  # in a log file a short job says nothing, a long one shows that it lives
+LINE_EVERY_S = 10.0
+"""Seconds between lines of progress in a log file: a short job writes none."""
 
 Advance = Callable[[float], None]
 
 
 def console() -> Console:
-    """Standard output; wide enough for every table where it is no terminal."""
+    """Return standard output; 120 columns wide where it is no terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 @contextlib.contextmanager
 def progress(description: str, total: float) -> Iterator[Advance]:
-    """Show a piece of work while it lasts; the block gets a function to call with the amount just
-    done."""
+    """Show a piece of work while it lasts: a bar, or lines where there is no terminal.
+
+    The block gets a function to call with the amount just done.
+    """
     if sys.stderr.isatty():
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-        )
+        text = TextColumn("{task.description}")
+        columns = (text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(description, total=total)
             yield lambda amount: bar.advance(task, amount)
         return
 
-    done, spoken = 0.0, time.monotonic()
+    done = 0.0
+    printed = time.monotonic()
 
     def advance(amount: float) -> None:
-        nonlocal done, spoken
+        nonlocal done, printed
         done += amount
-        if time.monotonic() - spoken >= LINE_EVERY_S:
-            spoken = time.monotonic()
-            print(
-                f"{description}: {min(100, round(100 * done / total))} %",
-                file=sys.stderr,
-                flush=True,
-            )
+        if time.monotonic() - printed >= LINE_EVERY_S:
+            printed = time.monotonic()
+            percent = min(100, round(100 * done / total))
+            print(f"{description}: {percent} %", file=sys.stderr, flush=True)
 
     yield advance

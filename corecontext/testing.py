@@ -1,5 +1,4 @@
-"""What tests and benchmarks share: inputs, the plain PyTorch to be measured against, and the error
-budget per row.
+"""Make inputs, plain PyTorch results and error budgets per row, for tests and benchmarks.
 
 docs/numerics.md says why the budget looks as it does.
 """
@@ -19,67 +18,83 @@ from corecontext.ops.rotary import Rotary
 from corecontext.visibility import num_complete_groups, num_sinks, visible_cores_of
 
 
+class Sizes(NamedTuple):
+    """Sizes of the queries, and how many KV heads the keys have."""
+
+    batch_size: int = 1
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+
+
+class PlainSettings(NamedTuple):
+    """Settings of `plain_cca`, as in `cca_attention`."""
+
+    group_size: int
+    window_size: int
+    pooling: str = "cca"
+    core_position: str = "middle"
+    core_heads: str = "kv"
+    rotary: Rotary | None = None
+    softcap: float | None = None
+    sink_size: int = 0
+
+
 class Inputs(NamedTuple):
-    """One call's tensors, and the gradients sent into its output and log-sum-exp (None: it is not
-    differentiated)."""
+    """One call's tensors, and the gradients of its output and log-sum-exp."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     grad_out: Tensor
     grad_lse: Tensor | None
+    """None: the log-sum-exp is not differentiated."""
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same numbers in another dtype."""
+        """Return the same numbers in another dtype."""
         return Inputs(*(None if x is None else x.to(dtype) for x in self))
 
 
 def make_inputs(
     seq_len: int,
     *,
-    batch_size: int = 1,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 16,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
     transposed: bool = False,
     with_lse: bool = True,
+    **sizes: int,
 ) -> Inputs:
-    """Normal random inputs, equal on every device for one seed.
+    """Draw normal random inputs, equal on every device for one seed.
 
     Args:
         transposed: Strides as Hugging Face models make them: [B, L, H, D] in memory, seen as [B, H,
             L, D].
         with_lse: Give the log-sum-exp a gradient too. Fused backward kernels take none, so both
             ways need tests.
+        sizes: Fields of `Sizes`.
 
     Returns:
         q, grad_out [B, H, L, D]; k, v [B, Hkv, L, D]; grad_lse [B, H, L] in float32 (float64 for
         float64), or None.
     """
+    batch_size, num_heads, num_kv_heads, head_dim = Sizes(**sizes)
     generator = torch.Generator("cpu").manual_seed(seed)
 
-    def draw(heads: int) -> Tensor:
-        x = torch.randn(
-            batch_size,
-            heads,
-            seq_len,
-            head_dim,
-            generator=generator,
-            dtype=torch.float64,
-            device="cpu",
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(
+            batch_size, *shape, generator=generator, dtype=torch.float64, device="cpu"
         )
-        x = x.to(device, dtype)
-        return x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x
 
-    q, k, v, grad_out = draw(num_heads), draw(num_kv_heads), draw(num_kv_heads), draw(num_heads)
-    grad_lse = torch.randn(
-        batch_size, num_heads, seq_len, generator=generator, dtype=torch.float64, device="cpu"
-    )
-    grad_lse = grad_lse.to(device, torch.promote_types(dtype, torch.float32)) if with_lse else None
-    return Inputs(q, k, v, grad_out, grad_lse)
+    tensors = []
+    for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads):
+        x = draw(heads, seq_len, head_dim).to(device, dtype)
+        tensors.append(x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x)
+    grad_lse = None
+    if with_lse:
+        wide = torch.promote_types(dtype, torch.float32)
+        grad_lse = draw(num_heads, seq_len).to(device, wide)
+    return Inputs(*tensors, grad_lse)
 
 
 def plain_cca(
@@ -87,73 +102,79 @@ def plain_cca(
     k: Tensor,
     v: Tensor,
     *,
-    group_size: int,
-    window_size: int,
-    pooling: str = "cca",
-    core_position: str = "middle",
-    core_heads: str = "kv",
-    rotary: Rotary | None = None,
-    softcap: float | None = None,
     core_bias: Tensor | None = None,
-    sink_size: int = 0,
     fused: bool = False,
+    **settings: Any,
 ) -> tuple[Tensor, Tensor]:
-    """CCA as model code would write it in the inputs' own dtype: what errors are compared with.
+    """Compute CCA as model code would write it in the inputs' own dtype; errors are compared with
+    its errors.
 
-    Core tokens and raw tokens in one masked matrix of scores. Arguments as in `cca_attention`.
+    Core tokens and raw tokens are in one masked matrix of scores.
 
     Args:
+        core_bias: [B, H], added to the scores of core tokens.
         fused: Take the output from `scaled_dot_product_attention` instead of an eager softmax.
+        settings: Fields of `PlainSettings`.
     """
+    chosen = PlainSettings(**settings)
+    group_size = chosen.group_size
     seq_len, head_dim, repeats = q.shape[2], q.shape[3], q.shape[1] // k.shape[1]
+    scale = head_dim**-0.5
+
+    # Core tokens, one for each query head.
     num_cores = num_complete_groups(seq_len, group_size)
     k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
     groups_k, groups_v = (
         x[:, :, : num_cores * group_size].unflatten(2, (num_cores, group_size)) for x in (k, v)
     )
-    capped = (lambda x: x) if softcap is None else (lambda x: softcap * torch.tanh(x / softcap))
-    scores = capped(
-        (groups_k @ q[:, :, group_size - 1 :: group_size, :, None])[..., 0] * head_dim**-0.5
-    )
-    if rotary is not None and core_position == "middle":
-        groups_k = rotary.turn(
-            groups_k, group_size // 2 - torch.arange(group_size, device=q.device)
-        )
-    if pooling == "max":
+    q_last = q[:, :, group_size - 1 :: group_size, :, None]
+    weights = _cap((groups_k @ q_last)[..., 0] * scale, chosen.softcap).softmax(-1)
+    if chosen.rotary is not None and chosen.core_position == "middle":
+        offsets = group_size // 2 - torch.arange(group_size, device=q.device)
+        groups_k = chosen.rotary.turn(groups_k, offsets)
+    if chosen.pooling == "max":
         core_k, core_v = groups_k.amax(3), groups_v.amax(3)
     else:
-        weights = (
-            scores.softmax(-1) if pooling == "cca" else torch.full_like(scores, 1 / group_size)
-        )
-        if core_heads == "kv":
+        if chosen.pooling == "mean":
+            weights = torch.full_like(weights, 1 / group_size)
+        if chosen.core_heads == "kv":
             weights = weights.unflatten(1, (-1, repeats)).mean(2).repeat_interleave(repeats, 1)
         core_k, core_v = ((weights[..., None, :] @ x)[..., 0, :] for x in (groups_k, groups_v))
+
+    # One softmax over core tokens and raw tokens.
     keys, values = torch.cat((core_k, k), 2), torch.cat((core_v, v), 2)
-    position = torch.arange(seq_len, device=q.device)[:, None]
-    visible_cores = visible_cores_of(position, group_size, window_size)
-    sinks, core = num_sinks(sink_size, group_size), torch.arange(num_cores, device=q.device)
-    raw = ((visible_cores * group_size <= position.T) | (sinks > position.T)) & (
-        position >= position.T
-    )
-    seen = torch.cat(((core < visible_cores) & (core >= sinks // group_size), raw), 1)
-    scores = capped(q @ keys.mT * head_dim**-0.5)
+    seen = _seen(seq_len, chosen, q.device)
+    scores = _cap(q @ keys.mT * scale, chosen.softcap)
+    bias = None
     if core_bias is not None:
-        scores = (
-            scores
-            + F.pad(core_bias.to(q.dtype)[:, None].expand(-1, num_cores), (0, seq_len))[:, None]
-        )
+        bias = core_bias.to(q.dtype)[:, None].expand(-1, num_cores)
+        bias = F.pad(bias, (0, seq_len))[:, None]
+        scores = scores + bias
     scores = scores.masked_fill(~seen, -torch.inf).to(torch.promote_types(q.dtype, torch.float32))
-    if fused and softcap is None:
-        mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -torch.inf)
-        if core_bias is not None:
-            mask = (
-                mask
-                + F.pad(
-                    core_bias.detach().to(q.dtype)[:, None].expand(-1, num_cores), (0, seq_len)
-                )[:, None]
-            )
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask), scores.logsumexp(-1)
-    return scores.softmax(-1).to(q.dtype) @ values, scores.logsumexp(-1)
+    lse = scores.logsumexp(-1)
+    if not fused or chosen.softcap is not None:
+        return scores.softmax(-1).to(q.dtype) @ values, lse
+    mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -torch.inf)
+    if bias is not None:
+        mask = mask + bias.detach()
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask), lse
+
+
+def _cap(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def _seen(seq_len: int, settings: PlainSettings, device: torch.device) -> Tensor:
+    """Return the mask [L, M + L] of core tokens and raw tokens that queries see."""
+    group_size = settings.group_size
+    position = torch.arange(seq_len, device=device)[:, None]
+    key_position = position.T
+    visible_cores = visible_cores_of(position, group_size, settings.window_size)
+    sinks = num_sinks(settings.sink_size, group_size)
+    core = torch.arange(num_complete_groups(seq_len, group_size), device=device)
+    seen_cores = (core < visible_cores) & (core >= sinks // group_size)
+    uncovered = (visible_cores * group_size <= key_position) | (sinks > key_position)
+    return torch.cat((seen_cores, uncovered & (position >= key_position)), 1)
 
 
 def results_and_gradients(
@@ -162,21 +183,21 @@ def results_and_gradients(
     core_bias: Tensor | None = None,
     **settings: Any,
 ) -> dict[str, Tensor]:
-    """out, lse and the gradients of q, k, v (and core_bias) of function(q, k, v, core_bias=...,
-    **settings)."""
+    """Return out, lse and the gradients of q, k, v (and core_bias) of function(q, k, v,
+    core_bias=..., **settings)."""
     leaves = {name: x.detach().requires_grad_() for name, x in zip("qkv", inputs)}
     if core_bias is not None:
         leaves["core_bias"] = core_bias.detach().clone().requires_grad_()
     out, lse = function(**leaves, **settings)
-    outputs, into = [out], [inputs.grad_out]
+    outputs = [out]
+    grads_in = [inputs.grad_out]
     if inputs.grad_lse is not None:
-        outputs, into = [out, lse], [inputs.grad_out, inputs.grad_lse.to(lse.dtype)]
-    grads = torch.autograd.grad(outputs, list(leaves.values()), into, materialize_grads=True)
-    found = {
-        "out": out.detach(),
-        "lse": lse.detach()[..., None],
-    }  # a log-sum-exp is a row of one value
-    return {**found, **{f"grad_{name}": grad for name, grad in zip(leaves, grads)}}
+        outputs.append(lse)
+        grads_in.append(inputs.grad_lse.to(lse.dtype))
+    grads = torch.autograd.grad(outputs, list(leaves.values()), grads_in, materialize_grads=True)
+    # A log-sum-exp is a row of one value.
+    results = {"out": out.detach(), "lse": lse.detach()[..., None]}
+    return results | {f"grad_{name}": grad for name, grad in zip(leaves, grads)}
 
 
 def assert_accurate(
@@ -190,25 +211,20 @@ def assert_accurate(
 
     Truth is the reference in float64. The plain error of a row is the larger one of eager and fused
     plain PyTorch, since a single one is now and then zero by luck. Roundings granted beyond it: two
-    of the output (its parts, their merge); three of the log-sum-exp (two parts and their merge);
-    two of the gradient of v (the log-sum-exp inside the weights, the sum); four of those of q and k
-    (also dO . out and dO . v); for the core bias one of each term, added in quadrature.
+    of the output (its partial results, their merge); three of the log-sum-exp (two partial results
+    and their merge); two of the gradient of v (the log-sum-exp inside the weights, the sum); four
+    of those of q and k (also dO . out and dO . v); for the core bias one of each term, added in
+    quadrature.
     """
+    reference = functools.partial(cca_attention, backend="reference", return_lse=True)
     wide_bias = None if core_bias is None else core_bias.double()
-    truth = results_and_gradients(
-        functools.partial(cca_attention, backend="reference", return_lse=True),
-        inputs.to(torch.float64),
-        wide_bias,
-        **settings,
-    )
+    truth = results_and_gradients(reference, inputs.to(torch.float64), wide_bias, **settings)
     actual = results_and_gradients(function, inputs, core_bias, **settings)
     plain = [
-        results_and_gradients(
-            functools.partial(plain_cca, fused=fused), inputs, core_bias, **settings
-        )
+        results_and_gradients(plain_cca, inputs, core_bias, fused=fused, **settings)
         for fused in (False, True)
     ]
-    dtype, seq_len, head_dim = inputs.q.dtype, inputs.q.shape[2], inputs.q.shape[3]
+    _, num_heads, seq_len, head_dim = inputs.q.shape
     row = head_dim**0.5  # norm of a row of the inputs, whose elements are of size 1
     roundings = {
         "out": (2, row / 2),
@@ -216,15 +232,15 @@ def assert_accurate(
         "grad_q": (4, row),
         "grad_k": (4, row),
         "grad_v": (2, row),
-        "grad_core_bias": (1, row * (inputs.q.shape[1] * seq_len) ** 0.5),
+        "grad_core_bias": (1, row * (num_heads * seq_len) ** 0.5),
     }
     for name, value in actual.items():
-        plain_error = torch.stack([row_errors(run[name], truth[name]) for run in plain]).amax(0)
-        assert_within_budget(value, truth[name], plain_error, name, dtype, *roundings[name])
+        errors = torch.stack([row_errors(run[name], truth[name]) for run in plain]).amax(0)
+        assert_within_budget(value, truth[name], errors, name, inputs.q.dtype, *roundings[name])
 
 
 def row_errors(x: Tensor, truth: Tensor) -> Tensor:
-    """Distance of each row [..., D] from the truth, in float64."""
+    """Return the distance of each row [..., D] from the truth, in float64."""
     return (x.double() - truth.double()).norm(dim=-1)
 
 
@@ -238,14 +254,13 @@ def assert_within_budget(
     size: float = 1.0,
     factor: float = 2.0,
 ) -> None:
-    """Raise where a row's error exceeds `factor` times that of plain PyTorch plus a rounding or a
-    few.
+    """Raise where a row's error exceeds `factor` times that of plain PyTorch plus some roundings.
 
     Args:
         actual, truth: [..., T, D]; the truth in float64.
         plain_error: [..., T], the row errors of plain PyTorch at the same precision.
-        dtype: Whose rounding is granted: that of the inputs.
-        roundings: How many, each of the dtype's epsilon times the norm of the row.
+        dtype: The inputs' dtype, whose roundings are granted.
+        roundings: Their number, each of the dtype's epsilon times the norm of the row.
         size: Least such norm; a row that cancels to less (the gradient of a query that sees one
             key is 0) still rounds terms of this size.
 
@@ -254,23 +269,23 @@ def assert_within_budget(
             budget.
     """
     error = row_errors(actual, truth)
-    allowed = factor * plain_error + roundings * torch.finfo(dtype).eps * truth.double().norm(
-        dim=-1
-    ).clamp(min=size)
+    norm = truth.double().norm(dim=-1).clamp(min=size)
+    allowed = factor * plain_error + roundings * torch.finfo(dtype).eps * norm
     bad = ~(error <= allowed)
-    if bool(bad.any()):
-        worst = torch.where(bad, error / allowed, 0).nan_to_num(torch.inf).argmax()
-        row = [int(i) for i in torch.unravel_index(worst, error.shape)]
-        raise AssertionError(
-            f"{name}: {int(bad.sum())} of {bad.numel()} rows exceed their budget; row {row} is off by "
-            f"{float(error.flatten()[worst]):.3g}, allowed {float(allowed.flatten()[worst]):.3g} "
-            f"(plain PyTorch: {float(plain_error.flatten()[worst]):.3g})."
-        )
+    if not bool(bad.any()):
+        return
+    worst = torch.where(bad, error / allowed, 0).nan_to_num(torch.inf).argmax()
+    row = [int(i) for i in torch.unravel_index(worst, error.shape)]
+    error, allowed, plain = (float(x.flatten()[worst]) for x in (error, allowed, plain_error))
+    raise AssertionError(
+        f"{name}: {int(bad.sum())} of {bad.numel()} rows exceed their budget; row {row} is off by "
+        f"{error:.3g}, allowed {allowed:.3g} (plain PyTorch: {plain:.3g})."
+    )
 
 
 def effective_map(q: Tensor, k: Tensor, **settings: Any) -> Tensor:
-    """The weight of every raw token in every output, core weights spread over their groups: [B, H,
-    L, L].
+    """Return the weight of every raw token in every output, [B, H, L, L]; core weights are spread
+    over their groups.
 
     Outputs are linear in the values, so values that are unit vectors show the weights themselves;
     `cca_attention` is called once for every D tokens.
@@ -278,7 +293,7 @@ def effective_map(q: Tensor, k: Tensor, **settings: Any) -> Tensor:
     seq_len, head_dim = q.shape[2], q.shape[3]
     unit = torch.eye(-(-seq_len // head_dim) * head_dim, dtype=q.dtype, device=q.device)[:seq_len]
     columns = [
-        cca_attention(q, k, part.expand_as(k).contiguous(), **settings)
-        for part in unit.split(head_dim, 1)
+        cca_attention(q, k, values.expand_as(k).contiguous(), **settings)
+        for values in unit.split(head_dim, 1)
     ]
     return torch.cat(columns, -1)[..., :seq_len]

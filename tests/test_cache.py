@@ -224,13 +224,8 @@ def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixe
         assert layer.nbytes == layer.allocated_bytes == entries(n) * token
         shape = RowShape(3, 2, 4, D, 4)
         assert 2 * shape.row_bytes(config, n) == 3 * layer.nbytes
-        assert (
-            2
-            * cost.cache_bytes(
-                n, 1, 2, D, 4, group_size=g, window_size=s, cores_per_group=width, sinks=sinks
-            )
-            == layer.nbytes
-        )
+        count = cost.cache_entries(n, g, s, width, sinks)
+        assert 2 * cost.cache_bytes(count, 1, 2, D, 4) == layer.nbytes
 
 
 def test_growth_is_geometric_not_per_token():

@@ -469,7 +469,7 @@ PERPLEXITY = ["perplexity", "good.txt"]
         ),
         (
             [*GENERATE, "--model", "MODEL", "--output", "no/out"],
-            "output 'no/out' must lie in an existing folder.",
+            "output 'no/out' must be in an existing folder.",
         ),
         (
             [*GENERATE, "--model", "MODEL", "--output", "."],
@@ -534,7 +534,7 @@ PERPLEXITY = ["perplexity", "good.txt"]
             "chunk-size must not be given with num-groups",
         ),
         (["demo", "--plot", "a.gif"], "plot must end in .png, .svg, .pdf, got 'a.gif'."),
-        (["demo", "--json", "no/a.jsonl"], "output 'no/a.jsonl' must lie in an existing folder."),
+        (["demo", "--json", "no/a.jsonl"], "output 'no/a.jsonl' must be in an existing folder."),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )

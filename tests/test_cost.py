@@ -65,9 +65,7 @@ def test_the_papers_figure():
 def test_cache_bytes():
     assert cost.cache_entries(100, 8, 20) == 12 + 27
     assert cost.cache_entries(100, 8, 20, cores_per_group=3) == 36 + 27
-    assert (
-        cost.cache_bytes(100, 3, 2, 16, 4, group_size=8, window_size=20) == 2 * 3 * 2 * 16 * 4 * 39
-    )
+    assert cost.cache_bytes(cost.cache_entries(100, 8, 20), 3, 2, 16, 4) == 2 * 3 * 2 * 16 * 4 * 39
 
 
 def test_the_floor_is_the_slower_of_arithmetic_and_memory():
