@@ -12,7 +12,7 @@ from corecontext.demo import figure
 from corecontext.cli import main
 from corecontext.demo import compare
 from corecontext.demo.compare import ASSETS, DemoSettings, formula_bytes, plan, run_demo
-from corecontext.demo.table import print_report
+from corecontext.demo.printed import print_report
 from corecontext.demo.task import Task
 from corecontext.files import UserError
 from corecontext.record import read_records

@@ -1,4 +1,4 @@
-"""The command line: one table of commands, whose functions lie in the files beside this one."""
+"""Command line: one table of commands, whose functions are in the files beside this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that have moved out of the package: each says where it went. For one release."""
+"""Point to the programs that commands outside of the package have become, for one release."""
 
 from __future__ import annotations
 
@@ -22,5 +22,6 @@ def reproduce(ctx: typer.Context) -> None:
 def _moved(old: str, module: str, arguments: list[str]) -> UserError:
     command = " ".join(["python -m", module, *arguments])
     return UserError(
-        f"`corecontext {old}` has moved out of the package. In a clone of the repository, run: {command}"
+        f"`corecontext {old}` has moved out of the package. In a clone of the repository, run: "
+        f"{command}"
     )

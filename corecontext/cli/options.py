@@ -1,36 +1,70 @@
-"""Options that several commands share.
-
-typer reads these annotations at run time on Python 3.10 as well, hence Optional.
-"""
+"""Options that several commands share, checks of their values, and commands made of them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 import typer
+
+from corecontext.baselines.rivals import offered, takers
+from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE
+from corecontext.files import UserError
+
+
+def listed(names: tuple[str, ...]) -> str:
+    """Join names as a sentence does: "a, b or c"."""
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
 
 Model = Annotated[
     str, typer.Option(help="Folder in the Hugging Face format, or an identifier on the hub.")
 ]
+Text = Annotated[str, typer.Argument(help="Text, or - for standard input.")]
 GroupSize = Annotated[
     int | None,
-    typer.Option(help="Tokens per core token, g. Default: the checkpoint's, else 16."),
+    typer.Option(
+        help=f"Tokens per core token, g. Default: the checkpoint's, else {DEFAULT_GROUP_SIZE}."
+    ),
 ]
 WindowSize = Annotated[
     int | None,
-    typer.Option(help="Nearest tokens kept as they are, s. Default: the checkpoint's, else 1024."),
+    typer.Option(
+        help="Nearest tokens kept as they are, s. Default: the checkpoint's, else "
+        f"{DEFAULT_WINDOW_SIZE}."
+    ),
+]
+Sinks = Annotated[
+    int | None,
+    typer.Option(
+        "--sinks",
+        "--sink-size",
+        help=f"First tokens that stay uncompressed: {listed(('cca', *takers('sinks')))}. Under cca "
+        "whole groups. Default: the checkpoint's, else 0; a rival's own.",
+    ),
 ]
 CacheDtype = Annotated[
     str | None,
     typer.Option(
-        help="auto, or int8 or fp8 for a cache of 8-bit keys and values. "
+        help="Cached keys and values: auto, or 8 bits as int8 or fp8. "
         "Default: the checkpoint's, else auto."
     ),
 ]
 Method = Annotated[str, typer.Option(help="cca, or full for the model's own attention.")]
+AnyMethod = Annotated[str, typer.Option(help=f"{listed(('cca', 'full', *offered('eval')))}.")]
+ChunkSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of a prompt read at once; bounds the memory. Default: by the free memory."
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Seed of random choices.")]
 Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 Json = Annotated[
     str | None,
     typer.Option("--json", help="Append the measured values to this file, one JSON line each."),
@@ -39,55 +73,127 @@ Plot = Annotated[
     str | None,
     typer.Option("--plot", help="Draw a figure (.png, .svg or .pdf); needs the extra 'plot'."),
 ]
-DATA_HELP = "Folder with the task's files (docs/evaluation.md), or TASK=PATH; may be repeated."
 Tasks = Annotated[
     list[str],
     typer.Option(help="perplexity, multidoc_qa, ruler, mmlu or longbench; may be repeated."),
 ]
-Data = Annotated[list[str], typer.Option(help=DATA_HELP)]
-Lengths = Annotated[
-    list[int] | None,
+Data = Annotated[
+    list[str],
     typer.Option(
-        help="Tokens; may be repeated. Of a window (perplexity), of "
-        "prompt and answer (ruler), of a prompt before its middle "
-        "is cut (longbench)."
+        help="Folder with the task's files (docs/evaluation.md), or TASK=PATH; may be repeated."
     ),
 ]
-Documents = Annotated[
-    list[int] | None, typer.Option(help="Passages (multidoc_qa); may be repeated. Default: 20.")
-]
-Subtasks = Annotated[
-    list[str] | None,
-    typer.Option(help="Part of the tasks to run, or TASK:PART; may be repeated. Default: all."),
-]
-Limit = Annotated[int | None, typer.Option(help="Most questions of each part.")]
-Positions = Annotated[int, typer.Option(help="Places of the right passage (multidoc_qa).")]
-Shots = Annotated[int, typer.Option(help="Examples before a question (mmlu).")]
-Seed = Annotated[int, typer.Option(help="Of everything drawn.")]
-NewTokens = Annotated[int | None, typer.Option(help="Replaces the task's own limits of an answer.")]
-Sinks = Annotated[
-    int | None,
-    typer.Option(
-        "--sinks",
-        "--sink-size",
-        help="First tokens that stay uncompressed, for "
-        "cca (whole groups), streaming_llm and lm_infinite. Default: the "
-        "checkpoint's, else 0; the rivals' own.",
-    ),
-]
-Patterns = Annotated[
-    str | None, typer.Option(help="File with minference's patterns of this model.")
-]
-NumGroups = Annotated[
-    int | None, typer.Option(help="Constant number of core tokens; replaces --group-size.")
-]
-ChunkSize = Annotated[
-    int | None, typer.Option(help="Tokens of a prompt read at once; bounds the memory.")
-]
-Results = Annotated[
-    str | None,
-    typer.Option(
-        help="Append each item to this file as soon as it is done; items it "
-        "holds already are not run again."
-    ),
-]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a command loads its model: the arguments of `corecontext.loading.load`."""
+
+    method: Method = "cca"
+    group_size: GroupSize = None
+    window_size: WindowSize = None
+    sinks: Sinks = None
+    cache_dtype: CacheDtype = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What `eval` and `compare` run beside methods and tasks."""
+
+    length: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Tokens; may be repeated: of a window (perplexity), of prompt and answer (ruler), "
+            "of a prompt before its middle is cut (longbench)."
+        ),
+    ] = None
+    documents: Annotated[
+        list[int] | None, typer.Option(help="Passages (multidoc_qa); may be repeated. Default: 20.")
+    ] = None
+    subtask: Annotated[
+        list[str] | None,
+        typer.Option(help="Subtask to run, or TASK:SUBTASK; may be repeated. Default: all."),
+    ] = None
+    limit: Annotated[
+        int | None, typer.Option(help="Most questions of each subtask. Default: all.")
+    ] = None
+    positions: Annotated[int, typer.Option(help="Places of the right passage (multidoc_qa).")] = 5
+    shots: Annotated[int, typer.Option(help="Examples before a question (mmlu).")] = 5
+    seed: Seed = 42
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of an answer. Default: the task's own limit.")
+    ] = None
+    group_size: GroupSize = None
+    window_size: WindowSize = None
+    sinks: Sinks = None
+    patterns: Annotated[
+        str | None,
+        typer.Option(help=f"File with the model's patterns: {', '.join(takers('patterns'))}."),
+    ] = None
+    num_groups: Annotated[
+        int | None, typer.Option(help="Constant number of core tokens; replaces --group-size.")
+    ] = None
+    chunk_size: ChunkSize = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    results: Annotated[
+        str | None,
+        typer.Option(
+            help="Append each item to this file as soon as it is done; finished items are not run "
+            "again."
+        ),
+    ] = None
+    json: Json = None
+
+
+def with_options(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a command take every field of a dataclass as an option; it gets them as `options`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        names = [field.name for field in fields(kind)]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            options = kind(**{name: given.pop(name) for name in names})
+            command(**given, options=options)
+
+        parameters = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for function in (command, kind)
+            for parameter in inspect.signature(function, eval_str=True).parameters.values()
+            if parameter.name != "options"
+        ]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def check_least(least: int, **values: int | None) -> None:
+    """Raise a UserError unless each option, by its name, is at least `least` or left out."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            option = name.replace("_", "-")
+            raise UserError(f"{option} must be at least {least}, got {value}.")
+
+
+def check_appended(*paths: str | None) -> None:
+    """Raise a UserError, before any work is done, for files that cannot be appended to."""
+    from corecontext.files import check_output
+
+    for path in paths:
+        check_output(path, force=True)
+
+
+def check_drawn(path: str | None, force: bool) -> None:
+    """Raise a UserError, before any work is done, for a figure that cannot be drawn."""
+    if path is None:
+        return
+    from corecontext.drawing import check_plot
+    from corecontext.files import check_output
+
+    check_output(path, force)
+    check_plot(path)

@@ -1,2 +1,1 @@
-"""`corecontext demo`: one small model, one document, full attention and CCA side by side at the
-same weights."""
+"""The demo: full attention and CCA side by side on one small model and one document."""

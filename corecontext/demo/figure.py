@@ -1,4 +1,4 @@
-"""The demo's figure, and its table in Markdown."""
+"""Draw the demo's figure, and write its table in Markdown."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ DEMO_ROWS = (
     ("perplexity", "perplexity", "{:.3f}", 1),
     ("planted facts found", "retrieval_accuracy", "{:.0%}", 1),
 )
+"""Label, record, format and unit of each quantity."""
 
 
 def draw_demo(records: Sequence[Record], path: str) -> None:
-    """Bars of what the demo measured, full attention beside CCA."""
+    """Draw bars of the measured values, full attention beside CCA."""
     rows = [row for row in DEMO_ROWS if row[1] != "retrieval_accuracy"]
-    figure, axes = pyplot().subplots(
-        1, len(rows), figsize=(2.3 * len(rows), 2.6), layout="constrained"
-    )
+    size = (2.3 * len(rows), 2.6)
+    figure, axes = pyplot().subplots(1, len(rows), figsize=size, layout="constrained")
     for axis, (label, name, shown, unit) in zip(axes, rows):
-        values = [
-            newest(records, f"demo.{name}", method=method).value / unit
-            for method in ("full", "cca")
-        ]
+        values = _values(records, name, unit)
         bars = axis.bar(("full", "CCA"), values, color=(FULL, CCA))
         axis.bar_label(bars, [shown.format(value) for value in values], fontsize=8)
         axis.set_title(label, fontsize=9)
@@ -44,19 +41,22 @@ def draw_demo(records: Sequence[Record], path: str) -> None:
 
 
 def demo_table(records: Sequence[Record]) -> str:
-    """README's table of the demo, in Markdown."""
+    """Return README's table of the demo, in Markdown."""
     params = newest(records, "demo.first_token_s", method="cca").params
     lines = [
-        f"`corecontext demo` on {records[-1].device}: {params['length']} tokens, {params['dtype']}, "
-        f"g = {params['group_size']}, s = {params['window_size']}.",
+        f"`corecontext demo` on {records[-1].device}: {params['length']} tokens, "
+        f"{params['dtype']}, g = {params['group_size']}, s = {params['window_size']}.",
         "",
         "| | full attention | CCA |",
         "|---|---:|---:|",
     ]
     for label, name, shown, unit in DEMO_ROWS:
-        values = [
-            newest(records, f"demo.{name}", method=method).value / unit
-            for method in ("full", "cca")
-        ]
-        lines.append(f"| {label} | " + " | ".join(shown.format(value) for value in values) + " |")
+        cells = [shown.format(value) for value in _values(records, name, unit)]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _values(records: Sequence[Record], name: str, unit: float) -> list[float]:
+    """Return a quantity of full attention and of CCA."""
+    methods = ("full", "cca")
+    return [newest(records, f"demo.{name}", method=method).value / unit for method in methods]

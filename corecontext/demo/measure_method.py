@@ -1,10 +1,9 @@
-"""Everything the demo measures for one method, in a process of its own, so that the peak memory is
-this method's alone.
+"""Measure one method of the demo, in a process of its own so that the peak memory is its alone.
 
 One prefill serves all: its last token gives the first new token, its hidden states the perplexity,
-its cache the answers. The parent process starts `python -m corecontext.demo.measure_method SETTINGS`
-and reads JSON lines from standard output: {"advance": fraction of the work just done}, and at the
-end {"result": ...} or {"error": one line}.
+its cache the answers. The parent process starts `python -m corecontext.demo.measure_method`, writes
+the model, the options and the task to standard input, and reads JSON lines from standard output:
+{"advance": fraction of the work just done}, and at the end {"result": ...} or {"error": one line}.
 """
 
 from __future__ import annotations
@@ -21,29 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corecontext.demo.task import Task
+from corecontext.demo.task import Question, Task
 from corecontext.files import UserError
 from corecontext.integrations.hf_cache import cache_bytes
 from corecontext.loading import Loaded, is_out_of_memory, load
 from corecontext.measure import PeakMemory, synchronize
 from corecontext.perplexity import hidden_nll
 
-SHARES = {
-    "prefill": 0.6,
-    "perplexity": 0.05,
-    "decode": 0.1,
-    "questions": 0.25,
-}  # of the progress bar
-PREFILL_BUDGET_S = (
-    12.0  # repeat the prefill up to PREFILL_REPEATS times while it has taken less than this
-)
+SHARES = {"prefill": 0.6, "perplexity": 0.05, "decode": 0.1, "questions": 0.25}
+"""Of the progress bar."""
 PREFILL_REPEATS = 3
-DECODE_STEPS, DECODE_WARM_UP = 32, 4
+PREFILL_BUDGET_S = 12.0
+"""The prefill is repeated only while its repetitions fit into this time."""
+DECODE_STEPS = 32
+DECODE_WARM_UP = 4
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """What was measured for one method."""
+    """The measured values of one method."""
 
     method: str
     tokens: int
@@ -57,19 +52,19 @@ class MethodResult:
 
 
 def run_method(loaded: Loaded, task: Task, advance: Callable[[float], Any]) -> MethodResult:
-    """Prefill once (again only for the timing), then read everything off it."""
-    model, tokenizer = loaded.model, loaded.tokenizer
+    """Measure a method on the task."""
+    model = loaded.model
     device = str(model.device)
     input_ids = torch.tensor([task.token_ids], device=device)
     layers = model.get_decoder().layers
     with torch.inference_mode():
-        # The warm-up loads code and starts threads: no cost of the method.
-        warm_up = (
-            64
-            if loaded.config is None
-            else loaded.config.window_size + 4 * loaded.config.group_size
-        )
+        # Loading code and starting threads are no cost of the method: warm up.
+        warm_up = 64
+        if loaded.config is not None:
+            warm_up = loaded.config.window_size + 4 * loaded.config.group_size
         model(input_ids[:, :warm_up], use_cache=True, logits_to_keep=1)
+
+        # The prefill of which memory is measured; each layer moves the progress bar.
         hooks = [
             layer.register_forward_hook(lambda *_: advance(SHARES["prefill"] / len(layers)))
             for layer in layers
@@ -79,25 +74,21 @@ def run_method(loaded: Loaded, task: Task, advance: Callable[[float], Any]) -> M
         peak_bytes = peak.read()
         for hook in hooks:
             hook.remove()
+
         nll = hidden_nll(model.get_output_embeddings(), hidden, input_ids)
         advance(SHARES["perplexity"])
         del hidden
+
+        # Times: further prefills, and steps from a copy of the cache.
         samples = [seconds]
         while len(samples) < PREFILL_REPEATS and sum(samples) + seconds <= PREFILL_BUDGET_S:
             samples.append(_prefill(model, input_ids, device)[0])
         next_ms = _decode_times(model, copy.deepcopy(cache), first, device)
         advance(SHARES["decode"])
+
         answers = []
         for question in task.questions:
-            answers.append(
-                _answer(
-                    model,
-                    tokenizer,
-                    copy.deepcopy(cache),
-                    question.token_ids,
-                    question.max_new_tokens,
-                )
-            )
+            answers.append(_answer(loaded, copy.deepcopy(cache), question))
             advance(SHARES["questions"] / len(task.questions))
     keep = torch.tensor(task.document_mask[1:])
     method = "full" if loaded.config is None else "cca"
@@ -115,8 +106,8 @@ def run_method(loaded: Loaded, task: Task, advance: Callable[[float], Any]) -> M
 
 
 def _prefill(model: Any, input_ids: Tensor, device: str) -> tuple[float, Tensor, Any, Tensor]:
-    """Seconds to the first token; last hidden states [1, L, C]; the cache; the first token [1,
-    1]."""
+    """Return seconds to the first token, last hidden states [1, L, C], the cache and the first
+    token [1, 1]."""
     synchronize(device)
     start = time.perf_counter()
     out = model.get_decoder()(input_ids, use_cache=True)
@@ -126,7 +117,7 @@ def _prefill(model: Any, input_ids: Tensor, device: str) -> tuple[float, Tensor,
 
 
 def _decode_times(model: Any, cache: Any, token: Tensor, device: str) -> list[float]:
-    """Milliseconds of each further token, greedily."""
+    """Return milliseconds of each further token, greedily."""
     samples = []
     for _ in range(DECODE_WARM_UP + DECODE_STEPS):
         synchronize(device)
@@ -137,48 +128,38 @@ def _decode_times(model: Any, cache: Any, token: Tensor, device: str) -> list[fl
     return samples[DECODE_WARM_UP:]
 
 
-def _answer(
-    model: Any, tokenizer: Any, cache: Any, question_ids: list[int], max_new_tokens: int
-) -> str:
-    """Continue the document by a question and read on greedily, to the end of the answer."""
-    tokens = torch.tensor([question_ids], device=model.device)
-    made: list[int] = []
-    for _ in range(max_new_tokens):
-        tokens = (
-            model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            .logits[:, -1:]
-            .argmax(-1)
-        )
-        made.append(int(tokens))
-        if made[-1] == tokenizer.eos_token_id or {".", "\n"} & set(tokenizer.decode(made[-1:])):
+def _answer(loaded: Loaded, cache: Any, question: Question) -> str:
+    """Continue the document by a question, and generate greedily to the end of the answer."""
+    model, tokenizer = loaded.model, loaded.tokenizer
+    tokens = torch.tensor([question.token_ids], device=model.device)
+    answer: list[int] = []
+    for _ in range(question.max_new_tokens):
+        out = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        tokens = out.logits[:, -1:].argmax(-1)
+        answer.append(int(tokens))
+        if answer[-1] == tokenizer.eos_token_id or {".", "\n"} & set(tokenizer.decode(answer[-1:])):
             break
-    return tokenizer.decode(made, skip_special_tokens=True).strip()
+    return tokenizer.decode(answer, skip_special_tokens=True).strip()
 
 
 def main() -> int:
-    """The child process."""
+    """Read the order from standard input, measure and write the result."""
 
-    def say(**message: Any) -> None:
+    def send(**message: Any) -> None:
         print(json.dumps(message), flush=True)
 
-    settings = json.load(sys.stdin)
+    order = json.load(sys.stdin)
     try:
-        loaded = load(
-            settings["model"],
-            method=settings["method"],
-            group_size=settings["group_size"],
-            window_size=settings["window_size"],
-            dtype=settings["dtype"],
-            device=settings["device"],
-        )
-        task = Task.from_json(settings["task"])
-        say(result=dataclasses.asdict(run_method(loaded, task, lambda amount: say(advance=amount))))
+        loaded = load(order["model"], **order["options"])
+        task = Task.from_json(order["task"])
+        result = run_method(loaded, task, lambda amount: send(advance=amount))
+        send(result=dataclasses.asdict(result))
     except UserError as error:
-        say(error=str(error))
+        send(error=str(error))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        say(error="out of memory. Use --max-tokens with a smaller number.")
+        send(error="out of memory. Use --max-tokens with a smaller number.")
     return 0
 
 

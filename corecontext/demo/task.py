@@ -1,5 +1,4 @@
-"""What the demo asks: the document with facts planted at several depths, and a question for
-each."""
+"""Make the demo's task: a document with facts planted at several depths, and their questions."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ class Question:
 
     fact: Fact
     depth: float
-    """Where the fact stands: 0 at the beginning of the text, 1 at its end."""
+    """Place of the fact: 0 at the beginning of the text, 1 at its end."""
     distance: int
     """Tokens between the fact and the end of the text."""
     token_ids: list[int]
@@ -36,21 +35,18 @@ class Task:
     questions: list[Question]
 
     def to_json(self) -> str:
-        """For the process that measures."""
+        """Return the task as text, for the process that measures."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Task:
-        """The inverse of `to_json`."""
+        """Read the text of `to_json`."""
         values = json.loads(text)
-        return cls(
-            values["token_ids"],
-            values["document_mask"],
-            [
-                Question(**{**question, "fact": Fact(**question["fact"])})
-                for question in values["questions"]
-            ],
-        )
+        questions = []
+        for question in values["questions"]:
+            fact = Fact(**question.pop("fact"))
+            questions.append(Question(fact=fact, **question))
+        return cls(values["token_ids"], values["document_mask"], questions)
 
 
 def make_task(
@@ -66,52 +62,46 @@ def make_task(
     Args:
         tokenizer: The model's.
         document: Plain text.
-        num_questions: How many facts to plant.
+        num_questions: Facts to plant.
         max_tokens: Most tokens of the result; the document is cut to that.
-        seed: Of the facts.
+        seed: Seed of the facts.
     """
     facts = make_facts(random.Random(seed), KINDS, num_questions)
     token_ids = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     if max_tokens is not None:
-        room = (
-            max_tokens
-            - len(token_ids)
-            - sum(len(_encode(tokenizer, fact.sentence + "\n")) for fact in facts)
-        )
-        document = tokenizer.decode(_encode(tokenizer, document)[: max(0, room)]).rstrip("\ufffd")
+        planted = sum(len(_encode(tokenizer, fact.sentence + "\n")) for fact in facts)
+        room = max(0, max_tokens - len(token_ids) - planted)
+        document = tokenizer.decode(_encode(tokenizer, document)[:room]).rstrip("\ufffd")
     rest = plant(document, facts, [(i + 0.5) / num_questions for i in range(num_questions)])
-    mask, ends = [False] * len(token_ids), []
+    mask = [False] * len(token_ids)
+    ends = []
 
-    def put(text: str, own: bool) -> None:
+    def append(text: str, is_document: bool) -> None:
         piece = _encode(tokenizer, text)
         token_ids.extend(piece)
-        mask.extend([own] * len(piece))
+        mask.extend([is_document] * len(piece))
 
     for fact in facts:
         before, rest = rest.split(fact.sentence, 1)
-        put(before, True)
-        put(
-            fact.sentence + rest[0], False
-        )  # with the blank or line break that was planted behind it
+        append(before, True)
+        append(fact.sentence + rest[0], False)  # with the blank or line break planted behind it
         rest = rest[1:]
         ends.append(len(token_ids))
-    put(rest, True)
-    return Task(
-        token_ids,
-        mask,
-        [
-            Question(
-                fact,
-                end / len(token_ids),
-                len(token_ids) - end,
-                _encode(tokenizer, fact.prompt),
-                len(_encode(tokenizer, fact.completion)) + 2,
-            )
-            for fact, end in zip(facts, ends)
-        ],
-    )
+    append(rest, True)
+    length = len(token_ids)
+    questions = [
+        Question(
+            fact,
+            depth=end / length,
+            distance=length - end,
+            token_ids=_encode(tokenizer, fact.prompt),
+            max_new_tokens=len(_encode(tokenizer, fact.completion)) + 2,
+        )
+        for fact, end in zip(facts, ends)
+    ]
+    return Task(token_ids, mask, questions)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a piece of text that continues another."""
+    """Return the tokens of a piece of text that continues another."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
