@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.baselines.rivals import offered
-from corecontext.config import CCAConfig, check_choice, check_int
+from corecontext.config import (
+    DEFAULT_GROUP_SIZE,
+    DEFAULT_WINDOW_SIZE,
+    CCAConfig,
+    check_choice,
+    check_int,
+)
 from corecontext.files import UserError
 
 STRATEGIES = ("scratch", "full", "partial", "lora")
@@ -55,9 +61,9 @@ class TrainConfig:
     of --learned) or lora."""
     method: str = "cca"
     """Attention: cca, full, window, streaming_llm, lm_infinite or longlora."""
-    group_size: int = 16
+    group_size: int = DEFAULT_GROUP_SIZE
     """Tokens per core token, g."""
-    window_size: int = 1024
+    window_size: int = DEFAULT_WINDOW_SIZE
     """Nearest tokens that stay uncompressed, s."""
     pooling: str = "cca"
     """Pooling of a group into a core token: cca, mean, max or mean_query."""
