@@ -125,22 +125,22 @@ seen = (key >= visible_cores_of(position, group_size, window_size) * group_size)
     ),
     Fault(
         "4: the ring is one token too short",
-        "return window_capacity(self.group_size, self.config.window_size) + self.rollback - 1",
+        "return window_capacity(self.group_size, self.spec.window_size) + self.rollback - 1",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(
         "4: decoding sees one core token too few",
-        "visible = visible_cores_of(position - n - 1 if n else position - 1, g, s)[:, None]  # [B, 1]",
+        "visible = visible_cores_of((position - n if n else position) - 1, g, s)[:, None]",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(
         "4: decoding never pools",
-        "if fixed and any((self.seen - pad) % g == g - 1 for pad in self.pads):",
+        "closes = is_fixed and any((self.seen - pad) % g == g - 1 for pad in self.pads)",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(
         "4: every row closes its group with the first row",
-        "closes = ((position[:1] + 1) % g == 0).expand(batch)[:, None, None, None]",
+        "is_last = ((position[:1] + 1) % g == 0).expand(batch)[:, None, None, None]",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(
@@ -155,23 +155,17 @@ seen = (key >= visible_cores_of(position, group_size, window_size) * group_size)
     ),
     Fault(
         "4: a ring that wraps goes on behind its beginning",
-        """
-return (
-    [whole]
-    if first + count <= ring
-    else [whole, cached[rows, :, 1 : 1 + first + count - ring]]
-)
-""",
+        "return [buffer[rows, :, first:ring], buffer[rows, :, 1 : 1 + stop - ring]]",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(
         "4: plain attention for a prompt one token too long",
-        "if position == 0 and softcap is None and num_visible_cores(end - 2, g, s) == 0:",
+        "is_plain = position == 0 and num_visible_cores(raw.end - 2, g, s) == 0",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(
         "4: an expected length is used twice",
-        "start, new = self.seq_len, q.shape[2]",
+        "pass",
         f"{CACHE}::test_an_expected_length_is_used_once",
     ),
     Fault(
@@ -195,7 +189,7 @@ if (
     ),
     Fault(
         "4: cached padding becomes tokens",
-        "if known < start and known != pad:",
+        "if cached_pad < start and cached_pad != pad:",
         f"{CACHE}::test_padding_is_never_guessed",
     ),
     Fault(
@@ -362,7 +356,7 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
     ),
     Fault(
         "inference: a smaller ring filled by old slots",
-        "write(smaller, kept % old_ring % ring, read(cached, kept % old_ring))",
+        "write(smaller, kept % old_ring % ring, read(buffer, kept % old_ring))",
         f"{CACHE}::test_a_shrunk_window_is_exact_from_then_on",
     ),
     Fault(
@@ -422,12 +416,12 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
     ),
     Fault(
         "sinks: decoding sees the ring's old slots",
-        "see_raw = torch.cat((held >= visible * g, see_first), -1)",
+        "see_raw = torch.cat((in_slot >= visible * g, see_first), -1)",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(
         "sinks: a core token in another's slot",
-        "core = position // g",
+        "group = position // g",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(
@@ -438,10 +432,10 @@ return attend_buffer(
     keys,
     values,
     see,
-    ring,
-    scale=scale,
-    softcap=softcap,
-    core_bias=self._core_bias(q.dtype),
+    entries.ring_size,
+    scale=entries.spec.scale,
+    softcap=entries.spec.softcap,
+    core_bias=entries.core_bias(q.dtype),
 )
 """,
         f"{CACHE}::test_every_setting_decodes_as_it_prefills",
@@ -449,9 +443,7 @@ return attend_buffer(
     Fault(
         "sinks: lost when the first append is differentiated",
         """
-out, _ = attend(
-    inputs, spec.replace(sink_size=0), Ragged(attention_mask), self.config.backend
-)
+return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), backend)[0]
 """,
         f"{CACHE}::test_first_append_is_differentiable_later_ones_refuse",
     ),
@@ -467,7 +459,7 @@ out, _ = attend(
     ),
     Fault(
         "sinks: a shared beginning without them",
-        "self.raw = [[x[:, :, : part.ring_size].clone() for x in part.buffers] for part in parts]",
+        "raw = [x[:, :, : self.ring_size].clone() for x in self.buffers]",
         "tests/test_scheduler.py::test_a_branched_cache_is_the_same_bits_under_every_setting",
     ),
     Fault(

@@ -184,7 +184,7 @@ def test_the_kernel_decodes_from_a_full_cache_as_pytorch_does(monkeypatch):
         monkeypatch.setattr(full, "choose_backend", lambda *_, backend=backend: backend)
         for fixed in (False, True):
             layer = full.FullLayer(24, fixed=fixed)
-            layer.keys, layer.values = past.clone()
+            layer.hold(list(past.clone()))
             layer.pads, layer.seen = [-3, 11], 16  # rows of 19 and 5 tokens
             layer.pad = torch.tensor(layer.pads)
             if fixed:

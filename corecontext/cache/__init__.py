@@ -1,8 +1,16 @@
-"""The compact cache: core tokens of the far past and a ring of recent tokens. Nothing here knows of
-Hugging Face."""
+"""The compact cache: core tokens of the far past and a ring of recent tokens, for any model."""
 
-from corecontext.cache.heads import HeadsLayer, new_layer, parts_of
-from corecontext.cache.layer import UNDO_LIMIT, CompactLayer
-from corecontext.cache.model import CompactKVCache
+from corecontext.cache.full import FullLayer
+from corecontext.cache.layer import CompactLayer
+from corecontext.cache.parts import CompactKVCache, HeadsLayer, new_layer, parts_of
+from corecontext.cache.undo import UNDO_LIMIT
 
-__all__ = ["UNDO_LIMIT", "CompactKVCache", "CompactLayer", "HeadsLayer", "new_layer", "parts_of"]
+__all__ = [
+    "UNDO_LIMIT",
+    "CompactKVCache",
+    "CompactLayer",
+    "FullLayer",
+    "HeadsLayer",
+    "new_layer",
+    "parts_of",
+]

@@ -1,34 +1,41 @@
-"""Entries of a cache buffer by row and slot."""
+"""Read and write entries of a cache buffer [B, Hkv, S, D] by row and slot."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 
-def read(cached: Tensor, slots: Tensor) -> Tensor:
-    """Entries of each row at its own slots: [B, Hkv, S, D] and [B, n] to [B, Hkv, n, D]."""
-    index = slots[:, None, :, None].expand(-1, cached.shape[1], -1, cached.shape[3])
-    return cached.gather(2, index)
+def read(buffer: Tensor, slots: Tensor) -> Tensor:
+    """Return the entries [B, Hkv, n, D] of each row at its own slots [B, n]."""
+    index = slots[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+    return buffer.gather(2, index)
 
 
-def write(cached: Tensor, slots: Tensor, x: Tensor) -> None:
-    """The inverse of `read`, in place."""
-    index = slots[:, None, :, None].expand(-1, cached.shape[1], -1, cached.shape[3])
-    cached.scatter_(2, index, x.to(cached.dtype))
+def write(buffer: Tensor, slots: Tensor, x: Tensor) -> None:
+    """Store entries [B, Hkv, n, D] of each row at its own slots [B, n], in place."""
+    index = slots[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+    buffer.scatter_(2, index, x.to(buffer.dtype))
 
 
-def stretch(cached: Tensor, rows: slice, start: int, stop: int, ring: int) -> list[Tensor]:
-    """Views of positions start .. stop-1, at most `ring`, of a ring that is the beginning of these
-    rows' entries: one, or two where it wraps around. Slices, since an index of its own would be
-    made on the device for each layer."""
-    first, count = start % ring, stop - start
-    whole = cached[rows, :, first : min(first + count, ring)]
+def ring_views(buffer: Tensor, rows: slice, start: int, stop: int, ring: int) -> list[Tensor]:
+    """Return views of positions start .. stop - 1, at most `ring`, in slots 0 .. ring - 1.
+
+    One view, or two where the ring wraps. Views, because indexing with a tensor would copy the
+    index to the device in every layer.
+    """
+    first = start % ring
+    stop = first + stop - start
+    if stop <= ring:
+        return [buffer[rows, :, first:stop]]
     # planted: 4: a ring that wraps goes on behind its beginning
-    return [whole] if first + count <= ring else [whole, cached[rows, :, : first + count - ring]]
+    return [buffer[rows, :, first:ring], buffer[rows, :, : stop - ring]]
 
 
-def grown(cached: Tensor, size: int) -> Tensor:
-    """A larger buffer with the same beginning."""
-    grown = cached.new_zeros(cached.shape[0], cached.shape[1], size, cached.shape[3])
-    grown[:, :, : cached.shape[2]] = cached
-    return grown
+def grown(buffer: Tensor, size: int) -> Tensor:
+    """Return a copy with `size` slots, zero behind those of the buffer.
+
+    Zero, because uninitialized memory may hold NaN, which a mask does not remove (0 x NaN).
+    """
+    larger = buffer.new_zeros(*buffer.shape[:2], size, buffer.shape[3])
+    larger[:, :, : buffer.shape[2]] = buffer
+    return larger

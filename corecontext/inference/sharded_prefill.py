@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from corecontext.config import CCAConfig
+from corecontext.cache import parts_of
 from corecontext.distributed.context_parallel import Shard
 from corecontext.distributed.kept import Keeper
 from corecontext.distributed.layout import Layout
@@ -17,8 +17,6 @@ from corecontext.inference.limits import check_length
 from corecontext.inference.prefill import Prefilled, prefill
 from corecontext.integrations.hf_cache import CCALayer
 from corecontext.integrations.transformers import Handle, handle_of
-from corecontext.ops.head_split import heads_of_each
-from corecontext.visibility import window_capacity
 
 
 def context_parallel_prefill(
@@ -176,37 +174,15 @@ def _filled(
     handle: Handle, index: int, keeper: Keeper, length: int, max_length: int | None
 ) -> CCALayer:
     """Fill a layer's cache as a prefill on one rank leaves it; frees the keeper's tensors."""
-    config = handle.layers[index]
-    if config.head_group_sizes is None:
-        kept = keeper.layers.pop(0)
-        rotary = kept.rotary
-        state = _state(kept, config, handle.rollback, length)
-    else:
-        parts = []
-        for g in heads_of_each(config.head_group_sizes)[0]:
-            kept = keeper.layers.pop(0)
-            rotary = kept.rotary
-            part_config = config.replace(head_group_sizes=None, group_size=g)
-            parts.append(_state(kept, part_config, handle.rollback, length))
-        state = {"config": config.to_dict(), "parts": parts}
+    config, rotary = handle.layers[index], keeper.layers[0].rotary
     layer = CCALayer(config, rotary, max_length, handle.rollback, handle.learned(index))
     layer.is_initialized = True
-    layer.compact.load_state_dict(state)
+    for part in parts_of(layer.compact):
+        kept = keeper.layers.pop(0)
+        part.fill(
+            [kept.keys, kept.values],
+            length,
+            group_size=kept.group_size,
+            core_width=kept.core_width,
+        )
     return layer
-
-
-def _state(kept: Any, config: CCAConfig, rollback: int, length: int) -> dict[str, Any]:
-    """Return the state dict of a `CompactLayer` with these entries."""
-    ring = window_capacity(kept.group_size, config.window_size) + rollback
-    return {
-        "config": config.to_dict(),
-        "rollback": rollback,
-        "group_size": kept.group_size,
-        "ended": None,
-        "core_width": kept.core_width,
-        "seen": length,
-        "intact_from": max(0, length - ring),
-        "keys": kept.keys,
-        "values": kept.values,
-        "pad": torch.zeros(1, dtype=torch.long, device=kept.keys.device),
-    }

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from corecontext.cache import CompactLayer, HeadsLayer, parts_of
 from corecontext.config import CCAConfig
 from corecontext.integrations.hf_cache import CCALayer
 from corecontext.serve.rows import RowShape
-from corecontext.visibility import num_complete_groups
 
 
 class Node:
@@ -47,19 +45,11 @@ class Node:
         before = 0 if parent is None else parent.length
         parts = [part for layer in layers for part in parts_of(layer)]
         self.layers = [(layer.config, parts_of(layer)[0].rotary, layer.learned) for layer in layers]
-        self.given = [(part._core_width, part._dtype) for part in parts]
-        # planted: sinks: a shared beginning without them
-        self.raw = [[x[:, :, : part.raw_size].clone() for x in part.buffers] for part in parts]
-        self.cores = [[self._cores(part, x, before) for x in part.buffers] for part in parts]
+        self.given = [(part.core_width, part.dtype) for part in parts]
+        copies = [part.copy_since(before) for part in parts]
+        self.raw = [raw for raw, _ in copies]
+        self.cores = [cores for _, cores in copies]
         self.nbytes = shape.row_bytes(key[0], self.length, before)
-
-    def _cores(self, layer: CompactLayer, buffer: Tensor, before: int) -> Tensor:
-        """Copy the core tokens of the groups that closed in this chunk."""
-        first, last = (
-            num_complete_groups(length - layer.num_sinks, layer.group_size) * layer._core_width
-            for length in (before, self.length)
-        )
-        return buffer[:, :, layer.raw_size + first : layer.raw_size + last].clone()
 
     @property
     def path(self) -> list[Node]:
@@ -143,25 +133,14 @@ class PrefixStore:
             cache.layers.append(layer)
         parts = [part for layer in cache.layers for part in parts_of(layer.compact)]
         for index, (part, (width, dtype)) in enumerate(zip(parts, node.given, strict=True)):
-            keys, values, *scales = (
-                torch.cat([raw, *(ancestor.cores[index][i] for ancestor in path)], 2)
-                for i, raw in enumerate(node.raw[index])
-            )
-            part.load_state_dict(
-                {
-                    "config": part.config.to_dict(),
-                    "rollback": 0,
-                    "group_size": part.config.group_size,
-                    "ended": None,
-                    "core_width": width,
-                    "seen": node.length,
-                    "keys": keys,
-                    "values": values,
-                    "scales": scales,
-                    "dtype": dtype,
-                    "intact_from": max(0, node.length - part.ring_size),
-                    "pad": torch.zeros(1, dtype=torch.long, device=keys.device),
-                }
+            cores = [chunk.cores[index] for chunk in path]
+            buffers = [torch.cat(pieces, 2) for pieces in zip(node.raw[index], *cores)]
+            part.fill(
+                buffers,
+                node.length,
+                group_size=part.config.group_size,
+                core_width=width,
+                dtype=dtype,
             )
 
     def trim(self, limit: int) -> None:

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corecontext.cache.full import FullLayer
-from corecontext.cache.heads import HeadsLayer, parts_of
-from corecontext.cache.layer import CompactLayer
+from corecontext.cache import CompactLayer, FullLayer, HeadsLayer, parts_of
 from corecontext.config import CCAConfig
 from corecontext.model_sizes import ModelSizes
 from corecontext.ops.head_split import heads_of_each

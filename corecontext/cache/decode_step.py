@@ -1,0 +1,115 @@
+"""Append one token per row and attend from it, in tensor arithmetic only.
+
+No step depends on a value on the device, so that it can be compiled, or captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from corecontext.cache.entries import ALL, Entries
+from corecontext.cache.slots import read, write
+from corecontext.ops.attend_buffer import attend_buffer
+from corecontext.ops.spec import Groups
+from corecontext.visibility import visible_cores_of
+
+
+def decode_step(
+    entries: Entries,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    position: Tensor,
+    *,
+    num_cores: int,
+    closes: bool,
+) -> Tensor:
+    """Return the attention [B, H, 1, D] of the tokens q [B, H, 1, D], k, v [B, Hkv, 1, D].
+
+    Args:
+        position: [B], of each row's token.
+        num_cores: Groups to look at, at least those that any row sees.
+        closes: Whether any row may close a group.
+    """
+    q, k, v = tokens
+    _put_tokens(entries, position, entries.encode(k, v))
+    if closes:
+        _close_groups(entries, q, position)
+    see = _visible(entries, position, num_cores)
+    raw_size = entries.raw_size
+    keys, values = entries.get(ALL, 0, raw_size + num_cores * entries.core_width, q.dtype)
+    # planted: sinks: core bias added to them
+    return attend_buffer(
+        q,
+        keys,
+        values,
+        see,
+        raw_size,
+        scale=entries.spec.scale,
+        softcap=entries.spec.softcap,
+        core_bias=entries.core_bias(q.dtype),
+    )
+
+
+def _put_tokens(entries: Entries, position: Tensor, stored: list[Tensor]) -> None:
+    """Store each row's token at its position."""
+    ring, n = entries.ring_size, entries.num_sinks
+    slot = position % ring
+    if n:
+        # planted: sinks: decoding puts them into the ring
+        slot = torch.where((position >= 0) & (position < n), ring + position, slot)
+    for buffer, x in zip(entries.buffers, stored):
+        write(buffer, slot[:, None], x)
+
+
+def _close_groups(entries: Entries, q: Tensor, position: Tensor) -> None:
+    """Pool the group of every row whose newest token is a group's last; other rows keep theirs."""
+    g, n, width = entries.group_size, entries.num_sinks, entries.core_width
+    batch, heads, _, dim = entries.keys.shape
+    device = q.device
+
+    # Pool the newest token's group in all rows: which of them closes is known to the device only.
+    slots = ((position // g * g)[:, None] + torch.arange(g, device=device)) % entries.ring_size
+    tokens = entries.decode([read(x, slots) for x in entries.buffers], q.dtype)
+    k, v = (x.flatten(0, 1)[:, None] for x in tokens)  # [N, 1, g, D]
+    cores = entries.pool(Groups(q.reshape(batch * heads, -1, 1, dim), k, v))
+    if entries.capacity < 1:
+        return
+
+    # Store the core tokens of rows that close a group, and again the old ones of other rows.
+    # planted: 4: every row closes its group with the first row
+    is_last = ((position + 1) % g == 0)[:, None, None, None]
+    # Groups of first tokens write to core slot 0, which is written again before it is seen.
+    # planted: sinks: a core token in another's slot
+    group = (position - n if n else position) // g
+    group = group.clamp(0, entries.capacity - 1)
+    target = entries.raw_size + group[:, None] * width + torch.arange(width, device=device)
+    for buffer, core in zip(entries.buffers, entries.encode(*cores)):
+        core = core.reshape(batch, heads, width, core.shape[-1]).to(buffer.dtype)
+        write(buffer, target, torch.where(is_last, core, read(buffer, target)))
+
+
+def _visible(entries: Entries, position: Tensor, num_cores: int) -> Tensor:
+    """Return which entries each row's query sees, [B, 1 or r, C + n + M w]."""
+    g, s = entries.group_size, entries.spec.window_size
+    n, ring, width = entries.num_sinks, entries.ring_size, entries.core_width
+    device = position.device
+    # planted: 4: decoding sees one core token too few
+    visible = visible_cores_of(position - n if n else position, g, s)[:, None]  # [B, 1]
+
+    # Core tokens 0 .. visible - 1; with w > 1 query head i sees the i-th of each group.
+    see_core = (torch.arange(num_cores, device=device) < visible)[:, None, :, None]  # [B, 1, M, 1]
+    if width > 1:
+        see_core = see_core & torch.eye(width, dtype=torch.bool, device=device)[:, None]
+
+    # Raw tokens behind the groups that are seen as core tokens. The token in a ring slot is the
+    # newest whose position, modulo C, is the slot.
+    slot = torch.arange(ring, device=device)
+    in_slot = position[:, None] - (position[:, None] - slot) % ring
+    see_raw = in_slot >= visible * g
+    if n:
+        # planted: sinks: decoding sees those to come
+        see_first = torch.arange(n, device=device) <= position[:, None]
+        # planted: sinks: decoding sees the ring's old slots
+        see_raw = torch.cat((in_slot >= visible * g + n, see_first), -1)
+    see_raw = see_raw[:, None].expand(-1, see_core.shape[1], -1)
+    return torch.cat((see_raw, see_core.flatten(2)), -1)

@@ -1,0 +1,214 @@
+"""Hold the entries of one layer's compact cache: which slot holds which token, in which dtype.
+
+Keys and values are buffers [B, Hkv, C + n + M w, D]. Every entry is found by its position p in its
+row's sequence, which is never stored. Along the slots lie
+
+    0 .. C - 1              the ring: the token at position p >= n in slot p mod C;
+    C .. C + n - 1          the first n tokens (`sink_size`), position p < n in slot C + p;
+    C + n + c w ..          core tokens of group c, counted behind the first n tokens; w = 1, or
+                            r (query heads per KV head) with core_heads="query".
+
+C = s + g - 1 + rollback raw tokens are all that a later query can see uncompressed. The order does
+not matter to softmax, and rotary is already applied to the keys, so a decoding step attends to one
+contiguous slice. Rows with left padding, cropping and fixed shapes follow from the positions alone.
+
+In 8 bits (`CCAConfig.cache_dtype`) buffers of scales [B, Hkv, C + n + M w, 1] follow keys and
+values. A token is rounded when it comes, and attended to and pooled as rounded, so that all ways of
+appending agree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from corecontext.cache.eight_bit import decode, encode
+from corecontext.cache.slots import grown, ring_views
+from corecontext.config import CCAConfig
+from corecontext.ops import rules
+from corecontext.ops.api import backend_module
+from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Cores, Groups, Spec
+from corecontext.visibility import num_complete_groups, window_capacity
+
+ALL = slice(None)
+
+
+class Entries:
+    """The buffers of one layer, empty at first, and the layer's settings."""
+
+    def __init__(
+        self, config: CCAConfig, rotary: Rotary | None, rollback: int, learned: rules.Learned
+    ) -> None:
+        self.config = config
+        self.rollback = rollback
+        """Extra tokens in the ring."""
+        self.learned = learned
+        self.spec = Spec.of(config, rotary, scale=1.0).replace(num_groups=None)
+        """The same settings for kernels, with the g, scale and softcap of the last append."""
+        self.core_width = 1
+        """Core tokens of a group and KV head: w."""
+        self.buffers: list[Tensor] = []
+        """Keys and values, and in 8 bits their scales."""
+        self.dtype: torch.dtype | None = None
+        """Of keys and values before they are rounded."""
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, Hkv, C + n + M w, D]."""
+        return self.buffers[0]
+
+    @property
+    def values(self) -> Tensor:
+        """[B, Hkv, C + n + M w, D]."""
+        return self.buffers[1]
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """The keys' rotation, where core keys need it."""
+        return self.spec.rotary
+
+    # Sizes
+    # -----
+
+    @property
+    def group_size(self) -> int:
+        """Tokens per core token: g."""
+        return self.spec.group_size
+
+    @property
+    def ring_size(self) -> int:
+        """Slots of the ring: C = s + g - 1 + rollback."""
+        # planted: 4: the ring is one token too short
+        return window_capacity(self.group_size, self.spec.window_size) + self.rollback
+
+    @property
+    def num_sinks(self) -> int:
+        """First tokens that stay raw: n."""
+        return self.spec.sinks
+
+    @property
+    def raw_size(self) -> int:
+        """Slots before the core tokens: C + n."""
+        return self.ring_size + self.num_sinks
+
+    def size(self, length: int) -> int:
+        """Slots for a row of `length` tokens: C + n + M w."""
+        return self.raw_size + self.num_cores(length) * self.core_width
+
+    def num_cores(self, length: int) -> int:
+        """Complete groups of a row of `length` tokens: M."""
+        return num_complete_groups(length - self.num_sinks, self.group_size)
+
+    @property
+    def capacity(self) -> int:
+        """Groups that the buffers have slots for."""
+        return (self.keys.shape[2] - self.raw_size) // self.core_width
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one slot of all rows and heads, keys and values, measured on the buffers."""
+        return sum(x[:, :, :1].numel() * x.element_size() for x in self.buffers)
+
+    # Storing and loading
+    # -------------------
+
+    def encode(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Return keys and values as the buffers store them."""
+        kind = self.config.cache_dtype
+        if kind == "auto":
+            return [k, v]
+        k_codes, k_scale = encode(k, kind)
+        v_codes, v_scale = encode(v, kind)
+        return [k_codes, v_codes, k_scale, v_scale]
+
+    def decode(self, stored: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Return keys and values from what `encode` returned or a buffer holds."""
+        kind = self.config.cache_dtype
+        if kind == "auto":
+            return stored
+        return [decode(codes, scale, kind, dtype) for codes, scale in zip(stored[:2], stored[2:])]
+
+    def put(self, rows: slice, start: int, stored: list[Tensor]) -> None:
+        """Store encoded entries [B, Hkv, n, D] from slot `start` on."""
+        for buffer, x in zip(self.buffers, stored):
+            buffer[rows, :, start : start + x.shape[2]] = x
+
+    def get(self, rows: slice, start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return keys and values [B, Hkv, n, D] of the slots start .. stop - 1."""
+        return self.decode([x[rows, :, start:stop] for x in self.buffers], dtype)
+
+    def put_ring(self, rows: slice, start: int, stored: list[Tensor]) -> None:
+        """Store at most C encoded tokens in the ring, the first of them at position `start`."""
+        stop = start + stored[0].shape[2]
+        for buffer, x in zip(self.buffers, stored):
+            for view in ring_views(buffer, rows, start, stop, self.ring_size):
+                view.copy_(x[:, :, : view.shape[2]])
+                x = x[:, :, view.shape[2] :]
+
+    def get_ring(
+        self, rows: slice, start: int, stop: int, dtype: torch.dtype
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return keys and values of the ring's positions start .. stop - 1, each [B, Hkv, n, D] in
+        up to two pieces."""
+        if start >= stop:
+            return [], []
+        views = [ring_views(x, rows, start, stop, self.ring_size) for x in self.buffers]
+        pieces = [self.decode(list(piece), dtype) for piece in zip(*views)]
+        return [k for k, _ in pieces], [v for _, v in pieces]
+
+    def put_cores(self, rows: slice, first: int, cores: Cores) -> None:
+        """Store core keys and values [N, w, M, D] of the groups from `first` on."""
+        heads = self.keys.shape[1]
+        stored = self.encode(*cores)
+        stored = [x.transpose(1, 2).flatten(1, 2).unflatten(0, (-1, heads)) for x in stored]
+        self.put(rows, self.raw_size + first * self.core_width, stored)
+
+    def get_cores(self, rows: slice, count: int, dtype: torch.dtype) -> Cores:
+        """Return core keys and values [N, w, M, D] of the first `count` groups."""
+        width = self.core_width
+        cores = self.get(rows, self.raw_size, self.raw_size + count * width, dtype)
+        return Cores(*(x.unflatten(2, (count, width)).transpose(2, 3).flatten(0, 1) for x in cores))
+
+    # Core tokens
+    # -----------
+
+    def pool(self, groups: Groups) -> Cores:
+        """Return the core tokens of groups of N = rows x Hkv sequences."""
+        if not rules.is_own_rule(self.spec.pooling, self.learned):
+            return backend_module(self.config.backend, groups.q_last).pool(groups, self.spec)
+        heads = self.keys.shape[1]
+        learned = rules.by_sequence(self.learned, heads, groups.k.shape[0] // heads)
+        return rules.pool(groups, self.spec, learned)
+
+    def core_bias(self, dtype: torch.dtype) -> float | Tensor:
+        """Return the addend of core scores: a number, or [H] in float32 or wider."""
+        if "bias" not in self.learned:
+            return self.config.core_bias
+        wide = torch.promote_types(dtype, torch.float32)
+        return self.learned["bias"].to(wide) + self.config.core_bias
+
+    # The buffers as a whole
+    # ----------------------
+
+    def hold(self, buffers: list[Tensor]) -> None:
+        """Replace the buffers."""
+        self.buffers = buffers
+
+    def allocate(self, shape: tuple[int, int, int], like: list[Tensor]) -> bool:
+        """Make zero buffers [B, Hkv, S] for entries such as `like`; False if they exist already."""
+        shapes = [(*shape, x.shape[3]) for x in like]
+        wanted = [(size, x.dtype, x.device) for size, x in zip(shapes, like)]
+        if wanted == [(tuple(x.shape), x.dtype, x.device) for x in self.buffers]:
+            return False
+        self.hold([x.new_zeros(size) for size, x in zip(shapes, like)])
+        return True
+
+    def reserve(self, length: int) -> None:
+        """Make room for a row of `length` tokens, and a quarter more than now at least."""
+        room = self.keys.shape[2] - self.raw_size
+        needed = self.size(length) - self.raw_size
+        if needed > room:
+            if room:
+                needed = max(needed, room + max(16, room // 4))
+            self.hold([grown(x, self.raw_size + needed) for x in self.buffers])

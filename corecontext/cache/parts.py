@@ -1,0 +1,213 @@
+"""Treat several compact layers as one: those of the KV heads of each group size, or of all layers
+of a model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from corecontext.cache.full import FullLayer
+from corecontext.cache.layer import CompactLayer
+from corecontext.config import CCAConfig
+from corecontext.ops.head_split import gather_heads, heads_of_each, split_heads, split_learned
+from corecontext.ops.rotary import Rotary
+from corecontext.ops.rules import Learned
+
+
+def _first(name: str) -> property:
+    """Make a property that is the first part's."""
+    return property(lambda self: getattr(self.parts[0], name), doc=f"As `CompactLayer.{name}`.")
+
+
+def _sum(name: str) -> property:
+    """Make a property that adds up the parts'."""
+    doc = f"Sum of `CompactLayer.{name}`."
+    return property(lambda self: sum(getattr(part, name) for part in self.parts), doc=doc)
+
+
+class Parts:
+    """Compact layers that hold the same tokens; see `CompactLayer` for each method."""
+
+    seq_len = _first("seq_len")
+    nbytes = _sum("nbytes")
+    raw_bytes = _sum("raw_bytes")
+    allocated_bytes = _sum("allocated_bytes")
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self.parts = list(parts)
+
+    def _on_each(self, name: str, *args: Any) -> None:
+        """Call a method of each part."""
+        for part in self.parts:
+            getattr(part, name)(*args)
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Raise where `crop` would raise, changing nothing."""
+        self._on_each("check_crop", num_tokens)
+
+    def crop(self, num_tokens: int) -> None:
+        """Take back the last tokens; where one part refuses, none has changed."""
+        self.check_crop(num_tokens)
+        self._on_each("crop", num_tokens)
+
+    def shrink_window(self, window_size: int) -> None:
+        """Let all later queries see fewer raw tokens."""
+        self._on_each("shrink_window", window_size)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the given rows in the given order."""
+        self._on_each("select", rows)
+
+    def repeat(self, times: int) -> None:
+        """Repeat each row."""
+        self._on_each("repeat", times)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._on_each("reset")
+
+
+class HeadsLayer(Parts):
+    """A layer whose KV heads have different group sizes: one `CompactLayer` for the heads of each.
+
+    Takes the arguments of `CompactLayer`; config must have `head_group_sizes`.
+    """
+
+    is_empty = _first("is_empty")
+    padding_known = _first("padding_known")
+    seen = _first("seen")
+    pads = _first("pads")
+
+    def __init__(
+        self,
+        config: CCAConfig,
+        rotary: Rotary | None = None,
+        *,
+        max_length: int | None = None,
+        rollback: int = 0,
+        learned: Learned | None = None,
+    ) -> None:
+        assert config.head_group_sizes is not None, "one g for all heads takes a CompactLayer"
+        self.config = config
+        self.max_length = max_length
+        self.rollback = rollback
+        self.learned = learned or {}
+        sizes, self.heads = heads_of_each(config.head_group_sizes)
+        configs = [config.replace(head_group_sizes=None, group_size=g) for g in sizes]
+        super().__init__(
+            CompactLayer(part, rotary, max_length=max_length, rollback=rollback) for part in configs
+        )
+        self._split_learned()
+
+    def _split_learned(self) -> None:
+        """Give each part its learned parameters, which may have been trained since."""
+        count = sum(map(len, self.heads))
+        for part, learned in zip(self.parts, split_learned(self.learned, self.heads, count)):
+            part.learned = learned
+
+    def of(self, layers: Sequence[CompactLayer]) -> HeadsLayer:
+        """Return a copy whose parts are these layers."""
+        layer = copy.copy(self)
+        layer.parts = list(layers)
+        return layer
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Append new tokens and attend from them, each part for its heads."""
+        sizes = self.config.head_group_sizes
+        if len(sizes) != k.shape[1]:
+            raise ValueError(
+                f"head_group_sizes must have one g for each of the {k.shape[1]} KV heads, got "
+                f"{sizes}."
+            )
+        self._split_learned()
+        tensors = zip(*(split_heads(x, self.heads, len(sizes)) for x in (q, k, v)))
+        outs = [part.attend(*qkv, **options) for part, qkv in zip(self.parts, tensors)]
+        return gather_heads(outs, self.heads)
+
+    def expect(self, seq_len: int) -> None:
+        """Set `seq_len` for the next append of several tokens."""
+        self._on_each("expect", seq_len)
+
+    def close(self, reason: str) -> None:
+        """Make the cache read-only."""
+        self._on_each("close", reason)
+
+    def shrink_window(self, window_size: int) -> None:
+        """Let all later queries see fewer raw tokens."""
+        super().shrink_window(window_size)
+        self.config = self.config.replace(window_size=window_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every part."""
+        parts = [part.state_dict() for part in self.parts]
+        return {"config": self.config.to_dict(), "parts": parts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state made under the same configuration."""
+        if CCAConfig.from_dict(state["config"]) != self.config:
+            raise ValueError(
+                f"the state must come from a cache with config {self.config.to_dict()}, got "
+                f"{state['config']}."
+            )
+        self._split_learned()
+        for part, part_state in zip(self.parts, state["parts"]):
+            part.load_state_dict(part_state)
+
+
+class CompactKVCache(Parts):
+    """The compact cache of a whole model, one layer for each of its layers.
+
+    Args:
+        num_layers: Layers of the model.
+        config, rotary, max_length, rollback: As for `CompactLayer`.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        config: CCAConfig,
+        rotary: Rotary | None = None,
+        *,
+        max_length: int | None = None,
+        rollback: int = 0,
+    ) -> None:
+        options = {"max_length": max_length, "rollback": rollback}
+        super().__init__(new_layer(config, rotary, **options) for _ in range(num_layers))
+
+    @property
+    def layers(self) -> list[CompactLayer | HeadsLayer]:
+        """The cache of each layer."""
+        return self.parts
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Append to one layer and attend; options as for `CompactLayer.attend`."""
+        return self.parts[layer_idx].attend(q, k, v, **options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every layer."""
+        return {"layers": [layer.state_dict() for layer in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state of as many layers."""
+        if len(state["layers"]) != len(self.parts):
+            raise ValueError(
+                f"the state must have {len(self.parts)} layers, got {len(state['layers'])}."
+            )
+        for layer, layer_state in zip(self.parts, state["layers"]):
+            layer.load_state_dict(layer_state)
+
+
+def parts_of(layer: CompactLayer | HeadsLayer | FullLayer) -> list[Any]:
+    """Return the layers that hold the buffers: a `HeadsLayer`'s parts, else the layer itself."""
+    return layer.parts if isinstance(layer, HeadsLayer) else [layer]
+
+
+def new_layer(
+    config: CCAConfig, rotary: Rotary | None = None, **options: Any
+) -> CompactLayer | HeadsLayer:
+    """Make the empty cache of one layer; arguments as for `CompactLayer`."""
+    kind = CompactLayer if config.head_group_sizes is None else HeadsLayer
+    return kind(config, rotary, **options)
