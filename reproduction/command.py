@@ -92,11 +92,11 @@ def reproduce(
         if data is None:
             raise UserError("data must be given with a model, got none. Use --data FOLDER.")
         from corecontext.eval.items import Settings
-        from reproduction.on_checkpoint import reproduce_checkpoint
+        from reproduction.on_checkpoint import Loading, reproduce_checkpoint
 
         settings = Settings(tuple(length or ()), tuple(documents or (20,)), limit=limit)
         report = reproduce_checkpoint(
-            model, data, Path(out), settings=settings, dtype=dtype, device=device, json_path=json
+            model, data, Path(out), settings, Loading(dtype, device), json_path=json
         )
         print(f"wrote {report}")
         return
@@ -107,16 +107,13 @@ def reproduce(
     if data is not None and not os.path.exists(out):
         from corecontext.data.readers import find_file
 
-        for name in (
-            "lm_train",
-            "lm_val",
-            "lm_test",
-        ):  # before a new work folder becomes this data's
+        # Before a new work folder becomes this data's.
+        for name in ("lm_train", "lm_val", "lm_test"):
             find_file(data, (name,))
-    from reproduction.plan import FULL, SMOKE
     from reproduction.processes import run_on_gpus
     from reproduction.report import write_report
-    from reproduction.stages import Miniature
+    from reproduction.run import Miniature
+    from reproduction.sizes import FULL, SMOKE
 
     arguments: dict[str, Any] = {
         "folder": out,
@@ -128,16 +125,10 @@ def reproduce(
         "json_path": json,
     }
     run = Miniature(**arguments)
-    done = (
-        run_on_gpus(gpus, arguments, tuple(stage or ()))
-        if gpus > 1
-        else run.run(tuple(stage or ()))
-    )
+    only = tuple(stage or ())
+    done = run_on_gpus(gpus, arguments, only) if gpus > 1 else run.run(only)
     report = write_report(Path(out), run.records(), run.size)
-    print(
-        f"wrote {report}"
-        + ("" if done else "; not all stages are done: run the same command again")
-    )
+    print(f"wrote {report}" + "; not all stages are done: run the same command again" * (not done))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,4 @@
-"""The miniature's models: random weights, their attention, LoRA, and the loss of every token of
-some rows."""
+"""Make the miniature's models: random weights, attention, LoRA, and losses of every token."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from corecontext import baselines
 from corecontext.files import UserError
-from reproduction.plan import Size
+from reproduction.sizes import Size
 
 HEAD_TOKENS = 8192
 """Tokens whose logits exist at once."""
 
 
 def make_model(size: Size, vocab_size: int, seed: int) -> LlamaForCausalLM:
-    """A Llama with random weights."""
+    """Make a Llama with random weights."""
     config = LlamaConfig(
         vocab_size=-(-vocab_size // 8) * 8,
         hidden_size=size.hidden,
@@ -41,13 +40,12 @@ def make_model(size: Size, vocab_size: int, seed: int) -> LlamaForCausalLM:
 
 
 def attention(model: LlamaForCausalLM, config: Any) -> contextlib.AbstractContextManager:
-    """The model under a method's settings; None is full attention."""
+    """Put the model under a method's settings for a with block; None is full attention."""
     return contextlib.nullcontext() if config is None else baselines.enabled(model, config)
 
 
 def add_lora(model: LlamaForCausalLM, seed: int = 0) -> None:
-    """LoRA's factors beside all attention projections, as `corecontext train --strategy lora` has
-    them.
+    """Add LoRA's factors to all attention projections, as `corecontext train --strategy lora`.
 
     Raises:
         UserError: peft is not installed.
@@ -72,7 +70,7 @@ def add_lora(model: LlamaForCausalLM, seed: int = 0) -> None:
 
 
 def merge_lora(model: LlamaForCausalLM) -> None:
-    """The factors become part of the weights."""
+    """Merge the factors into the weights."""
     from peft.tuners.lora import LoraLayer
 
     for module in model.modules():
@@ -81,20 +79,17 @@ def merge_lora(model: LlamaForCausalLM) -> None:
 
 
 def autocast(device: str) -> contextlib.AbstractContextManager:
-    """bfloat16 on a GPU."""
-    return (
-        torch.autocast("cuda", torch.bfloat16)
-        if device.startswith("cuda")
-        else contextlib.nullcontext()
-    )
+    """Compute in bfloat16 on a GPU."""
+    if device.startswith("cuda"):
+        return torch.autocast("cuda", torch.bfloat16)
+    return contextlib.nullcontext()
 
 
 def hidden_states(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """[B, L - 1, C], without a cache.
+    """Return hidden states [B, L - 1, C], without a cache.
 
-    The layers one after the other, as transformers runs them, but for its search for packed
-    documents: rows here are one sequence each, and an answer from the GPU is what a captured step
-    cannot wait for.
+    Layer by layer as in transformers, except for its search for packed documents: rows here are
+    one sequence each, and a captured step cannot wait for an answer from the GPU.
     """
     inner = model.model
     hidden = inner.embed_tokens(ids[:, :-1])
@@ -107,18 +102,20 @@ def hidden_states(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
 
 
 def losses(weight: Tensor, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihoods [n] in nats and whether the target was the likeliest, of hidden
-    states [n, C]."""
+    """Return negative log-likelihoods [n] in nats, and whether the target was the likeliest.
+
+    Args:
+        hidden: [n, C].
+    """
     logits = F.linear(hidden, weight).float()
     return F.cross_entropy(logits, target, reduction="none"), logits.detach().argmax(-1) == target
 
 
 def nll_of(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood of every token but the first, and whether it was the likeliest: [B, L
-    - 1]."""
-    hidden, target = hidden_states(model, ids).flatten(0, 1), ids[:, 1:].flatten()
-    parts = [
-        losses(model.lm_head.weight, h, t)
-        for h, t in zip(hidden.split(HEAD_TOKENS), target.split(HEAD_TOKENS))
-    ]
-    return tuple(torch.cat(one).view(ids.shape[0], -1) for one in zip(*parts))  # type: ignore[return-value]
+    """Return the negative log-likelihood of every token but the first, and whether it was the
+    likeliest: [B, L - 1] each."""
+    hidden = hidden_states(model, ids).flatten(0, 1).split(HEAD_TOKENS)
+    target = ids[:, 1:].flatten().split(HEAD_TOKENS)
+    chunks = [losses(model.lm_head.weight, h, t) for h, t in zip(hidden, target)]
+    nll, right = (torch.cat(chunk).view(ids.shape[0], -1) for chunk in zip(*chunks))
+    return nll, right

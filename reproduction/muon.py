@@ -1,5 +1,4 @@
-"""Muon with all matrices of one shape at once: the same update as torch.optim.Muon, in a fiftieth
-of the launches."""
+"""Update all matrices of one shape at once with Muon, in a fiftieth of torch.optim.Muon's launches."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from torch import Tensor
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon (Nesterov momentum, adjust_lr_fn="match_rms_adamw"), whose state and
-    settings it has.
+    """torch.optim.Muon (Nesterov momentum, adjust_lr_fn="match_rms_adamw"), same state and settings.
 
     A small model has dozens of small matrices, each of which takes about 35 kernels that leave a
     GPU idle.
@@ -22,7 +20,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One step over every parameter that has a gradient."""
+        """Update every parameter with a gradient."""
         assert closure is None
         for group in self.param_groups:
             assert group["nesterov"] and group["adjust_lr_fn"] == "match_rms_adamw"
@@ -52,7 +50,7 @@ class Muon(torch.optim.Muon):
 def orthogonal(
     updates: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """Matrices [n, A, B] with their singular values brought near one (Newton-Schulz), bfloat16."""
+    """Bring the singular values of matrices [n, A, B] near one (Newton-Schulz, bfloat16)."""
     a, b, c = coefficients
     x = updates.bfloat16()
     tall = x.shape[1] > x.shape[2]

@@ -15,16 +15,9 @@ from statistics import fmean, stdev
 
 from benchmarks.figures import PageTable, update_pages
 from corecontext.record import Record
-from reproduction.plan import (
-    SCRATCH,
-    SCRATCH_FINE,
-    SIZES,
-    Method,
-    adapted,
-    alike,
-    from_scratch,
-    methods,
-)
+from reproduction.methods import SCRATCH, SCRATCH_FINE, Method, alike, methods
+from reproduction.plan import adapted, from_scratch
+from reproduction.sizes import SIZES
 
 SHORT = ("full", "window", "window_wide", "duo_1", "cca", "distilled", "raw_1", "raw_1_distilled")
 """Of README."""

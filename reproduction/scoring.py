@@ -1,5 +1,4 @@
-"""What the miniature's models are measured by: perplexity by position, answers by distance, cloze,
-time and cache."""
+"""Measure the miniature's models: perplexity by position, answers by distance, time and cache."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from corecontext.files import UserError
 from corecontext.integrations.hf_cache import cache_bytes
 from corecontext.terminal import progress
 from reproduction.miniature import autocast, nll_of
-from reproduction.plan import Size
+from reproduction.sizes import Size
 from reproduction.texts import END, Corpus, Row
 
 BATCH_TOKENS = 32768
