@@ -77,11 +77,13 @@ def reproduce(
         raise UserError(f"gpus must be at least 1, and 1 with a model, got {gpus}.")
     if model is not None and (smoke or minutes is not None or stage or finalist):
         raise UserError(
-            "smoke, minutes, stage and finalist must be given without a model, which is not trained."
+            "smoke, minutes, stage and finalist must be given without a model, which is not "
+            "trained."
         )
     if model is None and (limit is not None or length or documents or dtype != "auto"):
         raise UserError(
-            "limit, length, documents and dtype must be given with a model: the miniature has its own."
+            "limit, length, documents and dtype must be given with a model: the miniature has its "
+            "own."
         )
     from corecontext.drawing import check_plot
     from corecontext.loading import pick_device
@@ -91,12 +93,18 @@ def reproduce(
     if model is not None:
         if data is None:
             raise UserError("data must be given with a model, got none. Use --data FOLDER.")
+        from corecontext.eval.evaluate import ModelOptions
         from corecontext.eval.items import Settings
-        from reproduction.on_checkpoint import Loading, reproduce_checkpoint
+        from reproduction.on_checkpoint import reproduce_checkpoint
 
         settings = Settings(tuple(length or ()), tuple(documents or (20,)), limit=limit)
         report = reproduce_checkpoint(
-            model, data, Path(out), settings, Loading(dtype, device), json_path=json
+            model,
+            data,
+            Path(out),
+            settings=settings,
+            options=ModelOptions(dtype=dtype, device=device),
+            json_path=json,
         )
         print(f"wrote {report}")
         return

@@ -1,4 +1,4 @@
-"""Compute the share of the long-range gain that each method keeps, with an interval over documents."""
+"""Compute the share of the long-range gain that each method keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Update all matrices of one shape at once with Muon, in a fiftieth of torch.optim.Muon's launches."""
+"""Update all matrices of one shape at once with Muon, in a fiftieth of PyTorch's launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon (Nesterov momentum, adjust_lr_fn="match_rms_adamw"), same state and settings.
+    """torch.optim.Muon (Nesterov momentum, adjust_lr_fn="match_rms_adamw") with the same state.
 
     A small model has dozens of small matrices, each of which takes about 35 kernels that leave a
     GPU idle.

@@ -1,12 +1,13 @@
-"""The paper's evaluations on a checkpoint of the user's: every method, every task whose files are
-there, one report."""
+"""Run the paper's evaluations on a checkpoint: every method, every task with files, one report."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from benchmarks.tables import Column
 from corecontext.eval.evaluate import ModelOptions, evaluate
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import TASKS, data_hashes
@@ -15,7 +16,7 @@ from corecontext.files import UserError, make_folder, write_text
 from corecontext.record import Record, append_records
 from corecontext.terminal import console
 from reproduction import paper
-from reproduction.report import Page, table
+from reproduction.html_page import DASH, Page, table
 
 METHODS = ("full", "cca", "streaming_llm", "lm_infinite", "minference")
 WHERE = {
@@ -25,8 +26,18 @@ WHERE = {
     "mmlu": "Table 6",
     "longbench": "Tables 1, 2, 5, 10",
 }
+SECTION_OF = {
+    "Table 1": "longbench",
+    "Table 2": "longbench",
+    "Table 3": "multidoc_qa",
+    "Table 4": "ruler",
+    "Table 5": "longbench",
+    "Table 6": "mmlu",
+    "Figure 3": "flexibility",
+}
+"""The section with the counterpart of a table or figure."""
 GRID = tuple((g, s) for g in (2, 8, 16) for s in (1024, 4096))
-"""Sizes of Figure 3 at test time."""
+"""Group and window sizes of Figure 3 at test time, for perplexity alone."""
 
 
 def reproduce_checkpoint(
@@ -35,148 +46,125 @@ def reproduce_checkpoint(
     folder: Path,
     *,
     settings: Settings | None = None,
-    methods: Sequence[str] = METHODS,
-    grid: Sequence[tuple[int, int]] = GRID,
-    dtype: str = "auto",
-    device: str = "auto",
+    options: ModelOptions | None = None,
     json_path: str | None = None,
 ) -> Path:
-    """Evaluate and write report.html; every item is kept in items.jsonl, so that the same call goes
-    on.
+    """Evaluate and write report.html; items.jsonl keeps every item, so that a second call resumes.
 
     Args:
         model: A folder in the Hugging Face format, or an identifier on the hub.
         data: Folder with the tasks' files (docs/evaluation.md); tasks without files are left out.
         settings: Lengths, numbers of documents and limits, for all tasks that have them.
-        grid: (group_size, window_size) of CCA, for perplexity alone.
+        options: dtype and device.
         json_path: File that the numbers are appended to, too.
 
     Raises:
-        UserError: no task has its files, or what `evaluate` raises.
+        UserError: no task has its files, or an error of `evaluate`.
     """
-    tasks = [
-        task
-        for task in TASKS
-        if data_hashes(task, data) and (task != "longbench" or len(data_hashes(task, data)) > 1)
-    ]
+    tasks = [task for task in TASKS if _has_files(task, data)]
     if not tasks:
         raise UserError(
             f"data '{data}' must hold the files of a task (docs/evaluation.md), got none."
         )
     make_folder(folder)
     settings = settings or Settings()
-    items, found = str(folder / "items.jsonl"), []
-    options = ModelOptions(dtype=dtype, device=device)
-    for method in methods:
+    options = options or ModelOptions()
+    results = str(folder / "items.jsonl")
+    items: list[Record] = []
+    for method in METHODS:
         console().print(f"{method}: {', '.join(tasks)}")
-        found += evaluate(model, [method], tasks, [data], settings, options, items)
-    rows = summarise(found)
-    grid_rows: list[Row] = []
-    if "perplexity" in tasks:
-        for g, s in grid:
-            console().print(f"cca, g = {g}, s = {s}: perplexity")
-            sizes = {"group_size": g, "window_size": s}
-            grid_rows += summarise(
-                evaluate(
-                    model,
-                    ["cca"],
-                    ["perplexity"],
-                    [data],
-                    settings,
-                    options._replace(sizes=sizes),
-                    items,
-                )
-            )
-    records = to_records([*rows, *grid_rows], found[0].device)
+        items += evaluate(model, [method], tasks, [data], settings, options, results)
+    rows = summarise(items)
+    grid: list[Row] = []
+    for g, s in GRID if "perplexity" in tasks else ():
+        console().print(f"cca, g = {g}, s = {s}: perplexity")
+        sized = options._replace(sizes={"group_size": g, "window_size": s})
+        grid += summarise(
+            evaluate(model, ["cca"], ["perplexity"], [data], settings, sized, results)
+        )
+    records = to_records([*rows, *grid], items[0].device)
     if json_path is not None:
         append_records(json_path, records)
     out = folder / "report.html"
-    write_text(out, _page(model, rows, grid_rows, records))
+    write_text(out, _page(model, rows, grid, records))
     return out
 
 
+def _has_files(task: str, data: str) -> bool:
+    hashes = data_hashes(task, data)
+    return len(hashes) > (1 if task == "longbench" else 0)
+
+
 def _page(model: str, rows: Sequence[Row], grid: Sequence[Row], records: Sequence[Record]) -> str:
-    """Tables by task; each number links to its record."""
+    """Return tables by task; each number links to its record."""
     page = Page(records)
     record_of = {id(row): record for row, record in zip([*rows, *grid], records)}
+
+    def value(row: Row) -> str:
+        return page.cell(record_of[id(row)], lambda _: shown_value(row))
+
     page.section(
         "what",
         "What this is",
-        f"<p>The paper's evaluations on {html.escape(Path(model).name)}: no method "
-        "was trained here, so rows other than the checkpoint's own attention are zero-shot. Scores compare "
+        f"<p>The paper's evaluations on {html.escape(Path(model).name)}: no method was trained "
+        "here, so rows other than the checkpoint's own attention are zero-shot. Scores compare "
         "methods under equal conditions, not with published ones.</p>",
     )
     for task in dict.fromkeys(row.task for row in rows):
-        here = [row for row in rows if row.task == task]
-        names = list(dict.fromkeys(row.method for row in here))
-        lines = []
-        for size, part in dict.fromkeys((row.size, row.part) for row in here):
-            cells = []
-            for name in names:
-                row = next(
-                    (row for row in here if (row.size, row.part, row.method) == (size, part, name)),
-                    None,
-                )
-                cells.append(
-                    "&ndash;"
-                    if row is None
-                    else page.cell(record_of[id(row)], lambda _, one=row: shown_value(one))
-                )
-            lines.append([str(size or ""), html.escape(part or "all"), *cells])
-        page.section(task, f"{task} ({WHERE[task]})", table(["size", "part", *names], lines))
+        by_place = {
+            (row.size, row.part, row.method): value(row) for row in rows if row.task == task
+        }
+        methods = dict.fromkeys(method for _, _, method in by_place)
+
+        def score(method: str, place: tuple, by_place: dict = by_place) -> str:
+            return by_place.get((*place, method), DASH)
+
+        columns = [
+            Column("size", lambda place: str(place[0] or "")),
+            Column("part", lambda place: html.escape(place[1] or "all")),
+            *(Column(method, partial(score, method)) for method in methods),
+        ]
+        places = dict.fromkeys((size, part) for size, part, _ in by_place)
+        page.section(task, f"{task} ({WHERE[task]})", table(columns, places))
     if grid:
-        page.section(
-            "flexibility",
-            "Other sizes at test time (Figure 3)",
-            table(
-                ["method", "length", "perplexity"],
-                [
-                    [
-                        html.escape(row.method),
-                        str(row.size),
-                        page.cell(record_of[id(row)], lambda _, one=row: shown_value(one)),
-                    ]
-                    for row in grid
-                    if not row.part
-                ],
-            ),
-        )
-    wanted = {
-        where: task
-        for task, where in (
-            ("multidoc_qa", "Table 3"),
-            ("ruler", "Table 4"),
-            ("mmlu", "Table 6"),
-            ("longbench", "Table 1"),
-            ("longbench", "Table 2"),
-            ("longbench", "Table 5"),
-            ("flexibility", "Figure 3"),
-        )
-    }
-    have = {row.task for row in rows} | ({"flexibility"} if grid else set())
-    lines = []
-    for one in paper.rows():
-        anchor = wanted.get(one.where)
-        if anchor in have and one.here:
-            lines.append(
-                [
-                    one.where,
-                    html.escape(one.row),
-                    f'<a href="#{anchor}">{anchor}</a>',
-                    "this checkpoint",
-                ]
-            )
-        else:
-            why = (
-                one.why
-                if not one.here
-                else "No files of this task were given."
-                if anchor
-                else "It needs training or a benchmark: see the miniature (`python -m reproduction` without --model) and "
-                "docs/benchmarks.md."
-            )
-            lines.append([one.where, html.escape(one.row), "none", why])
-    page.section(
-        "paper", "Every row of the paper", table(["where", "row", "counterpart", "note"], lines)
-    )
+        columns = [
+            Column("method", lambda row: html.escape(row.method)),
+            Column("length", lambda row: str(row.size)),
+            Column("perplexity", value),
+        ]
+        whole = [row for row in grid if not row.part]
+        page.section("flexibility", "Other sizes at test time (Figure 3)", table(columns, whole))
+    sections = {row.task for row in rows} | ({"flexibility"} if grid else set())
+    page.section("paper", "Every row of the paper", _paper_rows(sections))
     return page.render(f"Core Context Aware attention on {Path(model).name}")
+
+
+def _paper_rows(sections: set[str]) -> str:
+    """Return every row of the paper with its counterpart, if this page has one."""
+
+    def anchor(row: paper.Counterpart) -> str:
+        section = SECTION_OF.get(row.where, "")
+        return section if section in sections and row.here else ""
+
+    def counterpart(row: paper.Counterpart) -> str:
+        return f'<a href="#{anchor(row)}">{anchor(row)}</a>' if anchor(row) else "none"
+
+    def note(row: paper.Counterpart) -> str:
+        if anchor(row):
+            return "this checkpoint"
+        if not row.here:
+            return row.why
+        if row.where in SECTION_OF:
+            return "No files of this task were given."
+        return (
+            "It needs training or a benchmark: see the miniature (`python -m reproduction` "
+            "without --model) and docs/benchmarks.md."
+        )
+
+    columns = [
+        Column("where", lambda row: row.where),
+        Column("row", lambda row: html.escape(row.row)),
+        Column("counterpart", counterpart),
+        Column("note", note),
+    ]
+    return table(columns, paper.rows())

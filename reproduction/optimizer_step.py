@@ -194,8 +194,7 @@ class Step:
         self.optimizers = opts
         self.device = device
         self.teacher = teacher
-        self._groups = [group for optimizer in opts for group in optimizer.param_groups]
-        self._trained = [p for group in self._groups for p in group["params"]]
+        self._trained = [p for group in self._groups() for p in group["params"]]
         self.stream = torch.cuda.Stream() if device.startswith("cuda") else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, ...] = ()
@@ -203,9 +202,13 @@ class Step:
         self._warm_up = 0
         self._captures = self.stream is not None
 
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups, which are new ones after a state was loaded."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def set_rates(self, factor: float) -> None:
         """Set the learning rates to their peaks times a factor."""
-        for group in self._groups:
+        for group in self._groups():
             group["lr"].fill_(group["peak"] * factor)
 
     def __call__(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,253 +1,242 @@
-"""The reproduction's figures, PNG, drawn from records and the stages' curves and maps."""
+"""Draw the reproduction's figures, PNG, from records and the stages' curves and maps."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from corecontext import drawing
+from benchmarks.plotting import finish, label_lines
+from corecontext.drawing import CCA, FLEX, FULL, pyplot
 from corecontext.files import atomic_path
 from corecontext.record import Record
 from corecontext.visibility import num_complete_groups, window_capacity
-from reproduction.plan import (
-    RIVALS,
-    SCRATCH,
-    SCRATCH_FINE,
-    Size,
-    from_scratch,
-    later_seed,
-    methods,
-)
+from reproduction.methods import SCRATCH, SCRATCH_FINE, methods
+from reproduction.plan import from_scratch, later_seed
+from reproduction.sizes import Size
+
+OURS = "#c65d12"
+COLORS = (FULL, OURS, CCA, FLEX, "#8458a6")
+TARGET = 60  # percent of the gain, the project's target
 
 
 def draw_all(folder: Path, records: Sequence[Record], size: Size) -> dict[str, Path]:
-    """Draw what there are records for; returns files by name."""
-    pyplot, found = drawing.pyplot(), {}
-    for name, draw in (
-        ("methods", _methods),
-        ("sizes", _sizes),
-        ("flexibility", _flexibility),
-        ("curves", _curves),
-        ("scratch", _scratch),
-        ("maps", _maps),
-        ("cost", _cost),
-    ):
-        figure = draw(pyplot, folder, records, size)
+    """Draw the figures that have records; returns the files by name."""
+    drawn = {}
+    for name, draw in FIGURES.items():
+        figure = draw(folder, records, size)
         if figure is None:
             continue
-        figure.tight_layout()
         with atomic_path(folder / f"{name}.png") as path:
             figure.savefig(path, dpi=130)
-        pyplot.close(figure)
-        found[name] = folder / f"{name}.png"
-    return found
+        pyplot().close(figure)
+        drawn[name] = folder / f"{name}.png"
+    return drawn
 
 
-def _of(records: Sequence[Record], name: str, **params: Any) -> list[Record]:
+def _select(records: Sequence[Record], name: str, **params: Any) -> list[Record]:
+    """Return the records with these params; perplexities and gains of the test split."""
     if name in ("quality.perplexity", "quality.gain_kept"):
         params["split"] = "test"
     return [
-        one
-        for one in records
-        if one.name == name and all(one.params.get(k) == v for k, v in params.items())
+        record
+        for record in records
+        if record.name == name
+        and all(record.params.get(key) == value for key, value in params.items())
     ]
 
 
-def _methods(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
-    """Gain kept, by method; what is not ours in gray."""
-    points = []
+def _newest(records: Sequence[Record], name: str, **params: Any) -> float | None:
+    """Return the value of the last record with these params."""
+    selected = _select(records, name, **params)
+    return selected[-1].value if selected else None
+
+
+def _figure(columns: int, width: float, height: float) -> tuple[Any, Any]:
+    return pyplot().subplots(1, columns, figsize=(width, height), layout="constrained")
+
+
+def _dress(panel: Any, title: str, x_label: str) -> None:
+    """Give a panel its title, plain numbers and a label at the end of each line."""
+    panel.set_title(title, fontsize=9, loc="left")
+    panel.set_xlabel(x_label, fontsize=8)
+    panel.tick_params(labelsize=7, which="both")
+    panel.spines[["top", "right"]].set_visible(False)
+    label_lines(panel)
+
+
+def _methods(folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Draw the gain kept by method, rivals and full attention in gray."""
+    bars = []
     for name, method in methods(size).items():
-        gains = [
-            one[-1].value
-            for seed in size.seeds
-            if (one := _of(records, "quality.gain_kept", stage=f"{name}-{seed}"))
-        ]
-        if gains and method.trains:
-            ours = method.config is not None and name not in RIVALS
-            points.append(
-                (100 * sum(gains) / len(gains), method.title, "#c65d12" if ours else "#9a9a9a")
-            )
-    if not points:
+        stages = [f"{name}-{seed}" for seed in size.seeds]
+        gains = [_newest(records, "quality.gain_kept", stage=stage) for stage in stages]
+        kept = [gain for gain in gains if gain is not None]
+        if kept and method.trains:
+            color = OURS if method.is_ours else FULL
+            bars.append((100 * fmean(kept), method.title, color))
+    if not bars:
         return None
-    figure, panel = pyplot.subplots(figsize=(8, 0.3 * len(points) + 1.2))
-    points.sort(key=lambda one: one[0])
-    gains, titles, colors = zip(*points)
+    bars.sort(key=lambda bar: bar[0])
+    gains, titles, colors = zip(*bars)
+    figure, panel = _figure(1, 8, 0.3 * len(bars) + 1.2)
     panel.barh(titles, gains, color=colors)
-    panel.axvline(60, color="gray", ls=":")
-    panel.set_xlabel(
-        "share of the long-range gain kept, %", loc="right"
-    )  # the titles leave it little room
+    panel.axvline(TARGET, color="gray", ls=":")
+    panel.spines[["top", "right"]].set_visible(False)
+    # The titles leave the label little room.
+    panel.set_xlabel("share of the long-range gain kept, %", loc="right")
     return figure
 
 
-def _sizes(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
-    """Tables 8 and 9 as curves."""
-    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.4))
-    drawn = False
+def _sizes(folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Draw Tables 8 and 9 as curves."""
+    figure, panels = _figure(2, 9, 3.4)
     for panel, letter, values in ((panels[0], "g", size.groups), (panels[1], "s", size.windows)):
         points = []
         for value in values:
-            some = _of(
-                records,
-                "quality.perplexity",
-                stage=f"{letter}{value}-{later_seed(size)}",
-                bucket="far",
-            )
-            points += [(value, some[-1].value)] if some else []
+            stage = f"{letter}{value}-{later_seed(size)}"
+            perplexity = _newest(records, "quality.perplexity", stage=stage, bucket="far")
+            if perplexity is not None:
+                points.append((value, perplexity))
         if points:
-            drawn = True
-            panel.plot(*zip(*points), "o-", color="#c65d12")
-        panel.set_xscale("log", base=2)
-        panel.set_xlabel(letter)
-        panel.set_ylabel("perplexity, far")
-    if not drawn:
-        pyplot.close(figure)
-    return figure if drawn else None
+            panel.plot(*zip(*points), "o-", color=OURS, label="CCA")
+        finish(panel, "perplexity, far", letter)
+    return _kept(figure, panels)
 
 
-def _flexibility(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
-    """Perplexity against cache and time."""
-    quality = _of(records, "quality.perplexity", stage="flexibility", bucket="far")
-    if not quality or not _of(records, "model.cache_bytes", of="sizes"):
+def _kept(figure: Any, panels: Sequence[Any]) -> Any:
+    """Return a figure, or None where no panel has a line."""
+    if any(panel.lines for panel in panels):
+        return figure
+    pyplot().close(figure)
+    return None
+
+
+def _flexibility(folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Draw perplexity against cache and time."""
+    quality = _select(records, "quality.perplexity", stage="flexibility", bucket="far")
+    if not quality or not _select(records, "model.cache_bytes", of="sizes"):
         return None
-    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.8))
+    figure, panels = _figure(2, 10, 3.8)
     for panel, name, label, unit in (
         (panels[0], "model.cache_bytes", "cache, MiB", 2**20),
         (panels[1], "model.first_token_s", "prompt, ms", 1e-3),
     ):
-        for s in size.windows:
+        for s, color in zip(size.windows, COLORS):
             points = []
-            for one in quality:
-                if one.params["window_size"] == s:
-                    cost = _of(
-                        records,
-                        name,
-                        of="sizes",
-                        group_size=one.params["group_size"],
-                        window_size=s,
-                    )
-                    points += [(cost[-1].value / unit, one.value)] if cost else []
-            if points:  # else the form would be taken for a value
-                panel.plot(*zip(*sorted(points)), "o-", label=f"s = {s}")
-        panel.set_xlabel(label)
-        panel.set_ylabel("perplexity, far")
-    panels[0].legend(fontsize=7)
+            for record in quality:
+                sizes = {key: record.params[key] for key in ("group_size", "window_size")}
+                cost = _newest(records, name, of="sizes", **sizes)
+                if sizes["window_size"] == s and cost is not None:
+                    points.append((cost / unit, record.value))
+            if points:
+                panel.plot(*zip(*sorted(points)), "o-", color=color, label=f"s = {s}")
+        _dress(panel, "perplexity, far, by g", label)
     return figure
 
 
-def _curves(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
-    """Loss of adapting a model of the same and of a shorter context, in as many steps where both
-    have been run."""
+def _read_curve(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _smooth(steps: Sequence[dict[str, Any]], key: str, points: int) -> tuple[int, np.ndarray]:
+    """Return a moving average over a curve, and the first step that has one."""
+    width = max(1, len(steps) // points)  # a batch is few texts
+    values = np.convolve([step[key] for step in steps], np.ones(width) / width, "valid")
+    return width - 1, values
+
+
+def _curves(folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Draw the loss of adapting a model of the same and of a shorter context, in equal steps."""
     seed = later_seed(size)
     same = [folder / name / "curve.jsonl" for name in (f"g{size.group}-{seed}", f"cca-{seed}")]
-    curves = [
-        (label, path)
-        for label, path in (
-            (
-                "from a model of the same context",
-                next((path for path in same if path.exists()), same[0]),
-            ),
-            ("from a model of a shorter context", folder / "from-short" / "curve.jsonl"),
-        )
-        if path.exists()
-    ]
+    shorter = folder / "from-short" / "curve.jsonl"
+    curves = {}
+    for context, paths in (("the same", same), ("a shorter", [shorter])):
+        existing = [path for path in paths if path.exists()]
+        if existing:
+            curves[f"from a model of {context} context"] = _read_curve(existing[0])
     if not curves:
         return None
-    figure, panel = pyplot.subplots(figsize=(6.5, 3.6))
-    looks = [
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        for _, path in curves
-    ]
-    last = min(steps[-1]["step"] for steps in looks)
-    for (label, _), steps in zip(curves, looks):
-        steps = [one for one in steps if one["step"] <= last]
-        width = max(1, len(steps) // 25)  # a batch is few texts
-        smooth = np.convolve([one["loss"] for one in steps], np.ones(width) / width, "valid")
-        panel.plot([one["step"] for one in steps[width - 1 :]], smooth, label=label)
-    panel.set_xlabel("step")
-    panel.set_ylabel("training loss")
-    panel.legend()
+    figure, panel = _figure(1, 7.5, 3.6)
+    last = min(steps[-1]["step"] for steps in curves.values())
+    for (label, steps), color in zip(curves.items(), (OURS, CCA)):
+        steps = [step for step in steps if step["step"] <= last]
+        first, losses = _smooth(steps, "loss", 25)
+        panel.plot([step["step"] for step in steps[first:]], losses, color=color, label=label)
+    _dress(panel, "training loss", "step")
     return figure
 
 
-def _scratch(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
-    """Held-out perplexity of the far half, and answers right, while training from scratch."""
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8))
-    for color, name in zip(
-        ("#9a9a9a", "#c65d12", "#1f6fb4", "#5a9a5a", "#8458a6"), (*SCRATCH, *SCRATCH_FINE)
-    ):
-        paths = [
-            folder / from_scratch(name, seed) / "curve.jsonl" for seed in dict.fromkeys(size.bases)
-        ]
-        label: str | None = name
-        for path in (path for path in paths if path.exists()):
-            steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def _scratch(folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Draw held-out perplexity and right answers while training from scratch."""
+    figure, panels = _figure(2, 10, 3.8)
+    for color, name in zip(COLORS, (*SCRATCH, *SCRATCH_FINE)):
+        stages = [from_scratch(name, seed) for seed in dict.fromkeys(size.bases)]
+        paths = [folder / stage / "curve.jsonl" for stage in stages]
+        for number, path in enumerate(path for path in paths if path.exists()):
+            label = f"_{name}" if number else name  # of several seeds the first is labelled
+            line = {"color": color, "label": label}
+            steps = _read_curve(path)
             looks = [
-                (one["tokens"] / 1e6, np.exp(one["val_far"])) for one in steps if "val_far" in one
+                (step["tokens"] / 1e6, np.exp(step["val_far"]))
+                for step in steps
+                if "val_far" in step
             ]
             if looks:
-                panels[0].plot(*zip(*looks), color=color, label=label)
-            width = max(1, len(steps) // 100)
-            right = np.convolve([one["right"] for one in steps], np.ones(width) / width, "valid")
-            panels[1].plot(
-                [one["tokens"] / 1e6 for one in steps[width - 1 :]],
-                100 * right,
-                color=color,
-                label=label,
-            )
-            label = None
+                panels[0].plot(*zip(*looks), **line)
+            first, right = _smooth(steps, "right", 100)
+            panels[1].plot([step["tokens"] / 1e6 for step in steps[first:]], 100 * right, **line)
     panels[0].set_yscale("log")
-    for axis_format in (panels[0].yaxis.set_major_formatter, panels[0].yaxis.set_minor_formatter):
-        axis_format("{x:.0f}")
-    for panel, label in zip(
-        panels, ("validation perplexity, far", "answer tokens right in training, %")
-    ):
-        panel.set_xlabel("million tokens")
-        panel.set_ylabel(label)
-    if not panels[1].lines:
-        pyplot.close(figure)
-        return None
-    panels[1].legend()
-    return figure
+    _dress(panels[0], "validation perplexity, far", "million tokens")
+    _dress(panels[1], "answer tokens right in training, %", "million tokens")
+    return _kept(figure, panels[1:])
 
 
-def _maps(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
-    """Mean attention of 32 tokens by layer, and the last token's."""
+def _maps(folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Draw the mean attention of 32 tokens by layer, and the last token's."""
     path = folder / "maps" / "maps.npz"
     if not path.exists():
         return None
-    with np.load(path) as held:
-        short, last = held["short"], held["last"]
-    chosen = sorted({round(i * (len(short) - 1) / 3) for i in range(4)})
-    figure, panels = pyplot.subplots(
-        2, len(chosen), figsize=(2.6 * len(chosen), 4.6), squeeze=False
+    with np.load(path) as arrays:
+        short, last = arrays["short"], arrays["last"]
+    layers = sorted({round(i * (len(short) - 1) / 3) for i in range(4)})
+    figure, panels = pyplot().subplots(
+        2, len(layers), figsize=(2.6 * len(layers), 4.6), squeeze=False, layout="constrained"
     )
-    for column, layer in enumerate(chosen):
-        panels[0][column].imshow(short[layer], cmap="Oranges", vmin=0)
-        panels[0][column].set_title(f"layer {layer}", fontsize=9)
-        panels[1][column].semilogy(np.sort(last[layer].mean(0))[::-1], color="#c65d12")
-        panels[1][column].set_xlabel("keys, by weight", fontsize=8)
+    for (top, bottom), layer in zip(panels.T, layers):
+        top.imshow(short[layer], cmap="Oranges", vmin=0)
+        top.set_title(f"layer {layer}", fontsize=9)
+        bottom.semilogy(np.sort(last[layer].mean(0))[::-1], color=OURS)
+        bottom.set_xlabel("keys, by weight", fontsize=8)
     panels[1][0].set_ylabel("last token's weight")
     return figure
 
 
-def _cost(pyplot: Any, folder: Path, records: Sequence[Record], size: Size) -> Any:
-    """Cache of the 7B shape by length."""
-    figure, panel = pyplot.subplots(figsize=(6.5, 3.4))
+def _cost(folder: Path, records: Sequence[Record], size: Size) -> Any:
+    """Draw the cache of the 7B shape by length."""
+    figure, panel = _figure(1, 7, 3.4)
     lengths = [2**n for n in range(12, 18)]
     entry = 2 * 32 * 32 * 128 * 2 / 2**30
-    count: Callable[[int], int] = lambda n: min(
-        n, num_complete_groups(n, 16) + window_capacity(16, 1024)
-    )
-    panel.plot(lengths, [n * entry for n in lengths], "o-", label="full attention")
-    panel.plot(lengths, [count(n) * entry for n in lengths], "o-", label="CCA, g = 16, s = 1024")
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log", base=2)
-    panel.set_xlabel("tokens")
-    panel.set_ylabel("cache of LLaMA2-7B, GiB")
-    panel.legend()
+    entries = [min(n, num_complete_groups(n, 16) + window_capacity(16, 1024)) for n in lengths]
+    full = [n * entry for n in lengths]
+    panel.plot(lengths, full, "o-", color=FULL, label="full attention")
+    cca = [count * entry for count in entries]
+    panel.plot(lengths, cca, "o-", color=OURS, label="CCA, g = 16, s = 1024")
+    finish(panel, "cache of LLaMA2-7B, GiB")
     return figure
+
+
+FIGURES = {
+    "methods": _methods,
+    "sizes": _sizes,
+    "flexibility": _flexibility,
+    "curves": _curves,
+    "scratch": _scratch,
+    "maps": _maps,
+    "cost": _cost,
+}

@@ -1,5 +1,4 @@
-"""The miniature's result in Markdown, for README and docs: one line a method, from the records of
-its stages.
+"""Write the miniature's tables for README and docs: one line a method, from its stages' records.
 
 `python -m reproduction.readme_tables` writes the tables anew.
 """
@@ -12,118 +11,130 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 from benchmarks.figures import PageTable, update_pages
+from benchmarks.tables import Column, markdown
 from corecontext.record import Record
 from reproduction.methods import SCRATCH, SCRATCH_FINE, Method, alike, methods
 from reproduction.plan import adapted, from_scratch
-from reproduction.sizes import SIZES
+from reproduction.sizes import FULL
 
 SHORT = ("full", "window", "window_wide", "duo_1", "cca", "distilled", "raw_1", "raw_1_distilled")
-"""Of README."""
+"""Methods of the short table."""
+MEASURES = {
+    "far": {"split": "test", "bucket": "far"},
+    "facts": {"distance": "far", "length": FULL.length},
+    "passages": {"task": "multidoc_planted", "documents": FULL.documents[-1]},
+}
+"""Params of the records that the tables show."""
+
+
+class Line(NamedTuple):
+    """A method's measurements on held-out test text, by seed."""
+
+    method: Method
+    by_seed: dict[int, dict[str, float]]
+    gains: list[float]
+    """Shares of full attention's gain over a window, of the seeds that have both ends."""
+    cache_bytes: float | None
 
 
 def quality_markdown(records: Sequence[Record], names: Sequence[str] = ()) -> str:
-    """Every adapted method, or these: perplexity far from the beginning, the share of full
-    attention's gain over a window that it keeps, what it finds; means over its seeds, the newest
-    record of each stage."""
-    size = SIZES["mini"]
+    """Return the table of adapted methods, or of some of them; means over the seeds."""
     chosen = [
-        one for one in methods(size).values() if one.trains and (not names or one.name in names)
+        method
+        for method in methods(FULL).values()
+        if method.trains and (not names or method.name in names)
     ]
     return (
-        f"Far: the second half of windows of {size.length} tokens. Gain kept: 0 is the window of {size.window} "
-        "tokens alone, 100 % is full attention.\n\n" + _table(records, chosen, adapted)
+        f"Far: the second half of windows of {FULL.length} tokens. Gain kept: 0 is the window of "
+        f"{FULL.window} tokens alone, 100 % is full attention.\n\n"
+        + _table(records, chosen, adapted)
     )
 
 
 def scratch_markdown(records: Sequence[Record]) -> str:
-    """The same for models trained from random weights, each measured by the window and full
-    attention so trained."""
-    known = methods(SIZES["mini"])
-    return _table(records, [known[name] for name in (*SCRATCH, *SCRATCH_FINE)], from_scratch)
+    """Return the table of models trained from scratch, with gains between such models."""
+    by_name = methods(FULL)
+    return _table(records, [by_name[name] for name in (*SCRATCH, *SCRATCH_FINE)], from_scratch)
 
 
 def _table(
     records: Sequence[Record], chosen: Sequence[Method], stage: Callable[[str, int], str]
 ) -> str:
-    """A line for each method that has been run; `stage` names that of a method and a seed."""
-    size = SIZES["mini"]
-    lines = [
-        "| | seeds | perplexity, far | gain kept | facts found beyond the window | facts in "
-        f"{size.documents[-1]} passages | cache, MiB |",
-        "|---|---|---:|---:|---:|---:|---:|",
+    """Return a line for each method that was run; `stage` names that of a method and a seed."""
+
+    def shares(name: str, line: Line) -> str:
+        values = [values[name] for values in line.by_seed.values() if name in values]
+        return _mean([100 * value for value in values], "{:.1f} %")
+
+    def perplexity(line: Line) -> str:
+        return _mean([values["far"] for values in line.by_seed.values()], "{:.3f}")
+
+    def cache(line: Line) -> str:
+        return "" if line.cache_bytes is None else f"{line.cache_bytes / 2**20:.2f}"
+
+    columns = [
+        Column("", lambda line: line.method.title, left=True),
+        Column("seeds", lambda line: ", ".join(map(str, line.by_seed)), left=True),
+        Column("perplexity, far", perplexity),
+        Column("gain kept", lambda line: _mean([100 * x for x in line.gains], "{:.1f} %")),
+        Column("facts found beyond the window", partial(shares, "facts")),
+        Column(f"facts in {FULL.documents[-1]} passages", partial(shares, "passages")),
+        Column("cache, MiB", cache),
     ]
-    for one in chosen:
-        found = {
-            seed: values for seed in size.seeds if (values := _of(records, stage(one.name, seed)))
-        }
-        if not found:
+    lines = [_line(records, method, stage) for method in chosen]
+    return "\n".join(markdown(columns, [line for line in lines if line.by_seed])) + "\n"
+
+
+def _line(records: Sequence[Record], method: Method, stage: Callable[[str, int], str]) -> Line:
+    """Collect a method's measurements of every seed."""
+    by_seed = {}
+    gains = []
+    for seed in FULL.seeds:
+        values = _values(records, stage(method.name, seed))
+        if not values:
             continue
-        ends = {
-            seed: (_of(records, stage("window", seed)), _of(records, stage("full", seed)))
-            for seed in found
-        }
-        gains = [
-            math.log(window["far"] / found[seed]["far"]) / math.log(window["far"] / full["far"])
-            for seed, (window, full) in ends.items()
-            if window and full and one.name not in ("full", "window")
-        ]
-        cells = [
-            one.title,
-            ", ".join(map(str, found)),
-            _shown([x["far"] for x in found.values()], "{:.3f}"),
-            _shown([100 * x for x in gains], "{:.1f} %"),
-            *(
-                _shown([100 * x[what] for x in found.values() if what in x], "{:.1f} %")
-                for what in ("facts", "passages")
-            ),
-            _cache(records, one),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        by_seed[seed] = values
+        window = _values(records, stage("window", seed))
+        full = _values(records, stage("full", seed))
+        if window and full and method.name not in ("full", "window"):
+            gain = math.log(window["far"] / values["far"])
+            gains.append(gain / math.log(window["far"] / full["far"]))
+    return Line(method, by_seed, gains, _cache_bytes(records, method))
 
 
-def _of(records: Sequence[Record], stage: str) -> dict[str, float]:
-    """What a stage measured on held-out test text, by short names; empty where it has not been
-    run."""
-    size, found = SIZES["mini"], {}
-    wanted = {
-        "far": {"split": "test", "bucket": "far"},
-        "facts": {"distance": "far", "length": size.length},
-        "passages": {"task": "multidoc_planted", "documents": size.documents[-1]},
-    }
-    for one in records:
-        for name, params in wanted.items():
-            if (
-                one.params.get("stage") == stage
-                and all(one.params.get(key) == value for key, value in params.items())
-                and one.name != "quality.gain_kept"
-            ):
-                found[name] = one.value
-    return found
+def _values(records: Sequence[Record], stage: str) -> dict[str, float]:
+    """Return the newest values of a stage by measure; empty where it was not run."""
+    values = {}
+    for record in records:
+        p = record.params
+        if p.get("stage") != stage or record.name == "quality.gain_kept":
+            continue
+        for name, params in MEASURES.items():
+            if all(p.get(key) == value for key, value in params.items()):
+                values[name] = record.value
+    return values
 
 
-def _shown(values: Sequence[float], form: str) -> str:
-    """The mean, and from two values on the spread between seeds."""
+def _mean(values: Sequence[float], form: str) -> str:
+    """Show the mean, and from two values on the spread between seeds."""
     if not values:
         return ""
-    return form.format(fmean(values)) + (
-        f" ± {form.format(stdev(values))}" if len(values) > 1 else ""
-    )
+    spread = f" ± {form.format(stdev(values))}" if len(values) > 1 else ""
+    return form.format(fmean(values)) + spread
 
 
-def _cache(records: Sequence[Record], method: Method) -> str:
-    """Of one text of the trained length."""
-    names = alike(methods(SIZES["mini"]), method)
-    held = [
-        one.value
-        for one in records
-        if one.name == "model.cache_bytes"
-        and one.params.get("of") == "methods"
-        and one.params["method"] in names
-    ]
-    return f"{held[-1] / 2**20:.2f}" if held else ""
+def _cache_bytes(records: Sequence[Record], method: Method) -> float | None:
+    """Return the newest cache size of one text of the trained length."""
+    names = alike(methods(FULL), method)
+    for record in reversed(records):
+        p = record.params
+        of_methods = record.name == "model.cache_bytes" and p.get("of") == "methods"
+        if of_methods and p["method"] in names:
+            return record.value
+    return None
 
 
 TABLES: Sequence[PageTable] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ def windows(
     edges = [-1, *np.flatnonzero(ids == END).tolist(), len(ids)]
     found = [
         (start, document)
-        for document, (a, b) in enumerate(zip(edges, edges[1:]))
+        for document, (a, b) in enumerate(itertools.pairwise(edges))
         for start in range(a + 1, b - length + 1, length)
     ]
     if not found:
@@ -242,7 +243,7 @@ def attention_weights(model: LlamaForCausalLM, ids: Tensor) -> list[np.ndarray]:
 def top_mass(weights: np.ndarray, share: float = 0.1) -> float:
     """Mean share of a query's weight on the tenth of its keys that have most of it; queries of the
     second half."""
-    heads, length, _ = weights.shape
+    length = weights.shape[1]
     found: list[Any] = []
     for t in range(length // 2, length):
         row = np.sort(weights[:, t, : t + 1], axis=1)[:, ::-1]

@@ -87,7 +87,7 @@ class Workspace:
             torch.save(state, name)
 
     def method(self, stage: Stage) -> Method:
-        """Return a stage's method with its sizes, or the layers and heads that were found for it."""
+        """Return a stage's method with its sizes, or the layers or heads found for it."""
         method = self.methods[stage.method]
         if stage.sizes:
             return method._replace(config=method.config.replace(**dict(stage.sizes)))
@@ -237,5 +237,5 @@ class Workspace:
 
 
 def _may_pad(method: Method) -> bool:
-    """Whether rows of several lengths may be measured together: MInference reads the last queries."""
+    """Whether rows may be padded: not under MInference, which reads the last queries."""
     return not isinstance(method.config, MInference)

@@ -25,6 +25,9 @@ from corecontext.files import UserError, alone_in
 from corecontext.record import append_records, make_record, read_records
 from reproduction import paper, plots
 from reproduction.command import main
+from reproduction.gains import gains
+from reproduction.html_page import Page
+from reproduction.methods import SCRATCH, methods
 from reproduction.miniature import add_lora, attention, make_model, merge_lora, nll_of
 from reproduction.muon import Muon
 from reproduction.on_checkpoint import METHODS, _page
@@ -36,10 +39,11 @@ from reproduction.optimizer_step import (
     loss_backward,
     optimizers,
 )
-from reproduction.plan import FULL, SCRATCH, SMOKE, methods, stages, tuned
+from reproduction.plan import stages, tuned
 from reproduction.processes import run_on_gpus
 from reproduction.readme_tables import quality_markdown, scratch_markdown
-from reproduction.report import Page, _targets, gains, write_report
+from reproduction.report import write_report
+from reproduction.run import Miniature
 from reproduction.scoring import (
     answers_right,
     cloze,
@@ -48,9 +52,11 @@ from reproduction.scoring import (
     top_mass,
     window_nll,
 )
-from reproduction.stages import Miniature
+from reproduction.sizes import FULL, SMOKE
+from reproduction.stages import KINDS
+from reproduction.targets import targets
 from reproduction.texts import END, SPLITS, Corpus, Row
-from reproduction.training_loop import OutOfTime, thinned, train
+from reproduction.training_loop import OutOfTime, Schedule, thinned, train
 
 TINY = dataclasses.replace(SMOKE, levels=((64, 2), (128, 3)), length=128, step_tokens=256)
 
@@ -213,7 +219,7 @@ def test_methods_have_one_cache_size():
 
 
 # Data
-# ----------------------------------------------------------------------------------------------------------------
+# ----
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +313,7 @@ def test_questions_come_with_passages(corpus, tmp_path):
 
 
 # Training
-# ------------------------------------------------------------------------------------------------------------
+# ----
 
 
 def test_processes_share_a_folder_and_do_nothing_twice(tmp_path):
@@ -344,15 +350,15 @@ def test_processes_share_a_folder_and_do_nothing_twice(tmp_path):
 
 def test_a_stage_that_fails_stops_only_those_that_need_it(tmp_path, monkeypatch, capsys):
     run = Miniature(tmp_path / "o", SMOKE, None, "cpu")
-    own, tried = run._adapt, []
+    real, tried = KINDS["adapt"], []
 
-    def adapt(stage, folder):
+    def adapt(work, stage):
         tried.append(stage.name)
         if stage.name in ("cca-0", "mean-0"):
             raise ZeroDivisionError(stage.name)
-        yield from own(stage, folder)
+        yield from real(work, stage)
 
-    monkeypatch.setattr(run, "_adapt", adapt)
+    monkeypatch.setitem(KINDS, "adapt", adapt)
     with pytest.raises(ZeroDivisionError, match="^mean-0$"):  # the first in order
         run.run(("flexibility", "window-0", "mean-0", "maps"))
     assert sorted(tried) == ["cca-0", "mean-0", "window-0"]
@@ -409,16 +415,7 @@ def test_interrupted_training_ends_as_if_it_had_not_been(corpus, tmp_path):
     for cut in (None, 1, 3):
         model, folder = make_model(TINY, 264, 0), tmp_path / str(cut)
         folder.mkdir()
-        args = (
-            corpus,
-            methods(TINY)["full"],
-            TINY.levels,
-            TINY.step_tokens,
-            1e-3,
-            0,
-            "cpu",
-            folder,
-        )
+        args = (corpus, Schedule(TINY.levels, TINY.step_tokens, 1e-3, 0), folder)
         if cut is not None:
             left = iter([1.0] * cut)
             with pytest.raises(OutOfTime):
@@ -436,7 +433,7 @@ def test_training_in_parts_is_training_at_once(corpus, monkeypatch):
     ids, weights = corpus.batch(0, 0, 400, 4)
     assert (weights > 1).any()
     ids = ids.long()
-    for module in ("model", "step"):
+    for module in ("miniature", "optimizer_step"):
         monkeypatch.setattr(f"reproduction.{module}.HEAD_TOKENS", 50)
     loss, right = loss_backward(model, ids, weights, "cpu", None)
     grads = [p.grad.clone() for p in model.parameters()]
@@ -519,8 +516,7 @@ def test_captured_steps_are_the_uncaptured_ones(name):
                         ids = torch.randint(
                             64, (4, length), generator=draw, dtype=torch.int32
                         )  # few, to be learned
-                        for group in (g for one in opts for g in one.param_groups):
-                            group["lr"].fill_(group["peak"] / (1 + i))
+                        run.set_rates(1 / (1 + i))
                         found.append(run(ids, torch.ones(4, length, dtype=torch.uint8))[0])
             assert (run._graph is not None) == captures
         return torch.stack(found).tolist()
@@ -533,7 +529,7 @@ def test_partial_training_moves_projections_alone(corpus, tmp_path):
     model, method = make_model(TINY, 264, 0), methods(TINY)["partial"]
     before = copy.deepcopy(model.state_dict())
     with attention(model, method.config):
-        train(model, corpus, method, ((128, 2),), 256, 1e-3, 0, "cpu", tmp_path)
+        train(model, corpus, Schedule(((128, 2),), 256, 1e-3, 0, method.trains), tmp_path)
     moved = {
         key for key, value in model.state_dict().items() if not torch.equal(value, before[key])
     }
@@ -550,7 +546,7 @@ def test_lora_moves_its_factors_alone_and_is_merged(corpus, tmp_path):
     )
     before, ids = copy.deepcopy(model.state_dict()), torch.arange(40)[None]
     with attention(model, method.config):
-        train(model, corpus, method, ((128, 2),), 256, 1e-2, 0, "cpu", tmp_path)
+        train(model, corpus, Schedule(((128, 2),), 256, 1e-2, 0, method.trains), tmp_path)
         moved = {
             key for key, value in model.state_dict().items() if not torch.equal(value, before[key])
         }
@@ -590,12 +586,12 @@ def test_from_scratch_takes_the_best_rate_and_is_followed(done):
 def test_learned_methods_learn_their_parameters(corpus, tmp_path):
     model, method = make_model(TINY, 264, 0), methods(TINY)["learned"]
     with attention(model, method.config):
-        train(model, corpus, method, ((128, 2),), 256, 1e-3, 0, "cpu", tmp_path)
+        train(model, corpus, Schedule(((128, 2),), 256, 1e-3, 0, method.trains), tmp_path)
         assert all(p.abs().max() > 0 for name, p in model.named_parameters() if ".cca." in name)
 
 
 # Measuring
-# -----------------------------------------------------------------------------------------------------------
+# ----
 
 
 def test_measurements_know_right_from_wrong(corpus, monkeypatch):
@@ -663,9 +659,9 @@ def test_rows_are_not_padded_for_a_method_that_would_see_it(corpus, tmp_path, mo
             lambda *args: asked.append(args[3]) or [],
         )
         monkeypatch.setattr("reproduction.scoring.fact_rows", lambda *args: rows)
-        run.corpus = corpus
-        list(run._measure(model, method, run.plan[0], tmp_path, brief=True))
-        list(run._measure(model, methods(TINY)["full"], run.plan[0], tmp_path, brief=True))
+        run.work.corpus = corpus
+        for chosen in (method, methods(TINY)["full"]):
+            list(run.work.measure(model, chosen, run.plan[0], brief=True))
         assert asked == [False, True]
 
 
@@ -766,7 +762,7 @@ def test_targets_are_judged_by_text_that_chose_nothing_and_against_all_rivals():
     add("quality.accuracy", 0.8, "full", distance="far", length=FULL.length)
 
     def shown():
-        text = re.sub(r"<a [^>]*>|</a>", "", _targets(Page(records), methods(size), size))
+        text = re.sub(r"<a [^>]*>|</a>", "", targets(Page(records), size))
         return [re.findall("<td>(.*?)</td>", row) for row in text.split("<tr>")[2:]]
 
     rows = shown()
@@ -917,7 +913,7 @@ def test_sizes_without_a_cost_are_left_out_of_the_figure(tmp_path):
         make_record(name, 1024.0, {"of": "sizes", "group_size": 4, "window_size": 64})
         for name in ("model.cache_bytes", "model.first_token_s")
     ]
-    drawn = plots._flexibility(drawing.pyplot(), tmp_path, records, FULL)
+    drawn = plots._flexibility(tmp_path, records, FULL)
     assert [[tuple(line.get_xydata()[0]) for line in panel.lines] for panel in drawn.axes] == [
         [(2**-10, 14.0)],
         [(1024e3, 14.0)],
@@ -934,13 +930,13 @@ def test_curves_from_two_contexts_have_equal_steps(tmp_path):
 
     size = dataclasses.replace(FULL, seeds=(0,), bases=(0,))
     write("cca-0", FULL.adapt_steps)
-    drawn = [plots._curves(drawing.pyplot(), tmp_path, [], size)]
+    drawn = [plots._curves(tmp_path, [], size)]
     assert drawn[0].axes[0].lines[0].get_xdata()[-1] == FULL.adapt_steps
     write("from-short", FULL.short_steps)
     for name in ("cca-0", "g16-0"):  # the sizes' own stage is as short, and taken where it is there
         if name != "cca-0":
             write(name, FULL.short_steps)
-        drawn.append(plots._curves(drawing.pyplot(), tmp_path, [], size))
+        drawn.append(plots._curves(tmp_path, [], size))
         one, other = drawn[-1].axes[0].lines
         assert (
             list(one.get_xdata()) == list(other.get_xdata())
@@ -1010,7 +1006,7 @@ def test_a_checkpoint_is_evaluated_from_files(tmp_path, capsys):
     )
     size = (tmp_path / "out" / "items.jsonl").stat().st_size
     assert main(arguments) == 0 and (tmp_path / "out" / "items.jsonl").stat().st_size == size
-    assert main([*arguments[:4], str(tmp_path / "model"), *arguments[5:]]) == 2
+    assert main([*arguments[:3], str(tmp_path / "model"), *arguments[4:]]) == 2
     assert "must hold the files of a task" in capsys.readouterr().err
 
 
