@@ -9,14 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from corecontext.cli.entry import run
-from corecontext.cli.options import (
-    Device,
-    Documents,
-    Dtype,
-    Json,
-    Lengths,
-    Limit,
-)
+from corecontext.cli.options import Device, Dtype, Json
 from corecontext.files import UserError
 
 
@@ -58,9 +51,16 @@ def reproduce(
     gpus: Annotated[
         int, typer.Option(help="Run as many stages at once, each on a GPU of its own.")
     ] = 1,
-    limit: Limit = None,
-    length: Lengths = None,
-    documents: Documents = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Most questions of each subtask. Default: all.")
+    ] = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of a window or prompt; may be repeated. Default: the task's."),
+    ] = None,
+    documents: Annotated[
+        list[int] | None, typer.Option(help="Passages (multidoc_qa); may be repeated. Default: 20.")
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json: Json = None,

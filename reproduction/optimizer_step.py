@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from corecontext.graphs import CapturedStep
 from corecontext.inference.fuse import compiled_or_plain
 from reproduction.miniature import HEAD_TOKENS, autocast, hidden_states
 from reproduction.muon import Muon
@@ -177,8 +177,7 @@ class Step:
     """Run one optimizer step on a batch, without waiting for its results.
 
     On a GPU, steps after the first few of a batch shape are replayed from a CUDA graph: launching
-    the kernels of a model this small takes Python about as long as running them. All work is on a
-    stream of its own, `stream`.
+    the kernels of a model this small takes Python about as long as running them.
     """
 
     WARM_UP = 3  # steps not captured: kernels are compiled, optimizers make their state
@@ -194,13 +193,10 @@ class Step:
         self.optimizers = opts
         self.device = device
         self.teacher = teacher
+        self.captures = device.startswith("cuda")
         self._trained = [p for group in self._groups() for p in group["params"]]
-        self.stream = torch.cuda.Stream() if device.startswith("cuda") else None
-        self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, ...] = ()
-        self._results: tuple[Tensor, ...] = ()
-        self._warm_up = 0
-        self._captures = self.stream is not None
+        self._step: Callable[[], tuple[Tensor, Tensor]] = self._run
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups, which are new ones after a state was loaded."""
@@ -213,38 +209,30 @@ class Step:
 
     def __call__(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss and the share of answer tokens right."""
-        if self._inputs and self._inputs[0].shape != ids.shape:
-            self._graph = None
-            self._inputs = self._results = ()
-        if not self._inputs:
-            self._warm_up = self.WARM_UP
+        if not self._inputs or self._inputs[0].shape != ids.shape:
             self._inputs = (ids.to(self.device), weights.to(self.device))
+            if self.captures:
+                # "thread_local": meanwhile the loader's thread takes pinned memory.
+                self._step = CapturedStep(
+                    self._run,
+                    name="an optimizer step",
+                    warm_up=self.WARM_UP,
+                    error_mode="thread_local",
+                )
         for buffer, values in zip(self._inputs, (ids, weights)):
             buffer.copy_(values, non_blocking=True)
-        if self._warm_up:
-            self._warm_up -= 1
-            return self._run()
-        if self._captures and self._graph is None:
-            self._capture()
-        if self._graph is None:
-            return self._run()
-        self._graph.replay()
-        return self._results[0].clone(), self._results[1].clone()
+        loss, right = self._step()
+        return loss.clone(), right.clone()
 
-    @contextlib.contextmanager
-    def on_stream(self) -> Iterator[None]:
-        """Run the block on `stream`, after earlier work and before later work."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(self.stream):
-                yield
-        finally:
-            torch.cuda.current_stream().wait_stream(self.stream)
+    @property
+    def recorded(self) -> bool:
+        """Whether steps are replayed from a graph."""
+        return isinstance(self._step, CapturedStep) and self._step.recorded
 
     def _run(self) -> tuple[Tensor, Tensor]:
+        # A capture that failed may have left gradients.
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         ids, weights = self._inputs
         loss, right = loss_backward(self.model, ids.long(), weights, self.device, self.teacher)
         torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
@@ -252,19 +240,3 @@ class Step:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss, right
-
-    def _capture(self) -> None:
-        """Capture a step without running it; where that fails, steps stay uncaptured."""
-        graph = torch.cuda.CUDAGraph()
-        try:  # "thread_local": meanwhile the loader's thread takes pinned memory
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-                self._results = self._run()
-            self._graph = graph
-        except RuntimeError as error:
-            warnings.warn(
-                f"a step cannot be captured, so all run as they are, which is slower: {error}",
-                stacklevel=2,
-            )
-            self._captures = False
-            for optimizer in self.optimizers:
-                optimizer.zero_grad(set_to_none=True)

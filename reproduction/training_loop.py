@@ -139,7 +139,7 @@ def train(
     state.resume()
     tokens = state.history[-1]["tokens"] if state.history else 0
     title = progress(f"train {folder.name}", schedule.steps)
-    with half_stream(model, device), run.on_stream(), title as advance:
+    with half_stream(model, device), title as advance:
         advance(state.step)
         while state.level < len(schedule.levels):
             length = schedule.levels[state.level][0]
