@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -24,6 +25,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, default=20, help="requests of the soak test")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep the objects of imported modules, about a million, out of every garbage collection:
+    Trainer collects garbage in each run."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let the interpreter free all objects at its exit."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The GPU where there is one, else the CPU."""
@@ -36,3 +49,11 @@ def default_device(device):
     devices."""
     with torch.device(device):
         yield device
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    """A small training run: a tiny model, text in several documents, settings."""
+    from train_runs import make_setting
+
+    return make_setting(tmp_path_factory.mktemp("train"))

@@ -19,15 +19,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_model import save_tiny_model
-
-pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-pytest.importorskip("datasets", reason="training reads its data with datasets")
-
-import datasets
 import transformers
 from safetensors.torch import load_file
-from train_runs import ROOT, STEPS, assert_equal, make_setting, stop_at, weights
+from tiny_model import save_tiny_model
+from train_runs import ROOT, STEPS, assert_equal, stop_at, weights
 
 import corecontext
 from corecontext.cli import main
@@ -37,12 +32,6 @@ from corecontext.train import TrainConfig, arguments, card, folder, run, trainer
 from corecontext.train.checkpoint import checkpoints
 from corecontext.train.run import train
 from corecontext.train.train_config import load_recipe
-
-
-@pytest.fixture(scope="module")
-def setting(tmp_path_factory) -> TrainConfig:
-    """A tiny model, text in several documents, and a run on them."""
-    return make_setting(tmp_path_factory.mktemp("train"))
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +164,10 @@ def test_a_fixed_order_is_asked_of_torch_for_the_run_alone(setting, tmp_path, mo
         assert not torch.are_deterministic_algorithms_enabled()
         assert torch.utils.deterministic.fill_uninitialized_memory
     assert asked == [(True, ":16:8"), (False, ":16:8")]
-    missing = "histc_cuda does not have a deterministic implementation, but you set it. You can turn it off."
+    missing = (
+        "histc_cuda does not have a deterministic implementation, but you set it. You can turn it "
+        "off."
+    )
     for told, error, shown in (
         (missing, UserError, "^deterministic must be left out for .*: histc_.* set it[.]$"),
         ("out of memory", RuntimeError, "^out of memory$"),
@@ -188,6 +180,8 @@ def test_a_fixed_order_is_asked_of_torch_for_the_run_alone(setting, tmp_path, mo
 
 
 def test_streamed_data_continues_bit_for_bit(setting, tmp_path, monkeypatch):
+    import datasets
+
     hub = tmp_path / "hub"  # load_dataset takes a folder as it takes a name on the hub
     hub.mkdir()
     for i, path in enumerate(setting.data):
@@ -555,8 +549,7 @@ def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch)
     monkeypatch.setenv("LOCAL_RANK", "0")
     given = {}
     monkeypatch.setattr(
-        transformers,
-        "TrainingArguments",
+        "transformers.TrainingArguments",
         lambda **options: (given.update(options), SimpleNamespace(device=torch.device("cpu")))[1],
     )
     arguments.arguments_of(config)
@@ -571,8 +564,7 @@ def test_fsdp_sums_gradients_split_and_in_float32(setting, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        transformers,
-        "TrainingArguments",
+        "transformers.TrainingArguments",
         lambda **options: (
             given.update(options),
             SimpleNamespace(device=torch.device("cuda"), bf16=options["bf16"], fsdp_plugin_args={}),
@@ -647,7 +639,8 @@ def test_two_processes_under_deepspeed_equal_one(setting, whole, tmp_path):
     path = tmp_path / "zero.json"
     path.write_text(
         '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", '
-        '"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}'
+        '"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", '
+        '"train_batch_size": "auto"}'
     )
     config = setting.replace(output=str(tmp_path / "two"), deepspeed=str(path), steps=3)
     (tmp_path / "recipe.json").write_text(json.dumps(config.to_dict()))

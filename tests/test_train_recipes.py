@@ -14,14 +14,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_model import save_tiny_model
-
-pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-pytest.importorskip("datasets", reason="training reads its data with datasets")
-
 import transformers
 from safetensors.torch import load_file
-from train_runs import assert_equal, make_setting, stop_at, weights
+from tiny_model import save_tiny_model
+from train_runs import assert_equal, stop_at, weights
 
 import corecontext
 from corecontext.cli import main
@@ -29,12 +25,6 @@ from corecontext.files import UserError
 from corecontext.integrations.transformers import handle_of
 from corecontext.train import TrainConfig, choose_heads
 from corecontext.train.run import train
-
-
-@pytest.fixture(scope="module")
-def setting(tmp_path_factory) -> TrainConfig:
-    """A tiny model, text in several documents, and a run on them."""
-    return make_setting(tmp_path_factory.mktemp("train"))
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +363,7 @@ def test_options_that_a_checkpoints_own_settings_do_not_allow_say_whose_they_are
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"error: {message}")
     assert error.endswith(
-        f"'{model}' was adapted with learned of its own: leave the option out, or begin with a model "
-        "that was not adapted."
+        f"'{model}' was adapted with learned of its own: leave the option out, or begin with a "
+        "model that was not adapted."
     )
     assert not (tmp_path / "run").exists()

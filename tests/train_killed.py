@@ -8,6 +8,7 @@ printed.
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import shutil
@@ -55,6 +56,7 @@ def main(where: str, config: TrainConfig) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.freeze()  # the children's collections skip what is imported
     settings = eval(sys.argv[1])
     for place in ("optimizer.pt", "deletion"):
         if not (

@@ -1,5 +1,4 @@
-"""What the tests of training runs share: a small run, its weights, and how it is stopped and
-compared."""
+"""Helpers of the tests of training runs: make a small run, stop it, and compare weights."""
 
 from __future__ import annotations
 
@@ -12,16 +11,19 @@ import torch
 from safetensors.torch import load_file
 from tiny_model import save_tiny_model
 
+pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+pytest.importorskip("datasets", reason="training reads its data with datasets")
+
 from corecontext.train import TrainConfig, trainer
 from corecontext.train.run import train
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, EVERY = 6, 2
+STEPS = 6
+EVERY = 2
 
 
 def make_setting(folder: Path) -> TrainConfig:
-    """A tiny model, text in several documents, and a run on them in float32; all lie in the
-    folder."""
+    """Make a tiny model, text in several documents, and a run on them in float32 in a folder."""
     text = (ROOT / "LICENSE").read_text()
     for i in range(3):
         (folder / f"text{i}.txt").write_text(text[1500 * i : 1500 * (i + 1)])
@@ -44,19 +46,19 @@ def make_setting(folder: Path) -> TrainConfig:
 
 
 def weights(config: TrainConfig, which: str = "model") -> dict[str, torch.Tensor]:
-    """The weights of the final model or of a checkpoint of a run."""
+    """Return the weights of the final model or of a checkpoint of a run."""
     return load_file(Path(config.output) / which / "model.safetensors")
 
 
 def stop_at(step: int, config: TrainConfig, before: Callable[[], None] = lambda: None) -> None:
-    """Train until a user stops it with Ctrl-C after so many steps."""
-    own = trainer.CCATrainer.training_step
+    """Train until Ctrl-C after so many steps."""
+    original = trainer.CCATrainer.training_step
 
     def stopped(self, *args):
         if self.state.global_step == step:
             before()
             raise KeyboardInterrupt
-        return own(self, *args)
+        return original(self, *args)
 
     with (
         mock.patch.object(trainer.CCATrainer, "training_step", stopped),
@@ -66,7 +68,7 @@ def stop_at(step: int, config: TrainConfig, before: Callable[[], None] = lambda:
 
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    """Bit for bit."""
+    """Check that weights are equal bit for bit."""
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
