@@ -2,16 +2,16 @@
 attention and CCA.
 
 Two stages, each with a time budget, on one GPU:
-  full  full attention, from 512 to 16K bytes of context. Real text, and text with facts planted in
-        it that are asked for at the end. Contexts grow once the answers are right, because
-        retrieval is learned at short contexts first. cca   the same data from 1K to 40K bytes; most
-        steps run under CCA, every fourth under full attention, so that the same weights serve both.
+  full  Full attention, from 512 to 16K bytes of context. Real text, and text with planted facts and
+        questions for them at the end. Contexts grow once the answers are right, because retrieval
+        is learned at short contexts first.
+  cca   The same data from 1K to 40K bytes; most steps run under CCA, every fourth under full
+        attention, so that the same weights serve both.
 
     python recipes/demo_model.py --data DIR --out corecontext/assets/demo_model
 
 DIR holds lm_train.jsonl.xz and lm_val.jsonl.xz. The stages can run apart: --stage full --out A,
-then
---stage cca --resume-from A --out B.
+then --stage cca --resume-from A --out B.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PLAIN = str.maketrans(
 )
 CCA = CCAConfig(group_size=16, window_size=512)
 FULL_STEP_EVERY = 4  # in the cca stage
-ANSWERED = 0.97  # share of answer bytes at which a context length is done with
+ANSWERED = 0.97  # share of right answer bytes at which a context length ends
 EVAL_LENGTHS = (1024, 4096, 16384, 36864)
 
 
@@ -92,7 +92,7 @@ TINY = {
 
 
 def load_text(path: Path) -> np.ndarray:
-    """The chosen sources as uint8, typographic quotes and dashes made plain, documents ending in
+    """Return the chosen sources as uint8, with plain quotes and dashes, each document ending in
     DOCUMENT_END."""
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         documents = [
@@ -104,15 +104,17 @@ def load_text(path: Path) -> np.ndarray:
 def task_row(
     text: np.ndarray, rng: random.Random, length: int, only_list: bool
 ) -> tuple[np.ndarray, list]:
-    """One sequence of `length` bytes that ends with questions, and where their answers are: (start,
-    end, kind).
+    """Return a sequence of `length` bytes that ends with questions, and the places of their
+    answers: (start, end, kind).
 
-    Facts stand in real text, or (`only_list`) one after the other with nothing between.
+    Facts are planted in real text, or (`only_list`) follow one another.
     """
-    most = max(1, min(160, length // 140) if only_list else min(48, length // 200))
+    most = min(160, length // 140) if only_list else min(48, length // 200)
+    most = max(1, most)
     facts = make_facts(rng, rng.sample(KINDS, len(KINDS)), rng.randint(max(1, most // 3), most))
     asked = rng.sample(facts, len(facts))
-    tail, spans = "", []
+    tail = ""
+    spans = []
     for fact in asked:
         tail += fact.prompt
         spans.append((len(tail) + 1, len(tail) + len(fact.completion), fact.kind))
@@ -122,23 +124,20 @@ def task_row(
     if not only_list:
         start = rng.randrange(len(text) - room)
         body = text[start : start + room].tobytes().decode("utf-8", "ignore").replace("\0", "")
-        planted = plant(body, facts, [rng.random() for _ in facts]).rstrip(
-            "\n"
-        ) + "\n" * rng.randrange(2)
+        planted = plant(body, facts, [rng.random() for _ in facts]).rstrip("\n")
+        planted += "\n" * rng.randrange(2)
     row = np.frombuffer((planted + tail).encode()[-length:], np.uint8)
-    offset = len(row) - len(tail)
-    filler = text[
-        (at := rng.randrange(len(text) - length)) : at + length - len(row)
-    ]  # other text before it all
-    offset += len(filler)
+    start = rng.randrange(len(text) - length)
+    filler = text[start : start + length - len(row)]  # other text, before the facts
+    offset = length - len(tail)
     return np.concatenate((filler, row)), [(a + offset, b + offset, kind) for a, b, kind in spans]
 
 
 def task_batch(
     text: np.ndarray, rng: random.Random, length: int, rows: int, list_share: float
 ) -> tuple[Tensor, Tensor]:
-    """Rows of `task_row`, and weights that make a row's answers count half as much as its whole
-    text."""
+    """Return rows of `task_row`, and weights with which a row's answers count half as much as its
+    whole text."""
     tokens = np.empty((rows, length), np.uint8)
     weights = np.ones((rows, length), np.uint8)
     for i in range(rows):
@@ -155,8 +154,9 @@ class Tasks(torch.utils.data.IterableDataset):
     def __init__(
         self, text: np.ndarray, length: int, rows: int, list_share: float, seed: int
     ) -> None:
-        self.args, self.seed = (length, rows, list_share), seed
         self.text = text
+        self.args = (length, rows, list_share)
+        self.seed = seed
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         worker = torch.utils.data.get_worker_info()
@@ -166,8 +166,8 @@ class Tasks(torch.utils.data.IterableDataset):
 
 
 def to_ids(tokens: Tensor) -> Tensor:
-    """uint8 text as token ids, document ends as EOS, each row beginning with BOS in the place of
-    its first byte."""
+    """Return uint8 text as token ids, with EOS for document ends, and BOS instead of each row's
+    first byte."""
     ids = tokens.long()
     ids[ids == DOCUMENT_END] = EOS
     ids[:, 0] = BOS
@@ -175,7 +175,7 @@ def to_ids(tokens: Tensor) -> Tensor:
 
 
 def make_model() -> LlamaForCausalLM:
-    """The architecture: 6.0 M parameters."""
+    """Return a new model of 6.0 M parameters."""
     config = LlamaConfig(
         vocab_size=256 + len(SPECIAL),
         hidden_size=256,
@@ -195,7 +195,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes as tokens 0 to 255, then the special tokens."""
+    """Return a tokenizer with bytes as tokens 0 to 255, then the special tokens."""
     byte_to_char = _byte_characters()
     tokenizer = Tokenizer(models.BPE({byte_to_char[b]: b for b in range(256)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -212,73 +212,73 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_characters() -> dict[int, str]:
-    """The printable character that byte-level tokenizers write for each byte."""
+    """Return the printable character that byte-level tokenizers write for each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in plain]
-    return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
+    rest = [b for b in range(256) if b not in plain]
+    return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(rest)}
 
 
 def nll_of(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood in nats of every token but the first, and whether it was the most
-    likely one."""
+    """Return the negative log-likelihood in nats of every token but the first, and whether it was
+    the most likely token."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     return _head(model.lm_head.weight, hidden, ids[:, 1:])
 
 
 def _head(weight: Tensor, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     logits = F.linear(hidden, weight).float()
-    nll = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(
-        target.shape
-    )
-    return nll, logits.argmax(-1) == target
+    nll = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    return nll.view(target.shape), logits.argmax(-1) == target
 
 
 def attention(model: LlamaForCausalLM, method: str) -> contextlib.AbstractContextManager:
-    """The model under "full" or "cca" attention."""
+    """Return a context in which the model has "full" or "cca" attention."""
     return enabled(model, CCA) if method == "cca" else contextlib.nullcontext()
 
 
 def autocast(device: str) -> contextlib.AbstractContextManager:
-    """bfloat16 on a GPU."""
+    """Return a context of bfloat16 arithmetic on a GPU."""
     return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
 
 
 def optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    """Return Muon for the matrices of the layers, AdamW for the embedding and the norms."""
     matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
-    chosen = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    found = [
+    matrix_ids = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in matrix_ids]
+    result = [
         torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    for group in (g for o in found for g in o.param_groups):
+    for group in (g for o in result for g in o.param_groups):
         group["peak"] = lr
-    return found
+    return result
 
 
 def lr_factor(progress: float, step: int, final: bool) -> float:
-    """Warm-up over 100 steps, then a cosine: to 30 % where another stage follows, to 2 % at the
-    end."""
+    """Return the factor of the peak learning rate: a linear warm-up of 100 steps, then a cosine to
+    0.3 before another stage, to 0.02 at the end."""
     floor = 0.02 if final else 0.3
-    return min(1.0, (step + 1) / 100) * (
-        floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    )
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return min(1.0, (step + 1) / 100) * (floor + (1 - floor) * cosine)
 
 
 def train(
     model: LlamaForCausalLM, text: np.ndarray, stage: Stage, device: str, seed: int, workers: int
 ) -> dict[str, Any]:
-    """Train for the stage's time; returns what was done."""
+    """Train for the stage's time; return the steps and tokens done, by context length."""
     model.train()
     if device == "cuda":
         for layer in model.model.layers:
-            for part in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
-                part.compile(dynamic=True)
+            for module in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
+                module.compile(dynamic=True)
     on_device = torch.from_numpy(text.copy()).to(device)
     opts = optimizers(model, stage.peak_lr)
-    start, step, tokens, done = time.time(), 0, 0, []
+    start = time.time()
     budget = 60 * stage.minutes
+    step = 0
+    tokens = 0
+    done = []
     for length, latest in stage.lengths:
         rows = max(2, stage.step_tokens // length)
         rows_text = max(1, rows * 2 // 5)
@@ -291,9 +291,12 @@ def train(
                 multiprocessing_context="fork" if workers else None,
             )
         )
-        first_step, right, last = step, {"full": 0.0, "cca": 0.0}, length == stage.lengths[-1][0]
+        first_step = step
         first_time = shown = time.time()
+        right = {"full": 0.0, "cca": 0.0}
+        is_last = length == stage.lengths[-1][0]
         while (elapsed := time.time() - start) < latest * budget:
+            # A batch: rows with questions, whose answers weigh more, and plain text.
             method = "cca" if stage.cca and step % FULL_STEP_EVERY else "full"
             task, weight = next(loader)
             starts = torch.randint(len(text) - length, (rows_text, 1), device=device)
@@ -310,8 +313,10 @@ def train(
             for o in opts:
                 o.step()
                 o.zero_grad(set_to_none=True)
-            step, tokens = step + 1, tokens + ids.numel()
-            if step % 10 < (2 if stage.cca else 1):  # seldom, because reading it waits for the GPU
+            step += 1
+            tokens += ids.numel()
+            # Read the results seldom, because that waits for the GPU.
+            if step % 10 < (2 if stage.cca else 1):
                 answer = weight > 1
                 right[method] += 0.2 * (hit[answer].float().mean().item() - right[method])
                 if time.time() - shown > 15:
@@ -319,12 +324,13 @@ def train(
                     bits = nll[-rows_text:].mean().item() / math.log(2)
                     rate = (step - first_step) * rows * length / (time.time() - first_time)
                     print(
-                        f"{elapsed:5.0f} s  step {step:5d}  length {length:5d}  {method:4s}  {bits:.3f} bits/byte  "
-                        f"answer bytes right: full {right['full']:.3f} cca {right['cca']:.3f}"
-                        f"  {rate / 1e6:.2f} M tokens/s",
+                        f"{elapsed:5.0f} s  step {step:5d}  length {length:5d}  {method:4s}  "
+                        f"{bits:.3f} bits/byte  answer bytes right: full {right['full']:.3f} "
+                        f"cca {right['cca']:.3f}  {rate / 1e6:.2f} M tokens/s",
                         flush=True,
                     )
-                if min(right.values() if stage.cca else [right["full"]]) > ANSWERED and not last:
+                lowest = min(right.values()) if stage.cca else right["full"]
+                if lowest > ANSWERED and not is_last:
                     break
         done.append(
             {
@@ -355,11 +361,16 @@ def evaluate(
     lengths: tuple[int, ...],
     questions: int = 240,
 ) -> list[dict[str, Any]]:
-    """Exact match of answers by length, method and kind, and bits per byte of plain text.
+    """Return exact match of answers by length, method and kind, and bits per byte of plain text.
 
-    An answer is right if each of its bytes and the full stop is the most likely one, which is when
-    greedy decoding would give it.
+    An answer is right if each of its bytes and the full stop is the most likely one, as in greedy
+    decoding.
     """
+
+    def score(row: np.ndarray) -> tuple[Tensor, Tensor]:
+        nll, hit = nll_of(model, to_ids(torch.from_numpy(row.copy())[None]).to(device))
+        return nll, hit[0].cpu()
+
     model.eval()
     results = []
     for length in lengths:
@@ -367,26 +378,16 @@ def evaluate(
         rows: list[tuple[np.ndarray, list]] = []
         while sum(len(spans) for _, spans in rows) < questions:
             rows.append(task_row(text, rng, length, only_list=False))
-        plain = [
-            text[(a := rng.randrange(len(text) - length)) : a + length]
-            for _ in range(max(2, 131072 // length))
-        ]
+        starts = [rng.randrange(len(text) - length) for _ in range(max(2, 131072 // length))]
+        plain = [text[start : start + length] for start in starts]
         for method in ("full", "cca"):
             right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
             with attention(model, method), autocast(device):
                 for row, spans in rows:
-                    hit = nll_of(model, to_ids(torch.from_numpy(row.copy())[None]).to(device))[1][
-                        0
-                    ].cpu()
+                    _, hit = score(row)
                     for a, b, kind in spans:
                         right[kind].append(bool(hit[a - 1 : b - 1].all()))
-                bits = [
-                    nll_of(model, to_ids(torch.from_numpy(x.copy())[None]).to(device))[0]
-                    .mean()
-                    .item()
-                    / math.log(2)
-                    for x in plain
-                ]
+                bits = [score(row)[0].mean().item() / math.log(2) for row in plain]
             results.append(
                 {
                     "length": length,
@@ -403,7 +404,7 @@ def evaluate(
 def save(
     model: LlamaForCausalLM, out: Path, history: list[dict[str, Any]], results: list[dict[str, Any]]
 ) -> None:
-    """Weights in bfloat16, settings, tokenizer, what was done, and the model card."""
+    """Write weights in bfloat16, settings, tokenizer, the training's history and the model card."""
     copy = make_model()
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16)
@@ -419,55 +420,75 @@ def save(
     (out / "README.md").write_text(model_card(history, results))
 
 
+CARD = """\
+---
+license: cc-by-4.0
+language: en
+library_name: transformers
+---
+
+# The model of `corecontext demo`
+
+{intro}
+
+Made by `python recipes/demo_model.py --data DIR --out corecontext/assets/demo_model`.
+
+| stage | steps x bytes of context | tokens | time | peak learning rate | device |
+|---|---|---|---|---|---|
+{stages}
+
+{validation}
+
+| context, bytes | attention | {kinds} | bits per byte |
+|---|---|{rules}---|
+{rows}
+
+## Data
+
+{data}
+"""
+INTRO = (
+    "A byte-level Llama of 6.0 M parameters that finds planted facts, under full attention and "
+    f"under CCA (g = {CCA.group_size}, s = {CCA.window_size}) at the same weights. It exists to "
+    "show the machinery: its prose is poor, and it answers questions only in the form it was "
+    "trained on (`corecontext/data/retrieval.py`)."
+)
+VALIDATION = (
+    "Validation: exact match of answers to questions at the end of held-out text, by kind of fact, "
+    "and bits per byte of plain held-out text. Facts stand at uniform depths, so at 1024 many lie "
+    "within the window."
+)
+DATA = (
+    "Synthetic facts, and English text of four sources: Standard Ebooks (CC0-1.0), ELTeC-eng "
+    "(public-domain novels; markup CC BY 4.0), OpenStax textbooks (CC BY 4.0, "
+    "https://openstax.org) and Python Enhancement Proposals (public domain or CC0-1.0). Documents "
+    "of the validation and test splits were left out, among them the demo's document. Typographic "
+    "quotes and dashes were made plain."
+)
+
+
 def model_card(history: list[dict[str, Any]], results: list[dict[str, Any]]) -> str:
-    """The README of the model's folder; every number comes from this run."""
-    rows = [
-        f"| {r['length']} | {r['method']} | "
-        + " | ".join(f"{r['accuracy'][k]:.1%}" for k in KINDS)
-        + f" | {r['bits_per_byte']:.3f} |"
-        for r in results
-    ]
-    stages = [
-        f"| {h['stage']} | "
-        + ", ".join(f"{x['steps']} x {x['length']}" for x in h["lengths"])
-        + f" | {h['tokens'] / 1e6:.0f} M | {h['seconds']} s | {h['peak_lr']} | {h['device']} |"
-        for h in history
-    ]
-    return "\n".join(
-        [
-            "---",
-            "license: cc-by-4.0",
-            "language: en",
-            "library_name: transformers",
-            "---",
-            "",
-            "# The model of `corecontext demo`",
-            "",
-            f"A byte-level Llama of 6.0 M parameters that finds planted facts, under full attention and under CCA "
-            f"(g = {CCA.group_size}, s = {CCA.window_size}) at the same weights. It exists to show the machinery: its prose"
-            " is poor, and it answers questions only in the form it was trained on (`corecontext/data/retrieval.py`).",
-            "",
-            "Made by `python recipes/demo_model.py --data DIR --out corecontext/assets/demo_model`.",
-            "",
-            "| stage | steps x bytes of context | tokens | time | peak learning rate | device |",
-            "|---|---|---|---|---|---|",
-            *stages,
-            "",
-            "Validation: exact match of answers to questions at the end of held-out text, by kind of fact, and bits per "
-            "byte of plain held-out text. Facts stand at uniform depths, so at 1024 many lie within the window.",
-            "",
-            "| context, bytes | attention | " + " | ".join(KINDS) + " | bits per byte |",
-            "|---|---|" + "---|" * len(KINDS) + "---|",
-            *rows,
-            "",
-            "## Data",
-            "",
-            "Synthetic facts, and English text of four sources: Standard Ebooks (CC0-1.0), ELTeC-eng (public-domain "
-            "novels; markup CC BY 4.0), OpenStax textbooks (CC BY 4.0, https://openstax.org) and Python Enhancement "
-            "Proposals (public domain or CC0-1.0). Documents of the validation and test splits were left out, among them "
-            "the demo's document. Typographic quotes and dashes were made plain.",
-            "",
-        ]
+    """Return the README of the model's folder; every number comes from this run."""
+    rows = []
+    for result in results:
+        accuracies = " | ".join(f"{result['accuracy'][kind]:.1%}" for kind in KINDS)
+        bits = f"{result['bits_per_byte']:.3f}"
+        rows.append(f"| {result['length']} | {result['method']} | {accuracies} | {bits} |")
+    stages = []
+    for stage in history:
+        steps = ", ".join(f"{run['steps']} x {run['length']}" for run in stage["lengths"])
+        stages.append(
+            f"| {stage['stage']} | {steps} | {stage['tokens'] / 1e6:.0f} M | {stage['seconds']} s "
+            f"| {stage['peak_lr']} | {stage['device']} |"
+        )
+    return CARD.format(
+        intro=INTRO,
+        stages="\n".join(stages),
+        validation=VALIDATION,
+        kinds=" | ".join(KINDS),
+        rules="---|" * len(KINDS),
+        rows="\n".join(rows),
+        data=DATA,
     )
 
 
@@ -504,7 +525,7 @@ def write_records(path: str, results: list[dict[str, Any]], device: str) -> None
 
 
 def main() -> None:
-    """Train the stages asked for, evaluate, save."""
+    """Train the chosen stages, evaluate and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--data", type=Path, required=True, help="folder with lm_train.jsonl.xz and lm_val.jsonl.xz"
@@ -527,7 +548,8 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    text, val = load_text(args.data / "lm_train.jsonl.xz"), load_text(args.data / "lm_val.jsonl.xz")
+    text = load_text(args.data / "lm_train.jsonl.xz")
+    val = load_text(args.data / "lm_val.jsonl.xz")
     print(f"{len(text) / 1e6:.1f} MB of text, {len(val) / 1e6:.1f} MB for validation", flush=True)
     history: list[dict[str, Any]] = []
     if args.resume_from:

@@ -20,8 +20,8 @@ def prepare(name: str) -> None:
         _api().create_repo(name, private=True, exist_ok=True)
     except Exception as error:  # of the network, of the hub, of the name
         raise UserError(
-            f"push_to '{name}' cannot be written: {first_line(error)}. Log in with `hf auth login`, "
-            "or leave --push-to out."
+            f"push_to '{name}' cannot be written: {first_line(error)}. Log in with `hf auth "
+            "login`, or leave --push-to out."
         ) from None
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from corecontext.config import (
     DEFAULT_WINDOW_SIZE,
     CCAConfig,
     check_choice,
-    check_int,
 )
 from corecontext.files import UserError
 
@@ -34,7 +34,7 @@ _LEAST = {
     **dict.fromkeys(("steps", "batch_size", "accumulation", "workers", "context_parallel"), 1),
     **dict.fromkeys(("lora_rank", "loss_chunk", "shuffle_documents"), 1),
     **dict.fromkeys(("save_every", "keep", "log_every"), 1),
-    **dict.fromkeys(("warmup_steps", "eval_every"), 0),
+    **dict.fromkeys(("warmup_steps", "eval_every", "seed"), 0),
     "context_length": 2,
 }
 """Lower bounds of whole numbers."""
@@ -203,14 +203,11 @@ class TrainConfig:
 
     def _check_numbers(self) -> None:
         for name, least in _LEAST.items():
-            check_int(name, getattr(self, name), least)
+            _check_number(name, getattr(self, name), least, int)
         for name in _NOT_NEGATIVE:
-            _check_not_negative(name, getattr(self, name))
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"seed must be an integer, got {self.seed!r}.")
-        if not 0 <= self.seed < 2**32:
-            bound = "at least 0" if self.seed < 0 else "below 2**32"
-            raise ValueError(f"seed must be {bound}, got {self.seed}.")
+            _check_number(name, getattr(self, name), 0)
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be below 2**32, got {self.seed}.")
         if self.beta2 >= 1:
             raise ValueError(f"beta2 must be below 1, got {self.beta2}.")
         if self.rope_theta is not None and not 1 < self.rope_theta < float("inf"):
@@ -226,7 +223,7 @@ class TrainConfig:
             raise ValueError(f"long_share must lie between 0 and 1, got {self.long_share}.")
         if self.long_tokens is None:
             return
-        check_int("long_tokens", self.long_tokens, 1)
+        _check_number("long_tokens", self.long_tokens, 1, int)
         if self.streaming:
             raise ValueError(
                 "long_tokens must be left out with streaming, got both: how often a document comes "
@@ -249,7 +246,7 @@ class TrainConfig:
     def _check_raw_heads(self) -> None:
         """Raise where heads that keep every token cannot be looked for, or have been already."""
         if self.raw_heads is not None:
-            check_int("raw_heads", self.raw_heads, 0)
+            _check_number("raw_heads", self.raw_heads, 0, int)
         reason = None
         if self.method != "cca":
             reason = f"method {self.method!r}, which has no core tokens"
@@ -262,7 +259,7 @@ class TrainConfig:
 
     def _check_distil(self) -> None:
         """Raise where there can be no teacher, or it cannot teach anything."""
-        _check_not_negative("distil", self.distil)
+        _check_number("distil", self.distil, 0)
         if self.distil > 1:
             raise ValueError(f"distil must be at most 1, the whole loss, got {self.distil}.")
         reason = None
@@ -290,17 +287,9 @@ class TrainConfig:
 
     def cca(self) -> CCAConfig:
         """Return the settings of the attention, as in the checkpoint."""
-        return CCAConfig(
-            self.group_size,
-            self.window_size,
-            pooling=self.pooling,
-            core_position=self.core_position,
-            core_heads=self.core_heads,
-            core_bias=self.core_bias,
-            learned=self.learned,
-            layer_group_sizes=self.layer_group_sizes or None,
-            sink_size=self.sink_size,
-        )
+        names = {setting.name for setting in dataclasses.fields(CCAConfig)}
+        settings = {name: value for name, value in vars(self).items() if name in names}
+        return CCAConfig(**settings | {"layer_group_sizes": self.layer_group_sizes or None})
 
     def rows_per_step(self, processes: int) -> int:
         """Return the number of rows that so many processes together see in a step."""
@@ -340,16 +329,18 @@ def field_help() -> dict[str, str]:
     body: list[Any] = ast.parse(inspect.getsource(TrainConfig)).body[0].body  # type: ignore[attr-defined]
     return {
         statement.target.id: docstring.value.value
-        for statement, docstring in zip(body, body[1:])
+        for statement, docstring in itertools.pairwise(body)
         if isinstance(statement, ast.AnnAssign) and isinstance(docstring, ast.Expr)
     }
 
 
-def _check_not_negative(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}.")
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be at least 0, got {value}.")
+def _check_number(name: str, value: Any, least: float, kind: Any = (int, float)) -> None:
+    """Raise unless value is a finite number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        noun = "an integer" if kind is int else "a number"
+        raise TypeError(f"{name} must be {noun}, got {value!r}.")
+    if not least <= value < float("inf"):
+        raise ValueError(f"{name} must be at least {least}, got {value}.")
 
 
 def load_recipe(name: str) -> TrainConfig:

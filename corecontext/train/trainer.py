@@ -161,8 +161,8 @@ class CCATrainer(Trainer):
         raise UserError(
             f"the {name} of step {self.state.global_step + 1} must be finite, got {float(value)}, "
             f"from rows {', '.join(map(str, rows))} ({origins}). Training stopped before this step "
-            f"could be kept; the last checkpoint is {_name_of(last)}. Look at these texts, or lower "
-            "--learning-rate."
+            f"could be kept; the last checkpoint is {last.name if last else 'none'}. Look at these "
+            "texts, or lower --learning-rate."
         )
 
     def _take_part(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -271,11 +271,12 @@ class CCATrainer(Trainer):
         self.save_error = self.save_error or OSError("another process could not write its part")
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
+            last = latest(folder)
             _log.warning(
                 "checkpoint %s could not be written: %s. The last one is %s; training goes on.",
                 name,
                 " ".join(str(self.save_error).split())[:200],
-                _name_of(latest(folder)),
+                last.name if last else "none",
             )
 
     def _save_stream(self, checkpoint: Path) -> None:
@@ -323,10 +324,6 @@ class CCATrainer(Trainer):
         flag = torch.tensor(float(condition), device=self.args.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
-
-
-def _name_of(checkpoint: Path | None) -> str:
-    return "none" if checkpoint is None else checkpoint.name
 
 
 def _wire(size: int, world: int) -> Any:
