@@ -11,7 +11,7 @@ import torch
 
 from corecontext.files import atomic_path, write_text
 from corecontext.heads.budget import COARSE, Shape, Unit, spread
-from corecontext.heads.report import layer_records
+from corecontext.heads.findings import layer_records
 from corecontext.heads.search import search_units
 from corecontext.integrations.transformers import handle_of
 from corecontext.record import Record, device_name, read_records

@@ -22,8 +22,9 @@ from train_runs import assert_equal, stop_at, weights
 import corecontext
 from corecontext.cli import main
 from corecontext.files import UserError
+from corecontext.heads import choose
 from corecontext.integrations.transformers import handle_of
-from corecontext.train import TrainConfig, choose_heads
+from corecontext.train import TrainConfig
 from corecontext.train.run import train
 
 
@@ -131,7 +132,7 @@ def test_the_head_that_keeps_every_token_is_found_once_on_the_runs_text(
     assert_equal(weights(streamed), load_file(tmp_path / "told_streamed/model/model.safetensors"))
     stopped = one_head.replace(output=str(tmp_path / "stopped"))
     stop_at(3, stopped)
-    monkeypatch.setattr(choose_heads, "_find", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(choose, "_find", mock.Mock(side_effect=AssertionError))
     assert train(stopped).resumed_from == 2
     assert_equal(weights(stopped), weights(one_head))
 
@@ -158,19 +159,19 @@ def test_processes_wait_for_the_one_that_finds_the_heads(one_head, tmp_path, mon
     config = one_head.replace(output=str(tmp_path))
 
     def process(rank):
-        return choose_heads.with_heads(
-            config, None, SimpleNamespace(world_size=2, process_index=rank), None
+        return choose.with_heads(
+            config, None, SimpleNamespace(world_size=2, process_index=rank), None, None
         )
 
     def find(*_):
         time.sleep(0.1)
         return found
 
-    monkeypatch.setattr(choose_heads, "_find", find)
+    monkeypatch.setattr(choose, "_find", find)
     with ThreadPoolExecutor(2) as pool:
         for one in pool.map(process, (1, 0), timeout=20):
             assert (one.window_size, one.layer_group_sizes, one.raw_heads) == (9, (8, (8, 1)), 0)
-        monkeypatch.setattr(choose_heads, "_find", mock.Mock(side_effect=UserError("too short")))
+        monkeypatch.setattr(choose, "_find", mock.Mock(side_effect=UserError("too short")))
         second, first = pool.submit(process, 1), pool.submit(process, 0)
         with pytest.raises(UserError, match="too short"):
             first.result(20)

@@ -190,7 +190,7 @@ def layers(
     if output is not None and os.path.exists(output):
         raise UserError(f"output '{output}' already exists. Give a new folder.")
     text = read_text(file)
-    from corecontext.heads.report import find_layers, layer_records, print_layers
+    from corecontext.heads.findings import find_layers, layer_records, print_layers
     from corecontext.loading import load
     from corecontext.record import append_records, device_name
 

@@ -1,22 +1,21 @@
-"""How a cache is dealt out to layers and KV heads: sizes of their own that take no more than equal
-groups would."""
+"""Give some layers or KV heads small groups, or every token, at the cache size of equal groups."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from corecontext.config import CCAConfig
 from corecontext.visibility import num_complete_groups, window_capacity
 
 COARSE = 4
-"""Times the group size of what was not chosen."""
+"""Group size of the heads that were not chosen, as a multiple of the equal group size."""
 MORE_ENTRIES = 1.05
-"""Of the cache with equal groups, at most."""
+"""Largest cache, as a multiple of the cache with equal groups."""
 
 
 class Unit(NamedTuple):
-    """A layer, counted among those with full attention, or one of its KV heads."""
+    """A choice: a layer, counted among those with full attention, or one of its KV heads."""
 
     layer: int
     head: int | None = None
@@ -26,7 +25,7 @@ class Unit(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of a model: full-attention layers, and KV heads of each."""
+    """Numbers of full-attention layers, and of KV heads of each."""
 
     layers: int
     kv_heads: int
@@ -35,86 +34,96 @@ class Shape(NamedTuple):
 def spread(
     shape: Shape, chosen: Collection[Unit], small: int, large: int
 ) -> tuple[int | tuple[int, ...], ...]:
-    """`CCAConfig.layer_group_sizes` with one g for the chosen units and one for the others."""
-
-    def size(layer: int) -> int | tuple[int, ...]:
+    """Return `CCAConfig.layer_group_sizes` with g = small for the chosen units, large elsewhere."""
+    sizes: list[int | tuple[int, ...]] = []
+    for layer in range(shape.layers):
+        heads = [Unit(layer, head) for head in range(shape.kv_heads)]
         if Unit(layer) in chosen:
-            return small
-        heads = tuple(
-            small if Unit(layer, head) in chosen else large for head in range(shape.kv_heads)
-        )
-        return heads if small in heads else large
-
-    return tuple(map(size, range(shape.layers)))
+            sizes.append(small)
+        elif any(head in chosen for head in heads):
+            sizes.append(tuple(small if head in chosen else large for head in heads))
+        else:
+            sizes.append(large)
+    return tuple(sizes)
 
 
 def at_equal_cache(
     shape: Shape, chosen: Collection[Unit], config: CCAConfig, length: int, raw: bool = False
 ) -> CCAConfig:
-    """The smallest groups of the chosen units with which a cache of `length` tokens is no larger
-    than with `config.group_size` everywhere (5 % more entries at most); the others' are four times
-    that.
+    """Return the smallest groups of the chosen units at the cache size of equal groups.
+
+    A cache of `length` tokens has at most 5 % more entries than with `config.group_size`
+    everywhere; units that were not chosen get groups four times that size.
 
     Args:
-        raw: The chosen ones keep every token; the window of all shrinks as far as that takes.
+        raw: Let the chosen units keep every token, and shrink the window of all heads to pay for
+            it.
 
     Raises:
-        ValueError: none fits: too many are chosen, the length is too short, or half of the window
-            or less would stay.
+        ValueError: no size fits: too many units are chosen, the length is too short, or half of the
+            window or less would stay.
     """
     g, s = config.group_size, config.window_size
-    total = shape.layers * shape.kv_heads
-    few = sum(shape.kv_heads if unit.head is None else 1 for unit in chosen)
-
-    def entries(size: int, window: int) -> int:
-        return num_complete_groups(length, size) + window_capacity(size, window)
-
-    most = MORE_ENTRIES * total * entries(g, s)
-
-    def fits(heads: int, small: int, window: int) -> bool:
-        return (
-            heads * entries(small, window) + (total - heads) * entries(COARSE * g, window) <= most
-        )
-
-    for small, window in (
-        ((1, w) for w in range(s, s // 2, -1)) if raw else ((size, s) for size in range(1, g))
-    ):
-        if fits(few, small, window):
+    heads = shape.layers * shape.kv_heads
+    count = sum(shape.kv_heads if unit.head is None else 1 for unit in chosen)
+    for small, window in _choices(g, s, raw):
+        if _fits(count, heads, small, window, config, length):
+            sizes = spread(shape, chosen, small, COARSE * g)
             return config.replace(
-                window_size=window,
-                head_group_sizes=None,
-                layer_group_sizes=spread(shape, chosen, small, COARSE * g),
+                window_size=window, head_group_sizes=None, layer_group_sizes=sizes
             )
-    if raw:
-        room = max((heads for heads in range(few) if fits(heads, 1, s // 2 + 1)), default=0)
+    if not raw:
         raise ValueError(
-            f"what keeps every token must be at most {room} of {total} KV heads, so that more than half "
-            f"of the window of {s} stays with {length} tokens, got {few}. Choose fewer, heads in place of "
-            "layers (--heads), or give a larger window or smaller groups."
+            "what is chosen must be so little, and length so large, that groups smaller than "
+            f"{g} fit the same cache; got {count} of {heads} KV heads and {length} tokens."
         )
+    fitting = [few for few in range(count) if _fits(few, heads, 1, s // 2 + 1, config, length)]
     raise ValueError(
-        f"what is chosen must be so little, and length so large, that groups smaller than {g} fit the "
-        f"same cache; got {few} of {total} KV heads and {length} tokens."
+        f"what keeps every token must be at most {max(fitting, default=0)} of {heads} KV heads, so "
+        f"that more than half of the window of {s} stays with {length} tokens, got {count}. Choose "
+        "fewer, heads in place of layers (--heads), or give a larger window or smaller groups."
     )
 
 
 def untrained_heads(shape: Shape, count: int) -> tuple[Unit, ...]:
-    """KV heads that shall keep every token in a model with random weights, whose heads are all
-    alike: those of the layers from five eighths of the depth on, where the miniature has its one
-    (docs/reproduction.md)."""
+    """Return the KV heads that keep every token in a model with random weights.
+
+    Such heads are all alike; these are in the layers from five eighths of the depth on, where the
+    miniature has its one (docs/reproduction.md).
+    """
     first = 5 * shape.layers // 8
-    order = [*range(first, shape.layers), *range(first - 1, -1, -1)]
-    return tuple(Unit(layer, head) for layer in order for head in range(shape.kv_heads))[:count]
+    layers = [*range(first, shape.layers), *range(first - 1, -1, -1)]
+    heads = [Unit(layer, head) for layer in layers for head in range(shape.kv_heads)]
+    return tuple(heads[:count])
 
 
 def raw_heads(shape: Shape, config: CCAConfig, length: int) -> int:
-    """How many KV heads keep every token where nobody says: a sixteenth of all, or what takes half
-    of the cache with equal groups, if that is less; one at least."""
-    total, entries = (
-        shape.layers * shape.kv_heads,
-        (
-            num_complete_groups(length, config.group_size)
-            + window_capacity(config.group_size, config.window_size)
-        ),
-    )
-    return max(1, min(total // 16, total * entries // (2 * length)))
+    """Return how many KV heads keep every token by default.
+
+    A sixteenth of all heads, or fewer where these would take more than half of the cache with equal
+    groups; at least one.
+    """
+    heads = shape.layers * shape.kv_heads
+    entries = _entries(length, config.group_size, config.window_size)
+    return max(1, min(heads // 16, heads * entries // (2 * length)))
+
+
+def _choices(group_size: int, window_size: int, raw: bool) -> Iterator[tuple[int, int]]:
+    """Yield g of the chosen units and s of all, the most wanted first."""
+    if raw:
+        yield from ((1, window) for window in range(window_size, window_size // 2, -1))
+    else:
+        yield from ((size, window_size) for size in range(1, group_size))
+
+
+def _fits(count: int, heads: int, small: int, window: int, config: CCAConfig, length: int) -> bool:
+    """Whether `count` of the heads can have groups of `small` tokens."""
+    g = config.group_size
+    limit = MORE_ENTRIES * heads * _entries(length, g, config.window_size)
+    chosen = count * _entries(length, small, window)
+    return chosen + (heads - count) * _entries(length, COARSE * g, window) <= limit
+
+
+def _entries(length: int, group_size: int, window_size: int) -> int:
+    """Return the cache entries of one head for `length` tokens."""
+    return num_complete_groups(length, group_size) + window_capacity(group_size, window_size)

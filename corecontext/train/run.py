@@ -23,6 +23,7 @@ from corecontext.data.packing import PackedRows, collate, shuffled, upsampled
 from corecontext.data.row_stream import StreamedRows, open_shards
 from corecontext.distributed.announcement import Announcement
 from corecontext.files import UserError, write_text
+from corecontext.heads.choose import with_heads
 from corecontext.train import card, hub
 from corecontext.train.arguments import arguments_of
 from corecontext.train.checkpoint import (
@@ -34,8 +35,7 @@ from corecontext.train.checkpoint import (
     publish,
     step_of,
 )
-from corecontext.train.choose_heads import with_heads
-from corecontext.train.folder import MODEL, check_folder, claim, held, make
+from corecontext.train.folder import MODEL, check_folder, claim, held, held_heads, make
 from corecontext.train.student import export, make_model, make_tokenizer, read_config
 from corecontext.train.train_config import TrainConfig
 
@@ -119,7 +119,8 @@ def _run(given: TrainConfig, job: _Job) -> Result:
 
     folder = Path(given.output)
     # The folder keeps the given settings and the sizes found, so that a continued run has both.
-    config = with_heads(given, job.hf_config, job.arguments, job.rows)
+    saved = held_heads(folder)
+    config = with_heads(given, job.hf_config, job.arguments, job.rows, saved)
     facts = {"processes": job.arguments.world_size, "rows": job.rows.mark()}
     if given.raw_heads != 0:
         facts["heads"] = {
