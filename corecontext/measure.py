@@ -1,15 +1,15 @@
-"""Time and memory of a call.
+"""Measure time and memory of a call.
 
-Time: warm up, then the samples of which a record keeps the median and the 20 and 80 % quantiles.
-Calls that are to be compared take turns, and a GPU is timed by its own clock (docs/benchmarks.md).
+Time: warm up, then take samples; a record keeps their median and the 20 and 80 % quantiles. Calls
+to be compared take turns, and a GPU is timed by its own clock (docs/benchmarks.md).
 
-Memory on a GPU is what PyTorch's allocator counted. On a CPU there is no such count, so it is the
-process's peak resident memory above what was resident before the call. The kernel's high-water mark
-is set back first (Linux, /proc/self/clear_refs), and `peak_bytes_in_subprocess` runs the call in a
-fresh process in which the C allocator gives every large block back at once: memory kept from
-earlier work can then neither hide an allocation nor count as one. It is right to about a MiB, since
-the kernel counts pages in batches. Where the mark cannot be set back (macOS), the growth of the
-process's lifetime peak is reported, a lower bound.
+Memory on a GPU is the count of PyTorch's allocator. On a CPU there is no such count, so it is the
+process's peak resident memory above the resident memory before the call. The kernel's high-water
+mark is reset first (Linux, /proc/self/clear_refs), and `peak_bytes_in_subprocess` runs the call in
+a fresh process in which the C allocator returns every large block at once: memory kept from earlier
+work can then neither hide an allocation nor count as one. It is right to about a MiB, since the
+kernel counts pages in batches. Where the mark cannot be reset (macOS), the growth of the process's
+lifetime peak is reported, a lower bound.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from typing import Any
 
 import torch
 
-MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": "262144",
-    "MALLOC_TRIM_THRESHOLD_": "262144",
-}  # glibc: no hoarding
-QUEUE_S, QUEUE_CALLS = 0.02, 200
+from corecontext.graphs import CapturedStep
+
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+"""Environment in which glibc returns large blocks to the system at once."""
+QUEUE_S = 0.02
+"""Seconds that a sample on a GPU lasts."""
+QUEUE_CALLS = 200
+"""Most calls of a sample."""
 
 
 def sample_seconds(
@@ -41,7 +44,7 @@ def sample_seconds(
     device: str = "cpu",
     budget_s: float = float("inf"),
 ) -> list[float]:
-    """Seconds of each of `repeats` calls after `warm_up` calls; fewer, but one at least, once
+    """Time each of `repeats` calls after `warm_up` calls, in seconds; fewer, but at least one, once
     budget_s is spent."""
     for _ in range(warm_up):
         call()
@@ -54,11 +57,10 @@ def sample_seconds(
 
 
 def queue_seconds(call: Callable[[], Any], count: int, device: str = "cpu") -> float:
-    """Seconds per call of `count` calls one right after another; on a GPU between two events of its
-    own clock.
+    """Time `count` calls right after another, in seconds per call; on a GPU by its own clock.
 
-    A queue shows what a model's layers see: the next call is launched while the last one runs, so
-    the launch costs time only where it takes longer than the work.
+    As between a model's layers, the next call is launched while the last still runs: the launch
+    costs time only where it takes longer than the work.
     """
     synchronize(device)
     if torch.device(device).type != "cuda":
@@ -83,27 +85,26 @@ def sample_in_turns(
     budget_s: float = float("inf"),
     once: Collection[str] = (),
 ) -> dict[str, list[float]]:
-    """Seconds of several calls by name, in turns, so that whatever drifts meanwhile meets all of
-    them alike.
-
-    Args:
-        repeats: Samples of each; fewer, but one at least, once its calls took budget_s together.
-        once: Names that are called once only, without a warm-up: those so slow that it makes no
-            difference.
+    """Time several calls by name in turns, in seconds, so that drift meets all of them alike.
 
     On a GPU a sample is a queue of calls that lasts QUEUE_S, at most QUEUE_CALLS of them.
+
+    Args:
+        repeats: Samples of each; fewer, but at least one, once its calls took budget_s together.
+        once: Names to call only once and without a warm-up, since they are slow.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    counts, spent = dict[str, int](), dict[str, float]()
+    counts: dict[str, int] = {}
+    spent = dict.fromkeys(calls, 0.0)
     for name, call in calls.items():
         if name in once:
             samples[name].append(queue_seconds(call, 1, device))
             continue
         call()
-        counts[name], spent[name] = 1, 0.0
+        counts[name] = 1
         if torch.device(device).type == "cuda":
-            one = queue_seconds(call, 1, device)
-            counts[name] = max(1, min(QUEUE_CALLS, round(QUEUE_S / one)))
+            seconds = queue_seconds(call, 1, device)
+            counts[name] = max(1, min(QUEUE_CALLS, round(QUEUE_S / seconds)))
             queue_seconds(call, counts[name], device)
     for _ in range(repeats):
         for name, count in counts.items():
@@ -113,40 +114,21 @@ def sample_in_turns(
     return samples
 
 
-class Captured:
-    """A call as a CUDA graph, without anything that the host does. It keeps the call, for a graph
-    does not keep the tensors that it reads: freed, their memory would be used again, or be gone,
-    when the graph is replayed."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, call: Callable[[], Any]) -> None:
-        self._graph, self._call = graph, call
-
-    def __call__(self) -> None:
-        self._graph.replay()
-
-
-def capture(call: Callable[[], Any]) -> Captured:
-    """Capture a call after two that warm it up."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return Captured(graph, call)
+def capture(call: Callable[[], Any]) -> CapturedStep:
+    """Capture a call in a CUDA graph, whose replays cost the host nothing."""
+    step = CapturedStep(call)
+    step.record()
+    return step
 
 
 def synchronize(device: str) -> None:
-    """Wait for a GPU's queued work; nothing on a CPU."""
+    """Wait for a GPU's queued work; return at once on a CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class PeakMemory:
-    """Peak memory, in bytes, above what was in use when it was started."""
+    """Peak memory, in bytes, above the memory in use when this object was made."""
 
     def __init__(self, device: str = "cpu") -> None:
         self._cuda = torch.device(device).type == "cuda"
@@ -155,11 +137,13 @@ class PeakMemory:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             self._before = torch.cuda.memory_allocated(device)
+        elif reset_resident_peak():
+            self._before = _resident_bytes()
         else:
-            self._before = _resident_bytes() if reset_resident_peak() else _resident_peak_bytes()
+            self._before = _resident_peak_bytes()
 
     def read(self) -> int:
-        """The peak since the start."""
+        """Return the peak so far."""
         if self._cuda:
             torch.cuda.synchronize(self._device)
             return torch.cuda.max_memory_allocated(self._device) - self._before
@@ -167,15 +151,15 @@ class PeakMemory:
 
 
 def peak_bytes_in_subprocess(module: str, function: str, arguments: dict[str, Any]) -> int:
-    """Peak bytes that `module.function(**arguments)` reports from a fresh process (see
+    """Return the peak bytes that `module.function(**arguments)` reports from a fresh process (see
     `PeakMemory`)."""
-    code = f"import json, sys; from {module} import {function} as f; print(f(**json.loads(sys.argv[1])))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-        env={**package_path(), **MALLOC},
+    code = (
+        f"import json, sys; from {module} import {function} as measure; "
+        "print(measure(**json.loads(sys.argv[1])))"
     )
+    command = [sys.executable, "-c", code, json.dumps(arguments)]
+    environment = {**package_path(), **MALLOC}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         if done.returncode < 0 or "memory" in last.lower():
@@ -185,28 +169,25 @@ def peak_bytes_in_subprocess(module: str, function: str, arguments: dict[str, An
 
 
 def matmul_flops_per_s(dtype: torch.dtype, device: str = "cpu", size: int | None = None) -> float:
-    """The best matrix product rate of this machine, operations per second: what the floor is made
-    of."""
+    """Measure the best rate of matrix products of this machine, operations per second; the floor
+    assumes it."""
     size = size or (8192 if torch.device(device).type == "cuda" else 2048)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / min(sample_seconds(lambda: a @ b, repeats=10, warm_up=3, device=device))
+    seconds = sample_seconds(lambda: a @ b, repeats=10, warm_up=3, device=device)
+    return 2 * size**3 / min(seconds)
 
 
 def copy_bytes_per_s(device: str = "cpu", num_bytes: int | None = None) -> float:
-    """The best rate at which this machine copies memory, bytes read and written per second: what
-    decoding is up to."""
+    """Measure the best rate at which this machine copies memory, bytes read and written per second;
+    it bounds decoding."""
     num_bytes = num_bytes or (2**31 if torch.device(device).type == "cuda" else 2**28)
     a, b = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    return (
-        2
-        * num_bytes
-        / min(sample_seconds(lambda: b.copy_(a), repeats=10, warm_up=3, device=device))
-    )
+    seconds = sample_seconds(lambda: b.copy_(a), repeats=10, warm_up=3, device=device)
+    return 2 * num_bytes / min(seconds)
 
 
 def reset_resident_peak() -> bool:
-    """Set the process's resident high-water mark back to now; False where the system has no way
-    to."""
+    """Reset the process's resident high-water mark; return False where the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return True
@@ -215,12 +196,12 @@ def reset_resident_peak() -> bool:
 
 
 def _resident_bytes() -> int:
-    """Resident memory of this process now."""
+    """Return the resident memory of this process now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _resident_peak_bytes() -> int:
-    """Resident high-water mark of this process."""
+    """Return the resident high-water mark of this process."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -232,12 +213,8 @@ def _resident_peak_bytes() -> int:
 
 
 def package_path() -> dict[str, str]:
-    """An environment in which a subprocess imports this very package, from wherever it was
-    loaded."""
+    """Return an environment in which a subprocess imports this very package, and no files of the
+    current folder."""
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return {
-        **os.environ,
-        "PYTHONPATH": path,
-        "PYTHONSAFEPATH": "1",
-    }  # not what happens to lie in the current folder
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

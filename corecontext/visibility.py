@@ -1,88 +1,86 @@
-"""Which core tokens and which raw tokens a query sees: the integer rules, and their only owner.
+"""State which core tokens and raw tokens a query sees: the integer rules.
 
-Positions count from 0 within one sequence. docs/math.md, eq. 4 to 7 and 13. No function here knows
-of tensors, so every backend, cache and test can rely on the same few lines; they are checked
-exhaustively for small sizes.
+docs/math.md, eq. 4 to 7 and 13. Positions count from 0 within one sequence. No other file states
+these rules. The functions use no tensors, so every backend, cache and test can rely on the same few
+lines; they are checked exhaustively for small sizes.
 
-Where the first n tokens stay raw (n a multiple of g), what follows them is by itself a sequence of
-these rules: count its positions from n, and let every query see the first n tokens, too.
+Where the first n tokens stay raw (n a multiple of g), the tokens after them form a sequence of
+their own: count its positions from n, and let every query see the first n tokens, too.
 """
 
 from __future__ import annotations
 
 
 def num_sinks(sink_size: int, group_size: int) -> int:
-    """First tokens n of a sequence that are never pooled: sink_size, rounded up to whole groups."""
+    """Count the first tokens n that are never pooled: sink_size, rounded up to whole groups."""
     # planted: sinks: a group too many stays raw
     return -(-sink_size // group_size) * group_size
 
 
 def num_far_entries(groups: int, group_size: int, sinks: int) -> int:
-    """What a query that sees `groups` groups as far past attends to there, the first n = `sinks`
-    tokens being raw: min(c g, n) raw tokens and max(0, c - n / g) core tokens (docs/math.md, eq.
-    13)."""
+    """Count the entries that c = `groups` groups of far past have, the first n = `sinks` tokens
+    being raw: min(c g, n) raw tokens and max(0, c - n / g) core tokens (docs/math.md, eq. 13)."""
     return min(groups * group_size, sinks) + max(0, groups - sinks // group_size)
 
 
 def num_complete_groups(seq_len: int, group_size: int) -> int:
-    """Groups whose last token has been seen, so that their core token exists: L // g, none where L
-    is below 0."""
+    """Count the groups whose last token has been seen, so that their core token exists: L // g, and
+    0 for negative L."""
     return max(0, seq_len) // group_size
 
 
 def num_visible_cores(position: int, group_size: int, window_size: int) -> int:
-    """Core tokens 0 .. j-1 that the query at `position` sees: j(t) = max(0, (t + 1 - s) // g)."""
+    """Count the core tokens that the query at t = `position` sees, from the first on: j(t) =
+    max(0, (t + 1 - s) // g)."""
     # planted: rule: one core token too late
     return max(0, (position + 1 - window_size) // group_size)
 
 
 def visible_cores_of(positions, group_size: int, window_size: int):
-    """`num_visible_cores` for a tensor of positions, any shape, integer dtype."""
+    """Apply `num_visible_cores` to a tensor of positions, any shape, integer dtype."""
     return ((positions + 1 - window_size) // group_size).clamp(min=0)
 
 
 def local_start(position: int, group_size: int, window_size: int) -> int:
-    """First raw token that the query at `position` sees; it sees all from there to itself."""
+    """Return the first raw token that the query at `position` sees; it sees all from there to
+    itself."""
     return num_visible_cores(position, group_size, window_size) * group_size
 
 
 def first_core_query(group_size: int, window_size: int) -> int:
-    """The first position whose query sees a core token: s + g - 1. Shorter sequences have full
-    attention."""
+    """Return the first position whose query sees a core token: s + g - 1. Shorter sequences have
+    full attention."""
     return window_size + group_size - 1
 
 
 def window_capacity(group_size: int, window_size: int) -> int:
-    """Raw tokens that a cache must keep so that any later query finds all it sees: s + g - 1,
-    itself included."""
+    """Count the raw tokens that a cache must keep for later queries: s + g - 1, the query's own
+    included."""
     return window_size + group_size - 1
 
 
 def is_full_attention(seq_len: int, group_size: int, window_size: int, sinks: int = 0) -> bool:
-    """True where CCA is exactly full causal attention: no query sees a core token, or groups are
+    """Whether CCA is exactly full causal attention: no query sees a core token, or groups are
     single tokens."""
     # planted: sinks: full attention for one token too many
     return group_size == 1 or seq_len - sinks <= first_core_query(group_size, window_size)
 
 
 def group_size_for(seq_len: int, window_size: int, num_groups: int) -> int:
-    """Group size that keeps the number of groups constant: max(1, ceil((L - s) / m)), docs/math.md,
-    eq. 7."""
+    """Return the group size that keeps the number of groups constant: max(1, ceil((L - s) / m)),
+    docs/math.md, eq. 7."""
     return max(1, -(-(seq_len - window_size) // num_groups))
 
 
 def num_scores(seq_len: int, group_size: int, window_size: int, sinks: int = 0) -> int:
-    """Query-key pairs of one head over a whole sequence: sum over t of j(t) + t + 1 - j(t) g, in
-    closed form."""
-    if (
-        sinks
-    ):  # the first tokens among themselves, those after them to each of them, and those after them
+    """Count query-key pairs of one head over a whole sequence: sum over t of j(t) + t + 1 - j(t) g,
+    in closed form."""
+    if sinks:
+        # Pairs among the first tokens, of later queries with them, and among the later tokens.
         first = min(seq_len, sinks)
         rest = seq_len - first
         return first * (first + 1) // 2 + rest * first + num_scores(rest, group_size, window_size)
-    packs = max(
-        0, seq_len - first_core_query(group_size, window_size)
-    )  # queries that see a core token
-    whole, rest = divmod(packs, group_size)
+    core_queries = max(0, seq_len - first_core_query(group_size, window_size))
+    whole, rest = divmod(core_queries, group_size)
     cores = group_size * whole * (whole + 1) // 2 + rest * (whole + 1)  # sum of j(t)
     return seq_len * (seq_len + 1) // 2 - (group_size - 1) * cores

@@ -1,5 +1,7 @@
-"""How the key-value cache grows with the prompt, full attention and CCA: python
-examples/decode_memory.py."""
+"""Print how the cache grows with the prompt, under full attention and CCA.
+
+python examples/decode_memory.py [--model DIR] [--lengths 1024 2048 ...]
+"""
 
 import argparse
 from importlib.resources import files
@@ -13,10 +15,9 @@ from corecontext.integrations.hf_cache import cache_bytes
 
 
 def cached_bytes(model: torch.nn.Module, length: int) -> int:
-    """Bytes of the cache after a prompt of `length` random tokens and one more token."""
-    ids = torch.randint(
-        model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)
-    )
+    """Return the cache size after a prompt of `length` random tokens and one more token."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)
     with torch.inference_mode():
         out = model(ids, use_cache=True, logits_to_keep=1)
         out = model(out.logits.argmax(-1), past_key_values=out.past_key_values, use_cache=True)
@@ -25,14 +26,13 @@ def cached_bytes(model: torch.nn.Module, length: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--model", default=str(Path(str(files("corecontext"))) / "assets" / "demo_model")
-    )
+    assets = Path(str(files("corecontext"))) / "assets"
+    parser.add_argument("--model", default=str(assets / "demo_model"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     options = parser.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(options.model).eval()
-    config = corecontext.CCAConfig(group_size=16, window_size=512)
+    config = corecontext.CCAConfig(window_size=512)
     print(f"{'tokens':>8} {'full':>12} {'CCA':>12}   bytes")
     for length in options.lengths:
         full = cached_bytes(model, length)

@@ -1,5 +1,7 @@
-"""Ask a question at the end of a long text, under CCA: python examples/long_prompt.py [--model DIR]
-[--text FILE]."""
+"""Ask a question at the end of a long text, under CCA.
+
+python examples/long_prompt.py [--model DIR] [--text FILE]
+"""
 
 import argparse
 from importlib.resources import files
@@ -22,13 +24,11 @@ def main() -> None:
     parser.add_argument("--max-characters", type=int, default=8000)
     options = parser.parse_args()
 
-    config = corecontext.CCAConfig(group_size=16, window_size=512)
+    config = corecontext.CCAConfig(window_size=512)
     model = corecontext.from_pretrained(options.model, config).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    text = (
-        Path(options.text).read_text(encoding="utf-8")[: options.max_characters] + options.question
-    )
-    prompt = tokenizer(text, return_tensors="pt")
+    text = Path(options.text).read_text(encoding="utf-8")[: options.max_characters]
+    prompt = tokenizer(text + options.question, return_tensors="pt")
 
     with torch.inference_mode():
         out = model.generate(

@@ -109,8 +109,10 @@ def test_calls_take_turns_and_slow_ones_are_called_once():
 
 def test_a_captured_call_keeps_what_it_reads(monkeypatch):
     """A graph does not: its replay would read memory that something else uses by then."""
-    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+    for name in ("current_stream", "stream", "device", "CUDAGraph", "graph"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    monkeypatch.setattr("corecontext.graphs.side_stream", mock.MagicMock())
+    monkeypatch.setattr(torch.Tensor, "record_stream", mock.MagicMock())
     tensor = torch.zeros(1)
     gone = weakref.ref(tensor)
     replay = measure.capture(lambda tensor=tensor: tensor.add_(1))
