@@ -131,7 +131,7 @@ def plain_cca(
     weights = _cap((groups_k @ q_last)[..., 0] * scale, chosen.softcap).softmax(-1)
     if chosen.rotary is not None and chosen.core_position == "middle":
         offsets = group_size // 2 - torch.arange(group_size, device=q.device)
-        groups_k = chosen.rotary.turn(groups_k, offsets)
+        groups_k = chosen.rotary.rotate(groups_k, offsets)
     if chosen.pooling == "max":
         core_k, core_v = groups_k.amax(3), groups_v.amax(3)
     else:

@@ -76,7 +76,7 @@ SETTING_ERRORS = [
     (
         {"rotary": Rotary(torch.ones(9))},
         ValueError,
-        "rotary must turn at most head_dim 16 dimensions, got 18.",
+        "rotary must rotate at most head_dim 16 dimensions, got 18.",
     ),
     ({"group_size": 0}, ValueError, "group_size must be at least 1, got 0."),
     (
@@ -565,7 +565,7 @@ def test_every_generation_has_kernels_that_it_can_run(
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    chips._ask.cache_clear()
+    chips._capability.cache_clear()
     q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 1, 2000, 64))
     try:
         assert choose_backend("auto", q) == backend and partial._kernel(q, q, None, None) == kernel
@@ -578,7 +578,7 @@ def test_every_generation_has_kernels_that_it_can_run(
             ):
                 choose_backend("triton", q)
     finally:
-        chips._ask.cache_clear()
+        chips._capability.cache_clear()
 
 
 def test_the_kind_of_a_gpu_is_no_node_of_a_compiled_graph(monkeypatch):
@@ -593,7 +593,7 @@ def test_the_kind_of_a_gpu_is_no_node_of_a_compiled_graph(monkeypatch):
         return graph.forward
 
     torch._dynamo.reset()
-    chips._ask.cache_clear()
+    chips._capability.cache_clear()
     try:
         torch.compile(
             lambda x: x + chips.nvidia_capability(device)[0], fullgraph=True, backend=look
@@ -601,4 +601,4 @@ def test_the_kind_of_a_gpu_is_no_node_of_a_compiled_graph(monkeypatch):
         assert targets == ["<built-in function add>"]
     finally:
         torch._dynamo.reset()
-        chips._ask.cache_clear()
+        chips._capability.cache_clear()

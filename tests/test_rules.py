@@ -88,7 +88,7 @@ def oracle(q, k, v, *, group_size, window_size, pooling, learned, rotary, core_h
                 weight = torch.stack(weights).mean(0)
                 turned = torch.stack(
                     [
-                        rotary.turn(
+                        rotary.rotate(
                             k[b : b + 1, kv : kv + 1, t : t + 1],
                             torch.tensor([group_size // 2 - o]),
                         )[0, 0, 0]

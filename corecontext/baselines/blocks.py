@@ -221,5 +221,5 @@ def _rotate(x: Tensor, offsets: Tensor, rotary: Rotary | None) -> Tensor:
     if rotary is None:
         raise ValueError("rotary must be given for positions inside the cache, got None.")
     wide = x if x.dtype == torch.float64 else x.float()
-    rows = [rotary.turn(row, offset) for row, offset in zip(wide.chunk(len(offsets)), offsets)]
+    rows = [rotary.rotate(row, offset) for row, offset in zip(wide.chunk(len(offsets)), offsets)]
     return torch.cat(rows).to(x.dtype)

@@ -137,7 +137,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        call, kv_heads = ctx.call, ctx.kv_heads
+        call = ctx.call
+        kv_heads = ctx.kv_heads
         q, all_cores, *saved = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32)
         chunks = call.layout.chunks()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class Shard:
                 f"layout must be of process {self.wire.rank} of {self.wire.size}, got rank "
                 f"{self.layout.rank} and owners {self.layout.owners}."
             )
-        rising = all(a < b for a, b in zip(edges, edges[1:]))
+        rising = all(a < b for a, b in pairwise(edges))
         if edges and not (rising and edges[0] == 0 and edges[-1] == self.layout.seq_len):
             raise ValueError(
                 f"documents must rise from 0 to the length {self.layout.seq_len}, got {edges[:8]}."
@@ -124,7 +125,7 @@ def _by_document(inputs: Inputs, shard: Shard, spec: Spec, backend: str) -> Tens
     if len(shard.documents) <= 2:
         return run(shard.layout, tokens)
     pieces: list[tuple[int, Tensor]] = []
-    for start, end in zip(shard.documents, shard.documents[1:]):
+    for start, end in pairwise(shard.documents):
         pieces += _document_pieces(tokens, shard.layout, start, end, run)
     if not pieces:  # this process has no token, and no document that several have
         q, k, v = tokens
@@ -168,16 +169,16 @@ def _attend_document(
 ) -> Tensor:
     """Attend within one document, of which this process holds these tokens [B, H or Hkv, T, D]."""
     q, k, v = tokens
-    bias, learned = inputs.bias or 0.0, inputs.learned
+    learned = inputs.learned
     if not layout.is_shared:
-        out, _ = api.attend(Inputs(q, k, v, bias, learned), spec, backend=backend)
+        out, _ = api.attend(inputs._replace(q=q, k=k, v=v), spec, backend=backend)
         return out
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3])
     halo = Halo(shard.wire, layout, spec.for_length(layout.seq_len), shape)
     keep = None
     if shard.keeper is not None:
         keep = functools.partial(shard.keeper.keep, halo, k, v)
-    call = Call(halo, api.backend_module(backend, q), float(bias), keep)
+    call = Call(halo, api.backend_module(backend, q), float(inputs.bias or 0.0), keep)
     if learned or rules.is_own_rule(spec.pooling, learned):
         return attend_by_rule(q, k, v, call, learned)
     return attend(q, k, v, call)

@@ -107,9 +107,11 @@ class Halo(NamedTuple):
         owners = self.layout.owners
         rank = self.layout.rank
         arrived = {}
-        sent, received = [], []
+        sent = []
+        received = []
         for message in messages:
-            source, target = owners[message.source], owners[message.target]
+            source = owners[message.source]
+            target = owners[message.target]
             if target == rank and source == rank:
                 arrived[message] = pack(message)
             elif target == rank:

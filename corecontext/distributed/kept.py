@@ -78,10 +78,13 @@ class Keeper:
     def _tail(self, halo: Halo, k: Tensor, v: Tensor, count: int) -> Tensor | None:
         """Keys and values of the sequence's last `count` tokens, or of all, [2, B, Hkv, n, D]; None
         on processes that hold no cache."""
-        rank, layout = halo.wire.rank, halo.layout
+        rank = halo.wire.rank
+        layout = halo.layout
         targets = self.targets(halo.wire.size)
         first = max(0, layout.seq_len - count)
-        pieces, sent, received = [], [], []
+        pieces = []
+        sent = []
+        received = []
         end = 0  # of a chunk, among this process's tokens
         for chunk, owner in enumerate(layout.owners):
             if owner == rank:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class Layout:
         num_chunks = 2 * num_processes
         edges = [seq_len * i // num_chunks for i in range(num_chunks + 1)]
         return cls(
-            tuple(b - a for a, b in zip(edges, edges[1:])),
+            tuple(b - a for a, b in pairwise(edges)),
             tuple(min(i, num_chunks - 1 - i) for i in range(num_chunks)),
             rank,
         )
@@ -116,7 +117,7 @@ class Layout:
 
     def clip(self, start: int, end: int) -> Layout:
         """Return the layout of the tokens start .. end-1 as a sequence, on the same processes."""
-        spans = zip(self.starts, self.starts[1:])
+        spans = pairwise(self.starts)
         lengths = tuple(max(0, min(b, end) - max(a, start)) for a, b in spans)
         return Layout(lengths, self.owners, self.rank)
 

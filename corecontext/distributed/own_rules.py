@@ -34,10 +34,11 @@ from corecontext.ops.spec import Cores, Groups, Tokens, Upstream
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Tensor]) -> Tensor:
     """Attend from this process's queries [B, H, T, D]; differentiable in `learned`, too. A
     collective call."""
-    batch_size, kv_heads = q.shape[0], k.shape[1]
-    spec, g = call.spec, call.spec.group_size
+    kv_heads = k.shape[1]
+    spec = call.spec
+    g = spec.group_size
     weights = {name: x for name, x in learned.items() if name in LEARNED_WEIGHTS}
-    weights = rules.by_sequence(weights, kv_heads, batch_size)
+    weights = rules.by_sequence(weights, kv_heads, q.shape[0])
     bias = _bias(call, learned, q, kv_heads)
     # Near keys and values: each chunk's behind those of its halo.
     anchor, *fetched = _Fetch.apply(k, v, call)
@@ -59,11 +60,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Te
     # A process without tokens of this document takes part in the backward's exchanges all the same.
     outs = [q[:, :, :0] + all_cores[:, :, :, :0].sum().to(q.dtype)]
     for chunk, (near_k, near_v) in near.items():
-        halo, far = call.halo.size(chunk), call.far(chunk)
+        halo = call.halo.size(chunk)
+        far = call.far(chunk)
         near_cores = all_cores[:, :, :, far : far + near_k.shape[1] // g]
         tokens = Tokens(after_zeros(halo, queries[chunk]), near_k, near_v)
         out, lse = rules.attend(call.module, tokens, Cores(*near_cores.unbind()), spec, bias)
-        out, lse = out[:, :, halo:], lse[:, :, halo:]
+        out, lse = (x[:, :, halo:] for x in (out, lse))
         if far:
             far_out, far_lse = _Far.apply(
                 by_core_head(queries[chunk], all_cores),
@@ -73,7 +75,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Te
             )
             far_lse = far_lse.reshape(lse.shape) + bias[..., None].to(lse.dtype)
             out, _ = merge([out, far_out.reshape(out.shape)], [lse, far_lse])
-        outs.append(out.reshape(batch_size, q.shape[1], -1, q.shape[3]).to(q.dtype))
+        outs.append(out.reshape(*q.shape[:2], -1, q.shape[3]).to(q.dtype))
     return torch.cat(outs, 2)
 
 

@@ -36,9 +36,10 @@ def context_parallel_traffic(
     batch_size, num_heads, num_kv_heads, head_dim = shape
     # Halos: received forward by the chunk that sees the tokens, backward by the chunk that holds
     # them.
-    forward, backward = 0, 0
+    forward = backward = 0
     for source, target, low, high in layout.messages(g, spec.window_size):
-        holder, receiver = layout.owners[source], layout.owners[target]
+        holder = layout.owners[source]
+        receiver = layout.owners[target]
         if holder == receiver:
             continue
         ends = high // g - low // g

@@ -64,7 +64,7 @@ def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) ->
             # keys (YaRN) stands on both sides: `rotated` at position 0 is the scaled key.
             at_zero = apply(x[:, :, 2:], x[:, :, 2:], cos[:, :1], sin[:, :1])[1]
             if torch.allclose(
-                rotary.turn(at_zero, positions[0, 2:]), rotated[:, :, 2:], rtol=1e-4, atol=1e-4
+                rotary.rotate(at_zero, positions[0, 2:]), rotated[:, :, 2:], rtol=1e-4, atol=1e-4
             ):
                 return rotary
     raise NotImplementedError(

@@ -22,34 +22,38 @@ from corecontext.config import (
 )
 from corecontext.ops import autograd, packed, reference, rules
 from corecontext.ops.batch import has_restarts
+from corecontext.ops.checks import (
+    bias_tensor,
+    check_rotary_size,
+    check_tensor,
+    check_tensors,
+    check_types,
+    positive,
+    scale_of,
+)
 from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each, split_inputs
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import EACH_ROW, Groups, Inputs, Ragged, Spec, check_rotary
 from corecontext.visibility import is_full_attention, num_complete_groups
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_AUTO_TRITON = (
-    torch.bfloat16,
-    torch.float16,
-)  # in float32 the matrix products of cuBLAS, so `packed`, are faster
+# `packed` (cuBLAS) is faster in float32.
+_AUTO_TRITON = (torch.bfloat16, torch.float16)
 
 
 def choose_backend(backend: str, q: Tensor) -> str:
-    """The name of the backend that takes this call; an explicit request never falls back."""
+    """Return the name of the backend that takes this call; an explicit request never falls
+    back."""
     check_choice("backend", backend, BACKENDS)
     if backend == "auto":
-        if (
-            q.device.type == "cuda"
-            and q.dtype in _AUTO_TRITON
-            and _unsupported_reason("triton", q) is None
-        ):
+        suits_triton = q.device.type == "cuda" and q.dtype in _AUTO_TRITON
+        if suits_triton and _unsupported_reason("triton", q) is None:
             return "triton"
         return "packed" if packed.unsupported_reason(q) is None else "reference"
     reason = _unsupported_reason(backend, q)
     if reason is not None:
-        other = "packed" if backend == "triton" else "reference"
+        alternative = "packed" if backend == "triton" else "reference"
         raise NotImplementedError(
-            f"backend {backend!r} cannot run this call: {reason}. Use backend={other!r}."
+            f"backend {backend!r} cannot run this call: {reason}. Use backend={alternative!r}."
         )
     return backend
 
@@ -58,7 +62,7 @@ def _unsupported_reason(backend: str, q: Tensor) -> str | None:
     """Why a backend cannot take the call, or None."""
     if backend == "triton" and not _has_triton():
         return "the package triton is not installed"
-    return autograd.module_of(backend).unsupported_reason(q) if backend != "reference" else None
+    return _module(backend).unsupported_reason(q)
 
 
 @functools.cache
@@ -67,18 +71,20 @@ def _has_triton() -> bool:
 
 
 def backend_module(backend: str, q: Tensor) -> ModuleType:
-    """The module with `pool` and `attend` that takes this call."""
-    chosen = choose_backend(backend, q)
-    return reference if chosen == "reference" else autograd.module_of(chosen)
+    """Return the module with `pool` and `attend` that takes this call."""
+    return _module(choose_backend(backend, q))
+
+
+def _module(backend: str) -> ModuleType:
+    return reference if backend == "reference" else autograd.module_of(backend)
 
 
 def outside_autocast(
     q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], AbstractContextManager]:
-    """The inputs in the dtype that autocast would give attention, and a context in which it changes
-    nothing more.
+    """Return the inputs in the dtype that autocast gives attention, and a context without autocast.
 
-    Inside, pooling weights and merges must stay in float32; autocast would turn their products to
+    Inside, pooling weights and merges stay in float32; autocast would compute their products in
     half precision.
     """
     device = q.device.type
@@ -126,8 +132,8 @@ def cca_attention(
         num_groups: Constant number of groups; replaces group_size by max(1, ceil((L - s) /
             num_groups)).
         pooling: "cca", "mean", "max" or "mean_query".
-        core_position: "middle" turns core keys to their group's middle position and needs `rotary`;
-            "token" pools the keys as they are.
+        core_position: "middle" rotates core keys to their group's middle position and needs
+            `rotary`; "token" pools the keys as they are.
         core_heads: One core token per "kv" head, or per "query" head.
         rotary: How the keys were rotated.
         scale: Factor of the scores, above 0; default 1 / sqrt(D).
@@ -155,7 +161,7 @@ def cca_attention(
 
     Cost: 4 D H sum_t (j(t) + t + 1 - j(t) g) operations and memory linear in L (packed backend).
     """
-    _check_types(q, k, v)
+    check_types(q, k, v)
     sizes = (group_size,)
     if isinstance(group_size, (tuple, list)):
         sizes = group_size = check_sizes(group_size, k.shape[1], num_groups)
@@ -166,23 +172,19 @@ def cca_attention(
     spec = Spec(
         group_size=group_size,
         window_size=window_size,
-        scale=_scale(scale, q),
+        scale=scale_of(scale, q),
         num_groups=num_groups,
         sink_size=sink_size,
         pooling=pooling,
         core_heads=core_heads,
-        softcap=_positive("softcap", softcap, "Use None for none."),
+        softcap=positive("softcap", softcap, "Use None for none."),
         rotary=check_rotary(rotary, core_position),
     )
-    for name, x in (
-        ("attention_mask", attention_mask),
-        ("cu_seqlens", cu_seqlens),
-        ("position_ids", position_ids),
-    ):
-        if x is not None:
-            _check_tensor(name, x)
-    inputs = Inputs(q, k, v, core_bias, learned or {})
     ragged = Ragged(attention_mask, cu_seqlens, position_ids)
+    for name, x in zip(ragged._fields, ragged):
+        if x is not None:
+            check_tensor(name, x)
+    inputs = Inputs(q, k, v, core_bias, learned or {})
     out, lse = attend(inputs, spec, ragged, backend, return_lse)
     return (out, lse) if return_lse else out
 
@@ -211,26 +213,25 @@ def attend(
         ValueError, TypeError, NotImplementedError: as in `cca_attention`, about tensors and
             backend.
     """
-    _check_types(*inputs[:3])
+    check_types(*inputs[:3])
     (q, k, v), context = outside_autocast(*inputs[:3])
-    _check_tensors(q, k, v)
-    _check_rotary_size(spec.rotary, q.shape[3])
+    check_tensors(q, k, v)
+    check_rotary_size(spec.rotary, q.shape[3])
     learned = inputs.learned
     if learned:
         rules.check(learned, q.shape[1], k.shape[1], q.shape[3], spec.pooling)
-    inputs = Inputs(q, k, v, _bias_tensor(inputs.bias, learned, q), learned)
-    position_ids = ragged.position_ids
-    if position_ids is not None and not torch.compiler.is_compiling():
-        if not has_restarts(position_ids):
-            ragged = ragged._replace(position_ids=None)
+    inputs = Inputs(q, k, v, bias_tensor(inputs.bias, learned, q), learned)
+    is_known = ragged.position_ids is not None and not torch.compiler.is_compiling()
+    if is_known and not has_restarts(ragged.position_ids):
+        ragged = ragged._replace(position_ids=None)
     with context:
         chosen = choose_backend(backend, q)
         if not isinstance(spec.group_size, tuple):
             return _attend(inputs, spec, ragged, chosen, return_lse)
         sizes, heads = heads_of_each(spec.group_size)
         results = [
-            _attend(part, spec.replace(group_size=g), ragged, chosen, return_lse)
-            for g, part in zip(sizes, split_inputs(inputs, heads))
+            _attend(share, spec.replace(group_size=g), ragged, chosen, return_lse)
+            for g, share in zip(sizes, split_inputs(inputs, heads))
         ]
         outs, lses = zip(*results)
         lse = gather_heads(lses, heads) if return_lse else None
@@ -243,28 +244,27 @@ def _attend(
     """`attend` on checked inputs of heads of one group size, by a chosen backend."""
     q, k, v, bias, learned = inputs
     if q.numel() == 0:
-        out = q + (k.sum() + v.sum())  # holds nothing, but a backward reaches all three
+        out = q + (k.sum() + v.sum())  # empty, but a backward reaches all three
         return out, out.sum(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    plain = not return_lse and spec.softcap is None and bias is None
-    plain = plain and all(x is None for x in ragged)
-    sized = spec.for_length(q.shape[2])
-    # planted: 1: full attention for one token too many
-    if (
-        plain
-        and backend != "reference"
-        and is_full_attention(q.shape[2], sized.group_size, sized.window_size, sized.sinks)
-    ):
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=spec.scale, enable_gqa=k.shape[1] != q.shape[1]
-        )
-        return out, None
-    own_rule = rules.is_own_rule(spec.pooling, learned)
-    if backend != "reference" and not own_rule:
+    # PyTorch's attention, where CCA is full causal attention.
+    length = q.shape[2]
+    plain = backend != "reference" and not return_lse and spec.softcap is None and bias is None
+    if plain and all(x is None for x in ragged):
+        sized = spec.for_length(length)
+        # planted: 1: full attention for one token too many
+        if is_full_attention(length, sized.group_size, sized.window_size, sized.sinks):
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=spec.scale, enable_gqa=k.shape[1] != q.shape[1]
+            )
+            return out, None
+    # One operator, unless autograd has to follow the pooling.
+    pools_here = rules.is_own_rule(spec.pooling, learned)
+    if backend != "reference" and not pools_here:
         return autograd.attend(inputs, ragged, spec, backend)
     run = rules.attention
-    if own_rule and torch.compiler.is_compiling():
+    if pools_here and torch.compiler.is_compiling():
         run = torch.compiler.disable(run)
-    return run(inputs, ragged, spec, backend_module(backend, q))
+    return run(inputs, ragged, spec, _module(backend))
 
 
 def pool_core_tokens(
@@ -289,26 +289,26 @@ def pool_core_tokens(
 
     Returns:
         core_k, core_v: [B, Hkv, L // g, D] (H instead of Hkv for core_heads="query"), in the dtype
-            of k; the weights
-        and sums are computed in float32 (float64 for float64). Differentiable in q, k and v.
+            of k; the weights and sums are computed in float32 (float64 for float64).
+            Differentiable in q, k and v.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as in `cca_attention`.
     """
     CCAConfig(group_size, 1, None, pooling, core_position, core_heads)  # validates
-    _check_types(q, k, v)
-    _check_tensors(q, k, v)
+    check_types(q, k, v)
+    check_tensors(q, k, v)
     module = backend_module(backend, q)
     spec = Spec(
         group_size=group_size,
         window_size=1,
-        scale=_scale(scale, q),
+        scale=scale_of(scale, q),
         pooling=pooling,
         core_heads=core_heads,
-        softcap=_positive("softcap", softcap, "Use None for none."),
+        softcap=positive("softcap", softcap, "Use None for none."),
         rotary=check_rotary(rotary, core_position),
     )
-    _check_rotary_size(spec.rotary, q.shape[3])
+    check_rotary_size(spec.rotary, q.shape[3])
     num_groups = num_complete_groups(q.shape[2], group_size)
     repeats = q.shape[1] // k.shape[1]
     k, v = (
@@ -323,101 +323,3 @@ def pool_core_tokens(
     else:
         cores = module.pool(groups, spec)
     return tuple(x.to(k.dtype).unflatten(0, (q.shape[0], -1)).flatten(1, 2) for x in cores)
-
-
-def _check_rotary_size(rotary: Rotary | None, head_dim: int) -> None:
-    """Raise unless the rotation fits the head."""
-    if rotary is not None and 2 * rotary.inv_freq.numel() > head_dim:
-        raise ValueError(
-            f"rotary must turn at most head_dim {head_dim} dimensions, got "
-            f"{2 * rotary.inv_freq.numel()}."
-        )
-
-
-def _scale(scale: float | None, q: Tensor) -> float:
-    """The factor of the scores, by default 1 / sqrt(D)."""
-    _positive("scale", scale, "Use None for 1 / sqrt(D).")
-    head_dim = q.shape[3]
-    # planted: oracle: default softmax scale
-    scale = head_dim**-0.5 if scale is None else float(scale)
-    return scale
-
-
-def _positive(name: str, value: float | None, way_out: str) -> float | None:
-    """Return value if it is None or a finite number above 0: others make NaN of the scores."""
-    if value is None:
-        return None
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} must be a number, got {value!r}. {way_out}")
-    if not 0 < value < float("inf"):
-        raise ValueError(
-            f"{name} must be above 0{' and finite' if value > 0 else ''}, got {value}. {way_out}"
-        )
-    return value
-
-
-def _bias_tensor(
-    core_bias: float | Tensor | None, learned: Mapping[str, Tensor], q: Tensor
-) -> Tensor | None:
-    """The bias, given and learned, as [H] on q's device, or None where there is none."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    num_heads = q.shape[1]
-    if core_bias is not None and not isinstance(core_bias, Tensor):
-        if not isinstance(core_bias, (int, float)):
-            raise TypeError(f"core_bias must be a number or a tensor [H], got {core_bias!r}.")
-        if not abs(core_bias) < float("inf"):
-            raise ValueError(f"core_bias must be finite, got {core_bias}. Use 0.0 for none.")
-        if core_bias == 0:
-            core_bias = None
-        else:
-            core_bias = torch.full((num_heads,), float(core_bias), dtype=wide, device=q.device)
-    elif core_bias is not None and core_bias.shape != (num_heads,):
-        raise ValueError(
-            f"core_bias must be a number or have shape [H] = [{num_heads}], got "
-            f"{list(core_bias.shape)}."
-        )
-    if "bias" in learned:
-        return learned["bias"] if core_bias is None else core_bias + learned["bias"]
-    if core_bias is None and "key_gain" in learned:
-        # Groups of one token are then no plain attention either.
-        return torch.zeros(num_heads, dtype=wide, device=q.device)
-    return core_bias
-
-
-def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q, k and v are tensors of four dimensions."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, x)
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be [B, heads, L, D], got {list(x.shape)}.")
-
-
-def _check_tensor(name: str, x: object) -> None:
-    """Raise unless x is a tensor."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}.")
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q, k and v are self-attention inputs of one batch."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}.")
-    if k.shape != v.shape:
-        raise ValueError(f"v must have the shape of k, {list(k.shape)}, got {list(v.shape)}.")
-    if k.dtype != q.dtype or v.dtype != q.dtype or k.device != q.device or v.device != q.device:
-        raise TypeError(
-            f"q, k and v must share one dtype and device, got {q.dtype}, {k.dtype}, {v.dtype} on "
-            f"{q.device}, {k.device}, {v.device}. Cast them first."
-        )
-    if (q.shape[0], q.shape[2], q.shape[3]) != (k.shape[0], k.shape[2], k.shape[3]):
-        raise ValueError(
-            f"k must match q in batch, length and head size: q is {list(q.shape)}, k {list(k.shape)}. "
-            "For new tokens on earlier ones use CompactKVCache."
-        )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"the KV heads must divide the query heads, got {k.shape[1]} and {q.shape[1]}."
-        )
-    if q.shape[3] % 2 or not 2 <= q.shape[3] <= 512:
-        raise ValueError(f"head_dim must be even and at most 512, got {q.shape[3]}.")

@@ -1,4 +1,4 @@
-"""Attention of one new token per row to a buffer of raw and core tokens."""
+"""Attend from one new token per row to a buffer of raw and core tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def attend_buffer(
     softcap: float | None = None,
     core_bias: float | Tensor = 0.0,
 ) -> Tensor:
-    """One softmax over the entries that each row sees (docs/math.md, eq. 5 for a single query).
+    """Attend in one softmax over the entries that each row sees (docs/math.md, eq. 5 for a single
+    query).
 
     Args:
         q: [B, H, 1, D].
@@ -29,10 +30,8 @@ def attend_buffer(
     Returns:
         [B, H, 1, D].
     """
-    batch, heads, _, dim = q.shape
-    grouped = q.reshape(
-        batch, keys.shape[1], -1, dim
-    )  # the r query heads of a KV head are rows of one product
+    # The r query heads of a KV head are rows of one product.
+    grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
     mask = see[:, None]  # [B, 1, 1 or r, S]
     if isinstance(core_bias, Tensor) or core_bias:
         is_core = torch.arange(keys.shape[2], device=q.device) >= num_raw
@@ -41,10 +40,12 @@ def attend_buffer(
         bias = is_core.to(q.dtype) * core_bias
         mask = torch.where(mask, bias, -torch.inf)
     if softcap is None:
-        return F.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=mask, scale=scale
-        ).reshape(q.shape)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        return out.reshape(q.shape)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = softcap * torch.tanh((grouped @ keys.mT).to(wide) * scale / softcap)
-    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    else:
+        scores = scores + mask
     return (scores.softmax(-1).to(q.dtype) @ values).reshape(q.shape)

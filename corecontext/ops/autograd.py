@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
@@ -51,7 +52,8 @@ def _forward(
     inputs: Inputs, ragged: Ragged, spec: Spec, backend: str
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Output, log-sum-exp and, where the batch is one segment, its core tokens."""
-    q, module = inputs.q, module_of(backend)
+    q = inputs.q
+    module = module_of(backend)
     out = _Batch(q)
     lse = _Batch(q[..., 0], _lse_dtype(q), fill=-torch.inf)
     segments = find_segments(q.shape[0], q.shape[2], *ragged)
@@ -87,7 +89,7 @@ def _gradients(
         view = SegmentView(segment, inputs, spec)
         groups = view.groups()
         *segment_grads, segment_bias = module.gradients(
-            Upstream(*(None if x is None else view.take(x) for x in upstream)),
+            upstream.map(view.take),
             view.tokens,
             groups,
             Cores(*cores) if cores else module.pool(groups, view.spec),
@@ -190,23 +192,13 @@ _SETTINGS = (
     "SymInt group_size, SymInt window_size, float scale, SymInt? num_groups, SymInt sink_size, "
     "str pooling, str core_heads, float? softcap, bool interleaved, str backend"
 )
+_FIELDS = tuple(field.name for field in fields(Spec) if field.name != "rotary")
 
 
 def _flat(spec: Spec, backend: str) -> tuple[Any, ...]:
     """spec and backend in the types of `_SETTINGS`; the rotation's tensor travels apart."""
     interleaved = spec.rotary is not None and spec.rotary.interleaved
-    return (
-        spec.group_size,
-        spec.window_size,
-        spec.scale,
-        spec.num_groups,
-        spec.sink_size,
-        spec.pooling,
-        spec.core_heads,
-        spec.softcap,
-        interleaved,
-        backend,
-    )
+    return *(getattr(spec, name) for name in _FIELDS), interleaved, backend
 
 
 def _unflattened(inv_freq: Tensor | None, settings: tuple[Any, ...]) -> tuple[Spec, str]:

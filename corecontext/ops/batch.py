@@ -1,11 +1,11 @@
-"""Which stretches of a batch are sequences of their own: padding and packed documents become plain
-slices."""
+"""Split a padded or packed batch into independent sequences."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,8 @@ from corecontext.visibility import is_full_attention, num_complete_groups
 
 
 class Segment(NamedTuple):
-    """Tokens start .. end-1 of rows first_row .. last_row-1 are sequences, each with its own
-    positions and groups."""
+    """Mark the tokens start .. end-1 of rows first_row .. last_row-1 as sequences, each with its
+    own positions and groups."""
 
     first_row: int
     last_row: int
@@ -26,44 +26,44 @@ class Segment(NamedTuple):
 
 
 def once_for_all_layers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The result of the last call again where the next has the same arguments, its tensors
-    untouched since: all layers of a model ask the same, and each answer waits for the device."""
+    """Cache the last result, keyed by tensor identity and version: every layer asks the same
+    question, and each answer costs a device sync."""
     last: tuple[tuple, list[tuple[weakref.ref, int]], Any] | None = None
 
     @functools.wraps(function)
-    def asked(*args: Any) -> Any:
+    def cached(*args: Any) -> Any:
         nonlocal last
         tensors = [x for x in args if isinstance(x, Tensor)]
-        if torch.compiler.is_compiling() or any(
-            x.is_inference() for x in tensors
-        ):  # these count no versions
+        # Tensors made in inference mode count no versions.
+        if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
             return function(*args)
-        others = tuple(Tensor if isinstance(x, Tensor) else x for x in args)
-        known = last
-        # planted: 5: a mask changed in place passes for the same
-        if (
-            known is None
-            or known[0] != others
-            or any(
-                held() is not x or version != x._version
-                for (held, version), x in zip(known[1], tensors)
-            )
-        ):
-            known = last = others, [(weakref.ref(x), x._version) for x in tensors], function(*args)
-        return known[2]
+        key = tuple(Tensor if isinstance(x, Tensor) else x for x in args)
+        entry = last  # another thread may replace `last`
+        if entry is None or entry[0] != key or not _unchanged(entry[1], tensors):
+            versions = [(weakref.ref(x), x._version) for x in tensors]
+            entry = last = (key, versions, function(*args))
+        return entry[2]
 
-    return asked
+    return cached
+
+
+def _unchanged(versions: list[tuple[weakref.ref, int]], tensors: list[Tensor]) -> bool:
+    """Whether these are the same tensors, not written to since."""
+    # planted: 5: a mask changed in place passes for the same
+    return all(
+        reference() is x and version == x._version
+        for (reference, version), x in zip(versions, tensors)
+    )
 
 
 @once_for_all_layers
 def has_restarts(position_ids: Tensor | None) -> bool:
-    """True where positions [1 or B, L] do not rise by one everywhere: documents packed in a row."""
+    """Return whether positions [1 or B, L] do not rise by one everywhere: documents packed in a
+    row."""
+    if position_ids is None or position_ids.shape[-1] <= 1:
+        return False
     # planted: 5: document boundaries ignored, position_ids
-    return (
-        position_ids is not None
-        and position_ids.shape[-1] > 1
-        and bool((position_ids.diff() != 1).any())
-    )
+    return bool((position_ids.diff() != 1).any())
 
 
 @once_for_all_layers
@@ -74,7 +74,7 @@ def find_segments(
     cu_seqlens: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> list[Segment]:
-    """The sequences of a batch, not to be changed.
+    """Return the sequences of a batch; the list is shared and must not be changed.
 
     Args:
         attention_mask: [B, L], 1 (True) for tokens and 0 for padding on the left or the right of a
@@ -87,40 +87,35 @@ def find_segments(
     """
     if (attention_mask is not None) + (cu_seqlens is not None) + (position_ids is not None) > 1:
         raise ValueError(
-            "attention_mask, cu_seqlens and position_ids must not be given together: padding or packed "
-            "documents, not both."
+            "attention_mask, cu_seqlens and position_ids must not be given together: padding or "
+            "packed documents, not both."
         )
     if position_ids is not None:
         return _packed_segments(position_ids, batch_size, seq_len)
-    if attention_mask is None and cu_seqlens is None:
-        return [Segment(0, batch_size, 0, seq_len)]
     if cu_seqlens is not None:
-        if batch_size != 1:
-            raise ValueError(
-                f"cu_seqlens must come with a batch of one packed row, got {batch_size} rows."
-            )
-        edges = cu_seqlens.tolist()
-        if (
-            len(edges) < 2
-            or edges[0] != 0
-            or edges[-1] != seq_len
-            or any(a > b for a, b in zip(edges, edges[1:]))
-        ):
-            raise ValueError(
-                f"cu_seqlens must rise from 0 to the length {seq_len}, got {edges[:8]}."
-            )
-        # planted: 5: document boundaries ignored, cu_seqlens
-        return [Segment(0, 1, a, b) for a, b in zip(edges, edges[1:]) if a < b]
-    return _row_segments(attention_mask, batch_size, seq_len)
+        return _document_segments(cu_seqlens, batch_size, seq_len)
+    if attention_mask is not None:
+        return _row_segments(attention_mask, batch_size, seq_len)
+    return [Segment(0, batch_size, 0, seq_len)]
+
+
+def _document_segments(cu_seqlens: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
+    """One segment for each document of a single row."""
+    if batch_size != 1:
+        raise ValueError(
+            f"cu_seqlens must come with a batch of one packed row, got {batch_size} rows."
+        )
+    edges = cu_seqlens.tolist()
+    rises = len(edges) > 1 and edges == sorted(edges)
+    if not rises or edges[0] != 0 or edges[-1] != seq_len:
+        raise ValueError(f"cu_seqlens must rise from 0 to the length {seq_len}, got {edges[:8]}.")
+    # planted: 5: document boundaries ignored, cu_seqlens
+    return [Segment(0, 1, start, end) for start, end in pairwise(edges) if start < end]
 
 
 def _packed_segments(position_ids: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
     """Documents of each row, or all rows at once where each is one document."""
-    if (
-        position_ids.dim() != 2
-        or position_ids.shape[0] not in (1, batch_size)
-        or position_ids.shape[1] != seq_len
-    ):
+    if tuple(position_ids.shape) not in ((1, seq_len), (batch_size, seq_len)):
         raise ValueError(
             f"position_ids must be [1 or B, L] with B = {batch_size}, L = {seq_len}, got "
             f"{list(position_ids.shape)}."
@@ -130,21 +125,21 @@ def _packed_segments(position_ids: Tensor, batch_size: int, seq_len: int) -> lis
     segments = []
     for row, jumps in enumerate((position_ids.diff() != 1).expand(batch_size, -1)):
         edges = [0, *(jumps.nonzero()[:, 0] + 1).tolist(), seq_len]
-        segments += [Segment(row, row + 1, a, b) for a, b in zip(edges, edges[1:])]
+        segments += [Segment(row, row + 1, start, end) for start, end in pairwise(edges)]
     return segments
 
 
 def _row_segments(mask: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
     """One segment per row of a padding mask, or one for all rows where nothing is padded."""
-    if mask.dim() != 2 or tuple(mask.shape) != (batch_size, seq_len):
+    if tuple(mask.shape) != (batch_size, seq_len):
         raise ValueError(
             f"attention_mask must be [B, L] = [{batch_size}, {seq_len}], got {list(mask.shape)}. "
             "Give 1 for tokens and 0 for padding; no L x L mask is needed, attention is causal."
         )
     if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError(
-            "attention_mask must hold 1 for tokens and 0 for padding, got other numbers, as of a mask "
-            "that is added to scores."
+            "attention_mask must hold 1 for tokens and 0 for padding, got other numbers, as of a "
+            "mask that is added to scores."
         )
     mask = mask.bool()
     lengths = mask.sum(1)
@@ -155,8 +150,8 @@ def _row_segments(mask: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
     if not torch.equal(filled, mask):
         row = int((filled != mask).any(1).nonzero()[0])
         raise ValueError(
-            f"attention_mask must have its padding at the ends of each row, got a hole in row {row}. "
-            "Pass packed documents with cu_seqlens."
+            "attention_mask must have its padding at the ends of each row, got a hole in row "
+            f"{row}. Pass packed documents with cu_seqlens."
         )
     # planted: 5: padding ignored
     if bool(mask.all()):
@@ -169,7 +164,7 @@ def _row_segments(mask: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
 
 
 class SegmentView:
-    """One segment of a batch as sequences of KV heads: N = rows x KV heads.
+    """View one segment of a batch as sequences of KV heads: N = rows x KV heads.
 
     Attributes:
         tokens: The segment's tokens.
@@ -186,7 +181,9 @@ class SegmentView:
         self.num_kv_heads = inputs.k.shape[1]
         seq_len = segment.end - segment.start
         self.spec = spec.for_length(seq_len)
-        size, window, sinks = self.spec.group_size, self.spec.window_size, self.spec.sinks
+        size = self.spec.group_size
+        window = self.spec.window_size
+        sinks = self.spec.sinks
         # With groups of one token a bias still sets far tokens apart; without one they are plain
         # causal attention.
         self.full = is_full_attention(seq_len, size, window, sinks) and (
@@ -202,21 +199,22 @@ class SegmentView:
             self.core_bias = bias.reshape(self.num_kv_heads, -1).repeat(self.num_rows, 1)
 
     def take(self, x: Tensor) -> Tensor:
-        """[B, H or Hkv, L, ...] to this segment's [N, r or 1, T, ...]."""
+        """Return this segment's [N, r or 1, T, ...] of [B, H or Hkv, L, ...]."""
         if self.rows != slice(0, x.shape[0]) or self.span != slice(0, x.shape[2]):
             x = x[self.rows, :, self.span]
         return x.reshape(
             x.shape[0] * self.num_kv_heads, x.shape[1] // self.num_kv_heads, *x.shape[2:]
         )
 
-    def put(self, total: Tensor, part: Tensor) -> None:
-        """Write this segment's part [N, ..., T, ...] into [B, H or Hkv, L, ...]."""
+    def put(self, total: Tensor, x: Tensor) -> None:
+        """Write this segment's x [N, ..., T, ...] into [B, H or Hkv, L, ...]."""
         view = total[self.rows, :, self.span]
-        view.copy_(part.reshape(view.shape))
+        view.copy_(x.reshape(view.shape))
 
     def groups(self) -> Groups:
         """Return the complete groups after the first tokens kept raw."""
-        g, first = self.spec.group_size, self.spec.sinks
+        g = self.spec.group_size
+        first = self.spec.sinks
         q, k, v = self.tokens[:3]
         num_groups = 0 if self.full else num_complete_groups(q.shape[2] - first, g)
         end = first + num_groups * g

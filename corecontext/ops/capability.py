@@ -1,4 +1,4 @@
-"""What kind of NVIDIA GPU a device is."""
+"""Ask a device for its NVIDIA compute capability."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability, or None for what is not NVIDIA's: PyTorch gives AMD's chips numbers of
-    the same kind."""
-    return _ask(device)
+    """Return the compute capability, or None for a device that is not NVIDIA's: PyTorch gives AMD's
+    chips numbers of the same kind."""
+    return _capability(device)
 
 
 # What torch.compiler.assume_constant_result sets, without loading the compiler: otherwise the
@@ -19,7 +19,7 @@ nvidia_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _ask(device: torch.device) -> tuple[int, int] | None:
+def _capability(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(device)

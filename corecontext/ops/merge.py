@@ -9,7 +9,8 @@ _MERGE_ELEMENTS = 1 << 22  # elements of the output merged at once
 
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """One softmax over the union of the keys behind several partial results (docs/math.md, eq. 8).
+    """Return one softmax over the union of the keys behind several partial results (docs/math.md,
+    eq. 8).
 
     Args:
         outs: Partial outputs, each [..., T, D], of one dtype.
@@ -24,7 +25,8 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """
     if not outs or len(outs) != len(lses):
         raise ValueError(
-            f"merge must get one lse per out and at least one of each, got {len(outs)} and {len(lses)}."
+            f"merge must get one lse per out and at least one of each, got {len(outs)} and "
+            f"{len(lses)}."
         )
     stacked = torch.stack(lses)  # [parts, ..., T]
     highest = stacked.detach().amax(0)
@@ -42,17 +44,17 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     # planted: 7: merge multiplies by exp(lse_i - lse)
     weights = weights / total
     out = outs[0].to(lse.dtype) * weights[0].unsqueeze(-1)
-    for part, weight in zip(outs[1:], weights[1:]):
-        out = out + part.to(lse.dtype) * weight.unsqueeze(-1)
+    for partial_out, weight in zip(outs[1:], weights[1:]):
+        out = out + partial_out.to(lse.dtype) * weight.unsqueeze(-1)
     return out.to(outs[0].dtype), lse
 
 
-def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+def merge_into(out: Tensor, lse: Tensor, second_out: Tensor, second_lse: Tensor) -> None:
     """Merge another part into out [N, r, T, D] and lse [N, r, T], in place, a few rows at a time:
     merging makes wide copies of its inputs."""
     step = max(1, _MERGE_ELEMENTS // max(1, out.shape[0] * out.shape[1] * out.shape[3]))
     for low in range(0, out.shape[2], step):
         rows = slice(low, low + step)
         out[:, :, rows], lse[:, :, rows] = merge(
-            [out[:, :, rows], other_out[:, :, rows]], [lse[:, :, rows], other_lse[:, :, rows]]
+            [out[:, :, rows], second_out[:, :, rows]], [lse[:, :, rows], second_lse[:, :, rows]]
         )

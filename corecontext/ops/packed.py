@@ -1,5 +1,5 @@
-"""Attention in plain torch with linear memory: fused kernels on the packed core part and on blocks
-of the local part.
+"""Attend in plain torch with linear memory: fused kernels on the packed core part and on blocks of
+the local part.
 
 From position A = s + g - 1 on, g neighbouring queries see the same core tokens, and each next g see
 one more. Packed g at a time into extra heads, they see the core tokens under a plain causal mask
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,225 +35,22 @@ pool_backward = pooling.backward
 _BLOCK_QUERIES = {"cpu": 128}  # local block; elsewhere launches cost more than masked work
 _BLOCK_QUERIES_DEFAULT = 512
 _MERGE_ELEMENTS = 1 << 19  # elements merged at once, so that their wide temporaries stay in cache
-_CORE_ELEMENTS = (
-    1 << 22
-)  # elements of q packed at once: the copies that packing makes are a few times this
+# Elements of q packed at once: the copies that packing makes are a few times this.
+_CORE_ELEMENTS = 1 << 22
 
 
 def unsupported_reason(q: Tensor) -> str | None:
-    """Why this backend cannot take the call, or None."""
+    """Return why this backend cannot take the call, or None."""
     if q.device.type in ("cpu", "cuda", "mps", "xpu"):
         return None
     return f"device {q.device.type!r} is not one of cpu, cuda, mps, xpu"
 
 
-class _Plan(NamedTuple):
-    """How queries q_start .. q_end-1 are cut: local blocks, and where whole packs begin."""
-
-    blocks: list[tuple[int, int]]
-    core_start: int  # first query that sees a core token
-    pack_start: int  # first query that begins a pack of g equal views
-    q_end: int
-
-
-def _plan(q_start: int, q_end: int, group_size: int, window_size: int, device: str) -> _Plan:
-    """Cut at A, then at the first whole pack, then every block of whole packs."""
-    first = first_core_query(group_size, window_size)
-    core_start = min(max(q_start, first), q_end)
-    pack_start = min(core_start + (first - core_start) % group_size, q_end)
-    size = _BLOCK_QUERIES.get(device, _BLOCK_QUERIES_DEFAULT)
-    size = group_size * max(1, size // group_size)
-    early = (
-        [(0, core_start)]
-        if q_start == 0
-        else [(a, min(a + size, core_start)) for a in range(q_start, core_start, size)]
-    )
-    head = [(core_start, pack_start)] if core_start < pack_start else []
-    blocks = [(a, min(a + size, q_end)) for a in range(pack_start, q_end, size)]
-    return _Plan(early + head + blocks, core_start, pack_start, q_end)
-
-
-@functools.lru_cache(maxsize=8)
-def _interior_bias(
-    rows: int, group_size: int, window_size: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The mask shared by all blocks that begin a pack."""
-    first = first_core_query(group_size, window_size)
-    like = torch.empty((), dtype=dtype, device=device)
-    return _bias(first, first + rows, group_size, window_size, like)
-
-
-def _bias(start: int, end: int, group_size: int, window_size: int, like: Tensor) -> Tensor:
-    """Additive mask of queries start .. end-1 over the raw keys that any of them sees."""
-    position = torch.arange(start, end, device=like.device)[:, None]
-    key = torch.arange(local_start(start, group_size, window_size), end, device=like.device)
-    # planted: 2: a token covered twice, packed
-    # planted: 3: the next token is seen, packed
-    seen = (key >= visible_cores_of(position, group_size, window_size) * group_size) & (
-        key <= position
-    )
-    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(
-        ~seen, -torch.inf
-    )
-
-
-class _Call:
-    """One sequence-level call: its tensors, its plan and the parts of its softmax."""
-
-    def __init__(self, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None) -> None:
-        self.tokens, self.cores, self.spec, self.core_bias = tokens, cores, spec, core_bias
-        self.q, self.k, self.v = tokens.q, tokens.k[:, None], tokens.v[:, None]
-        self.q_start = tokens.q_start
-        self.options = {"scale": spec.scale, "softcap": spec.softcap}
-        q_end = tokens.q_start + tokens.q.shape[2]
-        self.plan = _plan(
-            tokens.q_start, q_end, spec.group_size, spec.window_size, tokens.q.device.type
-        )
-
-    def local_blocks(self):
-        """Each block of queries: its rows in q, its keys in k, and its mask."""
-        g, s = self.spec.group_size, self.spec.window_size
-        for start, end in self.plan.blocks:
-            if start == end:
-                continue
-            low = local_start(start, g, s)
-            rows = slice(start - self.q_start, end - self.q_start)
-            keys = slice(low - self.tokens.k_start, end - self.tokens.k_start)
-            if start == 0:
-                mask = {"is_causal": True}
-            elif start >= self.plan.pack_start:
-                mask = {"bias": _interior_bias(end - start, g, s, self.q.dtype, self.q.device)}
-            else:
-                mask = {"bias": _bias(start, end, g, s, self.q)}
-            yield rows, keys, mask
-
-    def heads(self):
-        """The same call for a few sequences and KV heads at a time, each with where they lie in
-        N."""
-        size = max(1, _CORE_ELEMENTS // max(1, self.q[0].numel()))
-        for low in range(0, self.q.shape[0], size):
-            rows = slice(low, low + size)
-            tokens = self.tokens._replace(
-                q=self.q[rows], k=self.tokens.k[rows], v=self.tokens.v[rows]
-            )
-            cores = Cores(self.cores.k[rows], self.cores.v[rows])
-            bias = None if self.core_bias is None else self.core_bias[rows]
-            yield rows, _Call(tokens, cores, self.spec, bias)
-
-    def core_parts(self):
-        """Each part of the core attention: its rows in q, its core tokens, and whether it is
-        packed."""
-        g, s = self.spec.group_size, self.spec.window_size
-        core_start, pack_start, q_end = self.plan.core_start, self.plan.pack_start, self.plan.q_end
-        if core_start < pack_start:
-            yield (
-                slice(core_start - self.q_start, pack_start - self.q_start),
-                slice(0, num_visible_cores(core_start, g, s)),
-                False,
-            )
-        if pack_start < q_end:
-            rows = slice(pack_start - self.q_start, q_end - self.q_start)
-            seen = num_visible_cores(
-                pack_start, g, s
-            )  # the first pack's last core token lies on the diagonal
-            if seen > 1:
-                yield rows, slice(0, seen - 1), False
-            # planted: 3: a group is seen before it is complete
-            yield rows, slice(seen - 1, seen - 1 + -(-(q_end - pack_start) // g)), True
-
-    def pack(self, x: Tensor) -> Tensor:
-        """[N, r, T, ...] to [N Hc, r / Hc g, P, ...], the last pack filled with zeros."""
-        n, r, t = x.shape[:3]
-        g, heads = self.spec.group_size, self.cores.k.shape[1]
-        packs = -(-t // g)
-        if packs * g != t:
-            x = torch.cat((x, x.new_zeros(n, r, packs * g - t, *x.shape[3:])), 2)
-        return (
-            x.unflatten(2, (packs, g))
-            .transpose(2, 3)
-            .reshape(n * heads, r // heads * g, packs, *x.shape[3:])
-        )
-
-    def unpack(self, x: Tensor, t: int) -> Tensor:
-        """The inverse of `pack`, without the filling; a copy."""
-        n, r, g = self.q.shape[0], self.q.shape[1], self.spec.group_size
-        x = x.reshape(n, r, g, *x.shape[2:]).transpose(2, 3)  # [N, r, P, g, ...]
-        return x.flatten(2, 3)[:, :, :t]
-
-    def by_core_head(self, x: Tensor) -> Tensor:
-        """[N, r, T, ...] to [N Hc, r / Hc, T, ...]: each core head's own queries."""
-        heads = self.cores.k.shape[1]
-        return x.reshape(x.shape[0] * heads, x.shape[1] // heads, *x.shape[2:])
-
-    def core_kv(self, cores: slice) -> tuple[Tensor, Tensor]:
-        """Core keys and values [N Hc, 1, m, D]."""
-        core_k, core_v = (x[:, :, cores].flatten(0, 1)[:, None] for x in self.cores)
-        return core_k, core_v
-
-    def core_forward(self, rows: slice, cores: slice, packed: bool) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of one core part, in the layout of q[:, :, rows]; the bias is in
-        the latter."""
-        q = self.q[:, :, rows]
-        core_k, core_v = self.core_kv(cores)
-        arranged = self.pack(q) if packed else self.by_core_head(q)
-        # planted: 7: softmax scale 0.2 % off in the core part
-        out, lse = partial.forward(arranged, core_k, core_v, is_causal=packed, **self.options)
-        out, lse = (
-            self.unpack(x, q.shape[2]) if packed else x.reshape(q.shape[: x.dim()])
-            for x in (out, lse)
-        )
-        return out, lse if self.core_bias is None else lse + self.core_bias.to(lse.dtype)[
-            :, :, None
-        ]
-
-    def merge_core(self, out: Tensor, lse: Tensor) -> None:
-        """Merge the core parts into the local part's out [N, r, T, D] and log-sum-exp [N, r, T], in
-        place."""
-        parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        for rows, cores, packed in self.core_parts():
-            parts.setdefault((rows.start, rows.stop), []).append(
-                self.core_forward(rows, cores, packed)
-            )
-        step = max(1, _MERGE_ELEMENTS // (out.shape[0] * out.shape[1] * out.shape[3]))
-        for (start, stop), results in parts.items():
-            for low in range(start, stop, step):
-                rows, inner = (
-                    slice(low, min(low + step, stop)),
-                    slice(low - start, min(low + step, stop) - start),
-                )
-                out[:, :, rows], lse[:, :, rows] = merge(
-                    [out[:, :, rows], *(part[:, :, inner] for part, _ in results)],
-                    [lse[:, :, rows], *(part[:, :, inner] for _, part in results)],
-                )
-
-    def core_backward(self, upstream: Upstream, grad_q: Tensor, grad_cores: Cores) -> None:
-        """Add the core parts' gradients to grad_q [N, r, T, D] and grad_cores, in place."""
-        lse = upstream.lse
-        # A bias on all core scores only shifts the core part's log-sum-exp, here and in
-        # core_forward.
-        # planted: 6: core bias forgotten in the backward
-        lse = lse if self.core_bias is None else lse - self.core_bias.to(lse.dtype)[:, :, None]
-        upstream = upstream._replace(lse=lse)
-        for rows, cores, packed in self.core_parts():
-            arrange = self.pack if packed else self.by_core_head
-            results = upstream.rows(rows)
-            dq, dk, dv = partial.backward(
-                Upstream(*(None if x is None else arrange(x) for x in results)),
-                arrange(self.q[:, :, rows]),
-                *self.core_kv(cores),
-                is_causal=packed,
-                **self.options,
-            )
-            part = grad_q[:, :, rows]
-            part += self.unpack(dq, part.shape[2]) if packed else dq.reshape(part.shape)
-            for total, grad in zip(grad_cores, (dk, dv)):
-                total[:, :, cores] += grad.reshape(total[:, :, cores].shape)
-
-
 def attend(
     tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.attend`, without autograd and with linear memory; out in the dtype of q."""
+    """Attend as `reference.attend`, without autograd and with linear memory; out in the dtype of
+    q."""
     if spec.sinks:
         return sinks.attend(attend, tokens, cores, spec, core_bias)
     q = tokens.q
@@ -263,8 +62,8 @@ def attend(
         out[:, :, rows], lse[:, :, rows] = partial.forward(
             q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys], **mask, **call.options
         )
-    for rows, part in call.heads():
-        part.merge_core(out[rows], lse[rows])
+    for heads, share in call.shares():
+        share.merge_core(out[heads], lse[heads])
     return out, lse
 
 
@@ -296,11 +95,11 @@ def attend_backward(
         grad_q[:, :, rows] += dq
         grad_k[:, :, keys] += dk
         grad_v[:, :, keys] += dv
-    for rows, part in call.heads():
-        part.core_backward(
-            Upstream(*(None if x is None else x[rows] for x in upstream)),
-            grad_q[rows],
-            Cores(*(x[rows] for x in grad_cores)),
+    for heads, share in call.shares():
+        share.core_backward(
+            upstream.map(lambda x, heads=heads: x[heads]),
+            grad_q[heads],
+            Cores(*(x[heads] for x in grad_cores)),
         )
     grad_bias = None if core_bias is None else _bias_gradient(call, upstream)
     return grad_q, grad_k[:, 0], grad_v[:, 0], *grad_cores, grad_bias
@@ -309,17 +108,17 @@ def attend_backward(
 def _bias_gradient(call: _Call, upstream: Upstream) -> Tensor:
     """Gradient of the core bias [N, r]: the sum of the core scores' gradients, from each part's own
     output."""
-    lse = upstream.lse
-    grad = torch.zeros(call.q.shape[:2], dtype=lse.dtype, device=lse.device)
-    for rows, cores, packed in call.core_parts():
-        part_out, part_lse = call.core_forward(rows, cores, packed)
-        results = upstream.rows(rows)
-        difference = part_out.to(lse.dtype) - results.out.to(lse.dtype)
-        change = (difference * results.grad_out.to(lse.dtype)).sum(-1)
-        if results.grad_lse is not None:
-            change = change + results.grad_lse
-        grad += ((part_lse - results.lse).exp() * change).sum(-1)
-    return grad
+    wide = upstream.lse.dtype
+    total = torch.zeros(call.q.shape[:2], dtype=wide, device=call.q.device)
+    for piece in call.core_parts():
+        part_out, part_lse = call.core_forward(piece)
+        whole = upstream.rows(piece.rows)
+        difference = part_out.to(wide) - whole.out.to(wide)
+        change = (difference * whole.grad_out.to(wide)).sum(-1)
+        if whole.grad_lse is not None:
+            change = change + whole.grad_lse
+        total += ((part_lse - whole.lse).exp() * change).sum(-1)
+    return total
 
 
 def gradients(
@@ -330,6 +129,217 @@ def gradients(
     spec: Spec,
     core_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As `compose.gradients`."""
+    """Return the gradients as `compose.gradients`."""
     this = sys.modules[__name__]
     return compose.gradients(this, upstream, tokens, groups, cores, spec, core_bias)
+
+
+class _Plan(NamedTuple):
+    """How queries q_start .. q_end-1 are cut."""
+
+    blocks: list[tuple[int, int]]
+    """Local blocks, first query and the query after the last."""
+    core_start: int
+    """First query that sees a core token."""
+    pack_start: int
+    """First query that begins a pack of g equal views."""
+    q_end: int
+
+
+def _plan(q_start: int, q_end: int, spec: Spec, device: str) -> _Plan:
+    """Cut at A, then at the first whole pack, then every block of whole packs."""
+    g = spec.group_size
+    first = first_core_query(g, spec.window_size)
+    core_start = min(max(q_start, first), q_end)
+    pack_start = min(core_start + (first - core_start) % g, q_end)
+    size = g * max(1, _BLOCK_QUERIES.get(device, _BLOCK_QUERIES_DEFAULT) // g)
+    # Queries without core tokens: one causal block at the beginning of a sequence.
+    if q_start == 0:
+        edges = [0, core_start]
+    else:
+        edges = [*range(q_start, core_start, size), core_start]
+    edges += [*range(pack_start, q_end, size), q_end]
+    blocks = [(start, end) for start, end in pairwise(edges) if start < end]
+    return _Plan(blocks, core_start, pack_start, q_end)
+
+
+@functools.lru_cache(maxsize=8)
+def _interior_bias(
+    rows: int, group_size: int, window_size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The mask shared by all blocks that begin a pack."""
+    first = first_core_query(group_size, window_size)
+    like = torch.empty((), dtype=dtype, device=device)
+    return _bias(first, first + rows, group_size, window_size, like)
+
+
+def _bias(start: int, end: int, group_size: int, window_size: int, like: Tensor) -> Tensor:
+    """Additive mask of queries start .. end-1 over the raw keys that any of them sees."""
+    position = torch.arange(start, end, device=like.device)[:, None]
+    key = torch.arange(local_start(start, group_size, window_size), end, device=like.device)
+    # planted: 2: a token covered twice, packed
+    # planted: 3: the next token is seen, packed
+    seen = (key >= visible_cores_of(position, group_size, window_size) * group_size) & (
+        key <= position
+    )
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(
+        ~seen, -torch.inf
+    )
+
+
+class _CorePart(NamedTuple):
+    """Attention of some queries to some core tokens, all of them or in packs under a causal
+    mask."""
+
+    rows: slice
+    """In q."""
+    cores: slice
+    packed: bool
+
+
+class _Call:
+    """One sequence-level call: its tensors, its plan and the parts of its softmax."""
+
+    def __init__(self, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None) -> None:
+        self.tokens = tokens
+        self.cores = cores
+        self.spec = spec
+        self.core_bias = core_bias
+        self.q = tokens.q
+        self.k = tokens.k[:, None]
+        self.v = tokens.v[:, None]
+        self.options = {"scale": spec.scale, "softcap": spec.softcap}
+        q_end = tokens.q_start + tokens.q.shape[2]
+        self.plan = _plan(tokens.q_start, q_end, spec, tokens.q.device.type)
+
+    def rows(self, start: int, end: int) -> slice:
+        """Return where the queries start .. end-1 are in q."""
+        return slice(start - self.tokens.q_start, end - self.tokens.q_start)
+
+    def local_blocks(self) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+        """Yield each block of queries: its rows in q, its keys in k, and its mask."""
+        g = self.spec.group_size
+        window = self.spec.window_size
+        k_start = self.tokens.k_start
+        for start, end in self.plan.blocks:
+            low = local_start(start, g, window)
+            if start == 0:
+                mask = {"is_causal": True}
+            elif start >= self.plan.pack_start:
+                bias = _interior_bias(end - start, g, window, self.q.dtype, self.q.device)
+                mask = {"bias": bias}
+            else:
+                mask = {"bias": _bias(start, end, g, window, self.q)}
+            yield self.rows(start, end), slice(low - k_start, end - k_start), mask
+
+    def shares(self) -> Iterator[tuple[slice, _Call]]:
+        """Yield the same call for a few sequences and KV heads at a time, each with its place in
+        N."""
+        size = max(1, _CORE_ELEMENTS // max(1, self.q[0].numel()))
+        for low in range(0, self.q.shape[0], size):
+            heads = slice(low, low + size)
+            q, k, v = (x[heads] for x in self.tokens[:3])
+            tokens = self.tokens._replace(q=q, k=k, v=v)
+            cores = Cores(*(x[heads] for x in self.cores))
+            bias = None if self.core_bias is None else self.core_bias[heads]
+            yield heads, _Call(tokens, cores, self.spec, bias)
+
+    # Core parts
+
+    def core_parts(self) -> Iterator[_CorePart]:
+        """Yield the parts of the core attention."""
+        g = self.spec.group_size
+        core_start, pack_start, q_end = self.plan[1:]
+        if core_start < pack_start:
+            seen = num_visible_cores(core_start, g, self.spec.window_size)
+            yield _CorePart(self.rows(core_start, pack_start), slice(0, seen), False)
+        if pack_start < q_end:
+            rows = self.rows(pack_start, q_end)
+            # The first pack's last core token is on the diagonal.
+            seen = num_visible_cores(pack_start, g, self.spec.window_size)
+            if seen > 1:
+                yield _CorePart(rows, slice(0, seen - 1), False)
+            packs = -(-(q_end - pack_start) // g)
+            # planted: 3: a group is seen before it is complete
+            yield _CorePart(rows, slice(seen - 1, seen - 1 + packs), True)
+
+    def arrange(self, x: Tensor, packed: bool) -> Tensor:
+        """[N, r, T, ...] to [N Hc, r / Hc, T, ...], each core head's own queries; packed: to [N Hc,
+        r / Hc g, P, ...], the last pack filled with zeros."""
+        n, r, t = x.shape[:3]
+        heads = self.cores.k.shape[1]
+        if not packed:
+            return x.reshape(n * heads, r // heads, *x.shape[2:])
+        g = self.spec.group_size
+        packs = -(-t // g)
+        if packs * g != t:
+            x = torch.cat((x, x.new_zeros(n, r, packs * g - t, *x.shape[3:])), 2)
+        x = x.unflatten(2, (packs, g)).transpose(2, 3)
+        return x.reshape(n * heads, r // heads * g, packs, *x.shape[4:])
+
+    def restore(self, x: Tensor, length: int, packed: bool) -> Tensor:
+        """The inverse of `arrange` for T = length; a copy where packed."""
+        n, r = self.q.shape[:2]
+        if not packed:
+            return x.reshape(n, r, length, *x.shape[3:])
+        x = x.reshape(n, r, self.spec.group_size, *x.shape[2:]).transpose(2, 3)  # [N, r, P, g, ...]
+        return x.flatten(2, 3)[:, :, :length]
+
+    def core_kv(self, cores: slice) -> tuple[Tensor, Tensor]:
+        """Core keys and values [N Hc, 1, m, D]."""
+        core_k, core_v = (x[:, :, cores].flatten(0, 1)[:, None] for x in self.cores)
+        return core_k, core_v
+
+    def core_forward(self, piece: _CorePart) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of one core part, in the layout of its rows of q; the bias is in
+        the latter."""
+        q = self.q[:, :, piece.rows]
+        arranged = self.arrange(q, piece.packed)
+        core_kv = self.core_kv(piece.cores)
+        # planted: 7: softmax scale 0.2 % off in the core part
+        out, lse = partial.forward(arranged, *core_kv, is_causal=piece.packed, **self.options)
+        out, lse = (self.restore(x, q.shape[2], piece.packed) for x in (out, lse))
+        if self.core_bias is not None:
+            lse = lse + self.core_bias.to(lse.dtype)[:, :, None]
+        return out, lse
+
+    def merge_core(self, out: Tensor, lse: Tensor) -> None:
+        """Merge the core parts into the local part's out [N, r, T, D] and log-sum-exp [N, r, T], in
+        place."""
+        results: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        for piece in self.core_parts():
+            span = (piece.rows.start, piece.rows.stop)
+            results.setdefault(span, []).append(self.core_forward(piece))
+        step = max(1, _MERGE_ELEMENTS // (out.shape[0] * out.shape[1] * out.shape[3]))
+        for (start, stop), pieces in results.items():
+            core_outs, core_lses = zip(*pieces)
+            for low in range(start, stop, step):
+                rows = slice(low, min(low + step, stop))
+                inner = slice(rows.start - start, rows.stop - start)
+                out[:, :, rows], lse[:, :, rows] = merge(
+                    [out[:, :, rows], *(x[:, :, inner] for x in core_outs)],
+                    [lse[:, :, rows], *(x[:, :, inner] for x in core_lses)],
+                )
+
+    def core_backward(self, upstream: Upstream, grad_q: Tensor, grad_cores: Cores) -> None:
+        """Add the core parts' gradients to grad_q [N, r, T, D] and grad_cores, in place."""
+        lse = upstream.lse
+        # A bias on all core scores only shifts the core part's log-sum-exp, here and in
+        # core_forward.
+        # planted: 6: core bias forgotten in the backward
+        lse = lse if self.core_bias is None else lse - self.core_bias.to(lse.dtype)[:, :, None]
+        upstream = upstream._replace(lse=lse)
+        for piece in self.core_parts():
+            arrange = functools.partial(self.arrange, packed=piece.packed)
+            dq, dk, dv = partial.backward(
+                upstream.rows(piece.rows).map(arrange),
+                arrange(self.q[:, :, piece.rows]),
+                *self.core_kv(piece.cores),
+                is_causal=piece.packed,
+                **self.options,
+            )
+            total_q = grad_q[:, :, piece.rows]
+            total_q += self.restore(dq, total_q.shape[2], piece.packed)
+            for total, grad in zip(grad_cores, (dk, dv)):
+                total = total[:, :, piece.cores]
+                total += grad.reshape(total.shape)

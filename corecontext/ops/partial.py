@@ -1,9 +1,8 @@
-"""Softmax attention over one set of keys, with its log-sum-exp: the bricks that `packed` merges.
+"""Attend by softmax to one set of keys, with the log-sum-exp: the parts that `packed` merges.
 
 torch's fused kernels are called below `scaled_dot_product_attention`, whose public form hides the
 log-sum-exp. The backward of a part is called with the MERGED output and log-sum-exp, which makes
-its probabilities the final ones (docs/math.md, eq. 9); so a part never needs to keep anything of
-its own.
+its probabilities the final ones (docs/math.md, eq. 9); so a part keeps no tensors of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from corecontext.ops.spec import Upstream
 
 _aten = torch.ops.aten
 _CHUNK_SCORES = 1 << 24  # scores held at once by the plain path: 64 MiB in float32
-_CUDNN_KEYS = 1024  # keys from which cuDNN's faster kernels are worth the plan that it makes for each new shape
+# Keys from which cuDNN's faster kernels are worth the plan that it makes for each new shape.
+_CUDNN_KEYS = 1024
 
 
 def forward(
@@ -32,7 +32,7 @@ def forward(
     is_causal: bool = False,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every query to every key, or causal, or with an additive bias.
+    """Attend from every query to every key, or causally, or with an additive bias.
 
     Args:
         q: [N, h, T, D]. k, v: [N, h or 1, S, D]. is_causal needs T == S.
@@ -48,7 +48,7 @@ def forward(
             q, k, v, None, True, 0.0, is_causal, False, scale=scale
         )
         return out, lse.view(q.shape[:3])
-    k, v = _expand(k, q), _expand(v, q)
+    k, v = (_expand(x, q) for x in (k, v))
     if kernel == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
@@ -77,123 +77,108 @@ def backward(
     Returns:
         grad_q [N, h, T, D], grad_k and grad_v of the shapes of k and v.
     """
-    grad_out, grad_lse, out, lse = upstream
-    kernel = _kernel(q, k, bias, softcap) if grad_lse is None else "plain"
-    shape = k.shape
-    grad_out, q, k, v, out = map(_last_contiguous, (grad_out, q, k, v, out))
-    k, v = _expand(k, q), _expand(v, q)
+    kernel = _kernel(q, k, bias, softcap) if upstream.grad_lse is None else "plain"
+    kv_shape = k.shape
+    upstream = upstream._replace(
+        grad_out=_last_contiguous(upstream.grad_out), out=_last_contiguous(upstream.out)
+    )
+    q, k, v = map(_last_contiguous, (q, k, v))
+    k, v = (_expand(x, q) for x in (k, v))
     if kernel == "cudnn":
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # serves dropout, which is 0
-        stats = lse.contiguous().view(*lse.shape, *[1] * (_cudnn_stats_dim() - 3))
-        grads = _aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out.contiguous(),
-            q,
-            k.contiguous(),
-            v.contiguous(),
-            out.contiguous(),
-            stats,
-            seed,
-            seed,
-            None,
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            is_causal,
-            scale=scale,
-        )
+        grads = _cudnn_backward(upstream, q, k, v, scale, is_causal)
     elif kernel == "cpu":
+        grad_out, _, out, lse = upstream
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
         )
     elif kernel == "flash":
-        # No cumulative lengths: an empty tensor would mean packed sequences. The seed serves
-        # dropout, which is 0.
-        seed, unused = (
-            torch.zeros(2, dtype=torch.uint64, device=q.device),
-            torch.empty(0, device=q.device),
-        )
-        grads = _aten._scaled_dot_product_flash_attention_backward(
-            grad_out.contiguous(),
-            q,
-            k,
-            v,
-            out.contiguous(),
-            lse.contiguous(),
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            is_causal,
-            seed,
-            unused,
-            scale=scale,
-        )
+        grads = _flash_backward(upstream, q, k, v, scale, is_causal)
     else:
-        upstream = Upstream(grad_out, grad_lse, out, lse)
         grads = _plain_backward(upstream, q, k, v, _Scoring(scale, bias, is_causal, softcap))
     grad_q, grad_k, grad_v = grads
-    if shape[1] != grad_k.shape[1]:
+    if kv_shape[1] != grad_k.shape[1]:
+        wide = upstream.lse.dtype
         # Summed in float32: a group shares one key among g x r rows, too many for 8 bits of
         # mantissa.
         # planted: 7: gradients of a group's g r queries added up in bfloat16
-        grad_k, grad_v = grad_k.sum(1, True, dtype=lse.dtype), grad_v.sum(1, True, dtype=lse.dtype)
+        grad_k, grad_v = (x.sum(1, True, dtype=wide) for x in (grad_k, grad_v))
     return grad_q, grad_k, grad_v
+
+
+def _cudnn_backward(
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by cuDNN, which wants contiguous tensors."""
+    grad_out, _, out, lse = (None if x is None else x.contiguous() for x in upstream)
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # serves dropout, which is 0
+    stats = lse.view(*lse.shape, *[1] * (_cudnn_stats_dim() - 3))
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        *(grad_out, q, k.contiguous(), v.contiguous(), out, stats, seed, seed),
+        *(None, None, None),  # no bias and no cumulative lengths
+        *(q.shape[2], k.shape[2], 0.0, is_causal),
+        scale=scale,
+    )
+
+
+def _flash_backward(
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by FlashAttention."""
+    grad_out, _, out, lse = (None if x is None else x.contiguous() for x in upstream)
+    # The seed serves dropout, which is 0.
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty(0, device=q.device)
+    return _aten._scaled_dot_product_flash_attention_backward(
+        *(grad_out, q, k, v, out, lse),
+        *(None, None),  # no cumulative lengths: an empty tensor would mean packed sequences
+        *(q.shape[2], k.shape[2], 0.0, is_causal, seed, unused),
+        scale=scale,
+    )
 
 
 def _kernel(q: Tensor, k: Tensor, bias: Tensor | None, softcap: float | None) -> str:
     """Which implementation takes the call: "cpu"; "cudnn" (Hopper and later) or "flash" (Ampere and
     later, AMD), in half precision and without a bias; or "plain"."""
+    dim = q.shape[-1]
     if softcap is not None:
         return "plain"
     if q.device.type == "cpu":
         return "cpu"
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if (
-        q.device.type == "cuda"
-        and bias is None
-        and half
-        and q.shape[-1] <= 256
-        and q.shape[-1] % 8 == 0
-    ):
-        capability = nvidia_capability(q.device)
-        if capability is not None and capability < (8, 0):
-            return "plain"
-        is_new = (
-            capability is not None and capability >= (9, 0) and torch.backends.cudnn.is_available()
-        )
-        may_vary = not torch.are_deterministic_algorithms_enabled()
-        return (
-            "cudnn"
-            if is_new and may_vary and q.shape[-1] <= 128 and k.shape[2] >= _CUDNN_KEYS
-            else "flash"
-        )
-    return "plain"
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    if q.device.type != "cuda" or bias is not None or not is_half or dim > 256 or dim % 8:
+        return "plain"
+    capability = nvidia_capability(q.device)
+    if capability is None:
+        return "flash"
+    if capability < (8, 0):
+        return "plain"
+    is_hopper = capability >= (9, 0) and torch.backends.cudnn.is_available()
+    may_vary = not torch.are_deterministic_algorithms_enabled()
+    if is_hopper and may_vary and dim <= 128 and k.shape[2] >= _CUDNN_KEYS:
+        return "cudnn"
+    return "flash"
 
 
 @functools.cache
 def _cudnn_stats_dim() -> int:
-    """Dimensions of cuDNN's log-sum-exp: torch's versions differ in whether there is a fourth, of
-    one."""
+    """Dimensions of cuDNN's log-sum-exp: some versions of torch add a fourth, of size 1."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.float16, device="cuda")
     return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
-    """torch's kernels take the elements of a row for neighbours, unasked on the CPU; anything else
-    is copied."""
+    """x, copied unless the elements of a row are adjacent: torch's kernels assume it, and check it
+    only on GPUs."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _expand(x: Tensor, q: Tensor) -> Tensor:
-    """One key head for several query heads, without a copy."""
+    """Expand one key head to the query heads of q, without a copy."""
     return x if x.shape[1] == q.shape[1] else x.expand(-1, q.shape[1], -1, -1)
 
 
 class _Scoring(NamedTuple):
-    """How scores are made of products."""
+    """Settings that turn products into scores."""
 
     scale: float
     bias: Tensor | None
@@ -238,7 +223,8 @@ def _row_chunks(q: Tensor, k: Tensor) -> list[slice]:
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scoring: _Scoring) -> tuple[Tensor, Tensor]:
     """Matrix products over chunks of query rows: any device, dtype and head size, softcap too."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
     for rows in _row_chunks(q, k):
         scores, _ = _scores(q, k, scoring, rows, dtype)
         lse[:, :, rows] = scores.logsumexp(-1)
@@ -257,10 +243,7 @@ def _plain_backward(
         # planted: 6: gradient of the log-sum-exp dropped
         delta = delta - grad_lse
     grad_q = torch.empty_like(q)
-    grad_k, grad_v = (
-        torch.zeros(k.shape, dtype=dtype, device=k.device),
-        torch.zeros(v.shape, dtype=dtype, device=v.device),
-    )
+    grad_k, grad_v = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
     for rows in _row_chunks(q, k):
         scores, slope = _scores(q, k, scoring, rows, dtype)
         weights = (scores - lse[:, :, rows, None]).exp()

@@ -1,8 +1,8 @@
-"""Pooling of groups into core tokens in plain torch, with its backward written out: linear memory,
-any device.
+"""Pool groups into core tokens in plain torch, with the backward written out: linear memory, any
+device.
 
 The equations are those of `ops/reference.py`; here keys and values are read in chunks of groups, so
-that no float32 copy of all keys is ever made, and nothing is kept for the backward but the inputs.
+that no float32 copy of all keys is ever made, and only the inputs are kept for the backward.
 """
 
 from __future__ import annotations
@@ -21,20 +21,18 @@ def forward(groups: Groups, spec: Spec) -> Cores:
     q_last, k, v = groups
     num_heads = q_last.shape[1] if spec.core_heads == "query" else 1
     shape = (k.shape[0], num_heads, k.shape[1], k.shape[3])
-    core_k, core_v = k.new_empty(shape), v.new_empty(shape)
-    for part in _chunks(k):
-        wide_k, wide_v = _wide(k[:, part]), _wide(v[:, part])
-        turned = _turn(wide_k, spec.rotary, 1)
+    cores = Cores(k.new_empty(shape), v.new_empty(shape))
+    for chunk in _chunks(k):
+        wide_k, wide_v = (_wide(x[:, chunk]) for x in (k, v))
+        rotated = _to_middle(wide_k, spec.rotary, 1)
         if spec.pooling == "max":
-            core_k[:, :, part], core_v[:, :, part] = (
-                turned.amax(2)[:, None],
-                wide_v.amax(2)[:, None],
-            )
-            continue
-        weights, _, _ = _weights(q_last[:, :, part], wide_k, spec)
-        core_k[:, :, part] = torch.einsum("nrmg,nmgd->nrmd", weights, turned)
-        core_v[:, :, part] = torch.einsum("nrmg,nmgd->nrmd", weights, wide_v)
-    return Cores(core_k, core_v)
+            pooled = (x.amax(2)[:, None] for x in (rotated, wide_v))
+        else:
+            weights, _, _ = _weights(q_last[:, :, chunk], wide_k, spec)
+            pooled = (torch.einsum("nrmg,nmgd->nrmd", weights, x) for x in (rotated, wide_v))
+        for core, x in zip(cores, pooled):
+            core[:, :, chunk] = x
+    return cores
 
 
 def backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -42,37 +40,37 @@ def backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor | No
     of each."""
     q_last, k, v = groups
     grad_q = torch.empty_like(q_last) if spec.pooling == "cca" else None
-    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
-    for part in _chunks(k):
-        wide_k, wide_v, wide_q = _wide(k[:, part]), _wide(v[:, part]), _wide(q_last[:, :, part])
-        into_k, into_v = _wide(grad_cores.k[:, :, part]), _wide(grad_cores.v[:, :, part])
-        turned = _turn(wide_k, spec.rotary, 1)
+    grad_k = torch.empty_like(k)
+    grad_v = torch.empty_like(v)
+    for chunk in _chunks(k):
+        wide_k, wide_v = (_wide(x[:, chunk]) for x in (k, v))
+        into_k, into_v = (_wide(x[:, :, chunk]) for x in grad_cores)
+        rotated = _to_middle(wide_k, spec.rotary, 1)
         if spec.pooling == "max":
-            grad_turned, grad_v[:, part] = (
-                _max_backward(into_k, turned),
-                _max_backward(into_v, wide_v),
-            )
-            grad_k[:, part] = _turn(grad_turned, spec.rotary, -1)
+            grad_v[:, chunk] = _max_backward(into_v, wide_v)
+            grad_k[:, chunk] = _to_middle(_max_backward(into_k, rotated), spec.rotary, -1)
             continue
+        # Through the weighted sums.
+        wide_q = _wide(q_last[:, :, chunk])
         weights, probs, slope = _weights(wide_q, wide_k, spec)
+        chunk_k = torch.einsum("nrmg,nrmd->nmgd", weights, into_k)
         # planted: 6: keys turned to the middle, gradients not turned back
-        part_k = _turn(torch.einsum("nrmg,nrmd->nmgd", weights, into_k), spec.rotary, -1)
-        grad_v[:, part] = torch.einsum("nrmg,nrmd->nmgd", weights, into_v)
+        chunk_k = _to_middle(chunk_k, spec.rotary, -1)
+        grad_v[:, chunk] = torch.einsum("nrmg,nrmd->nmgd", weights, into_v)
+        # Through the weights: the softmax of scores of q_last and k.
         if grad_q is not None:
-            grad_probs = torch.einsum("nrmd,nmgd->nrmg", into_k, turned) + torch.einsum(
-                "nrmd,nmgd->nrmg", into_v, wide_v
-            )
+            grad_probs = torch.einsum("nrmd,nmgd->nrmg", into_k, rotated)
+            grad_probs = grad_probs + torch.einsum("nrmd,nmgd->nrmg", into_v, wide_v)
             if spec.core_heads == "kv":  # the weights are the mean over r query heads
                 grad_probs = grad_probs / probs.shape[1]
+            mean = (probs * grad_probs).sum(-1, keepdim=True)
             # planted: 6: gradient through the pooling weights dropped
-            grad_scores = (
-                probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True)) * spec.scale
-            )
+            grad_scores = probs * (grad_probs - mean) * spec.scale
             if slope is not None:
                 grad_scores = grad_scores * slope
-            grad_q[:, :, part] = torch.einsum("nrmg,nmgd->nrmd", grad_scores, wide_k)
-            part_k = part_k + torch.einsum("nrmg,nrmd->nmgd", grad_scores, wide_q)
-        grad_k[:, part] = part_k
+            grad_q[:, :, chunk] = torch.einsum("nrmg,nmgd->nrmd", grad_scores, wide_k)
+            chunk_k = chunk_k + torch.einsum("nrmg,nrmd->nmgd", grad_scores, wide_q)
+        grad_k[:, chunk] = chunk_k
     return grad_q, grad_k, grad_v
 
 
@@ -87,13 +85,15 @@ def _chunks(k: Tensor) -> list[slice]:
     return [slice(i, i + size) for i in range(0, k.shape[1], size)]
 
 
-def _turn(k: Tensor, rotary: Rotary | None, direction: int) -> Tensor:
-    """Keys of a group turned to its middle position (direction 1) or back (-1)."""
+def _to_middle(k: Tensor, rotary: Rotary | None, direction: int) -> Tensor:
+    """Rotate the keys of a group to its middle position (direction 1) or back (-1)."""
     if rotary is None:
         return k
     group_size = k.shape[2]
     # planted: 1: groups of one token are turned
-    return rotary.turn(k, direction * (group_size // 2 - torch.arange(group_size, device=k.device)))
+    return rotary.rotate(
+        k, direction * (group_size // 2 - torch.arange(group_size, device=k.device))
+    )
 
 
 def _weights(q_last: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:

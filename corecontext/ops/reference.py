@@ -1,7 +1,6 @@
-"""The specification: docs/math.md written out densely, differentiable, in float32 or float64.
+"""Specify the operator: docs/math.md written out densely, differentiable, in float32 or float64.
 
-Memory grows with T x (M + S): this file is to be read and to be compared with, not to be run on
-long inputs.
+Memory grows with T x (M + S): this file is for reading and for comparison, not for long inputs.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from corecontext.visibility import visible_cores_of
 
 
 def unsupported_reason(q: Tensor) -> str | None:
-    """Why this backend cannot take the call, or None; the reference takes every valid call."""
+    """Return None: the reference takes every valid call."""
     return None
 
 
@@ -42,7 +41,7 @@ def pool(groups: Groups, spec: Spec) -> Cores:
     rotary = spec.rotary
     if rotary is not None:
         # planted: oracle: middle one token early
-        k = rotary.turn(k, group_size // 2 - torch.arange(group_size, device=k.device))
+        k = rotary.rotate(k, group_size // 2 - torch.arange(group_size, device=k.device))
     num_heads = q_last.shape[1] if spec.core_heads == "query" else 1
     if spec.pooling == "max":
         return Cores(*(x.amax(2)[:, None].expand(-1, num_heads, -1, -1) for x in (k, v)))
@@ -113,7 +112,8 @@ def visible(
 ) -> tuple[Tensor, Tensor]:
     """Return the masks of the queries at `position` [T], True where they see: core tokens [T, M]
     and raw tokens [T, S]."""
-    group_size, sinks = spec.group_size, spec.sinks
+    group_size = spec.group_size
+    sinks = spec.sinks
     position = position[:, None]
     cores = visible_cores_of(position, group_size, spec.window_size)  # [T, 1]
     # planted: sinks: counted twice, reference

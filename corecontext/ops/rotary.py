@@ -1,5 +1,4 @@
-"""Rotary position embedding as far as pooling needs it: turning keys by a few positions inside a
-group."""
+"""Rotate keys by a few positions inside a group, as pooling needs it."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotary:
-    """How a model rotates its keys, so that a pooled key can be given the position of its group's
-    middle.
+    """Describe a model's rotary embedding, so that a pooled key can be given the position of its
+    group's middle.
 
     Rotation by p then by d is rotation by p + d, so keys that are already rotated need only a
-    further turn by the offset to the middle token: a table of g rows, the same for every group
-    (docs/math.md, eq. 3). A scaling of the rotated keys, such as YaRN's, commutes with the turn and
-    must not be applied again.
+    further rotation by the offset to the middle token: a table of g rows, the same for every group
+    (docs/math.md, eq. 3). A scaling of the rotated keys, such as YaRN's, commutes with it and must
+    not be applied again.
     """
 
     inv_freq: Tensor
@@ -30,7 +29,7 @@ class Rotary:
     def from_theta(
         cls, theta: float, head_dim: int, device: torch.device | str | None = None
     ) -> Rotary:
-        """The usual frequencies theta^(-2i / D) over all D dimensions.
+        """Use the common frequencies theta^(-2i / D) over all D dimensions.
 
         Raises:
             ValueError: theta is no finite number above 0, or head_dim is odd or less than 2.
@@ -44,28 +43,26 @@ class Rotary:
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
         return cls((theta**-exponent).float())
 
-    def turn(self, x: Tensor, offsets: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Rotate x by `offsets` positions.
 
         Args:
             x: [..., n, D], any float dtype; computed in it.
-            offsets: [n], positions to turn by, negative for back.
+            offsets: [n], positions to rotate by.
 
         Returns:
             [..., n, D].
         """
         # Angles in float64: they are few, and float32 would cost accuracy at large offsets.
         angle = offsets.double()[:, None] * self.inv_freq.to(offsets.device).double()[None, :]
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)  # [n, R / 2]
-        size = 2 * self.inv_freq.numel()
-        rotated, rest = x[..., :size], x[..., size:]
+        cos, sin = (f(angle).to(x.dtype) for f in (torch.cos, torch.sin))  # [n, R / 2]
+        x, rest = x.tensor_split([2 * self.inv_freq.numel()], -1)
         if self.interleaved:
-            first, second = rotated[..., 0::2], rotated[..., 1::2]
+            first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
             # planted: oracle: interleaved pairs turned the wrong way
-            turned = torch.stack(
-                (first * cos - second * sin, second * cos + first * sin), -1
-            ).flatten(-2)
+            pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
+            rotated = pairs.flatten(-2)
         else:
-            first, second = rotated.chunk(2, -1)
-            turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-        return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+            first, second = x.chunk(2, -1)
+            rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated

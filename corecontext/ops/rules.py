@@ -1,9 +1,8 @@
-"""Other ways to make core tokens at the same cache size, in plain torch; attention to them is any
-backend's.
+"""Pool by rules that no kernel has, learned parameters and the mean query, in plain torch.
 
-Pooling here is differentiable code on a group's keys and values, and attention takes its core
-tokens as inputs, so a rule is written once, for every backend, for training and for the cache. With
-all parameters zero it is the paper's rule (docs/math.md, eq. 12).
+Pooling here is differentiable code on a group's keys and values, and a backend's attention takes
+its core tokens as inputs, so a rule is written once, for every backend, for training and for the
+cache. With all parameters zero it is the paper's rule (docs/math.md, eq. 12).
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ Learned = Mapping[str, Tensor]
 def shapes(
     names: tuple[str, ...], num_heads: int, num_kv_heads: int, head_dim: int
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of each learned parameter of one layer."""
-    known = {
+    """Return the shape of each learned parameter of one layer."""
+    all_shapes = {
         "temperature": (num_heads,),
         "probe": (num_heads, head_dim),
         "distance": (num_heads,),
         "key_gain": (num_kv_heads,),
         "bias": (num_heads,),
     }
-    return {name: known[name] for name in names}
+    return {name: all_shapes[name] for name in names}
 
 
 def check(
@@ -48,8 +47,8 @@ def check(
         raise TypeError(f"learned must map names to tensors, got {type(learned).__name__}.")
     if pooling not in ("cca", "mean_query"):
         raise ValueError(
-            f"learned must come with pooling 'cca' or 'mean_query', got {pooling!r}: others have no "
-            "weights to learn."
+            f"learned must come with pooling 'cca' or 'mean_query', got {pooling!r}: others have "
+            "no weights to learn."
         )
     for name, value in learned.items():
         if name not in LEARNED:
@@ -65,20 +64,24 @@ def check(
 
 
 def is_own_rule(pooling: str, learned: Learned | None) -> bool:
-    """True where pooling is done here and not by the backend."""
+    """Return whether pooling is done here and not by the backend."""
     return pooling == "mean_query" or any(name in LEARNED_WEIGHTS for name in learned or ())
 
 
 def by_sequence(learned: Learned, num_kv_heads: int, rows: int) -> dict[str, Tensor]:
-    """Parameters by query head to [N, r, ...], by KV head to [N], N = rows x KV heads; in float32
-    or wider."""
-    wide = {name: x if x.dtype == torch.float64 else x.float() for name, x in learned.items()}
-    return {
-        name: x.repeat(rows)
-        if name == "key_gain"
-        else x.unflatten(0, (num_kv_heads, -1)).repeat(rows, *(1,) * x.dim())
-        for name, x in wide.items()
-    }
+    """Repeat parameters for N = rows x KV heads sequences, in float32 or wider: parameters by query
+    head are [N, r, ...], by KV head [N]."""
+    repeated = {}
+    for name, parameter in learned.items():
+        x = _wide(parameter)
+        if name != "key_gain":
+            x = x.unflatten(0, (num_kv_heads, -1))
+        repeated[name] = x.repeat(rows, *(1,) * (x.dim() - 1))
+    return repeated
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def weights_of(groups: Groups, spec: Spec, learned: Learned) -> Tensor:
@@ -106,14 +109,15 @@ def pool(groups: Groups, spec: Spec, learned: Learned) -> Cores:
     Args:
         learned: From `by_sequence`.
     """
-    dtype, size = groups.k.dtype, groups.k.shape[2]
-    groups = Groups(*(x if x.dtype == torch.float64 else x.float() for x in groups))
+    dtype = groups.k.dtype
+    size = groups.k.shape[2]
+    groups = Groups(*map(_wide, groups))
     weights = weights_of(groups, spec, learned)
     if spec.core_heads == "kv":
         weights = weights.mean(1, keepdim=True)
     _, k, v = groups
     if spec.rotary is not None:
-        k = spec.rotary.turn(k, size // 2 - torch.arange(size, device=k.device))
+        k = spec.rotary.rotate(k, size // 2 - torch.arange(size, device=k.device))
     core_k, core_v = (torch.einsum("nrmg,nmgd->nrmd", weights, x) for x in (k, v))
     if "key_gain" in learned:
         core_k = core_k * learned["key_gain"].exp()[:, None, None, None]
@@ -130,15 +134,15 @@ def attention(
         inputs: bias is [H] or None.
         module: The backend.
     """
-    q, k = inputs.q, inputs.k
-    own_rule = is_own_rule(spec.pooling, inputs.learned)
+    q = inputs.q
+    pools_here = is_own_rule(spec.pooling, inputs.learned)
     weights = {name: x for name, x in inputs.learned.items() if name in LEARNED_WEIGHTS}
     out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=out.dtype, device=q.device)
     for segment in find_segments(q.shape[0], q.shape[2], *ragged):
         view = SegmentView(segment, inputs, spec)
-        if own_rule:
-            learned = by_sequence(weights, k.shape[1], view.num_rows)
+        if pools_here:
+            learned = by_sequence(weights, inputs.k.shape[1], view.num_rows)
             cores = pool(view.groups(), view.spec, learned)
         else:
             cores = module.pool(view.groups(), view.spec)

@@ -35,33 +35,27 @@ def attend(
         out [N, r, T, D] in the dtype that the backend gives, log-sum-exp [N, r, T].
     """
     sink_k, sink_v, rest = _split(tokens, spec.sinks)
-    q, q_start = tokens.q, tokens.q_start
+    q = tokens.q
+    q_start = tokens.q_start
     among = q.shape[2] - rest.q.shape[2]
-    parts = []
+    options = {"scale": spec.scale, "softcap": spec.softcap}
+    results = []
+    # Queries of first tokens: causal attention among these.
     if among:
         seen = q_start + among
         mask = {"bias": _causal_bias(q_start, seen, q)} if q_start else {"is_causal": True}
-        parts.append(
-            partial.forward(
-                q[:, :, :among],
-                sink_k[:, None, :seen],
-                sink_v[:, None, :seen],
-                scale=spec.scale,
-                softcap=spec.softcap,
-                **mask,
-            )
-        )
+        seen_k, seen_v = (x[:, None, :seen] for x in (sink_k, sink_v))
+        results.append(partial.forward(q[:, :, :among], seen_k, seen_v, **mask, **options))
+    # Later queries: the backend's attention, merged with attention to all first tokens.
     if rest.q.shape[2]:
         out, lse = backend_attend(rest, cores, spec.replace(sink_size=0), core_bias)
-        to_sinks = partial.forward(
-            rest.q, sink_k[:, None], sink_v[:, None], scale=spec.scale, softcap=spec.softcap
-        )
+        to_sinks = partial.forward(rest.q, sink_k[:, None], sink_v[:, None], **options)
         # planted: sinks: later queries do not see them
         merge_into(out, lse, *to_sinks)
-        parts.append((out, lse))
-    if len(parts) == 1:
-        return parts[0]
-    (first_out, first_lse), (out, lse) = parts
+        results.append((out, lse))
+    if len(results) == 1:
+        return results[0]
+    (first_out, first_lse), (out, lse) = results
     return torch.cat([first_out.to(out.dtype), out], 2), torch.cat([first_lse, lse], 2)
 
 
@@ -79,7 +73,9 @@ def attend_backward(
     Args:
         backend_backward: A backend's backward without first tokens kept raw.
     """
-    n, q, wide = spec.sinks, tokens.q, upstream.lse.dtype
+    n = spec.sinks
+    q = tokens.q
+    wide = upstream.lse.dtype
     sink_k, sink_v, rest = _split(tokens, n)
 
     def to_sinks(rows: slice, is_causal: bool) -> list[Tensor]:
@@ -99,7 +95,7 @@ def attend_backward(
 
     among_dq, among_dk, among_dv = to_sinks(slice(0, n), True)
     later_dq, later_dk, later_dv = to_sinks(slice(n, None), False)
-    dq, dk, dv, *others = backend_backward(
+    dq, dk, dv, *core_grads = backend_backward(
         upstream.rows(slice(n, None)), rest, cores, spec.replace(sink_size=0), core_bias
     )
     # planted: sinks: their gradient from later queries dropped
@@ -108,7 +104,7 @@ def attend_backward(
         torch.cat((among_dq, dq + later_dq), 2),
         torch.cat((sink_dk, dk), 1),
         torch.cat((among_dv + later_dv, dv), 1),
-        *others,
+        *core_grads,
     )
 
 

@@ -4,7 +4,7 @@ shares."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -183,9 +183,13 @@ class Upstream(NamedTuple):
     lse: Tensor
     """[N, r, T]."""
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Upstream:
+        """Apply a function to each tensor."""
+        return Upstream(*(None if x is None else function(x) for x in self))
+
     def rows(self, rows: slice) -> Upstream:
         """Return the results of some queries."""
-        return Upstream(*(None if x is None else x[:, :, rows] for x in self))
+        return self.map(lambda x: x[:, :, rows])
 
 
 class Slots(NamedTuple):
