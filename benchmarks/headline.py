@@ -103,11 +103,12 @@ def _model_lines(place: Place) -> Iterator[Line]:
         full = place.best_full(name)
         cca = place.value(name, "CCA")
         assert full is not None and cca is not None
+        kernel = full[0].removeprefix("full (").replace(")", "")
         if name == "model.cache_bytes":
-            yield Line(label, full[1], cca, show)
-        else:
-            kernel = full[0].removeprefix("full (").replace(")", "")
-            yield Line(label, full[1], cca, show, kernel)
+            kernel = ""
+        elif name == "model.next_token_ms" and "rows" not in kernel:
+            kernel += ", transformers' cache"
+        yield Line(label, full[1], cca, show, kernel)
 
 
 def draw_headline(records: Sequence[Record], path: str) -> None:
