@@ -199,9 +199,7 @@ return all(
     ),
     Fault(
         "plug-in: softcap lost on its way",
-        """
-out = append(self.compact, tensors, attention_mask, kwargs.get(DRAFT, 0), scale=scaling)
-""",
+        "out = append(self.compact, tensors, attention_mask, draft, scaling)",
         f"{PLUGIN}::test_family_equals_dense_oracle",
     ),
     Fault(
@@ -433,7 +431,7 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     ),
     Fault(
         "sinks: lost on their way into a model",
-        "spec = Spec.of(config.replace(sink_size=0), self.rotary, scale, softcap)",
+        "return Spec.of(self.config.replace(sink_size=0), self.rotary, scale, softcap)",
         f"{SINK_MODELS}::test_the_model_sees_the_rule",
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""The compact cache in the shape that transformers' `Cache` expects of a layer."""
+"""Put compact caches behind the interface of the layers in transformers' `Cache`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from corecontext.ops.rules import Learned
 class CCALayer(CacheLayerMixin):
     """One layer's `CompactLayer` (or `HeadsLayer`) behind transformers' interface.
 
-    `update` keeps nothing and hands the new keys and values through; the attention function, which
-    also has the queries, appends them. Lengths are slots, padding included, as `generate` counts
-    them.
+    `update` stores no tokens: the attention function, which also has the queries, appends them.
+    Lengths include padding, as `generate` counts them.
     """
 
     is_croppable = True
@@ -39,45 +38,43 @@ class CCALayer(CacheLayerMixin):
         self.is_compileable = max_length is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: buffers are made with the first append, whose padding and length they
-        follow."""
+        """Do nothing: the first append makes the buffers; they depend on its padding and length."""
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Hand the new tokens through to the attention function, which appends them."""
+        """Return the new tokens, for the attention function to append."""
         self.is_initialized = True
         return key_states, value_states
 
     def get_seq_length(self) -> int | Tensor:
-        """Slots appended so far; a tensor for a cache of fixed length, so that compiled code does
-        not depend on it."""
+        """Return the tokens appended so far; a tensor for a cache of fixed length, so that compiled
+        code does not depend on it."""
         return self.compact.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset that a mask of this layer would have; no length for a token that needs
-        none, because the padding is known: a mask that grows with every step would be compiled
-        anew."""
+        """Return length and offset of this layer's mask; length 0 for a token that needs no mask,
+        because the padding is known: a mask that grows with every step would be compiled anew."""
         # planted: plug-in: padding read one token at a time
         if query_length == 1 and not self.compact.is_empty and self.compact.padding_known:
             return 0, 0
-        fixed = self.compact.max_length
-        return (fixed if fixed is not None else self.compact.seen + query_length), 0
+        if self.compact.max_length is not None:
+            return self.compact.max_length, 0
+        return self.compact.seen + query_length, 0
 
     def get_max_length(self) -> int:
-        """Longest sequence, or -1."""
+        """Return the longest sequence, or -1."""
         return -1 if self.compact.max_length is None else self.compact.max_length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back |tokens_to_remove| tokens; a positive number is the length to keep, as
-        transformers has it."""
+        """Take back -tokens_to_remove tokens; a positive number is the length to keep."""
         if tokens_to_remove > 0:
             tokens_to_remove = min(0, tokens_to_remove - self.compact.seq_len)
         self.compact.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams."""
+        """Keep the rows of the beams that go on."""
         self.compact.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -85,16 +82,17 @@ class CCALayer(CacheLayerMixin):
         self.compact.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows."""
-        self.compact.select(indices if indices.dtype != torch.bool else indices.nonzero()[:, 0])
+        """Keep some rows, by index or mask."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self.compact.select(indices)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all tokens."""
         self.compact.reset()
 
     def offload(self) -> None:
-        """Refused: transformers offloads between `update` and the attention, which still needs the
-        cache."""
+        """Refuse: transformers offloads before the attention, which still needs the cache."""
         raise NotImplementedError(
             "an offloaded cache cannot hold core tokens. The compact cache is small: use the "
             "default cache."
@@ -102,13 +100,12 @@ class CCALayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Rows, or -1 before the first append."""
+        """Return the number of rows, or -1 before the first append."""
         return len(self.compact.pads) or -1
 
 
 class GivenLayer(CCALayer):
-    """A layer whose attention is given: anything with `attend`, such as the rows of a pool, one
-    token each."""
+    """A layer of any object with `attend`, such as the rows of a pool, one token each."""
 
     def __init__(self, attention) -> None:
         CacheLayerMixin.__init__(self)
@@ -116,15 +113,15 @@ class GivenLayer(CCALayer):
         self.is_compileable = False
 
     def get_seq_length(self) -> int:
-        """0: rows have lengths of their own, and their positions come with the call."""
+        """Return 0: each row has its own length, and its positions come with the call."""
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """No mask is needed."""
+        """Return length 0: no mask is needed."""
         return 0, 0
 
     def get_max_length(self) -> int:
-        """No common one."""
+        """Return -1: each row has its own limit."""
         return -1
 
 
@@ -136,8 +133,8 @@ def compact_layer(
     rollback: int,
     learned: Learned | None = None,
 ) -> CCALayer:
-    """This layer's compact cache inside `cache`, put in the place of transformers' own layer while
-    that is empty.
+    """Return a layer's compact cache in `cache`; it replaces transformers' own layer while that is
+    empty.
 
     Raises:
         ValueError: the cache already holds tokens of another attention, or was filled with another
@@ -169,31 +166,28 @@ def compact_layer(
         )
     elif int(layer.get_seq_length()):
         raise ValueError(
-            f"past_key_values must be empty or made under CCA, got {int(layer.get_seq_length())} tokens "
-            "cached by another attention. Start a new cache."
+            "past_key_values must be empty or made under CCA, got "
+            f"{int(layer.get_seq_length())} tokens cached by another attention. Start a new cache."
         )
-    length = (
-        layer.compact.max_length
-        if isinstance(layer, CCALayer)
-        else getattr(layer, "max_cache_len", None)
-    )
+    if isinstance(layer, CCALayer):
+        length = layer.compact.max_length
+    else:
+        length = getattr(layer, "max_cache_len", None)
     cache.layers[layer_idx] = CCALayer(config, rotary, length, rollback, learned)
     return cache.layers[layer_idx]
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes in use by a cache of transformers, compact or not, measured on its tensors."""
+    """Return the bytes in use by a cache of transformers, compact or not."""
     return sum(map(layer_bytes, cache.layers))
 
 
 def layer_bytes(layer: CacheLayerMixin) -> int:
-    """Bytes in use by one layer of such a cache."""
+    """Return the bytes in use by one layer of such a cache."""
     if isinstance(layer, CCALayer):
         return layer.compact.nbytes
     if hasattr(layer, "nbytes"):  # a rival's
         return layer.nbytes
-    return (
-        0
-        if layer.keys is None
-        else sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))
-    )
+    if layer.keys is None:
+        return 0
+    return layer.keys.nbytes + layer.values.nbytes

@@ -67,40 +67,43 @@ class CCACall:
         """Attend from [B, H, n, D] to [B, n, H, D], with the arguments of transformers."""
         _check(attention_mask, kwargs.get("dropout", 0.0))
         tensors = (query, key, value)
-        scores = {"scale": scaling, "softcap": softcap}
-        config = self.config
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        # planted: sinks: lost on their way into a model
-        spec = Spec.of(config, self.rotary, scale, softcap)
-        inputs = Inputs(*tensors, config.core_bias, self.learned)
-        if self.shard is not None:
-            out = self._attend_sharded(inputs, attention_mask, spec)
-            return out.transpose(1, 2), None
-
         # Documents in a row are found by their boundaries, else by positions that start again.
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         position_ids = kwargs.get("position_ids")
         if cu_seqlens is not None or attention_mask is not None or query.shape[2] == 1:
             position_ids = None
-        if self.compact is not None:
-            is_packed = cu_seqlens is not None
-            if not is_packed and self.compact.is_empty:
-                is_packed = has_restarts(position_ids)
-            if not is_packed:
-                # planted: plug-in: softcap lost on its way
-                out = append(self.compact, tensors, attention_mask, kwargs.get(DRAFT, 0), **scores)
-                return out.transpose(1, 2), None
-            self._close_cache()
-        elif self.observer is not None:
-            self.observer(*tensors, scaling, softcap, self.rotary, self.learned)
-
         ragged = Ragged(attention_mask, cu_seqlens, position_ids)
-        out, _ = attend(inputs, spec, ragged, config.backend)
+        if self.shard is not None:
+            out = self._attend_sharded(tensors, ragged, self._spec(query, scaling, softcap))
+        elif self.compact is not None and not self._is_packed(ragged):
+            draft = kwargs.get(DRAFT, 0)
+            # planted: plug-in: softcap lost on its way
+            out = append(self.compact, tensors, attention_mask, draft, scaling, softcap)
+        else:
+            if self.compact is not None:
+                self._close_cache()
+            elif self.observer is not None:
+                self.observer(*tensors, scaling, softcap, self.rotary, self.learned)
+            inputs = Inputs(*tensors, self.config.core_bias, self.learned)
+            spec = self._spec(query, scaling, softcap)
+            out, _ = attend(inputs, spec, ragged, self.config.backend)
         return out.transpose(1, 2), None
 
-    def _attend_sharded(self, inputs: Inputs, attention_mask: Tensor | None, spec: Spec) -> Tensor:
+    def _spec(self, query: Tensor, scaling: float | None, softcap: float | None) -> Spec:
+        """Return the layer's settings for a call without a cache."""
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        # planted: sinks: lost on their way into a model
+        return Spec.of(self.config, self.rotary, scale, softcap)
+
+    def _is_packed(self, ragged: Ragged) -> bool:
+        """Whether a row holds several documents; looked at until the cache is filled."""
+        if ragged.cu_seqlens is not None:
+            return True
+        return self.compact.is_empty and has_restarts(ragged.position_ids)
+
+    def _attend_sharded(self, tensors: tuple[Tensor, ...], ragged: Ragged, spec: Spec) -> Tensor:
         """Attend on this process's share of a sequence."""
-        if attention_mask is not None:
+        if ragged.attention_mask is not None:
             raise ValueError(
                 "attention_mask must be None for a part of a sequence, got one. Pack documents "
                 "instead of padding them."
@@ -108,6 +111,7 @@ class CCACall:
         # Imported here: not every build of PyTorch has torch.distributed.
         from corecontext.distributed.context_parallel import context_parallel_attention
 
+        inputs = Inputs(*tensors, self.config.core_bias, self.learned)
         return context_parallel_attention(inputs, self.shard, spec, self.config.backend)
 
     def _close_cache(self) -> None:
@@ -136,25 +140,27 @@ def append(
     tensors: tuple[Tensor, ...],
     attention_mask: Tensor | None,
     draft: int,
-    **scores: Any,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Append to a cache and attend; a draft is appended by itself, to be taken back.
 
     A filled cache takes back short appends only, so a long beginning before the draft, and the
     token that the draft follows, are appended first.
     """
+    options = {"scale": scale, "softcap": softcap}
     new = tensors[0].shape[2]
     length = max(new - draft - 1, int(compact.is_empty))
     is_long = compact.is_empty or new > UNDO_LIMIT
     splits = 0 < draft < new and length > 0 and is_long and not torch.is_grad_enabled()
     if not splits or compact.max_length is not None or compact.config.num_groups is not None:
-        return compact.attend(*tensors, attention_mask=attention_mask, **scores)
+        return compact.attend(*tensors, attention_mask=attention_mask, **options)
 
     mask_before = None
     if attention_mask is not None:
         mask_before = attention_mask[:, : attention_mask.shape[1] - new + length]
     beginning = (x[:, :, :length] for x in tensors)
     rest = (x[:, :, length:] for x in tensors)
-    before = compact.attend(*beginning, attention_mask=mask_before, **scores)
-    after = compact.attend(*rest, attention_mask=attention_mask, **scores)
+    before = compact.attend(*beginning, attention_mask=mask_before, **options)
+    after = compact.attend(*rest, attention_mask=attention_mask, **options)
     return torch.cat((before, after), 2)

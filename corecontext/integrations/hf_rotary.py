@@ -1,4 +1,4 @@
-"""Find out how a Hugging Face model rotates its keys, by asking the model itself."""
+"""Find how a Hugging Face model rotates its keys, by running its own rotary embedding."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) -> Rotary:
-    """The rotation of one attention layer's keys.
+    """Return the rotation of one attention layer's keys.
 
-    The frequencies are read off the model's own rotary module at position 1, and the layout is the
-    one under which turning agrees with the `apply_rotary_pos_emb` of the model's own file; nothing
-    is assumed about the family.
+    The frequencies are those of the model's rotary module at position 1. The layout is the one
+    that agrees with `apply_rotary_pos_emb` of the model's own file, whatever the family.
 
     Raises:
         NotImplementedError: frequencies change with length, or no known layout reproduces the
@@ -47,11 +46,9 @@ def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) ->
     x = torch.randn(
         1, 1, 3, attention.head_dim, device=device, generator=torch.Generator(device).manual_seed(0)
     )
-    options = (
-        {"layer_type": layer_type}
-        if "layer_type" in inspect.signature(module.forward).parameters
-        else {}
-    )
+    options = {}
+    if "layer_type" in inspect.signature(module.forward).parameters:
+        options = {"layer_type": layer_type}
     positions = torch.tensor([[0, 1, 7]], device=device)
     with torch.no_grad():
         cos, sin = module(x, positions, **options)
@@ -61,7 +58,7 @@ def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) ->
             angle = torch.atan2(sin[0, 1].double(), cos[0, 1].double())
             rotary = Rotary(angle[: angle.numel() // 2].float(), interleaved)
             # Both rotate position 0 to position 7; only the right layout agrees. A scaling of the
-            # keys (YaRN) stands on both sides: `rotated` at position 0 is the scaled key.
+            # keys (YaRN) is on both sides: `rotated` at position 0 is the scaled key.
             at_zero = apply(x[:, :, 2:], x[:, :, 2:], cos[:, :1], sin[:, :1])[1]
             if torch.allclose(
                 rotary.rotate(at_zero, positions[0, 2:]), rotated[:, :, 2:], rtol=1e-4, atol=1e-4

@@ -1,11 +1,10 @@
-"""lm-evaluation-harness with CCA: its own command line, plus a model `corecontext` and tasks that
-read local files.
+"""Add a model `corecontext`, and tasks that read local files, to lm-evaluation-harness's command.
 
     python -m corecontext.integrations.lm_eval run --model corecontext --tasks corecontext_mmlu
         --model_args pretrained=DIR,group_size=16,window_size=1024 --metadata '{"data": "FOLDER"}'
 
-The harness finds models by import alone, so the plain `lm_eval` command does not know this one. Its
-tasks are those of the harness and `corecontext_perplexity`, `corecontext_mmlu` and
+The plain `lm_eval` command does not have the model, since the harness finds models by import alone.
+Tasks are those of the harness and `corecontext_perplexity`, `corecontext_mmlu` and
 `corecontext_multidoc_qa` (eval/harness/). Full attention is the harness's `--model hf`. Needs the
 extra 'lm-eval'.
 """
@@ -29,7 +28,7 @@ SETTINGS = tuple(field.name for field in dataclasses.fields(CCAConfig) if field.
 
 
 def register() -> type:
-    """Make the harness know the model, once; returns its class.
+    """Register the model with the harness, once; return its class.
 
     Raises:
         UserError: the harness is not installed.
@@ -54,8 +53,8 @@ def register() -> type:
             super().__init__(*args, **kwargs)
             if self.prefix_token_id is None:
                 raise UserError(
-                    "the tokenizer must have a token that ends or begins a text, got none: the harness "
-                    "puts one before an empty context."
+                    "the tokenizer must have a token that ends or begins a text, got none: the "
+                    "harness puts one before an empty context."
                 )
 
         def _create_model(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
@@ -73,8 +72,8 @@ def register() -> type:
         def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
             if self._model.config.cca["num_groups"] and inps.shape[0] > 1:
                 raise UserError(
-                    f"batch_size must be 1 with num_groups, got {inps.shape[0]}: the harness fills rows up "
-                    "without a mask, and g would follow the longest."
+                    f"batch_size must be 1 with num_groups, got {inps.shape[0]}: the harness fills "
+                    "rows up without a mask, and g would follow the longest."
                 )
             return super()._model_call(inps, attn_mask, labels)
 
@@ -83,19 +82,15 @@ def register() -> type:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The harness's command line; returns 0, or 2 after printing one line that says what to put
-    right."""
+    """Run the harness's command line; return 0, or 2 after a one-line error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     before = sys.argv
     try:
         register()
         from lm_eval.__main__ import cli_evaluate
 
-        if (
-            arguments[:1]
-            and arguments[0] in ("run", "ls", "validate")
-            and "--include_path" not in arguments
-        ):
+        has_tasks = arguments[:1] in (["run"], ["ls"], ["validate"])
+        if has_tasks and "--include_path" not in arguments:
             arguments += ["--include_path", str(TASKS)]
         sys.argv = ["corecontext.integrations.lm_eval", *arguments]
         cli_evaluate()
