@@ -6,6 +6,7 @@ import gc
 import random
 import time
 import weakref
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ from corecontext.serve.request import Request
 from corecontext.serve.rows import RowPool
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.step import _graph_memory
+from corecontext.serve.warm_up import warm_up
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig(5, 13)
@@ -398,11 +400,11 @@ def test_the_policy_sees_the_load_and_chooses_for_requests_that_start_now(model)
         raise RuntimeError("no idea")
 
     for wrong in (broken, lambda load: (0, 5), lambda load: None):
-        scheduler.policy, one = wrong, ask(8)
+        scheduler.admission.policy, one = wrong, ask(8)
         one.submit(scheduler)
         finish(scheduler)
         assert one.ended == "error" and isinstance(one.error, (RuntimeError, ValueError, TypeError))
-    scheduler.policy = None
+    scheduler.admission.policy = None
     one = ask(8)
     one.submit(scheduler)
     finish(scheduler)
@@ -707,7 +709,7 @@ def test_warming_up_leaves_nothing_behind(model, full, fixed):
         tried.append((config and (config.group_size, config.window_size), length))
         or place(config, length)
     )
-    scheduler.warm_up(TablePolicy(((0.5, 5, 13), (1.0, 10, 30))).sizes)
+    warm_up(scheduler, TablePolicy(((0.5, 5, 13), (1.0, 10, 30))).sizes)
     assert [sizes for sizes, _ in tried] == ([None] if full else [(5, 13), (5, 13), (10, 30)])
     assert all(length > 18 for _, length in tried) and (
         full or tried[2][1] > 41
@@ -722,7 +724,7 @@ def test_warming_up_leaves_nothing_behind(model, full, fixed):
 
 def test_warming_up_passes_over_what_does_not_fit(model):
     scheduler = Scheduler(model, chunk_size=16, cache_bytes=2**17, max_length=60, capture=False)
-    scheduler.warm_up([(1, 1000)])
+    warm_up(scheduler, [(1, 1000)])
     assert_empty(scheduler)
 
 
@@ -750,7 +752,7 @@ def test_steps_of_a_gpu_are_few(model):
 class Memory:
     """As PyTorch counts them: memory whose last graph has gone takes no more."""
 
-    used: dict = {}
+    used: ClassVar[dict] = {}
 
     def __init__(self):
         self.pool = None

@@ -19,7 +19,7 @@ from corecontext.integrations.transformers import Handle
 
 
 class SessionKey(NamedTuple):
-    """What requests must have in common to use one session after another."""
+    """Sizes and settings that requests must share to use the same session."""
 
     batch: int
     """Rows."""

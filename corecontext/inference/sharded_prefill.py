@@ -174,12 +174,13 @@ def _filled(
     handle: Handle, index: int, keeper: Keeper, length: int, max_length: int | None
 ) -> CCALayer:
     """Fill a layer's cache as a prefill on one rank leaves it; frees the keeper's tensors."""
-    config, rotary = handle.layers[index], keeper.layers[0].rotary
+    config = handle.layers[index]
+    rotary = keeper.layers[0].rotary
     layer = CCALayer(config, rotary, max_length, handle.rollback, handle.learned(index))
     layer.is_initialized = True
-    for part in parts_of(layer.compact):
+    for cache in parts_of(layer.compact):
         kept = keeper.layers.pop(0)
-        part.fill(
+        cache.fill(
             [kept.keys, kept.values],
             length,
             group_size=kept.group_size,

@@ -19,7 +19,7 @@ from corecontext.inference.session import Session, SessionKey
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What a request asks of `Engine.stream`, besides its prompt.
+    """Options of a request to `Engine.stream`, besides its prompt.
 
     Raises:
         TypeError: a field is of another kind.

@@ -47,11 +47,12 @@ def make_app(serving: Serving) -> Any:
             "pip install 'corecontext[serve]'"
         ) from None
     from corecontext.inference.policy import TablePolicy
+    from corecontext.serve.warm_up import warm_up
 
     scheduler, tokenizer = make_scheduler(serving)
     if scheduler.model.device.type == "cuda":
         policy = scheduler.policy
-        scheduler.warm_up(policy.sizes if isinstance(policy, TablePolicy) else ())
+        warm_up(scheduler, policy.sizes if isinstance(policy, TablePolicy) else ())
     options = Options(serving.model_name, serving.api_key, serving.time_limit_s)
     return create_app(scheduler, tokenizer, options)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter as Count
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -14,6 +15,8 @@ from corecontext.serve.scheduler import Scheduler
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
+
+SIZES = ("group_size", "window_size")  # labels
 
 
 def label(size: int | None) -> str:
@@ -38,42 +41,28 @@ class Metrics:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "corecontext_requests",
-            "Requests that ended, by how.",
-            ["outcome"],
-            registry=self.registry,
-        )
-        self.refused = Counter(
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter("corecontext_requests", "Requests that ended, by how.", ["outcome"])
+        self.refused = counter(
             "corecontext_refused",
             "Answers under /v1 that were errors, by HTTP status (of streams only those that did "
             "not begin).",
             ["status"],
-            registry=self.registry,
         )
-        self.tokens = Counter(
-            "corecontext_tokens",
-            "Tokens by kind: prompt, cached prompt, generated.",
-            ["kind"],
-            registry=self.registry,
+        self.tokens = counter(
+            "corecontext_tokens", "Tokens by kind: prompt, cached prompt, generated.", ["kind"]
         )
-        self.settings = Counter(
-            "corecontext_settings",
-            "Requests that ended, by the g and s they got.",
-            ["group_size", "window_size"],
-            registry=self.registry,
-        )
-        self.first_token = Histogram(
+        self.settings = counter("corecontext_settings", "Requests that ended, by g and s.", SIZES)
+        self.first_token = histogram(
             "corecontext_time_to_first_token_seconds",
             "From arrival to the first token.",
             buckets=SECONDS,
-            registry=self.registry,
         )
-        self.per_token = Histogram(
+        self.per_token = histogram(
             "corecontext_time_per_token_seconds",
             "Mean of a request's tokens after the first.",
             buckets=TOKEN_SECONDS,
-            registry=self.registry,
         )
         self.registry.register(self)
 
@@ -106,9 +95,7 @@ class Metrics:
         cache_bytes.add_metric(["prefixes"], memory.prefixes.nbytes)
         yield cache_bytes
         running = GaugeMetricFamily(
-            "corecontext_running",
-            "Requests that run, by g and s.",
-            labels=["group_size", "window_size"],
+            "corecontext_running", "Requests that run, by g and s.", labels=SIZES
         )
         for (g, s), count in Count(map(sizes_of, scheduler.active())).items():
             running.add_metric([label(g), label(s)], count)

@@ -14,7 +14,7 @@ from corecontext.serve.prefix import Node
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for."""
+    """A user's request."""
 
     prompt: Sequence[int]
     """Token numbers, at least one."""

@@ -142,8 +142,8 @@ class RowPool:
         self.seen = 0
         """Steps so far: a row's position is this minus its padding."""
         self.layers: list[Layer] = []
-        self._parts: list[CompactLayer | FullLayer] = []  # of all layers, in order
-        self._buffers: list[list[Tensor]] = []  # of each part, all rows
+        self._caches: list[CompactLayer | FullLayer] = []  # of all layers, in order
+        self._buffers: list[list[Tensor]] = []  # of each cache, all rows
         self._pads = [IDLE] * rows
         self._pad: Any = None  # tensor [rows], shared by all layers
         self.row_bytes = shape.row_bytes(config, max_length)
@@ -171,10 +171,10 @@ class RowPool:
             self._allocate(layers)
         row = self.used
         self.used += 1
-        parts = itertools.chain(*map(parts_of, layers))
-        for part, buffers in zip(parts, self._buffers):
-            entries = self.shape.entries(part.config, int(part.seen))
-            for buffer, read in zip(buffers, part.buffers):
+        caches = itertools.chain(*map(parts_of, layers))
+        for cache, buffers in zip(caches, self._buffers):
+            entries = self.shape.entries(cache.config, int(cache.seen))
+            for buffer, read in zip(buffers, cache.buffers):
                 buffer[row, :, :entries] = read[0, :, :entries]
                 buffer[row, :, entries:] = 0  # of a request before; a masked NaN would still be one
         self._set_pad(row, self.seen - int(layers[0].seen))
@@ -194,10 +194,10 @@ class RowPool:
 
     def hold(self, count: int) -> None:
         """Let the next step take the first `count` rows."""
-        for part, buffers in zip(self._parts, self._buffers):
-            part.hold([buffer[:count] for buffer in buffers])
-            part.pad = self._pad[:count]
-            part.pads = self._pads[:count]
+        for cache, buffers in zip(self._caches, self._buffers):
+            cache.hold([buffer[:count] for buffer in buffers])
+            cache.pad = self._pad[:count]
+            cache.pads = self._pads[:count]
 
     def _set_pad(self, row: int, pad: int) -> None:
         self._pads[row] = pad
@@ -209,32 +209,32 @@ class RowPool:
         device = parts_of(layers[0])[0].keys.device
         self._pad = torch.full((self.rows,), IDLE, dtype=torch.long, device=device)
         pooled_layers: list[Layer] = []
-        pooled_parts: list[CompactLayer | FullLayer] = []
+        pooled_caches: list[CompactLayer | FullLayer] = []
         for layer in layers:
-            parts: list[Any] = [self._like(part) for part in parts_of(layer)]
-            pooled_layers.append(layer.of(parts) if isinstance(layer, HeadsLayer) else parts[0])
-            pooled_parts += parts
+            caches: list[Any] = [self._like(cache) for cache in parts_of(layer)]
+            pooled_layers.append(layer.of(caches) if isinstance(layer, HeadsLayer) else caches[0])
+            pooled_caches += caches
         self.layers = pooled_layers
-        self._parts = pooled_parts
-        self._buffers = [part.buffers for part in pooled_parts]
+        self._caches = pooled_caches
+        self._buffers = [cache.buffers for cache in pooled_caches]
 
-    def _like(self, part: CompactLayer | FullLayer) -> CompactLayer | FullLayer:
-        """Make all rows of a part from its only row."""
-        entries = self.shape.entries(part.config, self.max_length)
+    def _like(self, cache: CompactLayer | FullLayer) -> CompactLayer | FullLayer:
+        """Make all rows of a cache from its only row."""
+        entries = self.shape.entries(cache.config, self.max_length)
         # Zeros, not garbage: a masked NaN would still reach the output as 0 x NaN.
-        buffers = [x.new_zeros(self.rows, x.shape[1], entries, x.shape[3]) for x in part.buffers]
+        buffers = [x.new_zeros(self.rows, x.shape[1], entries, x.shape[3]) for x in cache.buffers]
         pooled: CompactLayer | FullLayer
-        if isinstance(part, FullLayer):
+        if isinstance(cache, FullLayer):
             pooled = FullLayer(self.max_length, fixed=self.fixed)
             pooled.hold(buffers)
         else:
             pooled = CompactLayer(
-                part.config,
-                part.rotary,
+                cache.config,
+                cache.rotary,
                 max_length=self.max_length if self.fixed else None,
-                learned=part.learned,
+                learned=cache.learned,
             )
-            pooled.adopt(buffers, part)
+            pooled.adopt(buffers, cache)
         pooled.seen = 0
         if self.fixed:
             pooled.seen = torch.zeros((), dtype=torch.long, device=buffers[0].device)

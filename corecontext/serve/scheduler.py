@@ -13,19 +13,18 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import Tensor
 
 from corecontext.config import CCAConfig
-from corecontext.graphs import WARM_UP
 from corecontext.inference.limits import position_limit
-from corecontext.inference.policy import Load, Policy, settings_for
+from corecontext.inference.policy import Load, Policy
 from corecontext.inference.sampling import choose_rows
-from corecontext.integrations.transformers import handle_of
-from corecontext.serve.errors import Code, InvalidRequest, RequestError
+from corecontext.serve.admission import Admission, servable_handle
+from corecontext.serve.errors import Code, RequestError
 from corecontext.serve.memory import CacheMemory
 from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.ranks import RankLost, Ranks
@@ -80,29 +79,12 @@ class Scheduler:
     `Follower`."""
 
     def __post_init__(self) -> None:
-        handle = handle_of(self.model)
-        if handle is None:
-            raise ValueError(
-                "model must have CCA enabled, got one without. Call corecontext.enable(model)."
-            )
-        if handle.hybrid:
-            raise NotImplementedError(
-                "models with sliding-window layers cannot be served yet: their caches have no "
-                "rows that come and go."
-            )
-        if handle.rollback and not self.full:
-            raise NotImplementedError(
-                f"rollback must be 0 in a model that is served, got {handle.rollback}: its rows "
-                "take nothing back. Enable it without."
-            )
-        self.handle = handle
+        self.handle = servable_handle(self.model, self.full)
         for name in ("cache_bytes", "max_rows", "rows_per_pool", "chunk_size", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.queue_limit < 0:
             raise ValueError(f"queue_limit must be at least 0, got {self.queue_limit}.")
-        if self.full:
-            self.policy = None
         self.max_length = min(self.max_length, position_limit(self.model.config) or UNLIMITED)
 
         # All ranks must have one budget, or they would make different choices.
@@ -121,7 +103,10 @@ class Scheduler:
             PrefixStore(self.chunk_size, prefix_bytes, shape),
             self.batch,
         )
-        self.reader = PromptReader(self.model, handle, self.chunk_size, self.memory, self.full)
+        self.admission = Admission(
+            self.max_length, self.memory, self.handle, self.full, self.policy
+        )
+        self.reader = PromptReader(self.model, self.handle, self.chunk_size, self.memory, self.full)
 
         # A request is in one of these: the queue, the prompts being read, or its pool's rows.
         self.waiting: deque[Slot] = deque()
@@ -144,30 +129,10 @@ class Scheduler:
         """Put a request in the queue; callbacks as for `Slot`.
 
         Raises:
-            InvalidRequest: the request is empty, too long, or would not fit the whole budget.
-            ValueError: its sizes break a rule.
+            ValueError: as `Admission.check`.
             RequestError: too many requests wait already.
         """
-        new_tokens = request.max_new_tokens
-        if not request.prompt or new_tokens < 1:
-            raise InvalidRequest(
-                Code.INVALID,
-                f"prompt and answer must have at least one token, got {len(request.prompt)} and "
-                f"{new_tokens}.",
-            )
-        if request.length > self.max_length:
-            raise InvalidRequest(
-                Code.TOO_LONG,
-                f"prompt and answer must fit {self.max_length} tokens, got {len(request.prompt)} "
-                f"and {new_tokens}. Shorten the prompt or ask for fewer new tokens.",
-            )
-        if not self.memory.fits(self._settings_for(request, None), request.length):
-            raise InvalidRequest(
-                Code.TOO_LONG,
-                f"prompt and answer must fit the cache, got {request.length} tokens for a budget "
-                f"of {self.memory.budget / 2**20:.0f} MiB. Shorten the prompt or ask for fewer new "
-                "tokens.",
-            )
+        self.admission.check(request)
         slot = Slot(request, on_token, on_end)
         with self._lock:
             must_wait = bool(self.waiting) or not self._has_room()
@@ -214,29 +179,6 @@ class Scheduler:
             self.memory.budget,
             seconds,
             prompt_length,
-        )
-
-    def _settings_for(self, request: Request, load: Load | None) -> CCAConfig | None:
-        """Choose a request's settings; without a load, which the policy needs, by the model's."""
-        if self.full:
-            if request.group_size is not None or request.window_size is not None:
-                raise ValueError(
-                    "group_size and window_size must be left out, got a server of full attention."
-                )
-            return None
-        config = self.handle.config
-        if config.varies and request.group_size is not None:
-            raise ValueError(
-                f"group_size must be left out, got {request.group_size} for a model with a g for "
-                f"each layer or head, {config.layer_group_sizes or config.head_group_sizes}."
-            )
-        return settings_for(
-            config,
-            request.group_size,
-            request.window_size,
-            len(request.prompt),
-            None if load is None else self.policy,
-            load or Load(),
         )
 
     # A turn
@@ -289,7 +231,8 @@ class Scheduler:
         while self.waiting and self._has_room():
             slot = self.waiting[0]
             try:
-                slot.config = self._settings_for(slot.request, self.load(len(slot.request.prompt)))
+                load = self.load(len(slot.request.prompt))
+                slot.config = self.admission.settings_for(slot.request, load)
                 pool = self._place(slot.config, slot.request.length)
                 if pool is None and self.num_active:
                     return
@@ -436,6 +379,12 @@ class Scheduler:
         slot.error = error
         slot.on_end(slot)
 
+    def clear(self) -> None:
+        """Drop all memory that no request holds, and the time to first token; call it when idle."""
+        self._note("clear")
+        self.memory.clear()
+        self._last_first_token = None
+
     def abandon(self, error: BaseException) -> None:
         """End all requests with this error: the model cannot run any more."""
         with self._lock:
@@ -443,33 +392,3 @@ class Scheduler:
             self.waiting.clear()
         for slot in [*waiting, *self.active()]:
             self._end(slot, "error", error)
-
-    # Warm-up
-    # ----------------------------------------------------------------------------------------------
-
-    def warm_up(self, sizes: Iterable[tuple[int, int]] = ()) -> None:
-        """Run a made-up request with the model's own (g, s) and with each of `sizes`, so that the
-        first requests do not wait for kernels to be compiled; then free its memory."""
-        config = self.handle.config
-        if self.full or config.varies:
-            sizes = ()
-        for g, s in dict.fromkeys([(None, None), *sizes]):
-            # Core tokens are used only in prompts longer than a group and a window.
-            seen = (g or config.group_size) + (s or config.window_size)
-            length = min(max(self.chunk_size, seen) + 1, self.max_length - WARM_UP - 2)
-            new_tokens = min(WARM_UP + 2, self.max_length - 1)
-            request = Request([0] * max(1, length), new_tokens, group_size=g, window_size=s)
-            try:
-                slot = self.submit(request)
-            except ValueError:  # larger than the budget
-                continue
-            while not self.idle:
-                self.step()
-            if slot.error is not None:
-                raise slot.error
-        self._clear()
-        self._last_first_token = None
-
-    def _clear(self) -> None:
-        self._note("clear")
-        self.memory.clear()

@@ -18,7 +18,7 @@ from corecontext.serve.rows import PooledLayer, RowPool
 KEEP_GRAPHS = 64
 """Steps of this many different (pool, rows) are kept captured."""
 
-Parts = tuple[tuple[RowPool, int], ...]
+Shares = tuple[tuple[RowPool, int], ...]
 """Pools, and how many of the first rows of each take part."""
 
 
@@ -27,20 +27,20 @@ class Step:
 
     Args:
         model: Its forward makes the step.
-        parts: The rows.
+        shares: The rows.
         memory: Memory for graphs; None runs the step uncaptured.
         warm_up: Calls that run uncaptured before the step is captured.
     """
 
-    def __init__(self, model: Any, parts: Parts, memory: Any, warm_up: int = WARM_UP) -> None:
+    def __init__(self, model: Any, shares: Shares, memory: Any, warm_up: int = WARM_UP) -> None:
         self.model = model
-        self.parts = parts
-        counts = [count for _, count in parts]
+        self.shares = shares
+        counts = [count for _, count in shares]
         shape = (sum(counts), 1)
         self.tokens = torch.zeros(shape, dtype=torch.long, device=model.device)
         self.positions = torch.zeros(shape, dtype=torch.long, device=model.device)
         pooled = [
-            PooledLayer(layers, counts) for layers in zip(*(pool.layers for pool, _ in parts))
+            PooledLayer(layers, counts) for layers in zip(*(pool.layers for pool, _ in shares))
         ]
         self.cache = Cache(layers=[GivenLayer(layer) for layer in pooled])
         self.captured: CapturedStep | None = None
@@ -55,7 +55,7 @@ class Step:
 
     @torch.no_grad()
     def _run(self) -> Tensor:
-        for pool, count in self.parts:
+        for pool, count in self.shares:
             pool.hold(count)  # another step may have taken other rows of it
         out = self.model(
             self.tokens, position_ids=self.positions, past_key_values=self.cache, use_cache=True
@@ -101,20 +101,20 @@ class DecodeBatch:
             pools: Pools with requests, always in the same order.
             tokens, positions: For each pool the newest token of each row, and its position.
         """
-        parts = tuple((pool, self._rounded(pool)) for pool in pools)
-        step = self._step_for(parts)
+        shares = tuple((pool, self._rounded(pool)) for pool in pools)
+        step = self._step_for(shares)
         for buffer, values in ((step.tokens, tokens), (step.positions, positions)):
             padded: list[int] = []
-            for row, (_, count) in zip(values, parts):
+            for row, (_, count) in zip(values, shares):
                 padded += [*row, *[0] * (count - len(row))]
             buffer.copy_(torch.tensor(padded)[:, None])
         logits = step.run()
         for pool in pools:
             pool.seen += 1
-        if all(pool.used == count for pool, count in parts):
+        if all(pool.used == count for pool, count in shares):
             return logits
         # Leave out the rows that ran along.
-        counts = [count for _, count in parts]
+        counts = [count for _, count in shares]
         return torch.cat([rows[: pool.used] for pool, rows in zip(pools, logits.split(counts))])
 
     def _rounded(self, pool: RowPool) -> int:
@@ -122,16 +122,16 @@ class DecodeBatch:
             return pool.used
         return min(pool.rows, 4 ** (((pool.used - 1).bit_length() + 1) // 2))
 
-    def _step_for(self, parts: Parts) -> Step:
+    def _step_for(self, shares: Shares) -> Step:
         """Return the step of these rows, used before or new."""
         if self._memory is None:
-            return Step(self.model, parts, None)
-        key = tuple((id(pool), count) for pool, count in parts)
+            return Step(self.model, shares, None)
+        key = tuple((id(pool), count) for pool, count in shares)
         step = self._steps.pop(key, None)
         if step is None:
             # Kernels that the first step compiled and chose need not be compiled and chosen again.
             warm_up = 1 if self._steps else WARM_UP
-            step = Step(self.model, parts, self._memory, warm_up)
+            step = Step(self.model, shares, self._memory, warm_up)
         self._steps[key] = step
         while len(self._steps) > KEEP_GRAPHS:
             self._steps.popitem(last=False)

@@ -67,7 +67,7 @@ class Follower(Scheduler):
                 if slot.ended is None:
                     self._end(slot, "ended")
             else:
-                self._clear()
+                self.clear()
         if any(slot.ended for slot in self._slots.values()):
             raise RankLost("this process failed at a request that the first one goes on with.")
         for slot, token in zip(self._in_rows(), tokens, strict=True):

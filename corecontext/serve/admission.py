@@ -1,0 +1,116 @@
+"""Check models and requests, and choose the settings of requests that leave the queue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from corecontext.config import CCAConfig
+from corecontext.inference.policy import Load, Policy, settings_for
+from corecontext.integrations.transformers import Handle, handle_of
+from corecontext.serve.errors import Code, InvalidRequest
+from corecontext.serve.memory import CacheMemory
+from corecontext.serve.request import Request
+
+
+def servable_handle(model: Any, full: bool) -> Handle:
+    """Return the CCA handle of a model that can be served.
+
+    Args:
+        full: Whether full attention is served.
+
+    Raises:
+        ValueError: CCA is not enabled.
+        NotImplementedError: the model has sliding-window layers, or was enabled with rollback.
+    """
+    handle = handle_of(model)
+    if handle is None:
+        raise ValueError(
+            "model must have CCA enabled, got one without. Call corecontext.enable(model)."
+        )
+    if handle.hybrid:
+        raise NotImplementedError(
+            "models with sliding-window layers cannot be served yet: their caches have no rows "
+            "that come and go."
+        )
+    if handle.rollback and not full:
+        raise NotImplementedError(
+            f"rollback must be 0 in a model that is served, got {handle.rollback}: its rows take "
+            "nothing back. Enable it without."
+        )
+    return handle
+
+
+class Admission:
+    """The rules of a server for its requests.
+
+    Args:
+        max_length: Most tokens of prompt and answer.
+        memory: Must be able to hold a request.
+        handle: The model's CCA handle.
+        full: Whether full attention is served.
+        policy: Gives (g, s) of requests that choose none; None leaves the model's own.
+    """
+
+    def __init__(
+        self,
+        max_length: int,
+        memory: CacheMemory,
+        handle: Handle,
+        full: bool,
+        policy: Policy | None,
+    ) -> None:
+        self.max_length = max_length
+        self.memory = memory
+        self.handle = handle
+        self.full = full
+        self.policy = policy
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that could never run.
+
+        Raises:
+            InvalidRequest: it is empty, too long, or would not fit the whole budget.
+            ValueError: its sizes break a rule.
+        """
+        lengths = f"got {len(request.prompt)} and {request.max_new_tokens}."
+        way_out = "Shorten the prompt or ask for fewer new tokens."
+        if not request.prompt or request.max_new_tokens < 1:
+            raise InvalidRequest(
+                Code.INVALID, f"prompt and answer must have at least one token, {lengths}"
+            )
+        if request.length > self.max_length:
+            raise InvalidRequest(
+                Code.TOO_LONG,
+                f"prompt and answer must fit {self.max_length} tokens, {lengths} {way_out}",
+            )
+        # Without the policy: its choice depends on the load when the request leaves the queue.
+        if not self.memory.fits(self.settings_for(request, None), request.length):
+            raise InvalidRequest(
+                Code.TOO_LONG,
+                f"prompt and answer must fit the cache, got {request.length} tokens for a budget "
+                f"of {self.memory.budget / 2**20:.0f} MiB. {way_out}",
+            )
+
+    def settings_for(self, request: Request, load: Load | None) -> CCAConfig | None:
+        """Choose a request's settings, None for full attention; without a load, which the policy
+        needs, by the model's own."""
+        if self.full:
+            if request.group_size is not None or request.window_size is not None:
+                raise ValueError(
+                    "group_size and window_size must be left out, got a server of full attention."
+                )
+            return None
+        config = self.handle.config
+        if config.varies and request.group_size is not None:
+            raise ValueError(
+                f"group_size must be left out, got {request.group_size} for a model with a g for "
+                f"each layer or head, {config.layer_group_sizes or config.head_group_sizes}."
+            )
+        return settings_for(
+            config,
+            request.group_size,
+            request.window_size,
+            len(request.prompt),
+            None if load is None else self.policy,
+            load or Load(),
+        )
