@@ -17,15 +17,9 @@ class Counterpart(NamedTuple):
     """The difference, or the reason why there is none."""
 
 
-FULL, STREAMING_LLM, LM_INFINITE, MINFERENCE, CCA = (
-    "vanilla self-attention",
-    "StreamingLLM",
-    "LM-Infinite",
-    "MInference",
-    "CCA-LLM",
-)
-ALL = (FULL, STREAMING_LLM, LM_INFINITE, MINFERENCE, CCA)
-SOME = (FULL, MINFERENCE, CCA)
+FULL = "vanilla self-attention"
+ALL = (FULL, "StreamingLLM", "LM-Infinite", "MInference", "CCA-LLM")
+SOME = (FULL, "MInference", "CCA-LLM")
 NO_LONGBENCH = (
     "LongBench-E needs a 7B checkpoint and data that are not here: run `python -m reproduction "
     "--model` with both. The same methods are compared on this page's own tasks. Of the cost, the "

@@ -157,16 +157,16 @@ class _Report(NamedTuple):
         """Return quality and cost of every method."""
 
         def seeds(method: Method) -> str:
-            found = self.page.find_all(
+            records = self.page.find_all(
                 "quality.perplexity", method.name, self.size.seeds, bucket="far"
             )
-            return ", ".join(str(record.params["seed"]) for record in found)
+            return ", ".join(str(record.params["seed"]) for record in records)
 
         def gain(method: Method) -> str:
-            found = self.page.find_all("quality.gain_kept", method.name, self.size.seeds)
-            text = self.page.mean(found)
-            if found and "low" in found[0].params:
-                p = found[0].params
+            records = self.page.find_all("quality.gain_kept", method.name, self.size.seeds)
+            text = self.page.mean(records)
+            if records and "low" in records[0].params:
+                p = records[0].params
                 text += f"<br>[{percent(p['low'])}, {percent(p['high'])}]"
             return text
 
@@ -214,7 +214,6 @@ class _Report(NamedTuple):
                     lambda unit, before=before: self.page.cell(by_place.get((unit, before))),  # type: ignore[misc]
                 )
             )
-        # Perplexities, whose trials have the name of a perplexity's record.
         return table(columns, dict.fromkeys(trial.params["unit"] for trial in trials))
 
     def pooling(self) -> str:

@@ -135,14 +135,14 @@ class _Judge:
         paper = cost_of(self.page, cache, self.methods, self.methods["cca"])
         ranked: list[tuple[int, float, Method]] = []
         for method in self.methods.values():
-            held = cost_of(self.page, cache, self.methods, method)
+            size = cost_of(self.page, cache, self.methods, method)
             gains = self.page.find_all(
                 "quality.gain_kept", method.name, self.size.seeds, split="val"
             )
             candidate = method.trains and method.is_ours and method.stretch == 1
-            if not (candidate and gains and held and paper):
+            if not (candidate and gains and size and paper):
                 continue
-            if held.value <= MORE_ENTRIES * paper.value:
+            if size.value <= MORE_ENTRIES * paper.value:
                 ranked.append((len(gains), fmean(gain.value for gain in gains), method))
         return max(ranked, key=lambda item: item[:2])[2] if ranked else None
 

@@ -1,5 +1,4 @@
-"""The miniature's data: text as tokens, text with facts that are asked for at its end, passages
-with a question.
+"""Make the miniature's data: text, text with facts asked for at its end, passages with a question.
 
 Batches follow from seed and step alone, so an interrupted training continues as if it had never
 stopped.
@@ -28,8 +27,7 @@ END = 0
 
 
 class Row(NamedTuple):
-    """A sequence and where answers stand in it: (start, end, distance in tokens back to what
-    answers it)."""
+    """A sequence with its answers: (start, end, tokens back to the answer's source)."""
 
     ids: np.ndarray
     answers: list[tuple[int, int, int]]
@@ -45,7 +43,8 @@ class Corpus:
     """
 
     def __init__(self, folder: str | Path, data: str | None) -> None:
-        self.folder, self.data = Path(folder), data
+        self.folder = Path(folder)
+        self.data = data
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -66,11 +65,11 @@ class Corpus:
         return Tokenizer.from_file(str(files[0]))
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers."""
+        """Return token numbers."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def identity(self) -> str | None:
-        """What tells these data from others, wherever they lie; None for the bundled document."""
+        """Return a hash of the data files, wherever they are; None for the bundled document."""
         if self.data is None:
             return None
         names = ("lm_*", "tokenizer*.json", "multidoc_qa_*")
@@ -99,7 +98,7 @@ class Corpus:
         return counts
 
     def _read(self, split: str) -> np.ndarray:
-        """Tokens of a split, documents ending in END."""
+        """Return the tokens of a split; documents end in END."""
         if self.data is None:
             import corecontext
 
@@ -113,17 +112,14 @@ class Corpus:
             }[split]
             return np.array([*self.encode(text[cut]), END], np.uint16)
         texts = [text for _, _, text in read_documents(find_file(self.data, (f"lm_{split}",)))]
-        parts = []
+        documents = []
         with progress(f"tokens of lm_{split}", max(1, len(texts))) as advance:
             for i in range(0, len(texts), 64):
-                parts += [
-                    np.array([*one.ids, END], np.uint16)
-                    for one in self.tokenizer.encode_batch_fast(
-                        texts[i : i + 64], add_special_tokens=False
-                    )
-                ]
-                advance(len(texts[i : i + 64]))
-        return np.concatenate(parts)
+                batch = texts[i : i + 64]
+                encoded = self.tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+                documents += [np.array([*text.ids, END], np.uint16) for text in encoded]
+                advance(len(batch))
+        return np.concatenate(documents)
 
     @cached_property
     def splits(self) -> dict[str, np.ndarray]:
@@ -132,7 +128,7 @@ class Corpus:
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """By token: whether a sentence or line ends with it, so that a fact may follow."""
+        """Whether each token ends a sentence or line, so that a fact may follow."""
         count = self.tokenizer.get_vocab_size()
         return np.array([self.tokenizer.decode([i]).endswith((".", "\n")) for i in range(count)])
 
@@ -141,28 +137,26 @@ class Corpus:
         """Multi-document questions by split; none where there are no files."""
         if self.data is None:
             return {"train": [], "test": []}
-        found = {}
+        questions = {}
         for split in ("train", "test"):
             try:
                 path = find_file(self.data, (f"multidoc_qa_{split}",))
-                found[split] = list(read_lines(path, ("question", "answers", "gold_doc")))
+                questions[split] = list(read_lines(path, ("question", "answers", "gold_doc")))
             except UserError:
-                found[split] = []
-        return found
+                questions[split] = []
+        return questions
 
     @cached_property
     def _pool(self) -> dict[str, dict[str, Any]]:
-        return {
-            one["doc_id"]: one
-            for one in read_lines(find_file(self.data or "", ("multidoc_qa_pool",)))
-        }
+        passages_file = find_file(self.data or "", ("multidoc_qa_pool",))
+        return {passage["doc_id"]: passage for passage in read_lines(passages_file)}
 
     def questions(self, split: str) -> list[dict[str, Any]]:
-        """The multi-document questions of a split."""
+        """Return the multi-document questions of a split."""
         return self._questions[split]
 
     def text_row(self, split: str, rng: random.Random, length: int) -> np.ndarray:
-        """A stretch of text."""
+        """Return a stretch of text."""
         ids = self.splits[split]
         start = rng.randrange(max(1, len(ids) - length))
         return np.asarray(ids[start : start + length], np.int64)
@@ -175,12 +169,14 @@ class Corpus:
         only_list: bool = False,
         most: int | None = None,
     ) -> Row:
-        """Text in which facts are planted, and questions about each of them at its end."""
+        """Return text with planted facts and a question about each at its end."""
         most = most or max(1, min(40, length // (48 if only_list else 100)))
         facts = make_facts(rng, rng.sample(KINDS, len(KINDS)), rng.randint(max(1, most // 3), most))
         sentences = [self.encode(f" {fact.sentence}\n") for fact in facts]
         ends = [len(self.encode(f" {fact.sentence}")) for fact in facts]
-        asked, tail, spans = rng.sample(range(len(facts)), len(facts)), [], []
+        asked = rng.sample(range(len(facts)), len(facts))
+        tail: list[int] = []
+        spans = []
         for i in asked:
             tail += self.encode(facts[i].prompt)
             answer = self.encode(facts[i].completion)
@@ -199,28 +195,30 @@ class Corpus:
         )
         if only_list:
             places = [(room, i) for _, i in places]
-        parts, where, last, count = [], {}, 0, 0
+        # Facts go into the text in order of their places; `where` is the end of each fact.
+        pieces: list[np.ndarray] = []
+        where = {}
+        last = count = 0
         for place, i in places:
-            parts += [body[last:place], np.array(sentences[i])]
+            pieces += [body[last:place], np.array(sentences[i])]
             count += place - last
             where[i] = count + ends[i]
             count += len(sentences[i])
             last = place
-        parts += [body[last:], np.array(tail)]
-        ids = np.concatenate(parts)
+        pieces += [body[last:], np.array(tail)]
+        ids = np.concatenate(pieces)
         offset = len(ids) - len(tail)
         return Row(ids, [(offset + a, offset + b, offset + a - where[i]) for a, b, i in spans])
 
     def _boundary(self, body: np.ndarray, place: int) -> int:
-        """The next place where a sentence has ended, else this one."""
+        """Return the next place where a sentence has ended, else this one."""
         after = self._ends[body[place : place + 100]]
         return place + int(after.argmax()) + 1 if after.any() else place
 
     def qa_row(
         self, split: str, question: dict[str, Any], rng: random.Random, count: int, length: int
     ) -> Row | None:
-        """Passages, a question and its answer, at most `length` tokens; None where they are
-        more."""
+        """Return passages, a question and its answer; None if over `length` tokens."""
         documents = passages(
             self._pool, question, count, rng.randrange(count), rng.randrange(1 << 30)
         )
@@ -232,28 +230,36 @@ class Corpus:
         return Row(ids, [(len(prompt), len(ids), 0)])
 
     def planted_qa_row(self, rng: random.Random, count: int, length: int) -> Row | None:
-        """Passages, each ending in a fact, and the question about one of them; at most `length`
-        tokens, else None, as where there are no passages."""
+        """Return passages that end in a fact each, and the question about one of them.
+
+        None if over `length` tokens, or without passages in the data.
+        """
         if not self.questions("test"):
             return None
         documents = rng.sample(sorted(self._pool), count)
-        facts, asked = make_facts(rng, rng.sample(KINDS, len(KINDS)), count), rng.randrange(count)
-        parts = [
-            self.encode(f"Document [{i}](Title: {one['title']}) {one['text']} {fact.sentence}\n")
-            for i, (one, fact) in enumerate(zip((self._pool[name] for name in documents), facts), 1)
-        ]
-        question, answer = self.encode(facts[asked].prompt), self.encode(facts[asked].completion)
-        ids = np.array([x for part in (*parts, question, answer) for x in part])
+        facts = make_facts(rng, rng.sample(KINDS, len(KINDS)), count)
+        asked = rng.randrange(count)
+        texts = []
+        for i, (name, fact) in enumerate(zip(documents, facts), 1):
+            passage = self._pool[name]
+            head = f"Document [{i}](Title: {passage['title']})"
+            texts.append(self.encode(f"{head} {passage['text']} {fact.sentence}\n"))
+        question = self.encode(facts[asked].prompt)
+        answer = self.encode(facts[asked].completion)
+        ids = np.array([token for text in (*texts, question, answer) for token in text])
         if len(ids) > length:
             return None
         start = len(ids) - len(answer)
-        return Row(ids, [(start, len(ids), start - sum(map(len, parts[: asked + 1])))])
+        return Row(ids, [(start, len(ids), start - sum(map(len, texts[: asked + 1])))])
 
     def batch(self, seed: int, step: int, length: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Training rows [rows, length] and weights of their tokens, int32 and uint8: half text,
-        then facts, and a tenth passages."""
+        """Return training rows [rows, length], int32, and their tokens' weights, uint8.
+
+        Half of the rows are text, then come facts, and a tenth are passages.
+        """
         rng = random.Random(f"{seed}-{step}-{length}")
-        tokens, weights = np.empty((rows, length), np.int32), np.ones((rows, length), np.uint8)
+        tokens = np.empty((rows, length), np.int32)
+        weights = np.ones((rows, length), np.uint8)
         train = self.questions("train")
         for i in range(rows):
             row = None
@@ -273,7 +279,8 @@ class Corpus:
             )
             ids = np.concatenate((filler, row.ids))[-length:]
             tokens[i, length - len(ids) :] = ids
-            tokens[i, : length - len(ids)], weights[i, : length - len(ids)] = END, 0
+            tokens[i, : length - len(ids)] = END
+            weights[i, : length - len(ids)] = 0
             if row.answers:
                 weight = 0.5 * length / sum(b - a for a, b, _ in row.answers)
                 for a, b, _ in row.answers:
@@ -285,11 +292,12 @@ class Batches(torch.utils.data.Dataset):
     """Batches by step, for worker processes."""
 
     def __init__(self, corpus: Corpus, seed: int, length: int, rows: int) -> None:
-        self.corpus, self.args = corpus, (length, rows)
+        self.corpus = corpus
         self.seed = seed
+        self.shape = (length, rows)
 
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
-        return self.corpus.batch(self.seed, step, *self.args)
+        return self.corpus.batch(self.seed, step, *self.shape)
 
     def __len__(self) -> int:
         return 1 << 40
