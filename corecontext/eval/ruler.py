@@ -182,7 +182,8 @@ def builder(task: str, length: int, index: int, source: Source) -> tuple[Build, 
     """Return the function that makes a sample, and the step in which its haystack grows."""
     if task in NEEDLES:
         kind = NEEDLES[task]
-        return partial(_needles, kind, index, source), 50 if kind.haystack == "essay" else 5
+        step = 50 if kind.haystack == "essay" else 5
+        return partial(_needles, kind, index, source), step
     if task.startswith("qa"):
         return partial(_passages, source.passages(task), index), 1
     if task == "vt":

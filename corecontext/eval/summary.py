@@ -50,8 +50,8 @@ def summarise(records: Iterable[Record]) -> list[Row]:
             if name not in _ITEM_PARAMS and all(r.params.get(name) == value for r in group)
         }
         values = perplexity_parts(group) if task == "perplexity" else score_parts(group)
-        for part, (value, count) in values.items():
-            rows.append(Row(method, task, size, part, value, count, {**shared, "items": count}))
+        for name, (value, count) in values.items():
+            rows.append(Row(method, task, size, name, value, count, {**shared, "items": count}))
     return rows
 
 
@@ -71,12 +71,12 @@ def perplexity_parts(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
             entries.append((params["domain"], params["nll"], params["tokens"]))
         for start, end, nll, count in params["buckets"]:
             entries.append((f"{start}-{end - 1}", nll, count))
-        for part, nll, count in entries:
-            total = sums.setdefault(part, [0.0, 0])
+        for name, nll, count in entries:
+            total = sums.setdefault(name, [0.0, 0])
             total[0] += nll
             total[1] += count
     return {
-        part: (math.exp(nll / count), int(count)) for part, (nll, count) in sums.items() if count
+        name: (math.exp(nll / count), int(count)) for name, (nll, count) in sums.items() if count
     }
 
 
@@ -91,20 +91,20 @@ def score_parts(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
     if key == "position":
         groups = dict(sorted(groups.items(), key=lambda item: int(item[0])))
     mean = _mean_of_buckets if task == "longbench" else _mean
-    parts = {name: (mean(group), len(group)) for name, group in groups.items()}
+    values = {name: (mean(group), len(group)) for name, group in groups.items()}
     whole = _mean(records)
     if task == "ruler":
-        whole = sum(value for value, _ in parts.values()) / len(parts)
+        whole = sum(value for value, _ in values.values()) / len(values)
     elif task == "longbench":
         categories = {}
         for category, tasks in CATEGORIES.items():
-            present = [parts[name] for name in tasks if name in parts]
+            present = [values[name] for name in tasks if name in values]
             if present:
                 value = sum(value for value, _ in present) / len(present)
                 categories[category] = (value, sum(count for _, count in present))
         whole = sum(value for value, _ in categories.values()) / len(categories)
-        parts |= categories
-    return {"": (whole, len(records)), **parts}
+        values |= categories
+    return {"": (whole, len(records)), **values}
 
 
 def _group_by(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
@@ -150,9 +150,9 @@ def print_table(rows: Sequence[Row], parts: bool = True) -> None:
     for row in rows:
         if parts or not row.part:
             lines.setdefault((row.task, row.size, row.part), {})[row.method] = shown_value(row)
-    for (task, size, part), values in lines.items():
+    for (task, size, name), values in lines.items():
         cells = [values.get(method, "") for method in methods]
-        table.add_row(task, "" if size is None else str(size), part or "all", *cells)
+        table.add_row(task, "" if size is None else str(size), name or "all", *cells)
     console().print(table)
 
 
@@ -184,14 +184,17 @@ def draw(rows: Sequence[Row], path: str) -> None:
 
 def _draw_panel(panel: Any, task: str, rows: Sequence[Row]) -> None:
     """Draw the lines of a task."""
-    scale = 1 if task == "perplexity" else 100
+    scale = 100
+    panel.set_ylabel("score, %")
+    if task == "perplexity":
+        scale = 1
+        panel.set_ylabel("perplexity")
+    else:
+        panel.set_ylim(-3, 103)
     for method in dict.fromkeys(row.method for row in rows):
         points = sorted((row.size or 0, row.value * scale) for row in rows if row.method == method)
-        sizes = [str(size) if size else "all" for size, _ in points]
+        sizes = [str(size or "all") for size, _ in points]
         panel.plot(sizes, [value for _, value in points], "o-", label=method)
     panel.set_title(task)
     panel.set_xlabel("documents" if task == "multidoc_qa" else "length, tokens")
-    panel.set_ylabel("perplexity" if task == "perplexity" else "score, %")
-    if task != "perplexity":
-        panel.set_ylim(-3, 103)
     panel.legend(fontsize=7)

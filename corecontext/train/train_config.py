@@ -288,7 +288,7 @@ class TrainConfig:
     def cca(self) -> CCAConfig:
         """Return the settings of the attention, as in the checkpoint."""
         names = {setting.name for setting in dataclasses.fields(CCAConfig)}
-        settings = {name: value for name, value in vars(self).items() if name in names}
+        settings = {name: getattr(self, name) for name in names & vars(self).keys()}
         return CCAConfig(**settings | {"layer_group_sizes": self.layer_group_sizes or None})
 
     def rows_per_step(self, processes: int) -> int:
@@ -314,7 +314,11 @@ class TrainConfig:
                 for name in get_close_matches(key, names, 1):
                     message += f" Did you mean {name!r}?"
                 raise ValueError(message)
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        fields: dict[str, Any] = dict(values)
+        for name, value in values.items():
+            if isinstance(value, list):
+                fields[name] = tuple(value)
+        return cls(**fields)
 
     def replace(self, **changes: Any) -> TrainConfig:
         """Return a copy with some fields changed, validated again."""
@@ -326,12 +330,12 @@ class TrainConfig:
 
 def field_help() -> dict[str, str]:
     """Return the string under each field of TrainConfig."""
-    body: list[Any] = ast.parse(inspect.getsource(TrainConfig)).body[0].body  # type: ignore[attr-defined]
-    return {
-        statement.target.id: docstring.value.value
-        for statement, docstring in itertools.pairwise(body)
-        if isinstance(statement, ast.AnnAssign) and isinstance(docstring, ast.Expr)
-    }
+    tree: Any = ast.parse(inspect.getsource(TrainConfig))
+    texts = {}
+    for statement, docstring in itertools.pairwise(tree.body[0].body):
+        if isinstance(statement, ast.AnnAssign) and isinstance(docstring, ast.Expr):
+            texts[ast.unparse(statement.target)] = ast.literal_eval(docstring.value)
+    return texts
 
 
 def _check_number(name: str, value: Any, least: float, kind: Any = (int, float)) -> None:

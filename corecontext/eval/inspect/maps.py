@@ -100,7 +100,8 @@ def attention_maps(
         if layers and index not in layers:
             return
         config = handle.layers[index]
-        scale = q.shape[3] ** -0.5 if scale is None else scale
+        if scale is None:
+            scale = q.shape[3] ** -0.5
         spec = Spec.of(config, rotary, scale, softcap)
         maps[index] = _layer_maps(index, Inputs(q, k, v, config.core_bias, learned), spec, queries)
 
@@ -119,10 +120,10 @@ def _layer_maps(index: int, inputs: Inputs, spec: Spec, queries: Sequence[int]) 
     sizes = spec.group_size
     if isinstance(sizes, int):
         sizes = (sizes,) * kv_heads
-    group_sizes, parts = heads_of_each(sizes)
-    heads = split_heads(torch.arange(inputs.q.shape[1]), parts, kv_heads, 0)
+    group_sizes, kv_heads_of = heads_of_each(sizes)
+    heads = split_heads(torch.arange(inputs.q.shape[1]), kv_heads_of, kv_heads, 0)
     maps = []
-    for i, split in enumerate(split_inputs(inputs, parts)):
+    for i, split in enumerate(split_inputs(inputs, kv_heads_of)):
         part_spec = spec.replace(group_size=group_sizes[i]).for_length(inputs.q.shape[2])
         maps.append(_map(index, heads[i].tolist(), split, part_spec, queries))
     return maps
