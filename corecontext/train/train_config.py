@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.baselines.rivals import offered
-from corecontext.config import (
-    DEFAULT_GROUP_SIZE,
-    DEFAULT_WINDOW_SIZE,
-    CCAConfig,
-    check_choice,
-)
+from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig, check_choice
 from corecontext.files import UserError
 
 STRATEGIES = ("scratch", "full", "partial", "lora")
@@ -322,10 +317,7 @@ class TrainConfig:
 
     def replace(self, **changes: Any) -> TrainConfig:
         """Return a copy with some fields changed, validated again."""
-        current = {
-            setting.name: getattr(self, setting.name) for setting in dataclasses.fields(self)
-        }
-        return self.from_dict(current | changes)
+        return self.from_dict(vars(self) | changes)
 
 
 def field_help() -> dict[str, str]:
