@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +24,10 @@ from benchmarks.methods import KERNELS
 from benchmarks.model_methods import RAW, raw_config
 from benchmarks.operator_settings import backend_of_cca
 from benchmarks.shapes import shape_config
+from benchmarks.training_processes import processes
 from benchmarks.training_settings import OURS, TrainingBench
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost
-from corecontext.files import UserError
 from corecontext.heads.budget import Shape
 from corecontext.loading import is_out_of_memory
 from corecontext.measure import PeakMemory, queue_seconds
@@ -59,7 +57,7 @@ def run_training_bench(
     """
     from corecontext.inference.fuse import Fused
 
-    with _processes(bench) as (bench, rank, world):
+    with processes(bench) as (bench, rank, world):
         trial = _Trial(bench, rank, world)
         records: list[Record] = []
         shown: Any = contextlib.nullcontext(lambda amount: None)
@@ -379,31 +377,3 @@ class _Trial:
         largest = torch.tensor(float(value), device=self.bench.device, dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return float(largest)
-
-
-@contextlib.contextmanager
-def _processes(bench: TrainingBench) -> Iterator[tuple[TrainingBench, int, int]]:
-    """Yield the bench on this process's device, its rank, and the number of processes."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if not bench.context_parallel:
-        if world > 1:
-            raise UserError("several processes must share a sequence here: use --context-parallel.")
-        yield bench, 0, 1
-        return
-    if "RANK" not in os.environ:
-        raise UserError(
-            "context-parallel must run in several processes. Use torchrun --nproc-per-node N -m "
-            "benchmarks train --context-parallel."
-        )
-    if bench.cuda:
-        local = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local)
-        bench = replace(bench, device=f"cuda:{local}")
-    starts_group = not dist.is_initialized()
-    if starts_group:
-        dist.init_process_group("nccl" if bench.cuda else "gloo")
-    try:
-        yield bench, dist.get_rank(), world
-    finally:
-        if starts_group:
-            dist.destroy_process_group()
