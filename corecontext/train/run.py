@@ -61,7 +61,7 @@ class Result:
 
 
 class _Job(NamedTuple):
-    """What a run is made from, besides its settings."""
+    """The inputs of a run besides its settings."""
 
     hf_config: Any
     tokenizer: Any
