@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -27,41 +28,32 @@ def _side_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
     return torch.cuda.Stream(current.device)
 
 
+@dataclass(eq=False)
 class CapturedStep:
     """A function replayed from a CUDA graph after its first calls.
 
     The function must read and write tensors that never move, and must not wait for the device.
     Its results belong to the graph: the next call overwrites them. The step keeps the function
     alive, and so the tensors that the graph reads.
-
-    Args:
-        function: Called without arguments.
-        name: Begins the warning where the function cannot be captured.
-        warm_up: Calls that run uncaptured before the graph is recorded.
-        generators: Random generators that the function draws from; replays continue their streams.
-        memory: Memory pool shared with other graphs; None gives the graph its own.
-        error_mode: CUDA's capture error mode; "thread_local" lets other threads allocate meanwhile.
-        device: Device of the graph and its streams; None is the current one.
     """
 
-    def __init__(
-        self,
-        function: Callable[[], Any],
-        *,
-        name: str = "a step",
-        warm_up: int = WARM_UP,
-        generators: Sequence[torch.Generator] = (),
-        memory: Any = None,
-        error_mode: str = "global",
-        device: torch.device | None = None,
-    ) -> None:
-        self.function = function
-        self.name = name
-        self.generators = generators
-        self.memory = memory
-        self.error_mode = error_mode
-        self.device = device
-        self._warm_up_left = warm_up
+    function: Callable[[], Any]
+    """Called without arguments."""
+    _: KW_ONLY
+    name: str = "a step"
+    """Begins the warning where the function cannot be captured."""
+    warm_up: int = WARM_UP
+    """Calls that still run uncaptured before the graph is recorded."""
+    generators: Sequence[torch.Generator] = ()
+    """Random generators that the function draws from; replays continue their streams."""
+    memory: Any = None
+    """Memory pool shared with other graphs; None gives the graph its own."""
+    error_mode: str = "global"
+    """CUDA's capture error mode; "thread_local" lets other threads allocate meanwhile."""
+    device: torch.device | None = None
+    """Device of the graph and its streams; None is the current device."""
+
+    def __post_init__(self) -> None:
         self._can_be_captured = True
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Any = None
@@ -75,7 +67,7 @@ class CapturedStep:
         """Run the function once: on the side stream, then from its graph."""
         with torch.cuda.device(self.device):
             if self._graph is None and self._can_be_captured:
-                if self._warm_up_left > 0:
+                if self.warm_up > 0:
                     return self._warm_up()
                 self._try_to_record()
             if self._graph is None:
@@ -90,7 +82,7 @@ class CapturedStep:
             RuntimeError: the function cannot be captured.
         """
         with torch.cuda.device(self.device):
-            while self._warm_up_left > 0:
+            while self.warm_up > 0:
                 self._warm_up()
             graph = torch.cuda.CUDAGraph()
             for generator in self.generators:
@@ -106,7 +98,7 @@ class CapturedStep:
 
     def _warm_up(self) -> Any:
         """Run the function uncaptured, on the stream that will capture it."""
-        self._warm_up_left -= 1
+        self.warm_up -= 1
         current = torch.cuda.current_stream()
         side = side_stream()
         side.wait_stream(current)

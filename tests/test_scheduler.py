@@ -6,6 +6,7 @@ import gc
 import random
 import time
 import weakref
+from dataclasses import replace
 from typing import ClassVar
 from unittest import mock
 
@@ -400,11 +401,12 @@ def test_the_policy_sees_the_load_and_chooses_for_requests_that_start_now(model)
         raise RuntimeError("no idea")
 
     for wrong in (broken, lambda load: (0, 5), lambda load: None):
-        scheduler.admission.policy, one = wrong, ask(8)
+        scheduler.admission = replace(scheduler.admission, policy=wrong)
+        one = ask(8)
         one.submit(scheduler)
         finish(scheduler)
         assert one.ended == "error" and isinstance(one.error, (RuntimeError, ValueError, TypeError))
-    scheduler.admission.policy = None
+    scheduler.admission = replace(scheduler.admission, policy=None)
     one = ask(8)
     one.submit(scheduler)
     finish(scheduler)

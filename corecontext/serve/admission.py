@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from corecontext.config import CCAConfig
@@ -40,30 +41,20 @@ def servable_handle(model: Any, full: bool) -> Handle:
     return handle
 
 
+@dataclass(frozen=True)
 class Admission:
-    """The rules of a server for its requests.
+    """The rules of a server for its requests."""
 
-    Args:
-        max_length: Most tokens of prompt and answer.
-        memory: Must be able to hold a request.
-        handle: The model's CCA handle.
-        full: Whether full attention is served.
-        policy: Gives (g, s) of requests that choose none; None leaves the model's own.
-    """
-
-    def __init__(
-        self,
-        max_length: int,
-        memory: CacheMemory,
-        handle: Handle,
-        full: bool,
-        policy: Policy | None,
-    ) -> None:
-        self.max_length = max_length
-        self.memory = memory
-        self.handle = handle
-        self.full = full
-        self.policy = policy
+    max_length: int
+    """Most tokens of prompt and answer."""
+    memory: CacheMemory
+    """Must be able to hold a request."""
+    handle: Handle
+    """The model's CCA handle."""
+    full: bool
+    """Whether full attention is served."""
+    policy: Policy | None
+    """Gives (g, s) of requests that choose none; None leaves the model's own."""
 
     def check(self, request: Request) -> None:
         """Refuse a request that could never run.

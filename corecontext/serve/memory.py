@@ -6,6 +6,8 @@ the same choices.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from corecontext.config import CCAConfig
 from corecontext.inference.limits import rounded_up
 from corecontext.serve.prefix import PrefixStore
@@ -13,31 +15,21 @@ from corecontext.serve.rows import RowPool, RowShape
 from corecontext.serve.step import DecodeBatch
 
 
+@dataclass(eq=False)
 class CacheMemory:
-    """Pools of rows and the prefix store within one budget.
+    """Pools of rows and the prefix store within one budget."""
 
-    Args:
-        shape: Sizes of the model's cache.
-        budget: Bytes of all caches.
-        rows_per_pool: Rows that are allocated at once, at most.
-        prefixes: Beginnings of prompts; its limit is its share of the budget.
-        batch: Decodes from the pools; forgets steps of pools that are dropped.
-    """
-
-    def __init__(
-        self,
-        shape: RowShape,
-        budget: int,
-        rows_per_pool: int,
-        prefixes: PrefixStore,
-        batch: DecodeBatch,
-    ) -> None:
-        self.shape = shape
-        self.budget = budget
-        self.rows_per_pool = rows_per_pool
-        self.prefixes = prefixes
-        self.batch = batch
-        self.pools: list[RowPool] = []
+    shape: RowShape
+    """Sizes of the model's cache."""
+    budget: int
+    """Bytes of all caches."""
+    rows_per_pool: int
+    """Rows that are allocated at once, at most."""
+    prefixes: PrefixStore
+    """Beginnings of prompts; its limit is its share of the budget."""
+    batch: DecodeBatch
+    """Decodes from the pools; forgets steps of pools that are dropped."""
+    pools: list[RowPool] = field(default_factory=list)
 
     @property
     def used(self) -> int:

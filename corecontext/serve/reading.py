@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,25 +19,19 @@ from corecontext.serve.memory import CacheMemory
 from corecontext.serve.request import Slot
 
 
+@dataclass(frozen=True)
 class PromptReader:
-    """Read the prompts of requests, each into a growing cache of its own.
+    """Read the prompts of requests, each into a growing cache of its own."""
 
-    Args:
-        model: The model.
-        handle: Its CCA handle.
-        chunk_size: Tokens of a chunk.
-        memory: Its prefix store is read and filled.
-        full: Read into caches of full attention instead.
-    """
-
-    def __init__(
-        self, model: Any, handle: Handle, chunk_size: int, memory: CacheMemory, full: bool
-    ) -> None:
-        self.model = model
-        self.handle = handle
-        self.chunk_size = chunk_size
-        self.memory = memory
-        self.full = full
+    model: Any
+    handle: Handle
+    """The model's CCA handle."""
+    chunk_size: int
+    """Tokens of a chunk."""
+    memory: CacheMemory
+    """Its prefix store is read and filled."""
+    full: bool
+    """Whether prompts are read into caches of full attention."""
 
     def read(self, slot: Slot) -> Tensor | None:
         """Read the next chunk; return logits [1, vocabulary] after the last chunk, None before."""
