@@ -20,17 +20,8 @@ from corecontext.config import (
     CCAConfig,
     check_choice,
 )
-from corecontext.ops import autograd, packed, reference, rules
+from corecontext.ops import autograd, checks, packed, reference, rules
 from corecontext.ops.batch import has_restarts
-from corecontext.ops.checks import (
-    bias_tensor,
-    check_rotary_size,
-    check_tensor,
-    check_tensors,
-    check_types,
-    positive,
-    scale_of,
-)
 from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each, split_inputs
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import EACH_ROW, Groups, Inputs, Ragged, Spec, check_rotary
@@ -161,7 +152,7 @@ def cca_attention(
 
     Cost: 4 D H sum_t (j(t) + t + 1 - j(t) g) operations and memory linear in L (packed backend).
     """
-    check_types(q, k, v)
+    checks.check_types(q, k, v)
     sizes = (group_size,)
     if isinstance(group_size, (tuple, list)):
         sizes = group_size = check_sizes(group_size, k.shape[1], num_groups)
@@ -172,18 +163,18 @@ def cca_attention(
     spec = Spec(
         group_size=group_size,
         window_size=window_size,
-        scale=scale_of(scale, q),
+        scale=checks.scale_of(scale, q),
         num_groups=num_groups,
         sink_size=sink_size,
         pooling=pooling,
         core_heads=core_heads,
-        softcap=positive("softcap", softcap, "Use None for none."),
+        softcap=checks.positive("softcap", softcap, "Use None for none."),
         rotary=check_rotary(rotary, core_position),
     )
     ragged = Ragged(attention_mask, cu_seqlens, position_ids)
     for name, x in zip(ragged._fields, ragged):
         if x is not None:
-            check_tensor(name, x)
+            checks.check_tensor(name, x)
     inputs = Inputs(q, k, v, core_bias, learned or {})
     out, lse = attend(inputs, spec, ragged, backend, return_lse)
     return (out, lse) if return_lse else out
@@ -213,14 +204,14 @@ def attend(
         ValueError, TypeError, NotImplementedError: as in `cca_attention`, about tensors and
             backend.
     """
-    check_types(*inputs[:3])
+    checks.check_types(*inputs[:3])
     (q, k, v), context = outside_autocast(*inputs[:3])
-    check_tensors(q, k, v)
-    check_rotary_size(spec.rotary, q.shape[3])
+    checks.check_tensors(q, k, v)
+    checks.check_rotary_size(spec.rotary, q.shape[3])
     learned = inputs.learned
     if learned:
         rules.check(learned, q.shape[1], k.shape[1], q.shape[3], spec.pooling)
-    inputs = Inputs(q, k, v, bias_tensor(inputs.bias, learned, q), learned)
+    inputs = Inputs(q, k, v, checks.bias_tensor(inputs.bias, learned, q), learned)
     is_known = ragged.position_ids is not None and not torch.compiler.is_compiling()
     if is_known and not has_restarts(ragged.position_ids):
         ragged = ragged._replace(position_ids=None)
@@ -296,19 +287,19 @@ def pool_core_tokens(
         ValueError, TypeError, NotImplementedError: as in `cca_attention`.
     """
     CCAConfig(group_size, 1, None, pooling, core_position, core_heads)  # validates
-    check_types(q, k, v)
-    check_tensors(q, k, v)
+    checks.check_types(q, k, v)
+    checks.check_tensors(q, k, v)
     module = backend_module(backend, q)
     spec = Spec(
         group_size=group_size,
         window_size=1,
-        scale=scale_of(scale, q),
+        scale=checks.scale_of(scale, q),
         pooling=pooling,
         core_heads=core_heads,
-        softcap=positive("softcap", softcap, "Use None for none."),
+        softcap=checks.positive("softcap", softcap, "Use None for none."),
         rotary=check_rotary(rotary, core_position),
     )
-    check_rotary_size(spec.rotary, q.shape[3])
+    checks.check_rotary_size(spec.rotary, q.shape[3])
     num_groups = num_complete_groups(q.shape[2], group_size)
     repeats = q.shape[1] // k.shape[1]
     k, v = (

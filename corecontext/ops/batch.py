@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from corecontext.ops.spec import Groups, Inputs, Spec, Tokens
-from corecontext.visibility import is_full_attention, num_complete_groups
+from corecontext.visibility import first_core_query, is_full_attention, num_complete_groups
 
 
 class Segment(NamedTuple):
@@ -186,9 +186,9 @@ class SegmentView:
         sinks = self.spec.sinks
         # With groups of one token a bias still sets far tokens apart; without one they are plain
         # causal attention.
-        self.full = is_full_attention(seq_len, size, window, sinks) and (
-            bias is None or seq_len - sinks < window + size
-        )
+        self.full = seq_len - sinks <= first_core_query(size, window)
+        if bias is None:
+            self.full = is_full_attention(seq_len, size, window, sinks)
         if self.full:  # one causal call
             self.spec = self.spec.replace(group_size=1, window_size=seq_len, sink_size=0)
         self.tokens = Tokens(
