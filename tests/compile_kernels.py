@@ -66,11 +66,11 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     ):
         yield Kernel(
             function,
-            {**attend._sizes(tiles(chip, dtype, dim), dim, None), **more},
+            {**attend._constants(tiles(chip, dtype, dim), dim, None), **more},
             {"lse_ptr": "fp32", "bias_ptr": "fp32", **GRADIENTS},
         )
     turn = {"HALF": dim // 2, "INTERLEAVED": False}
-    settings = {"HEADS": HEADS, "POOLING": "cca", "HEAD_DIM": dim, "HAS_SOFTCAP": False, **turn}
+    settings = {"HEADS": HEADS, "HEAD_DIM": dim, "HAS_SOFTCAP": False, **turn}
     tables = {"cos_ptr": "fp32", "sin_ptr": "fp32"}
     yield from pool_kernels(dim)
     plan = decode._plan(chip, dtype, 8, HEADS, dim, 4096, 16)
@@ -86,6 +86,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 "KIND": kind,
                 "SINKS": sinks,
                 "WIDTH": 1,
+                "POOLS": True,
                 "HAS_BIAS": False,
             },
             {**parts, **tables, **(codes if kind != "auto" else {})},
@@ -98,39 +99,31 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
 
 def pool_kernels(dim: int) -> Iterator[Kernel]:
-    """Those of pooling, with the tiles of their launches: whole in a program and walked in blocks,
-    for one query head a KV head and for several."""
-    turn = {"HALF": dim // 2, "INTERLEAVED": False}
-    kinds = {
-        (True, True, False): pool._pool_half_fwd_kernel,
-        (True, True, True): pool._pool_half_bwd_kernel,
-        (True, False, False): pool._pool_fwd_kernel,
-        (True, False, True): pool._pool_bwd_kernel,
-        (False, False, False): pool._pool_long_fwd_kernel,
-        (False, False, True): pool._pool_long_bwd_kernel,
+    """Those of pooling, with the tiles of their launches: groups held whole, as halves and not, and
+    walked in blocks; for one query head a KV head and for several."""
+    pairs = {
+        "half": (pool.pool_half_fwd_kernel, pool.pool_half_bwd_kernel),
+        "short": (pool.pool_short_fwd_kernel, pool.pool_short_bwd_kernel),
+        "long": (pool.pool_long_fwd_kernel, pool.pool_long_bwd_kernel),
     }
-    for group_size, heads, halves, backward in itertools.product(
-        (16, 256), (1, HEADS), (True, False), (False, True)
-    ):
-        tiles = pool_tiles(group_size, dim, heads, halves=halves, backward=backward)
-        halved = halves and tiles.whole
-        if halved and dim != power_of_2(dim):
-            continue
+    turn = {"HALF": dim // 2, "INTERLEAVED": False}
+    kinds = [("short", 16), ("long", 256)] + [("half", 16)] * (dim == power_of_2(dim))
+    for (kind, group_size), heads, backward in itertools.product(kinds, (1, HEADS), (0, 1)):
+        tiles = pool_tiles(group_size, dim, kind == "half")
+        assert tiles.whole == (kind != "long")
         sizes = {"HEADS": heads, "BLOCK_M": tiles.block_m, "BLOCK_G": tiles.block_g}
         sizes["num_warps"] = tiles.num_warps
-        if halved:
+        if kind == "half":
             sizes["HALF"] = dim // 2
         else:
-            sizes.update(turn, POOLING="cca", HEAD_DIM=dim, BLOCK_D=tiles.block_d)
-            sizes["HAS_SOFTCAP"] = False
+            sizes.update(turn, HEAD_DIM=dim, BLOCK_D=tiles.block_d, HAS_SOFTCAP=False)
         if backward:
             sizes["ADD"] = True
-        if backward and not tiles.whole:
+        if backward and kind == "long":
             sizes["BLOCK_H"] = power_of_2(heads)
-        if not (backward and halved):
+        if not (backward and kind == "half"):
             sizes["HEADS_OUT"] = 1
-        kernel = kinds[tiles.whole, halved, backward]
-        yield Kernel(kernel, sizes, {"cos_ptr": "fp32", "sin_ptr": "fp32"})
+        yield Kernel(pairs[kind][backward], sizes, {"cos_ptr": "fp32", "sin_ptr": "fp32"})
 
 
 def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
@@ -174,7 +167,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 "dbias_ptr": "fp32",
             },
         )
-    sizes["BLOCK"] = hopper_backward.BLOCK_M
+    sizes["BLOCK"] = hopper_backward.BLOCK_M.value
     yield Kernel(hopper_backward._prepare_kernel, {"HAS_GRAD_LSE": True, **sizes}, sums)
     yield Kernel(hopper_backward._finish_kernel, {"HAS_LAST": True, **sizes}, sums)
 
@@ -195,6 +188,8 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
             signature[name] = kernel.types[name]
         elif name.endswith("_ptr"):
             signature[name] = "*" + kernel.types.get(name, NAMES[dtype])
+        elif name.endswith("_strides"):
+            signature[name] = ("i32",) * num_strides(kernel.function, name)
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
     if any(name.endswith("_desc") for name in names):
@@ -205,14 +200,26 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
             target=target,
             options={"num_warps": 4},
         )
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if name.endswith("_ptr") or re.match(r"stride_|[a-z]+_[nrhmgt]$", name)
-    }
+    aligned = {}
+    for i, name in enumerate(names):
+        if name.endswith("_ptr"):
+            aligned[i,] = [["tt.divisibility", 16]]
+        elif name.endswith("_strides"):
+            for j in range(len(signature[name])):
+                aligned[i, j] = [["tt.divisibility", 16]]
     return triton.compile(
         ASTSource(kernel.function, signature, constants, aligned), target=target, options=options
     )
+
+
+def num_strides(function: Any, name: str) -> int:
+    """How many strides the launch passes as one argument: those of all dimensions but the last;
+    raw tokens [N, S, D] have no heads, nor has the new token of a decoding step [B, H, 1, D] a
+    length."""
+    if function is decode._step_kernel:
+        return 2
+    is_raw = function in (attend._attend_fwd_kernel, attend._attend_dq_kernel)
+    return 2 if is_raw and name in ("k_strides", "v_strides") else 3
 
 
 def spilled(binary: bytes) -> int | None:

@@ -441,7 +441,7 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     ),
     Fault(
         "5: of a document in a row the log-sum-exp of other tokens, Hopper",
-        "lse = lse  # of a document in a packed row it is a slice",
+        "lse = upstream.lse  # of a document in a packed row it is a slice",
         "tests/test_triton_dispatch.py::test_what_the_hopper_backward_prepares_is_of_its_own_rows",
     ),
     Fault(

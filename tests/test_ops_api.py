@@ -18,6 +18,7 @@ from corecontext.ops.autograd import cca_attention_backward_op, cca_attention_op
 from corecontext.ops.merge import merge
 from corecontext.ops.packed import _interior_bias
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Spec
 from corecontext.testing import make_inputs, results_and_gradients
 
 ROTARY = Rotary.from_theta(10000.0, 16)
@@ -569,9 +570,8 @@ def test_every_generation_has_kernels_that_it_can_run(
     q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 1, 2000, 64))
     try:
         assert choose_backend("auto", q) == backend and partial._kernel(q, q, None, None) == kernel
-        assert (hopper.unsupported_reason(q, 1.0, None) is None) == (
-            capability == (9, 0) and hip is None
-        )
+        reason = hopper.unsupported_reason(q, Spec(16, 64, scale=1.0))
+        assert (reason is None) == (capability == (9, 0) and hip is None)
         if backend != "triton":
             with pytest.raises(
                 NotImplementedError, match="capability 7.5 is less than 8.0. Use backend=.packed"

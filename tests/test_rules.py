@@ -26,7 +26,8 @@ from corecontext.config import LEARNED
 from corecontext.files import UserError
 from corecontext.inference import Engine
 from corecontext.loading import load
-from corecontext.ops import rules
+from corecontext.ops import reference, rules
+from corecontext.ops.spec import Groups, Spec
 from corecontext.testing import make_inputs, results_and_gradients
 
 HEADS, KV, DIM = 4, 2, 16
@@ -174,6 +175,30 @@ def test_gradients_agree_with_the_reference(rule, with_lse):
     for name in grads[0]:
         torch.testing.assert_close(grads[1][name], grads[0][name], rtol=0, atol=1e-10)
         assert grads[0][name].abs().max() > 1e-6, name
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max"])
+@pytest.mark.parametrize("core_heads", ["kv", "query"])
+@pytest.mark.parametrize("rotates", [False, True])
+def test_mean_and_max_are_the_reference_and_share_ties(pooling, core_heads, rotates):
+    make = torch.Generator().manual_seed(0)
+    q_last, k, v = (
+        torch.randn(shape, generator=make, dtype=torch.float64)
+        for shape in ((2, 3, 5, DIM), (2, 5, 4, DIM), (2, 5, 4, DIM))
+    )
+    if not rotates:
+        k = k.round()  # many equal maxima
+    spec = Spec(4, 1, 1.0, pooling=pooling, core_heads=core_heads)
+    spec = spec.replace(rotary=ROTARY if rotates else None)
+    leaves = [k.requires_grad_(), v.round().requires_grad_()]
+    results = []
+    for pool in (functools.partial(rules.pool, learned={}), reference.pool):
+        cores = pool(Groups(q_last, *leaves), spec)
+        weights = torch.randn(cores.k.shape, generator=torch.Generator().manual_seed(1))
+        loss = sum((x * weights).sum() for x in cores)
+        results.append([*cores, *torch.autograd.grad(loss, leaves)])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
 from corecontext.ops import reference
-from corecontext.ops.spec import Cores, Spec, Tokens
+from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.ops.triton import attend as kernels
 
 GPU = torch.cuda.is_available()
@@ -93,18 +93,12 @@ def assert_near(got, expected, dtype, what, terms=16):
 def test_forward_and_gradients(shape, dtype, options):
     (q, k, v, core_k, core_v), _ = tensors(*shape, dtype)
     bias = torch.randn(shape[0], shape[1], device=DEVICE) if "bias" in options else None
-    sizes = {
-        "group_size": shape[4],
-        "window_size": shape[5],
-        "scale": shape[3] ** -0.5,
-        "softcap": options.get("softcap"),
-    }
+    spec = Spec(shape[4], shape[5], scale=shape[3] ** -0.5, softcap=options.get("softcap"))
+    tokens, cores = Tokens(q, k, v), Cores(core_k, core_v)
     leaves = [x.double().requires_grad_() for x in (q, k, v, core_k, core_v)]
     wide_bias = None if bias is None else bias.double().requires_grad_()
-    truth, truth_lse = reference.attend(
-        Tokens(*leaves[:3]), Cores(*leaves[3:]), Spec(**sizes), wide_bias
-    )
-    out, lse = kernels.attend(q, k, v, core_k, core_v, core_bias=bias, **sizes)
+    truth, truth_lse = reference.attend(Tokens(*leaves[:3]), Cores(*leaves[3:]), spec, wide_bias)
+    out, lse = kernels.attend(tokens, cores, spec, bias)
     assert_near(out, truth, dtype, "out")
     torch.testing.assert_close(lse.double(), truth_lse, rtol=0, atol=ERROR[dtype])
     grad = torch.randn_like(q)
@@ -115,15 +109,12 @@ def test_forward_and_gradients(shape, dtype, options):
     expected = torch.autograd.grad(
         loss, leaves + ([] if bias is None else [wide_bias]), allow_unused=True
     )
-    got = kernels.attend_backward(
-        grad, grad_lse, q, k, v, core_k, core_v, out, lse, core_bias=bias, **sizes
-    )
+    upstream = Upstream(grad, grad_lse, out, lse)
+    got = kernels.attend_backward(upstream, tokens, cores, spec, bias)
     for name, a, b in zip(("q", "k", "v", "core_k", "core_v", "bias"), got, expected):
         terms = shape[2] * shape[3] if name == "bias" else 16
         assert_near(a, torch.zeros_like(a) if b is None else b, dtype, f"gradient of {name}", terms)
-    again = kernels.attend_backward(
-        grad, grad_lse, q, k, v, core_k, core_v, out, lse, core_bias=bias, **sizes
-    )
+    again = kernels.attend_backward(upstream, tokens, cores, spec, bias)
     assert all(a is b or torch.equal(a, b) for a, b in zip(got, again))  # the same from run to run
 
 
@@ -132,32 +123,26 @@ def test_forward_and_gradients(shape, dtype, options):
 def test_queries_may_start_anywhere(q_start, length):
     shape = (1, 2, length, 16, 4, 9, 1)
     (q, k, v, core_k, core_v), k_start = tensors(*shape, torch.float32, q_start=q_start)
-    sizes = {
-        "q_start": q_start,
-        "k_start": k_start,
-        "group_size": 4,
-        "window_size": 9,
-        "scale": 0.25,
-    }
+    spec = Spec(group_size=4, window_size=9, scale=0.25)
     truth, _ = reference.attend(
         Tokens(q.double(), k.double(), v.double(), q_start, k_start),
         Cores(core_k.double(), core_v.double()),
-        Spec(group_size=4, window_size=9, scale=0.25),
+        spec,
     )
-    out, _ = kernels.attend(q, k, v, core_k, core_v, **sizes)
+    out, _ = kernels.attend(Tokens(q, k, v, q_start, k_start), Cores(core_k, core_v), spec)
     assert_near(out, truth, torch.float32, "out")
 
 
 def test_the_future_changes_nothing():
     (q, k, v, core_k, core_v), _ = tensors(1, 2, 120, 16, 4, 9, 1, torch.float32)
-    sizes = {"group_size": 4, "window_size": 9, "scale": 0.25}
-    before, _ = kernels.attend(q, k, v, core_k, core_v, **sizes)
+    spec = Spec(group_size=4, window_size=9, scale=0.25)
+    before, _ = kernels.attend(Tokens(q, k, v), Cores(core_k, core_v), spec)
     for t in (0, 12, 13, 60, 118):
         changed = [x.clone() for x in (q, k, v, core_k, core_v)]
         changed[0][:, :, t + 1 :] = 7
         changed[1][:, t + 1 :], changed[2][:, t + 1 :] = 1e4, -1e4
         changed[3][:, :, (t + 1) // 4 :], changed[4][:, :, (t + 1) // 4 :] = 1e4, -1e4
-        after, _ = kernels.attend(*changed, **sizes)
+        after, _ = kernels.attend(Tokens(*changed[:3]), Cores(*changed[3:]), spec)
         assert torch.equal(after[:, :, : t + 1], before[:, :, : t + 1])
 
 

@@ -20,17 +20,18 @@ PLAIN = {
     "_attend_fwd_kernel",
     "_attend_dq_kernel",
     "_attend_dkv_kernel",
-    "_pool_fwd_kernel",
-    "_pool_bwd_kernel",
-    "_pool_half_fwd_kernel",
-    "_pool_half_bwd_kernel",
-    "_pool_long_fwd_kernel",
-    "_pool_long_bwd_kernel",
+    "pool_short_fwd_kernel",
+    "pool_short_bwd_kernel",
+    "pool_half_fwd_kernel",
+    "pool_half_bwd_kernel",
+    "pool_long_fwd_kernel",
+    "pool_long_bwd_kernel",
     "_step_kernel",
     "_merge_kernel",
 }
 HOPPER = {"_attend_fwd_hopper", "_attend_bwd_hopper", "_prepare_kernel", "_finish_kernel"}
-SPILLED = {"_attend_dkv_kernel": 1024}  # bytes a thread, where it is more than a few registers
+# Bytes a thread, where it is more than a few registers; pooling in blocks is faster for it.
+SPILLED = {"_attend_dkv_kernel": 1024, "pool_long_bwd_kernel": 512}
 
 
 def compile_for(chip: str, tmp_path: Path, *more: str) -> list[dict]:

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
+from corecontext.ops.spec import Slots, Spec
 from corecontext.ops.triton import backend
 from corecontext.ops.triton.decode import decode_step
 from corecontext.ops.triton.tiles import chip_of, decode_splits, decode_tiles
@@ -87,9 +88,8 @@ CASES = [
     (1, 5, 2, 1, 16, 7, 19, {"core_bias": 0.7}),
     (7, 3, 3, 1, 80, 20, 36, {}),
     (4, 9, 4, 2, 16, 21, 33, {"core_heads": "query", "core_bias": -0.7}),
-    (5, 6, 3, 1, 16, 13, 31, {"core_heads": "query", "pooling": "mean"}),
-    (5, 8, 2, 1, 16, 13, 31, {"pooling": "max"}),
-    (5, 8, 2, 1, 16, 13, 31, {"pooling": "mean"}),
+    (5, 6, 3, 1, 16, 13, 31, {"core_heads": "query"}),
+    (5, 8, 2, 1, 16, 13, 31, {}),
     (4, 9, 2, 1, 18, 13, 31, {"core_position": "token"}),
     (40, 3, 2, 1, 96, 35, 45, {}),
     (4, 5, 4, 2, 16, 6, 24, {"sink_size": 8, "core_heads": "query", "core_bias": -0.7}),
@@ -101,7 +101,6 @@ if GPU:
         (16, 64, 8, 8, 128, 1000, 1040, {"core_bias": 2.0}),
         (16, 33, 64, 1, 128, 500, 540, {"core_heads": "query"}),
         (300, 50, 4, 2, 256, 890, 905, {}),
-        (16, 64, 4, 2, 256, 800, 820, {"pooling": "max"}),
     ]
 
 
@@ -204,24 +203,16 @@ def test_what_has_no_slot_is_not_written():
     memory = [torch.full((2, ring, 16), 7.0) for _ in range(2)]
     keys, values = (x[:1].view(1, 1, ring, 16) for x in memory)
     q, k, v = tensors(1, 2, 1, 1, 16, torch.float32)
-    options = {
-        "turn": None,
-        "interleaved": False,
-        "group_size": g,
-        "window_size": s,
-        "ring_size": ring,
-        "pooling": "mean",
-        "core_heads": "kv",
-        "scale": 0.25,
-    }
-    seen, pad = torch.tensor(3), torch.tensor([0])
-    decode_step(q, k, v, keys, values, seen, pad, **options)  # closes group 0, which has no slot
+    spec = Spec(g, s, scale=0.25)
+    seen = torch.tensor(3)
+    slots = Slots(keys, values, seen, torch.tensor([0]), ring)
+    decode_step(q, k, v, slots, spec)  # closes group 0, which has no slot
     assert (
         seen == 4
         and torch.equal(keys[0, 0, 3], k[0, 0, 0])
         and torch.equal(values[0, 0, 3], v[0, 0, 0])
     )
-    decode_step(q, k, v, keys, values, 4, torch.tensor([5]), **options)  # padding
+    decode_step(q, k, v, slots._replace(seen=4, pad=torch.tensor([5])), spec)  # padding
     for x in (*memory, keys[0], values[0]):
         assert (x.flatten(0, 1)[[0, 1, 2, 4, 5, 6, 7]] == 7).all() and (memory[0][1] == 7).all()
 

@@ -24,7 +24,7 @@ triton = pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import Rotary, cca_attention  # noqa: E402
 from corecontext.ops import compose  # noqa: E402
-from corecontext.ops.spec import Groups, Spec, Tokens, Upstream  # noqa: E402
+from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
 from corecontext.testing import (
     Inputs,
@@ -49,7 +49,7 @@ class _Anywhere:
 
     pool = staticmethod(backend.pool)
     pool_backward = staticmethod(backend.pool_backward)
-    attend = staticmethod(backend.attend_anywhere)
+    attend = staticmethod(backend.anywhere.attend)
     attend_backward = staticmethod(backend.attend_backward)
     gradients = functools.partial(compose.gradients, backend)
 
@@ -227,12 +227,13 @@ def deterministic():
 @ON_HOPPER
 def test_hopper_takes_the_calls():
     """Else the cases below would compare a kernel with itself."""
+    spec = Spec(16, 64, scale=1.0)
     for _, length, dim, *_ in CASES:
         q = torch.empty(1, 1, length, dim, dtype=torch.bfloat16, device=DEVICE)
-        assert backend.hopper_forward.unsupported_reason(q, 1.0, None) is None
-        assert (backend.hopper_backward.unsupported_reason(q, 1.0, None) is None) == (dim <= 128)
+        assert backend.hopper_forward.unsupported_reason(q, spec) is None
+        assert (backend.hopper_backward.unsupported_reason(q, spec) is None) == (dim <= 128)
         with deterministic():
-            assert backend.hopper_backward.unsupported_reason(q, 1.0, None) is not None
+            assert backend.hopper_backward.unsupported_reason(q, spec) is not None
 
 
 @WAYS
@@ -404,14 +405,14 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
 
     taken, launched, dim, length = [], [], 40, 45
 
-    def launch(kernel, grid, arguments, exact=(), *, num_warps, **constants):
+    def launch(kernel, grid, arguments, strides=(), *, num_warps, **constants):
         launched.append(kernel)
         with_strides = (
             2 if kernel is hopper_backward._prepare_kernel else 0
         )  # the output and its gradient
         assert all(x.is_contiguous() for x in arguments[with_strides:] if isinstance(x, Tensor))
         if kernel is hopper_backward._prepare_kernel:
-            kernel[grid](*arguments, *exact, **constants, num_warps=num_warps)
+            kernel[grid](*arguments, *strides, **constants, num_warps=num_warps)
             taken.append(arguments[4])
 
     for module in (hopper_forward, hopper_backward):
@@ -434,29 +435,15 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
     lse, grad_lse = (torch.randn(2, 2, 80, device=DEVICE, generator=generator) for _ in range(2))
     some = {name: x[..., 20 : 20 + length, :] for name, x in row.items()}
     some_lse, some_grad_lse = lse[..., 20 : 20 + length], grad_lse[..., 20 : 20 + length]
-    cores = tuple(torch.zeros(2, 1, length // 7, dim, dtype=dtype, device=DEVICE) for _ in range(2))
-    groups = (some["q"][:, :, 6:42:7], *(some[name][:, :42].unflatten(1, (6, 7)) for name in "kv"))
-    bias, sizes = (
-        torch.ones(4, 2, device=DEVICE)[::2],
-        {"group_size": 7, "window_size": 10, "scale": 0.2},
-    )
-    hopper_forward.attend(some["q"], some["k"], some["v"], *cores, core_bias=bias, **sizes)
-    hopper_backward.gradients(
-        some["grad_out"],
-        some_grad_lse,
-        some["q"],
-        some["k"],
-        some["v"],
-        some["out"],
-        some_lse,
-        groups,
-        cores,
-        core_bias=bias,
-        pooling="cca",
-        core_heads="kv",
-        rotary=None,
-        **sizes,
-    )
+    cores = Cores(*torch.zeros(2, 2, 1, length // 7, dim, dtype=dtype, device=DEVICE))
+    grouped = (some[name][:, :42].unflatten(1, (6, 7)) for name in "kv")
+    groups = Groups(some["q"][:, :, 6:42:7], *grouped)
+    bias = torch.ones(4, 2, device=DEVICE)[::2]
+    spec = Spec(group_size=7, window_size=10, scale=0.2)
+    tokens = Tokens(some["q"], some["k"], some["v"])
+    upstream = Upstream(some["grad_out"], some_grad_lse, some["out"], some_lse)
+    hopper_forward.attend(tokens, cores, spec, bias)
+    hopper_backward.gradients(upstream, tokens, groups, cores, spec, bias)
     assert launched == [
         hopper_forward._attend_fwd_hopper,
         hopper_backward._prepare_kernel,

@@ -21,28 +21,20 @@ from corecontext.ops.triton import pool as fused
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
 
-# group_size, head_dim, heads, groups, pooling, core_heads, rotary, softcap
+# group_size, head_dim, heads, groups, core_heads, rotary, softcap
 CASES = [
-    (1, 16, 1, 3, "cca", "kv", "half", None),
-    (3, 20, 2, 5, "cca", "kv", "partial", None),
-    (3, 20, 3, 2, "cca", "query", "partial_interleaved", 5.0),
-    (4, 64, 2, 19, "cca", "query", "half", None),
-    (4, 64, 1, 9, "cca", "kv", None, 0.5),
-    (16, 80, 3, 3, "cca", "kv", "half", 2.0),
-    (16, 64, 1, 5, "cca", "query", "interleaved", None),
-    (16, 20, 2, 3, "cca", "query", None, None),
-    (3, 80, 2, 2, "mean", "kv", "half", None),
-    (16, 16, 3, 2, "mean", "query", "interleaved", None),
-    (4, 64, 2, 3, "max", "kv", None, None),
-    (4, 20, 2, 5, "max", "query", "partial", None),
-    (3, 16, 1, 3, "max", "kv", "partial_interleaved", None),
-    (150, 80, 1, 2, "cca", "kv", "half", None),
-    (150, 80, 3, 2, "cca", "kv", "partial_interleaved", 2.0),
-    (150, 80, 2, 2, "cca", "query", "partial", None),
-    (150, 80, 2, 1, "cca", "query", None, 2.0),
-    (150, 80, 2, 2, "mean", "kv", "interleaved", None),
-    (150, 80, 2, 2, "max", "kv", None, None),
-    (150, 80, 2, 1, "max", "query", "partial", None),
+    (1, 16, 1, 3, "kv", "half", None),
+    (3, 20, 2, 5, "kv", "partial", None),
+    (3, 20, 3, 2, "query", "partial_interleaved", 5.0),
+    (4, 64, 2, 19, "query", "half", None),
+    (4, 64, 1, 9, "kv", None, 0.5),
+    (16, 80, 3, 3, "kv", "half", 2.0),
+    (16, 64, 1, 5, "query", "interleaved", None),
+    (16, 20, 2, 3, "query", None, None),
+    (150, 80, 1, 2, "kv", "half", None),
+    (150, 80, 3, 2, "kv", "partial_interleaved", 2.0),
+    (150, 80, 2, 2, "query", "partial", None),
+    (150, 80, 2, 1, "query", None, 2.0),
 ]
 
 
@@ -93,13 +85,14 @@ def truth(q_last, k, v, grads, **options):
     return [*outputs, *torch.autograd.grad(outputs, leaves, sums, allow_unused=True)]
 
 
-def run(module, names, q_last, k, v, grads, **options):
+def run(forward, backward, q_last, k, v, grads, **options):
     """Outputs and gradients of a module's forward and backward."""
-    if module is plain:
-        spec, groups = Spec(k.shape[2], 1, **options), Groups(q_last, k, v)
-        return [*plain.forward(groups, spec), *plain.backward(Cores(*grads), groups, spec)]
-    forward, backward = (getattr(module, name) for name in names)
-    return [*forward(q_last, k, v, **options), *backward(*grads, q_last, k, v, **options)]
+    spec, groups = Spec(k.shape[2], 1, **options), Groups(q_last, k, v)
+    return [*forward(groups, spec), *backward(Cores(*grads), groups, spec)]
+
+
+FUSED = (fused.pool, fused.pool_backward)
+PLAIN = (plain.forward, plain.backward)
 
 
 def check(got, same, exact, dtype):
@@ -120,11 +113,10 @@ def check(got, same, exact, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_plain_and_reference(case, dtype):
-    group_size, head_dim, heads, groups, pooling, core_heads, kind, softcap = case
+    group_size, head_dim, heads, groups, core_heads, kind, softcap = case
     q_last, k, v = inputs(group_size, head_dim, heads, groups, dtype)
     options = dict(
         scale=head_dim**-0.5,
-        pooling=pooling,
         core_heads=core_heads,
         rotary=rotary_of(kind, head_dim),
         softcap=softcap,
@@ -132,43 +124,20 @@ def test_matches_plain_and_reference(case, dtype):
     shape = (k.shape[0], heads if core_heads == "query" else 1, groups, head_dim)
     make = torch.Generator().manual_seed(1)
     grads = [torch.randn(shape, generator=make).to(DEVICE) for _ in range(2)]
-    got = run(fused, ("pool", "pool_backward"), q_last, k, v, grads, **options)
-    same = run(plain, ("forward", "backward"), q_last, k, v, grads, **options)
+    got = run(*FUSED, q_last, k, v, grads, **options)
+    same = run(*PLAIN, q_last, k, v, grads, **options)
     check(got, same, truth(q_last, k, v, grads, **options), dtype)
 
 
 @pytest.mark.parametrize("group_size", [4, 150])
-def test_ties_of_max_share_the_gradient(group_size):
-    q_last, k, v = inputs(group_size, 80, 1, 2, torch.float32)
-    k, v = k.round(), v.round()  # many equal maxima
-    grads = [
-        torch.randn(2, 1, 2, 80, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-        for _ in range(2)
-    ]
-    options = dict(scale=1.0, pooling="max")
-    got = run(fused, ("pool", "pool_backward"), q_last, k, v, grads, **options)
-    check(
-        got,
-        run(plain, ("forward", "backward"), q_last, k, v, grads, **options),
-        truth(q_last, k, v, grads, **options),
-        torch.float32,
-    )
-    assert (
-        int((got[4][0, 0, :, 0] != 0).sum()) > 1
-        or int((got[4] != 0).sum()) > got[4][:, :, 0].numel()
-    )
-
-
-@pytest.mark.parametrize("pooling", ["cca", "max"])
-@pytest.mark.parametrize("group_size", [4, 150])
-def test_a_nan_stays_in_its_group(pooling, group_size):
+def test_a_nan_stays_in_its_group(group_size):
     q_last, k, v = inputs(group_size, 80, 1, 2, torch.float32)
     k, v = k.clone(), v.clone()
     k[0, 1, group_size // 2, 3] = v[1, 0, 0, 5] = torch.nan
     grads = [torch.ones(2, 1, 2, 80, device=DEVICE)] * 2
-    options = dict(scale=0.1, pooling=pooling)
-    got = run(fused, ("pool", "pool_backward"), q_last, k, v, grads, **options)
-    same = run(plain, ("forward", "backward"), q_last, k, v, grads, **options)
+    options = dict(scale=0.1)
+    got = run(*FUSED, q_last, k, v, grads, **options)
+    same = run(*PLAIN, q_last, k, v, grads, **options)
     for a, b in zip(got, same):
         if b is not None:
             assert torch.equal(a.isnan(), b.isnan())
@@ -178,29 +147,32 @@ def test_scores_of_any_size():
     q_last, k, v = inputs(16, 20, 2, 2, torch.float32)
     options = dict(scale=300.0)
     grads = [torch.ones(2, 1, 2, 20, device=DEVICE)] * 2
-    got = run(fused, ("pool", "pool_backward"), q_last, k, v, grads, **options)
-    same = run(plain, ("forward", "backward"), q_last, k, v, grads, **options)
+    got = run(*FUSED, q_last, k, v, grads, **options)
+    same = run(*PLAIN, q_last, k, v, grads, **options)
     check(got, same, truth(q_last, k, v, grads, **options), torch.float32)
 
 
 def test_no_groups_and_expanded_gradients():
     q_last, k, v = inputs(4, 16, 2, 3, torch.float32)
-    assert fused.pool(q_last[:, :, :0], k[:, :0], v[:, :0], scale=1.0)[0].shape == (2, 1, 0, 16)
-    assert fused.pool_backward(
-        *[k.new_empty(2, 1, 0, 16)] * 2,
-        q_last[:, :, :0],
-        k[:, :0],
-        v[:, :0],
-        scale=1.0,
-        pooling="mean",
-    )[1].shape == (2, 0, 4, 16)
-    grads = [torch.ones((), device=DEVICE).expand(2, 1, 3, 16)] * 2
-    got = fused.pool_backward(*grads, q_last, k, v, scale=1.0)
-    for a, b in zip(got, plain.backward(Cores(*grads), Groups(q_last, k, v), Spec(4, 1, 1.0))):
+    none = Groups(q_last[:, :, :0], k[:, :0], v[:, :0])
+    spec = Spec(4, 1, scale=1.0)
+    cores = fused.pool(none, spec)
+    assert cores.k.shape == (2, 1, 0, 16)
+    assert fused.pool_backward(cores, none, spec)[1].shape == (2, 0, 4, 16)
+    grads = Cores(*[torch.ones((), device=DEVICE).expand(2, 1, 3, 16)] * 2)
+    groups = Groups(q_last, k, v)
+    got = fused.pool_backward(grads, groups, spec)
+    for a, b in zip(got, plain.backward(grads, groups, spec)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_float64_is_refused():
     q_last, k, v = (x.double() for x in inputs(4, 16, 1, 2, torch.float32))
     with pytest.raises(NotImplementedError, match="float64 is not in"):
-        fused.pool(q_last, k, v, scale=1.0)
+        fused.pool(Groups(q_last, k, v), Spec(4, 1, scale=1.0))
+
+
+def test_other_poolings_are_refused():
+    groups = Groups(*inputs(4, 16, 1, 2, torch.float32))
+    with pytest.raises(NotImplementedError, match="pooling 'mean' is not 'cca'"):
+        fused.pool(groups, Spec(4, 1, scale=1.0, pooling="mean"))

@@ -65,7 +65,7 @@ def check(
 
 def is_own_rule(pooling: str, learned: Learned | None) -> bool:
     """Return whether pooling is done here and not by the backend."""
-    return pooling == "mean_query" or any(name in LEARNED_WEIGHTS for name in learned or ())
+    return pooling != "cca" or any(name in LEARNED_WEIGHTS for name in learned or ())
 
 
 def by_sequence(learned: Learned, num_kv_heads: int, rows: int) -> dict[str, Tensor]:
@@ -88,6 +88,8 @@ def weights_of(groups: Groups, spec: Spec, learned: Learned) -> Tensor:
     """Return each query head's pooling weights [N, r, M, g] (docs/math.md, eq. 1 and 12);
     arguments as in `pool`."""
     q_last, k, v = groups
+    if spec.pooling == "mean":
+        return k.new_full((*q_last.shape[:3], k.shape[2]), 1 / k.shape[2])
     if spec.pooling == "mean_query":
         q_last = q_last.mean(1, keepdim=True).expand_as(q_last)
     scores = torch.einsum("nrmd,nmgd->nrmg", q_last, k) * spec.scale
@@ -112,12 +114,15 @@ def pool(groups: Groups, spec: Spec, learned: Learned) -> Cores:
     dtype = groups.k.dtype
     size = groups.k.shape[2]
     groups = Groups(*map(_wide, groups))
+    q_last, k, v = groups
+    if spec.rotary is not None:
+        k = spec.rotary.rotate(k, size // 2 - torch.arange(size, device=k.device))
+    if spec.pooling == "max":
+        heads = 1 if spec.core_heads == "kv" else q_last.shape[1]
+        return Cores(*(x.amax(2)[:, None].expand(-1, heads, -1, -1).to(dtype) for x in (k, v)))
     weights = weights_of(groups, spec, learned)
     if spec.core_heads == "kv":
         weights = weights.mean(1, keepdim=True)
-    _, k, v = groups
-    if spec.rotary is not None:
-        k = spec.rotary.rotate(k, size // 2 - torch.arange(size, device=k.device))
     core_k, core_v = (torch.einsum("nrmg,nmgd->nrmd", weights, x) for x in (k, v))
     if "key_gain" in learned:
         core_k = core_k * learned["key_gain"].exp()[:, None, None, None]

@@ -1,4 +1,4 @@
-"""Launching a kernel again without Triton's look at every argument, which takes longer than a short
+"""Launch a kernel again without Triton's look at every argument, which takes longer than a short
 kernel runs."""
 
 from __future__ import annotations
@@ -8,19 +8,21 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.compiler import CompiledKernel
 
 _COMPILED: dict[tuple, CompiledKernel] = {}
-_MOST = 4096  # compiled kernels by what they were launched with; many of the entries are the same kernel
+_MOST = 4096  # entries of _COMPILED; many of them are the same kernel
 
 
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
     arguments: tuple,
-    exact: tuple[int, ...] = (),
+    specialized: tuple = (),
     *,
     num_warps: int,
+    num_stages: int | None = None,
     **constants: Any,
 ) -> None:
     """Run a kernel.
@@ -31,39 +33,54 @@ def launch(
         arguments: Tensors, descriptors, floats, and integers that the kernel has in
             `do_not_specialize`. Descriptors of other tiles need another constant that tells them
             apart.
-        exact: The integers after them, for whose values Triton may compile a kernel of its own:
-            strides.
-        constants: What the kernel is compiled for.
+        specialized: The arguments after them, for whose values Triton may compile a kernel of its
+            own: integers and, as tuples, strides.
+        constants: The values that the kernel is compiled for.
     """
-    if torch.compiler.is_compiling():  # the compiler knows launches by this form
-        kernel[grid](*arguments, *exact, **constants, num_warps=num_warps)
+    options = {"num_warps": num_warps}
+    if num_stages is not None:
+        options["num_stages"] = num_stages
+    if torch.compiler.is_compiling():
+        _launch_outside_graph(kernel, grid, arguments + specialized, {**constants, **options})
         return
-    pointers, dtypes = 0, []
+    pointers = 0
+    dtypes = []
     for x in arguments:
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, Tensor):
             pointers |= x.data_ptr()
             dtypes.append(x.dtype)
-    if (
-        pointers % 16 or triton.knobs.runtime.interpret
-    ):  # a kernel of its own for each choice of unaligned tensors
-        kernel[grid](*arguments, *exact, **constants, num_warps=num_warps)
+    if pointers % 16 or triton.knobs.runtime.interpret:
+        # Triton compiles a kernel for each choice of unaligned tensors.
+        kernel[grid](*arguments, *specialized, **constants, **options)
         return
-    key = (kernel, torch.cuda.current_device(), *dtypes, *exact, *constants.values())
+    key = (kernel, torch.cuda.current_device(), *dtypes, *specialized, *constants.values())
     compiled = _COMPILED.get(key)
     if compiled is None:
         if len(_COMPILED) >= _MOST:
             _COMPILED.clear()
-        _COMPILED[key] = kernel[grid](*arguments, *exact, **constants, num_warps=num_warps)
+        _COMPILED[key] = kernel[grid](*arguments, *specialized, **constants, **options)
     else:
-        compiled[(*grid, 1, 1)[:3]](*arguments, *exact, *constants.values())
+        compiled[(*grid, 1, 1)[:3]](*arguments, *specialized, *constants.values())
+
+
+@torch.compiler.disable
+def _launch_outside_graph(kernel: Any, grid: tuple, arguments: tuple, constants: dict) -> None:
+    """Run a kernel where torch.compile traces: its graphs cannot hold launches whose arguments are
+    tuples."""
+    kernel[grid](*arguments, **constants)
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Return x, copied only where the elements of its rows are not neighbours."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up. Triton's own takes longer than a launch."""
+    """Return a / b, rounded up. Triton's own takes longer than a launch."""
     return -(-a // b)
 
 
 @functools.cache
 def power_of_2(n: int) -> int:
-    """The least power of 2 that is at least n."""
+    """Return the least power of 2 that is at least n."""
     return 1 << max(0, n - 1).bit_length()

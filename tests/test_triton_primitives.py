@@ -1,0 +1,85 @@
+"""Device functions that the kernels share, against the rule and the equations that they repeat; in
+Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the triton backend needs triton")
+
+import triton.language as tl  # noqa: E402
+
+from corecontext import visibility  # noqa: E402
+from corecontext.ops.triton import primitives  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTH = 64
+
+
+@triton.jit
+def _rule_kernel(out_ptr, group_size, window_size, LENGTH: tl.constexpr):
+    """Write j(t), the first query of core token i and the end of raw token i's queries."""
+    index = tl.arange(0, LENGTH)
+    tl.store(out_ptr + index, primitives.visible_cores(index, group_size, window_size))
+    first = primitives.first_query_of_core(index, group_size, window_size)
+    tl.store(out_ptr + LENGTH + index, first)
+    last = primitives.last_query_of_token(index, group_size, window_size)
+    tl.store(out_ptr + 2 * LENGTH + index, last)
+
+
+@pytest.mark.parametrize("group_size", range(1, 9))
+def test_the_rule_and_its_inverses_are_those_of_visibility(group_size):
+    for window_size in range(1, 20):
+        out = torch.empty(3, LENGTH, dtype=torch.int32, device=DEVICE)
+        _rule_kernel[(1,)](out, group_size, window_size, LENGTH=LENGTH)
+        cores, first, last = out.tolist()
+        sizes = (group_size, window_size)
+        counts = [visibility.num_visible_cores(t, *sizes) for t in range(20 * LENGTH)]
+        starts = [visibility.local_start(t, *sizes) for t in range(20 * LENGTH)]
+        assert cores == counts[:LENGTH]
+        for i in range(LENGTH):
+            assert first[i] == next(t for t, count in enumerate(counts) if count > i)
+            assert last[i] == next(t for t, start in enumerate(starts) if start > i)
+
+
+@triton.jit
+def _softmax_kernel(x_ptr, out_ptr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write each row's softmax sum and maximum, in blocks of keys."""
+    rows = tl.arange(0, ROWS)
+    running_max = tl.full([ROWS], -float("inf"), tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    for start in range(0, KEYS, BLOCK):
+        keys = start + tl.arange(0, BLOCK)
+        scores = tl.load(x_ptr + rows[:, None] * KEYS + keys[None, :])
+        _, _, running_max, running_sum = primitives.softmax_step(
+            scores, running_max, running_sum, True
+        )
+    tl.store(out_ptr + rows, running_max + tl.log2(running_sum))
+
+
+def test_the_online_softmax_is_the_softmax_and_rows_may_see_nothing_at_first():
+    x = torch.randn(16, 64, device=DEVICE) * 5
+    x[3, :40] = -torch.inf
+    out = torch.empty(16, device=DEVICE)
+    _softmax_kernel[(1,)](x, out, ROWS=16, KEYS=64, BLOCK=16)
+    expected = torch.logsumexp(x * primitives.LN2.value, 1) * primitives.LOG2E.value
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def _score_kernel(x_ptr, out_ptr, scale, bias, softcap, SIZE: tl.constexpr):
+    """Write scores under a softcap, in units of log 2, and their slope."""
+    index = tl.arange(0, SIZE)
+    scores, slope = primitives.log2_scores(tl.load(x_ptr + index), scale, bias, softcap, True)
+    tl.store(out_ptr + index, scores)
+    tl.store(out_ptr + SIZE + index, slope)
+
+
+def test_capped_scores_and_their_slope():
+    x = torch.linspace(-60, 60, 64, device=DEVICE)
+    out = torch.empty(2, 64, device=DEVICE)
+    _score_kernel[(1,)](x, out, 0.25, 0.5, 5.0, SIZE=64)
+    capped = torch.tanh(x.double() * 0.25 / 5)
+    expected = torch.stack([(5 * capped + 0.5) * primitives.LOG2E.value, 1 - capped.square()])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
