@@ -1,5 +1,5 @@
-"""The backward of `hopper_forward.py`: one pass over the key tiles, the queries' gradients summed in
-global memory.
+"""The backward of `hopper_forward.py`: one pass over the key tiles, which adds up the queries'
+gradients in global memory.
 
 A program owns 128 keys, core tokens or raw ones. Two consumers own 64 of them each and keep their
 gradients in registers while the copying warp brings the queries that see them; the queries'
@@ -269,8 +269,8 @@ def _key_gradients(
     last_row,
     tiles,
 ):
-    """Compute the gradients of HALF_N keys from all queries that see one of them, scores transposed,
-    [keys, queries]: a consumer.
+    """Compute the gradients of HALF_N keys from all queries that see one of them, with scores
+    transposed, [keys, queries]: a consumer.
 
     The scores' gradients of both consumers meet in shared memory; the gradient of a query tile is
     made from them one step later, so that neither consumer waits for the other.
@@ -437,8 +437,9 @@ def _attend_bwd_hopper(
 
     Grid: (tiles of BLOCK_N core tokens x N r + tiles of BLOCK_N tokens x N,). A program owns a tile
     of keys: it reads them and the queries that see them once, keeps their gradients in float32 and
-    writes them once; it adds to the queries' sums in float32. Core tokens come first, heads_per_turn heads at a time and of those the tiles that most queries
-    see first: so few heads that their sums stay in the L2 cache.
+    writes them once; it adds to the queries' sums in float32. Core tokens come first,
+    heads_per_turn heads at a time and of those the tiles that most queries see first: so few heads
+    that their sums stay in the L2 cache.
     """
     dtype: gl.constexpr = DTYPE
     tiles_smem = gl.allocate_shared_memory(
