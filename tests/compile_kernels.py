@@ -107,10 +107,14 @@ def pool_kernels(dim: int) -> Iterator[Kernel]:
         "long": (pool.pool_long_fwd_kernel, pool.pool_long_bwd_kernel),
     }
     turn = {"HALF": dim // 2, "INTERLEAVED": False}
-    kinds = [("short", 16), ("long", 256)] + [("half", 16)] * (dim == power_of_2(dim))
-    for (kind, group_size), heads, backward in itertools.product(kinds, (1, HEADS), (0, 1)):
-        tiles = pool_tiles(group_size, dim, kind == "half")
-        assert tiles.whole == (kind != "long")
+    halves = (False, True) if dim == power_of_2(dim) else (False,)
+    for group_size, half, heads, backward in itertools.product(
+        (16, 256), halves, (1, HEADS), (0, 1)
+    ):
+        tiles = pool_tiles(group_size, dim, half)
+        if half and not tiles.whole:
+            continue  # walked in blocks as without halves
+        kind = "long" if not tiles.whole else "half" if half else "short"
         sizes = {"HEADS": heads, "BLOCK_M": tiles.block_m, "BLOCK_G": tiles.block_g}
         sizes["num_warps"] = tiles.num_warps
         if kind == "half":
