@@ -100,7 +100,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
 def pool_kernels(dim: int) -> Iterator[Kernel]:
     """Those of pooling, with the tiles of their launches: groups held whole, as halves and not, and
-    walked in blocks; for one query head a KV head and for several."""
+    walked in blocks."""
     pairs = {
         "half": (pool.pool_half_fwd_kernel, pool.pool_half_bwd_kernel),
         "short": (pool.pool_short_fwd_kernel, pool.pool_short_bwd_kernel),
@@ -108,14 +108,12 @@ def pool_kernels(dim: int) -> Iterator[Kernel]:
     }
     turn = {"HALF": dim // 2, "INTERLEAVED": False}
     halves = (False, True) if dim == power_of_2(dim) else (False,)
-    for group_size, half, heads, backward in itertools.product(
-        (16, 256), halves, (1, HEADS), (0, 1)
-    ):
+    for group_size, half, backward in itertools.product((16, 256), halves, (0, 1)):
         tiles = pool_tiles(group_size, dim, half)
         if half and not tiles.whole:
             continue  # walked in blocks as without halves
         kind = "long" if not tiles.whole else "half" if half else "short"
-        sizes = {"HEADS": heads, "BLOCK_M": tiles.block_m, "BLOCK_G": tiles.block_g}
+        sizes = {"HEADS": HEADS, "BLOCK_M": tiles.block_m, "BLOCK_G": tiles.block_g}
         sizes["num_warps"] = tiles.num_warps
         if kind == "half":
             sizes["HALF"] = dim // 2
@@ -124,7 +122,7 @@ def pool_kernels(dim: int) -> Iterator[Kernel]:
         if backward:
             sizes["ADD"] = True
         if backward and kind == "long":
-            sizes["BLOCK_H"] = power_of_2(heads)
+            sizes["BLOCK_H"] = power_of_2(HEADS)
         if not (backward and kind == "half"):
             sizes["HEADS_OUT"] = 1
         yield Kernel(pairs[kind][backward], sizes, {"cos_ptr": "fp32", "sin_ptr": "fp32"})
