@@ -388,7 +388,7 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
     ),
     Fault(
         "sinks: decoding sees those to come",
-        "see_first = torch.arange(n, device=q.device) <= n + position[:, None]",
+        "see_first = torch.arange(n, device=device) <= n + position[:, None]",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(

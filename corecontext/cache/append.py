@@ -121,8 +121,11 @@ def _attend(entries: Entries, new: NewTokens, span: Span, q: Tensor, raw: _Raw) 
         q: The span's queries, [N, r, T, D].
     """
     rows, first, last, position = span
-    heads, count, dtype = new.k.shape[1], last - first, new.k.dtype
-    g, s, n = entries.group_size, entries.spec.window_size, entries.num_sinks
+    heads = new.k.shape[1]
+    dtype = new.k.dtype
+    n = entries.num_sinks
+    g = entries.group_size
+    s = entries.spec.window_size
 
     # Nothing is compressed yet: PyTorch's own attention is the fastest.
     # planted: 4: plain attention for a prompt one token too long
@@ -136,7 +139,7 @@ def _attend(entries: Entries, new: NewTokens, span: Span, q: Tensor, raw: _Raw) 
     tokens = Tokens(q, raw.k, raw.v, q_start=position, k_start=n + raw.low)
     if n:
         ring = entries.ring_size
-        first_tokens = entries.get(rows, ring, ring + min(n, position + count), dtype)
+        first_tokens = entries.get(rows, ring, ring + min(n, position + last - first), dtype)
         sink_k, sink_v = (x.flatten(0, 1) for x in first_tokens)
         tokens = tokens._replace(sink_k=sink_k, sink_v=sink_v)
     cores = entries.get_cores(rows, num_complete_groups(raw.end, g), dtype)

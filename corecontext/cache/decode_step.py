@@ -52,7 +52,8 @@ def decode_step(
 
 def _put_tokens(entries: Entries, position: Tensor, stored: list[Tensor]) -> None:
     """Store each row's token at its position."""
-    ring, n = entries.ring_size, entries.num_sinks
+    ring = entries.ring_size
+    n = entries.num_sinks
     slot = position % ring
     if n:
         # planted: sinks: decoding puts them into the ring
@@ -63,7 +64,9 @@ def _put_tokens(entries: Entries, position: Tensor, stored: list[Tensor]) -> Non
 
 def _close_groups(entries: Entries, q: Tensor, position: Tensor) -> None:
     """Pool the group of every row whose newest token is a group's last; other rows keep theirs."""
-    g, n, width = entries.group_size, entries.num_sinks, entries.core_width
+    g = entries.group_size
+    n = entries.num_sinks
+    width = entries.core_width
     batch, heads, _, dim = entries.keys.shape
     device = q.device
 
@@ -90,8 +93,11 @@ def _close_groups(entries: Entries, q: Tensor, position: Tensor) -> None:
 
 def _visible(entries: Entries, position: Tensor, num_cores: int) -> Tensor:
     """Return which entries each row's query sees, [B, 1 or r, C + n + M w]."""
-    g, s = entries.group_size, entries.spec.window_size
-    n, ring, width = entries.num_sinks, entries.ring_size, entries.core_width
+    g = entries.group_size
+    s = entries.spec.window_size
+    n = entries.num_sinks
+    ring = entries.ring_size
+    width = entries.core_width
     device = position.device
     # planted: 4: decoding sees one core token too few
     visible = visible_cores_of(position - n if n else position, g, s)[:, None]  # [B, 1]

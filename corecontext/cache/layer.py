@@ -1,8 +1,8 @@
 """Cache one layer's keys and values compactly: core tokens of the far past, a ring of recent
 tokens, L // g + s + g - 1 entries for L tokens.
 
-entries.py says which slot holds which token. This file counts the tokens: it appends, decodes,
-takes tokens back, changes rows and saves.
+entries.py says which slot holds which token, state.py counts the tokens and saves them. This file
+appends, decodes, takes tokens back and shrinks the window.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class CompactLayer(LayerState):
         out = None
         for span_rows in rows:
             pad = pads[span_rows.start]
-            first, last = max(0, pad - start), stops[span_rows.start] - start
+            first = max(0, pad - start)
+            last = stops[span_rows.start] - start
             if first >= last:
                 continue  # only padding
             span = Span(span_rows, first, last, max(0, start - pad))
@@ -258,7 +259,8 @@ class CompactLayer(LayerState):
             pads = [end] * batch  # rows without a segment have no token yet
             for segment in find_segments(batch, end, mask):
                 for row in range(segment.first_row, segment.last_row):
-                    pads[row], stops[row] = segment.start, segment.end
+                    pads[row] = segment.start
+                    stops[row] = segment.end
             for row, (cached_pad, pad) in enumerate(zip(before, pads)):
                 # planted: 4: cached padding becomes tokens
                 if min(cached_pad, start) != min(pad, start):
@@ -314,7 +316,9 @@ class CompactLayer(LayerState):
         # Undoing the last append, as far as needed, brings back the tokens that it pushed out.
         # The rest of the ring is intact back to C tokens before the furthest token written; steps
         # on a cache of fixed length do not count on the host, so this holds for them as well.
-        base, furthest, intact_from = left, end, self._intact_from
+        base = left
+        furthest = end
+        intact_from = self._intact_from
         if self._undo is not None:
             base = furthest = max(left, self._undo.start)
             intact_from = self._undo.intact_from

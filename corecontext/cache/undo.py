@@ -15,7 +15,7 @@ UNDO_LIMIT = 256
 
 
 class Undo(NamedTuple):
-    """What the last append pushed out of the ring."""
+    """The entries that the last append pushed out of the ring."""
 
     start: int
     """Slots of the sequence before that append."""
@@ -32,7 +32,8 @@ class Undo(NamedTuple):
 
         None where the ring has room for them, or they are more than UNDO_LIMIT.
         """
-        ring, new = entries.ring_size, stored[0].shape[2]
+        ring = entries.ring_size
+        new = stored[0].shape[2]
         if start == 0 or start + new <= ring or new > UNDO_LIMIT:
             return None
         slots = _ring_slots(pad, start, min(new, ring), ring)

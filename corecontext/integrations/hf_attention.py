@@ -115,7 +115,7 @@ def attention_modules(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.
 
 
 class AttentionHandle:
-    """What `enable` did to one model's attention, and the way to undo it."""
+    """A change of one model's attention, and the way to undo it."""
 
     KIND: ClassVar[str]
     """Beginning of the names under which the attention is registered."""

@@ -53,7 +53,7 @@ __all__ = [
 
 
 class Handle(AttentionHandle):
-    """What `enable` did to one model, and the way to change or undo it."""
+    """A model under CCA: change its settings, or undo `enable`."""
 
     KIND = NAME
     ATTRIBUTE = "_corecontext"
