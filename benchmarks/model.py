@@ -272,7 +272,7 @@ def _start(run: _Run, job: Job, ids: torch.Tensor, new_tokens: int) -> PlainRun 
     """Prepare a prompt of a method."""
     if job.method not in OURS:
         return PlainRun(run.model, job.method, ids)
-    options = {"fuse": _fusing(job.fuse), "chunk_size": run.bench.chunk_size}
+    options: dict[str, Any] = {"fuse": _fusing(job.fuse), "chunk_size": run.bench.chunk_size}
     return CompactRun(run.model, ids, new_tokens, **options)
 
 
@@ -330,7 +330,7 @@ def batches(run: _Run, method: str, length: int) -> list[int]:
     bench = run.bench
     room = length + run.total_steps
     if method == "cca":
-        row_bytes = run.cost.cache_bytes(room, bench.group_size, bench.window_size)
+        row_bytes: float = run.cost.cache_bytes(room, bench.group_size, bench.window_size)
         row_bytes *= _cache_itemsize(run) / run.cost.itemsize
     else:
         row_bytes = run.cost.cache_bytes(room, 1, 1)

@@ -272,7 +272,7 @@ def _measure_memory(place: _Place, methods: Sequence[str]) -> None:
                 reason = f"over the limit of {limit:g} s a call"
                 place.skip(method, f"memory of {pass_name}", reason)
                 continue
-            arguments = {
+            arguments: dict[str, Any] = {
                 "method": method,
                 "pass_name": pass_name,
                 "length": place.length,

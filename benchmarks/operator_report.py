@@ -116,7 +116,7 @@ def rows(records: Iterable[Record], *names: str) -> list[Row]:
         if r.name not in names or (r.name == "operator.peak_bytes" and "backward" not in p):
             continue
         place = (r.device, *_sizes(p), p["length"], pass_of(r))
-        configured = (*place, p.get("group_size"), p.get("window_size"))
+        configured: tuple[Any, ...] = (*place, p.get("group_size"), p.get("window_size"))
         if p["method"] == "floor":
             if p.get("of") == "cca":
                 floors[configured] = r.value
@@ -126,8 +126,9 @@ def rows(records: Iterable[Record], *names: str) -> list[Row]:
             key = configured if p["method"] in OTHERS else place
             rivals.setdefault((*key, p.get("timer")), {})[p["method"], p.get("backend", "")] = r
     made = []
-    for (*key, _), r in cca.items():
-        configured, timer = tuple(key), r.params.get("timer")
+    for graph_key, r in cca.items():
+        configured = graph_key[:-1]
+        timer = r.params.get("timer")
         row = Row(r.device, pass_of(r), dict(r.params), r.value, floor=floors.get(configured))
         full = rivals.get((*configured[:-2], timer), {})
         others = rivals.get((*configured, timer), {})

@@ -143,9 +143,10 @@ def _plain(value: Any) -> Any:
 def field_help(settings: type) -> dict[str, str]:
     """Return the string under each field of a dataclass, on one line."""
     source = textwrap.dedent(inspect.getsource(settings))
-    body: list[Any] = ast.parse(source).body[0].body  # type: ignore[attr-defined]
+    tree: Any = ast.parse(source)
+    body: list[Any] = tree.body[0].body
     return {
-        statement.target.id: " ".join(text.value.value.split())
+        statement.target.id: " ".join(text.value.value.split())  # type: ignore[union-attr, attr-defined]
         for statement, text in itertools.pairwise(body)
         if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr)
     }

@@ -13,7 +13,7 @@ NARROW = 300  # a logarithmic axis of a smaller ratio has labels at 2 and 5 of e
 
 
 def draw_line(
-    axis: Any, points: Mapping[float, float | None], label: str, color: str, style: str = "-"
+    axis: Any, points: Mapping[Any, float | None], label: str, color: str, style: str = "-"
 ) -> None:
     """Draw a line through the points that have a value; no line where none has."""
     measured = sorted((x, y) for x, y in points.items() if y is not None)

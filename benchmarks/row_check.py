@@ -35,6 +35,7 @@ def true_rows(q: Tensor, k: Tensor, v: Tensor, rows: list[int], kv_head: int, sp
         [rows, r, D]
     """
     g = spec.group_size
+    assert isinstance(g, int)
     repeats = q.shape[1] // k.shape[1]
     heads = slice(kv_head * repeats, (kv_head + 1) * repeats)
     groups = num_visible_cores(rows[-1], g, spec.window_size)
@@ -62,6 +63,7 @@ def true_rows(q: Tensor, k: Tensor, v: Tensor, rows: list[int], kv_head: int, sp
 def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> None:
     """Raise AssertionError unless sampled rows of CCA's output [B, H, L, D] are right, of the first
     and last KV head."""
+    assert isinstance(spec.group_size, int)
     rows = sample_rows(q.shape[2], spec.group_size, spec.window_size)
     repeats = q.shape[1] // k.shape[1]
     for kv_head in sorted({0, k.shape[1] - 1}):

@@ -210,7 +210,10 @@ def draw_training(records: Sequence[Record], path: str) -> None:
 def _draw_rates(axis: Any, alone: Sequence[Step]) -> None:
     """Draw tokens per second, and those at full attention's operations per second."""
     draw_line(
-        axis, _points(alone, lambda step: step.full and step.full.value), "full attention", FULL
+        axis,
+        _points(alone, lambda step: step.full.value if step.full else None),
+        "full attention",
+        FULL,
     )
     allowed = {
         step.length: step.full.value * step.allowed for step in alone if step.full and step.allowed

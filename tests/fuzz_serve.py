@@ -89,7 +89,8 @@ def main() -> int:
             refused = server.gauge("corecontext_refused_total")
             running = server.gauge("corecontext_running")
             print(
-                f"{answered:.0f} answered, {refused:.0f} refused, {errors:.0f} errors inside, {running:.0f} running, "
+                f"{answered:.0f} answered, {refused:.0f} refused, {errors:.0f} errors inside, "
+                f"{running:.0f} running, "
                 f"{bad} runs with findings"
             )
             return 1 if bad or errors or running else 0

@@ -343,7 +343,8 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
     ),
     Fault(
         "sinks: full attention for one token too many",
-        "return group_size == 1 or seq_len - sinks - 1 <= first_core_query(group_size, window_size)",
+        "return group_size == 1 or seq_len - sinks - 1 <= first_core_query(group_size, "
+        "window_size)",
         f"{SINKS}::test_full_attention_up_to_its_exact_length",
     ),
     Fault(
@@ -426,7 +427,8 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     ),
     Fault(
         "sinks: forgotten by a server's rows",
-        "return window_capacity(g, config.window_size) + num_complete_groups(max_length, g) * width",
+        "return window_capacity(g, config.window_size) + num_complete_groups(max_length, g) * "
+        "width",
         f"{CACHE}::test_bytes_equal_the_formula_from_the_first_token_on",
     ),
     Fault(

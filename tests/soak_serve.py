@@ -174,7 +174,8 @@ def soak(server: Served, options: argparse.Namespace) -> int:
         resident.append(server.resident_mib())
         running, held = server.gauge("corecontext_running"), server.gauge(ALLOCATED)
         print(
-            f"{time.monotonic() - began:.0f} s: {dict(seen)}, {resident[-1]:.0f} MiB, running {running:.0f}, cache "
+            f"{time.monotonic() - began:.0f} s: {dict(seen)}, {resident[-1]:.0f} MiB, running "
+            f"{running:.0f}, cache "
             f"{held / 2**20:.0f} MiB",
             flush=True,
         )
@@ -199,8 +200,10 @@ def soak(server: Served, options: argparse.Namespace) -> int:
     )
     middle, last = resident[len(resident) // 2], resident[-1]
     print(
-        f"left: {left}; prefixes {prefixes / 2**20:.0f} MiB, allocated {held / 2**20:.0f} MiB; errors "
-        f"{errors:.0f}; greedy questions {len(known)}; resident {resident[0]:.0f}, half way {middle:.0f}, end "
+        f"left: {left}; prefixes {prefixes / 2**20:.0f} MiB, allocated {held / 2**20:.0f} MiB; "
+        "errors "
+        f"{errors:.0f}; greedy questions {len(known)}; resident {resident[0]:.0f}, half way "
+        f"{middle:.0f}, end "
         f"{last:.0f} MiB"
     )
     if any(left.values()) or held != prefixes:

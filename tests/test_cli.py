@@ -49,7 +49,7 @@ def refuse(capfd, folder: Path, *argv: str) -> str:
 
 
 # What works
-# ----------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 
 
 def test_help_and_version(capfd):
@@ -355,7 +355,7 @@ def test_info_needs_no_weights(model, here, capfd):
 
 
 # Mistakes
-# ------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 
 GENERATE = ["generate", "--prompt-file", "good.txt"]
 PERPLEXITY = ["perplexity", "good.txt"]
@@ -392,7 +392,8 @@ PERPLEXITY = ["perplexity", "good.txt"]
         ),
         (
             [*PERPLEXITY, "--model", "MODEL", "--method", "x"],
-            "method must be cca, full, window, streaming_llm, lm_infinite, minference, longlora, mean or max, got 'x'.",
+            "method must be cca, full, window, streaming_llm, lm_infinite, minference, longlora, "
+            "mean or max, got 'x'.",
         ),
         (
             [*PERPLEXITY, "--model", "MODEL", "--chunk-size", "0"],

@@ -73,7 +73,8 @@ def test_frozen_and_replaced():
         (
             {"pooling": "maxx"},
             ValueError,
-            "pooling must be one of 'cca', 'mean', 'max', 'mean_query', got 'maxx'. Did you mean 'max'?",
+            "pooling must be one of 'cca', 'mean', 'max', 'mean_query', got 'maxx'. Did you mean "
+            "'max'?",
         ),
         (
             {"core_position": 3},
@@ -88,7 +89,8 @@ def test_frozen_and_replaced():
         (
             {"backend": "pack"},
             ValueError,
-            "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'pack'. Did you mean 'packed'?",
+            "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'pack'. Did you "
+            "mean 'packed'?",
         ),
         ({"learned": None}, TypeError, "learned must be a tuple, got None."),
         (
@@ -130,7 +132,8 @@ def test_messages(settings, error, message):
         ("group_sise", "Did you mean 'group_size'?"),
         (
             "zzz",
-            "Known: group_size, window_size, num_groups, pooling, core_position, core_heads, core_bias, "
+            "Known: group_size, window_size, num_groups, pooling, core_position, core_heads, "
+            "core_bias, "
             "learned, layer_group_sizes, sink_size, cache_dtype, head_group_sizes, backend.",
         ),
     ],

@@ -57,7 +57,8 @@ def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
         import accelerate  # noqa: F401
         import datasets  # noqa: F401
     except ImportError:
-        return start(4, "")
+        start(4, "")
+        return
     from corecontext.train import TrainConfig, run
 
     text = Path(__file__).resolve().parents[1].joinpath("LICENSE").read_text()

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_model import save_tiny_model
 
-from corecontext.demo import figure
 from corecontext.cli import main
-from corecontext.demo import compare
+from corecontext.demo import compare, figure
 from corecontext.demo.compare import ASSETS, DemoSettings, formula_bytes, plan, run_demo
 from corecontext.demo.printed import print_report
 from corecontext.demo.task import Task

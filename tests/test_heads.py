@@ -48,7 +48,7 @@ def test_parts_come_together_in_order(sizes):
 def test_splitting_heads_adds_a_cat_for_each_tensor_to_the_backward():
     """Not zeros as large as the whole, a copy and a sum for every part."""
     x = torch.randn(1, 8, 6, 4, requires_grad=True)
-    every, parts = heads_of_each((5, 1, 5, 9))
+    _, parts = heads_of_each((5, 1, 5, 9))
     loss = (gather_heads(split_heads(x, parts, 4), parts) ** 2).sum()
     with torch.profiler.profile() as profile:
         loss.backward()

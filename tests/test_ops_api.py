@@ -148,25 +148,29 @@ CALL_ERRORS = [
     (
         {"learned": {"bias": torch.zeros(4)}, "pooling": "max"},
         ValueError,
-        "learned must come with pooling 'cca' or 'mean_query', got 'max': others have no weights to learn.",
+        "learned must come with pooling 'cca' or 'mean_query', got 'max': others have no weights "
+        "to learn.",
     ),
     ({"attention_mask": [[1] * 6] * 2}, TypeError, "attention_mask must be a tensor, got list."),
     (
         {"attention_mask": -1e9 * ones(2, 6).float()},
         ValueError,
-        "attention_mask must hold 1 for tokens and 0 for padding, got other numbers, as of a mask that is added to "
+        "attention_mask must hold 1 for tokens and 0 for padding, got other numbers, as of a "
+        "mask that is added to "
         "scores.",
     ),
     (
         {"attention_mask": ones(2, 5)},
         ValueError,
-        "attention_mask must be [B, L] = [2, 6], got [2, 5]. Give 1 for tokens and 0 for padding; no L x L mask is "
+        "attention_mask must be [B, L] = [2, 6], got [2, 5]. Give 1 for tokens and 0 for "
+        "padding; no L x L mask is "
         "needed, attention is causal.",
     ),
     (
         {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1]])},
         ValueError,
-        "attention_mask must have its padding at the ends of each row, got a hole in row 1. Pass packed documents with "
+        "attention_mask must have its padding at the ends of each row, got a hole in row 1. Pass "
+        "packed documents with "
         "cu_seqlens.",
     ),
     (
@@ -182,7 +186,8 @@ CALL_ERRORS = [
     (
         {"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]]), "attention_mask": ones(2, 6)},
         ValueError,
-        "attention_mask, cu_seqlens and position_ids must not be given together: padding or packed documents, not both.",
+        "attention_mask, cu_seqlens and position_ids must not be given together: padding or "
+        "packed documents, not both.",
     ),
 ]
 

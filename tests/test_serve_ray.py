@@ -90,7 +90,7 @@ def test_a_killed_replica_takes_only_its_own_requests_with_it(tmp_path):
             first = next(stream)
             begun.wait()
             try:
-                last = [piece for piece in stream][-1]
+                last = list(stream)[-1]
                 outcome[number] = first.system_fingerprint, last.choices[0].finish_reason
             except Exception as error:
                 outcome[number] = first.system_fingerprint, error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from itertools import product
 
 import pytest
@@ -255,7 +256,7 @@ def test_padded_rows_and_packed_documents_have_their_own_first_tokens(backend):
             torch.testing.assert_close(whole[row : row + 1, :, start:end], part, rtol=0, atol=1e-13)
     edges = (0, 5, 32, 60)  # the first document is shorter than the first tokens
     packed = run(*(y[:1] for y in x[:3]), cu_seqlens=torch.tensor(edges))
-    for start, end in zip(edges, edges[1:]):
+    for start, end in itertools.pairwise(edges):
         torch.testing.assert_close(
             packed[:, :, start:end], run(*(y[:1, :, start:end] for y in x[:3])), rtol=0, atol=1e-13
         )

@@ -4,6 +4,7 @@ command line."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ def test_the_command_line(tmp_path, capfd, monkeypatch):
     )
     values = {
         one["params"]["method"]: one
-        for one in map(json.loads, open("r.jsonl"))
+        for one in map(json.loads, Path("r.jsonl").read_text().splitlines())
         if one["name"] == "quality.perplexity" and "bucket" not in one["params"]
     }
     assert values["cca"]["params"]["sinks"] == 12 and "sinks" not in values["full"]["params"]

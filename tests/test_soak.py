@@ -26,7 +26,8 @@ GROWTH = 48 * 2**20  # bytes that the process may grow by after the first tenth 
 
 def live_tensors() -> int:
     """Tensors that Python still holds."""
-    packed._interior_bias.cache_clear()  # a few masks, kept on purpose: fewer or more by what ran last
+    # A few masks are kept on purpose, their number depends on the tests before.
+    packed._interior_bias.cache_clear()
     gc.collect()
     return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 

@@ -555,7 +555,7 @@ def test_no_square_mask_is_built(model, monkeypatch):
 
 
 # Refusals
-# ------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 
 
 def test_refuses_untested_architecture():
@@ -681,8 +681,10 @@ def test_hybrid_list_is_what_the_families_say():
 
 def test_import_leaves_transformers_alone():
     code = (
-        "import corecontext, sys; assert 'transformers' not in sys.modules and 'triton' not in sys.modules;"
-        "from transformers import AttentionInterface; before = dict(AttentionInterface._global_mapping);"
+        "import corecontext, sys; assert 'transformers' not in sys.modules and 'triton' not in "
+        "sys.modules;"
+        "from transformers import AttentionInterface; before = "
+        "dict(AttentionInterface._global_mapping);"
         "corecontext.enable; after = AttentionInterface._global_mapping;"
         "assert {k: v for k, v in after.items() if k != 'cca'} == before"
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from corecontext import Rotary, cca_attention  # noqa: E402
 from corecontext.ops import compose  # noqa: E402
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
-from corecontext.testing import (
+from corecontext.testing import (  # noqa: E402
     Inputs,
     assert_accurate,
     assert_within_budget,
@@ -377,7 +378,7 @@ def test_gradients_of_a_part_of_a_row_are_those_of_the_part_alone(how, dtype):
     )
     if how == "packed":
         parts, where = (
-            list(zip(edges, edges[1:])),
+            list(itertools.pairwise(edges)),
             {"cu_seqlens": torch.tensor(edges, device=DEVICE)},
         )
     else:
