@@ -35,7 +35,8 @@ ORACLE, CACHE, PLUGIN = (
     "tests/test_cache.py",
     "tests/test_transformers.py",
 )
-INFERENCE, SINKS, SINK_MODELS = (
+SCHEDULER, INFERENCE, SINKS, SINK_MODELS = (
+    "tests/test_scheduler.py",
     "tests/test_inference.py",
     "tests/test_sinks.py",
     "tests/test_sinks_models.py",
@@ -439,12 +440,18 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     Fault(
         "sinks: a shared beginning without them",
         "raw = [x[:, :, : self.ring_size].clone() for x in self.buffers]",
-        "tests/test_scheduler.py::test_a_branched_cache_is_the_same_bits_under_every_setting",
+        f"{SCHEDULER}::test_a_branched_cache_is_the_same_bits_under_every_setting",
     ),
     Fault(
         "5: of a document in a row the log-sum-exp of other tokens, Hopper",
         "lse = upstream.lse  # of a document in a packed row it is a slice",
         "tests/test_triton_dispatch.py::test_what_the_hopper_backward_prepares_is_of_its_own_rows",
+    ),
+    Fault(
+        "serve: sized by the settings of the prompt that is read",
+        "type(self.admission)(self.max_length, self.memory, self.handle.config, self.full, "
+        "self.policy).check(request)",
+        f"{SCHEDULER}::test_a_request_is_sized_by_its_own_settings_while_another_is_read",
     ),
     Fault(
         "arrows: a backend imports another",

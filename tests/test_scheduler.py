@@ -4,6 +4,7 @@ frees what it held."""
 import contextlib
 import gc
 import random
+import threading
 import time
 import weakref
 from dataclasses import replace
@@ -412,6 +413,40 @@ def test_the_policy_sees_the_load_and_chooses_for_requests_that_start_now(model)
     finish(scheduler)
     assert one.ended == "length" and one.config == CONFIG
     assert_empty(scheduler)
+
+
+@pytest.mark.parametrize("reading, accepted", [(2, True), (16, False)])
+def test_a_request_is_sized_by_its_own_settings_while_another_is_read(model, reading, accepted):
+    """Requests are submitted from other threads, at any moment of a step."""
+    shape = Scheduler(model).memory.shape
+    length = 240 if accepted else 256
+    needed = 2 * shape.row_bytes(CONFIG, 256)
+    scheduler = Scheduler(model, chunk_size=16, cache_bytes=needed if accepted else needed - 1)
+    original, outcomes = model.model.forward, []
+
+    def submit():
+        one = ask(length - 4, 4, seed=2)
+        try:
+            one.submit(scheduler)
+        except ValueError as error:
+            outcomes.append(str(error))
+        else:
+            scheduler.cancel(one.slot)
+            outcomes.append("accepted")
+
+    def forward(*args, **kwargs):
+        thread = threading.Thread(target=submit)
+        thread.start()
+        thread.join()
+        return original(*args, **kwargs)
+
+    first = ask(30, 1, group_size=reading)
+    first.submit(scheduler)
+    with mock.patch.object(model.model, "forward", forward):
+        finish(scheduler)
+    assert first.ended == "length" and len(outcomes) == 2
+    for outcome in outcomes:
+        assert outcome.startswith("accepted" if accepted else "prompt and answer must fit")
 
 
 def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):

@@ -49,8 +49,8 @@ class Admission:
     """Most tokens of prompt and answer."""
     memory: CacheMemory
     """Must be able to hold a request."""
-    handle: Handle
-    """The model's CCA handle."""
+    config: CCAConfig
+    """The model's own settings. Its handle has those of another request while a prompt is read."""
     full: bool
     """Whether full attention is served."""
     policy: Policy | None
@@ -91,7 +91,7 @@ class Admission:
                     "group_size and window_size must be left out, got a server of full attention."
                 )
             return None
-        config = self.handle.config
+        config = self.config
         if config.varies and request.group_size is not None:
             raise ValueError(
                 f"group_size must be left out, got {request.group_size} for a model with a g for "

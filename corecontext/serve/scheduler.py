@@ -103,9 +103,8 @@ class Scheduler:
             PrefixStore(self.chunk_size, prefix_bytes, shape),
             self.batch,
         )
-        self.admission = Admission(
-            self.max_length, self.memory, self.handle, self.full, self.policy
-        )
+        config = self.handle.config
+        self.admission = Admission(self.max_length, self.memory, config, self.full, self.policy)
         self.reader = PromptReader(self.model, self.handle, self.chunk_size, self.memory, self.full)
 
         # A request is in one of these: the queue, the prompts being read, or its pool's rows.
@@ -132,6 +131,7 @@ class Scheduler:
             ValueError: as `Admission.check`.
             RequestError: too many requests wait already.
         """
+        # planted: serve: sized by the settings of the prompt that is read
         self.admission.check(request)
         slot = Slot(request, on_token, on_end)
         with self._lock:

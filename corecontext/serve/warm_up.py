@@ -15,7 +15,7 @@ def warm_up(scheduler: Scheduler, sizes: Iterable[tuple[int, int]] = ()) -> None
 
     Sizes that do not fit the budget are left out.
     """
-    config = scheduler.handle.config
+    config = scheduler.admission.config
     if scheduler.full or config.varies:
         sizes = ()
     for g, s in dict.fromkeys([(None, None), *sizes]):
