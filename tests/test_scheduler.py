@@ -19,6 +19,7 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.inference import Engine, Sampling
 from corecontext.inference.policy import TablePolicy
+from corecontext.serve import request as request_module
 from corecontext.serve.errors import Code, RequestError
 from corecontext.serve.request import Request
 from corecontext.serve.rows import RowPool
@@ -486,6 +487,45 @@ def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):
     again.submit(scheduler)
     finish(scheduler)
     assert again.tokens == alone(model, again, 8)
+    assert_empty(scheduler)
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_callback_that_fails_at_the_end_changes_no_other_answer(model, new):
+    """The end falls on a prompt's first token, or into a step beside others."""
+    scheduler = Scheduler(model, chunk_size=16)
+    first, neighbour = ask(10, new, seed=1), ask(12, 15, seed=2)
+    ends = []
+
+    def failing(slot):
+        ends.append(slot.ended)
+        raise RuntimeError("the event loop is closed")
+
+    first.slot = scheduler.submit(first.request, first.on_token, failing)
+    neighbour.submit(scheduler)
+    with mock.patch.object(request_module.log, "exception") as logged:
+        finish(scheduler)
+    assert ends == ["length"] and logged.call_count == 1
+    assert first.tokens == alone(model, first) and neighbour.tokens == alone(model, neighbour)
+    assert_empty(scheduler)
+
+
+def test_a_callback_that_fails_on_a_token_changes_no_other_answer(model):
+    scheduler = Scheduler(model, chunk_size=16)
+    failing, neighbour = ask(10, 15, seed=1), ask(12, 15, seed=2)
+    taken = []
+
+    def third_fails(token):
+        taken.append(token)
+        if len(taken) == 3:
+            raise RuntimeError("no text for this token")
+
+    failing.on_token = third_fails
+    for one in (failing, neighbour):
+        one.submit(scheduler)
+    finish(scheduler)
+    assert failing.ends == ["error"] and isinstance(failing.error, RuntimeError)
+    assert len(taken) == 3 and neighbour.tokens == alone(model, neighbour)
     assert_empty(scheduler)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from typing import Any
 from corecontext.config import CCAConfig
 from corecontext.inference.sampling import Sampling
 from corecontext.serve.prefix import Node
+
+log = logging.getLogger("corecontext.serve")
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,17 @@ class Slot:
         if self.made == self.request.max_new_tokens:
             return "length"
         return None
+
+    def end(self, reason: str, error: BaseException | None) -> None:
+        """Note the end and call `on_end`. Its failure is logged: the other requests of the turn
+        are still to get their tokens."""
+        self.ended = reason
+        self.error = error
+        try:
+            self.on_end(self)
+        # planted: serve: a failing callback takes the others' tokens
+        except Exception:
+            log.exception("the callback of a request's end failed")
 
     def release_prompt(self) -> None:
         """Free the tensors for reading the prompt."""

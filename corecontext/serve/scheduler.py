@@ -375,9 +375,7 @@ class Scheduler:
         if error is not None:
             # The frames of the failed call hold its tensors.
             traceback.clear_frames(error.__traceback__)
-        slot.ended = reason
-        slot.error = error
-        slot.on_end(slot)
+        slot.end(reason, error)
 
     def clear(self) -> None:
         """Drop all memory that no request holds, and the time to first token; call it when idle."""
