@@ -459,6 +459,11 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         f"{SCHEDULER}::test_a_callback_that_fails_at_the_end_changes_no_other_answer",
     ),
     Fault(
+        "serve: the hash of a chunk is that of its whole beginning",
+        "return (config, parent and parent.key, tuple(tokens))",
+        f"{SCHEDULER}::test_a_prompt_of_many_chunks_is_shared_at_a_cost_by_chunk",
+    ),
+    Fault(
         "arrows: a backend imports another",
         "from corecontext.ops import compose, partial, pooling, reference, sinks",
         "tests/test_arrows.py",

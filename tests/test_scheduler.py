@@ -4,6 +4,7 @@ frees what it held."""
 import contextlib
 import gc
 import random
+import sys
 import threading
 import time
 import weakref
@@ -248,6 +249,37 @@ def test_a_shared_beginning_is_read_once_and_changes_no_bit(model):
     finish(scheduler)
     assert again.tokens == jobs[0].tokens
     assert_empty(scheduler)
+
+
+class HashedToken(int):
+    """A token number that counts how often it is hashed."""
+
+    hashed = 0
+
+    def __hash__(self):
+        HashedToken.hashed += 1
+        return super().__hash__()
+
+
+def test_a_prompt_of_many_chunks_is_shared_at_a_cost_by_chunk():
+    """More chunks than Python's recursion is deep; and a chunk is hashed by its own tokens."""
+    chunks = sys.getrecursionlimit() + 20
+    model = tiny_model(num_hidden_layers=1, max_position_embeddings=4 * chunks)
+    ids = [HashedToken(token) for token in prompt(2 * chunks + 1)]
+    with corecontext.enabled(model, CONFIG):
+        scheduler = Scheduler(model, chunk_size=2)
+        first, again = ask(0, 3, prompt=ids), ask(0, 3, prompt=ids)
+        hashed = []
+        for one in (first, again):
+            HashedToken.hashed = 0
+            one.submit(scheduler)
+            finish(scheduler)
+            hashed.append(HashedToken.hashed)
+        assert [one.error for one in (first, again)] == [None, None]
+        assert again.cached_tokens == 2 * chunks and again.tokens == first.tokens
+        assert 0 < hashed[1] <= len(ids) and hashed[0] <= 4 * len(ids)
+        assert_counted(scheduler.memory.prefixes)
+        assert_empty(scheduler)
 
 
 def assert_counted(prefixes):

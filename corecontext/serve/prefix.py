@@ -20,11 +20,18 @@ from corecontext.integrations.hf_cache import CCALayer
 from corecontext.serve.rows import RowShape
 
 
+def _key(config: CCAConfig | None, parent: Node | None, tokens: Sequence[int]) -> tuple:
+    """Identify a chunk behind a parent, which is compared by identity: the hash of a chunk does
+    not take longer the more chunks are before it."""
+    # planted: serve: the hash of a chunk is that of its whole beginning
+    return (config, parent, tuple(tokens))
+
+
 class Node:
     """A chunk that has been read, after those of its ancestors.
 
     Args:
-        key: Settings, the parent's key, and the chunk's tokens.
+        key: Settings, the parent, and the chunk's tokens.
         parent: The chunk before; None for the first.
         layers: All layers' caches after the chunk.
         shape: Sizes of the model's cache.
@@ -54,7 +61,12 @@ class Node:
     @property
     def path(self) -> list[Node]:
         """From the first chunk to this one."""
-        return [self] if self.parent is None else [*self.parent.path, self]
+        nodes = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
 
 
 class PrefixStore:
@@ -79,8 +91,8 @@ class PrefixStore:
         """Find the longest beginning that leaves at least one token of the prompt to read."""
         node = None
         for end in range(self.chunk_size, len(prompt), self.chunk_size):
-            chunk = tuple(prompt[end - self.chunk_size : end])
-            child = self._nodes.get((config, node and node.key, chunk))
+            chunk = prompt[end - self.chunk_size : end]
+            child = self._nodes.get(_key(config, node, chunk))
             if child is None:
                 break
             node = child
@@ -111,7 +123,7 @@ class PrefixStore:
             return None
         if parent is not None and self._nodes.get(parent.key) is not parent:
             return None
-        key = (config, parent and parent.key, tuple(tokens))
+        key = _key(config, parent, tokens)
         node = self._nodes.get(key)
         if node is None:
             node = Node(key, parent, layers, self.shape)

@@ -72,5 +72,5 @@ class PromptReader:
             return
         memory = self.memory
         room = memory.budget - memory.allocated + memory.prefixes.nbytes
-        chunk = tuple(slot.request.prompt[start : slot.read])
+        chunk = slot.request.prompt[start : slot.read]
         slot.node = memory.prefixes.add(slot.config, slot.node, chunk, slot.cache, room)
