@@ -561,6 +561,24 @@ def test_a_callback_that_fails_on_a_token_changes_no_other_answer(model):
     assert_empty(scheduler)
 
 
+def test_a_chunk_that_fails_leaves_the_models_settings_as_they_were(model, monkeypatch):
+    """The request has its own g and s; the next one leaves both to the model."""
+    scheduler = Scheduler(model, chunk_size=8)
+    bad, after = ask(20, 5, group_size=3, window_size=7), ask(40, 9, seed=2)
+    bad.submit(scheduler)
+    scheduler.step()
+    assert bad.read == 8 and scheduler.handle.config == CONFIG
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model, "forward", lambda *args, **kwargs: 1 / 0)
+        scheduler.step()
+    assert isinstance(bad.error, ZeroDivisionError)
+    assert scheduler.handle.config == CONFIG and model.config.cca == CONFIG.to_dict()
+    after.submit(scheduler)
+    finish(scheduler)
+    assert after.config == CONFIG and after.tokens == alone(model, after, 8)
+    assert_empty(scheduler)
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_prompt_that_is_read_outlives_a_step_that_fails(model, monkeypatch, fixed):
     scheduler = Scheduler(model, chunk_size=8, capture=False)

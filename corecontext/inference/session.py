@@ -42,6 +42,7 @@ def configured(handle: Handle | None, config: CCAConfig | None) -> Iterator[None
     handle.configure(**config.to_dict())
     try:
         yield
+    # planted: serve: a chunk that fails leaves its settings behind
     finally:
         # planted: inference: a request leaves its settings behind
         handle.configure(**before.to_dict())
