@@ -15,7 +15,7 @@ from torch import Tensor
 
 from corecontext.ops.api import cca_attention
 from corecontext.ops.rotary import Rotary
-from corecontext.visibility import num_complete_groups, num_sinks, visible_cores_of
+from corecontext.visibility import num_complete_groups, num_sinks, sees_core, sees_token
 
 
 class Sizes(NamedTuple):
@@ -166,15 +166,12 @@ def _cap(scores: Tensor, softcap: float | None) -> Tensor:
 
 def _seen(seq_len: int, settings: PlainSettings, device: torch.device) -> Tensor:
     """Return the mask [L, M + L] of core tokens and raw tokens that queries see."""
-    group_size = settings.group_size
+    sizes = (settings.group_size, settings.window_size)
     position = torch.arange(seq_len, device=device)[:, None]
-    key_position = position.T
-    visible_cores = visible_cores_of(position, group_size, settings.window_size)
-    sinks = num_sinks(settings.sink_size, group_size)
-    core = torch.arange(num_complete_groups(seq_len, group_size), device=device)
-    seen_cores = (core < visible_cores) & (core >= sinks // group_size)
-    uncovered = (visible_cores * group_size <= key_position) | (sinks > key_position)
-    return torch.cat((seen_cores, uncovered & (position >= key_position)), 1)
+    sinks = num_sinks(settings.sink_size, settings.group_size)
+    core = torch.arange(num_complete_groups(seq_len, settings.group_size), device=device)
+    seen_cores = sees_core(core, position, *sizes) & (core >= sinks // settings.group_size)
+    return torch.cat((seen_cores, sees_token(position.T, position, *sizes, sinks)), 1)
 
 
 def results_and_gradients(

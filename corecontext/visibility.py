@@ -1,7 +1,8 @@
 """State which core tokens and raw tokens a query sees: the integer rules.
 
-docs/math.md, eq. 4 to 7 and 13. Positions count from 0 within one sequence. No other file states
-these rules. The functions use no tensors, so every backend, cache and test can rely on the same few
+docs/math.md, eq. 4 to 7 and 13. Positions count from 0 within one sequence.
+`ops/triton/primitives.py` states the rules for kernels, `cache/decode_step.py` for the slots of a
+cache. The functions make no tensors, so every backend, cache and test can rely on the same few
 lines; they are checked exhaustively for small sizes.
 
 Where the first n tokens stay raw (n a multiple of g), the tokens after them form a sequence of
@@ -39,6 +40,19 @@ def num_visible_cores(position: int, group_size: int, window_size: int) -> int:
 def visible_cores_of(positions, group_size: int, window_size: int):
     """Apply `num_visible_cores` to a tensor of positions, any shape, integer dtype."""
     return ((positions + 1 - window_size) // group_size).clamp(min=0)
+
+
+def sees_core(cores, positions, group_size: int, window_size: int):
+    """Mask the core tokens, by number from the beginning, that queries see: two tensors that
+    broadcast in, their shape out."""
+    return cores < visible_cores_of(positions, group_size, window_size)
+
+
+def sees_token(keys, positions, group_size: int, window_size: int, sinks: int = 0):
+    """Mask the raw tokens `keys` that queries see: the first n = `sinks`, and those that no visible
+    core token covers, up to the query itself. Two tensors that broadcast in, their shape out."""
+    start = visible_cores_of(positions, group_size, window_size) * group_size
+    return ((keys >= start) | (keys < sinks)) & (keys <= positions)
 
 
 def local_start(position: int, group_size: int, window_size: int) -> int:

@@ -32,11 +32,21 @@ def seen_by(position: int, group_size: int, window_size: int) -> tuple[list[int]
 def test_queries_see_what_the_definition_says(group_size, window_size):
     positions = torch.arange(max(LENGTHS))
     as_tensor = vis.visible_cores_of(positions, group_size, window_size)
+    sees_core = vis.sees_core(positions, positions[:, None], group_size, window_size)
+    sees_token = vis.sees_token(positions, positions[:, None], group_size, window_size)
     for position in positions.tolist():
         cores, raw = seen_by(position, group_size, window_size)
         assert cores == list(range(vis.num_visible_cores(position, group_size, window_size)))
         assert raw == list(range(vis.local_start(position, group_size, window_size), position + 1))
         assert int(as_tensor[position]) == len(cores)
+        assert sees_core[position].nonzero().flatten().tolist() == cores
+        assert sees_token[position].nonzero().flatten().tolist() == raw
+        for sinks in (group_size, 3 * group_size):
+            with_sinks = vis.sees_token(
+                positions, positions[position], group_size, window_size, sinks
+            )
+            first = range(min(sinks, position + 1))
+            assert with_sinks.nonzero().flatten().tolist() == sorted({*first, *raw})
 
 
 @pytest.mark.parametrize("group_size, window_size", SIZES)

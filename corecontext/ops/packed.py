@@ -26,7 +26,7 @@ from corecontext.visibility import (
     first_core_query,
     local_start,
     num_visible_cores,
-    visible_cores_of,
+    sees_token,
 )
 
 pool = pooling.forward
@@ -179,9 +179,7 @@ def _bias(start: int, end: int, group_size: int, window_size: int, like: Tensor)
     key = torch.arange(local_start(start, group_size, window_size), end, device=like.device)
     # planted: 2: a token covered twice, packed
     # planted: 3: the next token is seen, packed
-    seen = (key >= visible_cores_of(position, group_size, window_size) * group_size) & (
-        key <= position
-    )
+    seen = sees_token(key, position, group_size, window_size)
     return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(
         ~seen, -torch.inf
     )

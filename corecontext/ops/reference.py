@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens
-from corecontext.visibility import visible_cores_of
+from corecontext.visibility import sees_core, sees_token
 
 
 def unsupported_reason(q: Tensor) -> str | None:
@@ -112,15 +112,12 @@ def visible(
 ) -> tuple[Tensor, Tensor]:
     """Return the masks of the queries at `position` [T], True where they see: core tokens [T, M]
     and raw tokens [T, S]."""
-    group_size = spec.group_size
-    sinks = spec.sinks
     position = position[:, None]
-    cores = visible_cores_of(position, group_size, spec.window_size)  # [T, 1]
+    sizes = (spec.group_size, spec.window_size)
+    core = torch.arange(num_cores, device=position.device)
     # planted: sinks: counted twice, reference
-    see_core = torch.arange(num_cores, device=position.device) + sinks // group_size < cores
+    core = core + spec.sinks // spec.group_size
     # planted: 2: a token not covered, reference
     # planted: 3: the next token is seen, reference
-    see_local = ((key_position >= cores * group_size) | (key_position < sinks)) & (
-        key_position <= position
-    )
-    return see_core, see_local
+    see_local = sees_token(key_position, position, *sizes, spec.sinks)
+    return sees_core(core, position, *sizes), see_local
