@@ -6,6 +6,8 @@ gradients in registers while the copying warp brings the queries that see them; 
 gradients are added by the tensor memory accelerator, in any order of programs, so the last bits
 differ from run to run. Where torch is asked for deterministic algorithms, `attend.attend_backward`
 runs instead. The file is long because the groups of warps are one algorithm.
+
+N counts the KV heads of all rows (`num_n` in kernels), r the query heads of each (`heads_per_n`).
 """
 
 from __future__ import annotations
@@ -48,8 +50,11 @@ BLOCK_M = gl.constexpr(64)  # queries of a tile
 HALF_N = gl.constexpr(64)  # keys of a consumer
 BLOCK_N = gl.constexpr(128)  # keys of a program
 STAGES = 2  # query tiles in shared memory
-HEADS_PER_TURN = 4
-MIN_BYTES = 288 << 20  # enough that one long core-token program does not dominate the launch
+HEADS_PER_TURN = 4  # query heads whose core tiles run together: their sums fit the L2 cache
+SUM_SHARE = 26  # sums take a 26th of q, k, v, the output and their gradients: 4 % more memory
+# At least so many bytes of sums: a launch takes as long as its first core tile, which all queries
+# see, so a launch needs enough heads to fill the device meanwhile (docs/tuning-notes.md).
+MIN_BYTES = 288 << 20
 
 
 @triton.jit(do_not_specialize=["num_queries", "heads_per_n"])
@@ -181,12 +186,14 @@ def _copy_queries(
         for i in range(tiles):
             row = last_row - BLOCK_M * i
             stage = step % STAGES
-            here = ready.index(stage)
+            stage_ready = ready.index(stage)
             mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(here, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-            copy_in(q_desc, [n, head, row, 0], here, tiles_smem.index(stage))
-            copy_in(stats_desc, [n, head, row // BLOCK_M, 0], here, stats_smem.index(stage))
-            copy_in(grad_desc, [n, head, row, 0], here, tiles_smem.index(STAGES + stage))
+            mbarrier.expect(
+                stage_ready, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes
+            )
+            copy_in(q_desc, [n, head, row, 0], stage_ready, tiles_smem.index(stage))
+            copy_in(stats_desc, [n, head, row // BLOCK_M, 0], stage_ready, stats_smem.index(stage))
+            copy_in(grad_desc, [n, head, row, 0], stage_ready, tiles_smem.index(STAGES + stage))
             step += 1
 
 
@@ -470,6 +477,7 @@ def _attend_bwd_hopper(
     pid = gl.program_id(0)
     is_core = pid < core_programs
     if is_core:
+        # A turn is the core tiles of heads_per_turn heads; the last turn may have fewer heads.
         turn_programs = (num_cores + BLOCK_N - 1) // BLOCK_N * heads_per_turn
         turn = pid // turn_programs
         heads = gl.minimum(heads_per_turn, num_n * heads_per_n - turn * heads_per_turn)
@@ -498,13 +506,16 @@ def _attend_bwd_hopper(
     tiles = gl.maximum((end + BLOCK_M - 1) // BLOCK_M - begin // BLOCK_M, 0)
     last_row = (end - 1) // BLOCK_M * BLOCK_M
     bias_ptr += n * heads_per_n
-    # Arguments of a group of warps: constants (first, since a sum of tuples unwraps those on its
-    # right), its own, those of all.
+    # Arguments of a group of warps, in the order of its parameters: constants (first, since a sum
+    # of tuples unwraps those on its right), its own, those of all.
+    # _key_gradients: after the constants and its sum_smem.
     consumers = (scores_smem, scores_ready, scores_free, sum_desc)
     consumers += (core_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr)
     consumers += (offset, value_offset, num_keys, num_queries, group_size, window_size, scale)
+    # _copy_queries: after STAGES.
     producer = (q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, core_v_desc)
     producer += (heads_per_core,)
+    # Both: the last parameters.
     shared = (tiles_smem, stats_smem, ready, free, n, first_head, num_heads, key, is_core)
     shared += (last_row, tiles)
     first = (sum_smem.index(0),)
@@ -553,16 +564,16 @@ class _Chunk(NamedTuple):
 
     def rows(self, rows: slice) -> _Chunk:
         """Return the tensors of some of the sequences."""
-        return _Chunk(*(_take(x, rows) for x in self))
+        return _Chunk(*(_take_rows(x, rows) for x in self))
 
 
-def _take(x: Tensor | tuple | None, rows: slice) -> Tensor | tuple | None:
+def _take_rows(x: Tensor | tuple | None, rows: slice) -> Tensor | tuple | None:
     """Take rows of a tensor, or of each tensor of a named tuple."""
     if x is None:
         return None
     if isinstance(x, Tensor):
         return x[rows]
-    return type(x)(*(_take(y, rows) for y in x))
+    return type(x)(*(_take_rows(y, rows) for y in x))
 
 
 def gradients(
@@ -587,21 +598,23 @@ def gradients(
     lse = upstream.lse.contiguous()  # of a document in a packed row it is a slice
     grad_out = aligned(upstream.grad_out)
     upstream = Upstream(grad_out, upstream.grad_lse, aligned(upstream.out), lse)
-    everything = _Chunk(q, k, v, *cores, groups, core_bias, upstream, dq, dk, dv, dbias)
+    all_sequences = _Chunk(q, k, v, *cores, groups, core_bias, upstream, dq, dk, dv, dbias)
     size = _sequences_at_once(q, tokens.k)
     sums = torch.empty(size, *q.shape[1:], dtype=torch.float32, device=q.device)
     for start in range(0, q.shape[0], size):
         # Slicing takes time even where it changes nothing.
-        chunk = everything if size >= q.shape[0] else everything.rows(slice(start, start + size))
+        chunk = (
+            all_sequences if size >= q.shape[0] else all_sequences.rows(slice(start, start + size))
+        )
         _fill_gradients(chunk, spec, sums)
     return dq, dk, dv, dbias
 
 
 def _sequences_at_once(q: Tensor, k: Tensor) -> int:
-    """Return how many sequences' float32 sums take a twenty-sixth of q, k, v, the output and their
-    gradients, and no fewer than it takes to fill the device."""
+    """Return how many sequences' float32 sums fit the limit: 1 / SUM_SHARE of q, k, v, the output
+    and their gradients, and at least MIN_BYTES."""
     head_bytes = q.shape[2] * q.shape[3] * q.element_size()
-    limit = 4 * (q.shape[0] * q.shape[1] + k.shape[0]) * head_bytes // 26
+    limit = 4 * (q.shape[0] * q.shape[1] + k.shape[0]) * head_bytes // SUM_SHARE
     return max(1, min(q.shape[0], max(limit, MIN_BYTES) // (2 * q.shape[1] * head_bytes)))
 
 
@@ -613,13 +626,13 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor) -> None:
     tiles = ceil_div(num_queries, BLOCK_M.value)
     block_d = power_of_2(dim)
     stats = torch.empty(n, r, tiles, 2 * BLOCK_M.value, dtype=torch.float32, device=out.device)
+    lse_gradient = lse  # not read: a launch needs a pointer
+    if grad_lse is not None:
+        lse_gradient = grad_lse.contiguous()
     launch(
         _prepare_kernel,
         (tiles, n * r),
-        (
-            *(out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous()),
-            *(stats, sums, num_queries, r),
-        ),
+        (out, grad_out, lse, lse_gradient, stats, sums, num_queries, r),
         (out.stride()[:3], grad_out.stride()[:3]),
         HAS_GRAD_LSE=grad_lse is not None,
         HEAD_DIM=dim,
@@ -629,13 +642,13 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor) -> None:
     )
     grad_cores = _attend_backward(chunk, spec, stats, sums)
     grad_last = _add_pooling(grad_cores, chunk, spec) if num_cores else None
+    last_gradient = sums  # not read: a launch needs a pointer
+    if grad_last is not None:
+        last_gradient = grad_last
     launch(
         _finish_kernel,
         (tiles, n * r),
-        (
-            *(sums, sums if grad_last is None else grad_last, chunk.dq),
-            *(num_queries, num_cores, float(spec.scale)),
-        ),
+        (sums, last_gradient, chunk.dq, num_queries, num_cores, float(spec.scale)),
         (spec.group_size,),
         HAS_LAST=grad_last is not None,
         HEAD_DIM=dim,
@@ -658,25 +671,26 @@ def _attend_backward(chunk: _Chunk, spec: Spec, stats: Tensor, sums: Tensor) -> 
     # A descriptor needs memory even where there is no core token to read.
     core_k, core_v = map(aligned, (chunk.core_k, chunk.core_v)) if num_cores else (k, v)
     core_bias = chunk.core_bias
-    bias = chunk.upstream.lse
-    dbias = stats
+    bias = chunk.upstream.lse  # not read: a launch needs a pointer
+    dbias = stats  # not written
     if core_bias is not None:
         bias = core_bias.float().contiguous()
         parts = ceil_div(num_cores, HALF_N.value)
         dbias = torch.empty(n, r, parts, dtype=torch.float32, device=q.device)
     core_programs = ceil_div(num_cores, BLOCK_N.value) * n * r
     rows = BLOCK_M.value
+    descriptors = (
+        *(descriptor(q, rows), descriptor(chunk.upstream.grad_out, rows), descriptor(stats, 1)),
+        *(descriptor(x, HALF_N.value) for x in (k, v, core_k, core_v)),
+        descriptor(sums, rows, power_of_2(dim) // 2),
+    )
+    pointers = (bias, grad_cores, chunk.dk, chunk.dv, dbias)
+    sizes = (num_queries, num_cores, core_programs, n, r, r // chunk.core_k.shape[1])
+    settings = (HEADS_PER_TURN, spec.scale * LOG2E.value, spec.group_size, spec.window_size)
     launch(
         _attend_bwd_hopper,
         (core_programs + ceil_div(num_queries, BLOCK_N.value) * n,),
-        (
-            *(descriptor(q, rows), descriptor(chunk.upstream.grad_out, rows), descriptor(stats, 1)),
-            *(descriptor(x, HALF_N.value) for x in (k, v, core_k, core_v)),
-            descriptor(sums, rows, power_of_2(dim) // 2),
-            *(bias, grad_cores, chunk.dk, chunk.dv, dbias),
-            *(num_queries, num_cores, core_programs, n, r, r // chunk.core_k.shape[1]),
-            *(HEADS_PER_TURN, spec.scale * LOG2E.value, spec.group_size, spec.window_size),
-        ),
+        (*descriptors, *pointers, *sizes, *settings),
         HAS_BIAS=core_bias is not None,
         HEAD_DIM=dim,
         BLOCK_D=power_of_2(dim),
