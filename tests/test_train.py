@@ -422,9 +422,9 @@ def test_strategies_train_only_what_they_say(setting, tmp_path, strategy, change
 
 
 def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, whole, tmp_path):
-    from corecontext.train.student import read_config
+    from corecontext.train.student import prepare_config
 
-    hf_config = read_config(setting.replace(context_length=20_000, rope_theta=1e6))
+    hf_config = prepare_config(setting.replace(context_length=20_000, rope_theta=1e6))
     assert (hf_config.max_position_embeddings, hf_config.rope_parameters["rope_theta"]) == (
         20_000,
         1e6,

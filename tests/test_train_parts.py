@@ -19,7 +19,7 @@ from corecontext.inference.fuse import MOST_PARTS, Fused
 from corecontext.train import loss as loss_module
 from corecontext.train.checkpoint import checkpoints, keep_newest, latest, publish
 from corecontext.train.loss import Taught, chunked_cross_entropy, compute_loss_in_chunks
-from corecontext.train.student import make_model, read_config
+from corecontext.train.student import make_model, prepare_config
 from corecontext.train.teacher import Teacher, load_teacher
 from corecontext.train.train_config import TrainConfig, field_help, load_recipe
 
@@ -146,7 +146,7 @@ def test_a_teacher_is_the_model_under_full_attention_with_documents_apart(family
         rope_theta=5e5,
         context_length=40,
     )
-    student = make_model(config, read_config(config), bfloat16=False)
+    student = make_model(config, prepare_config(config), bfloat16=False)
     teacher = load_teacher(config, bfloat16=False, device=torch.device("cpu"))
     assert not teacher.model.training and not any(
         p.requires_grad for p in teacher.model.parameters()
@@ -268,7 +268,7 @@ def test_what_learns_is_kept_in_float32_and_only_matrices_decay(tmp_path):
     config = TrainConfig(
         model=str(tmp_path), strategy="partial", learned=LEARNED, group_size=4, window_size=8
     )
-    model = make_model(config, read_config(config), bfloat16=True)
+    model = make_model(config, prepare_config(config), bfloat16=True)
     learns = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     assert {name.rpartition("_attn.")[2] for name in learns} == {
         "qkv_proj.weight",

@@ -36,7 +36,7 @@ from corecontext.train.checkpoint import (
     step_of,
 )
 from corecontext.train.folder import MODEL, check_folder, claim, held, held_heads, make
-from corecontext.train.student import export, make_model, make_tokenizer, read_config
+from corecontext.train.student import export, make_model, make_tokenizer, prepare_config
 from corecontext.train.train_config import TrainConfig
 
 WAIT_S = 10
@@ -86,7 +86,7 @@ def train(config: TrainConfig) -> Result:
     _check_packages(config)
     config.check_complete()
     folder = Path(config.output)
-    hf_config = read_config(config)
+    hf_config = prepare_config(config)
     tokenizer = make_tokenizer(config, hf_config)
     arguments = arguments_of(config)
     check_folder(folder, config)

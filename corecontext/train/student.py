@@ -21,7 +21,7 @@ from corecontext.loading import (
 )
 from corecontext.train.train_config import RECIPES, TrainConfig
 
-PARTIAL = ("q_proj", "k_proj", "v_proj")
+PARTIAL_LAYERS = ("q_proj", "k_proj", "v_proj")
 """Names of W^Q, W^K and W^V; models with a joint matrix call it qkv_proj."""
 _SAMPLING = (
     "temperature",
@@ -35,11 +35,15 @@ _SAMPLING = (
 )
 
 
-def read_config(config: TrainConfig) -> Any:
-    """Return the Hugging Face config of the run's model, with its shape, rotary base and length.
+def prepare_config(config: TrainConfig) -> Any:
+    """Load the Hugging Face config of the run's model and change it for the run.
+
+    Set its shape, rotary base and length, and attention's dropout to 0. Delete saved settings of
+    CCA unless the run trains CCA on from the checkpoint.
 
     Raises:
-        UserError: there is no such model, or it does not support these settings.
+        UserError: there is no such model, it does not support these settings, or the run does not
+            train a parameter that the checkpoint has learned.
     """
     if not config.model:
         raise UserError(
@@ -117,8 +121,9 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     """Return the settings of the recipe `raw` that the run supports, for options that are not
     given.
 
-    Rivals support none of them, and a core token per query head no sizes by head. There is no
-    teacher for random weights, beyond the model's length, or where several processes share a row.
+    Rivals support none of them. Core tokens per query head and given sizes by layer exclude
+    `raw_heads`. `distil` needs trained weights, rows within the model's length and one process a
+    row.
     """
     if config.method != "cca" or not config.model:
         return {}
@@ -219,7 +224,7 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
         _make_savable(model.generation_config)
     model.config.use_cache = False  # during training
     if config.strategy == "partial":
-        _train_only(model, PARTIAL)
+        _train_only(model, PARTIAL_LAYERS)
     elif config.strategy == "lora":
         model = _add_lora(model, config)
     replace_attention(model, config)
@@ -279,19 +284,19 @@ def replace_attention(model: Any, config: TrainConfig) -> None:
         enable(model, attention)
 
 
-def _train_only(model: Any, endings: tuple[str, ...]) -> None:
+def _train_only(model: Any, layer_names: tuple[str, ...]) -> None:
     """Freeze all weights except those of attention's linear layers with these names, or the joint
     one."""
     any_trained = False
     for name, module in model.named_modules():
         parent, _, layer = name.rpartition(".")
-        trained = "attn" in parent and layer in (*endings, "qkv_proj")
+        trained = "attn" in parent and layer in (*layer_names, "qkv_proj")
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(trained)
             any_trained |= trained
     if not any_trained:
         raise UserError(
-            f"strategy 'partial' needs layers {', '.join(endings)}, got none in "
+            f"strategy 'partial' needs layers {', '.join(layer_names)}, got none in "
             f"{type(model).__name__}."
         )
 
@@ -337,14 +342,14 @@ def export(
     if config.strategy == "lora":
         import peft
 
-        model = load(config.model, config=read_config(config))
+        model = load(config.model, config=prepare_config(config))
         _make_savable(model.generation_config)
         model = peft.PeftModel.from_pretrained(model, str(saved)).merge_and_unload()
     else:
         model = load(saved)
     if config.strategy == "partial" and dtype != torch.bfloat16:
-        original = load(config.model, dtype, config=read_config(config))
-        _train_only(original, PARTIAL)
+        original = load(config.model, dtype, config=prepare_config(config))
+        _train_only(original, PARTIAL_LAYERS)
         frozen = {name: x for name, x in original.named_parameters() if not x.requires_grad}
         model.load_state_dict(frozen, strict=False)
     if config.method == "cca":
