@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from corecontext.config import CCAConfig
+from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
 from corecontext.visibility import group_size_for
 
 
@@ -80,6 +80,14 @@ def settings_for(
     return config.replace(group_size=group_size, num_groups=None)
 
 
+def _table_rows(group_size: int, window_size: int) -> tuple[tuple[float, int, int], ...]:
+    """Return (pressure, group_size, window_size), from these sizes on in steps by a factor of 2."""
+    return tuple(
+        (pressure, group_size * factor, max(1, window_size // factor))
+        for pressure, factor in ((0.5, 1), (0.8, 2), (1.0, 4))
+    )
+
+
 @dataclass(frozen=True)
 class TablePolicy:
     """Compress more, in steps, the busier the server is.
@@ -89,7 +97,7 @@ class TablePolicy:
     the last row.
     """
 
-    rows: tuple[tuple[float, int, int], ...] = ((0.5, 16, 1024), (0.8, 32, 512), (1.0, 64, 256))
+    rows: tuple[tuple[float, int, int], ...] = _table_rows(DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE)
     """(pressure, group_size, window_size), by rising pressure."""
     queue_limit: int = 32
     """Waiting requests that count as pressure 1."""
@@ -134,11 +142,7 @@ def table_around(group_size: int, window_size: int, **limits: float) -> TablePol
         group_size, window_size: The model's own.
         limits: `queue_limit` and `first_token_limit` of `TablePolicy`.
     """
-    rows = tuple(
-        (pressure, group_size * factor, max(1, window_size // factor))
-        for pressure, factor in ((0.5, 1), (0.8, 2), (1.0, 4))
-    )
-    return TablePolicy(rows, **limits)  # type: ignore[arg-type]
+    return TablePolicy(_table_rows(group_size, window_size), **limits)  # type: ignore[arg-type]
 
 
 def load_policy(name: str) -> Policy:

@@ -66,8 +66,8 @@ def read_left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[
             f"{list(attention_mask.shape)}. Give 1 for tokens and 0 for padding on the left."
         )
     mask = attention_mask.bool()
-    falls = (mask[:, :-1] & ~mask[:, 1:]).any(1) | ~mask[:, -1]
-    pads, wrong = torch.stack(((~mask).sum(1), falls)).tolist()
+    padded_after_a_token = (mask[:, :-1] & ~mask[:, 1:]).any(1) | ~mask[:, -1]
+    pads, wrong = torch.stack(((~mask).sum(1), padded_after_a_token)).tolist()
     if any(wrong):
         raise ValueError(
             "attention_mask must have padding only on the left, got otherwise in row "
@@ -127,16 +127,16 @@ def prefill(
     meter = _Meter(input_ids.device)
     done = 0
     out = None
-    refused = None
+    out_of_memory = None
     while done < length:
         end = min(length, done + chunk_size)
         try:
             out = read_chunk(model, input_ids, mask, pads, cache, done, end)
         except torch.OutOfMemoryError:
-            refused = meter.explain(model, batch, length, chunk_size, done, cache)
+            out_of_memory = meter.explain(model, batch, length, chunk_size, done, cache)
         # Raised outside of `except`, whose traceback would keep the chunk's tensors alive.
-        if refused is not None:
-            raise MemoryError(refused)
+        if out_of_memory is not None:
+            raise MemoryError(out_of_memory)
         cache = out.past_key_values
         done = end
         meter.chunk_done()
@@ -161,6 +161,7 @@ def read_chunk(
         # planted: inference: positions count padding
         positions = (positions - torch.tensor(pads, device=input_ids.device)[:, None]).clamp(min=0)
     if end - start > 1:
+        # Saves a device sync in the append.
         for layer in getattr(cache, "layers", ()):
             if isinstance(layer, CCALayer) and isinstance(
                 layer.compact, (CompactLayer, HeadsLayer)
@@ -202,13 +203,13 @@ class _Meter:
         if not chunk_bytes:
             tokens = batch * min(chunk, length)
             chunk_bytes = tokens * bytes_per_token(model.config, model.dtype)
-        token_bytes = _growth(cache, done)
+        token_bytes = _measured_cache_bytes_per_token(cache, done)
         if not token_bytes:
             token_bytes = batch * cache_bytes_per_token(model.config, model.dtype)
         return does_not_fit(batch, length, chunk, done, self.free or 0, chunk_bytes, token_bytes)
 
 
-def _growth(cache: Any, tokens: int) -> float:
+def _measured_cache_bytes_per_token(cache: Any, tokens: int) -> float:
     """Measure the bytes that one more token a row adds to the cache: without raw tokens, which do
     not grow; 0 before the first chunk."""
     if cache is None or not tokens:

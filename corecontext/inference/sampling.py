@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 COLDEST = 1e-5
-"""Below this temperature only the likeliest token is left: logits over it would leave float32."""
+"""Below this temperature the likeliest token is taken: dividing by less overflows float32."""
 HOTTEST = 1e30
 """The largest temperature."""
 
@@ -78,13 +78,13 @@ class Sampling:
         top_k = 50 if config.top_k is None else config.top_k
         return cls(
             1.0 if temperature is None else temperature,
-            top_k or None,
+            top_k or None,  # 0 means no limit in transformers
             1.0 if config.top_p is None else config.top_p,
         )
 
 
 class Sampler:
-    """Sample for one batch, by numbers in tensors that a captured step reads in place.
+    """Sample for one batch, with settings kept in tensors that a captured step reads in place.
 
     Args:
         batch: Rows.
@@ -101,7 +101,7 @@ class Sampler:
         self.top_p = torch.ones((), device=device)
 
     def start(self, sampling: Sampling, seeds: Sequence[int], vocabulary: int) -> None:
-        """Set the numbers and restart the random streams for a new request."""
+        """Set the settings and restart the random streams for a new request."""
         self.temperature.fill_(sampling.temperature or 1.0)
         self.top_k.fill_(min(sampling.top_k or vocabulary, vocabulary))
         self.top_p.fill_(sampling.top_p)
@@ -166,18 +166,18 @@ def choose_rows(
     if not rows:
         return tokens
     vocabulary = logits.shape[-1]
-    drawn = [samplings[row] for row in rows]
+    sampled = [samplings[row] for row in rows]
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
 
     limits = None
-    if any(sampling.kind == "filtered" for sampling in drawn):
+    if any(sampling.kind == "filtered" for sampling in sampled):
         limits = (
-            column([min(s.top_k or vocabulary, vocabulary) for s in drawn], torch.long),
-            column([s.top_p for s in drawn], torch.float32),
+            column([min(s.top_k or vocabulary, vocabulary) for s in sampled], torch.long),
+            column([s.top_p for s in sampled], torch.float32),
         )
     index = torch.tensor(rows, device=logits.device)
-    scaled = logits[index] / column([s.temperature for s in drawn], torch.float32)
+    scaled = logits[index] / column([s.temperature for s in sampled], torch.float32)
     tokens[index] = draw(scaled, [generators[row] for row in rows], limits)[:, 0]
     return tokens
