@@ -22,9 +22,11 @@ class AttentionSizes:
     """Settings of a method that the user may give; None is the checkpoint's or the method's own."""
 
     group_size: int | None = None
-    """g. The checkpoint's config.json, else 16; rivals take it if they have it."""
+    """g. The checkpoint's config.json, else the default of `CCAConfig`; rivals take it if they have
+    it."""
     window_size: int | None = None
-    """s. The checkpoint's config.json, else 1024; rivals take it if they have it."""
+    """s. The checkpoint's config.json, else the default of `CCAConfig`; rivals take it if they have
+    it."""
     sinks: int | None = None
     """First tokens that a rival keeps, or that CCA keeps raw (`CCAConfig.sink_size`)."""
     patterns: str | None = None

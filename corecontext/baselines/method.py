@@ -51,7 +51,12 @@ class Method:
         """Raise a ValueError where the settings do not fit a layer."""
 
     def make_cache(self, layer: Layer) -> Any:
-        """Return an empty cache of one layer, None for transformers' growing cache."""
+        """Return an empty cache of one layer, None for transformers' growing cache.
+
+        The cache is a layer of transformers' `Cache` (`CacheLayerMixin`) with two additions:
+        `settings`, a tuple that caches of equal sizes share, and `close()`, after which it refuses
+        to be continued, because packed documents were in it.
+        """
         return None
 
     def attend(self, call: Call) -> Tensor:
