@@ -118,7 +118,7 @@ def test_the_task_is_the_document_with_facts(settings):
 def test_a_mistake_is_found_before_a_model_runs(settings, change, message, monkeypatch):
     import dataclasses
 
-    monkeypatch.setattr(compare, "_run_in_process", None)
+    monkeypatch.setattr(compare, "_run_in_subprocess", None)
     with pytest.raises(UserError) as error:
         run_demo(dataclasses.replace(settings, **change))
     assert str(error.value).startswith(message)
@@ -126,20 +126,20 @@ def test_a_mistake_is_found_before_a_model_runs(settings, change, message, monke
 
 def child(monkeypatch, code: str) -> None:
     """Put a program in the place of the one that measures."""
-    monkeypatch.setattr(compare, "CHILD", [sys.executable, "-c", code])
+    monkeypatch.setattr(compare, "CHILD_COMMAND", [sys.executable, "-c", code])
 
 
 def test_the_childs_errors_are_the_users(settings, monkeypatch):
     task = plan(settings)
     child(monkeypatch, """print('{"error": "out of memory. Use less."}')""")
     with pytest.raises(UserError, match="^out of memory. Use less.$"):
-        compare._run_in_process("cca", settings, task)
+        compare._run_in_subprocess("cca", settings, task)
     child(monkeypatch, "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(UserError, match="^out of memory: the system stopped the demo."):
-        compare._run_in_process("cca", settings, task)
+        compare._run_in_subprocess("cca", settings, task)
     child(monkeypatch, "raise SystemError('a bug')")
     with pytest.raises(RuntimeError, match="a bug"):
-        compare._run_in_process("cca", settings, task)
+        compare._run_in_subprocess("cca", settings, task)
 
 
 def test_the_command_writes_what_it_shows(result, tmp_path, capfd, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,12 +23,12 @@ from corecontext.record import Record, device_name, make_record, newest
 from corecontext.terminal import progress
 
 MEASURED = ("first_token_s", "next_token_ms", "cache_bytes", "peak_bytes", "perplexity")
-CHILD = [sys.executable, "-m", "corecontext.demo.measure_method"]
+CHILD_COMMAND = [sys.executable, "-m", "corecontext.demo.measure_method"]
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 SPARE_TOKENS = 256
 """Room for a question, its answer and the timed tokens."""
 MOST_QUESTIONS = 300
-"""No two questions ask the same, and the supply of names is limited."""
+"""Most questions of a run: no two ask the same, and the supply of names is limited."""
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
@@ -39,7 +40,7 @@ class DemoSettings:
     window_size: int = 512
     num_questions: int = 6
     max_tokens: int | None = None
-    """Most tokens of the document with its facts, which is cut to that; None takes all of it."""
+    """Cut the document, facts included, to this many tokens; None means the model's limit."""
     model: str = str(ASSETS / "demo_model")
     document: str = str(ASSETS / "document.txt")
     dtype: str = "auto"
@@ -66,7 +67,9 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         UserError: a setting is bad, the document does not fit, or memory ran out.
     """
     task = plan(settings)
-    results = {method: _run_in_process(method, settings, task) for method in METHODS[::-1]}
+    # Full attention first: the records are in this order.
+    methods = METHODS[::-1]
+    results = {method: _run_in_subprocess(method, settings, task) for method in methods}
     device = device_name(pick_device(settings.device))
     records = []
     for method, result in results.items():
@@ -126,9 +129,9 @@ def formula_bytes(record: Record) -> int:
     return cost.cache_bytes(entries, p["layers"], p["kv_heads"], p["head_dim"], itemsize)
 
 
-def _run_in_process(method: str, settings: DemoSettings, task: Task) -> dict[str, Any]:
+def _run_in_subprocess(method: str, settings: DemoSettings, task: Task) -> dict[str, Any]:
     """Run one method in a fresh process; its progress becomes a bar here."""
-    order = {
+    request = {
         "model": settings.model,
         "task": task.to_json(),
         "options": {
@@ -146,12 +149,12 @@ def _run_in_process(method: str, settings: DemoSettings, task: Task) -> dict[str
         tempfile.TemporaryFile("w+") as errors,
         progress(f"{title}, {len(task.token_ids)} tokens", 1.0) as advance,
     ):
-        child = subprocess.Popen(CHILD, stderr=errors, env=package_path(), **pipes)
+        child = subprocess.Popen(CHILD_COMMAND, stderr=errors, env=package_path(), **pipes)
         try:
             assert child.stdin is not None and child.stdout is not None
             # A child that died at once breaks the pipe; its exit code says why.
             with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(json.dumps(order))
+                child.stdin.write(json.dumps(request))
                 child.stdin.close()
             for line in child.stdout:
                 message = json.loads(line)
@@ -166,7 +169,7 @@ def _run_in_process(method: str, settings: DemoSettings, task: Task) -> dict[str
                 child.wait()
         if result is not None:
             return result
-        if child.returncode == -9:
+        if child.returncode == -signal.SIGKILL:  # the kernel's out-of-memory killer
             raise UserError(
                 "out of memory: the system stopped the demo. Use --max-tokens with a smaller "
                 "number."
