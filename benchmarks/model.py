@@ -17,10 +17,10 @@ import torch
 from benchmarks.check import short
 from benchmarks.model_check import check_model
 from benchmarks.model_methods import (
+    CCA_METHODS,
+    CCA_RAW,
     FULL,
-    OURS,
-    RAW,
-    ROWS,
+    FULL_ROWS,
     CompactRun,
     FilledRun,
     PlainRun,
@@ -86,7 +86,7 @@ class _Run:
         """Return a record's params; g and s belong to CCA only."""
         config = job.config
         settings: dict[str, Any] = {}
-        if job.method in OURS:
+        if job.method in CCA_METHODS:
             settings = {"group_size": config.group_size, "window_size": config.window_size}
             if config.cache_dtype != "auto":
                 settings["cache_dtype"] = config.cache_dtype
@@ -104,9 +104,9 @@ class _Run:
 
     def backend(self, method: str) -> str:
         """Name the kernel of a method's attention."""
-        if method in OURS:
+        if method in CCA_METHODS:
             return backend_of_cca(self.cost.head_dim, self.bench.dtype, self.bench.device)
-        return {"sdpa_flash": "flash", "sdpa_cudnn": "cudnn", ROWS: "rows"}.get(method, "sdpa")
+        return {"sdpa_flash": "flash", "sdpa_cudnn": "cudnn", FULL_ROWS: "rows"}.get(method, "sdpa")
 
     def record(self, name: str, value: float | Sequence[float], params: dict[str, Any]) -> None:
         """Keep a value and hand it over at once: a run that is cut short keeps its results."""
@@ -123,7 +123,7 @@ class _Run:
         try:
             measure()
         except Exception as error:
-            if not is_out_of_memory(error) and params["method"] in OURS:
+            if not is_out_of_memory(error) and params["method"] in CCA_METHODS:
                 raise
             reason = _reason(error)
         # Outside of `except`, whose traceback would keep the tensors alive.
@@ -153,7 +153,7 @@ def run_model_bench(
         UserError: the checkpoint is missing or unsupported.
     """
     run = _Run(bench, on_records)
-    if set(OURS) & set(bench.methods):
+    if set(CCA_METHODS) & set(bench.methods):
         with one_line():  # the window may reach beyond the model's positions
             check_model(run.model, bench.config())
     tasks = list({"lengths": _lengths, "sweep": _sweep, "throughput": _throughput}[bench.mode](run))
@@ -174,7 +174,7 @@ def _lengths(run: _Run) -> Tasks:
     bench = run.bench
     for length in sorted(bench.lengths):
         for method in bench.methods:
-            for fuse in bench.fuses if method in OURS else ("none",):
+            for fuse in bench.fuses if method in CCA_METHODS else ("none",):
                 job = Job(method, length, bench.config(), fuse)
                 yield length, functools.partial(_measure, run, job)
         yield 0, functools.partial(_record_floors, run, length)
@@ -201,10 +201,10 @@ def _measure(run: _Run, job: Job) -> None:
     """Measure first token, memory and next tokens of one method at one length."""
     bench, method = run.bench, job.method
     settings: dict[str, Any] = {}
-    if method in OURS:
+    if method in CCA_METHODS:
         settings = {"fuse": job.fuse, "chunk_size": bench.chunk_size}
     config = job.config
-    if method == RAW:
+    if method == CCA_RAW:
         shape = Shape(run.cost.num_layers, run.cost.kv_heads)
         try:
             config, count = raw_config(shape, job.config, job.length)
@@ -216,11 +216,11 @@ def _measure(run: _Run, job: Job) -> None:
     if method in FULL and _estimate_s(run, job) > bench.baseline_limit_s:
         reason = f"over the limit of {bench.baseline_limit_s:g} s a prompt"
         run.skip("growing cache", reason, params)
-    elif method != ROWS:
-        task = "prompt" if method in OURS else "growing cache"
+    elif method != FULL_ROWS:
+        task = "prompt" if method in CCA_METHODS else "growing cache"
         with attention(run.model, method, config):
             run.attempt(task, params, lambda: _prompt_and_steps(run, job, params))
-    if method in (*FULL, ROWS) and "itl" in bench.what:
+    if method in (*FULL, FULL_ROWS) and "itl" in bench.what:
         static = {**params, "cache": "static"}
         with attention(run.model, method, config):
             run.attempt("static cache", static, lambda: _static_steps(run, job, static))
@@ -258,7 +258,7 @@ def _prompt_and_steps(run: _Run, job: Job, params: dict[str, Any]) -> None:
             break
     assert current is not None
     run.last[method] = (job.length, min(seconds))
-    with_cache = {**params, "cache": "compact" if method in OURS else "dynamic"}
+    with_cache = {**params, "cache": "compact" if method in CCA_METHODS else "dynamic"}
     if "ftl" in bench.what:
         run.record("model.first_token_s", seconds, params)
         run.record("model.peak_bytes", run.weight_bytes + max(peaks), params)
@@ -270,7 +270,7 @@ def _prompt_and_steps(run: _Run, job: Job, params: dict[str, Any]) -> None:
 
 def _start(run: _Run, job: Job, ids: torch.Tensor, new_tokens: int) -> PlainRun | CompactRun:
     """Prepare a prompt of a method."""
-    if job.method not in OURS:
+    if job.method not in CCA_METHODS:
         return PlainRun(run.model, job.method, ids)
     options: dict[str, Any] = {"fuse": _fusing(job.fuse), "chunk_size": run.bench.chunk_size}
     return CompactRun(run.model, ids, new_tokens, **options)
@@ -281,7 +281,7 @@ def _fusing(fuse: str) -> str | None:
 
 
 def _static_steps(run: _Run, job: Job, params: dict[str, Any]) -> None:
-    kind = RowsRun if job.method == ROWS else StaticRun
+    kind = RowsRun if job.method == FULL_ROWS else StaticRun
     static = kind(run.model, job.method, 1, job.length, run.total_steps)
     run.record("model.next_token_ms", _step_ms(run, static.step), params)
     static.close()
@@ -352,7 +352,7 @@ def _tokens_per_s(run: _Run, job: Job, params: dict[str, Any]) -> None:
     current: StaticRun | FilledRun
     if job.method == "cca":
         current = FilledRun(run.model, job.config, *sizes, fuse=_fusing(job.fuse))
-    elif job.method == ROWS:
+    elif job.method == FULL_ROWS:
         current = RowsRun(run.model, job.method, *sizes)
     else:
         current = StaticRun(run.model, job.method, *sizes)

@@ -28,10 +28,10 @@ from corecontext.measure import capture
 from corecontext.model_sizes import ModelSizes
 
 FULL = ("full", *KERNELS)
-ROWS = "full_rows"  # decodes only
-RAW = "cca_raw"
-OURS = ("cca", RAW)
-# Where the chosen kernel takes no mask.
+FULL_ROWS = "full_rows"  # decodes only
+CCA_RAW = "cca_raw"
+CCA_METHODS = ("cca", CCA_RAW)
+# Fallbacks of a step: the chosen kernel may refuse its mask.
 DECODERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
@@ -182,7 +182,7 @@ class CompactRun:
         """Read the prompt and choose a token."""
         next(self.stream)
 
-    step = first
+    step = first  # the stream yields a token for either
 
     @property
     def cache(self) -> Any:
@@ -210,16 +210,18 @@ class FilledRun:
     ) -> None:
         engine = Engine(model, keep=0, fuse=fuse, static=True)
         session: Any = engine.take(SessionKey(batch, length + steps, config, 1))
-        ids = make_prompt(model, batch, 2)
+        # A short prompt allocates the buffers, which are then filled as after a long one.
+        short = 2
+        ids = make_prompt(model, batch, short)
         _, session.cache, positions = prefill(model, ids, cache=session.cache)
         for layer in session.cache.layers:
             for buffer in layer.compact.buffers:
                 if buffer.is_floating_point():
                     buffer.normal_()
                 else:
-                    buffer.random_(0, 127)  # 127 is no number in fp8
+                    buffer.random_(0, 127)  # code 127 is NaN in fp8
             layer.compact.seen.fill_(length)
-        session.begin(positions - 2 + length, [0] * batch, length)
+        session.begin(positions - short + length, [0] * batch, length)
         session.tokens.copy_(ids[:, -1:])
         self.session = session
 

@@ -1,13 +1,13 @@
 """Compare CCA with full attention, row by row, from the operator's records.
 
-A row compares the values of one timer and takes the newest record of each kind.
+A row compares the values of one timer. Records are in order of time: the last of a kind wins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from corecontext import cost
 from corecontext.record import Record
@@ -41,6 +41,7 @@ class Row:
     others: dict[str, float] = field(default_factory=dict)
     """Other methods that compute CCA."""
     floor: float | None = None
+    """Least possible time by the machine's rates; None where it was not measured."""
 
     @property
     def length(self) -> int:
@@ -64,7 +65,10 @@ class Row:
     @property
     def label(self) -> str:
         graph = self.graph and self.pass_name != "decode"
-        return LABELS[self.pass_name] + ", CUDA graph" * graph
+        label = LABELS[self.pass_name]
+        if graph:
+            label += ", CUDA graph"
+        return label
 
     @property
     def share(self) -> float | None:
@@ -106,34 +110,53 @@ def pass_of(record: Record) -> str:
     return record.name.removeprefix("operator.").removesuffix("_ms").removesuffix("_us")
 
 
+class Place(NamedTuple):
+    """Sizes and pass of a measurement, whatever the method."""
+
+    device: str
+    sizes: tuple[Any, ...]
+    """As SIZES."""
+    length: int
+    pass_name: str
+
+
+class Settings(NamedTuple):
+    """A place and the settings of CCA."""
+
+    place: Place
+    group_size: int | None
+    window_size: int | None
+
+
 def rows(records: Iterable[Record], *names: str) -> list[Row]:
     """Return a row for each of CCA's places, in order of device, KV heads, pass and length."""
-    rivals: dict[tuple[Any, ...], dict[tuple[str, str], Record]] = {}
-    cca: dict[tuple[Any, ...], Record] = {}
-    floors: dict[tuple[Any, ...], float] = {}
+    # By timer too: full attention has no settings of CCA, other methods that compute CCA do.
+    full: dict[tuple[Place, str | None], dict[str, float]] = {}
+    others: dict[tuple[Settings, str | None], dict[str, float]] = {}
+    cca: dict[tuple[Settings, bool], Record] = {}
+    floors: dict[Settings, float] = {}
     for r in records:
         p = r.params
         if r.name not in names or (r.name == "operator.peak_bytes" and "backward" not in p):
             continue
-        place = (r.device, *_sizes(p), p["length"], pass_of(r))
-        configured: tuple[Any, ...] = (*place, p.get("group_size"), p.get("window_size"))
+        place = Place(r.device, _sizes(p), p["length"], pass_of(r))
+        settings = Settings(place, p.get("group_size"), p.get("window_size"))
+        timer = p.get("timer")
         if p["method"] == "floor":
             if p.get("of") == "cca":
-                floors[configured] = r.value
+                floors[settings] = r.value
         elif p["method"] == "cca":
-            cca[(*configured, p.get("timer") == "graph")] = r
+            cca[settings, timer == "graph"] = r
+        elif p["method"] in OTHERS:
+            others.setdefault((settings, timer), {})[p["method"]] = r.value
         else:
-            key = configured if p["method"] in OTHERS else place
-            rivals.setdefault((*key, p.get("timer")), {})[p["method"], p.get("backend", "")] = r
+            full.setdefault((place, timer), {})[p.get("backend", "")] = r.value
     made = []
-    for graph_key, r in cca.items():
-        configured = graph_key[:-1]
+    for (settings, _), r in cca.items():
         timer = r.params.get("timer")
-        row = Row(r.device, pass_of(r), dict(r.params), r.value, floor=floors.get(configured))
-        full = rivals.get((*configured[:-2], timer), {})
-        others = rivals.get((*configured, timer), {})
-        row.full = {backend: rival.value for (_, backend), rival in full.items()}
-        row.others = {method: rival.value for (method, _), rival in others.items()}
+        row = Row(r.device, pass_of(r), dict(r.params), r.value, floor=floors.get(settings))
+        row.full = dict(full.get((settings.place, timer), {}))
+        row.others = dict(others.get((settings, timer), {}))
         made.append(row)
     devices = list(dict.fromkeys(row.device for row in made))
 
@@ -161,7 +184,7 @@ def decode_rows(records: Iterable[Record]) -> list[Row]:
     return rows(records, "operator.decode_us")
 
 
-def of_minimum(row: Row, peak: float) -> float:
+def ratio_to_minimum(row: Row, peak: float) -> float:
     """Return all memory in use over that of q, k, v, out and, in a backward, their gradients.
 
     Args:
@@ -178,13 +201,13 @@ def of_minimum(row: Row, peak: float) -> float:
     return (peak + inputs) / cost.operator_bytes(*sizes, batch=p["batch"], backward=backward)
 
 
-def crossovers(of_series: Iterable[Row]) -> dict[tuple[Any, ...], int | None]:
+def crossovers(rows: Iterable[Row]) -> dict[tuple[Any, ...], int | None]:
     """Return, by series, the smallest measured length from which on CCA is the faster.
 
     None where it is not even at the longest. Lengths without full attention are left out.
     """
     series: dict[tuple[Any, ...], list[Row]] = {}
-    for row in of_series:
+    for row in rows:
         if row.best:
             series.setdefault(row.series, []).append(row)
     result: dict[tuple[Any, ...], int | None] = {}
@@ -198,19 +221,19 @@ def crossovers(of_series: Iterable[Row]) -> dict[tuple[Any, ...], int | None]:
 
 
 def skipped(records: Sequence[Record]) -> list[str]:
-    """Return a line for each method and reason of a skip, unless it was measured otherwise."""
+    """Return a line for each method and reason of a skip, unless a later or other run has it."""
     measured = {
-        (r.device, r.params.get("method"), *_sizes(r.params), place, length)
+        (r.device, r.params.get("method"), *_sizes(r.params), pass_name, length)
         for r in records
         if r.name != "operator.skipped" and r.name.startswith("operator.")
-        for place in (pass_of(r), "all")
+        for pass_name in (pass_of(r), "all")
         for length in (r.params.get("length"), None)
     }
     lines: dict[tuple[str, str, str], dict[str, dict[Any, None]]] = {}
     for r in records:
         p = r.params
-        place = (r.device, p.get("method"), *_sizes(p), p.get("pass"), p.get("length"))
-        if r.name != "operator.skipped" or (p.get("timer") != "graph" and place in measured):
+        run = (r.device, p.get("method"), *_sizes(p), p.get("pass"), p.get("length"))
+        if r.name != "operator.skipped" or (p.get("timer") != "graph" and run in measured):
             continue
         places = lines.setdefault(
             (r.device, p["method"], p["reason"]), {"KV heads": {}, "batch": {}, "pass": {}, "L": {}}

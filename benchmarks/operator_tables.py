@@ -12,7 +12,7 @@ from benchmarks.operator_report import (
     crossovers,
     decode_rows,
     memory_rows,
-    of_minimum,
+    ratio_to_minimum,
     skipped,
     time_rows,
 )
@@ -123,12 +123,12 @@ def decode_columns(compared: Sequence[Row]) -> list[Column]:
 
 def of_full_minimum(row: Row) -> str:
     """Show full attention's memory over the minimum."""
-    return _best(row, lambda best: shown_times(of_minimum(row, best[1])))
+    return _best(row, lambda best: shown_times(ratio_to_minimum(row, best[1])))
 
 
 def of_cca_minimum(row: Row) -> str:
     """Show CCA's memory over the minimum."""
-    return shown_times(of_minimum(row, row.cca))
+    return shown_times(ratio_to_minimum(row, row.cca))
 
 
 def _best(row: Row, show: Callable[[tuple[str, float]], str], missing: str = "") -> str:

@@ -21,7 +21,7 @@ from torch.nn.attention import sdpa_kernel
 
 from benchmarks.check import short
 from benchmarks.methods import KERNELS
-from benchmarks.model_methods import RAW, raw_config
+from benchmarks.model_methods import CCA_RAW, raw_config
 from benchmarks.operator_settings import backend_of_cca
 from benchmarks.shapes import shape_config
 from benchmarks.training_processes import processes
@@ -178,7 +178,7 @@ class _Trial:
         Raises:
             ValueError: they do not fit.
         """
-        if method not in (RAW, DEFAULT):
+        if method not in (CCA_RAW, DEFAULT):
             return self.config
         shape = Shape(self.cost.num_layers, self.cost.kv_heads)
         return raw_config(shape, self.config, length)[0]

@@ -489,9 +489,11 @@ def test_memory_over_the_minimum():
     row = operator_report.Row("gpu", "forward_backward", fake(1.0, "cca", 64).params, 0.0)
     tensors = 64 * 16 * 2 * (4 + 2 + 2 + 4)  # q, k, v, out
     made = tensors  # out and the gradients of q, k, v
-    assert operator_report.of_minimum(row, made) == 1.0
+    assert operator_report.ratio_to_minimum(row, made) == 1.0
     assert (
-        operator_report.of_minimum(dataclasses.replace(row, pass_name="forward"), 64 * 16 * 2 * 4)
+        operator_report.ratio_to_minimum(
+            dataclasses.replace(row, pass_name="forward"), 64 * 16 * 2 * 4
+        )
         == 1.0
     )
 

@@ -267,7 +267,7 @@ def test_the_largest_batch_follows_from_the_memory(monkeypatch):
 
 def test_rows_decode_the_tokens_of_the_static_cache():
     run, made = model._Run(TINY), []
-    for method, kind in (("full", model.StaticRun), (model.ROWS, model.RowsRun)):
+    for method, kind in (("full", model.StaticRun), (model.FULL_ROWS, model.RowsRun)):
         with model.attention(run.model, method, TINY.config()), torch.random.fork_rng():
             torch.manual_seed(0)  # the same random numbers fill both
             going, tokens = kind(run.model, method, 2, 40, 5), []
