@@ -134,7 +134,10 @@ def cca_attention(
             [H, D], "key_gain" [Hkv]; docs/math.md, eq. 12.
         sink_size: First tokens of every sequence that all later queries see uncompressed, rounded
             up to a multiple n of g; their groups have no core token (docs/math.md, eq. 13).
-        attention_mask: [B, L], 0 for padding at the ends of a row; padded positions return 0.
+        attention_mask: [B, L], 0 for padding at the ends of a row; padded positions return 0. This
+            tensor, `cu_seqlens` and `position_ids` are read once for all layers, again after a
+            change that PyTorch sees. Give a new tensor after writing through numpy, `.data` or
+            shared memory: such a change is not seen.
         cu_seqlens: [n + 1], boundaries of the documents packed in a batch of one; each starts its
             own groups.
         position_ids: [1 or B, L], another way to tell packed documents: one starts wherever they do

@@ -25,7 +25,8 @@ def attend_buffer(
         q: [B, H, 1, D].
         keys, values: [B, Hkv, S, D]: num_raw raw tokens, then core tokens, in any order.
         see: [B, 1 or r, S], True where the query (or query head i of each KV head) sees the entry.
-        core_bias: Added to the scores of core tokens, a number or a tensor [H].
+        core_bias: Added to the scores of core tokens, a number or a tensor [H]; not rounded to
+            the dtype of q.
 
     Returns:
         [B, H, 1, D].
@@ -33,19 +34,23 @@ def attend_buffer(
     # The r query heads of a KV head are rows of one product.
     grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
     mask = see[:, None]  # [B, 1, 1 or r, S]
+    wide = torch.promote_types(q.dtype, torch.float32)
     if isinstance(core_bias, Tensor) or core_bias:
-        is_core = torch.arange(keys.shape[2], device=q.device) >= num_raw
+        # 16 bits may not hold the bias, and a mask has the dtype of the queries.
+        # planted: decoding: core bias rounded to 16 bits
+        grouped, keys, values = (x.to(wide) for x in (grouped, keys, values))
         if isinstance(core_bias, Tensor):
-            core_bias = core_bias.to(q.dtype).reshape(keys.shape[1], -1, 1)  # [Hkv, r, 1]
-        bias = is_core.to(q.dtype) * core_bias
+            core_bias = core_bias.to(grouped.dtype).reshape(keys.shape[1], -1, 1)  # [Hkv, r, 1]
+        is_core = torch.arange(keys.shape[2], device=q.device) >= num_raw
+        bias = is_core.to(grouped.dtype) * core_bias
         mask = torch.where(mask, bias, -torch.inf)
     if softcap is None:
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-        return out.reshape(q.shape)
-    wide = torch.promote_types(q.dtype, torch.float32)
+        return out.to(q.dtype).reshape(q.shape)
     scores = softcap * torch.tanh((grouped @ keys.mT).to(wide) * scale / softcap)
     if mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -torch.inf)
     else:
         scores = scores + mask
-    return (scores.softmax(-1).to(q.dtype) @ values).reshape(q.shape)
+    out = scores.softmax(-1).to(values.dtype) @ values
+    return out.to(q.dtype).reshape(q.shape)
