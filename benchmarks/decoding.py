@@ -128,8 +128,7 @@ def _compact_steps(task: DecodeTask, method: str) -> tuple[Callable, Callable]:
 
     def reset() -> None:
         for layer in layers:
-            assert isinstance(layer.seen, Tensor)
-            layer.seen.fill_(start)
+            layer.set_length(start)
 
     def step() -> None:
         for layer in layers:

@@ -463,6 +463,51 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         f"{SCHEDULER}::test_a_chunk_that_fails_leaves_the_models_settings_as_they_were",
     ),
     Fault(
+        "4: a full cache of fixed length goes on",
+        "pass",
+        f"{CACHE}::test_a_full_cache_of_fixed_length_refuses_steps",
+    ),
+    Fault(
+        "4: padding unknown before a reset stays so",
+        "pass",
+        f"{CACHE}::test_a_cache_reset_within_padding_is_as_new",
+    ),
+    Fault(
+        "4: a loaded ring passes for whole",
+        "self._intact_from = 0",
+        f"{CACHE}::test_a_loaded_cache_knows_from_where_its_ring_is_whole",
+    ),
+    Fault(
+        "4: crop accepts a window without its first token",
+        "if num_tokens and min(needed) + 1 < intact_from:",
+        f"{CACHE}::test_crop_is_refused_exactly_where_the_window_is_broken",
+    ),
+    Fault(
+        "4: a draft from before a shrink is undone in the smaller ring",
+        "pass",
+        f"{CACHE}::test_a_draft_from_before_a_shrink_cannot_be_taken_back",
+    ),
+    Fault(
+        "serve: a longer request stays behind a shorter one",
+        "pass",
+        f"{CACHE}::test_a_longer_request_leaves_nothing_behind_in_its_row",
+    ),
+    Fault(
+        "inference: steps captured before a shrink are replayed",
+        "pass",
+        f"{INFERENCE}::test_a_smaller_window_captures_its_steps_anew",
+    ),
+    Fault(
+        "decoding: core bias rounded to 16 bits",
+        "pass",
+        f"{CACHE}::test_decoding_does_not_round_the_core_bias",
+    ),
+    Fault(
+        "eval: names of data are read as markup",
+        "return Console(highlight=False, width=width)",
+        "tests/test_eval.py::test_names_of_data_are_printed_as_they_are",
+    ),
+    Fault(
         "arrows: a backend imports another",
         "from corecontext.ops import compose, partial, pooling, reference, sinks",
         "tests/test_arrows.py",

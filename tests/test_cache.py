@@ -1,6 +1,7 @@
 """The compact cache: any way of appending gives what one pass of the reference gives; bytes are the
 formula's."""
 
+import copy
 import itertools
 import random
 
@@ -10,7 +11,7 @@ import torch
 import corecontext
 from corecontext import CCAConfig, CompactKVCache, Rotary, cca_attention, cost
 from corecontext.cache import UNDO_LIMIT, CompactLayer
-from corecontext.serve.rows import RowShape
+from corecontext.serve.rows import RowPool, RowShape
 
 pytestmark = pytest.mark.usefixtures("default_device")
 D = 16
@@ -516,3 +517,165 @@ def test_an_expected_length_is_used_once(fixed):
         assert layer.seq_len == plain.seq_len == end
     layer.reset()
     assert layer.seq_len == 0
+
+
+@pytest.mark.parametrize("sinks", [0, 8])
+def test_a_full_cache_of_fixed_length_refuses_steps(sinks):
+    config, tensors = CCAConfig(4, 9, sink_size=sinks), qkv(2, 4, 2, 60)
+    expected = reference(config, *tensors)
+    layer = CompactLayer(config, ROTARY, max_length=24)
+    fed(layer, tensors, [10, 1, 1])
+    other = CompactLayer(config, ROTARY, max_length=24)
+    other.load_state_dict(layer.state_dict())
+    full = "^the compact cache must hold at most max_length 24 tokens, got 25. Make it with a"
+    for cache in (layer, other):
+        out = fed(cache, [x[:, :, 12:] for x in tensors], [1] * 12)
+        torch.testing.assert_close(out, expected[:, :, 12:24], rtol=0, atol=1e-11)
+        with pytest.raises(ValueError, match=full):
+            cache.attend(*(x[:, :, 24:25] for x in tensors))
+        assert cache.seq_len == 24  # a refused step changes nothing
+    layer.crop(1)
+    fed(layer, [x[:, :, 23:] for x in tensors], [1])
+    with pytest.raises(ValueError, match=full):
+        layer.attend(*(x[:, :, 24:25] for x in tensors))
+    layer.reset()
+    torch.testing.assert_close(
+        fed(layer, tensors, [23, 1]), expected[:, :, :24], rtol=0, atol=1e-11
+    )
+
+
+def test_steps_that_run_later_are_not_counted(monkeypatch):
+    """Recording a step runs nothing; its replays count on the device."""
+    tensors = qkv(1, 2, 1, 30, dtype=torch.float32)
+    layer = CompactLayer(CCAConfig(4, 9), ROTARY, max_length=12)
+    fed(layer, tensors, [10])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        fed(layer, [x[:, :, 10:] for x in tensors], [1] * 5)
+    layer.set_length(10)
+    fed(layer, [x[:, :, 10:] for x in tensors], [1] * 2)
+    with pytest.raises(ValueError, match="at most max_length 12 tokens, got 13"):
+        fed(layer, [x[:, :, 12:] for x in tensors], [1])
+
+
+def test_a_loaded_cache_knows_from_where_its_ring_is_whole():
+    """A crop takes tokens from the ring's other end: the state says so, and a load keeps it."""
+    tensors = qkv(1, 2, 1, 60)
+    layer = CompactLayer(CCAConfig(4, 9), ROTARY, rollback=6)
+    fed(layer, tensors, [50])
+    layer.crop(4)
+    other = CompactLayer(CCAConfig(4, 9), ROTARY, rollback=6)
+    other.load_state_dict(layer.state_dict())
+    for cache in (layer, other):
+        with pytest.raises(ValueError, match="^crop must leave the window whole, got 7 tokens"):
+            cache.crop(7)
+        cache.crop(6)
+    torch.testing.assert_close(
+        fed(other, [x[:, :, 40:] for x in tensors], [1] * 20),
+        reference(CCAConfig(4, 9), *tensors)[:, :, 40:],
+        rtol=0,
+        atol=1e-11,
+    )
+
+
+@pytest.mark.parametrize("rollback", [0, 3, 6])
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+@pytest.mark.parametrize("sinks, pad", [(0, 0), (8, 0), (0, 3)])
+def test_crop_is_refused_exactly_where_the_window_is_broken(rollback, fixed, sinks, pad):
+    """From every length, every crop: taken where the ring still has all that the next query sees
+    uncompressed, and exact then; else refused."""
+    g, s = 4, 9
+    config, tensors = CCAConfig(g, s, sink_size=sinks), qkv(1, 2, 1, 60)
+    mask = torch.ones(1, 60, dtype=torch.long)
+    mask[:, :pad] = 0
+    expected = reference(config, *tensors, attention_mask=mask)
+    for length in range(45, 50):
+        layer = CompactLayer(config, ROTARY, max_length=60 if fixed else None, rollback=rollback)
+        fed(layer, tensors, [length], mask)
+        state = copy.deepcopy(layer.state_dict())
+        oldest = length - (s + g - 1 + rollback)  # that the ring still has
+        for crop in range(1, 15):
+            layer.load_state_dict(state)
+            left = length - crop
+            # The next query is at left - pad of its row; core tokens stand for whole groups.
+            position = left - pad - sinks
+            needed = pad + sinks + max(0, position - s + 1) // g * g
+            if needed < oldest:
+                with pytest.raises(ValueError, match="^crop must leave the window whole"):
+                    layer.crop(crop)
+                continue
+            layer.crop(crop)
+            out = fed(layer, [x[:, :, left:] for x in tensors], [1] * 3)
+            torch.testing.assert_close(out, expected[:, :, left : left + 3], rtol=0, atol=1e-11)
+
+
+def test_a_draft_from_before_a_shrink_cannot_be_taken_back():
+    """What it pushed out had its place in the larger ring."""
+    layer, tensors = CompactLayer(CCAConfig(4, 18), ROTARY), qkv(1, 4, 2, 70)
+    fed(layer, tensors, [50, 5])
+    layer.check_crop(5)
+    layer.shrink_window(9)
+    with pytest.raises(ValueError, match="^crop must leave the window whole, got 5 tokens"):
+        layer.crop(5)
+    torch.testing.assert_close(
+        fed(layer, [x[:, :, 55:] for x in tensors], [15]),
+        reference(CCAConfig(4, 9), *tensors)[:, :, 55:],
+        rtol=0,
+        atol=1e-11,
+    )
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_a_cache_reset_within_padding_is_as_new(fixed):
+    tensors, mask = qkv(2, 4, 2, 60), torch.ones(2, 60, dtype=torch.long)
+    mask[0, :33] = 0
+    layer = CompactLayer(CCAConfig(4, 9), ROTARY, max_length=60 if fixed else None)
+    fed(layer, [x[:, :, :30] for x in tensors], [30], mask)
+    assert not layer.padding_known
+    layer.reset()
+    assert layer.padding_known
+    torch.testing.assert_close(
+        fed(layer, tensors, [1] * 60), reference(CCAConfig(4, 9), *tensors), rtol=0, atol=1e-11
+    )
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "learned"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decoding_does_not_round_the_core_bias(dtype, tensor):
+    """16 bits hold neither 4.0156 (bfloat16) nor 4.001 (float16)."""
+    bias = {torch.bfloat16: 4.0156, torch.float16: 4.001}[dtype]
+    config, learned = CCAConfig(16, 64, core_bias=bias), {}
+    if tensor:
+        learned = {"bias": torch.full((4,), bias)}
+        config = CCAConfig(16, 64, learned=("bias",))
+    tensors = qkv(1, 4, 2, 400)
+    rounded = [x.to(dtype) for x in tensors]
+    exact = reference(CCAConfig(16, 64, core_bias=bias), *(x.double() for x in rounded))
+    once = cca_attention(
+        *rounded, group_size=16, window_size=64, rotary=ROTARY, core_bias=bias, backend="packed"
+    )
+    layer = CompactLayer(config, ROTARY, learned=learned)
+    steps = fed(layer, rounded, [200] + [1] * 200)
+    errors = [(x.double() - exact)[:, :, 200:].norm() for x in (once, steps)]
+    assert errors[1] < errors[0]  # a rounded bias: 1.5 times as much in bfloat16
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_a_longer_request_leaves_nothing_behind_in_its_row(fixed):
+    """A step may read what no query sees, and 0 x NaN is NaN."""
+    config, shape = CCAConfig(4, 9), RowShape(1, 2, 4, D, 8)
+    pool = RowPool(config, 2, 60, shape, fixed=fixed)
+    tensors = qkv(1, 4, 2, 60)
+    expected = reference(config, *tensors)
+    for length, values in ((50, torch.nan), (20, 1.0)):
+        layer = CompactLayer(config, ROTARY)
+        q, k, v = (x[:, :, :length] for x in tensors)
+        layer.attend(q, k, v * values)
+        assert pool.add([layer]) == 0
+        pool.hold(1)
+        out = pool.layers[0].attend(*(x[:, :, length : length + 1] for x in tensors))
+        pool.seen += 1
+        pool.remove(0)
+    torch.testing.assert_close(out, expected[:, :, 20:21], rtol=0, atol=1e-11)
+    past = layer.size(21)
+    assert all((buffer[0, :, past:] == 0).all() for buffer in pool._buffers[0])

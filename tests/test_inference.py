@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 import corecontext
 from corecontext import CCAConfig
 from corecontext.inference import Engine, Load, Sampling, TablePolicy, fuse, prefill
+from corecontext.inference import session as sessions
 from corecontext.inference.fuse import Fused
 from corecontext.inference.limits import (
     bytes_per_token,
@@ -667,6 +668,31 @@ def test_sessions_are_reused_with_their_buffers(model):
             next(stream)
             places.add(stream.session.cache.layers[0].compact.keys.data_ptr())
     assert len(places) == 1
+
+
+def test_a_smaller_window_captures_its_steps_anew(model, monkeypatch):
+    """The buffers move: a graph from before would write into memory that others use."""
+    made = []
+
+    class Captured:
+        def __init__(self, function, **options):
+            made.append(self)
+            self.function = function
+
+        def __call__(self):
+            self.function()
+
+    monkeypatch.setattr(sessions, "CapturedStep", Captured)
+    with Engine(model, static=True).stream(tokens(1, 40), max_new_tokens=9) as stream:
+        next(stream)
+        stream.session.capture = True
+        for _ in range(2):
+            next(stream)
+        assert len(made) == 1
+        stream.configure(window_size=4)
+        for _ in range(2):
+            next(stream)
+        assert len(made) == 2
 
 
 def test_fused_modules_change_no_token(model):

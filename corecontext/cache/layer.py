@@ -117,6 +117,7 @@ class CompactLayer(LayerState):
             tokens = NewTokens(q, *self.decode(stored, k.dtype), stored)
             out = self._append_spans(tokens, start, stops, store_only=needs_grad)
             self._advance(end - start)
+            self._counted = end
             self._note_padding(end)
             self._intact_from = max(self._intact_from, end - self.ring_size)
         if not needs_grad:
@@ -160,7 +161,9 @@ class CompactLayer(LayerState):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise ValueError(NO_GRADIENTS)
         is_fixed = self.max_length is not None
-        if not is_fixed:
+        if is_fixed:
+            self._count_step()
+        else:
             self._make_room(self.seen + 1)
             self._undo = None
             self._intact_from = max(self._intact_from, self.seen + 1 - self.ring_size)
@@ -301,6 +304,7 @@ class CompactLayer(LayerState):
             self._undo = self._undo.restore(self, self.pad, base, end)
         self._intact_from = intact_from
         self._advance(-num_tokens)
+        self._counted = end - num_tokens
         self._note_padding(end - num_tokens)
 
     def check_crop(self, num_tokens: int) -> tuple[int, int]:
@@ -331,6 +335,7 @@ class CompactLayer(LayerState):
         ]
         if not needed:
             return base, 0
+        # planted: 4: crop accepts a window without its first token
         if num_tokens and min(needed) < intact_from:
             raise ValueError(
                 f"crop must leave the window whole, got {num_tokens} tokens to take back from a "
@@ -367,6 +372,7 @@ class CompactLayer(LayerState):
         if not self.buffers or ring == old_ring:
             return
         self._intact_from = max(self._intact_from, self.seq_len - ring)
+        # planted: 4: a draft from before a shrink is undone in the smaller ring
         self._undo = None
         # Positions that stay; below 0 in short rows, whose entries no query sees.
         kept = (self.seen - self.pad)[:, None] + torch.arange(-ring, 0, device=self.pad.device)

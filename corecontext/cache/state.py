@@ -48,6 +48,9 @@ class LayerState(Entries):
         """The same on the device, [B]; changed in place, since a captured step reads it."""
         self.padding_known = True
         """False while a row has only padding: more of it may follow."""
+        self._counted: int | None = 0
+        """Tokens that the host has counted, at most `seen`: replayed steps of a fixed cache count
+        on the device only. None in a pool, which limits its rows itself."""
         self._expected: int | None = None
         self._closed: str | None = None  # why nothing may be appended any more
         self._intact_from = 0  # oldest token, padding included, that is surely still in the ring
@@ -106,6 +109,27 @@ class LayerState(Entries):
                 f"the compact cache must hold at most max_length {self.max_length} tokens, got "
                 f"{length}. Make it with a larger max_length."
             )
+
+    def set_length(self, length: int) -> None:
+        """Set `seq_len` of a fixed cache in place, whatever its buffers hold: to repeat steps."""
+        self.seen.fill_(length)
+        self._counted = length
+
+    def _count_step(self) -> None:
+        """Count a token into a fixed cache on the host, which asks the device nothing.
+
+        A step that is compiled or captured now runs later: it is not counted.
+
+        Raises:
+            ValueError: the cache is full.
+        """
+        if self._counted is None or torch.compiler.is_compiling():
+            return
+        if self.pad.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        # planted: 4: a full cache of fixed length goes on
+        self._make_room(self._counted + 1)
+        self._counted += 1
 
     def _advance(self, new: int) -> None:
         """Count new tokens, in place where the length is a tensor."""
@@ -173,8 +197,10 @@ class LayerState(Entries):
             for tensor in (*self.buffers, self.seen, self.pad):
                 tensor.zero_()
         self.is_empty = True
+        # planted: 4: padding unknown before a reset stays so
         self.padding_known = True
         self.pads = []
+        self._counted = 0
         self._closed = None
         self._intact_from = 0
         self._undo = None
@@ -215,6 +241,7 @@ class LayerState(Entries):
         dtype = state.get("dtype", state["keys"].dtype)
         self._set_sizes(state["group_size"], state["core_width"], dtype)
         self._restore(buffers, state["seen"], state["pad"].clone())
+        # planted: 4: a loaded ring passes for whole
         self._intact_from = state["intact_from"]
         self._closed = state["ended"]
 
@@ -229,6 +256,7 @@ class LayerState(Entries):
         self.pad = pad
         self.pads = pad.tolist()
         self.seen = length
+        self._counted = length
         slots = buffers[0].shape[2]
         if self.max_length is not None:
             self._make_room(length)
@@ -244,6 +272,7 @@ class LayerState(Entries):
         """Decode into these buffers from now on, laid out as those of another layer (a pool's)."""
         self.hold(buffers)
         self._set_sizes(like.group_size, like.core_width, like.dtype)
+        self._counted = None
         self.is_empty = False
         self._choose_step()
 

@@ -131,6 +131,7 @@ class Session:
         """See `CompactLayer.shrink_window`; buffers move, so steps are captured anew."""
         assert self.key.config is not None, "a request without CCA has no window"
         self.key = self.key._replace(config=self.key.config.replace(window_size=window_size))
+        # planted: inference: steps captured before a shrink are replayed
         self._captured.clear()
         for layer in self.cache.layers:
             if isinstance(layer, CCALayer):

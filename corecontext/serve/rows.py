@@ -176,7 +176,9 @@ class RowPool:
             entries = self.shape.entries(cache.config, int(cache.seen))
             for buffer, read in zip(buffers, cache.buffers):
                 buffer[row, :, :entries] = read[0, :, :entries]
-                buffer[row, :, entries:] = 0  # of a request before; a masked NaN would still be one
+                # Of a request before; a masked NaN would still be one.
+                # planted: serve: a longer request stays behind a shorter one
+                buffer[row, :, entries:] = 0
         self._set_pad(row, self.seen - int(layers[0].seen))
         return row
 
