@@ -95,6 +95,18 @@ def others_of(server):
     return found
 
 
+def listening_addresses(process):
+    """Addresses of a process's listening sockets, in the kernel's notation."""
+    links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()]
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
+                addresses.add(fields[1].split(":")[0])
+    return addresses
+
+
 @pytest.fixture(scope="module")
 def raw_head(model, tmp_path_factory):
     """The same model of which one KV head keeps every token."""
@@ -215,6 +227,18 @@ def test_a_server_without_one_of_its_processes_ends_with_an_error(model, tmp_pat
             os.kill(others_of(server)[0], signal.SIGKILL)
             assert any('"error"' in line for line in lines)
         assert server.process.wait(60) == 1
+    finally:
+        server.kill()
+
+
+def test_every_process_listens_on_the_loopback_address_alone(model, tmp_path):
+    """Whoever reaches the store of the ranks can stop the server: it asks for no key."""
+    server = Served(tmp_path / "log", "--model", model, *OPTIONS, "--tensor-parallel", "2")
+    try:
+        processes = [server.process.pid, *others_of(server)]
+        assert len(processes) == 2
+        addresses = set().union(*map(listening_addresses, processes))
+        assert addresses == {"0100007F"}  # 127.0.0.1
     finally:
         server.kill()
 

@@ -28,6 +28,9 @@ from corecontext.serve.settings import Serving
 
 WAIT_S = 5.0
 """Time for the other ranks to end by themselves, once the first has closed or failed."""
+LOOPBACK = "127.0.0.1"
+_stores: list[dist.Store] = []
+"""The opened store, which must live as long as the process."""
 
 
 class Follower(Scheduler):
@@ -129,15 +132,14 @@ def join(serving: Serving) -> Ranks | None:
 
 def _start_others(serving: Serving) -> None:
     """Start the other ranks as processes of this machine, which end with this one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     os.environ.update(
         RANK="0",
         LOCAL_RANK="0",
         WORLD_SIZE=str(serving.tensor_parallel),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_ADDR=LOOPBACK,
+        MASTER_PORT=str(_open_store()),
+        # As under torchrun, rank 0 is a client of the store too and opens no second one.
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
     if sys.platform == "linux":  # else gloo looks for this machine's name in the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -151,6 +153,23 @@ def _start_others(serving: Serving) -> None:
         for rank in range(1, serving.tensor_parallel)
     ]
     atexit.register(_end, processes)
+
+
+def _open_store() -> int:
+    """Open the store where the ranks meet, on the loopback address; return its port.
+
+    A TCPStore that makes its own socket listens on every address and asks for no secret.
+    """
+    listener = socket.socket()
+    # planted: serve: the ranks' store listens on every address
+    listener.bind((LOOPBACK, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    _stores.append(store)
+    return port
 
 
 def _end(processes: list[subprocess.Popen]) -> None:
