@@ -21,6 +21,8 @@ from transformers import PreTrainedTokenizerFast
 pytest.importorskip("fastapi")
 httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")
 
+from pydantic import ValidationError  # noqa: E402
+
 from corecontext.cli import main  # noqa: E402
 from corecontext.inference import Engine, Load, TablePolicy  # noqa: E402
 from corecontext.inference.policy import load_policy, table_around  # noqa: E402
@@ -29,6 +31,7 @@ from corecontext.serve.errors import Code, RequestError  # noqa: E402
 from corecontext.serve.guard import Guard  # noqa: E402
 from corecontext.serve.http import Options, create_app  # noqa: E402
 from corecontext.serve.metrics import Metrics  # noqa: E402
+from corecontext.serve.protocol import ChatRequest, CompletionRequest  # noqa: E402
 from corecontext.serve.request import Request  # noqa: E402
 from corecontext.serve.scheduler import Scheduler  # noqa: E402
 from corecontext.serve.settings import BUNDLED, Serving  # noqa: E402
@@ -386,6 +389,68 @@ def test_wrong_requests(tiny, status, body, message):
         code = "context_length_exceeded"
     assert error["type"] == "invalid_request_error" and error["code"] == code
     assert set(error) == {"message", "type", "param", "code"}
+
+
+MANY = 120_000
+HUGE = {
+    "tokens": {"prompt": [-1] * MANY},
+    "lists of tokens": {"prompt": [[-1] * MANY]},
+    "texts": {"prompt": ["\ud800"] * (MANY // 2)},
+    "lists": {"prompt": [[]] * MANY},
+    "stops": {"stop": [5] * MANY},
+    "biases": {"logit_bias": {str(i): "x" for i in range(MANY // 2)}},
+    "fields": {f"f{i}": 1 for i in range(MANY // 2)},
+    "options": {"stream_options": {f"f{i}": 1 for i in range(MANY // 2)}},
+    "messages": {"messages": [{}] * MANY},
+    "parts": {"messages": [{"role": "user", "content": [{}] * MANY}]},
+    "short messages": {"messages": [{"role": "user", "content": ""}] * 25_000},
+}
+
+
+@pytest.mark.parametrize("body", HUGE.values(), ids=HUGE)
+def test_a_large_invalid_body_makes_few_errors_and_is_answered_soon(tiny, body):
+    """An error for each element would hold up the event loop, and all clients, for seconds."""
+    kind, path, whole = CompletionRequest, "/v1/completions", {"prompt": "abc"}
+    if "messages" in body:
+        kind, path, whole = ChatRequest, "/v1/chat/completions", {}
+    whole |= {"model": "tiny", **body}
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(whole)
+    assert refused.value.error_count() <= 4
+    content = json.dumps(whole)
+    assert len(content) > 300_000
+    began = time.monotonic()
+    headers = {"content-type": "application/json"}
+    response = tiny.ask(("POST", path, {"content": content, "headers": headers}))[0]
+    assert time.monotonic() - began < 5  # about 0.1 where no other process runs
+    assert response.status_code == 400 and len(response.content) < 1000
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (
+            {"stop": 5},
+            "stop must be a text of 1 to 1000 characters or a list of at most 16 of them, got 5.",
+        ),
+        (
+            {"prompt": ["a", "b"]},
+            "prompt must be one prompt a request: a text without unpaired surrogates, or a list of "
+            "token numbers from 0 on, got ['a', 'b'].",
+        ),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias must be empty: it is not supported, got "),
+    ],
+    ids=str,
+)
+def test_refusals_state_the_rule_and_no_insides(tiny, body, message):
+    error = tiny.complete(**body).json()["error"]
+    assert error["message"].startswith(message) and error["param"] == next(iter(body))
+    assert "function" not in error["message"] and "0x" not in error["message"]
+
+
+def test_a_refused_field_is_named_within_bounds(tiny):
+    error = tiny.complete(**{"f" * 5000: 1}).json()["error"]
+    assert error["param"] == "f" * 100 and len(error["message"]) < 200
 
 
 def test_wrong_chats_paths_and_methods(tiny):

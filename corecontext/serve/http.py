@@ -343,17 +343,19 @@ def _seconds(start: float, end: float | None) -> float | None:
 async def _invalid_body(request: HttpRequest, error: Any) -> Response:
     """Report the first error of a body, by the name of its field."""
     first = error.errors()[0]
-    path = [str(name) for name in first["loc"] if name != "body"]
-    field = ".".join(path)
+    path = [ascii(str(name))[1:-1][:100] for name in first["loc"] if name != "body"]
+    field = ".".join(path)[:100]
     if first["type"] == "json_invalid":
         path = []
         message = f"the body must be JSON: {first['ctx']['error']}."
     elif first["type"] == "extra_forbidden":
-        message = f"field {field[:100]!a} is not supported. Leave it out."
+        message = f"field '{field}' is not supported. Leave it out."
     elif first["type"] == "missing" and path:
-        message = f"field {field[:100]!a} must be given."
+        message = f"field '{field}' must be given."
     elif first["type"] == "missing":
         message = "the body must be JSON, got none."
+    elif first["type"] == "rule":
+        message = f"{field} {first['msg']}."
     else:
         message = f"{field or 'the body'} is not valid: {first['msg']}."
     return error_response(InvalidRequest(Code.INVALID, message, path[0] if path else None))

@@ -3,11 +3,25 @@ field is refused by name."""
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 16
+MAX_MESSAGES = 4096
+_shown = reprlib.Repr()
+_shown.maxlevel = 2
 
 
 def _is_unicode(text: str) -> str:
@@ -27,9 +41,28 @@ def _is_off(value: bool) -> bool:
     return value
 
 
+def _rule(rule: str) -> WrapValidator:
+    """Return a validator that refuses a field by one error with its rule.
+
+    Pydantic's own errors of a union name each member by its validators, which are Python's insides.
+    """
+
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            got = ascii(_shown.repr(value))[1:-1][:100]
+            text = f"must be {rule}, got {got}"
+            raise PydanticCustomError("rule", "{text}", {"text": text}) from None
+
+    return WrapValidator(check)
+
+
 Text = Annotated[str, AfterValidator(_is_unicode)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
 Token = Annotated[int, Field(ge=0, le=2**31)]
+# A list's first invalid element ends its check: an error for each takes seconds to build.
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Off = Annotated[bool, AfterValidator(_is_off), Field(json_schema_extra={"const": False})] | None
 Zero = Annotated[float, Field(ge=0, le=0)] | None
 
@@ -38,6 +71,17 @@ class Fields(BaseModel):
     """A body of known fields only, whose values are not converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown(cls, body: Any) -> Any:
+        """Keep the first unknown field alone, so that one error is built and not one for each."""
+        if not isinstance(body, dict):
+            return body
+        unknown = [name for name in body if name not in cls.model_fields]
+        return {name: body[name] for name in body if name in cls.model_fields} | {
+            name: body[name] for name in unknown[:1]
+        }
 
 
 class StreamOptions(Fields):
@@ -63,9 +107,10 @@ class GenerateRequest(Fields):
     seed: int | None = Field(
         None, ge=-(2**63), lt=2**63, description="Of the sampling; random where left out."
     )
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(
-        None, description="Texts before which the answer ends."
-    )
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None,
+        _rule(f"a text of 1 to 1000 characters or a list of at most {MAX_STOPS} of them"),
+    ] = Field(None, description="Texts before which the answer ends.")
     stream: bool | None = Field(
         None, description="Send the answer piece by piece as server-sent events."
     )
@@ -84,7 +129,9 @@ class GenerateRequest(Fields):
     n: Annotated[int, Field(ge=1, le=1)] | None = None
     presence_penalty: Zero = None
     frequency_penalty: Zero = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: (
+        Annotated[dict[str, float], Field(max_length=0), _rule("empty: it is not supported")] | None
+    ) = None
 
     @property
     def stops(self) -> list[str]:
@@ -95,14 +142,16 @@ class GenerateRequest(Fields):
 class CompletionRequest(GenerateRequest):
     """POST /v1/completions."""
 
-    prompt: (
+    prompt: Annotated[
         Text
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Text], Field(min_length=1, max_length=1)]
-        | Annotated[
-            list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=1)
-        ]
-    ) = Field(description="A text, or its token numbers; one prompt a request.")
+        | Tokens
+        | Annotated[list[Text], Field(min_length=1, max_length=1, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=1, fail_fast=True)],
+        _rule(
+            "one prompt a request: a text without unpaired surrogates, or a list of token numbers "
+            "from 0 on"
+        ),
+    ] = Field(description="A text, or its token numbers; one prompt a request.")
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: Off = None
     logprobs: None = None
@@ -127,7 +176,13 @@ class Message(Fields):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[Part], Field(min_length=1)]
+    content: Annotated[
+        Text | Annotated[list[Part], Field(min_length=1, fail_fast=True)],
+        _rule(
+            "a text without unpaired surrogates or a list of parts such as "
+            "{'type': 'text', 'text': '...'}"
+        ),
+    ]
     name: Text | None = None
     # Added by the official client to an answer that it sends back as part of the next chat:
     refusal: None = None
@@ -147,7 +202,8 @@ class Message(Fields):
 class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    # planted: serve: an error for each invalid message
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31, description="As max_tokens.")
     logprobs: Off = None
 
