@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
+from benchmarks.floor import decode_bytes
 from benchmarks.methods import KERNELS, Sizes, attend_cca, make_inputs, rotary_for
+from benchmarks.timing import capture, sample_in_turns
 from corecontext import cost
 from corecontext.cache import CompactLayer
 from corecontext.config import CCAConfig
-from corecontext.measure import capture, sample_in_turns
 
 ROTATE_BYTES = {"cpu": 2**28, "cuda": 2**29}  # several times the size of a last-level cache
 MAX_LAYERS = 64
@@ -47,7 +48,7 @@ class DecodeTask(NamedTuple):
         group_size, window_size = (1, 1)
         if method == "cca":
             group_size, window_size = self.group_size, self.window_size
-        return cost.decode_bytes(
+        return decode_bytes(
             self.length - 1,
             sizes.kv_heads,
             sizes.head_dim,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.check import short
+from benchmarks.floor import floor_seconds, step_bytes
 from benchmarks.model_check import check_model
 from benchmarks.model_methods import (
     CCA_METHODS,
@@ -33,13 +34,14 @@ from benchmarks.model_settings import ModelBench
 from benchmarks.operator import free_memory
 from benchmarks.operator_settings import backend_of_cca
 from benchmarks.shapes import make_model, make_prompt
-from corecontext import cost
+from benchmarks.timing import copy_bytes_per_s, matmul_flops_per_s
 from corecontext.config import CCAConfig
+from corecontext.cost import ModelCost
 from corecontext.heads.budget import Shape
 from corecontext.inference.limits import check_length, free_bytes
 from corecontext.integrations.hf_cache import cache_bytes
 from corecontext.loading import is_out_of_memory, one_line
-from corecontext.measure import PeakMemory, copy_bytes_per_s, matmul_flops_per_s, synchronize
+from corecontext.measure import PeakMemory, synchronize
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
 
@@ -76,7 +78,7 @@ class _Run:
                 check_length(self.model.config, max(bench.lengths), self.total_steps)
         self.cuda = torch.device(bench.device).type == "cuda"
         self.device = device_name(bench.device)
-        self.cost = cost.ModelCost.of(self.model.config, self.model)
+        self.cost = ModelCost.of(self.model.config, self.model)
         self.weight_bytes = sum(x.numel() * x.element_size() for x in self.model.parameters())
         self.flops_per_s = matmul_flops_per_s(getattr(torch, bench.dtype), bench.device)
         self.bytes_per_s = copy_bytes_per_s(bench.device)
@@ -296,12 +298,12 @@ def _record_floors(run: _Run, length: int) -> None:
         itemsize = run.cost.itemsize if of == "full" else _cache_itemsize(run)
         if "ftl" in bench.what:
             flops = run.cost.prefill_flops(length, g, s)
-            seconds = cost.floor_seconds(flops, run.flops_per_s)
+            seconds = floor_seconds(flops, run.flops_per_s)
             num_bytes = run.cost.cache_bytes(length, g, s) * itemsize / run.cost.itemsize
             run.record("model.first_token_s", seconds, {**params, "backend": "matmul"})
             run.record("model.cache_bytes", num_bytes, {**params, "backend": "formula"})
         if "itl" in bench.what:
-            num_bytes = run.cost.step_bytes(length, g, s, cache_itemsize=itemsize)
+            num_bytes = step_bytes(run.cost, length, g, s, cache_itemsize=itemsize)
             copied = {**params, "backend": "copy", "bytes_read": num_bytes}
             run.record("model.next_token_ms", 1e3 * num_bytes / run.bytes_per_s, copied)
 

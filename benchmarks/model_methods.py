@@ -18,13 +18,13 @@ from transformers.cache_utils import Cache
 
 from benchmarks.methods import KERNELS
 from benchmarks.shapes import make_prompt
+from benchmarks.timing import capture
 from corecontext.cache.full import FullLayer
 from corecontext.config import CCAConfig
 from corecontext.heads.budget import Shape, Unit, at_equal_cache, raw_heads
 from corecontext.inference import Engine, prefill
 from corecontext.inference.session import SessionKey
 from corecontext.integrations.hf_cache import GivenLayer
-from corecontext.measure import capture
 from corecontext.model_sizes import ModelSizes
 
 FULL = ("full", *KERNELS)

@@ -15,17 +15,12 @@ import torch
 
 from benchmarks.check import check_correct, short
 from benchmarks.decoding import DecodeTask, decode_methods, decode_seconds
+from benchmarks.floor import floor_seconds
 from benchmarks.methods import FULL, Sizes, make_call, make_inputs
 from benchmarks.operator_settings import OperatorBench
-from corecontext import cost
-from corecontext.measure import (
-    PeakMemory,
-    capture,
-    copy_bytes_per_s,
-    matmul_flops_per_s,
-    peak_bytes_in_subprocess,
-    sample_in_turns,
-)
+from benchmarks.peak_memory import peak_bytes_in_subprocess
+from benchmarks.timing import capture, copy_bytes_per_s, matmul_flops_per_s, sample_in_turns
+from corecontext.measure import PeakMemory
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
 
@@ -249,7 +244,7 @@ def _record_floors(place: _Place, pass_name: str) -> None:
     assert place.length is not None
     for method in ("full", "cca"):
         flops = place.run.bench.flops(place.length, place.kv_heads, method == "cca", pass_name)
-        floor_ms = 1e3 * cost.floor_seconds(flops, place.run.flops_per_s)
+        floor_ms = 1e3 * floor_seconds(flops, place.run.flops_per_s)
         params = place.params(method, pass_name)
         params |= {"method": "floor", "of": method, "backend": "matmul"}
         place.run.record(f"operator.{pass_name}_ms", floor_ms, params)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from corecontext import cost
+from benchmarks.floor import operator_bytes, pass_flops
 from corecontext.record import Record
 
 SIZES = ("query_heads", "kv_heads", "head_dim", "batch", "dtype")
@@ -79,7 +79,7 @@ class Row:
     def tflops(self) -> float:
         """CCA's 10^12 operations a second in a pass."""
         p = self.params
-        flops = cost.pass_flops(
+        flops = pass_flops(
             self.pass_name,
             p["length"],
             p["query_heads"],
@@ -193,12 +193,12 @@ def ratio_to_minimum(row: Row, peak: float) -> float:
     p = row.params
     backward = row.pass_name != "forward"
     sizes = (row.length, p["query_heads"], p["kv_heads"], p["head_dim"], ITEMSIZE[p["dtype"]])
-    forward = cost.operator_bytes(*sizes, batch=p["batch"])
+    forward = operator_bytes(*sizes, batch=p["batch"])
     out = p["batch"] * row.length * p["query_heads"] * p["head_dim"] * ITEMSIZE[p["dtype"]]
     inputs = forward - out
     if backward:
         inputs += out  # the gradient of out is as large as out
-    return (peak + inputs) / cost.operator_bytes(*sizes, batch=p["batch"], backward=backward)
+    return (peak + inputs) / operator_bytes(*sizes, batch=p["batch"], backward=backward)
 
 
 def crossovers(rows: Iterable[Row]) -> dict[tuple[Any, ...], int | None]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.floor import pass_flops
 from benchmarks.methods import COMPRESSED, METHODS, PASSES, Sizes, default_methods
 from benchmarks.options import DTYPES, check_choices, check_positive, no_option, option
-from corecontext import cost
 from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
 from corecontext.ops.api import choose_backend
 
@@ -142,7 +142,7 @@ class OperatorBench:
     def flops(self, length: int, kv_heads: int, compressed: bool, pass_name: str) -> int:
         """Return the operations of one call."""
         config = (self.group_size, self.window_size) if compressed else (1, 1)
-        return cost.pass_flops(
+        return pass_flops(
             pass_name,
             length,
             self.query_heads,

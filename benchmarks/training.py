@@ -24,13 +24,14 @@ from benchmarks.methods import KERNELS
 from benchmarks.model_methods import CCA_RAW, raw_config
 from benchmarks.operator_settings import backend_of_cca
 from benchmarks.shapes import shape_config
+from benchmarks.timing import queue_seconds
 from benchmarks.training_processes import processes
 from benchmarks.training_settings import OURS, TrainingBench
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost
 from corecontext.heads.budget import Shape
 from corecontext.loading import is_out_of_memory
-from corecontext.measure import PeakMemory, queue_seconds
+from corecontext.measure import PeakMemory
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
 
@@ -356,7 +357,7 @@ class _Trial:
 
         Keys and values, forward twice because of checkpointing, and backward.
         """
-        from corecontext.distributed.traffic import ring_traffic
+        from benchmarks.traffic import ring_traffic
 
         ring = ring_traffic(
             total,

@@ -17,6 +17,14 @@ class UserError(Exception):
         super().__init__(" ".join(str(message).split()))
 
 
+def first_line(error: BaseException) -> str:
+    """Return an exception's first line of text, or its kind where it has none."""
+    if isinstance(error, KeyError):
+        return f"unknown {error}"
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
+
+
 def read_text(path: str) -> str:
     """Read the text of a file, or of standard input for "-".
 

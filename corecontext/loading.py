@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.config import CCAConfig
-from corecontext.files import UserError
+from corecontext.files import UserError, first_line
 from corecontext.model_sizes import ModelSizes
 
 METHODS = ("cca", "full")
@@ -360,14 +360,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def first_line(error: BaseException) -> str:
-    """Return an exception's first line of text, or its kind where it has none."""
-    if isinstance(error, KeyError):
-        return f"unknown {error}"
-    lines = (line.strip() for line in str(error).splitlines())
-    return next(filter(None, lines), type(error).__name__)
 
 
 def _user_error(prefix: str, error: BaseException) -> UserError:

@@ -28,13 +28,13 @@ from transformers import StaticCache
 from transformers.cache_utils import Cache
 
 import corecontext
+from benchmarks.traffic import context_parallel_traffic, ring_traffic
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer, HeadsLayer
 from corecontext.config import LEARNED
 from corecontext.distributed.context_parallel import Shard, context_parallel_attention
 from corecontext.distributed.halo import Shape
 from corecontext.distributed.layout import Layout
-from corecontext.distributed.traffic import context_parallel_traffic, ring_traffic
 from corecontext.distributed.wire import Wire
 from corecontext.inference import Prefilled, prefill
 from corecontext.inference.sharded_prefill import context_parallel_prefill

@@ -24,12 +24,14 @@ from benchmarks import (
     operator_report,
     operator_settings,
     operator_tables,
+    peak_memory,
     row_check,
     tables,
+    timing,
 )
 from benchmarks.command import COMMANDS, main
 from benchmarks.training_settings import TrainingBench
-from corecontext import drawing, measure, record
+from corecontext import drawing, record
 from corecontext.files import UserError
 from corecontext.record import Record, append_records, read_records
 
@@ -68,7 +70,7 @@ def this_file_importable(monkeypatch):
 
 
 def test_peak_memory_counts_what_was_allocated_and_freed(this_file_importable):
-    peak = measure.peak_bytes_in_subprocess("allocate", "allocate", {"mib": 64})
+    peak = peak_memory.peak_bytes_in_subprocess("allocate", "allocate", {"mib": 64})
     assert 60 * MIB <= peak <= 72 * MIB  # the kernel counts pages in batches, of each processor
 
 
@@ -76,31 +78,31 @@ def test_a_failing_subprocess_says_why(this_file_importable):
     with pytest.raises(
         RuntimeError, match="measuring in a subprocess failed: .*unexpected keyword"
     ):
-        measure.peak_bytes_in_subprocess("allocate", "allocate", {"wrong": 1})
+        peak_memory.peak_bytes_in_subprocess("allocate", "allocate", {"wrong": 1})
 
 
 def test_samples_warm_up_and_budget():
     calls = []
     assert (
-        len(measure.sample_seconds(lambda: calls.append(1), repeats=4, warm_up=2)) == 4
+        len(timing.sample_seconds(lambda: calls.append(1), repeats=4, warm_up=2)) == 4
         and len(calls) == 6
     )
-    slow = measure.sample_seconds(lambda: time.sleep(0.02), repeats=50, warm_up=0, budget_s=0.03)
+    slow = timing.sample_seconds(lambda: time.sleep(0.02), repeats=50, warm_up=0, budget_s=0.03)
     assert len(slow) == 2 and min(slow) >= 0.02
 
 
 def test_the_machines_rates_are_positive():
-    assert measure.matmul_flops_per_s(torch.float32, size=64) > 1e6
-    assert measure.copy_bytes_per_s(num_bytes=2**20) > 1e6
+    assert timing.matmul_flops_per_s(torch.float32, size=64) > 1e6
+    assert timing.copy_bytes_per_s(num_bytes=2**20) > 1e6
 
 
 def test_calls_take_turns_and_slow_ones_are_called_once():
     order = []
     calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
-    found = measure.sample_in_turns(calls, repeats=3, once={"c"})
+    found = timing.sample_in_turns(calls, repeats=3, once={"c"})
     assert "".join(order) == "abcababab"  # a and b warmed up, c not
     assert {name: len(samples) for name, samples in found.items()} == {"a": 3, "b": 3, "c": 1}
-    found = measure.sample_in_turns(
+    found = timing.sample_in_turns(
         {"slow": lambda: time.sleep(0.2), "quick": int}, repeats=5, budget_s=0.3
     )
     assert {name: len(samples) for name, samples in found.items()} == {"slow": 2, "quick": 5}
@@ -115,7 +117,7 @@ def test_a_captured_call_keeps_what_it_reads(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", mock.MagicMock())
     tensor = torch.zeros(1)
     gone = weakref.ref(tensor)
-    replay = measure.capture(lambda tensor=tensor: tensor.add_(1))
+    replay = timing.capture(lambda tensor=tensor: tensor.add_(1))
     del tensor
     replay()
     assert gone() is not None and torch.cuda.CUDAGraph().replay.called

@@ -19,6 +19,7 @@ from benchmarks import (
     shapes,
 )
 from benchmarks.command import main
+from benchmarks.floor import step_bytes
 from benchmarks.model_settings import ModelBench, model_defaults
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, cache_bytes
@@ -101,7 +102,7 @@ def test_the_least_possible_is_that_of_the_formulas(records):
         records, "next_token_ms", method="floor", of="cca", length=length
     ) == pytest.approx(1e3 * (4 * WEIGHTS + 2 * 2 * 2 * 32 * 4 * seen) / 1e9)
     assert (
-        cost.step_bytes(length, cache_itemsize=1.125) == 4 * WEIGHTS + 2 * 2 * 2 * 32 * 1.125 * 129
+        step_bytes(cost, length, cache_itemsize=1.125) == 4 * WEIGHTS + 2 * 2 * 2 * 32 * 1.125 * 129
     )
 
 

@@ -12,6 +12,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from benchmarks import floor
 from corecontext import cost
 from corecontext.visibility import local_start, num_visible_cores
 
@@ -69,25 +70,25 @@ def test_cache_bytes():
 
 
 def test_the_floor_is_the_slower_of_arithmetic_and_memory():
-    assert cost.floor_seconds(10, 2) == 5
-    assert cost.floor_seconds(10, 2, 100, 10) == 10
-    assert cost.operator_bytes(10, 4, 2, 8, 2) == 10 * 8 * 2 * 12
-    assert cost.operator_bytes(10, 4, 2, 8, 2, backward=True) == 2 * 10 * 8 * 2 * 12
+    assert floor.floor_seconds(10, 2) == 5
+    assert floor.floor_seconds(10, 2, 100, 10) == 10
+    assert floor.operator_bytes(10, 4, 2, 8, 2) == 10 * 8 * 2 * 12
+    assert floor.operator_bytes(10, 4, 2, 8, 2, backward=True) == 2 * 10 * 8 * 2 * 12
 
 
 def test_decoding_reads_what_the_last_query_sees():
     for position, g, s in ((0, 4, 3), (6, 4, 3), (39, 4, 3), (500, 16, 32)):
         entries = num_visible_cores(position, g, s) + position + 1 - local_start(position, g, s)
         assert (
-            cost.decode_bytes(position, 3, 8, 2, group_size=g, window_size=s, batch=5)
+            floor.decode_bytes(position, 3, 8, 2, group_size=g, window_size=s, batch=5)
             == 2 * 5 * 3 * 8 * 2 * entries
         )
-    assert cost.decode_bytes(99, 3, 8, 2) == 2 * 3 * 8 * 2 * 100
+    assert floor.decode_bytes(99, 3, 8, 2) == 2 * 3 * 8 * 2 * 100
 
 
 def test_operations_of_a_pass():
     forward, backward, both = (
-        cost.pass_flops(name, 200, 4, 2, 8, group_size=4, window_size=9)
+        floor.pass_flops(name, 200, 4, 2, 8, group_size=4, window_size=9)
         for name in ("forward", "backward", "forward_backward")
     )
     assert forward == cost.operator_flops(200, 4, 2, 8, group_size=4, window_size=9)

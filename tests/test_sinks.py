@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import floor
 from corecontext import CCAConfig, Rotary, cca_attention, cost, pool_core_tokens
 from corecontext import visibility as vis
 from corecontext.cache import CompactLayer
@@ -90,7 +91,7 @@ def test_the_integer_rules_are_the_definition(g, s):
             assert vis.num_far_entries(groups, g, n) == len(cores) + sum(
                 i < groups * g for i in raw
             )
-            assert cost.decode_bytes(
+            assert floor.decode_bytes(
                 t, 2, 8, 4, group_size=g, window_size=s, sinks=n
             ) == 2 * 2 * 8 * 4 * (len(cores) + len(raw))
             assert cost.pooling_flops(t, 2, 2, 8, group_size=g, sinks=n) == (

@@ -100,7 +100,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What `eval` and `compare` run beside methods and tasks."""
+    """Describe the evaluation in `eval` and `compare` beside methods and tasks."""
 
     length: Annotated[
         list[int] | None,

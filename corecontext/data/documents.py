@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from corecontext.data.readers import numbered_lines, read_text_file
-from corecontext.files import UserError
+from corecontext.files import UserError, first_line
 
 HUB = "hub:"
 _TEXTS = (".txt", ".md", ".text")
@@ -69,7 +69,7 @@ class HubName(NamedTuple):
                 streaming=streaming,
             )
         except Exception as error:  # the hub raises many kinds, none of them a bug of this program
-            reason = reason_of(error)
+            reason = first_line(error)
             raise UserError(f"dataset '{self.identifier}' cannot be had: {reason}") from None
 
     def document(self, row: dict[str, Any], number: int, fields: Fields) -> dict[str, str] | None:
@@ -79,11 +79,6 @@ class HubName(NamedTuple):
         if field(row, fields.text, where) is None:
             return None
         return document(row, where, fields)
-
-
-def reason_of(error: Exception) -> str:
-    """Return the first line of an error's message, or the name of its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def documents(paths: Sequence[str | Path], fields: Fields) -> Iterator[dict[str, str]]:

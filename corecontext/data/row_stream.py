@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from corecontext.data.corpus import check_named
-from corecontext.data.documents import HUB, Fields, HubName, documents, files_of, reason_of
+from corecontext.data.documents import HUB, Fields, HubName, documents, files_of
 from corecontext.data.packing import fill_row, join_places
-from corecontext.files import UserError
+from corecontext.files import UserError, first_line
 
 _AT_ONCE = 16  # documents tokenised together
 
@@ -77,7 +77,7 @@ class HubShard:
                 row = next(rows, None)
             except Exception as error:  # of as many kinds as in HubName.load
                 raise UserError(
-                    f"dataset '{self.name.identifier}' cannot be read on: {reason_of(error)}. The "
+                    f"dataset '{self.name.identifier}' cannot be read on: {first_line(error)}. The "
                     "same command continues the run from its last checkpoint."
                 ) from None
             if row is None:

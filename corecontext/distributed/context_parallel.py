@@ -1,8 +1,8 @@
 """Attend with CCA on one sequence that several processes hold in contiguous chunks.
 
 Per layer a process receives the core tokens of all others, L / g, and the few raw tokens before its
-chunks: about 1 / g of ring attention's keys and values (traffic.py counts both). attention.py has
-the computation.
+chunks: about 1 / g of ring attention's keys and values (benchmarks/traffic.py counts both).
+attention.py has the computation.
 """
 
 from __future__ import annotations

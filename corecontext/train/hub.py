@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from corecontext.files import UserError
-from corecontext.loading import first_line
+from corecontext.files import UserError, first_line
 
 
 def prepare(name: str) -> None:

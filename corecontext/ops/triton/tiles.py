@@ -28,7 +28,7 @@ class Tiles(NamedTuple):
 
 
 class Chip(NamedTuple):
-    """What the tables know of a device."""
+    """Hold the sizes of a device that the tables depend on."""
 
     shared_memory: int
     """Bytes that one program may use; 0 for the interpreter."""

@@ -33,6 +33,7 @@ def context_parallel_traffic(
     those of others' halos from these.
     """
     g = spec.group_size
+    assert isinstance(g, int)  # heads of another size are counted by another call
     batch_size, num_heads, num_kv_heads, head_dim = shape
     # Halos: received forward by the chunk that sees the tokens, backward by the chunk that holds
     # them.
