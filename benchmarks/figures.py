@@ -20,7 +20,7 @@ from benchmarks.operator_figure import draw_operator
 from benchmarks.operator_tables import operator_markdown
 from benchmarks.serving_report import draw_serve
 from benchmarks.training_report import draw_training, training_markdown
-from corecontext.demo.figure import demo_table, draw_demo
+from corecontext.demo.report import demo_table, draw_demo
 from corecontext.files import write_text
 from corecontext.record import Record, read_records
 

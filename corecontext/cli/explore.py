@@ -47,7 +47,7 @@ def demo(
     check_drawn(plot, force)
     check_appended(json)
     from corecontext.demo.compare import DemoSettings, run_demo
-    from corecontext.demo.printed import print_report
+    from corecontext.demo.report import print_report
     from corecontext.record import append_records
 
     result = run_demo(
@@ -56,7 +56,7 @@ def demo(
     if json is not None:
         append_records(json, result.records)
     if plot is not None:
-        from corecontext.demo.figure import draw_demo
+        from corecontext.demo.report import draw_demo
 
         draw_demo(result.records, plot)
     print_report(result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from corecontext.demo.task import Question, Task, make_task
 from corecontext.files import UserError, read_text
 from corecontext.loading import METHODS, load_config, one_line, pick_device
 from corecontext.measure import package_path
-from corecontext.record import Record, device_name, make_record, newest
+from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
 
 MEASURED = ("first_token_s", "next_token_ms", "cache_bytes", "peak_bytes", "perplexity")
@@ -29,7 +30,6 @@ SPARE_TOKENS = 256
 """Room for a question, its answer and the timed tokens."""
 MOST_QUESTIONS = 300
 """Most questions of a run: no two ask the same, and the supply of names is limited."""
-ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,6 @@ class DemoResult:
     records: list[Record]
     questions: list[Question]
     answers: Mapping[str, list[str]]
-
-    def value(self, name: str, method: str) -> float:
-        """Return a measured value."""
-        return newest(self.records, f"demo.{name}", method=method).value
 
 
 def run_demo(settings: DemoSettings) -> DemoResult:
@@ -123,39 +119,30 @@ def plan(settings: DemoSettings) -> Task:
 
 def formula_bytes(record: Record) -> int:
     """Return the cache size of a record's method by the formula."""
+    import torch
+
     p = record.params
     entries = cost.cache_entries(p["length"], p.get("group_size", 1), p.get("window_size", 1))
-    itemsize = ITEMSIZES[p["dtype"]]
+    itemsize = getattr(torch, p["dtype"]).itemsize
     return cost.cache_bytes(entries, p["layers"], p["kv_heads"], p["head_dim"], itemsize)
 
 
 def _run_in_subprocess(method: str, settings: DemoSettings, task: Task) -> dict[str, Any]:
     """Run one method in a fresh process; its progress becomes a bar here."""
-    request = {
-        "model": settings.model,
-        "task": task.to_json(),
-        "options": {
-            "method": method,
-            "group_size": settings.group_size,
-            "window_size": settings.window_size,
-            "dtype": settings.dtype,
-            "device": settings.device,
-        },
-    }
+    names = ("group_size", "window_size", "dtype", "device")
+    options = {"method": method, **{name: getattr(settings, name) for name in names}}
     title = {"full": "full attention", "cca": "CCA"}[method]
     result = None
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with (
         tempfile.TemporaryFile("w+") as errors,
         progress(f"{title}, {len(task.token_ids)} tokens", 1.0) as advance,
     ):
         child = subprocess.Popen(CHILD_COMMAND, stderr=errors, env=package_path(), **pipes)
         try:
-            assert child.stdin is not None and child.stdout is not None
             # A child that died at once breaks the pipe; its exit code says why.
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(json.dumps(request))
-                child.stdin.close()
+            with contextlib.suppress(BrokenPipeError), child.stdin:
+                pickle.dump((settings.model, options, task), child.stdin)
             for line in child.stdout:
                 message = json.loads(line)
                 if "error" in message:
@@ -164,9 +151,8 @@ def _run_in_subprocess(method: str, settings: DemoSettings, task: Task) -> dict[
                 result = message.get("result", result)
             child.wait()
         finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
+            child.kill()
+            child.wait()
         if result is not None:
             return result
         if child.returncode == -signal.SIGKILL:  # the kernel's out-of-memory killer

@@ -1,20 +1,19 @@
 """Measure one method of the demo, in a process of its own so that the peak memory is its alone.
 
 One prefill serves all: its last token gives the first new token, its hidden states the perplexity,
-its cache the answers. The parent process starts `python -m corecontext.demo.measure_method`, writes
-the model, the options and the task to standard input, and reads JSON lines from standard output:
+its cache the answers. The parent starts `python -m corecontext.demo.measure_method`, pickles the
+model, the options and the task to standard input, and reads JSON lines from standard output:
 {"advance": fraction of the work just done}, and at the end {"result": ...} or {"error": one line}.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
+import pickle
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,22 +35,7 @@ DECODE_STEPS = 32
 DECODE_WARM_UP = 4
 
 
-@dataclass(frozen=True)
-class MethodResult:
-    """The measured values of one method."""
-
-    method: str
-    tokens: int
-    first_token_s: list[float]
-    next_token_ms: list[float]
-    cache_bytes: int
-    peak_bytes: int
-    perplexity: float
-    answers: list[str]
-    sizes: dict[str, Any]
-
-
-def run_method(loaded: Loaded, task: Task, advance: Callable[[float], Any]) -> MethodResult:
+def run_method(loaded: Loaded, task: Task, advance: Callable[[float], Any]) -> dict[str, Any]:
     """Measure a method on the task."""
     model = loaded.model
     device = str(model.device)
@@ -91,18 +75,16 @@ def run_method(loaded: Loaded, task: Task, advance: Callable[[float], Any]) -> M
             answers.append(_answer(loaded, copy.deepcopy(cache), question))
             advance(SHARES["questions"] / len(task.questions))
     keep = torch.tensor(task.document_mask[1:])
-    method = "full" if loaded.config is None else "cca"
-    return MethodResult(
-        method,
-        len(task.token_ids),
-        samples,
-        next_ms,
-        cache_bytes(cache),
-        peak_bytes,
-        float(nll[keep].double().mean().exp()),
-        answers,
-        loaded.sizes(),
-    )
+    return {
+        "tokens": len(task.token_ids),
+        "first_token_s": samples,
+        "next_token_ms": next_ms,
+        "cache_bytes": cache_bytes(cache),
+        "peak_bytes": peak_bytes,
+        "perplexity": float(nll[keep].double().mean().exp()),
+        "answers": answers,
+        "sizes": loaded.sizes(),
+    }
 
 
 def _prefill(model: Any, input_ids: Tensor, device: str) -> tuple[float, Tensor, Any, Tensor]:
@@ -148,12 +130,10 @@ def main() -> int:
     def send(**message: Any) -> None:
         print(json.dumps(message), flush=True)
 
-    order = json.load(sys.stdin)
+    model, options, task = pickle.load(sys.stdin.buffer)
     try:
-        loaded = load(order["model"], **order["options"])
-        task = Task.from_json(order["task"])
-        result = run_method(loaded, task, lambda amount: send(advance=amount))
-        send(result=dataclasses.asdict(result))
+        loaded = load(model, **options)
+        send(result=run_method(loaded, task, lambda amount: send(advance=amount)))
     except UserError as error:
         send(error=str(error))
     except (MemoryError, RuntimeError) as error:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -34,44 +32,17 @@ class Task:
     """True for the document's own tokens, False for planted facts, which perplexity leaves out."""
     questions: list[Question]
 
-    def to_json(self) -> str:
-        """Return the task as text, for the process that measures."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Task:
-        """Read the text of `to_json`."""
-        values = json.loads(text)
-        questions = []
-        for question in values["questions"]:
-            fact = Fact(**question.pop("fact"))
-            questions.append(Question(fact=fact, **question))
-        return cls(values["token_ids"], values["document_mask"], questions)
-
 
 def make_task(
-    tokenizer: Any,
-    document: str,
-    *,
-    num_questions: int = 6,
-    max_tokens: int | None = None,
-    seed: int = 0,
+    tokenizer: Any, document: str, num_questions: int, max_tokens: int, seed: int = 0
 ) -> Task:
-    """Plant facts at equal distances in a document and ask for each at its end.
-
-    Args:
-        tokenizer: The model's.
-        document: Plain text.
-        num_questions: Facts to plant.
-        max_tokens: Most tokens of the result; the document is cut to that.
-        seed: Seed of the facts.
-    """
+    """Plant facts at equal distances in a document, cut so that the result has at most
+    `max_tokens` tokens, and ask for each fact at its end."""
     facts = make_facts(random.Random(seed), KINDS, num_questions)
     token_ids = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    if max_tokens is not None:
-        planted = sum(len(_encode(tokenizer, fact.sentence + "\n")) for fact in facts)
-        room = max(0, max_tokens - len(token_ids) - planted)
-        document = tokenizer.decode(_encode(tokenizer, document)[:room]).rstrip("\ufffd")
+    planted = sum(len(_encode(tokenizer, fact.sentence + "\n")) for fact in facts)
+    room = max(0, max_tokens - len(token_ids) - planted)
+    document = tokenizer.decode(_encode(tokenizer, document)[:room]).rstrip("\ufffd")
     rest = plant(document, facts, [(i + 0.5) / num_questions for i in range(num_questions)])
     mask = [False] * len(token_ids)
     ends = []

@@ -1,0 +1,128 @@
+"""Show what the demo measured: tables on the terminal, a table in Markdown, a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from corecontext.demo.compare import DemoResult, formula_bytes
+from corecontext.drawing import CCA, FULL, pyplot, save
+from corecontext.record import Record, newest
+from corecontext.terminal import console
+
+DEMO_ROWS = (
+    ("time to first token", "first_token_s", "{:.2f} s", 1),
+    ("time per further token", "next_token_ms", "{:.1f} ms", 1),
+    ("cache", "cache_bytes", "{:.1f} MiB", 2**20),
+    ("peak memory of the prefill", "peak_bytes", "{:.1f} MiB", 2**20),
+    ("perplexity", "perplexity", "{:.3f}", 1),
+    ("planted facts found", "retrieval_accuracy", "{:.0%}", 1),
+)
+"""Label, record, format and unit of each quantity."""
+
+
+def print_report(result: DemoResult) -> None:
+    """Print the measured values side by side, and the answers of each method."""
+    console().print(measured_table(result))
+    console().print(answers_table(result))
+    cache = newest(result.records, "demo.cache_bytes", method="cca")
+    length, g, s = (cache.params[key] for key in ("length", "group_size", "window_size"))
+    agrees = "equals" if formula_bytes(cache) == cache.value else "DIFFERS FROM"
+    console().print(
+        f"The cache {agrees} the formula: L // g + s + g - 1 = {length // g} + {s} + {g} - 1 "
+        "entries a layer. Peak memory is the prefill's, on top of the loaded model."
+    )
+    console().print(
+        "The model is tiny and trained to show the machinery: its prose is poor, and it answers "
+        "only facts in the form that it was trained on. The numbers are this machine's."
+    )
+
+
+def measured_table(result: DemoResult) -> Table:
+    """Make the table of full attention, CCA and their ratio."""
+    cca = newest(result.records, "demo.cache_bytes", method="cca").params
+    table = Table(
+        title=f"{cca['length']} tokens, {cca['layers']} layers, g = {cca['group_size']}, s = "
+        f"{cca['window_size']}, {cca['dtype']}\n{result.records[0].device}",
+        box=SIMPLE_HEAD,
+    )
+    table.add_column("")
+    for column in ("full attention", "CCA", ""):
+        table.add_column(column, justify="right")
+    count = len(result.questions)
+    for label, name, shown, unit in DEMO_ROWS:
+        full, compact = _values(result.records, name)
+        if name == "retrieval_accuracy":
+            cells = [f"{round(share * count)} of {count}" for share in (full, compact)]
+            table.add_row("answers right", *cells, "")
+        else:
+            cells = [shown.format(value / unit) for value in (full, compact)]
+            table.add_row(label, *cells, _ratio(name, full, compact))
+    return table
+
+
+def answers_table(result: DemoResult) -> Table:
+    """Make the table of each question, its right answer and the answer of each method."""
+    table = Table(title="facts planted in the document, asked at its end", box=SIMPLE_HEAD)
+    for column in ("depth", "tokens back", "question", "right", "full attention", "CCA"):
+        table.add_column(column, overflow="fold")
+    for question, *answers in zip(result.questions, *result.answers.values()):
+        fact = question.fact
+        cells = [Text(text, "green" if fact.is_correct(text) else "red") for text in answers]
+        place = (f"{question.depth:.0%}", str(question.distance))
+        table.add_row(*place, fact.question, fact.answer, *cells)
+    return table
+
+
+def _ratio(name: str, full: float, cca: float) -> str:
+    """Format how much less CCA takes; for perplexity how much more."""
+    if name == "perplexity":
+        return f"{100 * (cca / full - 1):+.1f} %"
+    less, more = ("faster", "slower") if name.endswith(("_s", "_ms")) else ("less", "more")
+    return f"{full / cca:.1f}x {less}" if full >= cca else f"{cca / full:.1f}x {more}"
+
+
+def demo_table(records: Sequence[Record]) -> str:
+    """Return README's table of the demo, in Markdown."""
+    params = newest(records, "demo.first_token_s", method="cca").params
+    lines = [
+        f"`corecontext demo` on {records[-1].device}: {params['length']} tokens, "
+        f"{params['dtype']}, g = {params['group_size']}, s = {params['window_size']}.",
+        "",
+        "| | full attention | CCA |",
+        "|---|---:|---:|",
+    ]
+    for label, name, shown, unit in DEMO_ROWS:
+        cells = [shown.format(value / unit) for value in _values(records, name)]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def draw_demo(records: Sequence[Record], path: str) -> None:
+    """Draw bars of the measured values, full attention beside CCA."""
+    rows = [row for row in DEMO_ROWS if row[1] != "retrieval_accuracy"]
+    size = (2.3 * len(rows), 2.6)
+    figure, axes = pyplot().subplots(1, len(rows), figsize=size, layout="constrained")
+    for axis, (label, name, shown, unit) in zip(axes, rows):
+        values = [value / unit for value in _values(records, name)]
+        bars = axis.bar(("full", "CCA"), values, color=(FULL, CCA))
+        axis.bar_label(bars, [shown.format(value) for value in values], fontsize=8)
+        axis.set_title(label, fontsize=9)
+        axis.set_yticks([])
+        axis.margins(y=0.15)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    params = newest(records, "demo.first_token_s", method="cca").params
+    figure.supxlabel(
+        f"{params['length']} tokens, g = {params['group_size']}, s = {params['window_size']}; "
+        f"{records[0].device}",
+        fontsize=8,
+    )
+    save(figure, path)
+
+
+def _values(records: Sequence[Record], name: str) -> list[float]:
+    """Return a quantity of full attention and of CCA."""
+    return [newest(records, f"demo.{name}", method=method).value for method in ("full", "cca")]
