@@ -74,10 +74,11 @@ class CCAConfig:
                 f"learned must come with pooling 'cca' or 'mean_query', got {self.pooling!r}: "
                 "others have no weights to learn."
             )
-        for name in ("layer_group_sizes", "head_group_sizes"):
-            if self.num_groups is not None and getattr(self, name) is not None:
-                raise ValueError(f"num_groups must not be given with {name}: both set g.")
-        if self.layer_group_sizes is not None and self.head_group_sizes is not None:
+        names = ("layer_group_sizes", "head_group_sizes")
+        varying = [name for name in names if getattr(self, name) is not None]
+        if varying and self.num_groups is not None:
+            raise ValueError(f"num_groups must not be given with {varying[0]}: both set g.")
+        if len(varying) == 2:
             raise ValueError(
                 "head_group_sizes must not be given with layer_group_sizes, whose entries may be "
                 "tuples."
@@ -92,7 +93,7 @@ class CCAConfig:
         """Make a config from the dict of `to_dict`; unknown keys are errors."""
         if not isinstance(values, Mapping):
             raise TypeError(f"CCA settings must map names to values, got {values!r}.")
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = cls.__dataclass_fields__
         for key in values:
             if key not in names:
                 hint = did_you_mean(key, names) or f" Known: {', '.join(names)}."
@@ -125,10 +126,8 @@ class CCAConfig:
                 "layer_group_sizes must have one g for each full-attention layer, got "
                 f"{len(sizes)}."
             )
-        size = sizes[index]
-        if isinstance(size, tuple):
-            return dataclasses.replace(self, head_group_sizes=size, layer_group_sizes=None)
-        return dataclasses.replace(self, group_size=size, layer_group_sizes=None)
+        name = "head_group_sizes" if isinstance(sizes[index], tuple) else "group_size"
+        return self.replace(**{"layer_group_sizes": None, name: sizes[index]})
 
     def of_process(self, rank: int, processes: int) -> CCAConfig:
         """Return a layer's settings for one of several equal shares of its KV heads (tensor
@@ -139,8 +138,8 @@ class CCAConfig:
         count = len(sizes) // processes
         share = sizes[rank * count : (rank + 1) * count]
         if len(set(share)) == 1:
-            return dataclasses.replace(self, group_size=share[0], head_group_sizes=None)
-        return dataclasses.replace(self, head_group_sizes=share)
+            return self.replace(group_size=share[0], head_group_sizes=None)
+        return self.replace(head_group_sizes=share)
 
 
 def check_int(name: str, value: Any, least: int, why: str = "") -> int:
@@ -185,35 +184,29 @@ def _finite(name: str, value: Any) -> float:
     return value
 
 
-def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+def _tuple(name: str, value: Any, check: Callable[[str, Any], Any]) -> tuple[Any, ...]:
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"{name} must be a tuple, got {value!r}.")
-    return tuple(value)
-
-
-def _learned(name: str, value: Any) -> tuple[str, ...]:
-    names = _tuple(name, value)
-    for learned in names:
-        check_choice(name, learned, LEARNED)
-    return names
+    return tuple(check(name, item) for item in value)
 
 
 def _group_sizes(name: str, value: Any) -> tuple[int, ...]:
-    sizes = _tuple(name, value)
+    sizes = _tuple(name, value, partial(check_int, least=1))
     if not sizes:
         raise ValueError(f"{name} must not be empty, got {sizes}.")
-    for size in sizes:
-        check_int(name, size, 1)
     return sizes
 
 
 def _group_sizes_by_layer(name: str, value: Any) -> tuple[int | tuple[int, ...], ...]:
-    layers = [tuple(layer) if isinstance(layer, list) else layer for layer in _tuple(name, value)]
-    if not layers or () in layers:
+    layers = _tuple(name, value, _size_or_sizes)
+    if not layers:
         raise ValueError(f"{name} must not be empty, got {layers}.")
-    for layer in layers:
-        _group_sizes(name, layer if isinstance(layer, tuple) else (layer,))
-    return tuple(layers)
+    return layers
+
+
+def _size_or_sizes(name: str, value: Any) -> int | tuple[int, ...]:
+    check = _group_sizes if isinstance(value, (tuple, list)) else partial(check_int, least=1)
+    return check(name, value)
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -224,7 +217,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "core_position": partial(check_choice, allowed=CORE_POSITIONS),
     "core_heads": partial(check_choice, allowed=CORE_HEADS),
     "core_bias": _finite,
-    "learned": _learned,
+    "learned": partial(_tuple, check=partial(check_choice, allowed=LEARNED)),
     "layer_group_sizes": _optional(_group_sizes_by_layer),
     "sink_size": partial(check_int, least=0),
     "cache_dtype": partial(check_choice, allowed=CACHE_DTYPES),

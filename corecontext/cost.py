@@ -12,11 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corecontext.model_sizes import ModelSizes
-from corecontext.visibility import (
-    num_complete_groups,
-    num_scores,
-    window_capacity,
-)
+from corecontext.visibility import num_complete_groups, num_scores, window_capacity
 
 FORWARD_PRODUCTS = 2
 """Matrix products of the forward pass: q k^T, p v."""
@@ -32,14 +28,13 @@ def attention_flops(
     group_size: int = 1,
     window_size: int = 1,
     sinks: int = 0,
-    batch: int = 1,
     backward: bool = False,
 ) -> int:
     """Count operations of causal attention's matrix products: 4 D H sum_t (j(t) + t + 1 - j(t) g),
     and 2.5 times that in the backward pass.
 
     Args:
-        seq_len, query_heads, head_dim, batch: Sizes of the queries.
+        seq_len, query_heads, head_dim: Sizes of the queries.
         group_size: Tokens per core token; 1 is full attention.
         window_size: Nearest tokens seen uncompressed.
         sinks: First tokens kept raw, a multiple of group_size (`visibility.num_sinks`).
@@ -48,7 +43,7 @@ def attention_flops(
     """
     products = BACKWARD_PRODUCTS if backward else FORWARD_PRODUCTS
     scores = num_scores(seq_len, group_size, window_size, sinks)
-    return 2 * products * batch * query_heads * head_dim * scores
+    return 2 * products * query_heads * head_dim * scores
 
 
 def pooling_flops(
@@ -59,7 +54,6 @@ def pooling_flops(
     *,
     group_size: int,
     sinks: int = 0,
-    batch: int = 1,
     backward: bool = False,
 ) -> int:
     """Count operations of making the core tokens: each group's last query against its keys, and two
@@ -67,7 +61,7 @@ def pooling_flops(
     if group_size == 1:
         return 0
     tokens = num_complete_groups(seq_len - sinks, group_size) * group_size
-    forward = batch * tokens * head_dim * (2 * query_heads + 4 * kv_heads)
+    forward = tokens * head_dim * (2 * query_heads + 4 * kv_heads)
     return 2 * forward if backward else forward
 
 
@@ -76,7 +70,6 @@ def operator_flops(
     query_heads: int,
     kv_heads: int,
     head_dim: int,
-    *,
     group_size: int = 1,
     window_size: int = 1,
     sinks: int = 0,
@@ -103,11 +96,9 @@ def cache_entries(
     return cores * cores_per_group + sinks + window_capacity(group_size, window_size)
 
 
-def cache_bytes(
-    entries: int, num_layers: int, kv_heads: int, head_dim: int, itemsize: int, *, batch: int = 1
-) -> int:
+def cache_bytes(entries: int, num_layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
     """Count bytes of the keys and values of a model with so many `cache_entries` in each layer."""
-    return 2 * batch * num_layers * kv_heads * head_dim * itemsize * entries
+    return 2 * num_layers * kv_heads * head_dim * itemsize * entries
 
 
 @dataclass(frozen=True)
@@ -161,13 +152,8 @@ class ModelCost:
         self, seq_len: int, group_size: int = 1, window_size: int = 1, sinks: int = 0
     ) -> int:
         """Count operations of the first token of a prompt."""
-        attention = operator_flops(
-            seq_len,
-            *self._heads(),
-            group_size=group_size,
-            window_size=window_size,
-            sinks=sinks,
-        )
+        heads = (self.query_heads, self.kv_heads, self.head_dim)
+        attention = operator_flops(seq_len, *heads, group_size, window_size, sinks)
         sliding = FORWARD_PRODUCTS * self._sliding_product_flops(seq_len)
         weights = 2 * (self.linear_weights * seq_len + self.head_weights)
         return weights + sliding + self.num_layers * attention
@@ -180,10 +166,9 @@ class ModelCost:
         The step has the forward, with checkpointing the layers' forward again, and the backward;
         the loss computes the output head once (docs/training.md).
         """
-        sizes = (seq_len, *self._heads())
-        options: dict[str, Any] = {"group_size": group_size, "window_size": window_size}
-        forward = operator_flops(*sizes, **options)
-        backward = operator_flops(*sizes, **options, backward=True)
+        heads = (self.query_heads, self.kv_heads, self.head_dim)
+        forward = operator_flops(seq_len, *heads, group_size, window_size)
+        backward = operator_flops(seq_len, *heads, group_size, window_size, backward=True)
         forwards = 2 if checkpointing else 1
         attention = self.num_layers * (forwards * forward + backward)
         products = forwards * FORWARD_PRODUCTS + BACKWARD_PRODUCTS
@@ -211,19 +196,13 @@ class ModelCost:
         """Count bytes of the weights that every decoding step reads."""
         return (self.linear_weights + self.head_weights) * self.itemsize
 
-    def _heads(self) -> tuple[int, int, int]:
-        return self.query_heads, self.kv_heads, self.head_dim
-
     def _sliding_product_flops(self, seq_len: int) -> int:
         """Count operations of one matrix product of all sliding-window layers."""
-        scores = sum(_banded_scores(seq_len, window) for window in self.windows)
+        scores = 0
+        for window in self.windows:
+            inside = min(seq_len, window)
+            scores += inside * (inside + 1) // 2 + (seq_len - inside) * window
         return 2 * self.query_heads * self.head_dim * scores
-
-
-def _banded_scores(seq_len: int, window: int) -> int:
-    """Count query-key pairs of a causal sliding window."""
-    inside = min(seq_len, window)
-    return inside * (inside + 1) // 2 + (seq_len - inside) * window
 
 
 def _weights_per_token(model: Any, text: Any) -> int:
@@ -236,10 +215,8 @@ def _weights_per_token(model: Any, text: Any) -> int:
     for name, weight in model.named_parameters():
         if weight.dim() < 2 or id(weight) in embeddings:
             continue
-        if experts and ".experts." in name:
-            total += weight.numel() * used // experts
-        else:
-            total += weight.numel()
+        routed = experts and ".experts." in name
+        total += weight.numel() * used // experts if routed else weight.numel()
     return total
 
 

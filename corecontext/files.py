@@ -108,13 +108,11 @@ def alone_in(folder: str | os.PathLike[str]) -> Iterator[bool]:
     handle = os.open(folder, os.O_RDONLY)
     free = True
     try:
-        try:
-            # The end of the process releases it, however it comes.
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            free = False
-        except OSError:
-            pass
+        # The end of the process releases it, however it comes.
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        free = not isinstance(error, BlockingIOError)
+    try:
         yield free
     finally:
         os.close(handle)

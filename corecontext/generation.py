@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -45,23 +44,18 @@ def generate(
     chunk_size: int | None = None,
     on_text: Callable[[str], Any],
 ) -> int:
-    """Generate up to max_new_tokens tokens.
+    """Generate up to max_new_tokens tokens after the prompt `input_ids`, [1, L]; return their
+    number.
 
     Under CCA by the engine of `corecontext.inference`; under full attention, and where the
     checkpoint asks for settings that the engine does not have (a repetition penalty, say), by
     `model.generate`. Their tokens are the same.
 
     Args:
-        loaded: The model; its attention decides what is cached.
-        input_ids: The prompt, [1, L].
         temperature: 0 takes the likeliest token; more samples.
-        seed: Seed of the sampling.
         chunk_size: Tokens of the prompt read at once; None follows from the model and the free
             memory.
         on_text: Called with each piece of text as soon as its characters are complete.
-
-    Returns:
-        The number of new tokens.
 
     Raises:
         UserError: GPU memory ran out while the prompt was read; says what would fit.
@@ -85,6 +79,7 @@ def generate(
     plain = all(getattr(settings, name, None) in (None, value) for name, value in PLAIN.items())
     if loaded.config is None or not plain:
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+        options["use_cache"] = True
         if temperature > 0:
             options["temperature"] = temperature
         if chunk_size is not None:
@@ -125,16 +120,11 @@ def _with_transformers(
         # Never used for a single sequence, but asked for.
         options["pad_token_id"] = loaded.tokenizer.eos_token_id or 0
     free = free_bytes(model.device) or 0
-    out = None
-    with contextlib.suppress(torch.OutOfMemoryError), torch.inference_mode():
-        out = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            use_cache=True,
-            streamer=streamer,
-            **options,
-        )
     length = int(input_ids.shape[1])
-    if out is None:
-        raise UserError(whole_does_not_fit(model.config, model.dtype, length, free))
+    mask = torch.ones_like(input_ids)
+    try:
+        with torch.inference_mode():
+            out = model.generate(input_ids, attention_mask=mask, streamer=streamer, **options)
+    except torch.OutOfMemoryError:
+        raise UserError(whole_does_not_fit(model.config, model.dtype, length, free)) from None
     return int(out.shape[1]) - length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -21,11 +22,7 @@ def print_info(
     lengths: Sequence[int] | None,
     sinks: int | None = None,
 ) -> None:
-    """Print operations and cache bytes for full attention and CCA by length.
-
-    Raises:
-        UserError: the model is missing or its architecture unsupported, or a setting breaks a rule.
-    """
+    """Print operations and cache bytes for full attention and CCA by length."""
     # Bad sizes fail before the model is looked for.
     cca_config(None, group_size, window_size, sinks=sinks)
     hf_config = load_config(name)
@@ -114,16 +111,6 @@ def _by_head(config: CCAConfig, kv_heads: int) -> tuple[int, ...]:
     return sizes
 
 
-def _flops(value: float) -> str:
-    """Format operations with a decimal prefix."""
-    return _with_prefix(value, 1000, ("", "k", "M", "G", "T", "P", "E"))
-
-
-def _bytes(value: float) -> str:
-    """Format bytes with a binary prefix."""
-    return _with_prefix(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-
-
 def _with_prefix(value: float, step: int, prefixes: tuple[str, ...]) -> str:
     """Format three figures and a prefix."""
     for prefix in prefixes[:-1]:
@@ -132,3 +119,7 @@ def _with_prefix(value: float, step: int, prefixes: tuple[str, ...]) -> str:
             return f"{value:.{digits}f} {prefix}".rstrip()
         value /= step
     return f"{value:.3g} {prefixes[-1]}"
+
+
+_flops = partial(_with_prefix, step=1000, prefixes=("", "k", "M", "G", "T", "P", "E"))
+_bytes = partial(_with_prefix, step=1024, prefixes=("B", "KiB", "MiB", "GiB", "TiB"))

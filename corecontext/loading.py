@@ -15,18 +15,19 @@ from corecontext.model_sizes import ModelSizes
 METHODS = ("cca", "full")
 WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LIBRARIES = ("safetensors", "safetensors_rust", "tokenizers")
+REFUSALS = (ValueError, TypeError, KeyError, OSError, ImportError, NotImplementedError)
 
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Settings of a method that the user may give; None is the checkpoint's or the method's own."""
+    """Settings of a method that the user may give; None is the checkpoint's, else the method's
+    default."""
 
     group_size: int | None = None
-    """g. The checkpoint's config.json, else the default of `CCAConfig`; rivals take it if they have
-    it."""
+    """g; of CCA, and of rivals that have it."""
     window_size: int | None = None
-    """s. The checkpoint's config.json, else the default of `CCAConfig`; rivals take it if they have
-    it."""
+    """s; of CCA, and of rivals that have it."""
     sinks: int | None = None
     """First tokens that a rival keeps, or that CCA keeps raw (`CCAConfig.sink_size`)."""
     patterns: str | None = None
@@ -118,19 +119,19 @@ def load(
     with one_line(f"model '{name}' cannot be loaded"):
         model = _load_weights(name, hf_config, dtype, device, tensor_parallel)
 
+    if method == "full":
+        return Loaded(model, tokenizer, None)
+    from corecontext.baselines import enable
+
+    config = rival
     if method == "cca":
         config = cca_config(
             hf_config, given.group_size, given.window_size, given.cache_dtype, given.sinks
         )
-        enable_cca(model, config)
+    with one_line():
+        enable(model, config)
+    if isinstance(config, CCAConfig):
         return Loaded(model, tokenizer, config)
-    if rival is not None:
-        from corecontext.baselines import enable
-
-        with one_line():
-            enable(model, rival)
-        if isinstance(rival, CCAConfig):
-            return Loaded(model, tokenizer, rival)
     return Loaded(model, tokenizer, None, rival)
 
 
@@ -160,12 +161,9 @@ def _load_weights(name: str, hf_config: Any, dtype: str, device: str, tensor_par
         placement["distributed_config"] = DistributedConfig(tp_plan="auto")
     elif getattr(hf_config, "quantization_config", None) is not None:
         placement["device_map"] = device  # quantized weights cannot be moved later
+    attention = full_attention(hf_config)
     model: Any = AutoModelForCausalLM.from_pretrained(
-        name,
-        config=hf_config,
-        dtype=dtype,
-        attn_implementation=full_attention(hf_config),
-        **placement,
+        name, config=hf_config, dtype=dtype, attn_implementation=attention, **placement
     )
     if not placement:
         model.to(device)
@@ -173,9 +171,7 @@ def _load_weights(name: str, hf_config: Any, dtype: str, device: str, tensor_par
 
 
 def pick_rival(method: str, sizes: AttentionSizes) -> Any:
-    """Make a rival's settings by its name.
-
-    Several methods may share one group_size and window_size: each takes those that it has.
+    """Make a rival's settings by its name, with those of the shared sizes that it has.
 
     Raises:
         UserError: there is none of this name, or it has no such setting.
@@ -186,10 +182,9 @@ def pick_rival(method: str, sizes: AttentionSizes) -> Any:
         raise UserError(
             f"method must be {', '.join((*METHODS, *NAMES[:-1]))} or {NAMES[-1]}, got {method!r}."
         )
-    settings: dict[str, Any] = {"sinks": sizes.sinks}
-    for name in ("group_size", "window_size"):
-        if name in RIVALS[method].takes:
-            settings[name] = getattr(sizes, name)
+    shared = {"group_size", "window_size"}.intersection(RIVALS[method].takes)
+    settings: dict[str, Any] = {name: getattr(sizes, name) for name in shared}
+    settings["sinks"] = sizes.sinks
     if sizes.patterns is not None and method not in takers("patterns"):
         names = ", ".join(takers("patterns"))
         raise UserError(f"patterns must be given for {names}, got method {method!r}.")
@@ -224,15 +219,13 @@ def load_config(name: str) -> Any:
             raise UserError(f"model '{name}' must be a folder with config.json, got one without.")
     try:
         return AutoConfig.from_pretrained(name)
-    except OSError as error:
-        if path.exists():
+    except Exception as error:  # whatever is in config.json, or in the name
+        if path.exists() or not isinstance(error, OSError):
             raise UserError(f"model '{name}' cannot be loaded: {first_line(error)}") from None
         raise UserError(
             f"model '{name}' was not found: it is no folder here, and the Hugging Face hub does "
             "not give it. Check the name, the network, and for gated models your login."
         ) from None
-    except Exception as error:  # whatever is in config.json, or in the name
-        raise UserError(f"model '{name}' cannot be loaded: {first_line(error)}") from None
 
 
 def check_architecture(hf_config: Any) -> None:
@@ -256,25 +249,11 @@ def cca_config(
     sinks: int | None = None,
 ) -> CCAConfig:
     """Return the checkpoint's CCA settings, or the defaults, with the user's own on top."""
-    saved = getattr(hf_config, "cca", None)
-    given = {
-        "group_size": group_size,
-        "window_size": window_size,
-        "cache_dtype": cache_dtype,
-        "sink_size": sinks,
-    }
-    changes = {name: value for name, value in given.items() if value is not None}
+    names = ("group_size", "window_size", "cache_dtype", "sink_size")
+    given = zip(names, (group_size, window_size, cache_dtype, sinks))
     with one_line():
-        config = CCAConfig.from_dict(saved) if saved else CCAConfig()
-        return config.replace(**changes)
-
-
-def enable_cca(model: Any, config: CCAConfig) -> Any:
-    """Call `corecontext.enable`, its refusals as one line."""
-    from corecontext.integrations.transformers import enable
-
-    with one_line():
-        return enable(model, config)
+        config = CCAConfig.from_dict(getattr(hf_config, "cca", None) or {})
+        return config.replace(**{name: value for name, value in given if value is not None})
 
 
 def encode(loaded: Loaded, text: str, *, room_for: int = 0, at_least: int = 1) -> Any:
@@ -336,23 +315,20 @@ def pick_device(device: str) -> str:
 
 @contextmanager
 def one_line(prefix: str = "") -> Iterator[None]:
-    """Turn the refusals of a library into a UserError of one line; let bugs through."""
+    """Turn the refusals of a library into a UserError of one line; let bugs through.
+
+    With a prefix a checkpoint is read, and a RuntimeError is about what it holds.
+    """
     try:
         yield
-    except UserError:
-        raise
-    except RuntimeError as error:
-        # NotImplementedError is a refusal; others are bugs, or with a prefix a broken checkpoint.
-        if is_out_of_memory(error) or not (prefix or isinstance(error, NotImplementedError)):
-            raise
-        raise _user_error(prefix, error) from None
-    except (ValueError, TypeError, KeyError, OSError, ImportError) as error:
-        raise _user_error(prefix, error) from None
     except Exception as error:
-        library = type(error).__module__.split(".")[0]
-        if library not in ("safetensors", "tokenizers", "safetensors_rust"):
+        from_library = type(error).__module__.split(".")[0] in LIBRARIES
+        broken = bool(prefix) and isinstance(error, RuntimeError)
+        refused = from_library or broken or isinstance(error, REFUSALS)
+        if isinstance(error, UserError) or is_out_of_memory(error) or not refused:
             raise
-        raise _user_error(prefix, error) from None
+        message = first_line(error)
+        raise UserError(f"{prefix}: {message}" if prefix else message) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -360,8 +336,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def _user_error(prefix: str, error: BaseException) -> UserError:
-    message = first_line(error)
-    return UserError(f"{prefix}: {message}" if prefix else message)

@@ -99,18 +99,17 @@ class Record:
         """Return one line of JSON, keys in the order of the fields; missing quantiles are left
         out."""
         values = dataclasses.asdict(self)
-        for name in ("q20", "q80"):
-            if values[name] is None:
-                del values[name]
+        if self.q20 is None:
+            del values["q20"], values["q80"]
         return json.dumps(values, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> Record:
         """Read the line of `to_json`; unknown keys are errors."""
         values = json.loads(line)
-        unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
-        if unknown:
-            raise ValueError(f"unknown record key {sorted(unknown)[0]!r}.")
+        for key in values:
+            if key not in cls.__dataclass_fields__:
+                raise ValueError(f"unknown record key {key!r}.")
         return cls(**values)
 
 
@@ -126,14 +125,11 @@ def make_record(
 
     Args:
         name: A key of UNITS.
-        value: One number, or the samples of which the median and the 20 and 80 % quantiles are
-            recorded.
+        value: A finite number, or the samples of which the median and the 20 and 80 % quantiles
+            are recorded.
         params: Method, sizes, dtype (docs/benchmarks.md).
         device: Name of the device, see `device_name`; default the CPU's.
         command: Command that repeats the measurement; default this process's command line.
-
-    Raises:
-        ValueError, TypeError: the name is unknown or the value no finite number.
     """
     q20 = q80 = None
     if isinstance(value, Sequence):
@@ -172,21 +168,15 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> N
         return
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        # One write to an append-only handle: parallel runs do not mix their lines.
-        os.write(handle, text.encode())
-    finally:
-        os.close(handle)
+    # One write, unbuffered, to an append-only file: parallel runs do not mix their lines.
+    with path.open("ab", buffering=0) as file:
+        file.write(text.encode())
 
 
-def read_records(path: str | os.PathLike[str]) -> list[Record]:
-    """Read the records of a file, oldest first; an error names the line."""
-    return parse_records(Path(path).read_bytes(), path)
-
-
-def parse_records(data: bytes, path: str | os.PathLike[str]) -> list[Record]:
-    """Read the records in a file's bytes; `path` is for errors."""
+def read_records(path: str | os.PathLike[str], data: bytes | None = None) -> list[Record]:
+    """Read the records of a file, or of its bytes `data`, oldest first; an error names the line."""
+    if data is None:
+        data = Path(path).read_bytes()
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -207,30 +197,23 @@ def parse_records(data: bytes, path: str | os.PathLike[str]) -> list[Record]:
 
 
 def latest(records: Iterable[Record], name: str, **params: Any) -> Record | None:
-    """Return the record of this name and these params with the latest date, or None."""
-    matching = _matching(records, name, params)
-    return max(reversed(matching), key=lambda record: record.date, default=None)
-
-
-def newest(records: Iterable[Record], name: str, **params: Any) -> Record:
-    """Return the last record of this name and these params.
-
-    Raises:
-        ValueError: there is none.
-    """
-    matching = _matching(records, name, params)
-    if not matching:
-        raise ValueError(f"records must hold {name} with {params}, got none.")
-    return matching[-1]
-
-
-def _matching(records: Iterable[Record], name: str, params: Mapping[str, Any]) -> list[Record]:
-    return [
+    """Return the record of this name and these params with the latest date, the last one of
+    several; None without any."""
+    matching = [
         record
         for record in records
         if record.name == name
         and all(record.params.get(key) == value for key, value in params.items())
     ]
+    return max(reversed(matching), key=lambda record: record.date, default=None)
+
+
+def newest(records: Iterable[Record], name: str, **params: Any) -> Record:
+    """Return the record that `latest` finds; raise ValueError without any."""
+    record = latest(records, name, **params)
+    if record is None:
+        raise ValueError(f"records must hold {name} with {params}, got none.")
+    return record
 
 
 def device_name(device: Any) -> str:
@@ -269,19 +252,16 @@ def source_version() -> tuple[str | None, bool | None]:
     root = Path(__file__).resolve().parent.parent
     if not (root / "pyproject.toml").exists():
         return None, None  # installed: a repository around it would not be this one
+
+    def git(arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments.split()]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        commit = _git(root, "rev-parse", "HEAD")
-        changes = _git(
-            root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"
-        )
+        changes = git("status --porcelain --untracked-files=no -- . :!results")
+        return git("rev-parse HEAD"), bool(changes)
     except (OSError, subprocess.CalledProcessError):
         return None, None
-    return commit, bool(changes)
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def command_line() -> str:

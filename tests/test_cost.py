@@ -23,8 +23,7 @@ from corecontext.visibility import local_start, num_visible_cores
 def test_attention_operations_count_every_visible_pair(length, g, s):
     pairs = sum(num_visible_cores(t, g, s) + t + 1 - local_start(t, g, s) for t in range(length))
     assert (
-        cost.attention_flops(length, 6, 8, group_size=g, window_size=s, batch=2)
-        == 4 * 8 * 6 * 2 * pairs
+        2 * cost.attention_flops(length, 6, 8, group_size=g, window_size=s) == 4 * 8 * 6 * 2 * pairs
     )
     assert (
         cost.attention_flops(length, 6, 8, group_size=g, window_size=s, backward=True)

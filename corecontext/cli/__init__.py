@@ -10,8 +10,8 @@ import typer
 from corecontext.cli.entry import application, run
 from corecontext.cli.explore import demo, generate, info, perplexity
 from corecontext.cli.models import convert, serve
-from corecontext.cli.moved import ANY_ARGUMENTS, bench, reproduce
 from corecontext.cli.quality import compare, evaluate, inspect, layers
+from corecontext.files import UserError
 from corecontext.train.command import train_command
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -27,7 +27,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "layers": layers,
     "info": info,
 }
-MOVED: dict[str, Callable[..., None]] = {"bench": bench, "reproduce": reproduce}
+MOVED = {"bench": "benchmarks", "reproduce": "reproduction"}
+"""Commands that became programs outside of the package, for one release."""
 
 
 def _version(wanted: bool) -> None:
@@ -46,11 +47,20 @@ def _top(
     """Core Context Aware attention for long-context language models."""
 
 
+def _moved(ctx: typer.Context) -> None:
+    command = " ".join(["python -m", MOVED[ctx.info_name or ""], *ctx.args])
+    raise UserError(
+        f"`corecontext {ctx.info_name}` has moved out of the package. In a clone of the "
+        f"repository, run: {command}"
+    )
+
+
 def build() -> typer.Typer:
     """Make the application of the tables above."""
     app = application(COMMANDS, _top)
-    for name, command in MOVED.items():
-        app.command(name, hidden=True, context_settings=ANY_ARGUMENTS)(command)
+    ignored = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    for name in MOVED:
+        app.command(name, hidden=True, context_settings=ignored)(_moved)
     return app
 
 

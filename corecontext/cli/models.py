@@ -38,6 +38,7 @@ def convert(
 
 
 def serve(
+    ctx: typer.Context,
     model: Annotated[
         str | None,
         typer.Option(
@@ -96,8 +97,8 @@ def serve(
     max_length: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and answer. Default: the model's.")
     ] = None,
-    time_limit: Annotated[
-        float, typer.Option(help="Seconds after which a request is ended.")
+    time_limit_s: Annotated[
+        float, typer.Option("--time-limit", help="Seconds after which a request is ended.")
     ] = 600.0,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -118,34 +119,10 @@ def serve(
     from corecontext.serve.build import run
     from corecontext.serve.settings import Serving
 
-    key = os.environ.get("CORECONTEXT_API_KEY") or None
+    settings = dict(ctx.params, api_key=os.environ.get("CORECONTEXT_API_KEY") or None)
+    del settings["api_key_file"]
     if api_key_file is not None:
-        key = read_text(api_key_file).strip()
-    code = run(
-        Serving(
-            model,
-            name,
-            method,
-            group_size,
-            window_size,
-            policy,
-            first_token_limit,
-            host,
-            port,
-            key,
-            cache_mib,
-            max_running,
-            rows_per_pool,
-            queue_limit,
-            chunk_size,
-            max_length,
-            time_limit,
-            dtype,
-            device,
-            random_weights,
-            sinks,
-            tensor_parallel,
-        )
-    )
+        settings["api_key"] = read_text(api_key_file).strip()
+    code = run(Serving(**settings))
     if code:
         raise typer.Exit(code)

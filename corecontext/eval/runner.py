@@ -23,7 +23,7 @@ from corecontext.record import (
     append_records,
     device_name,
     make_record,
-    parse_records,
+    read_records,
 )
 from corecontext.terminal import console, progress
 
@@ -188,7 +188,7 @@ def finished(path: str | os.PathLike[str]) -> dict[str, Record]:
     rest = data[end:]
     beginning = b'{"name": "quality.'
     try:
-        records = parse_records(data[:end], path)
+        records = read_records(path, data[:end])
         if not rest.startswith(beginning[: len(rest)]):
             raise ValueError(f"{path}: the last line must be a record, got {rest[:60]!r}.")
     except (ValueError, UnicodeDecodeError) as error:

@@ -20,7 +20,6 @@ from corecontext.loading import (
     cca_config,
     check_architecture,
     check_dtype,
-    enable_cca,
     load,
     load_config,
     one_line,
@@ -127,7 +126,7 @@ def _random(serving: Serving) -> Loaded:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from corecontext.integrations.transformers import full_attention
+    from corecontext.integrations.transformers import enable, full_attention
 
     hf_config = load_config(serving.source)
     check_architecture(hf_config)
@@ -146,7 +145,8 @@ def _random(serving: Serving) -> Loaded:
             hf_config, dtype=getattr(torch, dtype), attn_implementation=full_attention(hf_config)
         )
     config = cca_config(hf_config, serving.group_size, serving.window_size, sinks=serving.sinks)
-    enable_cca(model.eval(), config)
+    with one_line():
+        enable(model.eval(), config)
     count = hf_config.get_text_config(decoder=True).vocab_size
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
