@@ -73,6 +73,7 @@ def operator_flops(
     group_size: int = 1,
     window_size: int = 1,
     sinks: int = 0,
+    *,
     backward: bool = False,
 ) -> int:
     """Count operations of the whole operator, pooling and attention, for one sequence."""

@@ -140,6 +140,7 @@ def _run_in_subprocess(method: str, settings: DemoSettings, task: Task) -> dict[
     ):
         child = subprocess.Popen(CHILD_COMMAND, stderr=errors, env=package_path(), **pipes)
         try:
+            assert child.stdin is not None and child.stdout is not None
             # A child that died at once breaks the pipe; its exit code says why.
             with contextlib.suppress(BrokenPipeError), child.stdin:
                 pickle.dump((settings.model, options, task), child.stdin)
