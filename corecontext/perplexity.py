@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,19 @@ class Perplexity:
         """Bits needed for the document's tokens, per byte of it: comparable between tokenizers."""
         return float(self.nll.double().sum()) / math.log(2) / self.num_bytes
 
-    def by_position(self, first: int = 512) -> list[tuple[int, int, float]]:
-        """Return perplexities of buckets of positions, (first, end, perplexity); each bucket after
-        the second is twice as long as the one before."""
-        buckets = []
+    def buckets(self, first: int = 512) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield buckets of positions as (first, end, losses in float64); each bucket after the
+        second is twice as long as the one before."""
         start, end, length = 0, first, len(self.nll) + 1
         while start < length:
-            nll = self.nll[max(0, start - 1) : min(end, length) - 1]
+            nll = self.nll[max(0, start - 1) : end - 1]  # token 0 has no prediction
             if len(nll):
-                buckets.append((start, min(end, length), math.exp(nll.double().mean())))
+                yield start, min(end, length), nll.double()
             start, end = end, 2 * end
-        return buckets
+
+    def by_position(self) -> list[tuple[int, int, float]]:
+        """Return the perplexity of each bucket, (first, end, perplexity)."""
+        return [(start, end, math.exp(nll.mean())) for start, end, nll in self.buckets()]
 
 
 def to_records(results: Mapping[str, Perplexity], model: str) -> list[Record]:

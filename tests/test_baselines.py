@@ -26,7 +26,6 @@ from corecontext.baselines.blocks import Scoring, Sinks
 from corecontext.baselines.duo_attention import DuoLayer
 from corecontext.baselines.method import Call, Layer
 from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, sparse_attention
-from corecontext.baselines.pattern_search import candidates_for
 from corecontext.baselines.sink_cache import SinkLayer
 from corecontext.inference import Engine
 from corecontext.integrations.hf_cache import cache_bytes
@@ -434,7 +433,7 @@ def test_search_finds_the_pattern_of_a_head(tmp_path):
     narrow, wide = Pattern("a_shape", 0, 1), Pattern("vertical_slash", 90, 90)
     found = baselines.search_patterns(model, ids, [narrow, wide], block_size=8)
     assert found == ((wide,) * 4,) * 2  # seeing everything has no error
-    mixed = baselines.search_patterns(model, ids, candidates_for(32, 8), block_size=8)
+    mixed = baselines.search_patterns(model, ids, MIXED, block_size=8)
     baselines.write_patterns(tmp_path / "p.json", mixed)
     assert baselines.read_patterns(tmp_path / "p.json") == mixed
     with baselines.enabled(model, MInference(mixed, block_size=8)):
@@ -475,7 +474,7 @@ def test_pooling_rivals_are_our_own_operators(name):
     ],
 )
 def test_a_window_alone_equals_its_mask(length, window_size, softcap, monkeypatch):
-    monkeypatch.setattr(blocks_module, "SPAN", 500)  # several spans
+    monkeypatch.setattr(blocks_module, "ROWS", 200)  # several blocks
     generator = torch.Generator().manual_seed(length)
     q, k, v = (
         torch.randn(2, heads, length, 8, dtype=torch.float64, generator=generator).requires_grad_()

@@ -234,7 +234,7 @@ def test_chunks_and_hidden_states_give_the_same_likelihoods(model):
 
 def test_positions_are_covered_once():
     result = perplexity.Perplexity(torch.ones(2999), 3000)
-    buckets = [(start, end) for start, end, _ in result.by_position(first=512)]
+    buckets = [(start, end) for start, end, _ in result.by_position()]
     assert buckets == [(0, 512), (512, 1024), (1024, 2048), (2048, 3000)]
     assert result.value == pytest.approx(2.718281828) and result.bits_per_byte == pytest.approx(
         2999 / 3000 / 0.6931472

@@ -257,7 +257,7 @@ def test_a_copier_scores_100_and_silence_0(task, settings, data):
         pytest.importorskip("rouge")
     for copies, score in ((True, 1.0), (False, 0.0)):
         subject = Stub(copies)
-        subject.learn(runner.TASKS[task](data, settings, subject))
+        subject.learn(runner.TASKS[task].items(data, settings, subject))
         rows = summarise(run_task(task, data, settings, subject, IDENTITY))
         assert all(row.value == pytest.approx(score) for row in rows) and rows[0].part == ""
         if task == "ruler":
@@ -753,7 +753,7 @@ def test_real_files(task):
         Settings(lengths=(2048,), documents=(5,), limit=1, positions=2),
     )
     subject = Stub(True)
-    subject.learn(runner.TASKS[task](folder, settings, subject))
+    subject.learn(runner.TASKS[task].items(folder, settings, subject))
     assert {
         row.value for row in summarise(run_task(task, folder, settings, subject, IDENTITY))
     } == {1.0}

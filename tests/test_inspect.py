@@ -92,7 +92,7 @@ def test_maps_are_the_weights_of_attention(model, settings):
         for i, position in enumerate(queries):
             for at, head in enumerate(one.heads):
                 torch.testing.assert_close(
-                    one.spread(at, i, position),
+                    spread(one, at, i, position),
                     wanted[head, position, : position + 1],
                     rtol=0,
                     atol=2e-6,
@@ -104,6 +104,18 @@ def test_maps_are_the_weights_of_attention(model, settings):
             assert not one.core[:, i, seen_cores:].any() and not one.core[:, i, :without].any()
             assert (one.core[:, i, without:seen_cores] > 0).all()
         torch.testing.assert_close(one.pooling.sum(-1), torch.ones(one.pooling.shape[:2]))
+
+
+def spread(layer, head: int, query: int, position: int) -> torch.Tensor:
+    """Weight of every token in the query's output, core weights spread over their groups."""
+    weights = torch.zeros(position + 1)
+    far = (layer.core[head, query, :, None] * layer.used[head]).flatten()[: position + 1]
+    weights[: len(far)] += far
+    near = layer.raw[head, query][-(position + 1) :]
+    weights[position + 1 - len(near) :] += near
+    first = layer.first[head, query][: position + 1]
+    weights[: len(first)] += first
+    return weights
 
 
 def data_of(page: str) -> dict:

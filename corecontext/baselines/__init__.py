@@ -10,14 +10,10 @@ from corecontext.baselines.rivals import NAMES, RIVALS, make_rival
 _FILES = {
     "Method": "method",
     "Pattern": "minference",
-    "enable": "hook",
-    "enabled": "hook",
-    "rival_of": "hook",
-    "read_patterns": "pattern_search",
-    "search_patterns": "pattern_search",
-    "write_patterns": "pattern_search",
+    **dict.fromkeys(("enable", "enabled", "rival_of"), "hook"),
+    **dict.fromkeys(("read_patterns", "search_patterns", "write_patterns"), "pattern_search"),
+    **{rival.maker: rival.file for rival in RIVALS.values() if rival.file},
 }
-_FILES |= {name: file for file, name in (rival.settings.split(".") for rival in RIVALS.values())}
 
 __all__ = ["NAMES", "RIVALS", "make_rival", *sorted(_FILES)]
 

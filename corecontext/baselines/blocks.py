@@ -16,8 +16,6 @@ from corecontext.ops.rotary import Rotary
 
 ROWS = 1024
 """Query rows of one block."""
-SPAN = 16 * ROWS
-"""Query rows that window attention takes at once: they need their keys twice."""
 
 
 class Scoring(NamedTuple):
@@ -48,15 +46,13 @@ def expand_heads(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring
-) -> Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
     """Return softmax attention under a mask, [B, H, T, D] on [B, Hkv, S, D].
 
     Memory for a gradient does not grow with T x S.
 
     Args:
-        mask: True where a query sees a key, [T, S] or [1 or B, 1 or H, T, S]; None shows all keys.
+        mask: True where a query sees a key, [1 or B, 1 or H, T, S].
     """
     heads, repeats = q.shape[1], q.shape[1] // k.shape[1]
     if scoring.softcap is not None:
@@ -64,12 +60,7 @@ def masked_attention(
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return checkpoint(_capped, *args, use_reentrant=False)
         return _capped(*args)
-    if mask is None or repeats == 1:
-        k, v = expand_heads(k, heads), expand_heads(v, heads)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
     # The query heads of a KV head become more rows of it, so no key is copied.
-    if mask.dim() == 2:
-        mask = mask[None, None]
     if mask.shape[1] > 1:
         mask = mask.unflatten(1, (-1, repeats)).flatten(2, 3)
     else:
@@ -79,68 +70,17 @@ def masked_attention(
     return out.unflatten(2, (repeats, -1)).flatten(1, 2)
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
     """Return masked attention with capped scores, which torch's own attention does not have."""
     scale, softcap = scoring
-    assert softcap is not None
     scores = softcap * torch.tanh((q @ k.mT).float() * (scale / softcap))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return scores.softmax(-1).to(v.dtype) @ v
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """Return full causal attention of the last T of S tokens, [B, H, T, D] on [B, Hkv, S, D]."""
-    new, seen = q.shape[2], k.shape[2]
-    if new == 1:
-        return masked_attention(q, k, v, None, scoring)
-    if new == seen and scoring.softcap is None:
-        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale)
-    outs = []
-    for start in range(0, new, ROWS):
-        rows = q[:, :, start : start + ROWS]
-        end = seen - new + start + rows.shape[2]
-        slots = torch.arange(end, device=q.device)
-        mask = slots <= slots[-rows.shape[2] :, None]
-        outs.append(masked_attention(rows, k[:, :, :end], v[:, :, :end], mask, scoring))
-    return torch.cat(outs, 2)
-
-
-def window_attention(q: Tensor, k: Tensor, v: Tensor, window_size: int, scoring: Scoring) -> Tensor:
-    """Let each query of a whole sequence see its nearest `window_size` tokens.
-
-    Queries go in blocks as long as the window, each with its own block of keys and the one before:
-    half of the computed scores are seen.
-
-    Args:
-        q, k, v: [B, H, L, D] and [B, Hkv, L, D].
-    """
-    length = q.shape[2]
-    if window_size >= length:
-        return dense_attention(q, k, v, scoring)
-    block = -(-max(window_size, 128) // 64) * 64
-    span = max(1, SPAN // block) * block
-    rows = torch.arange(block, device=q.device)[:, None]
-    distance = rows - torch.arange(-block, block, device=q.device)
-    mask = (distance >= 0) & (distance < window_size)
-
-    # The first block has none before it.
-    first = [x[:, :, :block] for x in (q, k, v)]
-    outs = [masked_attention(*first, mask[:length, block : block + length], scoring)]
-    for start in range(block, length, span):
-        end = min(start + span, length)
-        queries, *keys_values = (
-            F.pad(x[:, :, first:end], (0, 0, 0, (start - end) % block))
-            .unflatten(2, (-1, block))
-            .transpose(1, 2)  # [B, blocks, heads, block, D]
-            for x, first in ((q, start), (k, start - block), (v, start - block))
-        )
-        pairs = [torch.cat((x[:, :-1], x[:, 1:]), 3).flatten(0, 1) for x in keys_values]
-        out = masked_attention(queries.flatten(0, 1), *pairs, mask, scoring)
-        out = out.unflatten(0, (len(q), -1)).transpose(1, 2).flatten(2, 3)
-        outs.append(out[:, :, : end - start])
-    return torch.cat(outs, 2)
+    no_sinks = Sinks(k[:, :, :0], v[:, :, :0])
+    return sink_attention(q, k, v, no_sinks, k.shape[2], scoring, k.shape[2] - q.shape[2])
 
 
 def sink_attention(
@@ -153,19 +93,19 @@ def sink_attention(
     first: int = 0,
     pads: Tensor | None = None,
 ) -> Tensor:
-    """Let each query see its nearest `window_size` tokens, and the sinks that have left the window.
+    """Let each query see its nearest `window_size` tokens, and the sinks that have left the window:
+    [B, H, T, D].
 
     Args:
         q: Queries of slots first .. first + T - 1, [B, H, T, D], rotary applied.
         k, v: Tokens of the last S slots, the queries' own among them, [B, Hkv, S, D].
         pads: [B], padded slots before each row; positions count from there. None means no padding.
-
-    Returns:
-        [B, H, T, D].
     """
     new, seen, num_sinks = q.shape[2], k.shape[2], sinks.k.shape[2]
-    if first == 0 and new == seen and not num_sinks and pads is None:
-        return window_attention(q, k, v, window_size, scoring)
+    if pads is None and first + new <= window_size and new in (1, seen) and not scoring.softcap:
+        # No token has left a window: plain causal attention.
+        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, scale=scoring.scale)
     slots = torch.arange(first, first + new, device=q.device)
     positions = slots[None]  # [1 or B, T]
     if pads is not None:
@@ -216,10 +156,8 @@ def _with_sinks(
     )
 
 
-def _rotate(x: Tensor, offsets: Tensor, rotary: Rotary | None) -> Tensor:
+def _rotate(x: Tensor, offsets: Tensor, rotary: Rotary) -> Tensor:
     """Rotate x [B, heads, n, D] by offsets [1 or B, n] positions, in float32."""
-    if rotary is None:
-        raise ValueError("rotary must be given for positions inside the cache, got None.")
     wide = x if x.dtype == torch.float64 else x.float()
     rows = [rotary.rotate(row, offset) for row, offset in zip(wide.chunk(len(offsets)), offsets)]
     return torch.cat(rows).to(x.dtype)

@@ -9,8 +9,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from corecontext.baselines.method import Call, Layer
-from corecontext.baselines.sink_cache import SinkLayer, SinkMethod
+from corecontext.baselines.sink_cache import SinkLayer
+from corecontext.baselines.sink_methods import SinkMethod
 from corecontext.config import DEFAULT_WINDOW_SIZE, check_int
+from corecontext.integrations.hf_cache import layer_bytes
 from corecontext.ops.head_split import gather_heads, split_heads
 
 ENDLESS = 2**40
@@ -68,14 +70,12 @@ class DuoLayer(SinkLayer):
         self.shares: list[list[int]] = []
         """The heads of each layer in `layers`."""
         self.layers: list[SinkLayer] = []
-        short = [head for head in range(heads) if head not in full]
-        for share, layer in (
-            (list(full), SinkLayer(0, ENDLESS)),
-            (short, SinkLayer(sinks, window_size)),
-        ):
-            if share:
-                self.shares.append(share)
-                self.layers.append(layer)
+        if full:
+            self.shares.append(list(full))
+            self.layers.append(SinkLayer(0, ENDLESS))
+        if len(full) < heads:
+            self.shares.append([head for head in range(heads) if head not in full])
+            self.layers.append(SinkLayer(sinks, window_size))
 
     def attend(self, call: Call, far_position: str) -> Tensor:
         """Append and attend in each share of the heads: see `SinkLayer.attend`."""
@@ -91,7 +91,7 @@ class DuoLayer(SinkLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(map(layer_bytes, self.layers))
 
     def reset(self) -> None:
         """Forget all tokens."""

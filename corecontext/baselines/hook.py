@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from corecontext.baselines.blocks import Scoring, dense_attention
+from corecontext.baselines.blocks import Scoring
 from corecontext.baselines.method import Call, Layer, Method
 from corecontext.config import CCAConfig
 from corecontext.integrations import transformers as ours
@@ -43,15 +43,11 @@ class Handle(AttentionHandle):
         super().__init__(model)
         self.config = method
         self.title = method.name
-        self.observer: Callable[[Call], Any] | None = None
-        """Gets each layer's call, and attention is then full: the search for patterns."""
         sizes = ModelSizes.of(model.config)
         layers = [
             Layer(module.layer_idx, index, sizes.query_heads, sizes.kv_heads)
             for index, module in enumerate(self.full)
         ]
-        for layer in layers:
-            method.check(layer)
         rotary = None
         if method.needs_rotary:
             rotary = find_rotary(model, self.full[0], layers[0].index)
@@ -115,6 +111,7 @@ class RivalHook(LayerHook):
     def __init__(self, handle: Handle, rotary: Rotary | None, layer: Layer) -> None:
         super().__init__(handle, rotary)
         self.method = handle.config
+        self.method.check(layer)
         self.layer = layer
         self.empty = self.method.make_cache(layer)
         """A cache as the method makes it, None for transformers' growing one."""
@@ -170,18 +167,17 @@ class RivalHook(LayerHook):
         if scale is None:
             scale = query.shape[3] ** -0.5
         scoring = Scoring(scale, options.get("softcap"))
-        (query, key, value), context = outside_autocast(query, key, value)
+        tensors, context = outside_autocast(query, key, value)
         with context:
-            call = Call(query, key, value, scoring, self.layer, attention_mask)
-            if self.handle.observer is not None:
-                self.handle.observer(call)
-                return dense_attention(query, key, value, scoring).transpose(1, 2), None
-            call = call._replace(
-                rotary=self.rotary_on(query.device), cache=cache, training=module.training
+            rotary = self.rotary_on(query.device)
+            call = Call(
+                *tensors, scoring, self.layer, attention_mask, rotary, cache, module.training
             )
             cu_seqlens = options.get("cu_seq_lens_q")
-            position_ids = None if cu_seqlens is not None else options.get("position_ids")
-            if cu_seqlens is not None or _restarts(call, position_ids):
+            position_ids = None
+            if cu_seqlens is None and attention_mask is None and query.shape[2] == key.shape[2] > 1:
+                position_ids = options.get("position_ids")
+            if cu_seqlens is not None or has_restarts(position_ids):
                 out = self.attend_documents(call, cu_seqlens, position_ids)
             else:
                 out = self.method.attend(call)
@@ -203,10 +199,3 @@ class RivalHook(LayerHook):
             document = call._replace(q=q[at], k=k[at], v=v[at], attention_mask=None, cache=None)
             out[at] = self.method.attend(document)
         return out
-
-
-def _restarts(call: Call, position_ids: Tensor | None) -> bool:
-    """Whether positions restart inside a row, so that it holds several documents."""
-    if call.attention_mask is not None or not call.q.shape[2] == call.k.shape[2] > 1:
-        return False
-    return has_restarts(position_ids)

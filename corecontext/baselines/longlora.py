@@ -49,14 +49,12 @@ def shifted_attention(q: Tensor, k: Tensor, v: Tensor, group_size: int, scoring:
 
     In the second half of the heads groups begin half a group earlier.
     """
-    tensors = (q, expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1]))
     heads = q.shape[1] // 2
+    tensors = (q, expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1]))
     plain = _grouped(*(x[:, :heads] for x in tensors), group_size, scoring)
-    shifted = [x[:, heads:] for x in tensors]
     first = group_size - group_size // 2  # tokens of the short group at the beginning
-    outs = [_grouped(*(x[:, :, :first] for x in shifted), group_size, scoring)]
-    if first < q.shape[2]:
-        outs.append(_grouped(*(x[:, :, first:] for x in shifted), group_size, scoring))
+    shifted = [x[:, heads:].tensor_split((first,), 2) for x in tensors]
+    outs = [_grouped(*part, group_size, scoring) for part in zip(*shifted) if part[0].shape[2]]
     return torch.cat((plain, torch.cat(outs, 2)), 1)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from corecontext.baselines.blocks import (
@@ -74,35 +75,27 @@ class MInference(Method):
         if self.patterns is not None:
             object.__setattr__(self, "patterns", tuple(tuple(layer) for layer in self.patterns))
 
-    def of(self, layer: Layer) -> tuple[Pattern, ...]:
-        """Return the patterns of one layer's query heads.
-
-        Raises:
-            ValueError: the layer has none, or not one for each head.
-        """
+    def check(self, layer: Layer) -> None:
+        """Raise a ValueError unless there is a pattern for each query head of a layer."""
         if self.patterns is None:
-            return (Pattern(),) * layer.query_heads
+            return
         count: object = "no such layer"
         if layer.index < len(self.patterns):
-            patterns = self.patterns[layer.index]
-            if len(patterns) == layer.query_heads:
-                return patterns
-            count = len(patterns)
-        raise ValueError(
-            f"patterns must have one pattern for each of {layer.query_heads} heads of layer "
-            f"{layer.index}, got {count}. Search them on this model."
-        )
-
-    def check(self, layer: Layer) -> None:
-        """Raise a ValueError where the patterns do not fit a layer."""
-        self.of(layer)
+            count = len(self.patterns[layer.index])
+        if count != layer.query_heads:
+            raise ValueError(
+                f"patterns must have one pattern for each of {layer.query_heads} heads of layer "
+                f"{layer.index}, got {count}. Search them on this model."
+            )
 
     def attend(self, call: Call) -> Tensor:
         """Read long prompts sparsely; attend to all tokens otherwise."""
         self.refuse_left_padding(call.attention_mask)
         if call.q.shape[2] < self.block_size:  # decoding, and prompts too short for a block
             return dense_attention(call.q, call.k, call.v, call.scoring)
-        patterns = self.of(call.layer)
+        patterns = (Pattern(),) * call.layer.query_heads
+        if self.patterns is not None:
+            patterns = self.patterns[call.layer.index]
         return sparse_attention(
             call.q, call.k, call.v, patterns, call.scoring, self.block_size, self.probe
         )
@@ -117,14 +110,8 @@ def sparse_attention(
     block_size: int = 64,
     probe: int = 64,
 ) -> Tensor:
-    """Let the last T of S tokens attend under one pattern for each of H heads.
-
-    Args:
-        q, k, v: [B, H, T, D] on [B, Hkv, S, D].
-
-    Returns:
-        [B, H, T, D].
-    """
+    """Let the last T of S tokens attend under one pattern for each of H heads, [B, H, T, D] on
+    [B, Hkv, S, D]."""
     tensors = (q, expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1]))
     out = torch.empty_like(q)
     for pattern in dict.fromkeys(patterns):
@@ -155,7 +142,9 @@ def _by_blocks(
     if is_slash:
         columns, bands = pick_vertical_slash(q, k, pattern, block_size, probe, scoring.scale)
     else:
-        means = _block_means(k, block_size)
+        # The mean key of every block, [B, h, blocks, D]; the last block may be shorter.
+        means = F.avg_pool1d(k.float().flatten(0, 1).mT, block_size, ceil_mode=True).mT
+        means = means.unflatten(0, k.shape[:2])
     offsets = torch.arange(block_size, device=q.device)
     outs = []
     for block in range(start // block_size, -(-seen // block_size)):
@@ -178,14 +167,6 @@ def _by_blocks(
         index = tokens.clamp(0, seen - 1)[..., None].expand(-1, -1, -1, k.shape[3])
         outs.append(masked_attention(rows, k.gather(2, index), v.gather(2, index), mask, scoring))
     return torch.cat(outs, 2)
-
-
-def _block_means(k: Tensor, block_size: int) -> Tensor:
-    """Return the mean key of every block, [B, h, blocks, D] in float32."""
-    index = torch.arange(k.shape[2], device=k.device) // block_size
-    counts = torch.bincount(index)
-    sums = torch.zeros(*k.shape[:2], len(counts), k.shape[3], device=k.device)
-    return sums.index_add_(2, index, k.float()) / counts[:, None]
 
 
 def pick_vertical_slash(

@@ -13,20 +13,9 @@ from torch import Tensor
 
 from corecontext.baselines.blocks import dense_attention
 from corecontext.baselines.hook import enabled
-from corecontext.baselines.method import Call
-from corecontext.baselines.minference import MInference, Pattern, sparse_attention
+from corecontext.baselines.method import Call, Method
+from corecontext.baselines.minference import Pattern, sparse_attention
 from corecontext.files import UserError, read_text, write_text
-
-
-def candidates_for(budget: int, block_size: int = 64) -> list[Pattern]:
-    """Return patterns of each kind that let a query see about `budget` keys."""
-    sinks = [max(1, budget * share // 16) for share in (1, 2, 4)]
-    columns = [*sinks, max(1, budget * 3 // 4)]
-    return [
-        *(Pattern("a_shape", first, max(1, budget - first)) for first in sinks),
-        *(Pattern("vertical_slash", first, max(1, budget - first)) for first in columns),
-        Pattern("block_sparse", max(1, budget // block_size), 0),
-    ]
 
 
 def search_patterns(
@@ -56,19 +45,22 @@ def search_patterns(
         )
     chosen: dict[int, tuple[Pattern, ...]] = {}
 
-    def observe(call: Call) -> None:
-        q, k, v, scoring = call[:4]
-        exact = dense_attention(q, k, v, scoring).float()
-        errors = []
-        for pattern in candidates:
-            out = sparse_attention(q, k, v, [pattern] * q.shape[1], scoring, block_size, probe)
-            errors.append(torch.linalg.vector_norm(out.float() - exact, dim=(0, 2, 3)))
-        best = torch.stack(errors).argmin(0).tolist()
-        chosen[call.layer.index] = tuple(candidates[i] for i in best)
+    class Search(Method):
+        name = "minference"
 
-    method = MInference(block_size=block_size, probe=probe)
-    with enabled(model, method) as handle, torch.inference_mode():
-        handle.observer = observe
+        def attend(self, call: Call) -> Tensor:
+            q, k, v, scoring = call[:4]
+            exact = dense_attention(q, k, v, scoring)
+            errors = []
+            for pattern in candidates:
+                out = sparse_attention(q, k, v, [pattern] * q.shape[1], scoring, block_size, probe)
+                difference = out.float() - exact.float()
+                errors.append(torch.linalg.vector_norm(difference, dim=(0, 2, 3)))
+            best = torch.stack(errors).argmin(0).tolist()
+            chosen[call.layer.index] = tuple(candidates[i] for i in best)
+            return exact
+
+    with enabled(model, Search()), torch.inference_mode():
         model.get_decoder()(input_ids, use_cache=False)
     heads = len(next(iter(chosen.values())))
     return tuple(chosen.get(i, (candidates[0],) * heads) for i in range(max(chosen) + 1))

@@ -19,8 +19,9 @@ SINKS = ("window_size", "sinks")
 class Rival(NamedTuple):
     """A method, and where it can be chosen."""
 
-    settings: str
-    """Makes its settings: "file.Class"."""
+    file: str
+    """Holds the class of its settings; "" for `CCAConfig` with another pooling."""
+    maker: str
     takes: tuple[str, ...]
     """Settings that the user may give."""
     commands: tuple[str, ...] = ("eval", "train")
@@ -28,16 +29,16 @@ class Rival(NamedTuple):
 
 
 RIVALS = {
-    "window": Rival("window.WindowOnly", ("window_size",)),
-    "streaming_llm": Rival("streaming_llm.StreamingLLM", SINKS),
-    "lm_infinite": Rival("lm_infinite.LMInfinite", SINKS),
-    "minference": Rival("minference.MInference", ("patterns",), ("eval",)),
-    "longlora": Rival("longlora.LongLoRA", ("group_size",), ("train",)),
+    "window": Rival("sink_methods", "WindowOnly", ("window_size",)),
+    "streaming_llm": Rival("sink_methods", "StreamingLLM", SINKS),
+    "lm_infinite": Rival("sink_methods", "LMInfinite", SINKS),
+    "minference": Rival("minference", "MInference", ("patterns",), ("eval",)),
+    "longlora": Rival("longlora", "LongLoRA", ("group_size",), ("train",)),
     # `corecontext train` has --pooling for these two.
-    "mean": Rival("poolings.mean_pooling", ("group_size", "window_size"), ("eval",)),
-    "max": Rival("poolings.max_pooling", ("group_size", "window_size"), ("eval",)),
+    "mean": Rival("", "CCAConfig", ("group_size", "window_size"), ("eval",)),
+    "max": Rival("", "CCAConfig", ("group_size", "window_size"), ("eval",)),
     # Its heads come from a search, so no command can make it.
-    "duo_attention": Rival("duo_attention.DuoAttention", ("full_heads", *SINKS), ()),
+    "duo_attention": Rival("duo_attention", "DuoAttention", ("full_heads", *SINKS), ()),
 }
 NAMES = tuple(name for name, rival in RIVALS.items() if rival.commands)
 """Methods that commands can make."""
@@ -69,5 +70,7 @@ def make_rival(name: str, **settings: Any) -> Method | CCAConfig:
             raise ValueError(
                 f"{key} must not be given for {name}, got {value}: it has no such size."
             )
-    file, _, maker = RIVALS[name].settings.partition(".")
+    file, maker = RIVALS[name][:2]
+    if not file:
+        return CCAConfig(pooling=name, **given)
     return getattr(importlib.import_module(f"corecontext.baselines.{file}"), maker)(**given)

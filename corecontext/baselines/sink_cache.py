@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 
 from corecontext.baselines.blocks import Sinks, sink_attention
-from corecontext.baselines.method import Call, Layer, Method, left_padding
-from corecontext.config import check_int
+from corecontext.baselines.method import Call, left_padding
 
 
-class SinkLayer(CacheLayerMixin):
+class SinkLayer(DynamicLayer):
     """`sinks` first tokens and `window_size` last tokens, with rotary applied.
 
     `update` returns the new tokens alone; `attend`, which knows the padding, appends them. Tokens
@@ -22,8 +21,6 @@ class SinkLayer(CacheLayerMixin):
     """
 
     is_croppable = False
-    is_compileable = False
-    is_sliding = False
     supports_early_init = False
 
     def __init__(self, sinks: int, window_size: int) -> None:
@@ -43,9 +40,7 @@ class SinkLayer(CacheLayerMixin):
         )
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> Any:
         """Return the new tokens; `attend` appends them."""
         return key_states, value_states
 
@@ -99,18 +94,10 @@ class SinkLayer(CacheLayerMixin):
         """Return the slots appended so far, padding included."""
         return self.seen
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset that a mask of this layer would have."""
-        return self.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        """Return -1: no longest sequence."""
-        return -1
-
     def reset(self) -> None:
         """Forget all tokens."""
-        self.keys = self.values = self.pads = None
-        self.is_initialized = False
+        super().reset()
+        self.pads = None
         self.closed = False
         self.seen = 0
 
@@ -127,23 +114,12 @@ class SinkLayer(CacheLayerMixin):
             )
         self.closed = True
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        if not self.is_initialized:
-            return 0
-        return sum(x.numel() * x.element_size() for x in (self.keys, self.values))
-
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse to remove tokens."""
         if tokens_to_remove:
             raise NotImplementedError(
                 "tokens cannot be taken back: what left the window is gone. Use no drafts."
             )
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams."""
-        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
@@ -152,6 +128,8 @@ class SinkLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some rows."""
         self.change_rows(lambda x: x[indices.to(x.device)])
+
+    reorder_cache = batch_select_indices
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to every tensor that has one entry for each row."""
@@ -165,31 +143,3 @@ class SinkLayer(CacheLayerMixin):
         raise NotImplementedError(
             "an offloaded cache cannot hold sinks and window. Use the default cache."
         )
-
-
-class SinkMethod(Method):
-    """Base of methods whose queries see the first `sinks` tokens and their nearest `window_size`
-    tokens, themselves included."""
-
-    far_position: ClassVar[str] = "none"
-    """Position of a sink that has left the window: see `blocks.Sinks`."""
-    sinks: int
-    window_size: int
-
-    def __post_init__(self) -> None:
-        check_int("sinks", self.sinks, 0)
-        check_int("window_size", self.window_size, 1)
-
-    @property
-    def needs_rotary(self) -> bool:
-        """Whether sinks are rotated to another position."""
-        return self.far_position != "none"
-
-    def make_cache(self, layer: Layer) -> SinkLayer:
-        """Return an empty cache of one layer."""
-        return SinkLayer(self.sinks, self.window_size)
-
-    def attend(self, call: Call) -> Tensor:
-        """Attend in the call's cache, or in one that is dropped afterwards."""
-        cache = self.make_cache(call.layer) if call.cache is None else call.cache
-        return cache.attend(call, self.far_position)

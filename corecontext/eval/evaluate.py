@@ -10,7 +10,7 @@ from corecontext.eval.items import Settings
 from corecontext.eval.runner import TASKS, describe, run_task
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
-from corecontext.loading import WHOLE, Loaded, load
+from corecontext.loading import WHOLE, load
 from corecontext.record import Record
 
 _METHODS_WITH = {"sinks": ("cca", *takers("sinks")), "patterns": takers("patterns")}
@@ -58,13 +58,12 @@ def data_paths(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
 def of_task(settings: Settings, task: str) -> Settings:
     """Return the settings with the subtasks of this task: "TASK:SUBTASK", or "SUBTASK" for every
     task."""
-    subtasks = []
-    for name in settings.subtasks:
-        owner, colon, subtask = name.partition(":")
-        if not colon:
-            subtasks.append(name)
-        elif owner == task:
-            subtasks.append(subtask or owner)
+    prefix = f"{task}:"
+    subtasks = (
+        name.removeprefix(prefix)
+        for name in settings.subtasks
+        if ":" not in name or name.startswith(prefix)
+    )
     return settings._replace(subtasks=tuple(subtasks))
 
 
@@ -96,7 +95,14 @@ def evaluate(
     paths = data_paths(data, tasks)
     records = []
     for method in methods:
-        loaded = _load(model, method, options, only_method=len(methods) == 1)
+        sizes = {
+            name: value
+            for name, value in options.sizes.items()
+            if len(methods) == 1 or method in _METHODS_WITH.get(name, methods)
+        }
+        loaded = load(model, method=method, dtype=options.dtype, device=options.device, **sizes)
+        if options.chunk_size is not None and getattr(loaded.config, "num_groups", None):
+            raise UserError(WHOLE)
         num_groups = options.num_groups
         if loaded.config is None and len(methods) > 1:
             num_groups = None
@@ -117,17 +123,3 @@ def evaluate(
             )
         del subject, loaded  # frees the memory for the next method
     return records
-
-
-def _load(model: str, method: str, options: ModelOptions, only_method: bool) -> Loaded:
-    """Load the model under a method, with the sizes that the method supports."""
-    sizes = dict(options.sizes)
-    if not only_method:
-        for name, supported in _METHODS_WITH.items():
-            if method not in supported:
-                sizes.pop(name, None)
-    loaded = load(model, method=method, dtype=options.dtype, device=options.device, **sizes)
-    has_num_groups = loaded.config is not None and loaded.config.num_groups is not None
-    if options.chunk_size is not None and has_num_groups:
-        raise UserError(WHOLE)
-    return loaded

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from corecontext.eval.subject import Subject
+from corecontext.eval.subject import ModelSubject
 from corecontext.perplexity import Perplexity
 
 
@@ -63,7 +63,7 @@ class Generated:
     stop: tuple[str, ...] = ()
     name = "quality.score"
 
-    def run(self, subject: Subject) -> Outcome:
+    def run(self, subject: ModelSubject) -> Outcome:
         """Ask the question and score the answer."""
         question = self.make()
         tokens = _count_tokens(subject, question.prompt, self.max_new_tokens)
@@ -85,7 +85,7 @@ class Chosen:
     right: int
     name = "quality.accuracy"
 
-    def run(self, subject: Subject) -> Outcome:
+    def run(self, subject: ModelSubject) -> Outcome:
         """Ask the question and compare the choice."""
         prompt = self.make()
         tokens = _count_tokens(subject, prompt, 1)
@@ -108,21 +108,18 @@ class Window:
     num_bytes: int
     name = "quality.perplexity"
 
-    def run(self, subject: Subject) -> Outcome:
+    def run(self, subject: ModelSubject) -> Outcome:
         """Return the perplexity, and sums by bucket of positions to combine with other windows."""
         if subject.limit is not None and len(self.ids) > subject.limit:
             raise TooLong(f"{len(self.ids)} tokens exceed the model's {subject.limit}")
         perplexity = Perplexity(subject.nll(self.ids), self.num_bytes)
-        nll = perplexity.nll
-        buckets = []
-        for start, end, _ in perplexity.by_position():
-            bucket = nll[max(0, start - 1) : end - 1].double()  # token 0 has no prediction
-            buckets.append([start, end, float(bucket.sum()), len(bucket)])
         details = {
-            "nll": float(nll.double().sum()),
-            "tokens": len(nll),
+            "nll": float(perplexity.nll.double().sum()),
+            "tokens": len(perplexity.nll),
             "bytes": self.num_bytes,
-            "buckets": buckets,
+            "buckets": [
+                [start, end, float(nll.sum()), len(nll)] for start, end, nll in perplexity.buckets()
+            ],
         }
         return Outcome(perplexity.value, details)
 
@@ -130,7 +127,7 @@ class Window:
 Item = Generated | Chosen | Window
 
 
-def _count_tokens(subject: Subject, prompt: str, new_tokens: int) -> int:
+def _count_tokens(subject: ModelSubject, prompt: str, new_tokens: int) -> int:
     """Return the number of tokens of the prompt.
 
     Raises:

@@ -23,7 +23,7 @@ from corecontext.eval.scores import (
     rouge_l,
     token_f1,
 )
-from corecontext.eval.subject import Subject
+from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 
 CATEGORIES = {
@@ -35,6 +35,7 @@ CATEGORIES = {
     "code": ("lcc", "repobench-p"),
 }
 SUBTASKS = tuple(task for tasks in CATEGORIES.values() for task in tasks)
+FILES = ("longbench_config", *SUBTASKS, *(f"{task}_e" for task in SUBTASKS))
 METRICS: dict[str, Metric] = {
     **dict.fromkeys(("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "triviaqa"), token_f1),
     **dict.fromkeys(("gov_report", "multi_news", "samsum"), rouge_l),
@@ -57,7 +58,7 @@ class _Task(NamedTuple):
     rows: list[dict[str, Any]]
 
 
-def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item]:
+def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list[Item]:
     """Return the questions of the requested tasks, or of all tasks with a file; `limit` is by
     task."""
     config = read_json(find_file(folder, ("longbench_config",), (".json",)))
@@ -112,7 +113,7 @@ def _bucket(row: dict[str, Any]) -> str:
     return next(name for end, name in BUCKETS if row["length"] < end)
 
 
-def _question(template: str, row: dict[str, Any], length: int, subject: Subject) -> Question:
+def _question(template: str, row: dict[str, Any], length: int, subject: ModelSubject) -> Question:
     """Return the prompt, with its middle cut out where it is too long."""
     prompt = template.format(**row)
     ids = subject.encode(prompt)

@@ -14,7 +14,7 @@ from typing import Any
 
 from corecontext.data.readers import find_file, read_lines
 from corecontext.eval.items import Chosen, Item, Settings
-from corecontext.eval.subject import Subject
+from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 
 FILES = ("mmlu_dev", "mmlu_test", "mmlu_test_subset")
@@ -22,7 +22,7 @@ LETTERS = "ABCD"
 _KEYS = ("subject", "question", "choices", "answer")
 
 
-def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item]:
+def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list[Item]:
     """Return all questions; `limit` is by subject, subtasks are subjects."""
     examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in read_lines(find_file(folder, FILES[:1]), _KEYS):
@@ -58,13 +58,15 @@ def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item
     return questions
 
 
-def _fitting_prompt(subject: Subject, question: dict[str, Any], shots: list[dict[str, Any]]) -> str:
+def _fitting_prompt(
+    subject: ModelSubject, question: dict[str, Any], shots: list[dict[str, Any]]
+) -> str:
     """Return the prompt with as many of the first examples as the model's limit allows."""
-    for count in range(len(shots), 0, -1):
-        prompt = prompt_of(question, shots[:count])
-        if subject.limit is None or len(subject.encode(prompt)) < subject.limit:
+    while True:
+        prompt = prompt_of(question, shots)
+        if not shots or subject.limit is None or len(subject.encode(prompt)) < subject.limit:
             return prompt
-    return prompt_of(question, [])
+        shots = shots[:-1]
 
 
 def prompt_of(question: dict[str, Any], shots: list[dict[str, Any]]) -> str:

@@ -8,13 +8,14 @@ gold_doc, hard: distractors by similarity, contains_answer: passages never used 
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from corecontext.data.readers import find_file, read_lines
 from corecontext.eval.items import Generated, Item, Question, Settings
 from corecontext.eval.scores import contains_answer
-from corecontext.eval.subject import Subject
+from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 
 FILES = ("multidoc_qa_pool", "multidoc_qa_test")
@@ -25,7 +26,7 @@ _INSTRUCTION = (
 )
 
 
-def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item]:
+def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list[Item]:
     """Return each question with the right passage at each of several places, for each number of
     passages."""
     pool_path = find_file(folder, FILES[:1])
@@ -46,16 +47,11 @@ def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item
             )
         for row in rows[: settings.limit]:
             for place in gold_places(count, settings.positions):
-
-                def make(row: Any = row, count: int = count, place: int = place) -> Question:
-                    documents = passages(pool, row, count, place, settings.seed)
-                    return Question(prompt_of(row, documents), row["answers"])
-
                 questions.append(
                     Generated(
                         f"{row['qid']}/{count}/{place}",
                         {"documents": count, "position": place},
-                        make,
+                        partial(_question, pool, row, count, place, settings.seed),
                         settings.max_new_tokens or MAX_NEW_TOKENS,
                         contains_answer,
                         ("\n",),
@@ -69,6 +65,10 @@ def gold_places(count: int, positions: int) -> list[int]:
     if positions == 1:
         return [(count - 1) // 2]
     return sorted({round(i * (count - 1) / (positions - 1)) for i in range(positions)})
+
+
+def _question(pool: dict[str, Any], row: dict[str, Any], *of_place: int) -> Question:
+    return Question(prompt_of(row, passages(pool, row, *of_place)), row["answers"])
 
 
 def passages(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from corecontext.data.retrieval import nearest_boundary
 from corecontext.eval.items import Generated, Item, Question, Settings, TooLong
 from corecontext.eval.ruler_data import ESSAYS, WORDS, Passages, Source
 from corecontext.eval.scores import match_all, match_any
-from corecontext.eval.subject import Subject
+from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 from corecontext.terminal import console
 
@@ -47,11 +48,6 @@ class Needles(NamedTuple):
     values: int = 1
     asked: int = 1
 
-    @property
-    def noun(self) -> str:
-        """The name of the values in prompts."""
-        return f"{self.value}s"
-
 
 NEEDLES = {
     "niah_single_1": Needles("noise"),
@@ -69,7 +65,7 @@ Build = Callable[[random.Random, int], Question]
 """Makes a sample with a number of units of haystack."""
 
 
-def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item]:
+def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list[Item]:
     """Return samples of each subtask at each length: `limit` of them, or SAMPLES."""
     for task in settings.subtasks:
         if task not in SUBTASKS:
@@ -91,7 +87,7 @@ def items(folder: str | Path, settings: Settings, subject: Subject) -> list[Item
 
 
 def _samples(
-    task: str, length: int, source: Source, settings: Settings, subject: Subject
+    task: str, length: int, source: Source, settings: Settings, subject: ModelSubject
 ) -> list[Item]:
     """Return the samples of a subtask at a length.
 
@@ -153,7 +149,7 @@ def _place(index: int) -> int:
 
 
 def largest_fitting(
-    build: Build, step: int, rng: random.Random, room: int, subject: Subject
+    build: Build, step: int, rng: random.Random, room: int, subject: ModelSubject
 ) -> int:
     """Return the most units, a multiple of the step, with which the prompt has at most `room`
     tokens; 0 if none fits."""
@@ -168,14 +164,8 @@ def largest_fitting(
         high *= 2
         if high > room:  # every step adds at least a token, or the data is exhausted
             return high // 2 * step
-    low = high // 2  # fits, or is 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low * step
+    between = range(high // 2 + 1, high)  # half of it fits, or is 0
+    return (high // 2 + bisect_left(between, True, key=lambda steps: not fits(steps))) * step
 
 
 def builder(task: str, length: int, index: int, source: Source) -> tuple[Build, int]:
@@ -192,10 +182,6 @@ def builder(task: str, length: int, index: int, source: Source) -> tuple[Build, 
         return partial(_frequent_words, length), 10
     often, seldom = (30, 3) if length >= 4096 else (10, 2)
     return partial(_common_words, source, often, seldom), 10
-
-
-# Needles
-# -------------------------------------------------------------------------------------------------
 
 
 def _needles(kind: Needles, index: int, source: Source, rng: random.Random, units: int) -> Question:
@@ -219,11 +205,11 @@ def _needles(kind: Needles, index: int, source: Source, rng: random.Random, unit
     if len(keys) > 1:
         names = ", ".join(keys[:-1]) + f" and {keys[-1]}"
     if kind.values > 1 or kind.asked > 1:
-        thing, ask, verb = f"special magic {kind.noun}", "are all the", "are"
+        thing, ask, verb = f"special magic {kind.value}s", "are all the", "are"
     else:
         thing, ask, verb = f"special magic {kind.value}", "is the", "is"
     prompt = (
-        f"Somewhere in the text below, special magic {kind.noun} are given. Keep them in mind: a "
+        f"Somewhere in the text below, special magic {kind.value}s are given. Keep them in mind: a "
         f"question about them follows the text.\n{text}\nQuestion: what {ask} {thing} for {names} "
         f"in the text?\nAnswer: the {thing} for {names} in the text {verb}"
     )
@@ -246,7 +232,7 @@ def _hide(haystack: str, needles: Sequence[str], depths: Sequence[int], separato
 
 
 def _needle(kind: Needles, key: str, value: str) -> str:
-    return f"One of the special magic {kind.noun} for {key} is: {value}."
+    return f"One of the special magic {kind.value}s for {key} is: {value}."
 
 
 def _key(kind: Needles, source: Source, rng: random.Random) -> str:
@@ -279,10 +265,6 @@ def _haystack(
             used_keys.add(key)
             lines.append(_needle(kind, key, _value(kind, rng)))
     return "\n".join(lines)
-
-
-# Tracing and counting
-# -------------------------------------------------------------------------------------------------
 
 
 def _variables(rng: random.Random, units: int, hops: int = 4) -> Question:
@@ -363,10 +345,6 @@ def _frequent_words(length: int, rng: random.Random, units: int) -> Question:
         "coded words that occur most often are"
     )
     return Question(prompt, words[1:4])
-
-
-# Questions
-# -------------------------------------------------------------------------------------------------
 
 
 def _passages(passages: Passages, index: int, rng: random.Random, units: int) -> Question:

@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from corecontext.data.readers import OPENERS, file_hash, model_hash
 from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, ruler_data, windows
 from corecontext.eval.items import Item, Settings, TooLong
-from corecontext.eval.subject import Subject
+from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 from corecontext.loading import Loaded
 from corecontext.record import (
@@ -27,23 +27,20 @@ from corecontext.record import (
 )
 from corecontext.terminal import console, progress
 
-TASKS: dict[str, Callable[[str | Path, Settings, Subject], list[Item]]] = {
-    "perplexity": windows.items,
-    "multidoc_qa": multidoc_qa.items,
-    "ruler": ruler.items,
-    "mmlu": mmlu.items,
-    "longbench": longbench.items,
-}
-_FILES = {
-    "perplexity": windows.FILES,
-    "multidoc_qa": multidoc_qa.FILES,
-    "ruler": ruler_data.FILES,
-    "mmlu": mmlu.FILES,
-    "longbench": (
-        "longbench_config",
-        *longbench.SUBTASKS,
-        *(f"{task}_e" for task in longbench.SUBTASKS),
-    ),
+
+class Task(NamedTuple):
+    """A task's items, and the names of its data files without their endings."""
+
+    items: Callable[[str | Path, Settings, ModelSubject], list[Item]]
+    files: tuple[str, ...]
+
+
+TASKS = {
+    "perplexity": Task(windows.items, windows.FILES),
+    "multidoc_qa": Task(multidoc_qa.items, multidoc_qa.FILES),
+    "ruler": Task(ruler.items, ruler_data.FILES),
+    "mmlu": Task(mmlu.items, mmlu.FILES),
+    "longbench": Task(longbench.items, longbench.FILES),
 }
 
 
@@ -51,7 +48,7 @@ def describe(loaded: Loaded, model: str, method: str) -> dict[str, Any]:
     """Return the identity of a model and its attention in records."""
     sizes = loaded.sizes()
     if "patterns" in sizes:
-        sizes["patterns"] = _short_hash(json.dumps(sizes["patterns"]))
+        sizes["patterns"] = fingerprint(sizes["patterns"])
     return {"method": method, "model": Path(model).name, "weights": model_hash(model), **sizes}
 
 
@@ -62,7 +59,7 @@ def data_hashes(task: str, data: str | Path) -> dict[str, str]:
         return {path.name: file_hash(path)}
     names = {
         f"{name}{ending}{compression}"
-        for name in _FILES[task]
+        for name in TASKS[task].files
         for ending in (".jsonl", ".json")
         for compression in OPENERS
     }
@@ -73,7 +70,7 @@ def run_task(
     task: str,
     data: str | Path,
     settings: Settings,
-    subject: Subject,
+    subject: ModelSubject,
     identity: Mapping[str, Any],
     *,
     results: str | os.PathLike[str] | None = None,
@@ -98,7 +95,7 @@ def run_task(
         UserError: the task, data or a setting is wrong, or every item is too long.
     """
     _check(task, settings)
-    items = TASKS[task](data, settings, subject)
+    items = TASKS[task].items(data, settings, subject)
     common = {**identity, "task": task, "data": data_hashes(task, data), "seed": settings.seed}
     if settings.max_new_tokens is not None:
         common["max_new_tokens"] = settings.max_new_tokens
@@ -164,13 +161,9 @@ def _check(task: str, settings: Settings) -> None:
             raise UserError(f"{name} must be at least {least}, got {value}.")
 
 
-def fingerprint(params: Mapping[str, Any]) -> str:
-    """Return a short name of an item under a model, data and settings."""
-    return _short_hash(json.dumps(params, sort_keys=True))
-
-
-def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def fingerprint(value: Any) -> str:
+    """Return a short name of plain values, such as an item's model, data and settings."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def finished(path: str | os.PathLike[str]) -> dict[str, Record]:

@@ -1,36 +1,12 @@
-"""The model under test as tasks use it: texts in, answers out. Stubs in tests have the same
-methods."""
+"""The model under test as tasks use it: texts in, answers out."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from corecontext.files import UserError
 from corecontext.loading import Loaded, one_line
 from corecontext.perplexity import document_nll
-
-
-class Subject(Protocol):
-    """The methods of a model that tasks use."""
-
-    @property
-    def limit(self) -> int | None:
-        """Most tokens, prompt and answer; None where unknown."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return token ids, with the tokenizer's beginning."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of tokens, without special tokens."""
-
-    def generate(self, prompt: str, max_new_tokens: int, stop: tuple[str, ...]) -> str:
-        """Return the greedy continuation."""
-
-    def choose(self, prompt: str, options: tuple[str, ...]) -> int:
-        """Return the index of the likeliest continuation."""
-
-    def nll(self, ids: list[int]) -> Any:
-        """Return negative log-likelihoods of tokens 1, 2, ..., a float32 tensor."""
 
 
 class ModelSubject:
@@ -63,15 +39,15 @@ class ModelSubject:
 
     @property
     def limit(self) -> int | None:
-        """Most tokens, prompt and answer."""
+        """Most tokens, prompt and answer; None: no limit is known."""
         return self.loaded.max_length
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids."""
+        """Return token ids, with the tokenizer's beginning."""
         return self.loaded.tokenizer(text, verbose=False)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of tokens."""
+        """Return the text of tokens, without special tokens."""
         return self.loaded.tokenizer.decode(ids, skip_special_tokens=True)
 
     def generate(self, prompt: str, max_new_tokens: int, stop: tuple[str, ...] = ()) -> str:
@@ -108,10 +84,9 @@ class ModelSubject:
         return max(range(len(scores)), key=scores.__getitem__)
 
     def nll(self, ids: list[int]) -> Any:
-        """Return negative log-likelihoods in one causal pass."""
-        return document_nll(
-            self.loaded.model, self._tensor(ids), chunk_size=self.chunk_size or 1024
-        )
+        """Return negative log-likelihoods of tokens 1, 2, ..., a float32 tensor, in one pass."""
+        chunk_size = self.chunk_size or 1024
+        return document_nll(self.loaded.model, self._tensor(ids), chunk_size=chunk_size)
 
     def _tensor(self, ids: list[int]) -> Any:
         import torch

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from corecontext.drawing import pyplot, save
 from corecontext.eval.longbench import CATEGORIES
 from corecontext.record import Record, make_record
 from corecontext.terminal import console
@@ -163,23 +164,15 @@ def shown_value(row: Row) -> str:
 
 def draw(rows: Sequence[Row], path: str) -> None:
     """Draw a panel per task, value against length (or documents), and a line per method."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from corecontext.files import atomic_path
-
     whole = [row for row in rows if not row.part]
     tasks = list(dict.fromkeys(row.task for row in whole))
-    figure, panels = pyplot.subplots(1, len(tasks), figsize=(4.5 * len(tasks), 3.6), squeeze=False)
+    figure, panels = pyplot().subplots(
+        1, len(tasks), figsize=(4.5 * len(tasks), 3.6), squeeze=False
+    )
     for panel, task in zip(panels[0], tasks):
         _draw_panel(panel, task, [row for row in whole if row.task == task])
     figure.tight_layout()
-    metadata = {"Date": None} if path.endswith(".svg") else None
-    with atomic_path(path) as name:
-        figure.savefig(name, dpi=150, metadata=metadata)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _draw_panel(panel: Any, task: str, rows: Sequence[Row]) -> None:

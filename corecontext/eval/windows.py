@@ -11,31 +11,29 @@ from pathlib import Path
 
 from corecontext.data.readers import find_file, read_documents
 from corecontext.eval.items import Item, Settings, Window
-from corecontext.eval.subject import Subject
+from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 
 FILES = ("lm_test",)
 
 
-def items(data: str | Path, settings: Settings, subject: Subject) -> list[Item]:
+def items(data: str | Path, settings: Settings, subject: ModelSubject) -> list[Item]:
     """Return the windows of each length; `limit` is by length, subtasks are domains."""
     path = find_file(data, FILES) if Path(data).is_dir() else Path(data)
     lengths = settings.lengths or (min(4096, subject.limit or 4096),)
     for length in lengths:
         if length < 2:
             raise UserError(f"length must be at least 2, got {length}.")
-    limit = float("inf") if settings.limit is None else settings.limit
     windows: dict[int, list[Item]] = {length: [] for length in lengths}
     for name, domain, text in read_documents(path):
         if settings.subtasks and domain not in settings.subtasks:
             continue
-        if all(len(collected) >= limit for collected in windows.values()):
+        if all(len(collected) == settings.limit for collected in windows.values()):
             break
         ids = subject.encode(text)
         for length, collected in windows.items():
-            for start in range(0, len(ids) - length + 1, length):
-                if len(collected) >= limit:
-                    break
+            room = None if settings.limit is None else settings.limit - len(collected)
+            for start in range(0, len(ids) - length + 1, length)[:room]:
                 window = ids[start : start + length]
                 collected.append(
                     Window(

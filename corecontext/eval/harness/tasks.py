@@ -42,27 +42,23 @@ def perplexity(**metadata: Any) -> dict[str, Dataset]:
         for _, domain, text in read_documents(find_file(folder, FILES))
         if not settings.subtasks or domain in settings.subtasks
     ]
-    return _test_split({"text": texts[: settings.limit]})
+    return {"test": Dataset.from_dict({"text": texts[: settings.limit]})}
 
 
 def mmlu_questions(**metadata: Any) -> dict[str, Dataset]:
     """Return MMLU prompts with their examples."""
     folder, settings = _settings(metadata)
     items = mmlu.items(folder, settings, _NoModel())
-    prompts = [item.make() for item in items]
-    return _test_split({"prompt": prompts, "right": [item.right for item in items]})
+    columns = {"prompt": [item.make() for item in items], "right": [item.right for item in items]}
+    return {"test": Dataset.from_dict(columns)}
 
 
 def multidoc_questions(**metadata: Any) -> dict[str, Dataset]:
     """Return multi-document QA prompts; {"documents": [20, 48]} sets the numbers of passages."""
     folder, settings = _settings(metadata)
     questions = [item.make() for item in multidoc_qa.items(folder, settings, _NoModel())]
-    answers = [list(question.references) for question in questions]
-    return _test_split({"prompt": [question.prompt for question in questions], "answers": answers})
-
-
-def _test_split(columns: dict[str, list]) -> dict[str, Dataset]:
-    return {"test": Dataset.from_dict(columns)}
+    rows = [{"prompt": x.prompt, "answers": list(x.references)} for x in questions]
+    return {"test": Dataset.from_list(rows)}
 
 
 def score_answer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:

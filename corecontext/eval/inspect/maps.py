@@ -37,18 +37,6 @@ class LayerMap(NamedTuple):
     first: Tensor
     """Weights on the first tokens kept raw, where they are not among those, [H, Q, n]."""
 
-    def spread(self, head: int, query: int, position: int) -> Tensor:
-        """Return the weight of every token in the query's output, core weights spread over their
-        groups: [position + 1]."""
-        weights = torch.zeros(position + 1)
-        far = (self.core[head, query, :, None] * self.used[head]).flatten()[: position + 1]
-        weights[: len(far)] += far
-        near = self.raw[head, query][-(position + 1) :]
-        weights[position + 1 - len(near) :] += near
-        first = self.first[head, query][: position + 1]
-        weights[: len(first)] += first
-        return weights
-
 
 def attention_maps(
     loaded: Loaded, input_ids: Tensor, queries: Sequence[int], layers: Sequence[int] = ()

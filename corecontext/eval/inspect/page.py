@@ -149,5 +149,4 @@ def _heads_per_core(layer: LayerMap) -> int:
 
 def _packed(x: Tensor) -> str:
     """Return float16 numbers, little-endian, in base64."""
-    values = x.to(torch.float16).contiguous().numpy().astype("<f2")
-    return base64.b64encode(values.tobytes()).decode()
+    return base64.b64encode(x.to(torch.float16).numpy().astype("<f2").tobytes()).decode()
