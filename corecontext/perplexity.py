@@ -14,8 +14,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
+from corecontext.files import UserError
+from corecontext.loading import WHOLE, Loaded, encode
 from corecontext.record import Record, make_record
-from corecontext.terminal import console
+from corecontext.terminal import console, progress
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,23 @@ class Perplexity:
     def by_position(self) -> list[tuple[int, int, float]]:
         """Return the perplexity of each bucket, (first, end, perplexity)."""
         return [(start, end, math.exp(nll.mean())) for start, end, nll in self.buckets()]
+
+
+def measure(loaded: Loaded, text: str, name: str, chunk_size: int | None = None) -> Perplexity:
+    """Measure a model on a whole text, with progress under this name.
+
+    Args:
+        chunk_size: See `document_nll`; under num_groups the whole text.
+    """
+    input_ids = encode(loaded, text, at_least=2)
+    length = input_ids.shape[1]
+    if getattr(loaded.config, "num_groups", None):
+        if chunk_size is not None:
+            raise UserError(WHOLE)
+        chunk_size = length
+    with progress(f"{name}, {length} tokens", length) as advance:
+        nll = document_nll(loaded.model, input_ids, chunk_size=chunk_size or 1024, on_chunk=advance)
+    return Perplexity(nll, len(text.encode()), loaded.sizes())
 
 
 def to_records(results: Mapping[str, Perplexity], model: str) -> list[Record]:

@@ -23,6 +23,7 @@ from corecontext.cli.options import (
     check_appended,
     check_drawn,
     check_least,
+    save_records,
     with_options,
 )
 from corecontext.config import DEFAULT_GROUP_SIZE
@@ -48,13 +49,11 @@ def demo(
     check_appended(json)
     from corecontext.demo.compare import DemoSettings, run_demo
     from corecontext.demo.report import print_report
-    from corecontext.record import append_records
 
     result = run_demo(
         DemoSettings(group_size, window_size, questions, max_tokens, dtype=dtype, device=device)
     )
-    if json is not None:
-        append_records(json, result.records)
+    save_records(json, result.records)
     if plot is not None:
         from corecontext.demo.report import draw_demo
 
@@ -94,7 +93,7 @@ def generate(
     from corecontext.loading import encode, load
     from corecontext.terminal import progress
 
-    loaded = load(model, **dataclasses.asdict(options))
+    loaded = load(model, **vars(options))
     input_ids = encode(loaded, prompt, room_for=max_new_tokens)
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -141,31 +140,18 @@ def perplexity(
     from corecontext.files import read_text
 
     text = read_text(file)
-    from corecontext.loading import WHOLE, encode, load
-    from corecontext.perplexity import Perplexity, document_nll, print_table, to_records
-    from corecontext.terminal import progress
+    from corecontext.loading import load
+    from corecontext.perplexity import measure, print_table, to_records
 
     runs = {options.method: options}
     if compare:
         full = dataclasses.replace(options, method="full", sinks=None, cache_dtype=None)
         runs = {"full": full, "cca": dataclasses.replace(options, method="cca")}
-    results = {}
-    for method, settings in runs.items():
-        loaded = load(model, **dataclasses.asdict(settings))
-        input_ids = encode(loaded, text, at_least=2)
-        length = input_ids.shape[1]
-        size = chunk_size or 1024
-        if loaded.config is not None and loaded.config.num_groups is not None:
-            if chunk_size is not None:
-                raise UserError(WHOLE)
-            size = length
-        with progress(f"{method}, {length} tokens", length) as advance:
-            nll = document_nll(loaded.model, input_ids, chunk_size=size, on_chunk=advance)
-        results[method] = Perplexity(nll, len(text.encode()), loaded.sizes())
-    if json is not None:
-        from corecontext.record import append_records
-
-        append_records(json, to_records(results, model))
+    results = {
+        method: measure(load(model, **vars(settings)), text, method, chunk_size)
+        for method, settings in runs.items()
+    }
+    save_records(json, to_records(results, model))
     print_table(results)
 
 

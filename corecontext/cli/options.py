@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
@@ -86,20 +86,26 @@ Data = Annotated[
 
 
 @dataclass(frozen=True)
-class LoadOptions:
-    """How a command loads its model: the arguments of `corecontext.loading.load`."""
+class SizeOptions:
+    """How a command loads its model under CCA: arguments of `corecontext.loading.load`."""
 
-    method: Method = "cca"
     group_size: GroupSize = None
     window_size: WindowSize = None
     sinks: Sinks = None
-    cache_dtype: CacheDtype = None
     dtype: Dtype = "auto"
     device: Device = "auto"
 
 
 @dataclass(frozen=True)
-class EvaluationOptions:
+class LoadOptions(SizeOptions):
+    """How a command loads its model under any method."""
+
+    method: Method = "cca"
+    cache_dtype: CacheDtype = None
+
+
+@dataclass(frozen=True)
+class EvaluationOptions(SizeOptions):
     """Describe the evaluation in `eval` and `compare` beside methods and tasks."""
 
     length: Annotated[
@@ -125,9 +131,6 @@ class EvaluationOptions:
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of an answer. Default: the task's own limit.")
     ] = None
-    group_size: GroupSize = None
-    window_size: WindowSize = None
-    sinks: Sinks = None
     patterns: Annotated[
         str | None,
         typer.Option(help=f"File with the model's patterns: {', '.join(takers('patterns'))}."),
@@ -136,8 +139,6 @@ class EvaluationOptions:
         int | None, typer.Option(help="Constant number of core tokens; replaces --group-size.")
     ] = None
     chunk_size: ChunkSize = None
-    dtype: Dtype = "auto"
-    device: Device = "auto"
     results: Annotated[
         str | None,
         typer.Option(
@@ -186,6 +187,14 @@ def check_appended(*paths: str | None) -> None:
 
     for path in paths:
         check_output(path, force=True)
+
+
+def save_records(path: str | None, records: Iterable[Any]) -> None:
+    """Append records to the file of --json, where one is given."""
+    from corecontext.record import append_records
+
+    if path is not None:
+        append_records(path, records)
 
 
 def check_drawn(path: str | None, force: bool) -> None:

@@ -10,21 +10,18 @@ import typer
 from corecontext.cli.options import (
     AnyMethod,
     Data,
-    Device,
-    Dtype,
     EvaluationOptions,
     Force,
-    GroupSize,
     Json,
     Model,
     Plot,
-    Sinks,
+    SizeOptions,
     Tasks,
     Text,
-    WindowSize,
     check_appended,
     check_drawn,
     check_least,
+    save_records,
     with_options,
 )
 from corecontext.files import UserError
@@ -75,37 +72,29 @@ def _evaluate(
     from corecontext.eval.items import Settings
     from corecontext.eval.summary import print_table, summarise, to_records
 
+    given = vars(options)
     settings = Settings(
         tuple(options.length or ()),
         tuple(options.documents or (20,)),
         tuple(options.subtask or ()),
-        options.limit,
-        options.positions,
-        options.shots,
-        options.seed,
-        options.max_new_tokens,
+        *(given[name] for name in Settings._fields[3:]),
     )
-    sizes = ("group_size", "window_size", "sinks", "patterns")
     model_options = ModelOptions(
-        {name: getattr(options, name) for name in sizes},
-        options.num_groups,
-        options.chunk_size,
-        options.dtype,
-        options.device,
+        {name: given[name] for name in ("group_size", "window_size", "sinks", "patterns")},
+        **{name: given[name] for name in ModelOptions._fields if name in given},
     )
     records = run(model, methods, tasks, data, settings, model_options, options.results)
     rows = summarise(records)
-    if options.json is not None:
-        from corecontext.record import append_records
-
-        append_records(options.json, to_records(rows, records[0].device))
+    save_records(options.json, to_records(rows, records[0].device))
     print_table(rows, parts=len(methods) == 1 or len(rows) <= 60)
     return rows
 
 
+@with_options(SizeOptions)
 def inspect(
     file: Text,
     model: Model,
+    options: SizeOptions,
     output: Annotated[str, typer.Option(help="Page to write, an .html file.")],
     max_tokens: Annotated[
         int, typer.Option(help="Inspect this many tokens from the start of the text.")
@@ -120,11 +109,6 @@ def inspect(
     layer: Annotated[
         list[int] | None, typer.Option(help="Layer, from 0; may be repeated. Default: all.")
     ] = None,
-    group_size: GroupSize = None,
-    window_size: WindowSize = None,
-    sinks: Sinks = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
     force: Force = False,
 ) -> None:
     """Write a page of the attention: the weights of tokens in core tokens, and of core tokens in a
@@ -137,22 +121,17 @@ def inspect(
     from corecontext.eval.inspect.page import inspect_text
     from corecontext.loading import load
 
-    loaded = load(
-        model,
-        group_size=group_size,
-        window_size=window_size,
-        sinks=sinks,
-        dtype=dtype,
-        device=device,
-    )
+    loaded = load(model, **vars(options))
     page = inspect_text(loaded, model, text, max_tokens, queries, position or (), layer or ())
     write_text(output, page)
     print(f"wrote {output}")
 
 
+@with_options(SizeOptions)
 def layers(
     file: Annotated[str, typer.Argument(help="Text like that to come, or - for standard input.")],
     model: Model,
+    options: SizeOptions,
     length: Annotated[
         int, typer.Option(help="Tokens of a row; the model's trained length or less.")
     ] = 8192,
@@ -174,10 +153,6 @@ def layers(
         str | None,
         typer.Option(help="New folder: a copy of the checkpoint that loads with these sizes."),
     ] = None,
-    group_size: GroupSize = None,
-    window_size: WindowSize = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
     json: Json = None,
 ) -> None:
     """Find the layers or KV heads that need small groups, or every token, at the same cache
@@ -192,21 +167,20 @@ def layers(
     text = read_text(file)
     from corecontext.heads.findings import find_layers, layer_records, print_layers
     from corecontext.loading import load
-    from corecontext.record import append_records, device_name
+    from corecontext.record import device_name
 
-    loaded = load(model, group_size=group_size, window_size=window_size, dtype=dtype, device=device)
-    if raw and window_size is None and loaded.config is not None and loaded.config.varies:
+    loaded = load(model, **vars(options))
+    if raw and options.window_size is None and loaded.config is not None and loaded.config.varies:
         raise UserError(
             "window-size must be given with --raw for a checkpoint that has sizes by layer or "
             f"head, whose window of {loaded.config.window_size} may have paid for heads already; "
             "got none. Use --window-size."
         )
     choice = find_layers(loaded, text, length, rows, count, heads, raw)
-    if json is not None:
-        name = os.path.basename(os.path.normpath(model))
-        params = {"model": name, **loaded.sizes(), "length": length}
-        device_text = device_name(str(loaded.model.device))
-        append_records(json, layer_records(choice.search.trials, params, device_text))
+    name = os.path.basename(os.path.normpath(model))
+    params = {"model": name, **loaded.sizes(), "length": length}
+    device = device_name(str(loaded.model.device))
+    save_records(json, layer_records(choice.search.trials, params, device))
     print_layers(choice)
     if output is not None:
         from corecontext.train.run import convert as copy
