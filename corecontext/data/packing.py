@@ -187,45 +187,24 @@ def _draw(
     return np.asarray(drawn, dtype=np.int64)
 
 
-class RunOrder(torch.utils.data.Sampler):
-    """The rows of a whole run in training order: pass after pass over all rows, each shuffled by
-    its number.
+def run_order(
+    num_rows: int, num_samples: int, seed: int | None, *, block: int = 1, repeats: int = 1
+) -> list[int]:
+    """Return the rows of a whole run in training order: pass after pass over all rows, each
+    shuffled by its number.
 
     A single list instead of epochs, so that batch n is the same whether the run was interrupted
     before it or not.
+
+    Args:
+        seed: None for rows in their order.
+        block, repeats: Each `block` neighbours come `repeats` times, for processes that share a
+            batch.
     """
-
-    def __init__(
-        self, num_rows: int, num_samples: int, seed: int | None, *, block: int = 1, repeats: int = 1
-    ) -> None:
-        """seed: None for rows in their order.
-
-        block, repeats: each `block` neighbours come `repeats` times, for processes that share a
-        batch.
-        """
-        super().__init__()
-        self.num_rows = num_rows
-        self.num_samples = num_samples
-        self.seed = seed
-        self.block = block
-        self.repeats = repeats
-
-    def __len__(self) -> int:
-        return self.num_samples * self.repeats
-
-    def _rows(self) -> Iterator[int]:
-        if self.seed is None:
-            yield from range(self.num_samples)
-            return
-        for start in range(0, self.num_samples, self.num_rows):
-            rng = np.random.default_rng((self.seed, start // self.num_rows))
-            yield from rng.permutation(self.num_rows)[: self.num_samples - start].tolist()
-
-    def __iter__(self) -> Iterator[int]:
-        block: list[int] = []
-        for row in self._rows():
-            block.append(row)
-            if len(block) == self.block:
-                yield from block * self.repeats
-                block = []
-        yield from block * self.repeats
+    rows = list(range(num_samples))
+    if seed is not None:
+        passes = range(-(-num_samples // num_rows))
+        shuffles = [np.random.default_rng((seed, i)).permutation(num_rows) for i in passes]
+        rows = np.concatenate(shuffles)[:num_samples].tolist()
+    starts = range(0, num_samples, block)
+    return [row for start in starts for row in rows[start : start + block] * repeats]

@@ -9,59 +9,23 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from corecontext.files import UserError
 
 
-class _ZstdStream(io.RawIOBase):
-    """Decompress the frames of a Zstandard file; zstandard's own reader takes a truncated file for
-    a short one."""
-
-    def __init__(self, file: Any, new_frame: Callable[[], Any]) -> None:
-        self._file = file
-        self._new_frame = new_frame
-        self._frame: Any = None
-        self._pending = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._pending:
-            packed = b""
-            frame_ended = self._frame is None or self._frame.eof
-            if self._frame is not None and frame_ended:
-                packed = self._frame.unused_data  # read with the end of the last frame
-            packed = packed or self._file.read(1 << 16)
-            if not packed and not frame_ended:
-                raise EOFError("Compressed file ended before the end of a frame")
-            if not packed:
-                return 0
-            if frame_ended:
-                self._frame = self._new_frame()
-            self._pending = memoryview(self._frame.decompress(packed))
-        count = min(len(buffer), len(self._pending))
-        buffer[:count] = self._pending[:count]
-        self._pending = self._pending[count:]
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
 def _open_zst(path: str | Path, mode: str, encoding: str) -> Any:
     """Open a Zstandard file for reading as `gzip.open` does; Python itself can from 3.14 on."""
     try:
-        import zstandard
+        import pyarrow
     except ImportError:
         raise UserError(
-            f"file '{path}' needs the package zstandard to be read. Install corecontext[train]."
+            f"file '{path}' needs the package pyarrow to be read. Install corecontext[train]."
         ) from None
-    stream = _ZstdStream(io.FileIO(path), lambda: zstandard.ZstdDecompressor().decompressobj())
+    # zstandard's own reader takes a truncated file for a short one.
+    stream = pyarrow.input_stream(io.FileIO(path), compression="zstd")
     return io.TextIOWrapper(io.BufferedReader(stream), encoding=encoding)
 
 
@@ -74,7 +38,7 @@ OPENERS: dict[str, Any] = {
 }
 """How to open a file, by the ending of its compression."""
 _DAMAGED = (ValueError, OSError, EOFError, lzma.LZMAError, zlib.error)
-"""Errors of decompressing and parsing; zstandard has one more, see `is_broken`."""
+"""Errors of decompressing and parsing."""
 
 
 def find_file(
@@ -121,9 +85,7 @@ def read_text_file(path: Path) -> str:
     with open_text(path) as file:
         try:
             return file.read()
-        except Exception as error:
-            if not is_broken(error):
-                raise
+        except _DAMAGED as error:
             raise UserError(f"file '{path}' must be UTF-8 text: {error}") from None
 
 
@@ -154,16 +116,12 @@ def numbered_lines(
                     value = json.loads(line.decode("utf-8-sig"))
                     _check_keys(value, needs)
                     yield number, value
-    except UserError:
-        raise
     except UnicodeDecodeError as error:
         raise UserError(
             f"file '{path}', line {number}: must be UTF-8, got byte "
             f"0x{error.object[error.start]:02x}. Convert the file to UTF-8 first."
         ) from None
-    except Exception as error:
-        if not is_broken(error):
-            raise
+    except _DAMAGED as error:
         raise UserError(f"file '{path}', line {max(1, number)}: {error}") from None
 
 
@@ -176,11 +134,6 @@ def _check_keys(value: Any, needs: Sequence[str]) -> None:
     else:
         return
     raise ValueError(f"must be an object with {', '.join(needs)}, got one{content}"[:300])
-
-
-def is_broken(error: Exception) -> bool:
-    """Return whether an error of decompressing or parsing means a damaged file."""
-    return isinstance(error, _DAMAGED) or type(error).__name__ == "ZstdError"
 
 
 def read_json(path: str | Path) -> Any:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.distributed.fsdp import get_fsdp_ckpt_kwargs
 
-from corecontext.data.packing import IGNORED, PackedRows, RunOrder, collate
+from corecontext.data.packing import IGNORED, PackedRows, collate, run_order
 from corecontext.data.row_stream import StreamedRows
 from corecontext.files import UserError
 from corecontext.terminal import progress
@@ -79,7 +79,7 @@ class CCATrainer(Trainer):
         accelerate distributes batches."""
         streamed = isinstance(self.train_dataset, StreamedRows)
         batch_size = self.args.train_batch_size
-        order = RunOrder(
+        order = run_order(
             len(self.train_dataset),
             self.args.max_steps * self._rows_per_step(),
             None if streamed else self.args.seed,
