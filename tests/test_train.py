@@ -516,7 +516,7 @@ def test_cards_name_data_of_the_hub_in_full(tmp_path):
     card.write(tmp_path, config, [{"step": 1, "loss": 2.0}], {}, 5)
     text = (tmp_path / "README.md").read_text()
     assert "`secret`, `a.txt`, `hub:some/set@main:part:train`" in text and str(tmp_path) not in text
-    assert "\ndatasets: [some/set]\n" in text
+    assert "\ndatasets:\n- some/set\n" in text
 
 
 def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch):
@@ -627,7 +627,7 @@ def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, mo
         None,
         mock.Mock(),
     )
-    with mock.patch.object(torch, "save"):
+    with mock.patch.object(torch, "save"), pytest.raises(OSError, match="No space left"):
         one.save_checkpoint()
     assert gathered == ["model", "optimizer"] and "No space left" in str(one.save_error)
     assert not list(tmp_path.iterdir())

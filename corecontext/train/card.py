@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCardData
+
 from corecontext.data.documents import HUB, HubName
 from corecontext.record import source_version, versions
 from corecontext.train.train_config import TrainConfig
@@ -71,13 +73,17 @@ def write(
     for private in _PRIVATE:
         del settings[private]
 
-    header = ["library_name: transformers", "tags: [corecontext, long-context]"]
-    if model == config.model and config.strategy != "scratch":
-        header.append(f"base_model: {model}")
-    datasets = _hub_datasets(config)
-    if datasets:
-        header.append(f"datasets: [{', '.join(datasets)}]")
-
+    header = ModelCardData(
+        library_name="transformers",
+        tags=["corecontext", "long-context"],
+        base_model=None if is_local or config.strategy == "scratch" else model,
+        datasets=[
+            HubName.parse(name).identifier
+            for name in config.data
+            if name.startswith(HUB) and _public_name(name) == name
+        ]
+        or None,
+    )
     facts = [
         f"{config.steps} steps, {tokens} tokens, rows of {config.context_length} tokens with "
         "documents kept apart",
@@ -100,7 +106,7 @@ def write(
     facts.append(f"code: commit {commit or 'unknown'}{state}, {packages}")
 
     text = _CARD.format(
-        header="\n".join(header),
+        header=header.to_yaml(),
         name=Path(config.output).name,
         attention=_attention(config),
         strategy=config.strategy,
@@ -132,12 +138,6 @@ def _public_name(name: str) -> str:
     if name.startswith(HUB) and not Path(identifier).exists():
         return name
     return Path(name).name
-
-
-def _hub_datasets(config: TrainConfig) -> list[str]:
-    """Return the identifiers of the hub's datasets among the data."""
-    names = [name for name in config.data if name.startswith(HUB) and _public_name(name) == name]
-    return [HubName.parse(name).identifier for name in names]
 
 
 def _draw(

@@ -14,6 +14,8 @@ import typer
 from corecontext.files import UserError
 from corecontext.train.train_config import TrainConfig, field_help, load_recipe
 
+_KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
 
 def train_command() -> Callable[..., None]:
     """Return the function for the command line, with a signature made from the fields."""
@@ -36,8 +38,7 @@ def train_command() -> Callable[..., None]:
         result = run(config)
         if not _is_first_rank():
             return
-        losses = {"loss": result.losses[-1][1]}
-        losses |= {k: v for k, v in result.metrics.items() if k.startswith("eval_")}
+        losses = {"loss": result.losses[-1][1], **result.metrics}
         text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items())
         print(f"{result.model}: {result.steps} steps, {text}")
 
@@ -47,26 +48,17 @@ def train_command() -> Callable[..., None]:
         "train_config.json. Default: CCA's settings in the checkpoint, or else raw, as far as "
         "possible."
     )
-    parameters = [
-        inspect.Parameter(
-            "recipe",
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=None,
-            annotation=Annotated[str | None, recipe],
-        )
-    ]
     texts = field_help()
+    annotations: dict[str, Any] = {"recipe": Annotated[str | None, recipe]}
     for setting in fields(TrainConfig):
-        parameters.append(
-            inspect.Parameter(
-                setting.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=_annotation(setting, " ".join(texts[setting.name].split())),
-            )
-        )
-    train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    train.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        annotations[setting.name] = _annotation(setting, " ".join(texts[setting.name].split()))
+    train.__annotations__ = annotations
+    train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, _KEYWORD, default=None, annotation=annotation)
+            for name, annotation in annotations.items()
+        ]
+    )
     return train
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from corecontext.files import UserError, first_line
 
@@ -15,8 +14,10 @@ def prepare(name: str) -> None:
     Raises:
         UserError: the repository cannot be written.
     """
+    from huggingface_hub import HfApi
+
     try:
-        _api().create_repo(name, private=True, exist_ok=True)
+        HfApi().create_repo(name, private=True, exist_ok=True)
     except Exception as error:  # of the network, of the hub, of the name
         raise UserError(
             f"push_to '{name}' cannot be written: {first_line(error)}. Log in with `hf auth "
@@ -30,8 +31,10 @@ def push(folder: Path, name: str) -> None:
     Raises:
         UserError: the hub does not accept it; the folder stays.
     """
+    from huggingface_hub import HfApi
+
     try:
-        _api().upload_folder(
+        HfApi().upload_folder(
             repo_id=name, folder_path=str(folder), commit_message="Trained by corecontext"
         )
     except Exception as error:
@@ -39,9 +42,3 @@ def push(folder: Path, name: str) -> None:
             f"the finished model lies in '{folder}', but push_to '{name}' failed: "
             f"{first_line(error)}. Push it with `hf upload {name} {folder}`."
         ) from None
-
-
-def _api() -> Any:
-    from huggingface_hub import HfApi
-
-    return HfApi()

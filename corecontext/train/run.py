@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,24 +135,21 @@ def _run(given: TrainConfig, job: _Job) -> Result:
 
     resume = latest(folder)
     if resume is not None and isinstance(job.rows, StreamedRows) and (resume / STREAM).is_file():
-        state = json.loads((resume / STREAM).read_text(encoding="utf-8"))
-        job.rows.load_state_dict(state)
+        job.rows.load_state_dict(json.loads((resume / STREAM).read_text(encoding="utf-8")))
     with Fused(trainer.model, "compile" if config.fuse else None):
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        trainer.train(resume_from_checkpoint=resume and str(resume))
     if trainer.save_error is not None:
-        _save_again(trainer, folder)
+        _retry_writing(trainer.save_checkpoint, folder)
 
-    last = latest(folder)
-    assert last is not None  # the last step is always saved
-    history = json.loads((last / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     metrics = trainer.evaluate() if job.eval_rows is not None else {}
+    history = trainer.state.log_history
     if job.is_first_rank:
-        _retry_writing(lambda: _export(config, job, last, history, metrics), folder)
+        _retry_writing(lambda: _export(config, job, history, metrics), folder)
         clear_staging(folder)
         if config.push_to is not None:
             hub.push(folder / MODEL, config.push_to)
-    resumed_from = 0 if resume is None else step_of(resume)
-    return Result(folder / MODEL, step_of(last), card.losses(history), metrics, resumed_from)
+    resumed_from = step_of(resume) if resume else 0
+    return Result(folder / MODEL, config.steps, card.losses(history), metrics, resumed_from)
 
 
 def _make_trainer(config: TrainConfig, job: _Job) -> Any:
@@ -180,18 +177,19 @@ def _make_trainer(config: TrainConfig, job: _Job) -> Any:
     )
 
 
-def _export(
-    config: TrainConfig, job: _Job, last: Path, history: list, metrics: dict[str, float]
-) -> None:
+def _export(config: TrainConfig, job: _Job, history: list, metrics: dict[str, float]) -> None:
     """Write the final model with its card; the folder gets its name once it is complete."""
     folder = Path(config.output)
     clear_staging(folder)
     staged = folder / STAGING / MODEL
     staged.mkdir(parents=True)
-    dtype = getattr(job.hf_config, "dtype", None)
+    last = latest(folder)
+    assert last is not None  # the last step is always saved
+    dtype = job.hf_config.dtype
     if not isinstance(dtype, torch.dtype):
         dtype = torch.float32
-    export(config, last, staged, job.tokenizer, dtype)
+    export(config, last, staged, dtype)
+    job.tokenizer.save_pretrained(staged)
     rows = config.steps * config.rows_per_step(job.arguments.world_size)
     card.write(staged, config, history, metrics, rows * config.context_length)
     publish(staged, folder / MODEL)
@@ -251,14 +249,7 @@ def _read_rows(config: TrainConfig, tokenizer: Any, world_size: int) -> PackedRo
     """Return the training rows in their order."""
     if config.streaming:
         return _stream_rows(config, tokenizer, world_size)
-    documents = read_corpus(
-        config.data,
-        tokenizer,
-        text_field=config.text_field,
-        source_field=config.source_field,
-        workers=config.workers,
-        cache_dir=config.cache_dir,
-    )
+    documents = _documents(config, config.data, tokenizer, config.source_field)
     if config.long_tokens is None:
         order = shuffled(len(documents), config.seed)
     else:
@@ -270,6 +261,20 @@ def _read_rows(config: TrainConfig, tokenizer: Any, world_size: int) -> PackedRo
             config.seed,
         )
     return PackedRows(documents, config.context_length, order)
+
+
+def _documents(
+    config: TrainConfig, names: Sequence[str], tokenizer: Any, source_field: str | None = None
+) -> Any:
+    """Return the token ids of all documents of some data."""
+    return read_corpus(
+        names,
+        tokenizer,
+        text_field=config.text_field,
+        source_field=source_field,
+        workers=config.workers,
+        cache_dir=config.cache_dir,
+    )
 
 
 def _stream_rows(config: TrainConfig, tokenizer: Any, world_size: int) -> StreamedRows:
@@ -300,27 +305,9 @@ def _read_eval_rows(config: TrainConfig, tokenizer: Any) -> PackedRows | None:
     if not config.eval_data:
         return None
     try:
-        documents = read_corpus(
-            config.eval_data,
-            tokenizer,
-            text_field=config.text_field,
-            workers=config.workers,
-            cache_dir=config.cache_dir,
-        )
-        return PackedRows(documents, config.context_length)
+        return PackedRows(_documents(config, config.eval_data, tokenizer), config.context_length)
     except UserError as error:
         raise UserError(f"eval_data: {error}") from None
-
-
-def _save_again(trainer: Any, folder: Path) -> None:
-    """Write the last checkpoint, for which there was no room."""
-
-    def save() -> None:
-        trainer.save_checkpoint()
-        if trainer.save_error is not None:
-            raise trainer.save_error
-
-    _retry_writing(save, folder)
 
 
 def _retry_writing(write: Callable[[], None], folder: Path) -> None:

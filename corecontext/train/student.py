@@ -23,16 +23,7 @@ from corecontext.train.train_config import RECIPES, TrainConfig
 
 PARTIAL_LAYERS = ("q_proj", "k_proj", "v_proj")
 """Names of W^Q, W^K and W^V; models with a joint matrix call it qkv_proj."""
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "top_h",
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-)
+_CUTOFFS = ("top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 def prepare_config(config: TrainConfig) -> Any:
@@ -51,8 +42,13 @@ def prepare_config(config: TrainConfig) -> Any:
         )
     hf_config = load_config(config.model)
     check_architecture(hf_config)
-    if config.distil:
-        _check_teacher(config, hf_config)
+    limit = _teaching_limit(config, hf_config)
+    if config.distil and limit is not None:
+        raise UserError(
+            f"context_length must be at most the model's {limit} tokens with distil "
+            f"{config.distil:g}, got {config.context_length}: it cannot teach beyond them. Extend "
+            "it by a run with --method full first, and distil from the result."
+        )
     for name, value in config.shape.items():
         if not hasattr(hf_config, name):
             raise UserError(f"shape must name settings of {hf_config.model_type}, got {name!r}.")
@@ -133,30 +129,19 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     if (
         config.strategy == "scratch"
         or config.context_parallel > 1
-        or not _can_teach(config, load_config(config.model))
+        or _teaching_limit(config, load_config(config.model)) is not None
     ):
         del best["distil"]
     return {name: value for name, value in best.items() if name not in given}
 
 
-def _can_teach(config: TrainConfig, hf_config: Any) -> bool:
-    """Return whether rows are within the model's length, beyond which its predictions are poor."""
+def _teaching_limit(config: TrainConfig, hf_config: Any) -> int | None:
+    """Return the model's length if rows exceed it, beyond which its predictions are poor, or
+    None."""
     from corecontext.inference.limits import position_limit
 
     limit = position_limit(hf_config)
-    return limit is None or config.context_length <= limit
-
-
-def _check_teacher(config: TrainConfig, hf_config: Any) -> None:
-    """Raise a UserError where the model cannot teach rows of this length."""
-    from corecontext.inference.limits import position_limit
-
-    if not _can_teach(config, hf_config):
-        raise UserError(
-            f"context_length must be at most the model's {position_limit(hf_config)} tokens with "
-            f"distil {config.distil:g}, got {config.context_length}: it cannot teach beyond them. "
-            "Extend it by a run with --method full first, and distil from the result."
-        )
+    return limit if limit is not None and config.context_length > limit else None
 
 
 def extend_context(hf_config: Any, rope_theta: float | None, context_length: int) -> None:
@@ -241,7 +226,7 @@ def _make_savable(settings: Any) -> None:
         ValueError: another setting is invalid.
     """
     if not settings.do_sample:
-        for name in _SAMPLING:
+        for name in ("temperature", *_CUTOFFS):
             setattr(settings, name, None)
     settings.validate(strict=True)
 
@@ -323,9 +308,7 @@ def _add_lora(model: Any, config: TrainConfig) -> Any:
         )
 
 
-def export(
-    config: TrainConfig, saved: Path, target: Path, tokenizer: Any, dtype: torch.dtype
-) -> None:
+def export(config: TrainConfig, saved: Path, target: Path, dtype: torch.dtype) -> None:
     """Write the trained weights in `saved` (Trainer's) as an ordinary checkpoint that loads with
     CCA.
 
@@ -360,4 +343,3 @@ def export(
         enable(model, cca)  # loads the learned parameters from `saved`
     model.config.use_cache = True
     model.to(dtype).save_pretrained(target)
-    tokenizer.save_pretrained(target)

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
+import math
+import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from corecontext.baselines.rivals import offered
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig, check_choice
+from corecontext.config import CCAConfig, check_choice, check_int, did_you_mean
 from corecontext.files import UserError
 
 STRATEGIES = ("scratch", "full", "partial", "lora")
@@ -27,13 +29,14 @@ RECIPES: dict[str, dict[str, Any]] = {"raw": {"raw_heads": None, "distil": 0.5},
 rule."""
 _LEAST = {
     **dict.fromkeys(("steps", "batch_size", "accumulation", "workers", "context_parallel"), 1),
-    **dict.fromkeys(("lora_rank", "loss_chunk", "shuffle_documents"), 1),
+    **dict.fromkeys(("lora_rank", "loss_chunk", "shuffle_documents", "long_tokens"), 1),
     **dict.fromkeys(("save_every", "keep", "log_every"), 1),
-    **dict.fromkeys(("warmup_steps", "eval_every", "seed"), 0),
+    **dict.fromkeys(("warmup_steps", "eval_every", "raw_heads"), 0),
     "context_length": 2,
 }
 """Lower bounds of whole numbers."""
-_NOT_NEGATIVE = ("learning_rate", "min_learning_rate", "weight_decay", "max_grad_norm", "beta2")
+_NUMBERS = "learning_rate min_learning_rate weight_decay max_grad_norm beta2 distil"
+"""Numbers of at least 0."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +47,19 @@ class TrainConfig:
     """Folder in the Hugging Face format or identifier on the hub; from scratch, only its config and
     tokenizer are used."""
     output: str = ""
-    """Folder of the run: checkpoints, the final model in model/, logs. The same command again
-    continues the run."""
+    """Folder of the run: checkpoints, model/, logs. The same command again continues the run."""
     data: tuple[str, ...] = ()
     """Training text: files (.txt, .md, .jsonl, .parquet, also .xz, .zst, .gz), folders of such, or
     `hub:NAME[@REVISION][:CONFIG[:SPLIT]]`."""
     eval_data: tuple[str, ...] = ()
     """Text for evaluation, in the same forms."""
     strategy: str = "full"
-    """Trained weights: scratch (all, from random weights), full, partial (W^Q, W^K, W^V, and those
-    of --learned) or lora."""
+    """Trained weights: scratch (all, random), full, partial (W^Q, W^K, W^V, --learned) or lora."""
     method: str = "cca"
     """Attention: cca, full, window, streaming_llm, lm_infinite or longlora."""
-    group_size: int = DEFAULT_GROUP_SIZE
+    group_size: int = CCAConfig.group_size
     """Tokens per core token, g."""
-    window_size: int = DEFAULT_WINDOW_SIZE
+    window_size: int = CCAConfig.window_size
     """Nearest tokens that stay uncompressed, s."""
     pooling: str = "cca"
     """Pooling of a group into a core token: cca, mean, max or mean_query."""
@@ -78,31 +79,25 @@ class TrainConfig:
     scratch: those of middle layers); the other heads and the window pay for them. None, as in the
     recipe `raw`: as many as `corecontext layers --raw` takes."""
     sink_size: int = 0
-    """First tokens that every query sees uncompressed, rounded up to a multiple of g; their groups
-    are not pooled."""
+    """First tokens that every query sees uncompressed, rounded up to a multiple of g."""
     distil: float = 0.0
-    """Share of the loss that is the divergence from the predictions of the original model under
-    full attention."""
+    """Share of the loss that is the divergence from the original model under full attention."""
     shape: dict[str, Any] = field(default_factory=dict)
-    """Settings that replace those of the model's config, as JSON; changes of size only from
-    scratch."""
+    """Settings that replace the model config's, as JSON; changes of size only from scratch."""
     rope_theta: float | None = None
     """New base of the rotary embedding; the paper extends contexts with 500000."""
     context_length: int = 4096
-    """Tokens of a training row, L; raises the model's max_position_embeddings where that is
-    less."""
+    """Tokens of a training row, L; raises the model's max_position_embeddings if less."""
     text_field: str = "text"
     """Field of a data row with the text; dots go into objects."""
     source_field: str | None = None
     """Field of a data row with the kind of text; needed to upsample by source."""
     long_tokens: int | None = None
-    """Documents with more tokens are long, and are repeated in each source (per-source length
-    upsampling)."""
+    """Documents with more tokens are repeated in each source (per-source length upsampling)."""
     long_share: float = 0.7
     """Share of long documents in each source's tokens after upsampling."""
     streaming: bool = False
-    """Read and tokenise the text during training, instead of all of it before; no tokens are kept
-    on disk."""
+    """Read and tokenise the text during training, not before; no tokens are kept on disk."""
     shuffle_documents: int = 1000
     """Documents of streamed text that are shuffled together; other text is shuffled as a whole."""
     cache_dir: str | None = None
@@ -134,21 +129,17 @@ class TrainConfig:
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Layers that get LoRA matrices, by the end of their names."""
     precision: str = "auto"
-    """Precision of the arithmetic: auto (bfloat16 on a GPU), bfloat16 or float32; trained weights
-    are kept in float32."""
+    """Arithmetic in auto (bfloat16 on a GPU), bfloat16 or float32; trained weights in float32."""
     checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, a third more work."""
     fuse: bool = False
-    """Compile norms, MLPs and the rotation of queries and keys (torch.compile), which saves their
-    intermediate tensors."""
+    """Compile norms, MLPs and rotations (torch.compile), which saves intermediate tensors."""
     loss_chunk: int = 2048
     """Tokens whose logits exist at once."""
     fsdp: bool = False
-    """Shard weights, gradients and optimizer over the processes (FSDP2); under torchrun, on
-    GPUs."""
+    """Shard weights, gradients and optimizer over processes (FSDP2); under torchrun, on GPUs."""
     deepspeed: str | None = None
-    """DeepSpeed's settings, a JSON file; ZeRO stage 0 to 2. The package deepspeed must be
-    installed."""
+    """DeepSpeed's settings, a JSON file, ZeRO stage 0 to 2; needs the package deepspeed."""
     context_parallel: int = 1
     """Processes that share a row, each with a part of it; under torchrun."""
     eval_every: int = 0
@@ -166,8 +157,7 @@ class TrainConfig:
     seed: int = 0
     """Seed of weights, data order and LoRA."""
     deterministic: bool = False
-    """Make runs on a GPU reproducible bit for bit, interrupted or not: sums in a fixed order, which
-    takes longer."""
+    """Make runs on a GPU reproducible bit for bit, interrupted or not; takes longer."""
 
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, STRATEGIES)
@@ -179,8 +169,8 @@ class TrainConfig:
         self._check_numbers()
         self._check_data()
         self._check_processes()
-        self._check_distil()
-        self._check_raw_heads()
+        self._check_teacher()
+        self._check_search()
         if not isinstance(self.shape, dict):
             raise TypeError(
                 f'shape must be a JSON object, as {{"hidden_size": 64}}, got {self.shape!r}.'
@@ -198,14 +188,21 @@ class TrainConfig:
 
     def _check_numbers(self) -> None:
         for name, least in _LEAST.items():
-            _check_number(name, getattr(self, name), least, int)
-        for name in _NOT_NEGATIVE:
-            _check_number(name, getattr(self, name), 0)
-        if self.seed >= 2**32:
-            raise ValueError(f"seed must be below 2**32, got {self.seed}.")
+            if getattr(self, name) is not None or name not in ("long_tokens", "raw_heads"):
+                check_int(name, getattr(self, name), least)
+        for name in _NUMBERS.split():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, got {value!r}.")
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be at least 0, got {value}.")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be below 2**32 and at least 0, got {self.seed!r}.")
         if self.beta2 >= 1:
             raise ValueError(f"beta2 must be below 1, got {self.beta2}.")
-        if self.rope_theta is not None and not 1 < self.rope_theta < float("inf"):
+        if self.distil > 1:
+            raise ValueError(f"distil must be at most 1, the whole loss, got {self.distil}.")
+        if self.rope_theta is not None and not 1 < self.rope_theta < math.inf:
             raise ValueError(f"rope_theta must be a number above 1, got {self.rope_theta}.")
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
@@ -216,10 +213,7 @@ class TrainConfig:
     def _check_data(self) -> None:
         if not 0 < self.long_share < 1:
             raise ValueError(f"long_share must lie between 0 and 1, got {self.long_share}.")
-        if self.long_tokens is None:
-            return
-        _check_number("long_tokens", self.long_tokens, 1, int)
-        if self.streaming:
+        if self.long_tokens is not None and self.streaming:
             raise ValueError(
                 "long_tokens must be left out with streaming, got both: how often a document comes "
                 "follows from the lengths of all. Leave --streaming out."
@@ -238,41 +232,34 @@ class TrainConfig:
                 "split the run. Use --fsdp with --context-parallel."
             )
 
-    def _check_raw_heads(self) -> None:
-        """Raise where heads that keep every token cannot be looked for, or have been already."""
-        if self.raw_heads is not None:
-            _check_number("raw_heads", self.raw_heads, 0, int)
-        reason = None
-        if self.method != "cca":
-            reason = f"method {self.method!r}, which has no core tokens"
-        elif self.layer_group_sizes:
-            reason = "layer_group_sizes, which say which heads keep every token"
-        if self.raw_heads != 0 and reason is not None:
-            raise ValueError(
-                f"raw_heads must be 0 with {reason}, got {self.raw_heads}. Use --raw-heads 0."
-            )
-
-    def _check_distil(self) -> None:
-        """Raise where there can be no teacher, or it cannot teach anything."""
-        _check_number("distil", self.distil, 0)
-        if self.distil > 1:
-            raise ValueError(f"distil must be at most 1, the whole loss, got {self.distil}.")
-        reason = None
+    def _check_teacher(self) -> None:
+        """Raise where there can be no teacher."""
+        refuse = functools.partial(self._refuse, "distil")
         if self.strategy == "scratch":
-            reason = "strategy 'scratch', whose random weights are no teacher"
-        elif self.method == "full":
-            reason = "method 'full', which is the teacher's own attention"
-        elif self.context_parallel > 1:
-            reason = f"context_parallel {self.context_parallel}: the teacher needs the whole row"
-        if self.distil and reason is not None:
-            raise ValueError(f"distil must be 0 with {reason}, got {self.distil}. Use --distil 0.")
+            refuse("strategy 'scratch', whose random weights are no teacher")
+        if self.method == "full":
+            refuse("method 'full', which is the teacher's own attention")
+        if self.context_parallel > 1:
+            refuse(f"context_parallel {self.context_parallel}: the teacher needs the whole row")
+
+    def _check_search(self) -> None:
+        """Raise where heads that keep every token cannot be looked for, or have been already."""
+        if self.method != "cca":
+            self._refuse("raw_heads", f"method {self.method!r}, which has no core tokens")
+        if self.layer_group_sizes:
+            reason = "layer_group_sizes, which say which heads keep every token"
+            self._refuse("raw_heads", reason)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        """Raise unless a setting is 0."""
+        value = getattr(self, name)
+        if value != 0:
+            option = name.replace("_", "-")
+            raise ValueError(f"{name} must be 0 with {reason}, got {value}. Use --{option} 0.")
 
     def check_complete(self) -> None:
-        """Raise where a setting is missing that a recipe may leave to the command line.
-
-        Raises:
-            UserError: there is no output, or no source_field for long_tokens.
-        """
+        """Raise a UserError where a setting is missing that a recipe may leave to the command
+        line."""
         if not self.output:
             raise UserError("output must be given, got none. Use --output FOLDER.")
         if self.long_tokens is not None and self.source_field is None:
@@ -305,10 +292,7 @@ class TrainConfig:
         names = [setting.name for setting in dataclasses.fields(cls)]
         for key in values:
             if key not in names:
-                message = f"unknown recipe key {key!r}."
-                for name in get_close_matches(key, names, 1):
-                    message += f" Did you mean {name!r}?"
-                raise ValueError(message)
+                raise ValueError(f"unknown recipe key {key!r}.{did_you_mean(key, names)}")
         fields: dict[str, Any] = dict(values)
         for name, value in values.items():
             if isinstance(value, list):
@@ -328,15 +312,6 @@ def field_help() -> dict[str, str]:
         if isinstance(statement, ast.AnnAssign) and isinstance(docstring, ast.Expr):
             texts[ast.unparse(statement.target)] = ast.literal_eval(docstring.value)
     return texts
-
-
-def _check_number(name: str, value: Any, least: float, kind: Any = (int, float)) -> None:
-    """Raise unless value is a finite number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, kind):
-        noun = "an integer" if kind is int else "a number"
-        raise TypeError(f"{name} must be {noun}, got {value!r}.")
-    if not least <= value < float("inf"):
-        raise ValueError(f"{name} must be at least {least}, got {value}.")
 
 
 def load_recipe(name: str) -> TrainConfig:
@@ -363,9 +338,8 @@ def load_recipe(name: str) -> TrainConfig:
         )
     if path.suffix == ".json":
         return _read_settings(file, path)
-    namespace: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
-        exec(compile(path.read_bytes(), str(path), "exec"), namespace)
+        namespace = runpy.run_path(str(path), run_name=path.stem)
     except (SyntaxError, ImportError, UnicodeDecodeError) as error:
         raise UserError(f"recipe '{file}' cannot be read: {error}") from None
     function = function or path.stem

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.distributed.fsdp import get_fsdp_ckpt_kwargs
 
-from corecontext.data.packing import IGNORED, PackedRows, collate, run_order
+from corecontext.data.packing import IGNORED, collate, run_order
 from corecontext.data.row_stream import StreamedRows
 from corecontext.files import UserError
 from corecontext.terminal import progress
@@ -153,10 +153,7 @@ class CCATrainer(Trainer):
         rows = self._rows
         if name == "loss":
             rows = rows[-self.args.train_batch_size :]
-        origins = ""
-        if isinstance(self.train_dataset, (PackedRows, StreamedRows)):
-            described = [f"row {row}: {self.train_dataset.describe(row)}" for row in rows[:4]]
-            origins = "; ".join(described)
+        origins = "; ".join(f"row {row}: {self.train_dataset.describe(row)}" for row in rows[:4])
         last = latest(Path(self.args.output_dir))
         raise UserError(
             f"the {name} of step {self.state.global_step + 1} must be finite, got {float(value)}, "
@@ -228,9 +225,14 @@ class CCATrainer(Trainer):
     # ---------------------------------------------------------------------------------------------
 
     def save_checkpoint(self) -> None:
-        """Write a checkpoint of the last step; `save_error` is None afterwards, or the reason why
-        it could not be written."""
+        """Write a checkpoint of the last step.
+
+        Raises:
+            Exception: it could not be written; also in `save_error`.
+        """
         self._save_checkpoint(self.model_wrapped, None)
+        if self.save_error is not None:
+            raise self.save_error
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return the folder for checkpoints: the staging folder while one is written."""
