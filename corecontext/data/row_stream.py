@@ -201,7 +201,6 @@ class StreamedRows(torch.utils.data.Dataset):
         return self._origins.get(row, "read long ago")
 
     # Row after row
-    # ---------------------------------------------------------------------------------------------
 
     def _restart(self, state: dict[str, Any]) -> None:
         self._row = state["row"]
@@ -294,7 +293,6 @@ class StreamedRows(torch.utils.data.Dataset):
         return self.shards[order[self._shard]]
 
     # States
-    # ---------------------------------------------------------------------------------------------
 
     def _record_state(self) -> None:
         """Record the state at the beginning of a block; the last one for each row."""

@@ -63,27 +63,19 @@ def write(
     _draw(folder / FIGURE, curve, losses(history, "eval_loss"), config.distil)
     is_local = Path(config.model).exists()
     model = Path(config.model).name if is_local else config.model
-    settings = {
-        **config.to_dict(),
-        "model": model,
-        "data": [_public_name(name) for name in config.data],
-        "eval_data": [_public_name(name) for name in config.eval_data],
-        "deepspeed": config.deepspeed and Path(config.deepspeed).name,
-    }
-    for private in _PRIVATE:
-        del settings[private]
-
+    settings = {name: value for name, value in config.to_dict().items() if name not in _PRIVATE}
+    settings["model"] = model
+    settings["data"] = [_public_name(name) for name in config.data]
+    settings["eval_data"] = [_public_name(name) for name in config.eval_data]
+    settings["deepspeed"] = config.deepspeed and Path(config.deepspeed).name
     header = ModelCardData(
         library_name="transformers",
         tags=["corecontext", "long-context"],
         base_model=None if is_local or config.strategy == "scratch" else model,
-        datasets=[
-            HubName.parse(name).identifier
-            for name in config.data
-            if name.startswith(HUB) and _public_name(name) == name
-        ]
-        or None,
     )
+    datasets = [name for name in settings["data"] if name.startswith(HUB)]
+    if datasets:
+        header.datasets = [HubName.parse(name).identifier for name in datasets]
     facts = [
         f"{config.steps} steps, {tokens} tokens, rows of {config.context_length} tokens with "
         "documents kept apart",

@@ -15,17 +15,8 @@ from corecontext.train.train_config import TrainConfig
 
 SETTINGS = "train_config.json"
 MODEL = "model"
-MAY_CHANGE = {
-    "output",
-    "workers",
-    "cache_dir",
-    "save_every",
-    "keep",
-    "log_every",
-    "report_to",
-    "eval_every",
-    "push_to",
-}
+MAY_CHANGE = {"output", "workers", "cache_dir", "report_to", "push_to"}
+MAY_CHANGE |= {"save_every", "keep", "log_every", "eval_every"}
 """Fields that may change in a continued run: they do not affect its results."""
 
 

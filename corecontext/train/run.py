@@ -84,7 +84,12 @@ def train(config: TrainConfig) -> Result:
         UserError: a setting, the data or the folder does not fit, or a loss was not finite.
     """
     _check_packages(config)
-    config.check_complete()
+    if not config.output:
+        raise UserError("output must be given, got none. Use --output FOLDER.")
+    if config.long_tokens is not None and config.source_field is None:
+        raise UserError(
+            "source_field must be given with long_tokens, got none. Use --source-field."
+        )
     folder = Path(config.output)
     hf_config = prepare_config(config)
     tokenizer = make_tokenizer(config, hf_config)

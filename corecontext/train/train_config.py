@@ -257,16 +257,6 @@ class TrainConfig:
             option = name.replace("_", "-")
             raise ValueError(f"{name} must be 0 with {reason}, got {value}. Use --{option} 0.")
 
-    def check_complete(self) -> None:
-        """Raise a UserError where a setting is missing that a recipe may leave to the command
-        line."""
-        if not self.output:
-            raise UserError("output must be given, got none. Use --output FOLDER.")
-        if self.long_tokens is not None and self.source_field is None:
-            raise UserError(
-                "source_field must be given with long_tokens, got none. Use --source-field."
-            )
-
     def cca(self) -> CCAConfig:
         """Return the settings of the attention, as in the checkpoint."""
         names = {setting.name for setting in dataclasses.fields(CCAConfig)}

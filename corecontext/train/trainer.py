@@ -51,10 +51,10 @@ class _Schedule(TrainerCallback):
 class CCATrainer(Trainer):
     """Trainer for packed rows.
 
-    It overrides four private methods of Trainer, for which there is no public hook:
-    `_get_grad_norm` (callbacks do not get the norm), `_save_checkpoint` and `_get_output_dir`
-    (callbacks run after the checkpoint has its name) and `_save_optimizer_and_scheduler` (a rank
-    that cannot write must still join the collectives of the others).
+    It overrides three private methods of Trainer, for which there is no public hook:
+    `_get_grad_norm` (callbacks do not get the norm), `_save_checkpoint` (callbacks run after the
+    checkpoint has its name) and `_save_optimizer_and_scheduler` (a rank that cannot write must
+    still join the collectives of the others).
     """
 
     def __init__(self, *args: Any, context_parallel: int = 1, keep: int = 2, **kwargs: Any) -> None:
@@ -66,13 +66,11 @@ class CCATrainer(Trainer):
         """Why the last checkpoint could not be written, or None."""
         self._rows: list[int] = []
         """Rows of the current step, for error messages."""
-        self._staging: Path | None = None
         self.wire = None
         if context_parallel > 1:
             self.wire = _wire(context_parallel, self.args.world_size)
 
     # The order of rows
-    # ---------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
         """Return batches of the whole run in its order; ranks that share a row get it in turn, as
@@ -107,7 +105,6 @@ class CCATrainer(Trainer):
         return [name for name in super().get_decay_parameter_names(model) if name in matrices]
 
     # Steps
-    # ---------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, *args: Any) -> tuple[list, Tensor | int | None]:
         """Return Trainer's batches and count of labels; count each row once, not once for each rank
@@ -182,7 +179,6 @@ class CCATrainer(Trainer):
         }
 
     # Evaluation
-    # ---------------------------------------------------------------------------------------------
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -222,7 +218,6 @@ class CCATrainer(Trainer):
         return metrics
 
     # Checkpoints
-    # ---------------------------------------------------------------------------------------------
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of the last step.
@@ -233,12 +228,6 @@ class CCATrainer(Trainer):
         self._save_checkpoint(self.model_wrapped, None)
         if self.save_error is not None:
             raise self.save_error
-
-    def _get_output_dir(self, trial: Any) -> str:
-        """Return the folder for checkpoints: the staging folder while one is written."""
-        if self._staging is not None:
-            return str(self._staging)
-        return super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write Trainer's checkpoint into the staging folder, and rename it once it is complete.
@@ -256,13 +245,13 @@ class CCATrainer(Trainer):
                 (staging / name).mkdir(parents=True)
         # All ranks write, or none: Trainer gathers weights from all of them.
         if self._on_all_ranks(self.save_error is None):
-            self._staging = staging
+            self.args.output_dir = str(staging)
             try:
                 with self._recorded():
                     super()._save_checkpoint(model, trial)
                     self._save_stream(staging / name)
             finally:
-                self._staging = None
+                self.args.output_dir = str(folder)
         if self._on_all_ranks(self.save_error is None) and self.args.should_save:
             with self._recorded():
                 publish(staging / name, folder / name)
