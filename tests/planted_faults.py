@@ -41,6 +41,7 @@ SCHEDULER, INFERENCE, SINKS, SINK_MODELS = (
     "tests/test_sinks.py",
     "tests/test_sinks_models.py",
 )
+SECURITY = "tests/test_serve_security.py"
 
 
 class Fault(NamedTuple):
@@ -516,6 +517,51 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         "serve: an error for each invalid message",
         "messages: list[Message] = Field(min_length=1)",
         "tests/test_serve.py::test_a_large_invalid_body_makes_few_errors_and_is_answered_soon",
+    ),
+    Fault(
+        "serve: a key that only begins right",
+        "matches = hmac.compare_digest(key.strip()[: len(self._key)], self._key)",
+        f"{SECURITY}::test_a_key_that_is_only_like_the_right_one_is_refused",
+    ),
+    Fault(
+        "serve: the time of a comparison tells how far a key is right",
+        "matches = key.strip() == self._key",
+        f"{SECURITY}::test_keys_are_compared_in_constant_time",
+    ),
+    Fault(
+        "serve: the right key under any scheme",
+        "if not matches:",
+        f"{SECURITY}::test_the_right_key_is_taken_under_its_scheme_alone",
+    ),
+    Fault(
+        "serve: the key of the environment is ignored",
+        "if path is None:\n    return None\nif False:",
+        f"{SECURITY}::test_the_command_takes_the_key_of_the_environment_or_of_a_file",
+    ),
+    Fault(
+        "serve: the line break of the key's file is a part of the key",
+        "return read_text(path)",
+        f"{SECURITY}::test_the_command_takes_the_key_of_the_environment_or_of_a_file",
+    ),
+    Fault(
+        "serve: listens on every address",
+        'host: str = "0.0.0.0"',
+        f"{SECURITY}::test_the_default_address_is_the_loopback",
+    ),
+    Fault(
+        "serve: open to the network without a word",
+        "if False:",
+        f"{SECURITY}::test_an_open_address_without_a_key_is_a_warning",
+    ),
+    Fault(
+        "serve: a line break forges a log line",
+        'return json.dumps(line, ensure_ascii=False).replace("\\\\n", "\\n")',
+        f"{SECURITY}::test_a_log_record_is_one_line_whatever_it_holds",
+    ),
+    Fault(
+        "serve: the beginning of a stop text is sent",
+        "begin = len(text)",
+        f"{SECURITY}::test_the_beginning_of_a_stop_text_waits_for_its_end",
     ),
     Fault(
         "arrows: a backend imports another",

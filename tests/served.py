@@ -1,7 +1,9 @@
-"""A server in a process of its own, for tests and for the programs that fuzz and soak it."""
+"""A server in a process of its own, or an application without a network: for tests and for the
+programs that fuzz and soak it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -69,3 +71,46 @@ class Served:
         """End it at once."""
         self.process.kill()
         self.process.wait()
+
+
+class Asgi:
+    """The application without a network; its worker's thread runs only where asked."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        start: bool = True,
+        api_key: str | None = None,
+        time_limit_s: float = 60.0,
+        **settings,
+    ) -> None:
+        from corecontext.loading import load
+        from corecontext.serve.http import create_app
+        from corecontext.serve.scheduler import Scheduler
+        from corecontext.serve.settings import Serving
+
+        self.loaded = load(model, group_size=8, window_size=32, device="cpu")
+        self.scheduler = Scheduler(self.loaded.model, **settings)
+        serving = Serving(name="tiny", api_key=api_key, time_limit_s=time_limit_s)
+        self.app = create_app(self.scheduler, self.loaded.tokenizer, serving)
+        self.worker = self.app.state.worker
+        if start:
+            self.worker.start()
+
+    def ask(self, *requests: tuple) -> list:
+        """Send requests at once: (method, path, options of httpx); returns the responses."""
+
+        async def send() -> list:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await asyncio.gather(
+                    *(client.request(method, path, **options) for method, path, options in requests)
+                )
+
+        return asyncio.run(send())
+
+    def complete(self, **body):
+        return self.ask(
+            ("POST", "/v1/completions", {"json": {"model": "tiny", "prompt": "abc", **body}})
+        )[0]

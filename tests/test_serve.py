@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from served import Asgi
 from tiny_model import save_tiny_model
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
@@ -29,11 +30,9 @@ from corecontext.inference.policy import load_policy, table_around  # noqa: E402
 from corecontext.loading import load  # noqa: E402
 from corecontext.serve.errors import Code, RequestError  # noqa: E402
 from corecontext.serve.guard import Guard  # noqa: E402
-from corecontext.serve.http import Options, create_app  # noqa: E402
 from corecontext.serve.metrics import Metrics  # noqa: E402
 from corecontext.serve.protocol import ChatRequest, CompletionRequest  # noqa: E402
 from corecontext.serve.request import Request  # noqa: E402
-from corecontext.serve.scheduler import Scheduler  # noqa: E402
 from corecontext.serve.settings import BUNDLED, Serving  # noqa: E402
 from corecontext.serve.text import TextStream, chat_prompt  # noqa: E402
 
@@ -261,45 +260,6 @@ def test_sigterm_under_load_loses_no_accepted_request(server):
 
 # In this process, on a tiny model
 # ------------------------------------------------------------------------------------
-
-
-class Asgi:
-    """The application without a network; its worker's thread runs only where asked."""
-
-    def __init__(
-        self,
-        model: str,
-        *,
-        start: bool = True,
-        api_key: str | None = None,
-        time_limit_s: float = 60.0,
-        **settings,
-    ) -> None:
-        self.loaded = load(model, group_size=8, window_size=32, device="cpu")
-        self.scheduler = Scheduler(self.loaded.model, **settings)
-        self.app = create_app(
-            self.scheduler, self.loaded.tokenizer, Options("tiny", api_key, time_limit_s)
-        )
-        self.worker = self.app.state.worker
-        if start:
-            self.worker.start()
-
-    def ask(self, *requests: tuple) -> list:
-        """Send requests at once: (method, path, options of httpx); returns the responses."""
-
-        async def send() -> list:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return await asyncio.gather(
-                    *(client.request(method, path, **options) for method, path, options in requests)
-                )
-
-        return asyncio.run(send())
-
-    def complete(self, **body):
-        return self.ask(
-            ("POST", "/v1/completions", {"json": {"model": "tiny", "prompt": "abc", **body}})
-        )[0]
 
 
 @pytest.fixture(scope="module")
@@ -954,7 +914,7 @@ def test_random_weights_and_names(folder):
 
     app = make_app(Serving(folder, method="full", random_weights=True, device="cpu", cache_mib=64))
     service = app.state.service
-    assert service.options.model_name == Path(folder).name and service.scheduler.full
+    assert service.serving.model_name == Path(folder).name and service.scheduler.full
     made = []
     service.scheduler.submit(Request([1, 2, 3], 4), made.append)
     while not service.scheduler.idle:

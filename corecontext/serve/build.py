@@ -39,7 +39,7 @@ def make_app(serving: Serving) -> Any:
         UserError: the model cannot be loaded or served, or a setting breaks a rule.
     """
     try:
-        from corecontext.serve.http import Options, create_app
+        from corecontext.serve.http import create_app
     except ImportError as error:
         raise UserError(
             f"serve needs {error.name}, which is not installed. Install it with: "
@@ -52,8 +52,7 @@ def make_app(serving: Serving) -> Any:
     if scheduler.model.device.type == "cuda":
         policy = scheduler.policy
         warm_up(scheduler, policy.sizes if isinstance(policy, TablePolicy) else ())
-    options = Options(serving.model_name, serving.api_key, serving.time_limit_s)
-    return create_app(scheduler, tokenizer, options)
+    return create_app(scheduler, tokenizer, serving)
 
 
 def make_scheduler(serving: Serving) -> tuple[Any, Any]:
@@ -77,7 +76,18 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
         if serving.tensor_parallel > 1:
             RowShape.of(load_config(serving.source), torch.float32, serving.tensor_parallel)
     ranks = join(serving)
-    loaded = _load(serving, split=ranks is not None)
+    if serving.random_weights:
+        loaded = _random(serving)
+    else:
+        loaded = load(
+            serving.source,
+            group_size=serving.group_size,
+            window_size=serving.window_size,
+            sinks=serving.sinks,
+            dtype=serving.dtype,
+            device=serving.device,
+            tensor_parallel=ranks is not None,
+        )
     config = loaded.config
     assert config is not None, (
         "a server's model has CCA enabled, whose place its own caches take under method 'full'"
@@ -102,21 +112,6 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             ranks=ranks,
         )
     return scheduler, loaded.tokenizer
-
-
-def _load(serving: Serving, split: bool) -> Loaded:
-    """Load the model, or this rank's part of it, with CCA enabled."""
-    if serving.random_weights:
-        return _random(serving)
-    return load(
-        serving.source,
-        group_size=serving.group_size,
-        window_size=serving.window_size,
-        sinks=serving.sinks,
-        dtype=serving.dtype,
-        device=serving.device,
-        tensor_parallel=split,
-    )
 
 
 def _random(serving: Serving) -> Loaded:
@@ -215,6 +210,7 @@ def run(serving: Serving) -> int:
         policy=serving.policy,
         key=serving.api_key is not None,
     )
+    # planted: serve: open to the network without a word
     if serving.api_key is None and host not in ("127.0.0.1", "::1"):
         log_event(
             "open to the network without an API key: set CORECONTEXT_API_KEY", level="warning"

@@ -44,7 +44,13 @@ class RequestError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The error in the protocol's form."""
-        return error_body(str(self), self.code.kind, self.param, self.code.protocol_code)
+        error = {
+            "message": str(self),
+            "type": self.code.kind,
+            "param": self.param,
+            "code": self.code.protocol_code,
+        }
+        return {"error": error}
 
 
 class InvalidRequest(RequestError, ValueError):
@@ -56,13 +62,3 @@ def draining() -> RequestError:
     return RequestError(
         Code.DRAINING, "the server is shutting down and takes no more requests. Try another one."
     )
-
-
-def error_body(
-    message: str,
-    kind: str = Code.INVALID.kind,
-    param: str | None = None,
-    protocol_code: str | None = None,
-) -> dict[str, Any]:
-    """Return an error in the protocol's form."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": protocol_code}}

@@ -65,12 +65,15 @@ class Guard:
             await self._too_large()(scope, receive, counted)
 
     def _refuse(self, scope: Any) -> JSONResponse | None:
-        """Return why a request is refused by its headers, or None."""
+        """Return the answer to a request that its headers refuse, or None."""
         headers = dict(scope["headers"])
         if self._key is not None:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            right = hmac.compare_digest(key.strip(), self._key)
-            if scheme.lower() != b"bearer" or not right:
+            # planted: serve: a key that only begins right
+            # planted: serve: the time of a comparison tells how far a key is right
+            matches = hmac.compare_digest(key.strip(), self._key)
+            # planted: serve: the right key under any scheme
+            if scheme.lower() != b"bearer" or not matches:
                 return error_response(
                     RequestError(
                         Code.WRONG_KEY,

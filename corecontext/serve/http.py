@@ -11,24 +11,25 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
 import corecontext
 from corecontext.inference.sampling import Sampling
 from corecontext.serve import protocol
-from corecontext.serve.errors import Code, InvalidRequest, RequestError, error_body
+from corecontext.serve.errors import Code, InvalidRequest, RequestError
 from corecontext.serve.guard import Guard, error_response
 from corecontext.serve.metrics import Metrics, sizes_of
 from corecontext.serve.reply import Events, Reply, unless_gone
 from corecontext.serve.request import Request, Slot
 from corecontext.serve.scheduler import Scheduler
+from corecontext.serve.settings import Serving
 from corecontext.serve.text import TextStream, chat_prompt, token_numbers
 from corecontext.serve.worker import Worker, error_of
 
@@ -46,21 +47,11 @@ ERRORS = {
 """Statuses of refused requests, for the schema."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """Settings of the HTTP interface besides the scheduler."""
-
-    model_name: str
-    """The model's name for clients."""
-    api_key: str | None = None
-    """Key for every request under /v1; None asks for no key."""
-    time_limit_s: float = 600.0
-    """Requests that take longer are ended with an error."""
-    default_max_tokens: int = 1024
-    """Longest chat answer where the client sets no limit, as far as the model's length allows."""
+DEFAULT_MAX_TOKENS = 1024
+"""Longest chat answer where the client sets no limit, as far as the model's length allows."""
 
 
-def create_app(scheduler: Scheduler, tokenizer: Any, options: Options) -> FastAPI:
+def create_app(scheduler: Scheduler, tokenizer: Any, serving: Serving) -> FastAPI:
     """Make the application; the model's thread starts and ends with it.
 
     `app.state.worker` runs the model, `app.state.service` answers requests.
@@ -68,13 +59,14 @@ def create_app(scheduler: Scheduler, tokenizer: Any, options: Options) -> FastAP
     Args:
         scheduler: Runs the model, which no other code may use meanwhile.
         tokenizer: The model's.
+        serving: Gives the model's name, the key and the time limit.
     """
-    service = Service(scheduler, tokenizer, options)
+    service = Service(scheduler, tokenizer, serving)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.worker.start()
-        log.info("started", extra={"fields": {"model": options.model_name}})
+        log.info("started", extra={"fields": {"model": serving.model_name}})
         yield
         await asyncio.to_thread(service.worker.stop)
         log.info("stopped")
@@ -91,7 +83,7 @@ def create_app(scheduler: Scheduler, tokenizer: Any, options: Options) -> FastAP
     app.state.service = service
     app.add_middleware(
         Guard,
-        api_key=options.api_key,
+        api_key=serving.api_key,
         worker=service.worker,
         metrics=service.metrics,
         max_bytes=2**20 + 32 * scheduler.max_length,
@@ -101,7 +93,7 @@ def create_app(scheduler: Scheduler, tokenizer: Any, options: Options) -> FastAP
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _no_such_path)
     app.add_exception_handler(RequestError, _refused)
-    _finish_schema(app, options.model_name)
+    _finish_schema(app, serving.model_name)
     return app
 
 
@@ -130,23 +122,15 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         limit = body.max_completion_tokens or body.max_tokens
         return await service.answer(request, body, prompt, limit)
 
-    @app.get(
-        "/v1/models",
-        response_model=protocol.Models,
-        responses={401: errors[401]},
-        tags=["openai"],
-    )
-    async def models() -> dict[str, Any]:
+    @app.get("/v1/models", responses={401: errors[401]}, tags=["openai"])
+    async def models() -> protocol.Models:
         """List the served model."""
-        return {"object": "list", "data": [service.model_card]}
+        return protocol.Models(data=[service.model_card])
 
-    @app.get(
-        "/v1/models/{name:path}",
-        response_model=protocol.Model,
-        tags=["openai"],
-        responses={status: errors[status] for status in (400, 401, 404)},
-    )
-    async def model(name: str) -> dict[str, Any]:
+    refusals: Responses = {status: errors[status] for status in (400, 401, 404)}
+
+    @app.get("/v1/models/{name:path}", responses=refusals, tags=["openai"])
+    async def model(name: str) -> protocol.Model:
         """Describe a model."""
         service.check_model(name)
         return service.model_card
@@ -157,31 +141,27 @@ def _add_operation_routes(app: FastAPI, service: Service) -> None:
     unready: Responses = {503: {"model": protocol.Status, "description": "Not now."}}
     worker = service.worker
 
-    @app.get("/health", response_model=protocol.Status, responses=unready, tags=["operation"])
-    async def health() -> Any:
+    @app.get("/health", responses=unready, tags=["operation"])
+    async def health(response: Response) -> protocol.Status:
         """Tell whether the model's thread lives."""
-        if not worker.alive:
-            return JSONResponse({"status": "the model's thread has ended"}, 503)
-        return {"status": "ok"}
+        if worker.alive:
+            return protocol.Status(status="ok")
+        response.status_code = 503
+        return protocol.Status(status="the model's thread has ended")
 
-    @app.get("/ready", response_model=protocol.Status, responses=unready, tags=["operation"])
-    async def ready() -> Any:
+    @app.get("/ready", responses=unready, tags=["operation"])
+    async def ready(response: Response) -> protocol.Status:
         """Tell whether requests are taken."""
-        if worker.draining or not worker.alive:
-            return JSONResponse({"status": "draining"}, 503)
-        return {"status": "ready"}
+        if worker.alive and not worker.draining:
+            return protocol.Status(status="ready")
+        response.status_code = 503
+        return protocol.Status(status="draining")
 
-    @app.get(
-        "/metrics",
-        tags=["operation"],
-        response_class=Response,
-        responses={200: {"content": {"text/plain": {}}}},
-    )
+    @app.get("/metrics", response_class=PlainTextResponse, tags=["operation"])
     async def metrics() -> Response:
         """Return the metrics for Prometheus."""
-        return Response(
-            service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        page = generate_latest(service.metrics.registry)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _finish_schema(app: FastAPI, model_name: str) -> None:
@@ -204,10 +184,10 @@ def _finish_schema(app: FastAPI, model_name: str) -> None:
 class Service:
     """Answer requests: check them, hand them to the worker, and send its tokens back."""
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Any, options: Options) -> None:
+    def __init__(self, scheduler: Scheduler, tokenizer: Any, serving: Serving) -> None:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
-        self.options = options
+        self.serving = serving
         self.metrics = Metrics(scheduler)
         self.fingerprint = "replica-" + uuid.uuid4().hex[:8]
         """Tells clients which of several servers gave an answer."""
@@ -217,20 +197,16 @@ class Service:
         eos = scheduler.model.generation_config.eos_token_id
         self._eos = frozenset([eos] if isinstance(eos, int) else eos or [])
         self._vocabulary = scheduler.model.config.get_text_config(decoder=True).vocab_size
-        self.model_card = {
-            "id": options.model_name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "corecontext",
-            "max_model_len": scheduler.max_length,
-        }
+        self.model_card = protocol.Model(
+            id=serving.model_name, created=int(time.time()), max_model_len=scheduler.max_length
+        )
 
     def check_model(self, name: str) -> None:
         """Refuse any name but the model's."""
-        if name != self.options.model_name:
+        if name != self.serving.model_name:
             raise RequestError(
                 Code.UNKNOWN_MODEL,
-                f"model {name[:100]!a} is not served here. Use {self.options.model_name!r}.",
+                f"model {name[:100]!a} is not served here. Use {self.serving.model_name!r}.",
                 "model",
             )
 
@@ -264,12 +240,12 @@ class Service:
             raise
         except (ValueError, TypeError) as error:  # of the request's settings
             raise InvalidRequest(Code.INVALID, str(error)) from None
-        reply = Reply(answer, self.options.model_name, self.fingerprint, chat)
+        reply = Reply(answer, self.serving.model_name, self.fingerprint, chat)
         if body.stream:
             include_usage = bool(body.stream_options and body.stream_options.include_usage)
             return Events(reply.events(include_usage), lambda: self.worker.cancel(answer))
         try:
-            whole = await unless_gone(request, reply.whole())
+            whole = await unless_gone(request.receive, reply.whole())
         finally:
             self.worker.cancel(answer)  # without effect where the request has ended
         return JSONResponse(whole)
@@ -280,7 +256,7 @@ class Service:
         """Translate a body to a request of the scheduler."""
         if limit is None:
             left = self.scheduler.max_length - len(ids)
-            limit = max(1, min(self.options.default_max_tokens, left))
+            limit = max(1, min(DEFAULT_MAX_TOKENS, left))
         temperature = 1.0 if body.temperature is None else body.temperature
         return Request(
             ids,
@@ -290,7 +266,7 @@ class Service:
             frozenset() if body.ignore_eos else self._eos,
             body.group_size,
             body.window_size,
-            deadline=arrived + self.options.time_limit_s,
+            deadline=arrived + self.serving.time_limit_s,
             arrived=arrived,
         )
 
@@ -368,7 +344,8 @@ async def _no_such_path(request: HttpRequest, error: Any) -> Response:
         405: "the method is not allowed here.",
     }
     message = messages.get(error.status_code, str(error.detail))
-    return JSONResponse(error_body(message), error.status_code, error.headers)
+    body = RequestError(Code.INVALID, message).body
+    return JSONResponse(body, error.status_code, error.headers)
 
 
 async def _refused(request: HttpRequest, error: Any) -> Response:

@@ -27,6 +27,7 @@ class JsonLines(logging.Formatter):
                 f"{frame.filename}:{frame.lineno} {frame.name}"
                 for frame in traceback.extract_tb(record.exc_info[2])
             ]
+        # planted: serve: a line break forges a log line
         return json.dumps(line, ensure_ascii=True)
 
 

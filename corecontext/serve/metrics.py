@@ -7,7 +7,7 @@ from collections import Counter as Count
 from collections.abc import Iterator
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from corecontext.serve.request import Slot
@@ -100,7 +100,3 @@ class Metrics:
         for (g, s), count in Count(map(sizes_of, scheduler.active())).items():
             running.add_metric([label(g), label(s)], count)
         yield running
-
-    def text(self) -> bytes:
-        """Return the page that Prometheus reads."""
-        return generate_latest(self.registry)

@@ -257,16 +257,16 @@ class Model(BaseModel):
     """A model that is served."""
 
     id: str
-    object: str
+    object: str = "model"
     created: int
-    owned_by: str
+    owned_by: str = "corecontext"
     max_model_len: int
 
 
 class Models(BaseModel):
     """The list of all models, which has one entry."""
 
-    object: str
+    object: str = "list"
     data: list[Model]
 
 

@@ -8,8 +8,10 @@ Ray routes requests, keeps replicas alive and replaces dead ones; a replica does
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from corecontext.files import UserError
 from corecontext.serve.build import make_app
@@ -19,7 +21,7 @@ DRAIN_S = 600.0
 """Time for a replica that is removed to finish its running requests."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Scale:
     """Size of the deployment."""
 
@@ -86,30 +88,21 @@ def app(arguments: dict[str, Any]) -> Any:
 
 
 def _settings(arguments: dict[str, Any]) -> tuple[Serving, Scale]:
-    """Split the arguments, each converted to its field's type."""
-    fields = {field.name: field for field in dataclasses.fields(Serving)}
-    del fields["host"], fields["port"]
-    scales = {field.name: field for field in dataclasses.fields(Scale)}
-    serving = {}
-    scale = {}
+    """Split the arguments, each converted to its field's type; Ray's command line gives strings."""
+    # host and port are Ray's
+    serving_types = get_type_hints(Serving)
+    del serving_types["host"], serving_types["port"]
+    scale_types = get_type_hints(Scale)
+    types = {**serving_types, **scale_types}
+    values = {}
     for name, value in arguments.items():
-        if name in scales:
-            scale[name] = _converted(scales[name], value)
-        elif name in fields:
-            serving[name] = _converted(fields[name], value)
-        else:
-            raise UserError(f"unknown argument {name!r}. Known: {', '.join((*fields, *scales))}.")
-    return Serving(**serving), Scale(**scale)
-
-
-def _converted(field: dataclasses.Field, value: Any) -> Any:
-    """Convert a value to the field's type; Ray's command line gives strings."""
-    kind = str(field.type).removesuffix(" | None")
-    if kind == "bool" and isinstance(value, str):
-        return value.lower() in ("true", "1", "yes")
-    if kind not in ("int", "float"):
-        return value
-    try:
-        return int(value) if kind == "int" else float(value)
-    except (TypeError, ValueError):
-        raise UserError(f"{field.name} must be a number, got {value!r}.") from None
+        if name not in types:
+            raise UserError(f"unknown argument {name!r}. Known: {', '.join(types)}.")
+        try:
+            values[name] = TypeAdapter(types[name]).validate_python(value)
+        except ValidationError:
+            kinds = {str: "a text", bool: "true or false"}
+            rule = kinds.get(get_args(types[name] | None)[0], "a number")
+            raise UserError(f"{name} must be {rule}, got {value!r}.") from None
+    scale = Scale(**{name: values.pop(name) for name in scale_types if name in values})
+    return Serving(**values), scale

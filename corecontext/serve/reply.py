@@ -9,8 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from fastapi import Response
-from starlette.requests import Request as HttpRequest
+from fastapi.responses import StreamingResponse
 
 from corecontext.serve.errors import RequestError
 from corecontext.serve.metrics import sizes_of
@@ -108,7 +107,7 @@ def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-class Events(Response):
+class Events(StreamingResponse):
     """Server-sent events that end as soon as the client has gone.
 
     Args:
@@ -119,40 +118,24 @@ class Events(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self.events = events
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self.on_close = on_close
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def body(piece: bytes, more: bool) -> None:
-            await send({"type": "http.response.body", "body": piece, "more_body": more})
-
-        async def write() -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in self.events:
-                await body(event.encode(), True)
-            await body(b"", False)
-
         try:
-            await _first_of(write(), _disconnected(receive))
+            await unless_gone(receive, self.stream_response(send))
         finally:
             self.on_close()
 
 
-async def unless_gone(request: HttpRequest, work: Any) -> Any:
-    """Return the result of `work`, or None as soon as the client has gone."""
-    return await _first_of(work, _disconnected(request.receive))
+async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Any) -> Any:
+    """Return the result of `work`, or cancel it and return None as soon as the client has gone."""
 
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
-async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _first_of(work: Any, gone: Any) -> Any:
-    """Return the result of `work`, or None where `gone` is done first; cancel the other."""
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone)]
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return tasks[0].result() if tasks[0].done() else None

@@ -1,13 +1,26 @@
-"""Hold and check the settings of `corecontext serve`."""
+"""Hold and check the settings of `corecontext serve`; its options are their help."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from corecontext.files import UserError
+import typer
+
+from corecontext.files import UserError, read_text
 
 BUNDLED = Path(__file__).resolve().parents[1] / "assets" / "demo_model"
+
+
+def _read_key(path: str | None) -> str | None:
+    """Return the key in a file, else of the environment: a command line is no secret."""
+    # planted: serve: the key of the environment is ignored
+    if path is None:
+        return os.environ.get("CORECONTEXT_API_KEY") or None
+    # planted: serve: the line break of the key's file is a part of the key
+    return read_text(path).strip()
 
 
 @dataclass(frozen=True)
@@ -18,61 +31,119 @@ class Serving:
         UserError: a setting breaks a rule.
     """
 
-    model: str | None = None
-    """Folder or identifier; None is the bundled model."""
-    name: str | None = None
-    """The model's name for clients; None is the last part of `model`."""
-    method: str = "cca"
-    """"cca", or "full" for full attention from a static cache."""
-    group_size: int | None = None
-    window_size: int | None = None
-    policy: str = "elastic"
-    """"elastic", "fixed", or module:function."""
-    first_token_limit: float = 2.5
-    """Seconds to the first token at which the elastic policy compresses most."""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    cache_mib: int | None = None
-    max_running: int = 64
-    rows_per_pool: int | None = None
-    queue_limit: int = 256
-    chunk_size: int | None = None
-    max_length: int | None = None
-    time_limit_s: float = 600.0
-    dtype: str = "auto"
-    device: str = "auto"
-    random_weights: bool = False
-    """Make weights up instead of loading them: `model` needs only its config.json. For
-    benchmarks."""
-    sinks: int | None = None
-    """First tokens of every request that stay uncompressed."""
-    tensor_parallel: int = 1
-    """Processes of this machine that the model is split over."""
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder in the Hugging Face format, or an identifier on the hub. Default: the "
+            "bundled model."
+        ),
+    ] = None
+    name: Annotated[
+        str | None,
+        typer.Option(help="The model's name for clients. Default: the last part of --model."),
+    ] = None
+    method: Annotated[
+        str, typer.Option(help="cca, or full for full attention from a static cache.")
+    ] = "cca"
+    group_size: Annotated[
+        int | None, typer.Option(help="Tokens per core token, g. Default: the checkpoint's.")
+    ] = None
+    window_size: Annotated[
+        int | None,
+        typer.Option(help="Nearest tokens kept as they are, s. Default: the checkpoint's."),
+    ] = None
+    sinks: Annotated[
+        int | None,
+        typer.Option(
+            "--sinks",
+            "--sink-size",
+            help="First tokens of every request that stay uncompressed. Default: the checkpoint's.",
+        ),
+    ] = None
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="g and s of requests that choose none: elastic (by the load), fixed (the "
+            "model's), or module:function."
+        ),
+    ] = "elastic"
+    first_token_limit: Annotated[
+        float, typer.Option(help="Seconds to the first token at which elastic compresses most.")
+    ] = 2.5
+    # planted: serve: listens on every address
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(help="0 takes a free one, which the first log line names.")
+    ] = 8000
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key-file",
+            callback=_read_key,
+            help="File with the key that clients must send. Default: the variable "
+            "CORECONTEXT_API_KEY; none: no key.",
+        ),
+    ] = None
+    cache_mib: Annotated[
+        int | None, typer.Option(help="Budget of all caches, MiB. Default: by the free memory.")
+    ] = None
+    max_running: Annotated[int, typer.Option(help="Requests that run at once.")] = 64
+    rows_per_pool: Annotated[
+        int | None,
+        typer.Option(help="Slots of cache allocated at once. Default: 8; on a GPU 16."),
+    ] = None
+    queue_limit: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 256
+    chunk_size: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a prompt read between steps. Default: 256; on a GPU 2048."),
+    ] = None
+    max_length: Annotated[
+        int | None, typer.Option(help="Most tokens of prompt and answer. Default: the model's.")
+    ] = None
+    time_limit_s: Annotated[
+        float, typer.Option("--time-limit", help="Seconds after which a request is ended.")
+    ] = 600.0
+    dtype: Annotated[
+        str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")
+    ] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
+    random_weights: Annotated[
+        bool,
+        typer.Option(
+            "--random-weights",
+            help="Make weights up; --model needs only config.json. For benchmarks.",
+        ),
+    ] = False
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(help="Processes of this machine, a GPU each, that the model is split over."),
+    ] = 1
 
     def __post_init__(self) -> None:
         if self.method not in ("cca", "full"):
             raise UserError(f"method must be cca or full, got {self.method!r}.")
         if not 0 <= self.port < 2**16:
             raise UserError(f"port must be 0 to {2**16 - 1}, got {self.port}.")
-        for name, value in (
-            ("time-limit", self.time_limit_s),
-            ("first-token-limit", self.first_token_limit),
-        ):
-            if not 0 < value < float("inf"):
-                raise UserError(f"{name} must be more than 0 seconds, got {value}.")
-        for name in ("cache_mib", "max_running", "rows_per_pool", "chunk_size", "max_length"):
+        for name in ("time_limit_s", "first_token_limit"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name.replace('_', '-')} must be at least 1, got {value}.")
+            if not 0 < value < float("inf"):
+                option = name.removesuffix("_s").replace("_", "-")
+                raise UserError(f"{option} must be more than 0 seconds, got {value}.")
+        least = dict.fromkeys(
+            ("cache_mib", "max_running", "rows_per_pool", "chunk_size", "max_length"), 1
+        )
+        for name, limit in {**least, "queue_limit": 0}.items():
+            value = getattr(self, name)
+            if value is not None and value < limit:
+                raise UserError(f"{name.replace('_', '-')} must be at least {limit}, got {value}.")
         alone = self.device != "auto" or self.random_weights
         if self.tensor_parallel < 1 or (self.tensor_parallel > 1 and alone):
             raise UserError(
                 "tensor-parallel must be at least 1, and 1 with --device or --random-weights, got "
                 f"{self.tensor_parallel}."
             )
-        if self.queue_limit < 0:
-            raise UserError(f"queue-limit must be at least 0, got {self.queue_limit}.")
         key = self.api_key
         if key is not None and (not key or not key.isascii() or " " in key):
             raise UserError("the API key must be ASCII without spaces, and not empty.")
@@ -89,8 +160,6 @@ class Serving:
     @property
     def model_name(self) -> str:
         """The model's name for clients."""
-        if self.name:
-            return self.name
         if self.model is None:
-            return "corecontext-demo"
-        return Path(self.model).name or self.model
+            return self.name or "corecontext-demo"
+        return self.name or Path(self.model).name or self.model

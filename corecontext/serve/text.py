@@ -100,10 +100,12 @@ class TextStream:
             self.stopped = True
             self._held = ""
             return text[: min(starts)]
-        keep = 0
-        for stop in self.stops:
-            for length in range(1, min(len(stop), len(text) + 1)):
-                if text.endswith(stop[:length]):
-                    keep = max(keep, length)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        # The search begins where the held text does, which never moves back: long stop texts cost
+        # little.
+        beginnings = (
+            i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in self.stops)
+        )
+        # planted: serve: the beginning of a stop text is sent
+        begin = next(beginnings, len(text))
+        self._held = text[begin:]
+        return text[:begin]
