@@ -423,8 +423,7 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     ),
     Fault(
         "sinks: forgotten by a server's rows",
-        "return window_capacity(g, config.window_size) + num_complete_groups(max_length, g) * "
-        "width",
+        "return ring + num_complete_groups(max_length, g) * width",
         f"{CACHE}::test_bytes_equal_the_formula_from_the_first_token_on",
     ),
     Fault(

@@ -11,6 +11,7 @@ import torch
 import corecontext
 from corecontext import CCAConfig, CompactKVCache, Rotary, cca_attention, cost
 from corecontext.cache import UNDO_LIMIT, CompactLayer
+from corecontext.model_sizes import ModelSizes
 from corecontext.serve.rows import RowPool, RowShape
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -223,7 +224,7 @@ def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixe
         layer = CompactLayer(config, ROTARY)
         fed(layer, tensors, [n])
         assert layer.nbytes == layer.allocated_bytes == entries(n) * token
-        shape = RowShape(3, 2, 4, D, 4)
+        shape = RowShape(ModelSizes(4, 2, D, layers=3), 4)
         assert 2 * shape.row_bytes(config, n) == 3 * layer.nbytes
         count = cost.cache_entries(n, g, s, width, sinks)
         assert 2 * cost.cache_bytes(count, 1, 2, D, 4) == layer.nbytes
@@ -663,7 +664,7 @@ def test_decoding_does_not_round_the_core_bias(dtype, tensor):
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
 def test_a_longer_request_leaves_nothing_behind_in_its_row(fixed):
     """A step may read what no query sees, and 0 x NaN is NaN."""
-    config, shape = CCAConfig(4, 9), RowShape(1, 2, 4, D, 8)
+    config, shape = CCAConfig(4, 9), RowShape(ModelSizes(4, 2, D, layers=1), 8)
     pool = RowPool(config, 2, 60, shape, fixed=fixed)
     tensors = qkv(1, 4, 2, 60)
     expected = reference(config, *tensors)
@@ -671,11 +672,11 @@ def test_a_longer_request_leaves_nothing_behind_in_its_row(fixed):
         layer = CompactLayer(config, ROTARY)
         q, k, v = (x[:, :, :length] for x in tensors)
         layer.attend(q, k, v * values)
-        assert pool.add([layer]) == 0
+        pool.add(length, [layer])
         pool.hold(1)
         out = pool.layers[0].attend(*(x[:, :, length : length + 1] for x in tensors))
         pool.seen += 1
-        pool.remove(0)
+        pool.remove(length)
     torch.testing.assert_close(out, expected[:, :, 20:21], rtol=0, atol=1e-11)
     past = layer.size(21)
     assert all((buffer[0, :, past:] == 0).all() for buffer in pool._buffers[0])

@@ -56,7 +56,7 @@ class Asked:
         self.slot = scheduler.submit(
             self.request,
             lambda token: self.on_token(token),
-            lambda slot: self.ends.append(slot.ended),
+            lambda slot: self.ends.append(slot.end_reason),
         )
 
     def __getattr__(self, name):
@@ -74,7 +74,7 @@ def finish(scheduler, limit=10000):
     for _ in range(limit):
         if scheduler.idle:
             return
-        scheduler.step()
+        scheduler.run_turn()
     raise AssertionError("the scheduler did not come to an end")
 
 
@@ -135,10 +135,10 @@ def test_requests_that_come_and_go_get_the_tokens_they_get_alone(family, fixed):
             )
             jobs[-1].submit(scheduler)
             for _ in range(draw.randint(0, 6)):
-                scheduler.step()
+                scheduler.run_turn()
         finish(scheduler)
         assert [one.error for one in jobs] == [None] * 14
-        assert {one.ended for one in jobs} == {"stop", "length"}
+        assert {one.end_reason for one in jobs} == {"stop", "length"}
         for one in jobs:
             assert one.tokens == alone(model, one)
         assert_counted(scheduler.memory.prefixes)
@@ -293,15 +293,15 @@ def test_a_long_prompt_delays_the_others_by_a_chunk_only(model):
     first = ask(10, 40)
     first.submit(scheduler)
     while not first.tokens:
-        scheduler.step()
+        scheduler.run_turn()
     long, short = ask(200, 2), ask(7, 2, seed=3)
     long.submit(scheduler)
     short.submit(scheduler)
     for _ in range(10):
         before = len(first.tokens)
-        scheduler.step()
+        scheduler.run_turn()
         assert len(first.tokens) == before + 1
-    assert short.ended == "length" and long.ended is None and long.read < 200
+    assert short.end_reason == "length" and long.end_reason is None and long.read < 200
     finish(scheduler)
     assert long.tokens == alone(model, long, 8) and first.tokens == alone(model, first, 8)
 
@@ -312,20 +312,24 @@ def test_a_cancelled_request_is_gone_before_the_next_step(model):
     for one in jobs[:3]:
         one.submit(scheduler)
     while not jobs[2].tokens:
-        scheduler.step()
+        scheduler.run_turn()
     for one in jobs[3:]:
         one.submit(scheduler)
-    scheduler.step()
+    scheduler.run_turn()
     assert scheduler.num_active == 3 and len(scheduler.waiting) == 2
     used = scheduler.memory.used
     scheduler.cancel(jobs[0].slot)  # running
     scheduler.cancel(jobs[4].slot)  # waiting
-    scheduler.step()
-    assert jobs[0].ended == jobs[4].ended == "cancelled" and scheduler.reading == [jobs[3].slot]
+    scheduler.run_turn()
+    assert jobs[0].end_reason == jobs[4].end_reason == "cancelled" and scheduler.reading == [
+        jobs[3].slot
+    ]
     scheduler.cancel(jobs[3].slot)  # being read
-    scheduler.step()
+    scheduler.run_turn()
     assert (
-        jobs[3].ended == "cancelled" and scheduler.num_active == 2 and scheduler.memory.used < used
+        jobs[3].end_reason == "cancelled"
+        and scheduler.num_active == 2
+        and scheduler.memory.used < used
     )
     finish(scheduler)
     for one in jobs[1:3]:
@@ -357,7 +361,7 @@ def test_the_queue_has_a_limit_and_the_budget_makes_requests_wait(model):
     assert refused.value.code is Code.QUEUE_FULL
     most = 0
     while not scheduler.idle:
-        scheduler.step()
+        scheduler.run_turn()
         most = max(most, scheduler.num_active)
         assert scheduler.memory.allocated <= 4 * row
         if jobs and len(scheduler.waiting) < 3:
@@ -397,7 +401,7 @@ def test_rows_and_beginnings_share_one_budget(model, fixed):
     for one in jobs:
         one.submit(scheduler)
         while not scheduler.idle:
-            scheduler.step()
+            scheduler.run_turn()
             assert scheduler.memory.allocated <= 12 * row
     assert [one.cached_tokens for one in jobs] == [0, 32, 32] * 2 and jobs[2].tokens == alone(
         model, jobs[2]
@@ -439,12 +443,14 @@ def test_the_policy_sees_the_load_and_chooses_for_requests_that_start_now(model)
         one = ask(8)
         one.submit(scheduler)
         finish(scheduler)
-        assert one.ended == "error" and isinstance(one.error, (RuntimeError, ValueError, TypeError))
+        assert one.end_reason == "error" and isinstance(
+            one.error, (RuntimeError, ValueError, TypeError)
+        )
     scheduler.admission = replace(scheduler.admission, policy=None)
     one = ask(8)
     one.submit(scheduler)
     finish(scheduler)
-    assert one.ended == "length" and one.config == CONFIG
+    assert one.end_reason == "length" and one.config == CONFIG
     assert_empty(scheduler)
 
 
@@ -477,7 +483,7 @@ def test_a_request_is_sized_by_its_own_settings_while_another_is_read(model, rea
     first.submit(scheduler)
     with mock.patch.object(model.model, "forward", forward):
         finish(scheduler)
-    assert first.ended == "length" and len(outcomes) == 2
+    assert first.end_reason == "length" and len(outcomes) == 2
     for outcome in outcomes:
         assert outcome.startswith("accepted" if accepted else "prompt and answer must fit")
 
@@ -489,7 +495,7 @@ def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):
     good, bad, talker = ask(20, 30), ask(20, 5, seed=2), ask(9, 30, seed=3)
     good.submit(scheduler)
     while not good.tokens:
-        scheduler.step()
+        scheduler.run_turn()
     original = model.model.forward
 
     def failing(*args, **kwargs):
@@ -501,7 +507,7 @@ def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):
     scheduler._admit()
     scheduler._first_come = False  # the one that came first has its turn
     scheduler._read()
-    assert bad.ended == "error" and isinstance(bad.error, torch.OutOfMemoryError)
+    assert bad.end_reason == "error" and isinstance(bad.error, torch.OutOfMemoryError)
     monkeypatch.setattr(model.model, "forward", original)
     talker.on_token = lambda token: 1 / 0
     finish(scheduler)
@@ -510,10 +516,10 @@ def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):
     for one in after:
         one.submit(scheduler)
     while not after[2].tokens:
-        scheduler.step()
+        scheduler.run_turn()
     monkeypatch.setattr(model.model, "forward", failing)
-    scheduler.step()
-    assert [one.ended for one in after] == ["error"] * 3 and scheduler.handle.config == CONFIG
+    scheduler.run_turn()
+    assert [one.end_reason for one in after] == ["error"] * 3 and scheduler.handle.config == CONFIG
     monkeypatch.setattr(model.model, "forward", original)
     again = ask(15, 20, seed=0)
     again.submit(scheduler)
@@ -530,7 +536,7 @@ def test_a_callback_that_fails_at_the_end_changes_no_other_answer(model, new):
     ends = []
 
     def failing(slot):
-        ends.append(slot.ended)
+        ends.append(slot.end_reason)
         raise RuntimeError("the event loop is closed")
 
     first.slot = scheduler.submit(first.request, first.on_token, failing)
@@ -566,11 +572,11 @@ def test_a_chunk_that_fails_leaves_the_models_settings_as_they_were(model, monke
     scheduler = Scheduler(model, chunk_size=8)
     bad, after = ask(20, 5, group_size=3, window_size=7), ask(40, 9, seed=2)
     bad.submit(scheduler)
-    scheduler.step()
+    scheduler.run_turn()
     assert bad.read == 8 and scheduler.handle.config == CONFIG
     with monkeypatch.context() as patch:
         patch.setattr(model.model, "forward", lambda *args, **kwargs: 1 / 0)
-        scheduler.step()
+        scheduler.run_turn()
     assert isinstance(bad.error, ZeroDivisionError)
     assert scheduler.handle.config == CONFIG and model.config.cca == CONFIG.to_dict()
     after.submit(scheduler)
@@ -586,16 +592,16 @@ def test_a_prompt_that_is_read_outlives_a_step_that_fails(model, monkeypatch, fi
     lost, read = ask(20, 20), ask(40, 9, seed=2)
     lost.submit(scheduler)
     while not lost.tokens:
-        scheduler.step()
+        scheduler.run_turn()
     read.submit(scheduler)
-    scheduler.step()
+    scheduler.run_turn()
     assert scheduler.reading == [read.slot] and read.pool is lost.pool
     held = scheduler.memory.allocated
     with monkeypatch.context() as patch:
         patch.setattr(scheduler.batch, "step", lambda *args: 1 / 0)
         scheduler._decode()
     assert (
-        lost.ended == "error"
+        lost.end_reason == "error"
         and read.pool in scheduler.memory.pools
         and scheduler.memory.allocated == held
     )
@@ -728,7 +734,7 @@ def test_eight_bits_learned_core_tokens_and_a_g_for_each_layer(setting, fixed):
             )
             jobs[-1].submit(scheduler)
             for _ in range(draw.randint(0, 12)):
-                scheduler.step()
+                scheduler.run_turn()
                 if not scheduler.reading and all(pool.layers for pool in scheduler.memory.pools):
                     assert scheduler.memory.allocated == held_bytes(scheduler)
                     measured += bool(scheduler.memory.pools)
@@ -753,8 +759,12 @@ def test_a_branched_cache_is_the_same_bits_under_every_setting(setting):
         for scheduler, one in ((shared, first), (shared, branched), (fresh, again)):
             one.submit(scheduler)
             while not one.tokens:
-                scheduler.step()
-            one.held = [x[one.row].clone() for buffers in one.pool._buffers for x in buffers]
+                scheduler.run_turn()
+            one.held = [
+                x[one.pool.slots.index(one.slot)].clone()
+                for buffers in one.pool._buffers
+                for x in buffers
+            ]
             finish(scheduler)
         assert [one.cached_tokens for one in (first, branched, again)] == [0, 48, 0]
         assert all(map(torch.equal, branched.held, again.held)) and branched.tokens == again.tokens
@@ -793,12 +803,12 @@ def test_an_empty_pool_that_is_wanted_is_not_given_up_for_itself(model):
     first = ask(30, 5)
     first.submit(scheduler)
     finish(scheduler)
-    assert len(scheduler.memory.pools) == 1 and not scheduler.memory.pools[0].used
+    assert len(scheduler.memory.pools) == 1 and not scheduler.memory.pools[0].slots
     other, again = ask(30, 5, seed=1, group_size=4, window_size=14), ask(20, 9, seed=2)
     other.submit(scheduler)
     again.submit(scheduler)
     while not scheduler.idle:
-        scheduler.step()
+        scheduler.run_turn()
         assert scheduler.memory.allocated <= scheduler.memory.budget
         assert all(one.pool in scheduler.memory.pools for one in scheduler.active())
     assert other.tokens == alone(model, other) and again.tokens == alone(model, again)
@@ -819,8 +829,8 @@ def test_nobody_waits_for_the_memory_of_an_empty_pool_that_is_too_long(model):
     for one in (other, short):
         one.submit(scheduler)
         for _ in range(3):
-            scheduler.step()
-    assert short.started is not None and other.ended is None
+            scheduler.run_turn()
+    assert short.started is not None and other.end_reason is None
     finish(scheduler)
     assert short.tokens == alone(model, short, 64)
     assert_empty(scheduler)
@@ -831,8 +841,8 @@ def test_nobody_waits_for_the_memory_of_an_empty_pool_that_is_too_long(model):
 def test_warming_up_leaves_nothing_behind(model, full, fixed):
     scheduler, tried = Scheduler(model, chunk_size=16, full=full, capture=False), []
     scheduler.batch.fixed = fixed
-    place = scheduler._place
-    scheduler._place = lambda config, length: (
+    place = scheduler.memory.place
+    scheduler.memory.place = lambda config, length: (
         tried.append((config and (config.group_size, config.window_size), length))
         or place(config, length)
     )
@@ -860,9 +870,9 @@ def test_steps_of_a_gpu_are_few(model):
     scheduler = Scheduler(model, chunk_size=64, rows_per_pool=16, capture=False)
     scheduler.batch.fixed, seen = True, []
     step = scheduler.batch.step
-    scheduler.batch.step = lambda pools, *rest: (
+    scheduler.batch.step = lambda pools: (
         seen.append(tuple((id(pool), scheduler.batch._rounded(pool)) for pool in pools))
-        or step(pools, *rest)
+        or step(pools)
     )
     for first, second in ((5, 7), (7, 5)):
         jobs = [ask(30, 5 + i, i, group_size=g) for i, g in enumerate([first, second] * 4)]
@@ -923,7 +933,7 @@ def test_steps_are_captured_again_after_all_pools_were_given_up(model, monkeypat
     for _ in range(2):
         ask(40, 4).submit(scheduler)
         finish(scheduler)
-        assert [step.captured.recorded for step in batch._steps.values()] == [True]
+        assert [step.run.recorded for step in batch._steps.values()] == [True]
         for pool in list(scheduler.memory.pools):
             scheduler.memory.drop(pool)
         gc.collect()

@@ -635,8 +635,8 @@ def test_an_event_is_one_line_for_every_client(tiny, monkeypatch):
 
 def test_what_is_stopped_is_not_called_late(folder):
     served = Asgi(folder)
-    step = served.scheduler.step
-    served.scheduler.step = lambda: time.sleep(0.01) or step()
+    step = served.scheduler.run_turn
+    served.scheduler.run_turn = lambda: time.sleep(0.01) or step()
     threading.Timer(0.2, served.worker.stop).start()
     response = served.complete(max_tokens=400)
     assert (
@@ -647,8 +647,8 @@ def test_what_is_stopped_is_not_called_late(folder):
 
 def test_a_full_queue_and_a_closed_door(folder):
     served = Asgi(folder, queue_limit=2, max_rows=1)
-    original, gate = served.scheduler.step, threading.Event()
-    served.scheduler.step = lambda: gate.wait() and original()
+    original, gate = served.scheduler.run_turn, threading.Event()
+    served.scheduler.run_turn = lambda: gate.wait() and original()
 
     async def send() -> list:
         transport = httpx.ASGITransport(served.app)
@@ -695,8 +695,8 @@ def test_an_answer_follows_the_code_of_an_error_and_not_its_words(folder, monkey
 
 def test_the_time_limit_and_errors_inside(folder, monkeypatch):
     served = Asgi(folder, time_limit_s=0.2)
-    original = served.scheduler.step
-    served.scheduler.step = lambda: time.sleep(0.02) or original()
+    original = served.scheduler.run_turn
+    served.scheduler.run_turn = lambda: time.sleep(0.02) or original()
     response = served.complete(max_tokens=400)
     assert (
         response.status_code == 408
@@ -918,5 +918,5 @@ def test_random_weights_and_names(folder):
     made = []
     service.scheduler.submit(Request([1, 2, 3], 4), made.append)
     while not service.scheduler.idle:
-        service.scheduler.step()
+        service.scheduler.run_turn()
     assert len(made) == 4 and Serving().model_name == NAME and Serving(name="x").model_name == "x"

@@ -70,10 +70,8 @@ class Admission:
                 Code.INVALID, f"prompt and answer must have at least one token, {lengths}"
             )
         if request.length > self.max_length:
-            raise InvalidRequest(
-                Code.TOO_LONG,
-                f"prompt and answer must fit {self.max_length} tokens, {lengths} {way_out}",
-            )
+            message = f"prompt and answer must fit {self.max_length} tokens, {lengths} {way_out}"
+            raise InvalidRequest(Code.TOO_LONG, message)
         # Without the policy: its choice depends on the load when the request leaves the queue.
         if not self.memory.fits(self.settings_for(request, None), request.length):
             raise InvalidRequest(

@@ -97,7 +97,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             config.group_size, config.window_size, first_token_limit=serving.first_token_limit
         )
     cuda = loaded.model.device.type == "cuda"
-    kind = Scheduler if ranks is None or ranks.leads else Follower
+    kind = Scheduler if ranks is None or ranks.is_rank_0 else Follower
     with one_line():
         scheduler = kind(
             loaded.model,
@@ -173,9 +173,9 @@ def run(serving: Serving) -> int:
         UserError: as `make_app`, or the port is taken.
     """
     if serving.tensor_parallel > 1:
-        from corecontext.serve.tensor_parallel import leads
+        from corecontext.serve.tensor_parallel import is_rank_0
 
-        if not leads():
+        if not is_rank_0():
             return follow(serving)
     app = make_app(serving)
     import uvicorn
@@ -236,9 +236,9 @@ def _listen(serving: Serving) -> socket.socket:
 
 
 def follow(serving: Serving) -> int:
-    """Repeat the first rank's schedule until it ends; return the exit code.
+    """Repeat rank 0's schedule until it ends; return the exit code.
 
-    Signals are left to the first rank.
+    Signals are left to rank 0.
     """
     from corecontext.serve.ranks import RankLost
 
@@ -255,5 +255,5 @@ def follow(serving: Serving) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(follow(Serving(**json.loads(sys.argv[1]))))
-    except UserError:  # the first rank meets the same error and reports it
+    except UserError:  # rank 0 meets the same error and reports it
         sys.exit(2)

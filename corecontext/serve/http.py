@@ -297,7 +297,7 @@ class Service:
         g, s = sizes_of(slot)
         arrived = slot.request.arrived
         fields = {
-            "outcome": slot.ended,
+            "outcome": slot.end_reason,
             "prompt_tokens": len(slot.request.prompt),
             "cached_tokens": slot.cached_tokens,
             "completion_tokens": slot.made,
@@ -308,7 +308,7 @@ class Service:
             "total_s": _seconds(arrived, now),
             **error_of(slot),
         }
-        level = logging.ERROR if slot.ended == "error" else logging.INFO
+        level = logging.ERROR if slot.end_reason == "error" else logging.INFO
         log.log(level, "request", extra={"fields": fields})
 
 

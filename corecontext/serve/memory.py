@@ -34,7 +34,7 @@ class CacheMemory:
     @property
     def used(self) -> int:
         """Bytes of the rows that requests hold, and twice a row for each prompt that is read."""
-        return sum((pool.used + 2 * pool.promised) * pool.row_bytes for pool in self.pools)
+        return sum((len(pool.slots) + 2 * pool.promised) * pool.row_bytes for pool in self.pools)
 
     @property
     def allocated(self) -> int:
@@ -42,6 +42,11 @@ class CacheMemory:
         beginnings."""
         reading = sum(pool.promised * pool.row_bytes for pool in self.pools)
         return sum(pool.nbytes for pool in self.pools) + reading + self.prefixes.nbytes
+
+    @property
+    def unallocated(self) -> int:
+        """Bytes of the budget that are not allocated."""
+        return self.budget - self.allocated
 
     def fits(self, config: CCAConfig | None, length: int) -> bool:
         """Whether an empty server could hold a request: its row, and the cache into which its
@@ -59,7 +64,7 @@ class CacheMemory:
             # The prompt is read into a cache of its own, which must fit besides the row.
             if best.max_length <= 2 * room and self.free(best.row_bytes, keep=best):
                 return best
-            if self._is_free(needed):
+            if needed <= self.unallocated:
                 return self._allocate(config, room)
             if self.free(best.row_bytes, keep=best):
                 return best
@@ -70,7 +75,7 @@ class CacheMemory:
     def _allocate(self, config: CCAConfig | None, room: int) -> RowPool:
         """Add a pool of as many rows as fit besides a cache for reading and the prefixes' share."""
         row = self.shape.row_bytes(config, room)
-        spare = self.budget - self.allocated - row - self._prefix_share_left
+        spare = self.unallocated - row - self._prefix_share_left
         rows = max(1, min(self.rows_per_pool, spare // row))
         pool = RowPool(config, rows, room, self.shape, fixed=self.batch.fixed)
         self.pools.append(pool)
@@ -82,18 +87,15 @@ class CacheMemory:
         Args:
             keep: A pool that must stay, though it is idle.
         """
-        if not self._is_free(wanted + self._prefix_share_left):
+        if wanted + self._prefix_share_left > self.unallocated:
             for pool in list(self.pools):
                 if pool.is_idle and pool is not keep:
                     self.drop(pool)
         # Only requests that need the prefixes' share take it from them.
-        missing = wanted - (self.budget - self.allocated)
+        missing = wanted - self.unallocated
         if missing > 0:
             self.prefixes.trim(max(0, self.prefixes.nbytes - missing))
-        return self._is_free(wanted)
-
-    def _is_free(self, wanted: int) -> bool:
-        return wanted <= self.budget - self.allocated
+        return wanted <= self.unallocated
 
     @property
     def _prefix_share_left(self) -> int:

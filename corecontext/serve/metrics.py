@@ -68,7 +68,7 @@ class Metrics:
 
     def ended(self, slot: Slot, now: float) -> None:
         """Count a request that has ended."""
-        self.requests.labels(slot.ended).inc()
+        self.requests.labels(slot.end_reason).inc()
         self.tokens.labels("prompt").inc(max(0, slot.read - slot.cached_tokens))
         self.tokens.labels("prompt_cached").inc(slot.cached_tokens)
         self.tokens.labels("made").inc(slot.made)

@@ -8,8 +8,10 @@ and has the very numbers, that it would have alone.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,21 +33,17 @@ class Node:
     """A chunk that has been read, after those of its ancestors.
 
     Args:
-        key: Settings, the parent, and the chunk's tokens.
-        parent: The chunk before; None for the first.
+        key: Settings, the parent (the chunk before; None for the first), and the chunk's tokens.
         layers: All layers' caches after the chunk.
         shape: Sizes of the model's cache.
     """
 
     def __init__(
-        self,
-        key: tuple,
-        parent: Node | None,
-        layers: Sequence[CompactLayer | HeadsLayer],
-        shape: RowShape,
+        self, key: tuple, layers: Sequence[CompactLayer | HeadsLayer], shape: RowShape
     ) -> None:
         self.key = key
-        self.parent = parent
+        config, parent, _ = key
+        self.parent: Node | None = parent
         self.children = 0
         self.last_use = 0
         self.length = layers[0].seq_len
@@ -53,36 +51,23 @@ class Node:
         parts = [part for layer in layers for part in parts_of(layer)]
         self.layers = [(layer.config, parts_of(layer)[0].rotary, layer.learned) for layer in layers]
         self.given = [(part.core_width, part.dtype) for part in parts]
-        copies = [part.copy_since(before) for part in parts]
-        self.raw = [raw for raw, _ in copies]
-        self.cores = [cores for _, cores in copies]
-        self.nbytes = shape.row_bytes(key[0], self.length, before)
-
-    @property
-    def path(self) -> list[Node]:
-        """From the first chunk to this one."""
-        nodes = []
-        node: Node | None = self
-        while node is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
+        self.raw, self.cores = zip(*(part.copy_since(before) for part in parts))
+        self.nbytes = shape.row_bytes(config, self.length, before)
 
 
+@dataclass(eq=False)
 class PrefixStore:
-    """Beginnings of prompts by their g, s and tokens, the least recently used dropped first.
+    """Beginnings of prompts by their g, s and tokens, the least recently used dropped first."""
 
-    Args:
-        chunk_size: Tokens of a chunk.
-        limit: Bytes that it may hold; 0 keeps none.
-        shape: Sizes of the model's cache, by which all ranks count bytes alike and drop the same
-            beginnings.
-    """
+    chunk_size: int
+    """Tokens of a chunk."""
+    limit: int
+    """Bytes that it may hold; 0 keeps none."""
+    shape: RowShape
+    """Sizes of the model's cache, by which all ranks count bytes alike and drop the same
+    beginnings."""
 
-    def __init__(self, chunk_size: int, limit: int, shape: RowShape) -> None:
-        self.chunk_size = chunk_size
-        self.limit = limit
-        self.shape = shape
+    def __post_init__(self) -> None:
         self.nbytes = 0
         self._nodes: dict[tuple, Node] = {}
         self._clock = itertools.count()
@@ -126,7 +111,7 @@ class PrefixStore:
         key = _key(config, parent, tokens)
         node = self._nodes.get(key)
         if node is None:
-            node = Node(key, parent, layers, self.shape)
+            node = Node(key, layers, self.shape)
             node.last_use = next(self._clock)
             self._nodes[key] = node
             self.nbytes += node.nbytes
@@ -137,7 +122,9 @@ class PrefixStore:
 
     def load(self, node: Node, cache: Any) -> None:
         """Fill an empty cache of a model with a beginning."""
-        path = node.path
+        path = [node]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
         cache.layers = []
         for config, rotary, learned in node.layers:
             layer = CCALayer(config, rotary, learned=learned)
@@ -145,7 +132,7 @@ class PrefixStore:
             cache.layers.append(layer)
         parts = [part for layer in cache.layers for part in parts_of(layer.compact)]
         for index, (part, (width, dtype)) in enumerate(zip(parts, node.given, strict=True)):
-            cores = [chunk.cores[index] for chunk in path]
+            cores = [chunk.cores[index] for chunk in reversed(path)]
             buffers = [torch.cat(pieces, 2) for pieces in zip(node.raw[index], *cores)]
             part.fill(
                 buffers,
@@ -158,10 +145,17 @@ class PrefixStore:
     def trim(self, limit: int) -> None:
         """Drop beginnings until they fit: the least recently used first, and a chunk only after
         those behind it."""
+        if self.nbytes <= limit:
+            return
+        leaves = [(node.last_use, node) for node in self._nodes.values() if not node.children]
+        heapq.heapify(leaves)  # no two nodes have the same last use
         while self.nbytes > limit:
-            leaves = (node for node in self._nodes.values() if not node.children)
-            leaf = min(leaves, key=lambda node: node.last_use)
+            _, leaf = heapq.heappop(leaves)
             del self._nodes[leaf.key]
             self.nbytes -= leaf.nbytes
-            if leaf.parent is not None:
-                leaf.parent.children -= 1
+            parent = leaf.parent
+            if parent is None:
+                continue
+            parent.children -= 1
+            if not parent.children:
+                heapq.heappush(leaves, (parent.last_use, parent))

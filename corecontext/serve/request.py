@@ -49,7 +49,7 @@ class Slot:
     on_token: Callable[[int], bool | None] = lambda token: False
     """Called with each token on the scheduler's thread; returns True to end the answer with it."""
     on_end: Callable[[Slot], Any] = lambda slot: None
-    """Called once on the scheduler's thread, with `ended` and `error` set."""
+    """Called once on the scheduler's thread, with `end_reason` and `error` set."""
 
     # Settings, fixed when it leaves the queue
     config: CCAConfig | None = None
@@ -71,7 +71,6 @@ class Slot:
     # Its row, while tokens are made
     pool: Any = None
     """`RowPool` with a row for it, promised while the prompt is read."""
-    row: int | None = None
     generator: Any = None
     """Its random stream, a `torch.Generator`."""
     last_token: int = 0
@@ -83,7 +82,7 @@ class Slot:
     """When it left the queue."""
     first_token_at: float | None = None
     cancelled: bool = False
-    ended: str | None = None
+    end_reason: str | None = None
     """"stop", "length", "cancelled", "timeout" or "error"."""
     error: BaseException | None = None
 
@@ -95,9 +94,9 @@ class Slot:
         return self.first_token_at - self.request.arrived
 
     @property
-    def unread(self) -> int:
-        """Tokens of the prompt that are still to be read."""
-        return len(self.request.prompt) - self.read
+    def length(self) -> int:
+        """Tokens so far, of the prompt and of the answer."""
+        return len(self.request.prompt) + self.made
 
     def wants_to_end(self, now: float) -> str | None:
         """Return why it must end unfinished: "cancelled", "timeout" or None."""
@@ -120,16 +119,10 @@ class Slot:
     def end(self, reason: str, error: BaseException | None) -> None:
         """Note the end and call `on_end`. Its failure is logged: the other requests of the turn
         are still to get their tokens."""
-        self.ended = reason
+        self.end_reason = reason
         self.error = error
         try:
             self.on_end(self)
         # planted: serve: a failing callback takes the others' tokens
         except Exception:
             log.exception("the callback of a request's end failed")
-
-    def release_prompt(self) -> None:
-        """Free the tensors for reading the prompt."""
-        self.cache = None
-        self.ids = None
-        self.node = None

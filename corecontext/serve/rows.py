@@ -8,9 +8,10 @@ sign) that makes its position right.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from torch import Tensor
 from corecontext.cache import CompactLayer, FullLayer, HeadsLayer, parts_of
 from corecontext.config import CCAConfig
 from corecontext.model_sizes import ModelSizes
-from corecontext.ops.head_split import heads_of_each
 from corecontext.visibility import num_complete_groups, num_sinks, window_capacity
 
 IDLE = 2**30
@@ -31,13 +31,11 @@ Layer = CompactLayer | HeadsLayer | FullLayer
 class RowShape:
     """Sizes of a model's cache, on one rank."""
 
-    layers: int
-    kv_heads: int
-    query_heads: int
-    head_dim: int
+    sizes: ModelSizes
+    """Of this rank's heads."""
     itemsize: int
     ranks: int = 1
-    """Ranks that share the heads; kv_heads and query_heads are those of one rank."""
+    """Ranks that share the heads."""
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype, ranks: int = 1) -> RowShape:
@@ -52,14 +50,10 @@ class RowShape:
                 "a model must be split over a number of processes that divides its "
                 f"{sizes.kv_heads} KV heads, got {ranks}."
             )
-        return cls(
-            sizes.layers,
-            sizes.kv_heads // ranks,
-            sizes.query_heads // ranks,
-            sizes.head_dim,
-            dtype.itemsize,
-            ranks,
+        sizes = sizes._replace(
+            kv_heads=sizes.kv_heads // ranks, query_heads=sizes.query_heads // ranks
         )
+        return cls(sizes, dtype.itemsize, ranks)
 
     def row_bytes(self, config: CCAConfig | None, max_length: int, before: int = 0) -> int:
         """Return the bytes of a row of `max_length` tokens over all layers: on the rank that needs
@@ -77,17 +71,13 @@ class RowShape:
     ) -> int:
         """Count the keys of a row over all layers and the heads of a rank."""
         if config is None:
-            return self.layers * self.kv_heads * max_length
+            return self.sizes.layers * self.sizes.kv_heads * max_length
         total = 0
-        for index in range(self.layers):
+        for index in range(self.sizes.layers):
             layer = config.of_layer(index).of_process(rank, self.ranks)
-            heads_by_size = [(layer, self.kv_heads)]
-            if layer.head_group_sizes is not None:
-                heads_by_size = [
-                    (layer.replace(head_group_sizes=None, group_size=g), len(heads))
-                    for g, heads in zip(*heads_of_each(layer.head_group_sizes))
-                ]
-            for setting, heads in heads_by_size:
+            group_sizes = layer.head_group_sizes or (layer.group_size,) * self.sizes.kv_heads
+            for g, heads in Counter(group_sizes).items():
+                setting = layer.replace(head_group_sizes=None, group_size=g)
                 total += heads * self.entries(setting, max_length)
                 if before:
                     total -= heads * (self.entries(setting, before) - self.entries(setting, 0))
@@ -96,57 +86,53 @@ class RowShape:
     def entry_bytes(self, config: CCAConfig | None) -> int:
         """Return the bytes of a head's key and value; in 8 bits their float32 scales included."""
         if config is None or config.cache_dtype == "auto":
-            return 2 * self.head_dim * self.itemsize
-        return 2 * (self.head_dim + torch.float32.itemsize)
+            return 2 * self.sizes.head_dim * self.itemsize
+        return 2 * (self.sizes.head_dim + torch.float32.itemsize)
 
     def entries(self, config: CCAConfig | None, max_length: int) -> int:
         """Count the entries of one layer's row, with this layer's settings: the ring, the first
         tokens kept raw, and a core token (r of them per query head) for each group behind them."""
         if config is None:
             return max_length
-        width = self.query_heads // self.kv_heads if config.core_heads == "query" else 1
+        width = 1
+        if config.core_heads == "query":
+            width = self.sizes.query_heads // self.sizes.kv_heads
         g = config.group_size
         n = num_sinks(config.sink_size, g)
+        ring = window_capacity(g, config.window_size)
         # planted: sinks: forgotten by a server's rows
-        return (
-            window_capacity(g, config.window_size)
-            + n
-            + num_complete_groups(max_length - n, g) * width
-        )
+        return ring + n + num_complete_groups(max_length - n, g) * width
 
 
+@dataclass(eq=False, repr=False)
 class RowPool:
-    """A fixed number of rows of one g (or one for each layer or KV head) and s; rows 0 .. used - 1
-    hold requests.
+    """A fixed number of rows of one g (or one for each layer or KV head) and s."""
 
-    Args:
-        config: CCA's settings; None for full attention.
-        rows: Requests that it holds at most.
-        max_length: Tokens of the longest, prompt and answer.
-        shape: Sizes of the model's cache.
-        fixed: Keep lengths in tensors, so that a decoding step can be captured.
-    """
+    config: CCAConfig | None
+    """CCA's settings; None for full attention."""
+    rows: int
+    """Requests that it holds at most."""
+    max_length: int
+    """Tokens of the longest, prompt and answer."""
+    shape: RowShape
+    """Sizes of the model's cache."""
+    _: KW_ONLY
+    fixed: bool
+    """Keep lengths in tensors, so that a decoding step can be captured."""
+    slots: list[Any] = field(default_factory=list)
+    """The request (`Slot`) of each row in use, the first rows."""
+    promised: int = 0
+    """Rows for prompts that are being read."""
+    seen: int = 0
+    """Steps so far: a row's position is this minus its padding."""
 
-    def __init__(
-        self, config: CCAConfig | None, rows: int, max_length: int, shape: RowShape, *, fixed: bool
-    ) -> None:
-        self.config = config
-        self.rows = rows
-        self.max_length = max_length
-        self.shape = shape
-        self.fixed = fixed
-        self.used = 0
-        """Rows that hold requests."""
-        self.promised = 0
-        """Rows for prompts that are being read."""
-        self.seen = 0
-        """Steps so far: a row's position is this minus its padding."""
+    def __post_init__(self) -> None:
         self.layers: list[Layer] = []
         self._caches: list[CompactLayer | FullLayer] = []  # of all layers, in order
         self._buffers: list[list[Tensor]] = []  # of each cache, all rows
-        self._pads = [IDLE] * rows
+        self._pads = [IDLE] * self.rows
         self._pad: Any = None  # tensor [rows], shared by all layers
-        self.row_bytes = shape.row_bytes(config, max_length)
+        self.row_bytes = self.shape.row_bytes(self.config, self.max_length)
         """Bytes of a row over all layers."""
 
     @property
@@ -157,20 +143,20 @@ class RowPool:
     @property
     def is_idle(self) -> bool:
         """Whether no request has or will get a row."""
-        return not self.used and not self.promised
+        return not self.slots and not self.promised
 
     def has_room(self, config: CCAConfig | None, length: int) -> bool:
         """Whether a request of these settings and length can get a row."""
-        free = self.rows - self.used - self.promised
+        free = self.rows - len(self.slots) - self.promised
         return self.config == config and self.max_length >= length and free > 0
 
-    def add(self, layers: Sequence[Layer]) -> int:
-        """Copy a prompt's cache, one growing row, into a free row; return the row's number."""
-        assert self.used < self.rows, "a row was added to a full pool"
+    def add(self, slot: Any, layers: Sequence[Layer]) -> None:
+        """Give a request a row, and copy its prompt's cache, one growing row, into it."""
+        assert len(self.slots) < self.rows, "a row was added to a full pool"
         if not self.layers:
             self._allocate(layers)
-        row = self.used
-        self.used += 1
+        row = len(self.slots)
+        self.slots.append(slot)
         caches = itertools.chain(*map(parts_of, layers))
         for cache, buffers in zip(caches, self._buffers):
             entries = self.shape.entries(cache.config, int(cache.seen))
@@ -180,19 +166,18 @@ class RowPool:
                 # planted: serve: a longer request stays behind a shorter one
                 buffer[row, :, entries:] = 0
         self._set_pad(row, self.seen - int(layers[0].seen))
-        return row
 
-    def remove(self, row: int) -> int | None:
-        """Free a row, which the last row replaces; return that row's old number, or None where
-        `row` was the last."""
-        self.used -= 1
-        last = self.used
+    def remove(self, slot: Any) -> None:
+        """Free a request's row, which the last row replaces."""
+        row = self.slots.index(slot)
+        last = len(self.slots) - 1
         if row != last:
             for buffer in itertools.chain(*self._buffers):
                 buffer[row].copy_(buffer[last])
             self._set_pad(row, self._pads[last])
+            self.slots[row] = self.slots[last]
+        self.slots.pop()
         self._set_pad(last, IDLE)
-        return last if row != last else None
 
     def hold(self, count: int) -> None:
         """Let the next step take the first `count` rows."""
@@ -210,15 +195,13 @@ class RowPool:
         request can try again."""
         device = parts_of(layers[0])[0].keys.device
         self._pad = torch.full((self.rows,), IDLE, dtype=torch.long, device=device)
-        pooled_layers: list[Layer] = []
-        pooled_caches: list[CompactLayer | FullLayer] = []
+        pooled: list[Layer] = []
         for layer in layers:
             caches: list[Any] = [self._like(cache) for cache in parts_of(layer)]
-            pooled_layers.append(layer.of(caches) if isinstance(layer, HeadsLayer) else caches[0])
-            pooled_caches += caches
-        self.layers = pooled_layers
-        self._caches = pooled_caches
-        self._buffers = [cache.buffers for cache in pooled_caches]
+            pooled.append(layer.of(caches) if isinstance(layer, HeadsLayer) else caches[0])
+        self.layers = pooled
+        self._caches = [cache for layer in pooled for cache in parts_of(layer)]
+        self._buffers = [cache.buffers for cache in self._caches]
 
     def _like(self, cache: CompactLayer | FullLayer) -> CompactLayer | FullLayer:
         """Make all rows of a cache from its only row."""
@@ -243,17 +226,17 @@ class RowPool:
         return pooled
 
 
+@dataclass(eq=False)
 class PooledLayer:
     """One layer's rows of several pools as one batch: the rows of a step in the order of the
     pools."""
 
-    is_empty = False
-    padding_known = True
-    config = None
-
-    def __init__(self, layers: Sequence[Layer], counts: Sequence[int]) -> None:
-        self.layers = layers
-        self.counts = list(counts)
+    layers: Sequence[Layer]
+    counts: list[int]
+    """Rows of each layer."""
+    is_empty: ClassVar = False
+    padding_known: ClassVar = True
+    config: ClassVar = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Append and attend, each pool for its rows; [B, H, 1, D]."""

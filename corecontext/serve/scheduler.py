@@ -1,9 +1,9 @@
 """Schedule many requests on one model: they join and leave between steps.
 
-One turn reads a chunk of at most one prompt and makes one token for each request that is past its
-prompt, so a long prompt delays the others by a chunk, never by its length. The prompt to read
-alternates between the first to arrive and the nearest to its end: no prompt waits forever, and a
-short prompt does not wait for a long one.
+A turn reads a chunk of at most one prompt, then makes one token for each request that is past its
+prompt (a step), so a long prompt delays the others by a chunk, never by its length. The prompt to
+read alternates between the first to arrive and the nearest to its end: no prompt waits forever,
+and a short prompt does not wait for a long one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import Tensor
 
-from corecontext.config import CCAConfig
 from corecontext.inference.limits import position_limit
 from corecontext.inference.policy import Load, Policy
 from corecontext.inference.sampling import choose_rows
@@ -28,24 +27,26 @@ from corecontext.serve.errors import Code, RequestError
 from corecontext.serve.memory import CacheMemory
 from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.ranks import RankLost, Ranks
-from corecontext.serve.reading import PromptReader
+from corecontext.serve.reading import read_next_chunk
 from corecontext.serve.request import Request, Slot
 from corecontext.serve.rows import RowPool, RowShape
 from corecontext.serve.step import DecodeBatch
 
 READING_AT_ONCE = 4
-"""Prompts that are being read; each holds a cache of its own until it joins the others."""
+"""At most this many prompts are read in alternation; each holds a cache of its own until it joins
+the others."""
 RECENT_S = 30.0
 """A time to first token older than this says nothing about the load now."""
 PREFIX_SHARE = 0.25
 """Share of the budget, at most, for beginnings of prompts."""
 UNLIMITED = 2**40
+"""Tokens; more than any model has positions for."""
 
 
 @dataclass(eq=False, repr=False)
 class Scheduler:
-    """Run requests on one model. `submit` and `cancel` may be called from any thread, `step` from
-    one.
+    """Run requests on one model. `submit` and `cancel` may be called from any thread,
+    `run_turn` from one.
 
     Raises:
         ValueError: a setting breaks a rule, or the model is not enabled.
@@ -75,16 +76,14 @@ class Scheduler:
     capture: bool = True
     """As for `DecodeBatch`; of a model split over ranks nothing is captured."""
     ranks: Ranks | None = None
-    """The ranks that a model is split over. The first rank schedules, the others have a
-    `Follower`."""
+    """The ranks that a model is split over. Rank 0 schedules, the others have a `Follower`."""
 
     def __post_init__(self) -> None:
         self.handle = servable_handle(self.model, self.full)
-        for name in ("cache_bytes", "max_rows", "rows_per_pool", "chunk_size", "max_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.queue_limit < 0:
-            raise ValueError(f"queue_limit must be at least 0, got {self.queue_limit}.")
+        least = dict.fromkeys(("cache_bytes", "max_rows", "rows_per_pool", "chunk_size"), 1)
+        for name, minimum in {**least, "max_length": 1, "queue_limit": 0}.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, got {getattr(self, name)}.")
         self.max_length = min(self.max_length, position_limit(self.model.config) or UNLIMITED)
 
         # All ranks must have one budget, or they would make different choices.
@@ -103,18 +102,17 @@ class Scheduler:
             PrefixStore(self.chunk_size, prefix_bytes, shape),
             self.batch,
         )
-        config = self.handle.config
-        self.admission = Admission(self.max_length, self.memory, config, self.full, self.policy)
-        self.reader = PromptReader(self.model, self.handle, self.chunk_size, self.memory, self.full)
+        self.admission = Admission(
+            self.max_length, self.memory, self.handle.config, self.full, self.policy
+        )
 
-        # A request is in one of these: the queue, the prompts being read, or its pool's rows.
+        # A request is in the queue, among the prompts being read, or in a row of its pool.
         self.waiting: deque[Slot] = deque()
         self.reading: list[Slot] = []
-        self.running: dict[RowPool, list[Slot]] = {}
         self._lock = threading.Lock()  # of the queue
         self._numbers = itertools.count(1)
         self._first_come = False  # which prompt is read in the next turn
-        self._last_first_token: tuple[float, float] | None = None  # when, and after which wait
+        self._newest_first_token: tuple[float, float | None] = (0.0, None)  # when, after which wait
 
     # Requests
     # ----------------------------------------------------------------------------------------------
@@ -155,7 +153,7 @@ class Scheduler:
     @property
     def num_active(self) -> int:
         """Requests that have left the queue."""
-        return len(self.reading) + sum(map(len, list(self.running.values())))
+        return len(self.active())
 
     @property
     def idle(self) -> bool:
@@ -164,56 +162,47 @@ class Scheduler:
 
     def active(self) -> list[Slot]:
         """Return the requests that have left the queue."""
-        rows = list(self.running.values())  # a copy: other threads ask while requests end
-        return [*self.reading, *itertools.chain(*rows)]
+        return [*self.reading, *self._in_rows()]
 
     def load(self, prompt_length: int = 0) -> Load:
         """Return the load besides the request that asks, which is still in the queue."""
-        seconds = None
-        recent = self._last_first_token
-        if recent is not None and time.monotonic() - recent[0] < RECENT_S:
-            seconds = recent[1]
-        return Load(
-            max(0, len(self.waiting) - 1),
-            self.memory.used,
-            self.memory.budget,
-            seconds,
-            prompt_length,
-        )
+        when, seconds = self._newest_first_token
+        if time.monotonic() - when >= RECENT_S:
+            seconds = None
+        queue_length = max(0, len(self.waiting) - 1)
+        return Load(queue_length, self.memory.used, self.memory.budget, seconds, prompt_length)
 
     # A turn
     # ----------------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
+    def run_turn(self) -> bool:
         """Run one turn; return whether there was anything to do."""
         self._drop_cancelled_and_expired()
         self._admit()
-        if self.ranks is None:
-            worked = self._read()
-            return self._decode() or worked
-        if not (self.reading or self.running or self.ranks.has_events):
+        events = [] if self.ranks is None else self.ranks.events
+        if not self.num_active and not events:
             return False
-        self.ranks.tell(self._last_tokens())
-        worked = self._read()
-        if worked:
-            self.ranks.tell(self._last_tokens())
-        return self._decode() or worked
+        self._broadcast()
+        has_read = self._read()
+        if has_read:
+            self._broadcast()
+        has_decoded = self._decode()
+        return has_read or has_decoded
 
-    def _note(self, *event: Any) -> None:
+    def _record(self, *event: Any) -> None:
         """Let the other ranks repeat an event, if there are any."""
         if self.ranks is not None:
-            self.ranks.note(*event)
+            self.ranks.record(*event)
 
-    def _pools_in_use(self) -> list[RowPool]:
-        """Return the pools of a step, always in one order: captured steps recur."""
-        return [pool for pool in self.memory.pools if pool in self.running]
+    def _broadcast(self) -> None:
+        """Send the recorded events and the newest tokens to the other ranks, if there are any."""
+        if self.ranks is not None:
+            self.ranks.broadcast([slot.last_token for slot in self._in_rows()])
 
     def _in_rows(self) -> list[Slot]:
         """Return the running requests in the order of a step."""
-        return [slot for pool in self._pools_in_use() for slot in self.running[pool]]
-
-    def _last_tokens(self) -> list[int]:
-        return [slot.last_token for slot in self._in_rows()]
+        pools = list(self.memory.pools)  # a copy: other threads ask while requests end
+        return [slot for pool in pools for slot in pool.slots]
 
     def _drop_cancelled_and_expired(self) -> None:
         now = time.monotonic()
@@ -233,7 +222,9 @@ class Scheduler:
             try:
                 load = self.load(len(slot.request.prompt))
                 slot.config = self.admission.settings_for(slot.request, load)
-                pool = self._place(slot.config, slot.request.length)
+                # The other ranks choose a pool too, since a failure also evicts.
+                self._record("place", slot.config, slot.request.length)
+                pool = self.memory.place(slot.config, slot.request.length)
                 if pool is None and self.num_active:
                     return
                 if pool is None:
@@ -243,24 +234,15 @@ class Scheduler:
                         f"the policy chose, {slot.config}."
                     )
             except Exception as error:  # a policy is the user's code
-                self._leave_queue()
+                self.waiting.popleft()
                 self._end(slot, "error", error)
                 continue
             slot.started = time.monotonic()
             slot.number = next(self._numbers)
-            self._note("start", slot.number, slot.config, slot.request)
+            self._record("start", slot.number, slot.config, slot.request)
             # Append before leaving the queue, so concurrent readers never miss the request.
             self._start_reading(slot, pool)
-            self._leave_queue()
-
-    def _leave_queue(self) -> None:
-        with self._lock:
             self.waiting.popleft()
-
-    def _place(self, config: CCAConfig | None, length: int) -> RowPool | None:
-        """Choose a pool; other ranks do the same, since a failure also evicts."""
-        self._note("place", config, length)
-        return self.memory.place(config, length)
 
     def _start_reading(self, slot: Slot, pool: RowPool) -> None:
         slot.pool = pool
@@ -271,7 +253,9 @@ class Scheduler:
         assert slot.pool is not None, "a prompt is read for a row of a pool"
         slot.pool.promised -= 1
         self.reading.remove(slot)
-        slot.release_prompt()
+        slot.cache = None
+        slot.ids = None
+        slot.node = None
 
     def _read(self) -> bool:
         """Read one chunk of one prompt: the first to arrive and the nearest to its end in turns."""
@@ -280,9 +264,9 @@ class Scheduler:
         self._first_come = not self._first_come
         slot = self.reading[0]
         if not self._first_come:
-            slot = min(self.reading, key=lambda slot: slot.unread)
+            slot = min(self.reading, key=lambda slot: len(slot.request.prompt) - slot.read)
         try:
-            logits = self.reader.read(slot)
+            logits = read_next_chunk(self.model, slot, self.memory)
             if logits is not None:
                 self._join(slot, logits)
         except Exception as error:
@@ -294,33 +278,32 @@ class Scheduler:
         token = int(choose_rows(logits, [slot.request.sampling], [slot.generator])[0])
         now = time.monotonic()
         slot.first_token_at = now
-        self._last_first_token = (now, now - slot.request.arrived)
-        reason = self._take(slot, token)
-        if reason is not None:
-            self._end(slot, reason)
+        self._newest_first_token = (now, now - slot.request.arrived)
+        self._take(slot, token)
+        if slot.end_reason is not None:
             return
-        pool = slot.pool
-        slot.row = pool.add([layer.compact for layer in slot.cache.layers])
-        self.running.setdefault(pool, []).append(slot)
+        slot.pool.add(slot, [layer.compact for layer in slot.cache.layers])
         self._stop_reading(slot)
 
-    def _take(self, slot: Slot, token: int) -> str | None:
-        """Hand a token on; return why the answer ends with it, or None."""
-        return slot.take(token)
+    def _take(self, slot: Slot, token: int) -> None:
+        """Hand a token on; end the request where its answer ends with it, or its callback fails."""
+        try:
+            reason = slot.take(token)
+        except Exception as error:
+            self._end(slot, "error", error)
+            return
+        if reason is not None:
+            self._end(slot, reason)
 
     def _decode(self) -> bool:
         """Make one token for each running request."""
-        if not self.running:
-            return False
-        pools = self._pools_in_use()
         slots = self._in_rows()
-        rows = [self.running[pool] for pool in pools]
+        if not slots:
+            return False
+        # Always in one order: captured steps recur.
+        pools = [pool for pool in self.memory.pools if pool.slots]
         try:
-            logits = self.batch.step(
-                pools,
-                [[slot.last_token for slot in row] for row in rows],
-                [[len(slot.request.prompt) + slot.made - 1 for slot in row] for row in rows],
-            )
+            logits = self.batch.step(pools)
             samplings = [slot.request.sampling for slot in slots]
             generators = [slot.generator for slot in slots]
             tokens = choose_rows(logits, samplings, generators).tolist()
@@ -328,13 +311,7 @@ class Scheduler:
             self._end_failed_step(pools, slots, error)
             return True
         for slot, token in zip(slots, tokens):
-            try:
-                reason = self._take(slot, token)
-            except Exception as error:
-                self._end(slot, "error", error)
-                continue
-            if reason is not None:
-                self._end(slot, reason)
+            self._take(slot, token)
         return True
 
     def _end_failed_step(
@@ -354,24 +331,15 @@ class Scheduler:
     def _end(self, slot: Slot, reason: str, error: BaseException | None = None) -> None:
         """Free a request's memory, then call `on_end`."""
         if slot.number:
-            self._note("end", slot.number)
+            self._record("end", slot.number)
         if slot in self.reading:
             self._stop_reading(slot)
-        pool = slot.pool
-        if slot.row is not None:
-            # The last row of the pool takes its place.
-            slots = self.running[pool]
-            if pool.remove(slot.row) is not None:
-                slots[slot.row] = slots[-1]
-                slots[slot.row].row = slot.row
-            slots.pop()
-            if not slots:
-                del self.running[pool]
-        slot.row = None
+        if slot.pool is not None:
+            if slot in slot.pool.slots:
+                slot.pool.remove(slot)
+            self.memory.release(slot.pool)
         slot.pool = None
         slot.generator = None
-        if pool is not None:
-            self.memory.release(pool)
         if error is not None:
             # The frames of the failed call hold its tensors.
             traceback.clear_frames(error.__traceback__)
@@ -379,9 +347,9 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drop all memory that no request holds, and the time to first token; call it when idle."""
-        self._note("clear")
+        self._record("clear")
         self.memory.clear()
-        self._last_first_token = None
+        self._newest_first_token = (0.0, None)
 
     def abandon(self, error: BaseException) -> None:
         """End all requests with this error: the model cannot run any more."""

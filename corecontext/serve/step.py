@@ -4,7 +4,8 @@ pool by pool."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -22,35 +23,34 @@ Shares = tuple[tuple[RowPool, int], ...]
 """Pools, and how many of the first rows of each take part."""
 
 
+@dataclass(eq=False)
 class Step:
-    """Buffers of a step over the rows of some pools.
+    """Buffers of a step over the rows of some pools."""
 
-    Args:
-        model: Its forward makes the step.
-        shares: The rows.
-        memory: Memory for graphs; None runs the step uncaptured.
-        warm_up: Calls that run uncaptured before the step is captured.
-    """
+    model: Any
+    """Its forward makes the step."""
+    shares: Shares
+    memory: Any = None
+    """Memory for graphs; None runs the step uncaptured."""
+    warm_up: int = WARM_UP
+    """Calls that run uncaptured before the step is captured."""
 
-    def __init__(self, model: Any, shares: Shares, memory: Any, warm_up: int = WARM_UP) -> None:
-        self.model = model
-        self.shares = shares
-        counts = [count for _, count in shares]
-        shape = (sum(counts), 1)
-        self.tokens = torch.zeros(shape, dtype=torch.long, device=model.device)
-        self.positions = torch.zeros(shape, dtype=torch.long, device=model.device)
-        pooled = [
-            PooledLayer(layers, counts) for layers in zip(*(pool.layers for pool, _ in shares))
-        ]
-        self.cache = Cache(layers=[GivenLayer(layer) for layer in pooled])
-        self.captured: CapturedStep | None = None
-        if memory is not None:
-            self.captured = CapturedStep(
+    def __post_init__(self) -> None:
+        device = self.model.device
+        counts = [count for _, count in self.shares]
+        self.tokens = torch.zeros(sum(counts), 1, dtype=torch.long, device=device)
+        self.positions = torch.zeros_like(self.tokens)
+        by_layer = zip(*(pool.layers for pool, _ in self.shares))
+        self.cache = Cache(layers=[GivenLayer(PooledLayer(x, counts)) for x in by_layer])
+        self.run: Callable[[], Tensor] = self._run
+        """Feeds `tokens`: logits [rows, vocabulary], valid until the next step."""
+        if self.memory is not None:
+            self.run = CapturedStep(
                 self._run,
-                name=f"a step of {type(model).__name__}",
-                warm_up=warm_up,
-                memory=memory,
-                device=model.device,
+                name=f"a step of {type(self.model).__name__}",
+                warm_up=self.warm_up,
+                memory=self.memory,
+                device=device,
             )
 
     @torch.no_grad()
@@ -62,70 +62,65 @@ class Step:
         )
         return out.logits[:, -1]
 
-    def run(self) -> Tensor:
-        """Feed `tokens`: logits [rows, vocabulary], valid until the next step."""
-        return self._run() if self.captured is None else self.captured()
 
-
+@dataclass(eq=False)
 class DecodeBatch:
     """Decode the rows of pools together.
 
     On a GPU a step is captured once for each set of pools and rows in them, rounded up to a power
     of four: capturing takes as long as many steps, and rows without a request, which run along and
     store nothing, next to no time. On a CPU only the rows in use are run.
-
-    Args:
-        model: A causal language model with CCA enabled.
-        capture: False runs steps uncaptured on a GPU too.
     """
 
-    def __init__(self, model: Any, *, capture: bool = True) -> None:
-        self.model = model
-        self.fixed = model.device.type == "cuda"
+    model: Any
+    """A causal language model with CCA enabled."""
+    _: KW_ONLY
+    capture: bool = True
+    """False runs steps uncaptured on a GPU too."""
+
+    def __post_init__(self) -> None:
+        self.fixed = self.model.device.type == "cuda"
         self._memory: Any = None
         self._keeper: torch.cuda.CUDAGraph | None = None
-        if capture and self.fixed:
-            self._memory, self._keeper = _graph_memory(model.device)
+        if self.capture and self.fixed:
+            self._memory, self._keeper = _graph_memory(self.model.device)
         self._steps: OrderedDict[tuple, Step] = OrderedDict()
 
-    def step(
-        self,
-        pools: Sequence[RowPool],
-        tokens: Sequence[Sequence[int]],
-        positions: Sequence[Sequence[int]],
-    ) -> Tensor:
-        """Feed one token to each row in use; return logits [rows in use, vocabulary], pool after
+    def step(self, pools: Sequence[RowPool]) -> Tensor:
+        """Feed the newest token of each request; return logits [requests, vocabulary], pool after
         pool.
 
         Args:
             pools: Pools with requests, always in the same order.
-            tokens, positions: For each pool the newest token of each row, and its position.
         """
         shares = tuple((pool, self._rounded(pool)) for pool in pools)
         step = self._step_for(shares)
-        for buffer, values in ((step.tokens, tokens), (step.positions, positions)):
-            padded: list[int] = []
-            for row, (_, count) in zip(values, shares):
-                padded += [*row, *[0] * (count - len(row))]
-            buffer.copy_(torch.tensor(padded)[:, None])
+        fed: list[tuple[int, int]] = []  # (token, position) of each row
+        for pool, count in shares:
+            fed += [(slot.last_token, slot.length - 1) for slot in pool.slots]
+            fed += [(0, 0)] * (count - len(pool.slots))
+        tokens, positions = torch.tensor(fed).T
+        step.tokens.copy_(tokens[:, None])
+        step.positions.copy_(positions[:, None])
         logits = step.run()
         for pool in pools:
             pool.seen += 1
-        if all(pool.used == count for pool, count in shares):
+        if all(len(pool.slots) == count for pool, count in shares):
             return logits
         # Leave out the rows that ran along.
-        counts = [count for _, count in shares]
-        return torch.cat([rows[: pool.used] for pool, rows in zip(pools, logits.split(counts))])
+        by_pool = logits.split([count for _, count in shares])
+        return torch.cat([rows[: len(pool.slots)] for pool, rows in zip(pools, by_pool)])
 
     def _rounded(self, pool: RowPool) -> int:
+        used = len(pool.slots)
         if not pool.fixed:
-            return pool.used
-        return min(pool.rows, 4 ** (((pool.used - 1).bit_length() + 1) // 2))
+            return used
+        return min(pool.rows, 4 ** (((used - 1).bit_length() + 1) // 2))
 
     def _step_for(self, shares: Shares) -> Step:
         """Return the step of these rows, used before or new."""
         if self._memory is None:
-            return Step(self.model, shares, None)
+            return Step(self.model, shares)
         key = tuple((id(pool), count) for pool, count in shares)
         step = self._steps.pop(key, None)
         if step is None:

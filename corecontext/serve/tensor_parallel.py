@@ -1,8 +1,8 @@
-"""Serve a model that is split over ranks of one machine: start the ranks, and repeat the first
-rank's schedule on the others.
+"""Serve a model that is split over ranks of one machine: start the ranks, and repeat rank 0's
+schedule on the others.
 
 Under torchrun every rank runs `corecontext serve --tensor-parallel N`. Without it, and in a replica
-of Ray, the first rank starts the others with torchrun's variables.
+of Ray, rank 0 starts the others with torchrun's variables.
 """
 
 from __future__ import annotations
@@ -27,73 +27,73 @@ from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.settings import Serving
 
 WAIT_S = 5.0
-"""Time for the other ranks to end by themselves, once the first has closed or failed."""
+"""Seconds for which rank 0, at its end, waits for the others to end; then it kills them."""
 LOOPBACK = "127.0.0.1"
 _stores: list[dist.Store] = []
 """The opened store, which must live as long as the process."""
 
 
 class Follower(Scheduler):
-    """Repeat the first rank's schedule with this rank's part of the model and of the caches."""
+    """Repeat rank 0's schedule with this rank's part of the model and of the caches."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.ranks is not None, "a follower has a rank to follow"
-        self._ranks = self.ranks
         self._slots: dict[int, Slot] = {}
-        self._placed: RowPool | None = None
+        self._last_pool: RowPool | None = None
 
     def follow(self) -> None:
-        """Run until the first rank closes.
+        """Run until rank 0 closes.
 
         Raises:
-            RankLost: the first rank is gone, or this rank failed where it did not.
+            RankLost: rank 0 is gone, or this rank failed where it did not.
         """
-        while self._hear():
+        while self._receive():
             if self._read():
-                self._hear()
+                self._receive()
             self._decode()
 
-    def _hear(self) -> bool:
-        """Repeat the events of the first rank and take over its tokens; False where it closes."""
-        message = self._ranks.hear()
+    def _receive(self) -> bool:
+        """Repeat the events of rank 0 and take over its tokens; False where it closes."""
+        assert self.ranks is not None, "a follower has a rank to follow"
+        message = self.ranks.receive()
         if message is None:
             return False
         events, tokens = message
         for kind, *arguments in events:
             if kind == "place":
-                self._placed = self.memory.place(*arguments)
+                self._last_pool = self.memory.place(*arguments)
             elif kind == "start":
                 self._start(*arguments)
             elif kind == "end":
                 slot = self._slots.pop(arguments[0])
-                if slot.ended is None:
+                if slot.end_reason is None:
                     self._end(slot, "ended")
-            else:
+            elif kind == "clear":
                 self.clear()
-        if any(slot.ended for slot in self._slots.values()):
-            raise RankLost("this process failed at a request that the first one goes on with.")
+            else:
+                raise RankLost(f"rank 0 sent an event of the unknown kind {kind!r}.")
+        if any(slot.end_reason for slot in self._slots.values()):
+            raise RankLost("this process failed at a request that rank 0 goes on with.")
         for slot, token in zip(self._in_rows(), tokens, strict=True):
             slot.last_token = token
         return True
 
     def _start(self, number: int, config: CCAConfig | None, request: Request) -> None:
-        """Read a request that has left the first rank's queue, for the row placed last."""
-        if self._placed is None:
+        """Read a request that has left rank 0's queue, for a row of the pool chosen last."""
+        if self._last_pool is None:
             raise RankLost(
-                f"this process has no room for {request.length} tokens, which the first one has."
+                f"this process has no room for {request.length} tokens, which rank 0 has."
             )
         slot = Slot(request, config=config)
         self._slots[number] = slot
-        self._start_reading(slot, self._placed)
+        self._start_reading(slot, self._last_pool)
 
-    def _take(self, slot: Slot, token: int) -> str | None:
-        """Count a token; the first rank decides which token it is, and whether it is the last."""
+    def _take(self, slot: Slot, token: int) -> None:
+        """Count a token; rank 0 decides which token it is, and whether it is the last."""
         slot.made += 1
-        return None
 
 
-def leads() -> bool:
+def is_rank_0() -> bool:
     """Whether clients speak to this rank."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -152,7 +152,7 @@ def _start_others(serving: Serving) -> None:
         )
         for rank in range(1, serving.tensor_parallel)
     ]
-    atexit.register(_end, processes)
+    atexit.register(_stop_processes, processes)
 
 
 def _open_store() -> int:
@@ -172,7 +172,7 @@ def _open_store() -> int:
     return port
 
 
-def _end(processes: list[subprocess.Popen]) -> None:
+def _stop_processes(processes: list[subprocess.Popen]) -> None:
     for process in processes:
         try:
             process.wait(WAIT_S)

@@ -29,7 +29,7 @@ def warm_up(scheduler: Scheduler, sizes: Iterable[tuple[int, int]] = ()) -> None
         except ValueError:  # larger than the budget
             continue
         while not scheduler.idle:
-            scheduler.step()
+            scheduler.run_turn()
         if slot.error is not None:
             raise slot.error
     scheduler.clear()

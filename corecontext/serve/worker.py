@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from corecontext.loading import is_out_of_memory
 from corecontext.serve.errors import Code, RequestError, draining
-from corecontext.serve.ranks import BEAT_S, RankLost
+from corecontext.serve.ranks import HEARTBEAT_S, RankLost
 from corecontext.serve.request import Request, Slot
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.text import TextStream
@@ -18,23 +20,21 @@ from corecontext.serve.text import TextStream
 log = logging.getLogger("corecontext.serve")
 
 
+@dataclass(eq=False)
 class Answer:
-    """The pieces of one request's text, as they are made.
+    """The pieces of one request's text, as they are made."""
 
-    Args:
-        request: The request.
-        text: Decodes its tokens.
-        on_end: Called with the slot that has ended, on the worker's thread.
-    """
+    request: Request
+    text: TextStream
+    """Decodes its tokens."""
+    on_end: Callable[[Slot], None]
+    """Called with the slot that has ended, on the worker's thread."""
+    slot: Slot | None = None
+    finish_reason: str | None = None
 
-    def __init__(self, request: Request, text: TextStream, on_end: Callable[[Slot], None]) -> None:
-        self.request = request
-        self.text = text
-        self.slot: Slot | None = None
-        self.finish_reason: str | None = None
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        self._on_end = on_end
 
     def on_token(self, token: int) -> bool:
         """Take a token; return whether a stop text ends the answer with it."""
@@ -46,13 +46,13 @@ class Answer:
 
     def on_ended(self, slot: Slot) -> None:
         """Take the end of the request; a stop text may be found in the last characters."""
-        if slot.ended in ("stop", "length"):
+        if slot.end_reason in ("stop", "length"):
             rest = self.text.end()
             if rest:
                 self._put(rest)
                 if self.text.stopped:
-                    slot.ended = "stop"
-        self._on_end(slot)
+                    slot.end_reason = "stop"
+        self.on_end(slot)
         self._put(None)
 
     def _put(self, piece: str | None) -> None:
@@ -67,50 +67,47 @@ class Answer:
         while (piece := await self._pieces.get()) is not None:
             yield piece
         assert self.slot is not None, "a request that has ended was submitted"
-        if self.slot.ended not in ("stop", "length"):
+        if self.slot.end_reason not in ("stop", "length"):
             raise _failure(self.slot)
-        self.finish_reason = self.slot.ended
+        self.finish_reason = self.slot.end_reason
 
 
 def _failure(slot: Slot) -> RequestError:
     """Return the error of a request that ended without its answer."""
-    if slot.ended == "timeout":
-        return RequestError(
-            Code.TIMEOUT,
+    code = Code.INTERNAL
+    message = "the request failed inside the server, which has noted why."
+    if slot.end_reason == "timeout":
+        code = Code.TIMEOUT
+        message = (
             f"the request took longer than its time limit; {slot.made} tokens were made. Ask for "
-            "fewer new tokens, or try again when fewer requests run.",
+            "fewer new tokens, or try again when fewer requests run."
         )
-    if slot.ended == "cancelled":
-        return RequestError(
-            Code.CANCELLED,
-            "the server was stopped before the request came to its end. Try another one.",
-        )
-    if slot.error is not None and is_out_of_memory(slot.error):
-        return RequestError(
-            Code.OUT_OF_MEMORY,
+    elif slot.end_reason == "cancelled":
+        code = Code.CANCELLED
+        message = "the server was stopped before the request came to its end. Try another one."
+    elif slot.error is not None and is_out_of_memory(slot.error):
+        code = Code.OUT_OF_MEMORY
+        message = (
             "the request ran out of memory. Shorten the prompt, or try again when fewer requests "
-            "run.",
+            "run."
         )
-    return RequestError(Code.INTERNAL, "the request failed inside the server, which has noted why.")
+    return RequestError(code, message)
 
 
+@dataclass(eq=False)
 class Worker:
-    """Run a scheduler in a thread of its own.
+    """Run a scheduler in a thread of its own."""
 
-    Args:
-        scheduler: Runs the model.
-        on_end: Called with each slot that has ended, on the worker's thread.
-    """
+    scheduler: Scheduler
+    """Runs the model."""
+    on_end: Callable[[Slot], None] = lambda slot: None
+    """Called with each slot that has ended, on the worker's thread."""
+    draining: bool = False
+    """Whether new requests are refused."""
+    failed: bool = False
+    """Whether the thread has ended because the model cannot run any more."""
 
-    def __init__(
-        self, scheduler: Scheduler, on_end: Callable[[Slot], None] = lambda slot: None
-    ) -> None:
-        self.scheduler = scheduler
-        self.on_end = on_end
-        self.draining = False
-        """Whether new requests are refused."""
-        self.failed = False
-        """Whether the thread has ended because the model cannot run any more."""
+    def __post_init__(self) -> None:
         self._stop = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="corecontext-model", daemon=True)
@@ -164,8 +161,8 @@ class Worker:
             while not self._stop:
                 if self._turn():
                     continue
-                if not self._wake.wait(BEAT_S) and ranks is not None:
-                    ranks.beat()
+                if not self._wake.wait(HEARTBEAT_S) and ranks is not None:
+                    ranks.broadcast()
                 self._wake.clear()
             for slot in [*self.scheduler.waiting, *self.scheduler.active()]:
                 self.scheduler.cancel(slot)
@@ -183,7 +180,7 @@ class Worker:
     def _turn(self) -> bool:
         """Run one turn; an error that concerns no single request is logged and ends none."""
         try:
-            return self.scheduler.step()
+            return self.scheduler.run_turn()
         except RankLost:
             raise
         except Exception:
@@ -196,8 +193,6 @@ def error_of(slot: Slot) -> dict[str, Any]:
     never its text, which may quote the prompt."""
     if slot.error is None:
         return {}
-    trace = slot.error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = "" if trace is None else f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-    return {"error": type(slot.error).__name__, "at": place}
+    frames = traceback.extract_tb(slot.error.__traceback__)
+    places = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+    return {"error": type(slot.error).__name__, "at": "".join(places[-1:])}
