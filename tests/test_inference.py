@@ -315,7 +315,7 @@ def test_sampled_frequencies_are_the_probabilities():
         (Sampling(1.3, top_k=3), 3),
         (Sampling(1.3, top_p=0.75), 3),
     ):
-        sampler = Sampler(20000, logits.device, 1)
+        sampler = Sampler(logits.device, 1)
         sampler.start(sampling, [0], 5)
         found = sampler.choose(logits, sampling.kind).flatten().bincount(minlength=5) / 20000
         expected = (logits[0] / 1.3).softmax(-1) * (torch.arange(5) < kept)

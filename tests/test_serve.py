@@ -25,8 +25,8 @@ httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")
 from pydantic import ValidationError  # noqa: E402
 
 from corecontext.cli import main  # noqa: E402
-from corecontext.inference import Engine, Load, TablePolicy  # noqa: E402
-from corecontext.inference.policy import load_policy, table_around  # noqa: E402
+from corecontext.inference import Engine, Load  # noqa: E402
+from corecontext.inference.policy import TablePolicy, load_policy, table_rows  # noqa: E402
 from corecontext.loading import load  # noqa: E402
 from corecontext.serve.errors import Code, RequestError  # noqa: E402
 from corecontext.serve.guard import Guard  # noqa: E402
@@ -819,7 +819,7 @@ def a_policy(load: Load) -> tuple[int, int]:
 
 def test_policies_by_name():
     assert load_policy(f"{__name__}:a_policy")(Load()) == (4, 16)
-    table = table_around(16, 512, first_token_limit=2.0)
+    table = TablePolicy(table_rows(16, 512), first_token_limit=2.0)
     assert isinstance(table, TablePolicy)
     assert [table(Load(time_to_first_token=seconds)) for seconds in (0.5, 1.5, 5)] == [
         (16, 512),

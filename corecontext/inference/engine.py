@@ -119,16 +119,18 @@ class Engine:
         generation = Generation(**options)
         batch, length = input_ids.shape
         self._check_tokens(input_ids)
-        seeds = generation.seeds(batch)
-        self._check_lengths(length, min(pads), generation.max_new_tokens)
-        key = SessionKey(
-            batch,
-            self.max_length or rounded_up(length + generation.max_new_tokens),
-            self._settings_for(generation, pads, length),
-            len(seeds),
-        )
+        streams = len(generation.seeds(batch))
+        new_tokens = generation.max_new_tokens
+        check_length(self.model.config, length - min(pads), new_tokens)
+        if self.max_length is not None and length + new_tokens > self.max_length:
+            raise ValueError(
+                f"max_length must hold prompt and answer, got {self.max_length} for {length} and "
+                f"{new_tokens} tokens. Make the engine with a larger max_length."
+            )
+        max_length = self.max_length or rounded_up(length + new_tokens)
+        key = SessionKey(batch, max_length, self._settings_for(generation, pads, length), streams)
         mask = attention_mask if max(pads) else None
-        return Stream(self, key, Prompt(input_ids, mask, pads), generation, seeds)
+        return Stream(self, key, Prompt(input_ids, mask, pads), generation)
 
     def _check_tokens(self, input_ids: Tensor) -> None:
         """Raise unless all tokens are in the model's vocabulary: any other would stop a GPU for
@@ -146,15 +148,6 @@ class Engine:
             raise ValueError(
                 f"input_ids must be from 0 to {count - 1}, got {low} to {high}. Use the model's "
                 "own tokenizer."
-            )
-
-    def _check_lengths(self, length: int, pad: int, new_tokens: int) -> None:
-        """Raise unless prompt and answer fit the model's positions and the buffers."""
-        check_length(self.model.config, length - pad, new_tokens)
-        if self.max_length is not None and length + new_tokens > self.max_length:
-            raise ValueError(
-                f"max_length must hold prompt and answer, got {self.max_length} for {length} and "
-                f"{new_tokens} tokens. Make the engine with a larger max_length."
             )
 
     def _settings_for(self, generation: Generation, pads: list[int], length: int) -> Any:

@@ -67,13 +67,14 @@ class Fused:
             raise ValueError(f"fuse must be None or 'compile', got {fuse!r}.")
         self.model = model
         self._is_on = fuse is not None
-        self._step: Callable[..., Any] | None = None
+        self._step: Callable[..., Any] = model
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._files: set[ModuleType] = set()
         if fuse is None:
             return
         # As one graph or not at all: where it fails, no part has run and the cache is untouched.
-        self._step = torch.compile(model, dynamic=False, fullgraph=True)
+        name = type(model).__name__
+        self._step = compiled_or_plain(model, name, dynamic=False, fullgraph=True)
         for module in model.modules():
             name = type(module).__name__
             if module._compiled_call_impl is None and name.endswith(("MLP", "RMSNorm")):
@@ -111,14 +112,8 @@ class Fused:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward on one token a row and a cache of fixed buffers."""
-        if self._step is not None:
-            try:
-                with torch._dynamo.config.patch(recompile_limit=MOST_STEPS):
-                    return self._step(*args, **kwargs)
-            except _REFUSED as error:
-                _warn(type(self.model).__name__, error)
-                self._step = None
-        return self.model(*args, **kwargs)
+        with torch._dynamo.config.patch(recompile_limit=MOST_STEPS):
+            return self._step(*args, **kwargs)
 
 
 def _rotation_of(file: ModuleType) -> _Rotation:
@@ -131,12 +126,17 @@ def _rotation_of(file: ModuleType) -> _Rotation:
     return rotation
 
 
-def compiled_or_plain(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def compiled_or_plain(
+    function: Callable[..., Any], name: str, *, dynamic: bool = True, fullgraph: bool = False
+) -> Callable[..., Any]:
     """Return a function that runs compiled until the compiler fails, then uncompiled.
 
-    `function` must have no state, so that running it again after a failure is safe.
+    `function` must have no state, or be compiled as a full graph, so that running it again after a
+    failure is safe.
     """
-    compiled: Callable[..., Any] | None = torch.compile(function, dynamic=True)
+    compiled: Callable[..., Any] | None = torch.compile(
+        function, dynamic=dynamic, fullgraph=fullgraph
+    )
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled
@@ -144,16 +144,12 @@ def compiled_or_plain(function: Callable[..., Any], name: str) -> Callable[..., 
             try:
                 return compiled(*args, **kwargs)
             except _REFUSED as error:
-                _warn(name, error)
                 compiled = None
+                why = (str(error).strip() or type(error).__name__).splitlines()[0]
+                warnings.warn(
+                    f"{name} cannot be compiled, so it runs as it is, which is slower: {why}",
+                    stacklevel=2,
+                )
         return function(*args, **kwargs)
 
     return call
-
-
-def _warn(name: str, error: BaseException) -> None:
-    lines = (line.strip() for line in str(error).splitlines() if line.strip())
-    why = next(lines, type(error).__name__)
-    warnings.warn(
-        f"{name} cannot be compiled, so it runs as it is, which is slower: {why}", stacklevel=3
-    )

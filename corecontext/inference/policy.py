@@ -80,8 +80,9 @@ def settings_for(
     return config.replace(group_size=group_size, num_groups=None)
 
 
-def _table_rows(group_size: int, window_size: int) -> tuple[tuple[float, int, int], ...]:
-    """Return (pressure, group_size, window_size), from these sizes on in steps by a factor of 2."""
+def table_rows(group_size: int, window_size: int) -> tuple[tuple[float, int, int], ...]:
+    """Return the rows of a table: these sizes up to half of the load, then twice and four times
+    the g with half and a quarter of the s."""
     return tuple(
         (pressure, group_size * factor, max(1, window_size // factor))
         for pressure, factor in ((0.5, 1), (0.8, 2), (1.0, 4))
@@ -97,7 +98,7 @@ class TablePolicy:
     the last row.
     """
 
-    rows: tuple[tuple[float, int, int], ...] = _table_rows(DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE)
+    rows: tuple[tuple[float, int, int], ...] = table_rows(DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE)
     """(pressure, group_size, window_size), by rising pressure."""
     queue_limit: int = 32
     """Waiting requests that count as pressure 1."""
@@ -132,17 +133,6 @@ class TablePolicy:
         pressure = self.pressure(load)
         row = next((row for row in self.rows if pressure <= row[0]), self.rows[-1])
         return row[1], row[2]
-
-
-def table_around(group_size: int, window_size: int, **limits: float) -> TablePolicy:
-    """Return a server's default table: the model's own g and s up to half of the load, then twice
-    and four times the g with half and a quarter of the s.
-
-    Args:
-        group_size, window_size: The model's own.
-        limits: `queue_limit` and `first_token_limit` of `TablePolicy`.
-    """
-    return TablePolicy(_table_rows(group_size, window_size), **limits)  # type: ignore[arg-type]
 
 
 def load_policy(name: str) -> Policy:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache, StaticCache
 
 from corecontext.cache import CompactLayer, HeadsLayer
 from corecontext.inference.limits import (
@@ -19,6 +20,13 @@ from corecontext.inference.limits import (
     free_bytes,
 )
 from corecontext.integrations.hf_cache import CCALayer, cache_bytes
+
+
+def new_cache(model: Any, max_length: int | None) -> Any:
+    """Make an empty cache: of fixed buffers for `max_length` tokens, or growing."""
+    if max_length is None:
+        return DynamicCache(config=model.config)
+    return StaticCache(model.config, max_cache_len=max_length)
 
 
 class Prefilled(NamedTuple):
@@ -199,13 +207,10 @@ class _Meter:
         self, model: Any, batch: int, length: int, chunk: int, done: int, cache: Any
     ) -> str:
         """Return the message after memory ran out; estimates stand in for what was not measured."""
-        chunk_bytes = self.chunk_bytes
-        if not chunk_bytes:
-            tokens = batch * min(chunk, length)
-            chunk_bytes = tokens * bytes_per_token(model.config, model.dtype)
+        sizes = (model.config, model.dtype)
+        chunk_bytes = self.chunk_bytes or batch * min(chunk, length) * bytes_per_token(*sizes)
         token_bytes = _measured_cache_bytes_per_token(cache, done)
-        if not token_bytes:
-            token_bytes = batch * cache_bytes_per_token(model.config, model.dtype)
+        token_bytes = token_bytes or batch * cache_bytes_per_token(*sizes)
         return does_not_fit(batch, length, chunk, done, self.free or 0, chunk_bytes, token_bytes)
 
 

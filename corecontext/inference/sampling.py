@@ -37,16 +37,11 @@ class Sampling:
                 f"temperature must be at least 0{most}, got {self.temperature}. Use 0 for the "
                 "likeliest token."
             )
-        if self.top_k is not None and (
-            isinstance(self.top_k, bool) or not isinstance(self.top_k, int)
-        ):
-            raise TypeError(
-                f"top_k must be an integer, got {self.top_k!r}. Use None for all tokens."
-            )
+        got = f"got {self.top_k!r}. Use None for all tokens."
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int | None):
+            raise TypeError(f"top_k must be an integer, {got}")
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(
-                f"top_k must be at least 1, got {self.top_k}. Use None for all tokens."
-            )
+            raise ValueError(f"top_k must be at least 1, {got}")
         if not 0 < self.top_p <= 1:
             raise ValueError(
                 f"top_p must be more than 0 and at most 1, got {self.top_p}. Use 1.0 for all "
@@ -69,15 +64,12 @@ class Sampling:
     ) -> Sampling:
         """Return the sampling of `model.generate` under this generation config, with the defaults
         of its unset fields; the arguments override its own."""
-        if do_sample is None:
-            do_sample = config.do_sample
-        if not do_sample:
+        if not (config.do_sample if do_sample is None else do_sample):
             return cls()
-        if temperature is None:
-            temperature = config.temperature
+        values = (temperature, config.temperature, 1.0)
         top_k = 50 if config.top_k is None else config.top_k
         return cls(
-            1.0 if temperature is None else temperature,
+            next(value for value in values if value is not None),
             top_k or None,  # 0 means no limit in transformers
             1.0 if config.top_p is None else config.top_p,
         )
@@ -87,14 +79,12 @@ class Sampler:
     """Sample for one batch, with settings kept in tensors that a captured step reads in place.
 
     Args:
-        batch: Rows.
         device: Device of the logits.
         streams: 1 random stream for all rows together, or one for each row, so that a row's tokens
             do not depend on its neighbours.
     """
 
-    def __init__(self, batch: int, device: torch.device, streams: int) -> None:
-        self.batch = batch
+    def __init__(self, device: torch.device, streams: int) -> None:
         self.generators = [torch.Generator(device) for _ in range(streams)]
         self.temperature = torch.ones((), device=device)
         self.top_k = torch.ones((), dtype=torch.long, device=device)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
 
 from corecontext.config import CCAConfig
 from corecontext.graphs import CapturedStep
+from corecontext.inference.prefill import new_cache
 from corecontext.inference.sampling import Sampler
 from corecontext.integrations.hf_cache import CCALayer, layer_bytes
 from corecontext.integrations.transformers import Handle
@@ -48,6 +49,7 @@ def configured(handle: Handle | None, config: CCAConfig | None) -> Iterator[None
         handle.configure(**before.to_dict())
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """Cache and buffers for batches of one size, length, g and s; used for one request after
     another.
@@ -55,47 +57,37 @@ class Session:
     Where every layer is compact and `static` is set, the cache has fixed buffers and a step reads
     and writes tensors that never move. Otherwise (sliding-window layers, no CCA, a CPU) the cache
     grows and steps are not captured.
-
-    Args:
-        model: The model; its forward makes the step.
-        handle: Its CCA handle, or None for full attention.
-        key: Sizes and settings.
-        static: Whether to use fixed buffers where the model allows it.
-        capture: Whether to capture steps in CUDA graphs where buffers are fixed.
-        forward: Runs a step where buffers are fixed: the model, or a compiled forward.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        handle: Handle | None,
-        key: SessionKey,
-        *,
-        static: bool,
-        capture: bool,
-        forward: Any,
-    ) -> None:
-        self.model = model
-        self.handle = handle
-        self.key = key
-        self._compact = handle is not None and not handle.hybrid
-        self.fixed = static and self._compact
-        self.forward = forward if self.fixed else model
-        device = model.device
-        self.capture = capture and self.fixed and device.type == "cuda"
+    model: Any
+    """Its forward makes the step."""
+    handle: Handle | None
+    """The model's CCA handle; None for full attention."""
+    key: SessionKey
+    _: KW_ONLY
+    static: bool
+    """Whether to use fixed buffers where the model allows it."""
+    capture: bool
+    """Whether to capture steps in CUDA graphs where buffers are fixed."""
+    forward: Any
+    """Runs a step where buffers are fixed: the model, or a compiled forward."""
+
+    def __post_init__(self) -> None:
+        self._compact = self.handle is not None and not self.handle.hybrid
+        self.fixed = self.static and self._compact
+        device = self.model.device
+        self.capture = self.capture and self.fixed and device.type == "cuda"
         self.cache = self._new_cache()
-        self.tokens = torch.zeros(key.batch, 1, dtype=torch.long, device=device)
-        self.positions = torch.zeros(key.batch, 1, dtype=torch.long, device=device)
+        self.tokens = torch.zeros(self.key.batch, 1, dtype=torch.long, device=device)
+        self.positions = torch.zeros_like(self.tokens)
         # [B, max_length], for padded rows beside layers that are not compact.
         self.mask: Tensor | None = None
         self.length = 0
-        self.sampler = Sampler(key.batch, device, key.streams)
+        self.sampler = Sampler(device, self.key.streams)
         self._captured: dict[str, CapturedStep] = {}  # by kind of sampling
 
     def _new_cache(self) -> Any:
-        if self.fixed:
-            return StaticCache(self.model.config, max_cache_len=self.key.max_length)
-        return DynamicCache(config=self.model.config)
+        return new_cache(self.model, self.key.max_length if self.fixed else None)
 
     @property
     def allocated_bytes(self) -> int:
@@ -127,15 +119,19 @@ class Session:
             slots = torch.arange(self.key.max_length, device=positions.device)
             self.mask = (slots >= torch.tensor(pads, device=positions.device)[:, None]).long()
 
-    def shrink_window(self, window_size: int) -> None:
-        """See `CompactLayer.shrink_window`; buffers move, so steps are captured anew."""
-        assert self.key.config is not None, "a request without CCA has no window"
-        self.key = self.key._replace(config=self.key.config.replace(window_size=window_size))
+    def shrink_window(self, key: SessionKey) -> None:
+        """See `CompactLayer.shrink_window`; buffers move, so steps are captured anew.
+
+        Args:
+            key: This session's, with a smaller window.
+        """
+        assert key.config is not None, "a request without CCA has no window"
+        self.key = key
         # planted: inference: steps captured before a shrink are replayed
         self._captured.clear()
         for layer in self.cache.layers:
             if isinstance(layer, CCALayer):
-                layer.compact.shrink_window(window_size)
+                layer.compact.shrink_window(key.config.window_size)
 
     def step(self, kind: str) -> None:
         """Feed `tokens`, put the next tokens in their place; the host reads nothing.
@@ -158,11 +154,10 @@ class Session:
 
     @torch.no_grad()
     def _step(self, kind: str) -> None:
-        mask = None
-        if self.mask is not None:
-            mask = self.mask[:, : self.length]
+        mask = None if self.mask is None else self.mask[:, : self.length]
+        forward = self.forward if self.fixed else self.model
         with self.configured():
-            out = self.forward(
+            out = forward(
                 self.tokens,
                 attention_mask=mask,
                 position_ids=self.positions,

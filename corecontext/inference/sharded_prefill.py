@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
 
 from corecontext.cache import parts_of
 from corecontext.distributed.context_parallel import Shard
@@ -14,7 +13,7 @@ from corecontext.distributed.kept import Keeper
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.wire import Wire
 from corecontext.inference.limits import check_length
-from corecontext.inference.prefill import Prefilled, prefill
+from corecontext.inference.prefill import Prefilled, new_cache, prefill
 from corecontext.integrations.hf_cache import CCALayer
 from corecontext.integrations.transformers import Handle, handle_of
 
@@ -63,7 +62,7 @@ def context_parallel_prefill(
     if wire.size > 1:
         _check_same(input_ids, wire)
     if length < 2 * wire.size or wire.size == 1:
-        whole = prefill(model, input_ids, cache=_new_cache(model, max_length))
+        whole = prefill(model, input_ids, cache=new_cache(model, max_length))
         return whole if process in (None, wire.rank) else None
 
     # Every rank reads its tokens; the keeper collects each layer's entries on the target ranks.
@@ -94,7 +93,7 @@ def context_parallel_prefill(
     wire.exchange(sends, receives)
     if wire.rank not in targets:
         return None
-    cache = _new_cache(model, max_length)
+    cache = new_cache(model, max_length)
     cache.layers = [_filled(handle, i, keeper, length, max_length) for i in range(len(handle.full))]
     return Prefilled(logits, cache, torch.tensor([length], device=input_ids.device))
 
@@ -129,26 +128,19 @@ def _check(
         raise ValueError(f"process must be one of 0 to {wire.size - 1} or None, got {process}.")
     if wire.size == 1:
         return
-    if handle.hybrid:
-        raise NotImplementedError(
-            "a model with sliding-window layers cannot be spread: these layers would see parts "
-            "of the prompt only. Use prefill on one process."
-        )
     config = handle.config
-    unsupported = None
-    if config.sink_size:
-        unsupported = f"sink_size {config.sink_size}"
-    elif config.backend == "reference":
-        unsupported = "backend 'reference'"
-    if unsupported is not None:
-        raise NotImplementedError(
-            f"{unsupported} cannot be spread over processes. Use prefill on one process."
-        )
-    if config.cache_dtype != "auto":
-        raise NotImplementedError(
-            f"a cache in {config.cache_dtype} cannot be filled by several processes: they "
-            "attend to tokens before these are rounded. Use cache_dtype='auto'."
-        )
+    way_out = "cannot be spread over processes. Use prefill on one process."
+    unsupported = {
+        "a model with sliding-window layers cannot be spread: these layers would see parts of the "
+        "prompt only. Use prefill on one process.": handle.hybrid,
+        f"sink_size {config.sink_size} {way_out}": config.sink_size,
+        f"backend 'reference' {way_out}": config.backend == "reference",
+        f"a cache in {config.cache_dtype} cannot be filled by several processes: they attend to "
+        "tokens before these are rounded. Use cache_dtype='auto'.": config.cache_dtype != "auto",
+    }
+    for message, applies in unsupported.items():
+        if applies:
+            raise NotImplementedError(message)
 
 
 def _check_same(input_ids: Tensor, wire: Wire) -> None:
@@ -162,12 +154,6 @@ def _check_same(input_ids: Tensor, wire: Wire) -> None:
             "input_ids must be the whole prompt and the same on every process, got lengths "
             f"{checksums.view(-1, 2)[:, 0].tolist()} or other tokens."
         )
-
-
-def _new_cache(model: Any, max_length: int | None) -> Any:
-    if max_length is None:
-        return DynamicCache(config=model.config)
-    return StaticCache(model.config, max_cache_len=max_length)
 
 
 def _filled(

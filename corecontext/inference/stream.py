@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from corecontext.config import CCAConfig, check_int
+from corecontext.config import check_int
 from corecontext.inference.prefill import prefill
 from corecontext.inference.sampling import Sampling
 from corecontext.inference.session import Session, SessionKey
@@ -106,6 +106,7 @@ class Prompt(NamedTuple):
     """Padded tokens at the beginning of each row."""
 
 
+@dataclass(eq=False, repr=False)
 class Stream(Iterator[list["int | None"]]):
     """The tokens of a running request: each step gives a list with a token for each row, None for
     rows that have ended.
@@ -115,48 +116,37 @@ class Stream(Iterator[list["int | None"]]):
     then its cache serves the next request.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        key: SessionKey,
-        prompt: Prompt,
-        generation: Generation,
-        seeds: list[int],
-    ) -> None:
-        self.engine = engine
-        self.key = key
-        self.prompt: Prompt | None = prompt
-        self.generation = generation
-        self.sampling = generation.sampling or Sampling()
-        self.seeds = seeds
-        self.eos = generation.eos_tokens(engine.model)
+    engine: Any
+    key: SessionKey
+    prompt: Prompt | None
+    """None once it has been read."""
+    generation: Generation
+
+    def __post_init__(self) -> None:
+        self.sampling = self.generation.sampling or Sampling()
+        self.eos = self.generation.eos_tokens(self.engine.model)
         self.session: Session | None = None
-        self.running = [True] * key.batch
+        self.running = [True] * self.key.batch
         self.made = 0
         """Steps whose tokens were started."""
         self._tails: list[list[int]] = [[] for _ in self.running]
         # Every token but special ones decodes to at least a byte, so this many of the newest
         # tokens hold any stop string.
-        longest = max((len(stop.encode()) for stop in generation.stop_strings), default=0)
+        longest = max((len(stop.encode()) for stop in self.generation.stop_strings), default=0)
         self._tail_length = longest + 8
         # Tokens on their way to the host, each with the event that ends the copy (GPU only).
         self._pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._closed = False
 
     @property
-    def _config(self) -> CCAConfig | None:
-        """CCA's settings now: a running session's window may have been shrunk."""
-        return self.key.config if self.session is None else self.session.key.config
-
-    @property
     def group_size(self) -> int | None:
         """Tokens per core token, g, of this request; None without CCA."""
-        return None if self._config is None else self._config.group_size
+        return None if self.key.config is None else self.key.config.group_size
 
     @property
     def window_size(self) -> int | None:
         """Nearest tokens kept as they are, s, now; None without CCA."""
-        return None if self._config is None else self._config.window_size
+        return None if self.key.config is None else self.key.config.window_size
 
     def configure(self, *, group_size: int | None = None, window_size: int | None = None) -> None:
         """Shrink s of a running request, which frees memory and speeds up every further step.
@@ -167,7 +157,8 @@ class Stream(Iterator[list["int | None"]]):
             ValueError: group_size would change (the core tokens are made), window_size would grow
                 (the tokens are gone), or the request runs without CCA or has ended.
         """
-        if self._config is None:
+        config = self.key.config
+        if config is None:
             raise ValueError(
                 "configure must be used with CCA enabled, got a request without. "
                 "Call corecontext.enable(model)."
@@ -184,15 +175,14 @@ class Stream(Iterator[list["int | None"]]):
             )
         if window_size is None or window_size == self.window_size:
             return
-        if window_size > self._config.window_size:
+        if window_size > config.window_size:
             raise ValueError(
                 f"window_size must be at most {self.window_size} once set, got {window_size}. "
                 "Start a new request for a larger window."
             )
-        if self.session is None:
-            self.key = self.key._replace(config=self._config.replace(window_size=window_size))
-        else:
-            self.session.shrink_window(window_size)
+        self.key = self.key._replace(config=config.replace(window_size=window_size))
+        if self.session is not None:
+            self.session.shrink_window(self.key)
 
     def __next__(self) -> list[int | None]:
         if self._closed:
@@ -229,8 +219,9 @@ class Stream(Iterator[list["int | None"]]):
                 chunk_size=engine.chunk_size,
                 on_chunk=self.generation.on_chunk,
             )
+        seeds = self.generation.seeds(self.key.batch)
         session.begin(positions, prompt.pads, prompt.input_ids.shape[1])
-        session.sampler.start(self.sampling, self.seeds, logits.shape[-1])
+        session.sampler.start(self.sampling, seeds, logits.shape[-1])
         session.tokens.copy_(session.sampler.choose(logits, self.sampling.kind))
         self._start_copy(session)
         tokens = self._read()
@@ -240,14 +231,11 @@ class Stream(Iterator[list["int | None"]]):
     def _start_copy(self, session: Session) -> None:
         """Start copying the newest tokens to the host, before the next step overwrites them."""
         self.made += 1
-        tokens = session.tokens
-        if not tokens.is_cuda:
-            self._pending.append((tokens[:, 0].clone(), None))
-            return
-        host = torch.empty(len(tokens), dtype=tokens.dtype, device="cpu", pin_memory=True)
-        host.copy_(tokens[:, 0], non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(tokens.device))
+        host = session.tokens[:, 0].to("cpu", non_blocking=True, copy=True)  # in pinned memory
+        copied = None
+        if session.tokens.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(session.tokens.device))
         self._pending.append((host, copied))
 
     def _read(self) -> list[int | None]:
@@ -287,7 +275,6 @@ class Stream(Iterator[list["int | None"]]):
         self._pending.clear()
         self.prompt = None
         if self.session is not None:
-            self.key = self.session.key
             self.engine.give_back(self.session, reusable)
             self.session = None
 

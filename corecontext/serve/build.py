@@ -63,7 +63,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     """
     import torch
 
-    from corecontext.inference.policy import load_policy, table_around
+    from corecontext.inference.policy import TablePolicy, load_policy, table_rows
     from corecontext.serve.rows import RowShape
     from corecontext.serve.scheduler import UNLIMITED, Scheduler
     from corecontext.serve.tensor_parallel import Follower, join
@@ -93,9 +93,8 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
         "a server's model has CCA enabled, whose place its own caches take under method 'full'"
     )
     if serving.policy == "elastic":
-        policy = table_around(
-            config.group_size, config.window_size, first_token_limit=serving.first_token_limit
-        )
+        rows = table_rows(config.group_size, config.window_size)
+        policy = TablePolicy(rows, first_token_limit=serving.first_token_limit)
     cuda = loaded.model.device.type == "cuda"
     kind = Scheduler if ranks is None or ranks.is_rank_0 else Follower
     with one_line():

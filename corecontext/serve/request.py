@@ -87,13 +87,6 @@ class Slot:
     error: BaseException | None = None
 
     @property
-    def time_to_first_token(self) -> float | None:
-        """Seconds since the request arrived, queue included."""
-        if self.first_token_at is None:
-            return None
-        return self.first_token_at - self.request.arrived
-
-    @property
     def length(self) -> int:
         """Tokens so far, of the prompt and of the answer."""
         return len(self.request.prompt) + self.made
