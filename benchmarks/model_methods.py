@@ -148,7 +148,7 @@ class RowsRun(StaticRun):
         for _ in range(self.model.config.get_text_config(decoder=True).num_hidden_layers):
             layer = FullLayer(room, fixed=True)
             shape = (2, *token.shape[:2], room, token.shape[3])
-            layer.hold(list(token.new_empty(shape).normal_()))
+            layer.buffers = list(token.new_empty(shape).normal_())
             layer.pad = torch.zeros(batch, dtype=torch.long, device=token.device)
             layer.pads = [0] * batch
             layer.seen = torch.full((), length, device=token.device)

@@ -140,7 +140,7 @@ see_local = see_local | (key_position == position + 1)
     ),
     Fault(
         "4: beams keep the ring of another",
-        "self.hold([self.keys, *(change(x) for x in self.buffers[1:])])",
+        "self.buffers = [self.keys, *(change(x) for x in self.buffers[1:])]",
         f"{CACHE}::test_select_and_repeat_rows",
     ),
     Fault(
@@ -150,7 +150,7 @@ see_local = see_local | (key_position == position + 1)
     ),
     Fault(
         "4: plain attention for a prompt one token too long",
-        "is_plain = position == 0 and num_visible_cores(raw.end - 2, g, s) == 0",
+        "is_plain = position == 0 and num_visible_cores(end - 2, g, entries.spec.window_size) == 0",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(

@@ -190,14 +190,14 @@ def test_the_kernel_decodes_from_a_full_cache_as_pytorch_does(monkeypatch):
         monkeypatch.setattr(full, "choose_backend", lambda *_, backend=backend: backend)
         for fixed in (False, True):
             layer = full.FullLayer(24, fixed=fixed)
-            layer.hold(list(past.clone()))
+            layer.buffers = list(past.clone())
             layer.pads, layer.seen = [-3, 11], 16  # rows of 19 and 5 tokens
             layer.pad = torch.tensor(layer.pads)
             if fixed:
                 layer.seen = torch.tensor(16)
             out.append(layer.attend(*x))
             assert int(layer.seen) == 17
-            kept.append(torch.stack([layer.keys[0, :, 19], layer.keys[1, :, 5]]))
+            kept.append(torch.stack([layer.buffers[0][0, :, 19], layer.buffers[0][1, :, 5]]))
     for one, held in zip(out[1:], kept[1:]):
         torch.testing.assert_close(one, out[0], rtol=1e-5, atol=1e-5)
         assert torch.equal(held, kept[0])

@@ -157,7 +157,7 @@ def test_nothing_unseen_is_read(prefill):
         layer.values[:, :, unseen] = float("nan")
 
     out = decoded(layer, qkv, prefill, before=poison)
-    assert_rows(out, reference(layer.config, layer.rotary, qkv), torch.float32)
+    assert_rows(out, reference(layer.config, layer.spec.rotary, qkv), torch.float32)
 
 
 def test_the_same_bits_from_run_to_run():

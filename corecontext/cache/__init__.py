@@ -3,7 +3,7 @@
 from corecontext.cache.full import FullLayer
 from corecontext.cache.layer import CompactLayer
 from corecontext.cache.parts import CompactKVCache, HeadsLayer, new_layer, parts_of
-from corecontext.cache.undo import UNDO_LIMIT
+from corecontext.cache.state import UNDO_LIMIT
 
 __all__ = [
     "UNDO_LIMIT",

@@ -63,11 +63,6 @@ class Entries:
         """[B, Hkv, C + n + M w, D]."""
         return self.buffers[1]
 
-    @property
-    def rotary(self) -> Rotary | None:
-        """The keys' rotation, where core keys need it."""
-        return self.spec.rotary
-
     # Sizes
     # -----
 
@@ -188,22 +183,6 @@ class Entries:
         wide = torch.promote_types(dtype, torch.float32)
         return self.learned["bias"].to(wide) + self.config.core_bias
 
-    # The buffers as a whole
-    # ----------------------
-
-    def hold(self, buffers: list[Tensor]) -> None:
-        """Replace the buffers."""
-        self.buffers = buffers
-
-    def allocate(self, shape: tuple[int, int, int], like: list[Tensor]) -> bool:
-        """Make zero buffers [B, Hkv, S] for entries such as `like`; False if they exist already."""
-        shapes = [(*shape, x.shape[3]) for x in like]
-        wanted = [(size, x.dtype, x.device) for size, x in zip(shapes, like)]
-        if wanted == [(tuple(x.shape), x.dtype, x.device) for x in self.buffers]:
-            return False
-        self.hold([x.new_zeros(size) for size, x in zip(shapes, like)])
-        return True
-
     def reserve(self, length: int) -> None:
         """Make room for a row of `length` tokens, and a quarter more than now at least."""
         room = self.keys.shape[2] - self.raw_size
@@ -211,4 +190,4 @@ class Entries:
         if needed > room:
             if room:
                 needed = max(needed, room + max(16, room // 4))
-            self.hold([grown(x, self.raw_size + needed) for x in self.buffers])
+            self.buffers = [grown(x, self.raw_size + needed) for x in self.buffers]

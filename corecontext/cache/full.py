@@ -41,15 +41,6 @@ class FullLayer:
         self.seen: int | Tensor = 0
 
     @property
-    def keys(self) -> Tensor:
-        """[B, Hkv, max_length, D]."""
-        return self.buffers[0]
-
-    def hold(self, buffers: list[Tensor]) -> None:
-        """Replace the buffers."""
-        self.buffers = buffers
-
-    @property
     def allocated_bytes(self) -> int:
         """Bytes of the buffers."""
         return sum(x.untyped_storage().nbytes() for x in self.buffers)
@@ -75,7 +66,7 @@ class FullLayer:
         """
         if not self.buffers:
             shape = (len(q), k.shape[1], self.max_length, k.shape[3])
-            self.hold([torch.zeros(shape, dtype=k.dtype, device=k.device) for _ in range(2)])
+            self.buffers = [k.new_zeros(shape), v.new_zeros(shape)]
             self.pad = torch.zeros(len(q), dtype=torch.long, device=q.device)
             self.pads = [0] * len(q)
         scale = q.shape[-1] ** -0.5 if scale is None else scale

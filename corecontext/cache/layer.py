@@ -12,11 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from corecontext.cache.append import NewTokens, Span, append_rows
+from corecontext.cache.append import NewTokens, append_rows
 from corecontext.cache.decode_step import decode_step
 from corecontext.cache.slots import read, write
 from corecontext.cache.state import LayerState
-from corecontext.cache.undo import Undo
 from corecontext.ops import rules
 from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
 from corecontext.ops.batch import find_segments
@@ -111,14 +110,10 @@ class CompactLayer(LayerState):
                 self._start(q, k)
             self._make_room(end)
             stored = self.encode(k, v)
-            self._undo = None
-            if self.max_length is None:
-                self._undo = Undo.of(self, self.pad, start, stored, self._intact_from)
+            self._note_lost(start, stored)
             tokens = NewTokens(q, *self.decode(stored, k.dtype), stored)
             out = self._append_spans(tokens, start, stops, store_only=needs_grad)
-            self._advance(end - start)
-            self._counted = end
-            self._note_padding(end)
+            self.set_length(end)
             self._intact_from = max(self._intact_from, end - self.ring_size)
         if not needs_grad:
             return q.new_zeros(q.shape) if out is None else out
@@ -131,24 +126,24 @@ class CompactLayer(LayerState):
         self, tokens: NewTokens, start: int, stops: list[int], store_only: bool
     ) -> Tensor | None:
         """Append rows that share their padding and end together, else row by row."""
-        pads = self.pads
-        rows = [slice(row, row + 1) for row in range(len(pads))]
-        if len(set(pads)) == 1 and not self._closed:
-            rows = [slice(0, len(pads))]
+        step = 1
+        if len(set(self.pads)) == 1 and not self._closed:
+            step = len(self.pads)
         out = None
-        for span_rows in rows:
-            pad = pads[span_rows.start]
-            first = max(0, pad - start)
-            last = stops[span_rows.start] - start
+        for row in range(0, len(self.pads), step):
+            rows = slice(row, row + step)
+            first = max(0, self.pads[row] - start)
+            last = stops[row] - start
             if first >= last:
                 continue  # only padding
-            span = Span(span_rows, first, last, max(0, start - pad))
-            span_out = append_rows(self, tokens, span, store_only=store_only)
+            position = max(0, start - self.pads[row])
+            span_tokens = tokens.of(rows, first, last)
+            span_out = append_rows(self, span_tokens, rows, position, store_only=store_only)
             if span_out is not None and span_out.shape == tokens.q.shape:
                 return span_out
             if span_out is not None:
                 out = tokens.q.new_zeros(tokens.q.shape) if out is None else out
-                out[span_rows, :, first:last] = span_out
+                out[rows, :, first:last] = span_out
         return out
 
     # Decoding
@@ -156,8 +151,7 @@ class CompactLayer(LayerState):
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append one token per row; compiled and captured."""
-        self._check_open()
-        self._check_batch(q.shape[0])
+        self._check_rows(q.shape[0])
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise ValueError(NO_GRADIENTS)
         is_fixed = self.max_length is not None
@@ -179,18 +173,19 @@ class CompactLayer(LayerState):
                 cache_dtype=self.config.cache_dtype,
             )
             out = self._step(q, k, v, slots, self.spec, self.config.core_bias)
-            if not is_fixed:  # else the kernel has counted on the device
-                self.seen += 1
-            return out
-
-        # A fixed cache does not know its length on the host: it looks at all groups in every step.
-        num_cores = self.capacity if is_fixed else self.num_cores(self.seen + 1 - min(self.pads))
-        g = self.group_size
-        # planted: 4: decoding never pools
-        closes = is_fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads)
-        position = self.seen - self.pad
-        out = decode_step(self, (q, k, v), position, num_cores=num_cores, closes=closes)
-        self._advance(1)
+            if is_fixed:
+                return out  # the kernel has counted on the device
+        else:
+            # A fixed cache does not know its length on the host: each step looks at all groups.
+            num_cores = self.capacity
+            if not is_fixed:
+                num_cores = self.num_cores(self.seen + 1 - min(self.pads))
+            g = self.group_size
+            # planted: 4: decoding never pools
+            closes = is_fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads)
+            position = self.seen - self.pad
+            out = decode_step(self, (q, k, v), position, num_cores=num_cores, closes=closes)
+        self.seen += 1
         return out
 
     def _choose_step(self) -> None:
@@ -208,11 +203,8 @@ class CompactLayer(LayerState):
             return
         # Tables stay where they are as long as they are right: a captured step reads them there.
         device = self.keys.device
-        shape = (self.group_size, rotary.inv_freq.numel())
-        if self._tables is None or (self._tables[0].shape, self._tables[0].device) != (
-            shape,
-            device,
-        ):
+        wanted = ((self.group_size, rotary.inv_freq.numel()), device)
+        if self._tables is None or (self._tables[0].shape, self._tables[0].device) != wanted:
             self._tables = module.turn_tables(rotary, self.group_size, device)
 
     # Beginning, length and padding
@@ -233,10 +225,7 @@ class CompactLayer(LayerState):
         core_width = q.shape[1] // k.shape[1] if config.core_heads == "query" else 1
         self._set_sizes(group_size, core_width, k.dtype)
         shape = (*k.shape[:2], self.size(self.max_length or 0))
-        is_new = self.allocate(shape, self.encode(k[:, :, :1], k[:, :, :1]))
-        if is_new and self.max_length is not None:
-            self.seen = torch.zeros((), dtype=torch.long, device=k.device)
-            self._mark_static(*self.buffers, self.seen, self.pad)
+        self.allocate(shape, self.encode(k[:, :, :1], k[:, :, :1]))
         self._choose_step()
         self.is_empty = False
 
@@ -244,10 +233,9 @@ class CompactLayer(LayerState):
         self, mask: Tensor | None, batch: int, start: int, end: int, device: torch.device
     ) -> list[int]:
         """Update the padding from the mask of an append; return where each row's tokens end."""
-        self._check_open()
+        self._check_rows(batch)
         if self.is_empty:
             self.pads = [0] * batch
-        self._check_batch(batch)
         if not self.is_empty and self.config.num_groups is not None and end - start > 1:
             raise ValueError(
                 "num_groups must get the whole prompt in one call, got more tokens on a filled "
@@ -274,11 +262,8 @@ class CompactLayer(LayerState):
             self.pads = pads
             if min(stops) < end:
                 self.close("a batch padded on the right")
-        if self.pad is None or len(self.pad) != batch:
-            self.pad = torch.zeros(batch, dtype=torch.long, device=device)
-            before = [0] * batch
-        if self.pads != before:
-            self.pad.copy_(torch.tensor(self.pads, device=device))
+        if self.is_empty or self.pads != before:
+            self._store_pads(device)
         return stops
 
     # Taking tokens back
@@ -300,12 +285,9 @@ class CompactLayer(LayerState):
         if num_tokens == 0:
             return
         self._expected = None
-        if self._undo is not None:
-            self._undo = self._undo.restore(self, self.pad, base, end)
+        self._restore_lost(base, end)
         self._intact_from = intact_from
-        self._advance(-num_tokens)
-        self._counted = end - num_tokens
-        self._note_padding(end - num_tokens)
+        self.set_length(end - num_tokens)
 
     def check_crop(self, num_tokens: int) -> tuple[int, int]:
         """Raise where `crop` would raise, changing nothing.
@@ -382,6 +364,7 @@ class CompactLayer(LayerState):
             # planted: inference: a smaller ring filled by old slots
             write(smaller, kept % ring, read(buffer, kept % old_ring))
             buffers.append(smaller)
-        self.hold(buffers)
+        self.buffers = buffers
         if self.max_length is not None:
-            self._mark_static(*buffers)
+            for buffer in buffers:
+                torch._dynamo.mark_static_address(buffer)

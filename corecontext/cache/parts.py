@@ -4,8 +4,8 @@ of a model."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -28,6 +28,17 @@ def _sum(name: str) -> property:
     return property(lambda self: sum(getattr(part, name) for part in self.parts), doc=doc)
 
 
+def _each(name: str) -> Callable[..., None]:
+    """Make a method that calls each part's."""
+
+    def method(self: Parts, *args: Any) -> None:
+        for part in self.parts:
+            getattr(part, name)(*args)
+
+    method.__doc__ = f"As `CompactLayer.{name}`, of every part."
+    return method
+
+
 class Parts:
     """Compact layers that hold the same tokens; see `CompactLayer` for each method."""
 
@@ -35,39 +46,37 @@ class Parts:
     nbytes = _sum("nbytes")
     raw_bytes = _sum("raw_bytes")
     allocated_bytes = _sum("allocated_bytes")
+    check_crop = _each("check_crop")
+    shrink_window = _each("shrink_window")
+    select = _each("select")
+    repeat = _each("repeat")
+    reset = _each("reset")
+
+    STATE: ClassVar[str]
+    """Name of the parts in a saved state."""
 
     def __init__(self, parts: Iterable[Any]) -> None:
         self.parts = list(parts)
 
-    def _on_each(self, name: str, *args: Any) -> None:
-        """Call a method of each part."""
-        for part in self.parts:
-            getattr(part, name)(*args)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every part."""
+        return {self.STATE: [part.state_dict() for part in self.parts]}
 
-    def check_crop(self, num_tokens: int) -> None:
-        """Raise where `crop` would raise, changing nothing."""
-        self._on_each("check_crop", num_tokens)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state of as many parts."""
+        states = state[self.STATE]
+        if len(states) != len(self.parts):
+            raise ValueError(
+                f"the state must have {len(self.parts)} {self.STATE}, got {len(states)}."
+            )
+        for part, part_state in zip(self.parts, states):
+            part.load_state_dict(part_state)
 
     def crop(self, num_tokens: int) -> None:
         """Take back the last tokens; where one part refuses, none has changed."""
         self.check_crop(num_tokens)
-        self._on_each("crop", num_tokens)
-
-    def shrink_window(self, window_size: int) -> None:
-        """Let all later queries see fewer raw tokens."""
-        self._on_each("shrink_window", window_size)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep the given rows in the given order."""
-        self._on_each("select", rows)
-
-    def repeat(self, times: int) -> None:
-        """Repeat each row."""
-        self._on_each("repeat", times)
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        self._on_each("reset")
+        for part in self.parts:
+            part.crop(num_tokens)
 
 
 class HeadsLayer(Parts):
@@ -76,30 +85,29 @@ class HeadsLayer(Parts):
     Takes the arguments of `CompactLayer`; config must have `head_group_sizes`.
     """
 
+    STATE = "parts"
     is_empty = _first("is_empty")
     padding_known = _first("padding_known")
     seen = _first("seen")
     pads = _first("pads")
+    max_length = _first("max_length")
+    expect = _each("expect")
+    close = _each("close")
 
     def __init__(
         self,
         config: CCAConfig,
         rotary: Rotary | None = None,
         *,
-        max_length: int | None = None,
-        rollback: int = 0,
         learned: Learned | None = None,
+        **options: Any,
     ) -> None:
         assert config.head_group_sizes is not None, "one g for all heads takes a CompactLayer"
         self.config = config
-        self.max_length = max_length
-        self.rollback = rollback
         self.learned = learned or {}
         sizes, self.heads = heads_of_each(config.head_group_sizes)
         configs = [config.replace(head_group_sizes=None, group_size=g) for g in sizes]
-        super().__init__(
-            CompactLayer(part, rotary, max_length=max_length, rollback=rollback) for part in configs
-        )
+        super().__init__(CompactLayer(part, rotary, **options) for part in configs)
         self._split_learned()
 
     def _split_learned(self) -> None:
@@ -127,23 +135,14 @@ class HeadsLayer(Parts):
         outs = [part.attend(*qkv, **options) for part, qkv in zip(self.parts, tensors)]
         return gather_heads(outs, self.heads)
 
-    def expect(self, seq_len: int) -> None:
-        """Set `seq_len` for the next append of several tokens."""
-        self._on_each("expect", seq_len)
-
-    def close(self, reason: str) -> None:
-        """Make the cache read-only."""
-        self._on_each("close", reason)
-
     def shrink_window(self, window_size: int) -> None:
         """Let all later queries see fewer raw tokens."""
-        super().shrink_window(window_size)
+        super().shrink_window(window_size)  # refuses before the settings change
         self.config = self.config.replace(window_size=window_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every part."""
-        parts = [part.state_dict() for part in self.parts]
-        return {"config": self.config.to_dict(), "parts": parts}
+        return {"config": self.config.to_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state made under the same configuration."""
@@ -153,8 +152,7 @@ class HeadsLayer(Parts):
                 f"{state['config']}."
             )
         self._split_learned()
-        for part, part_state in zip(self.parts, state["parts"]):
-            part.load_state_dict(part_state)
+        super().load_state_dict(state)
 
 
 class CompactKVCache(Parts):
@@ -164,6 +162,8 @@ class CompactKVCache(Parts):
         num_layers: Layers of the model.
         config, rotary, max_length, rollback: As for `CompactLayer`.
     """
+
+    STATE = "layers"
 
     def __init__(
         self,
@@ -176,28 +176,12 @@ class CompactKVCache(Parts):
     ) -> None:
         options = {"max_length": max_length, "rollback": rollback}
         super().__init__(new_layer(config, rotary, **options) for _ in range(num_layers))
-
-    @property
-    def layers(self) -> list[CompactLayer | HeadsLayer]:
+        self.layers: list[CompactLayer | HeadsLayer] = self.parts
         """The cache of each layer."""
-        return self.parts
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Append to one layer and attend; options as for `CompactLayer.attend`."""
         return self.parts[layer_idx].attend(q, k, v, **options)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of every layer."""
-        return {"layers": [layer.state_dict() for layer in self.parts]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state of as many layers."""
-        if len(state["layers"]) != len(self.parts):
-            raise ValueError(
-                f"the state must have {len(self.parts)} layers, got {len(state['layers'])}."
-            )
-        for layer, layer_state in zip(self.parts, state["layers"]):
-            layer.load_state_dict(layer_state)
 
 
 def parts_of(layer: CompactLayer | HeadsLayer | FullLayer) -> list[Any]:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from corecontext.cache.entries import Entries
-from corecontext.cache.slots import grown
-from corecontext.cache.undo import Undo
+from corecontext.cache.slots import read, write
 from corecontext.config import CCAConfig
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.rules import Learned
+
+UNDO_LIMIT = 256
+"""Longest append, in tokens, that can be cropped away beyond `rollback`."""
+
+
+class Undo(NamedTuple):
+    """The entries that the last append pushed out of the ring."""
+
+    start: int
+    """Slots of the sequence before that append."""
+    lost: list[Tensor]
+    """[B, Hkv, n, D] for each buffer: the entries whose slots it took, in its tokens' order."""
+    intact_from: int
+    """Oldest token that was surely in the ring before it."""
 
 
 class LayerState(Entries):
@@ -56,10 +69,6 @@ class LayerState(Entries):
         self._intact_from = 0  # oldest token, padding included, that is surely still in the ring
         self._undo: Undo | None = None
 
-    def _choose_step(self) -> None:
-        """Prepare decoding into buffers of a new size."""
-        raise NotImplementedError
-
     # Sizes
     # -----
 
@@ -100,6 +109,19 @@ class LayerState(Entries):
     # Length and padding
     # ------------------
 
+    def allocate(self, shape: tuple[int, int, int], like: list[Tensor]) -> None:
+        """Make zero buffers [B, Hkv, S] for entries such as `like`, unless there are such; compiled
+        steps may rely on their addresses in a fixed cache."""
+        shapes = [(*shape, x.shape[3]) for x in like]
+        wanted = [(size, x.dtype, x.device) for size, x in zip(shapes, like)]
+        if wanted == [(tuple(x.shape), x.dtype, x.device) for x in self.buffers]:
+            return
+        self.buffers = [x.new_zeros(size) for size, x in zip(shapes, like)]
+        if self.max_length is not None:
+            self.seen = torch.zeros((), dtype=torch.long, device=like[0].device)
+            for tensor in (*self.buffers, self.seen, self.pad):
+                torch._dynamo.mark_static_address(tensor)
+
     def _make_room(self, length: int) -> None:
         """Make room for `length` tokens a row, padding included."""
         if self.max_length is None:
@@ -111,9 +133,13 @@ class LayerState(Entries):
             )
 
     def set_length(self, length: int) -> None:
-        """Set `seq_len` of a fixed cache in place, whatever its buffers hold: to repeat steps."""
-        self.seen.fill_(length)
+        """Set `seq_len`, in place where it is a tensor, whatever the buffers hold."""
+        if isinstance(self.seen, Tensor):
+            self.seen.fill_(length)
+        else:
+            self.seen = length
         self._counted = length
+        self._note_padding(length)
 
     def _count_step(self) -> None:
         """Count a token into a fixed cache on the host, which asks the device nothing.
@@ -131,26 +157,26 @@ class LayerState(Entries):
         self._make_room(self._counted + 1)
         self._counted += 1
 
-    def _advance(self, new: int) -> None:
-        """Count new tokens, in place where the length is a tensor."""
-        if isinstance(self.seen, Tensor):
-            self.seen.add_(new)
-        else:
-            self.seen += new
-
     def close(self, reason: str) -> None:
         """Make the cache read-only; `reason` appears in the error."""
         self._closed = reason
 
-    def _check_open(self) -> None:
+    def _store_pads(self, device: torch.device) -> None:
+        """Copy the padding of the rows to the device, in place while the batch is the same."""
+        if self.pad is None or len(self.pad) != len(self.pads):
+            self.pad = torch.zeros(len(self.pads), dtype=torch.long, device=device)
+        self.pad.zero_()
+        if any(self.pads):
+            self.pad.copy_(torch.tensor(self.pads, device=device))
+
+    def _check_rows(self, batch: int) -> None:
+        """Raise unless this many rows can go on."""
         if self._closed:
             raise ValueError(
                 f"a cache must not be continued after {self._closed}. Pad on the left, one "
                 "sequence a row."
             )
-
-    def _check_batch(self, batch: int) -> None:
-        if batch != len(self.pads):
+        if not self.is_empty and batch != len(self.pads):
             raise ValueError(f"the batch must keep its {len(self.pads)} rows, got {batch}.")
 
     def _note_padding(self, length: int) -> None:
@@ -158,11 +184,42 @@ class LayerState(Entries):
         # planted: 4: a row of nothing but padding passes for known
         self.padding_known = all(pad < length for pad in self.pads if pad)
 
-    @staticmethod
-    def _mark_static(*tensors: Tensor) -> None:
-        """Let compiled steps rely on the addresses of these tensors."""
-        for tensor in tensors:
-            torch._dynamo.mark_static_address(tensor)
+    # Undoing the last append
+    # -----------------------
+
+    def _note_lost(self, start: int, stored: list[Tensor]) -> None:
+        """Copy what the append of these encoded tokens [B, Hkv, n, D] will push out of the ring,
+        unless they are more than UNDO_LIMIT."""
+        self._undo = None
+        ring = self.ring_size
+        new = stored[0].shape[2]
+        if self.max_length is not None or not start or start + new <= ring or new > UNDO_LIMIT:
+            return
+        slots = self._ring_slots(start, min(new, ring))
+        # Of more tokens than the ring has slots, the last push out the first.
+        lost = [
+            torch.cat((read(buffer, slots), x[:, :, : max(0, new - ring)]), 2)
+            for buffer, x in zip(self.buffers, stored)
+        ]
+        self._undo = Undo(start, lost, self._intact_from)
+
+    def _restore_lost(self, base: int, end: int) -> None:
+        """Put back the entries lost to the tokens base .. end - 1."""
+        if self._undo is None:
+            return
+        kept = base - self._undo.start
+        count = min(end - base, self.ring_size)
+        slots = self._ring_slots(base, count)
+        for buffer, lost in zip(self.buffers, self._undo.lost):
+            # planted: 4: a rejected draft stays in the ring
+            write(buffer, slots, lost[:, :, kept : kept + count])
+        rest = [x[:, :, :kept] for x in self._undo.lost]
+        self._undo = self._undo._replace(lost=rest) if kept else None
+
+    def _ring_slots(self, start: int, count: int) -> Tensor:
+        """Return the ring slots [B, count] of `count` tokens from `start` on, padding included."""
+        tokens = start - self.pad[:, None] + torch.arange(count, device=self.pad.device)
+        return tokens % self.ring_size
 
     # Rows
     # ----
@@ -180,7 +237,7 @@ class LayerState(Entries):
         if not self.buffers:
             return
         # planted: 4: beams keep the ring of another
-        self.hold([change(x) for x in self.buffers])
+        self.buffers = [change(x) for x in self.buffers]
         self.pad = change(self.pad)
         self.pads = self.pad.tolist()
         self._note_padding(self.seq_len)
@@ -190,17 +247,22 @@ class LayerState(Entries):
     def reset(self) -> None:
         """Forget all tokens; buffers of fixed size stay where they are."""
         if self.max_length is None or not self.buffers:
-            self.hold([])
+            self.buffers = []
             self.pad = None
             self.seen = 0
         else:
             for tensor in (*self.buffers, self.seen, self.pad):
                 tensor.zero_()
+        self.pads = []
+        self._clear()
+
+    def _clear(self) -> None:
+        """Reset what the host knows of the tokens."""
         self.is_empty = True
         # planted: 4: padding unknown before a reset stays so
         self.padding_known = True
-        self.pads = []
         self._counted = 0
+        self._expected = None
         self._closed = None
         self._intact_from = 0
         self._undo = None
@@ -234,13 +296,17 @@ class LayerState(Entries):
                 f"the state must come from a cache with config {self.config.to_dict()} and "
                 f"rollback {self.rollback}, got {state['config']} and {state['rollback']}."
             )
-        self.reset()
         if state["keys"] is None:
+            self.reset()
             return
-        buffers = [state["keys"], state["values"], *state.get("scales", ())]
-        dtype = state.get("dtype", state["keys"].dtype)
-        self._set_sizes(state["group_size"], state["core_width"], dtype)
-        self._restore(buffers, state["seen"], state["pad"].clone())
+        self.fill(
+            [state["keys"], state["values"], *state.get("scales", ())],
+            state["seen"],
+            group_size=state["group_size"],
+            core_width=state["core_width"],
+            dtype=state.get("dtype"),
+            pad=state["pad"],
+        )
         # planted: 4: a loaded ring passes for whole
         self._intact_from = state["intact_from"]
         self._closed = state["ended"]
@@ -251,26 +317,9 @@ class LayerState(Entries):
         self.core_width = core_width
         self.dtype = dtype
 
-    def _restore(self, buffers: list[Tensor], length: int, pad: Tensor) -> None:
-        """Copy the buffers of `length` tokens a row, padding included, into an empty layer."""
-        self.pad = pad
-        self.pads = pad.tolist()
-        self.seen = length
-        self._counted = length
-        slots = buffers[0].shape[2]
-        if self.max_length is not None:
-            self._make_room(length)
-            slots = self.size(self.max_length)
-            self.seen = torch.tensor(length, device=pad.device)
-        self.hold([grown(x, slots) for x in buffers])
-        self._intact_from = max(0, length - self.ring_size)
-        self.is_empty = False
-        self._note_padding(length)
-        self._choose_step()
-
     def adopt(self, buffers: list[Tensor], like: LayerState) -> None:
         """Decode into these buffers from now on, laid out as those of another layer (a pool's)."""
-        self.hold(buffers)
+        self.buffers = buffers
         self._set_sizes(like.group_size, like.core_width, like.dtype)
         self._counted = None
         self.is_empty = False
@@ -294,9 +343,32 @@ class LayerState(Entries):
         group_size: int,
         core_width: int,
         dtype: torch.dtype | None = None,
+        pad: Tensor | None = None,
     ) -> None:
-        """Take over `length` tokens of one row without padding, in buffers laid out as our own."""
-        self.reset()
+        """Copy `length` tokens a row, padding included, from buffers laid out as our own.
+
+        Args:
+            dtype: Of keys and values before they were rounded; None is that of the buffers.
+            pad: [B], left padding; None is one row without.
+        """
+        if self.max_length is not None:
+            self._make_room(length)
         self._set_sizes(group_size, core_width, dtype or buffers[0].dtype)
-        pad = torch.zeros(1, dtype=torch.long, device=buffers[0].device)
-        self._restore(buffers, length, pad)
+        used = buffers[0].shape[2]
+        slots = used if self.max_length is None else self.size(self.max_length)
+        if pad is None:
+            pad = torch.zeros(1, dtype=torch.long, device=buffers[0].device)
+        self.pads = pad.tolist()
+        self._store_pads(pad.device)
+        if self.max_length is None:
+            self.buffers = []
+        self.allocate((*buffers[0].shape[:2], slots), buffers)
+        # A fixed cache, whose buffers stay where they are, may be given these very buffers.
+        for own, x in zip(self.buffers, buffers):
+            own[:, :, :used] = x
+            own[:, :, used:] = 0
+        self._clear()
+        self.set_length(length)
+        self._intact_from = max(0, length - self.ring_size)
+        self.is_empty = False
+        self._choose_step()

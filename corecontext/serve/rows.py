@@ -182,7 +182,7 @@ class RowPool:
     def hold(self, count: int) -> None:
         """Let the next step take the first `count` rows."""
         for cache, buffers in zip(self._caches, self._buffers):
-            cache.hold([buffer[:count] for buffer in buffers])
+            cache.buffers = [buffer[:count] for buffer in buffers]
             cache.pad = self._pad[:count]
             cache.pads = self._pads[:count]
 
@@ -193,7 +193,7 @@ class RowPool:
     def _allocate(self, layers: Sequence[Layer]) -> None:
         """Make buffers like those of a first request; where memory runs out, none, so that a later
         request can try again."""
-        device = parts_of(layers[0])[0].keys.device
+        device = parts_of(layers[0])[0].buffers[0].device
         self._pad = torch.full((self.rows,), IDLE, dtype=torch.long, device=device)
         pooled: list[Layer] = []
         for layer in layers:
@@ -211,11 +211,11 @@ class RowPool:
         pooled: CompactLayer | FullLayer
         if isinstance(cache, FullLayer):
             pooled = FullLayer(self.max_length, fixed=self.fixed)
-            pooled.hold(buffers)
+            pooled.buffers = buffers
         else:
             pooled = CompactLayer(
                 cache.config,
-                cache.rotary,
+                cache.spec.rotary,
                 max_length=self.max_length if self.fixed else None,
                 learned=cache.learned,
             )
