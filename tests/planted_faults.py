@@ -428,7 +428,7 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     ),
     Fault(
         "sinks: lost on their way into a model",
-        "return Spec.of(self.config.replace(sink_size=0), self.rotary, scale, softcap)",
+        "spec = Spec.of(self.config.replace(sink_size=0), self.rotary, scale, softcap)",
         f"{SINK_MODELS}::test_the_model_sees_the_rule",
     ),
     Fault(

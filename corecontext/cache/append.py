@@ -61,9 +61,12 @@ def append_rows(
     start = max(0, position - n)
     end = max(0, position + count - n)
     low = local_start(start, g, entries.spec.window_size)
-    old_k, old_v = entries.get_ring(rows, n + low, n + start, new.k.dtype)
-    k = torch.cat([*old_k, new.k[:, :, num_sinks:]], 2).flatten(0, 1)
-    v = torch.cat([*old_v, new.v[:, :, num_sinks:]], 2).flatten(0, 1)
+    k, v = (x[:, :, num_sinks:] for x in (new.k, new.v))
+    if low < start:
+        old_k, old_v = entries.get_ring(rows, n + low, n + start, k.dtype)
+        k = torch.cat([*old_k, k], 2)
+        v = torch.cat([*old_v, v], 2)
+    k, v = (x.flatten(0, 1) for x in (k, v))
 
     old = num_complete_groups(start, g)
     total = num_complete_groups(end, g)

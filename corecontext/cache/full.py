@@ -40,11 +40,6 @@ class FullLayer:
         """The same on the host."""
         self.seen: int | Tensor = 0
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of the buffers."""
-        return sum(x.untyped_storage().nbytes() for x in self.buffers)
-
     def attend(
         self,
         q: Tensor,

@@ -18,7 +18,8 @@ from corecontext.files import UserError
 from corecontext.heads.budget import COARSE, Shape, at_equal_cache, raw_heads, untrained_heads
 from corecontext.heads.search import find_units, least_length
 from corecontext.inference.limits import position_limit
-from corecontext.integrations.transformers import enable, full_attention, full_layers
+from corecontext.integrations.hf_attention import full_attention, full_layers
+from corecontext.integrations.transformers import enable
 from corecontext.loading import load_config, one_line
 from corecontext.model_sizes import ModelSizes
 

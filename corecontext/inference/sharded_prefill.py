@@ -15,6 +15,7 @@ from corecontext.distributed.wire import Wire
 from corecontext.inference.limits import check_length
 from corecontext.inference.prefill import Prefilled, new_cache, prefill
 from corecontext.integrations.hf_cache import CCALayer
+from corecontext.integrations.hf_learned import learned_of
 from corecontext.integrations.transformers import Handle, handle_of
 
 
@@ -162,7 +163,9 @@ def _filled(
     """Fill a layer's cache as a prefill on one rank leaves it; frees the keeper's tensors."""
     config = handle.layers[index]
     rotary = keeper.layers[0].rotary
-    layer = CCALayer(config, rotary, max_length, handle.rollback, handle.learned(index))
+    learned = learned_of(handle.full[index])
+    options = {"max_length": max_length, "rollback": handle.rollback, "learned": learned}
+    layer = CCALayer(config, rotary, **options)
     layer.is_initialized = True
     for cache in parts_of(layer.compact):
         kept = keeper.layers.pop(0)

@@ -199,19 +199,15 @@ class LayerHook:
         self, module: nn.Module, device: torch.device, cache: Cache | None
     ) -> Callable[..., tuple[Tensor, Any]]:
         """Return the attention function of this call: arguments and results as transformers'."""
-        return attention_function(module, self.handle.previous)
+        # "eager" is each family's own.
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward")
+        return AttentionInterface().get_interface(self.handle.previous, eager)
 
     def rotary_on(self, device: torch.device) -> Rotary | None:
         """Return the rotation on this device, moved once: a captured step cannot copy it."""
         if self.rotary is not None and self.rotary.inv_freq.device != device:
             self.rotary = Rotary(self.rotary.inv_freq.to(device), self.rotary.interleaved)
         return self.rotary
-
-
-def attention_function(module: nn.Module, implementation: str) -> Callable[..., Any]:
-    """Return transformers' function of an attention implementation; "eager" is each family's."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward")
-    return AttentionInterface().get_interface(implementation, eager)
 
 
 def check_dropout(title: str, dropout: float) -> None:

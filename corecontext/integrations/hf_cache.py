@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
@@ -9,7 +11,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Stati
 from corecontext.cache import new_layer
 from corecontext.config import CCAConfig
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.rules import Learned
+
+OFFLOADED = (
+    "an offloaded cache cannot hold core tokens. The compact cache is small: use "
+    "cache_implementation='dynamic' or 'static'."
+)
 
 
 class CCALayer(CacheLayerMixin):
@@ -23,19 +29,10 @@ class CCALayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(
-        self,
-        config: CCAConfig,
-        rotary: Rotary | None,
-        max_length: int | None = None,
-        rollback: int = 0,
-        learned: Learned | None = None,
-    ) -> None:
+    def __init__(self, config: CCAConfig, rotary: Rotary | None, **options: Any) -> None:
         super().__init__()
-        self.compact = new_layer(
-            config, rotary, max_length=max_length, rollback=rollback, learned=learned
-        )
-        self.is_compileable = max_length is not None
+        self.compact = new_layer(config, rotary, **options)
+        self.is_compileable = self.compact.max_length is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first append makes the buffers; they depend on its padding and length."""
@@ -93,15 +90,17 @@ class CCALayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Refuse: transformers offloads before the attention, which still needs the cache."""
-        raise NotImplementedError(
-            "an offloaded cache cannot hold core tokens. The compact cache is small: use the "
-            "default cache."
-        )
+        raise NotImplementedError(OFFLOADED)
 
     @property
     def batch_size(self) -> int:
         """Return the number of rows, or -1 before the first append."""
         return len(self.compact.pads) or -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use."""
+        return self.compact.nbytes
 
 
 class GivenLayer(CCALayer):
@@ -126,15 +125,10 @@ class GivenLayer(CCALayer):
 
 
 def compact_layer(
-    cache: Cache,
-    layer_idx: int,
-    config: CCAConfig,
-    rotary: Rotary | None,
-    rollback: int,
-    learned: Learned | None = None,
+    cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotary | None, **options: Any
 ) -> CCALayer:
     """Return a layer's compact cache in `cache`; it replaces transformers' own layer while that is
-    empty.
+    empty. Options are `rollback` and `learned` of `CompactLayer`.
 
     Raises:
         ValueError: the cache already holds tokens of another attention, or was filled with another
@@ -142,23 +136,21 @@ def compact_layer(
         NotImplementedError: the cache is quantised or offloaded.
     """
     if getattr(cache, "offloading", False):
-        raise NotImplementedError(
-            "an offloaded cache cannot hold core tokens. The compact cache is small: use "
-            "cache_implementation='dynamic' or 'static'."
-        )
+        raise NotImplementedError(OFFLOADED)
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[layer_idx]
     if isinstance(layer, GivenLayer):
         return layer
     if isinstance(layer, CCALayer):
-        if layer.compact.config != config and not layer.compact.is_empty:
+        if layer.compact.config == config:
+            return layer
+        if not layer.compact.is_empty:
             raise ValueError(
                 f"a filled cache must keep its settings {layer.compact.config}, got {config}. "
                 "Start a new cache for other settings."
             )
-        if layer.compact.config == config:
-            return layer
+        length = layer.compact.max_length
     elif type(layer) not in (DynamicLayer, StaticLayer):
         raise NotImplementedError(
             f"past_key_values of layer type {type(layer).__name__} cannot hold core tokens. "
@@ -169,11 +161,9 @@ def compact_layer(
             "past_key_values must be empty or made under CCA, got "
             f"{int(layer.get_seq_length())} tokens cached by another attention. Start a new cache."
         )
-    if isinstance(layer, CCALayer):
-        length = layer.compact.max_length
     else:
         length = getattr(layer, "max_cache_len", None)
-    cache.layers[layer_idx] = CCALayer(config, rotary, length, rollback, learned)
+    cache.layers[layer_idx] = CCALayer(config, rotary, max_length=length, **options)
     return cache.layers[layer_idx]
 
 
@@ -184,9 +174,7 @@ def cache_bytes(cache: Cache) -> int:
 
 def layer_bytes(layer: CacheLayerMixin) -> int:
     """Return the bytes in use by one layer of such a cache."""
-    if isinstance(layer, CCALayer):
-        return layer.compact.nbytes
-    if hasattr(layer, "nbytes"):  # a rival's
+    if hasattr(layer, "nbytes"):  # CCA's, or a rival's
         return layer.nbytes
     if layer.keys is None:
         return 0

@@ -65,7 +65,12 @@ class CCACall:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend from [B, H, n, D] to [B, n, H, D], with the arguments of transformers."""
-        _check(attention_mask, kwargs.get("dropout", 0.0))
+        check_dropout("CCA", kwargs.get("dropout", 0.0))
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(
+                "attention_mask must be [B, L] with 0 for padding, got "
+                f"{list(attention_mask.shape)}. CCA attention is causal and builds no L x L mask."
+            )
         tensors = (query, key, value)
         # Documents in a row are found by their boundaries, else by positions that start again.
         cu_seqlens = kwargs.get("cu_seq_lens_q")
@@ -73,27 +78,25 @@ class CCACall:
         if cu_seqlens is not None or attention_mask is not None or query.shape[2] == 1:
             position_ids = None
         ragged = Ragged(attention_mask, cu_seqlens, position_ids)
-        if self.shard is not None:
-            out = self._attend_sharded(tensors, ragged, self._spec(query, scaling, softcap))
-        elif self.compact is not None and not self._is_packed(ragged):
+        if self.shard is None and self.compact is not None and not self._is_packed(ragged):
             draft = kwargs.get(DRAFT, 0)
             # planted: plug-in: softcap lost on its way
             out = append(self.compact, tensors, attention_mask, draft, scaling, softcap)
-        else:
-            if self.compact is not None:
-                self._close_cache()
-            elif self.observer is not None:
-                self.observer(*tensors, scaling, softcap, self.rotary, self.learned)
-            inputs = Inputs(*tensors, self.config.core_bias, self.learned)
-            spec = self._spec(query, scaling, softcap)
-            out, _ = attend(inputs, spec, ragged, self.config.backend)
-        return out.transpose(1, 2), None
+            return out.transpose(1, 2), None
 
-    def _spec(self, query: Tensor, scaling: float | None, softcap: float | None) -> Spec:
-        """Return the layer's settings for a call without a cache."""
+        inputs = Inputs(*tensors, self.config.core_bias, self.learned)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         # planted: sinks: lost on their way into a model
-        return Spec.of(self.config, self.rotary, scale, softcap)
+        spec = Spec.of(self.config, self.rotary, scale, softcap)
+        if self.shard is not None:
+            out = self._attend_sharded(inputs, ragged, spec)
+            return out.transpose(1, 2), None
+        if self.compact is not None:
+            self._close_cache()
+        elif self.observer is not None:
+            self.observer(*tensors, scaling, softcap, self.rotary, self.learned)
+        out, _ = attend(inputs, spec, ragged, self.config.backend)
+        return out.transpose(1, 2), None
 
     def _is_packed(self, ragged: Ragged) -> bool:
         """Whether a row holds several documents; looked at until the cache is filled."""
@@ -101,7 +104,7 @@ class CCACall:
             return True
         return self.compact.is_empty and has_restarts(ragged.position_ids)
 
-    def _attend_sharded(self, tensors: tuple[Tensor, ...], ragged: Ragged, spec: Spec) -> Tensor:
+    def _attend_sharded(self, inputs: Inputs, ragged: Ragged, spec: Spec) -> Tensor:
         """Attend on this process's share of a sequence."""
         if ragged.attention_mask is not None:
             raise ValueError(
@@ -111,7 +114,6 @@ class CCACall:
         # Imported here: not every build of PyTorch has torch.distributed.
         from corecontext.distributed.context_parallel import context_parallel_attention
 
-        inputs = Inputs(*tensors, self.config.core_bias, self.learned)
         return context_parallel_attention(inputs, self.shard, spec, self.config.backend)
 
     def _close_cache(self) -> None:
@@ -123,16 +125,6 @@ class CCACall:
                 "use_cache=False."
             )
         self.compact.close("documents packed in one row")
-
-
-def _check(attention_mask: Tensor | None, dropout: float) -> None:
-    """Raise unless CCA attention can follow these arguments of transformers."""
-    check_dropout("CCA", dropout)
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(
-            f"attention_mask must be [B, L] with 0 for padding, got {list(attention_mask.shape)}. "
-            "CCA attention is causal and builds no L x L mask."
-        )
 
 
 def append(

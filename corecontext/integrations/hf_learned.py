@@ -53,13 +53,19 @@ def add_learned(
         weight = next(module.parameters())
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
         parameters = {}
-        for name, shape in shapes(
-            names, sizes.query_heads, sizes.kv_heads, module.head_dim
-        ).items():
+        sizes_of = shapes(names, sizes.query_heads, sizes.kv_heads, module.head_dim)
+        for name, shape in sizes_of.items():
             value = torch.zeros(shape, dtype=dtype, device=weight.device)
             if is_trained:
                 key = f"{paths[id(module)]}.{NAME}.{name}"
-                value.copy_(_saved_value(saved, key, shape, checkpoint))
+                if key not in saved or saved[key].shape != shape:
+                    got = list(saved[key].shape) if key in saved else "none"
+                    raise ValueError(
+                        f"checkpoint {checkpoint!r} must hold the learned parameter {key!r} "
+                        f"{list(shape)} that its settings name, got {got}. To start anew, enable "
+                        "with another config after `del model.config.cca`."
+                    )
+                value.copy_(saved[key])
             parameters[name] = nn.Parameter(value.chunk(processes)[rank].clone())
         module.add_module(NAME, nn.ParameterDict(parameters))
 
@@ -99,18 +105,3 @@ def read_learned(name_or_path: str) -> dict[str, Tensor]:
             keys = [key for key in tensors.keys() if f".{NAME}." in key]  # noqa: SIM118
             values |= {key: tensors.get_tensor(key) for key in keys}
     return values
-
-
-def _saved_value(
-    saved: dict[str, Tensor], key: str, shape: tuple[int, ...], checkpoint: str
-) -> Tensor:
-    """Return a parameter of the checkpoint; raise where it is missing or has another shape."""
-    value = saved.get(key)
-    if value is None or value.shape != shape:
-        got = "none" if value is None else list(value.shape)
-        raise ValueError(
-            f"checkpoint {checkpoint!r} must hold the learned parameter {key!r} {list(shape)} that "
-            f"its settings name, got {got}. To start anew, enable with another config after `del "
-            "model.config.cca`."
-        )
-    return value

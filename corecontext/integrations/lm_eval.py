@@ -12,6 +12,7 @@ extra 'lm-eval'.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any
 
 from corecontext.config import CCAConfig
 from corecontext.files import UserError
-from corecontext.integrations.transformers import NAME, enable, full_attention
+from corecontext.integrations.hf_attention import full_attention
+from corecontext.integrations.transformers import NAME, enable
 
 MODEL = "corecontext"
 TASKS = Path(__file__).resolve().parents[1] / "eval" / "harness"
@@ -27,6 +29,7 @@ SETTINGS = tuple(field.name for field in dataclasses.fields(CCAConfig) if field.
 """Model arguments that are CCA's; the harness's own `backend` is something else."""
 
 
+@functools.cache
 def register() -> type:
     """Register the model with the harness, once; return its class.
 
@@ -41,8 +44,6 @@ def register() -> type:
             f"lm_eval must be installed, got: {error}. Install the extra: pip install "
             "'corecontext[lm-eval]'"
         ) from None
-    if register.__dict__.get("made") is not None:
-        return register.__dict__["made"]
 
     @register_model(MODEL)
     class CoreContextLM(HFLM):
@@ -77,7 +78,6 @@ def register() -> type:
                 )
             return super()._model_call(inps, attn_mask, labels)
 
-    register.__dict__["made"] = CoreContextLM
     return CoreContextLM
 
 

@@ -18,12 +18,10 @@ from transformers.cache_utils import Cache
 
 from corecontext.config import CCAConfig, check_int
 from corecontext.integrations.hf_attention import (
-    NO_FULL_ATTENTION,
     TESTED,
     AttentionHandle,
     LayerHook,
     full_attention,
-    full_layers,
     inner_model,
     register,
 )
@@ -33,23 +31,9 @@ from corecontext.integrations.hf_learned import NAME, add_learned, learned_of, r
 from corecontext.integrations.hf_rotary import find_rotary
 from corecontext.model_sizes import ModelSizes
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.rules import Learned
 
 if TYPE_CHECKING:
     from corecontext.distributed.context_parallel import Shard
-
-__all__ = [
-    "NAME",
-    "NO_FULL_ATTENTION",
-    "TESTED",
-    "Handle",
-    "enable",
-    "enabled",
-    "from_pretrained",
-    "full_attention",
-    "full_layers",
-    "handle_of",
-]
 
 
 class Handle(AttentionHandle):
@@ -78,29 +62,46 @@ class Handle(AttentionHandle):
         self._saved_settings = getattr(model.config, NAME, None)
 
         # Whatever can be refused is, before the model changes.
-        self.layers = _layer_configs(config, self.full)
-        """The settings of each module in `full`."""
+        self.layers = self._layer_configs(config)
+        """The settings of each module in `full`, for the heads of this process."""
         self._rotary = None
         if config.core_position == "middle":
             self._rotary = find_rotary(model, self.full[0], self.full[0].layer_idx)
-        self._add_learned(config)
+        saved = self._saved_settings if config.learned else None
+        is_trained = bool(saved) and CCAConfig.from_dict(saved).learned == config.learned
+        add_learned(model, self.full, config.learned, is_trained, *_tensor_parallel(model))
 
         self._set(config)
         hooks = [CCAHook(self, self._rotary, index) for index in range(len(self.full))]
         self.replace_attention(hooks)
         self.add_hook(model, note_draft)
 
-    def _add_learned(self, config: CCAConfig) -> None:
-        """Add the learned parameters, trained ones if the checkpoint's settings name them."""
-        is_trained = False
-        if config.learned and self._saved_settings:
-            is_trained = CCAConfig.from_dict(self._saved_settings).learned == config.learned
-        rank, size = _tensor_parallel(self.model)
-        add_learned(self.model, self.full, config.learned, is_trained, rank, size)
+    def _layer_configs(self, config: CCAConfig) -> list[CCAConfig]:
+        """Return the settings of each full-attention layer for the heads of this process.
+
+        Raises:
+            ValueError: the sizes by layer or head do not fit the model.
+        """
+        sizes = config.layer_group_sizes
+        count = len(self.full)
+        if sizes is not None and len(sizes) != count:
+            raise ValueError(
+                f"layer_group_sizes must have one g for each of the {count} full-attention layers, "
+                f"got {len(sizes)}."
+            )
+        layers = [config.of_layer(index) for index in range(count)]
+        heads = ModelSizes.of(self.model.config).kv_heads
+        for layer in layers:
+            if layer.head_group_sizes is not None and len(layer.head_group_sizes) != heads:
+                raise ValueError(
+                    f"group sizes by head must be one for each of the {heads} KV heads, got "
+                    f"{layer.head_group_sizes}."
+                )
+        return [layer.of_process(*_tensor_parallel(self.model)) for layer in layers]
 
     def _set(self, config: CCAConfig) -> None:
         """Use these settings from now on."""
-        self.layers = _layer_configs(config, self.full, *_tensor_parallel(self.model))
+        self.layers = self._layer_configs(config)
         self.config = config
         self.model.config.cca = config.to_dict()
 
@@ -144,10 +145,6 @@ class Handle(AttentionHandle):
             )
         self._set(config)
 
-    def learned(self, index: int) -> Learned:
-        """Return the learned parameters of one of the modules in `full`, by name."""
-        return learned_of(self.full[index])
-
     def check_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Refuse what CCA cannot return, and parts of a sequence without positions."""
         super().check_forward(module, args, kwargs)
@@ -190,8 +187,8 @@ class CCAHook(LayerHook):
             rotary = self.rotary_on(device)
         compact = None
         if cache is not None and handle.shard is None:
-            layer = compact_layer(cache, module.layer_idx, config, rotary, handle.rollback, learned)
-            compact = layer.compact
+            options = {"rollback": handle.rollback, "learned": learned}
+            compact = compact_layer(cache, module.layer_idx, config, rotary, **options).compact
         observer = None
         if handle.observer is not None:
             observer = functools.partial(handle.observer, self.index)
@@ -279,31 +276,6 @@ def _tensor_parallel(model: PreTrainedModel) -> tuple[int, int]:
     if size == 1:
         return 0, 1
     return torch.distributed.get_rank() % size, size
-
-
-def _layer_configs(
-    config: CCAConfig, full: list[nn.Module], rank: int = 0, processes: int = 1
-) -> list[CCAConfig]:
-    """Return the settings of each full-attention layer for the heads of one process.
-
-    Raises:
-        ValueError: the sizes by layer or head do not fit the model.
-    """
-    sizes = config.layer_group_sizes
-    if sizes is not None and len(sizes) != len(full):
-        raise ValueError(
-            f"layer_group_sizes must have one g for each of the {len(full)} full-attention layers, "
-            f"got {len(sizes)}."
-        )
-    layers = [config.of_layer(index) for index in range(len(full))]
-    heads = ModelSizes.of(full[0].config).kv_heads
-    for layer in layers:
-        if layer.head_group_sizes is not None and len(layer.head_group_sizes) != heads:
-            raise ValueError(
-                f"group sizes by head must be one for each of the {heads} KV heads, got "
-                f"{layer.head_group_sizes}."
-            )
-    return [layer.of_process(rank, processes) for layer in layers]
 
 
 # So that from_pretrained(attn_implementation="cca") finds the name before `enable` completes it.

@@ -120,7 +120,8 @@ def _random(serving: Serving) -> Loaded:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from corecontext.integrations.transformers import enable, full_attention
+    from corecontext.integrations.hf_attention import full_attention
+    from corecontext.integrations.transformers import enable
 
     hf_config = load_config(serving.source)
     check_architecture(hf_config)

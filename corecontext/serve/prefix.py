@@ -49,7 +49,9 @@ class Node:
         self.length = layers[0].seq_len
         before = 0 if parent is None else parent.length
         parts = [part for layer in layers for part in parts_of(layer)]
-        self.layers = [(layer.config, parts_of(layer)[0].spec.rotary, layer.learned) for layer in layers]
+        self.layers = [
+            (layer.config, parts_of(layer)[0].spec.rotary, layer.learned) for layer in layers
+        ]
         self.given = [(part.core_width, part.dtype) for part in parts]
         self.raw, self.cores = zip(*(part.copy_since(before) for part in parts))
         self.nbytes = shape.row_bytes(config, self.length, before)

@@ -88,7 +88,7 @@ def saved_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any
     Raises:
         UserError: the saved groups depend on each sequence's length, which a run does not support.
     """
-    from corecontext.integrations.transformers import full_layers
+    from corecontext.integrations.hf_attention import full_layers
 
     if not config.model or config.method != "cca" or config.strategy == "scratch":
         return {}
@@ -187,7 +187,7 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    from corecontext.integrations.transformers import full_attention
+    from corecontext.integrations.hf_attention import full_attention
 
     torch.manual_seed(config.seed)
     with one_line(f"model '{config.model}' cannot be loaded"):

@@ -28,7 +28,7 @@ def load_teacher(config: TrainConfig, *, bfloat16: bool, device: torch.device) -
     """
     from transformers import AutoModelForCausalLM
 
-    from corecontext.integrations.transformers import full_attention
+    from corecontext.integrations.hf_attention import full_attention
 
     with one_line(f"model '{config.model}' cannot be loaded"):
         model = AutoModelForCausalLM.from_pretrained(
