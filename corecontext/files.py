@@ -18,11 +18,13 @@ class UserError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return an exception's first line of text, or its kind where it has none."""
+    """Return an exception's first line of text, up to its first whole clause, or its kind where it
+    has none."""
     if isinstance(error, KeyError):
-        return f"unknown {error}"
-    lines = (line.strip() for line in str(error).splitlines())
-    return next(filter(None, lines), type(error).__name__)
+        return f"missing or unknown key {error}"
+    lines = list(filter(None, map(str.strip, str(error).splitlines()))) or [type(error).__name__]
+    end = next((i for i, line in enumerate(lines) if not line.endswith(":")), 0)
+    return " ".join(lines[: end + 1])
 
 
 def read_text(path: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corecontext.config import CCAConfig
+from corecontext.config import MOST, CCAConfig
 from corecontext.files import UserError, first_line
 from corecontext.model_sizes import ModelSizes
 
@@ -16,6 +16,13 @@ METHODS = ("cca", "full")
 WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LIBRARIES = ("safetensors", "safetensors_rust", "tokenizers")
+COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 REFUSALS = (ValueError, TypeError, KeyError, OSError, ImportError, NotImplementedError)
 
 
@@ -99,6 +106,8 @@ def load(
     """
     from transformers import AutoTokenizer
 
+    from corecontext.inference.limits import position_limit
+
     # Bad settings fail before anything is loaded.
     given = AttentionSizes(**sizes)
     rival = pick_rival(method, given) if method not in METHODS else None
@@ -117,7 +126,13 @@ def load(
     ):
         tokenizer = AutoTokenizer.from_pretrained(name)
     with one_line(f"model '{name}' cannot be loaded"):
-        model = _load_weights(name, hf_config, dtype, device, tensor_parallel)
+        model = _load_model(name, hf_config, dtype, device, tensor_parallel)
+    entries = model.get_input_embeddings().num_embeddings
+    if tokenizer.vocab_size > entries:
+        raise UserError(
+            f"the tokenizer of model '{name}' must have at most the model's {entries} entries, got "
+            f"{tokenizer.vocab_size}. Take the model's own tokenizer."
+        )
 
     if method == "full":
         return Loaded(model, tokenizer, None)
@@ -128,6 +143,10 @@ def load(
         config = cca_config(
             hf_config, given.group_size, given.window_size, given.cache_dtype, given.sinks
         )
+        # No query sees further back than the model's positions, but a cache would allocate it.
+        most = position_limit(hf_config) or MOST
+        window_size, sink_size = min(config.window_size, most), min(config.sink_size, most)
+        config = config.replace(window_size=window_size, sink_size=sink_size)
     with one_line():
         enable(model, config)
     if isinstance(config, CCAConfig):
@@ -148,26 +167,88 @@ def _check_sizes(method: str, sizes: AttentionSizes) -> None:
     cca_config(None, sizes.group_size, sizes.window_size, sizes.cache_dtype, sinks)
 
 
-def _load_weights(name: str, hf_config: Any, dtype: str, device: str, tensor_parallel: bool) -> Any:
+def _load_model(name: str, hf_config: Any, dtype: str, device: str, tensor_parallel: bool) -> Any:
     """Load a model in evaluation mode, with its own attention, onto its device."""
+    options: dict[str, Any] = {}
+    if tensor_parallel:
+        from transformers.distributed import DistributedConfig
+
+        options["distributed_config"] = DistributedConfig(tp_plan="auto")
+    elif getattr(hf_config, "quantization_config", None) is not None:
+        options["device_map"] = device  # quantized weights cannot be moved later
+    model = load_weights(name, hf_config, dtype, **options)
+    if not options:
+        model.to(device)
+    check_finite(model, name)
+    return model.eval()
+
+
+def load_weights(name: str, hf_config: Any, dtype: Any, **options: Any) -> Any:
+    """Load a causal language model with full attention and exactly the weights of its config.
+
+    Args:
+        dtype: A torch dtype or its name; "auto" is the checkpoint's.
+        options: Further ones of `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        UserError: the checkpoint lacks weights, or has too many, or of other shapes.
+    """
     from transformers import AutoModelForCausalLM
 
     from corecontext.integrations.hf_attention import full_attention
 
-    placement: dict[str, Any] = {}
-    if tensor_parallel:
-        from transformers.distributed import DistributedConfig
-
-        placement["distributed_config"] = DistributedConfig(tp_plan="auto")
-    elif getattr(hf_config, "quantization_config", None) is not None:
-        placement["device_map"] = device  # quantized weights cannot be moved later
     attention = full_attention(hf_config)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        name, config=hf_config, dtype=dtype, attn_implementation=attention, **placement
+    # transformers would fill what is missing with random numbers, and drop what is too many.
+    model, info = AutoModelForCausalLM.from_pretrained(
+        name,
+        config=hf_config,
+        dtype=dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **options,
     )
-    if not placement:
-        model.to(device)
-    return model.eval()
+    shapes = {
+        key: f"{key} {list(file)} for {list(own)}" for key, file, own in info["mismatched_keys"]
+    }
+    # Parameters `...cca.NAME` are learned ones, which `enable` reads.
+    unexpected = [key for key in info["unexpected_keys"] if ".cca." not in key]
+    faults = {"missing": info["missing_keys"] - shapes.keys(), "not in the model": unexpected}
+    faults["of another shape"] = shapes.values()
+    counts = [f"{len(keys)} {kind} ({_few(keys)})" for kind, keys in faults.items() if keys]
+    # planted: loading: weights that the checkpoint lacks are random numbers
+    if counts:
+        raise UserError(
+            f"model '{name}' must hold exactly the weights that its config.json describes, got "
+            f"{', '.join(counts)}. Take the whole checkpoint and its own config.json."
+        )
+    return model
+
+
+def check_finite(model: Any, name: str) -> None:
+    """Raise a UserError where a model's weights hold NaN or infinity; one pass over each."""
+    import torch
+
+    finite = {}
+    for key, parameter in model.named_parameters():
+        weight = parameter.detach()
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        # Quantized weights, tensors of their own kind or of 8 bits, have no extremes.
+        if type(weight) is torch.Tensor and weight.is_floating_point() and weight.itemsize > 1:
+            finite[key] = torch.stack(weight.aminmax()).isfinite().all()
+    # planted: loading: weights that are no numbers pass
+    broken = [key for key, flag in finite.items() if not flag]
+    if broken:
+        raise UserError(
+            f"model '{name}' must hold finite weights, got NaN or infinity in {len(broken)} "
+            f"({_few(broken)}). Take another copy of the checkpoint."
+        )
+
+
+def _few(names: Iterable[str]) -> str:
+    """Join the first three names."""
+    names = sorted(names)
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 def pick_rival(method: str, sizes: AttentionSizes) -> Any:
@@ -218,7 +299,7 @@ def load_config(name: str) -> Any:
         if not (path / "config.json").is_file():
             raise UserError(f"model '{name}' must be a folder with config.json, got one without.")
     try:
-        return AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
     except Exception as error:  # whatever is in config.json, or in the name
         if path.exists() or not isinstance(error, OSError):
             raise UserError(f"model '{name}' cannot be loaded: {first_line(error)}") from None
@@ -226,6 +307,24 @@ def load_config(name: str) -> Any:
             f"model '{name}' was not found: it is no folder here, and the Hugging Face hub does "
             "not give it. Check the name, the network, and for gated models your login."
         ) from None
+    _check_counts(name, config.get_text_config(decoder=True))
+    return config
+
+
+def _check_counts(name: str, text_config: Any) -> None:
+    """Raise a UserError for sizes that no model has; transformers would fail somewhere later."""
+    counts = {key: getattr(text_config, key, None) for key in COUNTS}
+    for key, value in counts.items():
+        if isinstance(value, int) and value < 1:
+            raise UserError(
+                f"model '{name}' must have a {key} of at least 1 in its config.json, got {value}."
+            )
+    heads, kv_heads = counts["num_attention_heads"], counts["num_key_value_heads"]
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise UserError(
+            f"model '{name}' must have a multiple of its {kv_heads} KV heads as query heads in its "
+            f"config.json, got {heads}."
+        )
 
 
 def check_architecture(hf_config: Any) -> None:

@@ -563,6 +563,16 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         f"{SECURITY}::test_the_beginning_of_a_stop_text_waits_for_its_end",
     ),
     Fault(
+        "loading: weights that the checkpoint lacks are random numbers",
+        "if False:",
+        "tests/test_loading.py::test_weights_are_those_that_the_config_describes",
+    ),
+    Fault(
+        "loading: weights that are no numbers pass",
+        "broken = []",
+        "tests/test_loading.py::test_weights_are_finite",
+    ),
+    Fault(
         "arrows: a backend imports another",
         "from corecontext.ops import compose, partial, pooling, reference, sinks",
         "tests/test_arrows.py",
