@@ -37,10 +37,10 @@ from benchmarks.shapes import make_model, make_prompt
 from benchmarks.timing import copy_bytes_per_s, matmul_flops_per_s
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost
+from corecontext.files import is_out_of_memory, one_line
 from corecontext.heads.budget import Shape
 from corecontext.inference.limits import check_length, free_bytes
 from corecontext.integrations.hf_cache import cache_bytes
-from corecontext.loading import is_out_of_memory, one_line
 from corecontext.measure import PeakMemory, synchronize
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress

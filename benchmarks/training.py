@@ -29,8 +29,8 @@ from benchmarks.training_processes import processes
 from benchmarks.training_settings import OURS, TrainingBench
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost
+from corecontext.files import is_out_of_memory
 from corecontext.heads.budget import Shape
-from corecontext.loading import is_out_of_memory
 from corecontext.measure import PeakMemory
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress

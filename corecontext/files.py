@@ -9,6 +9,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+LIBRARIES = ("safetensors", "safetensors_rust", "tokenizers")
+REFUSALS = (ValueError, TypeError, KeyError, OSError, ImportError, NotImplementedError)
+
 
 class UserError(Exception):
     """A mistake of the user: the command line prints it as one line and exits with code 2."""
@@ -25,6 +28,31 @@ def first_line(error: BaseException) -> str:
     lines = list(filter(None, map(str.strip, str(error).splitlines()))) or [type(error).__name__]
     end = next((i for i, line in enumerate(lines) if not line.endswith(":")), 0)
     return " ".join(lines[: end + 1])
+
+
+@contextlib.contextmanager
+def one_line(prefix: str = "") -> Iterator[None]:
+    """Turn the refusals of a library into a UserError of one line; let bugs through.
+
+    With a prefix a checkpoint is read, and a RuntimeError is about what it holds.
+    """
+    try:
+        yield
+    except Exception as error:
+        from_library = type(error).__module__.split(".")[0] in LIBRARIES
+        broken = bool(prefix) and isinstance(error, RuntimeError)
+        refused = from_library or broken or isinstance(error, REFUSALS)
+        if isinstance(error, UserError) or is_out_of_memory(error) or not refused:
+            raise
+        message = first_line(error)
+        raise UserError(f"{prefix}: {message}" if prefix else message) from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, a GPU or PyTorch's CPU allocator ran out of memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def read_text(path: str) -> str:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from corecontext.config import MOST, CCAConfig
-from corecontext.files import UserError, first_line
+from corecontext.files import UserError, first_line, one_line
+from corecontext.gguf_model import local_model
 from corecontext.model_sizes import ModelSizes
+from corecontext.weights import check_finite, load_weights
 
 METHODS = ("cca", "full")
 WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-LIBRARIES = ("safetensors", "safetensors_rust", "tokenizers")
 COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -23,7 +22,6 @@ COUNTS = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-REFUSALS = (ValueError, TypeError, KeyError, OSError, ImportError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,8 @@ def load(
     """Load a causal language model with CCA, a rival's attention or full attention.
 
     Args:
-        name: A folder in the Hugging Face format, or an identifier on the hub.
+        name: A folder in the Hugging Face format, a GGUF file, "smollm2", or an identifier on the
+            hub.
         method: "cca", "full" or a name of corecontext.baselines.
         dtype: A torch dtype by name; "auto" is float32 on a CPU and the checkpoint's own on a GPU.
         device: A torch device; "auto" is the first GPU, or the CPU.
@@ -116,6 +115,7 @@ def load(
     device = pick_device(device)
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
+    name = local_model(name)
     hf_config = load_config(name)
     if method != "full":
         check_architecture(hf_config)
@@ -183,74 +183,6 @@ def _load_model(name: str, hf_config: Any, dtype: str, device: str, tensor_paral
     return model.eval()
 
 
-def load_weights(name: str, hf_config: Any, dtype: Any, **options: Any) -> Any:
-    """Load a causal language model with full attention and exactly the weights of its config.
-
-    Args:
-        dtype: A torch dtype or its name; "auto" is the checkpoint's.
-        options: Further ones of `AutoModelForCausalLM.from_pretrained`.
-
-    Raises:
-        UserError: the checkpoint lacks weights, or has too many, or of other shapes.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from corecontext.integrations.hf_attention import full_attention
-
-    attention = full_attention(hf_config)
-    # transformers would fill what is missing with random numbers, and drop what is too many.
-    model, info = AutoModelForCausalLM.from_pretrained(
-        name,
-        config=hf_config,
-        dtype=dtype,
-        attn_implementation=attention,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **options,
-    )
-    shapes = {
-        key: f"{key} {list(file)} for {list(own)}" for key, file, own in info["mismatched_keys"]
-    }
-    # Parameters `...cca.NAME` are learned ones, which `enable` reads.
-    unexpected = [key for key in info["unexpected_keys"] if ".cca." not in key]
-    faults = {"missing": info["missing_keys"] - shapes.keys(), "not in the model": unexpected}
-    faults["of another shape"] = shapes.values()
-    counts = [f"{len(keys)} {kind} ({_few(keys)})" for kind, keys in faults.items() if keys]
-    # planted: loading: weights that the checkpoint lacks are random numbers
-    if counts:
-        raise UserError(
-            f"model '{name}' must hold exactly the weights that its config.json describes, got "
-            f"{', '.join(counts)}. Take the whole checkpoint and its own config.json."
-        )
-    return model
-
-
-def check_finite(model: Any, name: str) -> None:
-    """Raise a UserError where a model's weights hold NaN or infinity; one pass over each."""
-    import torch
-
-    finite = {}
-    for key, parameter in model.named_parameters():
-        weight = parameter.detach()
-        weight = weight.to_local() if hasattr(weight, "to_local") else weight
-        # Quantized weights, tensors of their own kind or of 8 bits, have no extremes.
-        if type(weight) is torch.Tensor and weight.is_floating_point() and weight.itemsize > 1:
-            finite[key] = torch.stack(weight.aminmax()).isfinite().all()
-    # planted: loading: weights that are no numbers pass
-    broken = [key for key, flag in finite.items() if not flag]
-    if broken:
-        raise UserError(
-            f"model '{name}' must hold finite weights, got NaN or infinity in {len(broken)} "
-            f"({_few(broken)}). Take another copy of the checkpoint."
-        )
-
-
-def _few(names: Iterable[str]) -> str:
-    """Join the first three names."""
-    names = sorted(names)
-    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-
-
 def pick_rival(method: str, sizes: AttentionSizes) -> Any:
     """Make a rival's settings by its name, with those of the shared sizes that it has.
 
@@ -289,6 +221,7 @@ def load_config(name: str) -> Any:
     # Its warnings (long text, missing settings) are our own errors, in one line.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    name = local_model(name)
     path = Path(name).expanduser()
     if path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1:
         if not path.exists():
@@ -297,7 +230,11 @@ def load_config(name: str) -> Any:
                 "on the Hugging Face hub."
             )
         if not (path / "config.json").is_file():
-            raise UserError(f"model '{name}' must be a folder with config.json, got one without.")
+            packed = next(path.glob("*.gguf"), None)
+            hint = f" Give its GGUF file: --model '{packed}'." if packed else ""
+            raise UserError(
+                f"model '{name}' must be a folder with config.json, got one without.{hint}"
+            )
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:  # whatever is in config.json, or in the name
@@ -410,28 +347,3 @@ def pick_device(device: str) -> str:
         except Exception:  # PyTorch raises anything where a kind of device was not built in
             raise UserError(f"{missing}, or holds no numbers. Use --device cpu.") from None
     return device
-
-
-@contextmanager
-def one_line(prefix: str = "") -> Iterator[None]:
-    """Turn the refusals of a library into a UserError of one line; let bugs through.
-
-    With a prefix a checkpoint is read, and a RuntimeError is about what it holds.
-    """
-    try:
-        yield
-    except Exception as error:
-        from_library = type(error).__module__.split(".")[0] in LIBRARIES
-        broken = bool(prefix) and isinstance(error, RuntimeError)
-        refused = from_library or broken or isinstance(error, REFUSALS)
-        if isinstance(error, UserError) or is_out_of_memory(error) or not refused:
-            raise
-        message = first_line(error)
-        raise UserError(f"{prefix}: {message}" if prefix else message) from None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, a GPU or PyTorch's CPU allocator ran out of memory."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -23,6 +23,8 @@ LAYERS = [
     ("distributed",),
     ("integrations", "data"),
     ("baselines", "inference"),
+    ("weights",),
+    ("gguf_model",),
     ("loading",),
     ("perplexity", "info"),
     ("heads",),

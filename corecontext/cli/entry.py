@@ -48,7 +48,7 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
             return _fail(error.format_message())  # refused by the parser of the command line
-        from corecontext.loading import is_out_of_memory
+        from corecontext.files import is_out_of_memory
 
         if is_out_of_memory(error):
             return _fail(

@@ -6,13 +6,21 @@ from typing import Annotated
 
 import typer
 
-from corecontext.cli.options import GroupSize, Method, Sinks, WindowSize, with_options
+from corecontext.cli.options import (
+    MODEL_HELP,
+    GroupSize,
+    Method,
+    Sinks,
+    WindowSize,
+    unpacked,
+    with_options,
+)
 from corecontext.files import UserError
 from corecontext.serve.settings import Serving
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="Folder of a checkpoint.")],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP, callback=unpacked)],
     output: Annotated[str, typer.Argument(help="New folder.")],
     method: Method = "cca",
     group_size: GroupSize = None,

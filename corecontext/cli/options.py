@@ -20,9 +20,15 @@ def listed(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-Model = Annotated[
-    str, typer.Option(help="Folder in the Hugging Face format, or an identifier on the hub.")
-]
+def unpacked(name: str | None) -> str | None:
+    """Return the folder of a model that is a GGUF file; other names as they are."""
+    from corecontext.gguf_model import local_model
+
+    return name and local_model(name)
+
+
+MODEL_HELP = "Folder in the Hugging Face format, GGUF file, smollm2, or an identifier on the hub."
+Model = Annotated[str, typer.Option(help=MODEL_HELP, callback=unpacked)]
 Text = Annotated[str, typer.Argument(help="Text, or - for standard input.")]
 GroupSize = Annotated[
     int | None,

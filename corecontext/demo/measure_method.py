@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from corecontext.demo.task import Question, Task
-from corecontext.files import UserError
+from corecontext.files import UserError, is_out_of_memory
 from corecontext.integrations.hf_cache import cache_bytes
-from corecontext.loading import Loaded, is_out_of_memory, load
+from corecontext.loading import Loaded, load
 from corecontext.measure import PeakMemory, synchronize
 from corecontext.perplexity import hidden_nll
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from corecontext.loading import is_out_of_memory
+from corecontext.files import is_out_of_memory
 from corecontext.serve.errors import Code, RequestError, draining
 from corecontext.serve.ranks import HEARTBEAT_S, RankLost
 from corecontext.serve.request import Request, Slot

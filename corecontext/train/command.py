@@ -23,7 +23,8 @@ def train_command() -> Callable[..., None]:
     def train(recipe: str | None = None, **options: Any) -> None:
         """Train or fine-tune a model with CCA attention; the same command again continues a run
         that was stopped."""
-        from corecontext.loading import one_line
+        from corecontext.files import one_line
+        from corecontext.gguf_model import local_model
 
         given = {name: value for name, value in options.items() if value not in (None, [])}
         with one_line():
@@ -33,6 +34,7 @@ def train_command() -> Callable[..., None]:
                 config = _default_config(given)
             else:
                 config = load_recipe(recipe).replace(**given)
+        config = config.replace(model=local_model(config.model))
         from corecontext.train.run import train as run
 
         result = run(config)

