@@ -8,9 +8,9 @@ from typing import Any
 
 from corecontext.config import MOST, CCAConfig
 from corecontext.files import UserError, first_line, one_line
-from corecontext.gguf_model import local_model
+from corecontext.integrations.hf_gguf import local_model
+from corecontext.integrations.hf_weights import check_finite, load_weights
 from corecontext.model_sizes import ModelSizes
-from corecontext.weights import check_finite, load_weights
 
 METHODS = ("cca", "full")
 WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."

@@ -575,7 +575,7 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     Fault(
         "gguf: a damaged folder is used",
         "return folder.is_dir()",
-        "tests/test_gguf_model.py::test_a_damaged_folder_is_made_again",
+        "tests/test_gguf.py::test_a_damaged_folder_is_made_again",
     ),
     Fault(
         "arrows: a backend imports another",

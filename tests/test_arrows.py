@@ -23,8 +23,6 @@ LAYERS = [
     ("distributed",),
     ("integrations", "data"),
     ("baselines", "inference"),
-    ("weights",),
-    ("gguf_model",),
     ("loading",),
     ("perplexity", "info"),
     ("heads",),

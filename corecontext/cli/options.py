@@ -22,7 +22,7 @@ def listed(names: tuple[str, ...]) -> str:
 
 def unpacked(name: str | None) -> str | None:
     """Return the folder of a model that is a GGUF file; other names as they are."""
-    from corecontext.gguf_model import local_model
+    from corecontext.integrations.hf_gguf import local_model
 
     return name and local_model(name)
 

