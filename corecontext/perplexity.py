@@ -46,7 +46,9 @@ class Perplexity:
         second is twice as long as the one before."""
         start, end, length = 0, first, len(self.nll) + 1
         while start < length:
-            nll = self.nll[max(0, start - 1) : end - 1]  # token 0 has no prediction
+            # Token 0 has no prediction.
+            # planted: perplexity: buckets shifted by one token
+            nll = self.nll[max(0, start - 1) : end - 1]
             if len(nll):
                 yield start, min(end, length), nll.double()
             start, end = end, 2 * end

@@ -30,6 +30,7 @@ LAWS, NUMERICS, API = (
     "tests/test_ops_numerics.py",
     "tests/test_ops_api.py",
 )
+EVAL_LAWS = "tests/test_eval_laws.py"
 ORACLE, CACHE, PLUGIN = (
     "tests/test_ops_oracle.py",
     "tests/test_cache.py",
@@ -511,6 +512,41 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         "eval: names of data are read as markup",
         "return Console(highlight=False, width=width)",
         "tests/test_eval.py::test_names_of_data_are_printed_as_they_are",
+    ),
+    Fault(
+        "perplexity: buckets shifted by one token",
+        "nll = self.nll[start:end]",
+        f"{EVAL_LAWS}::test_a_token_belongs_to_the_bucket_of_its_position",
+    ),
+    Fault(
+        "eval: every window counts the same",
+        'entries = [("", math.log(record.value), 1)]',
+        f"{EVAL_LAWS}::test_perplexity_of_several_windows_is_that_of_all_their_tokens",
+    ),
+    Fault(
+        "eval: characters counted for bytes",
+        "num_bytes = len(subject.decode(window))",
+        f"{EVAL_LAWS}::test_bytes_are_those_of_utf8",
+    ),
+    Fault(
+        "eval: F1 of words without their counts",
+        "common = len(set(given) & set(wanted))",
+        f"{EVAL_LAWS}::test_f1_counts_a_word_as_often_as_it_comes",
+    ),
+    Fault(
+        "eval: edit similarity not in whole hundredths",
+        "return difflib.SequenceMatcher(None, code, reference).ratio()",
+        f"{EVAL_LAWS}::test_edit_similarity_is_in_whole_hundredths",
+    ),
+    Fault(
+        "eval: references match in their own case only",
+        "return float(any(reference in text for reference in references))",
+        f"{EVAL_LAWS}::test_matches_ignore_the_case_of_answer_and_reference",
+    ),
+    Fault(
+        "inspect: a token can end the script",
+        "text = str(text)",
+        f"{EVAL_LAWS}::test_no_text_ends_the_script_of_an_inspected_page",
     ),
     Fault(
         "serve: an error for each invalid message",

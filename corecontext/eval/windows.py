@@ -35,14 +35,10 @@ def items(data: str | Path, settings: Settings, subject: ModelSubject) -> list[I
             room = None if settings.limit is None else settings.limit - len(collected)
             for start in range(0, len(ids) - length + 1, length)[:room]:
                 window = ids[start : start + length]
-                collected.append(
-                    Window(
-                        f"{name}/{length}/{start}",
-                        {"length": length, "domain": domain},
-                        window,
-                        len(subject.decode(window).encode()),
-                    )
-                )
+                # planted: eval: characters counted for bytes
+                num_bytes = len(subject.decode(window).encode())
+                params = {"length": length, "domain": domain}
+                collected.append(Window(f"{name}/{length}/{start}", params, window, num_bytes))
     for length, collected in windows.items():
         if collected:
             continue

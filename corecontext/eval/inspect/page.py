@@ -108,7 +108,9 @@ def make_page(
         "settings": {name: str(value) for name, value in settings.items()},
     }
     text = json.dumps(data, ensure_ascii=True)
-    text = text.replace("<", "\\u003c")  # so that no token can end the script
+    # No token can end the script.
+    # planted: inspect: a token can end the script
+    text = text.replace("<", "\\u003c")
     asset = resources.files("corecontext").joinpath("assets/inspect.html")
     return asset.read_text(encoding="utf-8").replace("/*DATA*/null", text)
 
