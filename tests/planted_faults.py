@@ -121,7 +121,7 @@ see_local = see_local | (key_position == position + 1)
     ),
     Fault(
         "4: decoding sees one core token too few",
-        "visible = visible_cores_of((position - n if n else position) - 1, g, s)[:, None]",
+        "see_core = sees_core(torch.arange(num_cores, device=device), later - 1, *sizes)",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(
@@ -386,12 +386,12 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
     ),
     Fault(
         "sinks: decoding sees those to come",
-        "see_first = torch.arange(n, device=device) <= n + position[:, None]",
+        "see_first = sees_token(torch.arange(n, device=device), n + position, *sizes, n)",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(
         "sinks: decoding sees the ring's old slots",
-        "see_raw = torch.cat((in_slot >= visible * g, see_first), -1)",
+        "see_raw = sees_token(position - age, position, *sizes)",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(

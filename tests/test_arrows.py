@@ -19,7 +19,7 @@ LAYERS = [
     BASE,
     ("graphs",),
     ("ops", "cost", "measure", "drawing"),
-    ("cache", "testing"),
+    ("cache",),
     ("distributed",),
     ("integrations", "data"),
     ("baselines", "inference"),

@@ -10,6 +10,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from budgets import effective_map
 from tiny_model import save_tiny_model
 
 from corecontext import CCAConfig, enable
@@ -19,7 +20,6 @@ from corecontext.eval.inspect.page import inspect_text, make_page, split_text
 from corecontext.files import UserError
 from corecontext.integrations.transformers import handle_of
 from corecontext.loading import Loaded, load
-from corecontext.testing import effective_map
 from corecontext.visibility import num_visible_cores
 
 TEXT = "Some </script> words & things, d\u00e9j\u00e0 vu. " * 4

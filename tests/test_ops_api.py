@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from budgets import make_inputs, results_and_gradients
 
 from corecontext.ops import capability as chips
 from corecontext.ops import partial
@@ -19,7 +20,6 @@ from corecontext.ops.merge import merge
 from corecontext.ops.packed import _interior_bias
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Spec
-from corecontext.testing import make_inputs, results_and_gradients
 
 ROTARY = Rotary.from_theta(10000.0, 16)
 X = torch.zeros(2, 4, 6, 16)

@@ -8,11 +8,11 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from budgets import Inputs, effective_map, make_inputs, results_and_gradients
 
 from corecontext.ops.api import cca_attention, pool_core_tokens
 from corecontext.ops.batch import once_for_all_layers
 from corecontext.ops.rotary import Rotary
-from corecontext.testing import Inputs, effective_map, make_inputs, results_and_gradients
 from corecontext.visibility import first_core_query, group_size_for, num_visible_cores
 
 BACKENDS = ("reference", "packed")

@@ -9,18 +9,18 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-
-from corecontext.ops import partial
-from corecontext.ops.api import cca_attention, pool_core_tokens
-from corecontext.ops.rotary import Rotary
-from corecontext.ops.spec import Upstream
-from corecontext.testing import (
+from budgets import (
     assert_accurate,
     assert_within_budget,
     make_inputs,
     results_and_gradients,
     row_errors,
 )
+
+from corecontext.ops import partial
+from corecontext.ops.api import cca_attention, pool_core_tokens
+from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Upstream
 
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 packed = functools.partial(cca_attention, backend="packed", return_lse=True)

@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+from budgets import make_inputs, results_and_gradients
 from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM
@@ -28,7 +29,6 @@ from corecontext.inference import Engine
 from corecontext.loading import load
 from corecontext.ops import reference, rules
 from corecontext.ops.spec import Groups, Spec
-from corecontext.testing import make_inputs, results_and_gradients
 
 HEADS, KV, DIM = 4, 2, 16
 RULES = [

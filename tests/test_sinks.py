@@ -11,13 +11,13 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from budgets import assert_accurate, effective_map, make_inputs, results_and_gradients
 
 from benchmarks import floor
 from corecontext import CCAConfig, Rotary, cca_attention, cost, pool_core_tokens
 from corecontext import visibility as vis
 from corecontext.cache import CompactLayer
 from corecontext.ops import rules, sinks
-from corecontext.testing import assert_accurate, effective_map, make_inputs, results_and_gradients
 
 pytestmark = pytest.mark.usefixtures("default_device")
 ROTARY = Rotary.from_theta(10_000.0, 16)

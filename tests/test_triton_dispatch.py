@@ -23,11 +23,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="the triton backend needs triton")
 
-from corecontext import Rotary, cca_attention  # noqa: E402
-from corecontext.ops import compose  # noqa: E402
-from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
-from corecontext.ops.triton import backend  # noqa: E402
-from corecontext.testing import (  # noqa: E402
+from budgets import (  # noqa: E402
     Inputs,
     assert_accurate,
     assert_within_budget,
@@ -36,6 +32,11 @@ from corecontext.testing import (  # noqa: E402
     results_and_gradients,
     row_errors,
 )
+
+from corecontext import Rotary, cca_attention  # noqa: E402
+from corecontext.ops import compose  # noqa: E402
+from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
+from corecontext.ops.triton import backend  # noqa: E402
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and backend.hopper_forward is not None

@@ -12,7 +12,7 @@ from corecontext.cache.entries import ALL, Entries
 from corecontext.cache.slots import read, write
 from corecontext.ops.attend_buffer import attend_buffer
 from corecontext.ops.spec import Groups
-from corecontext.visibility import visible_cores_of
+from corecontext.visibility import sees_core, sees_token
 
 
 def decode_step(
@@ -93,29 +93,29 @@ def _close_groups(entries: Entries, q: Tensor, position: Tensor) -> None:
 
 def _visible(entries: Entries, position: Tensor, num_cores: int) -> Tensor:
     """Return which entries each row's query sees, [B, 1 or r, C + n + M w]."""
-    g = entries.group_size
-    s = entries.spec.window_size
+    sizes = (entries.group_size, entries.spec.window_size)
     n = entries.num_sinks
     ring = entries.ring_size
     width = entries.core_width
     device = position.device
-    # planted: 4: decoding sees one core token too few
-    visible = visible_cores_of(position - n if n else position, g, s)[:, None]  # [B, 1]
+    position = position[:, None]
+    # The tokens after the first n are a sequence of their own.
+    later = position - n if n else position
 
-    # Core tokens 0 .. visible - 1; with w > 1 query head i sees the i-th of each group.
-    see_core = (torch.arange(num_cores, device=device) < visible)[:, None, :, None]  # [B, 1, M, 1]
+    # Core tokens; with w > 1 query head i sees the i-th of each group.
+    # planted: 4: decoding sees one core token too few
+    see_core = sees_core(torch.arange(num_cores, device=device), later, *sizes)
+    see_core = see_core[:, None, :, None]  # [B, 1, M, 1]
     if width > 1:
         see_core = see_core & torch.eye(width, dtype=torch.bool, device=device)[:, None]
 
-    # Raw tokens behind the groups that are seen as core tokens. The token in a ring slot is the
-    # newest whose position, modulo C, is the slot.
-    slot = torch.arange(ring, device=device)
-    in_slot = position[:, None] - (position[:, None] - slot) % ring
-    see_raw = in_slot >= visible * g
+    # The token in a ring slot is the newest whose position, modulo C, is the slot.
+    age = (position - torch.arange(ring, device=device)) % ring
+    # planted: sinks: decoding sees the ring's old slots
+    see_raw = sees_token(later - age, later, *sizes)
     if n:
         # planted: sinks: decoding sees those to come
-        see_first = torch.arange(n, device=device) <= position[:, None]
-        # planted: sinks: decoding sees the ring's old slots
-        see_raw = torch.cat((in_slot >= visible * g + n, see_first), -1)
+        see_first = sees_token(torch.arange(n, device=device), position, *sizes, n)
+        see_raw = torch.cat((see_raw, see_first), -1)
     see_raw = see_raw[:, None].expand(-1, see_core.shape[1], -1)
     return torch.cat((see_raw, see_core.flatten(2)), -1)

@@ -103,7 +103,7 @@ class _Attend(torch.autograd.Function):
         for chunk, (chunk_q, chunk_k, chunk_v) in tokens.items():
             halo_k, halo_v, halo_ends = halos[chunk]
             chunk_ends = chunk_q[:, :, call.halo.ends(*call.layout.span(chunk))]
-            q_last = by_kv_head(torch.cat((halo_ends, chunk_ends), 2), kv_heads)
+            q_last = by_head(torch.cat((halo_ends, chunk_ends), 2), kv_heads)
             near_k = torch.cat((halo_k, chunk_k), 2).flatten(0, 1)
             near_v = torch.cat((halo_v, chunk_v), 2).flatten(0, 1)
             cores = call.module.pool(call.groups(q_last, near_k, near_v), call.spec)
@@ -111,7 +111,7 @@ class _Attend(torch.autograd.Function):
             made.append(torch.stack([x[:, :, call.made(chunk)] for x in cores]))
         # Attend to them while the core tokens travel.
         gathering = gather_cores(call, made, k)
-        queries = {chunk: by_kv_head(chunk_q, kv_heads) for chunk, (chunk_q, *_) in tokens.items()}
+        queries = {chunk: by_head(chunk_q, kv_heads) for chunk, (chunk_q, *_) in tokens.items()}
         results = {}
         for chunk, (_, near_k, near_v, *cores) in near.items():
             results[chunk] = call.module.attend(
@@ -144,7 +144,7 @@ class _Attend(torch.autograd.Function):
         chunks = call.layout.chunks()
         near = {chunk: saved[7 * i : 7 * i + 7] for i, chunk in enumerate(chunks)}
         rows = {
-            chunk: [by_kv_head(x, kv_heads) for x in tensors]
+            chunk: [by_head(x, kv_heads) for x in tensors]
             for chunk, tensors in by_chunk(call, q, grad_out).items()
         }
         with torch.autocast(q.device.type, enabled=False):
@@ -191,7 +191,7 @@ def _merge_far(call: Call, q: Tensor, far: Tensor, out: Tensor, lse: Tensor) -> 
     """Merge attention to core tokens [2, N, Hc, M, D] into out [N, r, T, D] and lse [N, r, T], in
     place."""
     far_out, far_lse = partial.forward(
-        by_core_head(q, far), *far_keys(far), scale=call.spec.scale, softcap=call.spec.softcap
+        by_head(q, far.shape[2]), *far_keys(far), scale=call.spec.scale, softcap=call.spec.softcap
     )
     far_lse = far_lse.reshape(lse.shape) + call.core_bias
     merge_into(out, lse, far_out.reshape(out.shape), far_lse)
@@ -206,10 +206,10 @@ def _far_backward(
         return None
     # A bias on all core scores only shifts the far part's log-sum-exp.
     grad_out, _, out, lse = upstream
-    grad_out, out, lse = (by_core_head(x, far) for x in (grad_out, out, lse - call.core_bias))
+    grad_out, out, lse = (by_head(x, far.shape[2]) for x in (grad_out, out, lse - call.core_bias))
     dq, *grads = partial.backward(
         Upstream(grad_out, None, out, lse),
-        by_core_head(q, far),
+        by_head(q, far.shape[2]),
         *far_keys(far),
         scale=call.spec.scale,
         softcap=call.spec.softcap,
@@ -223,23 +223,21 @@ def _add_pool_gradients(call: Call, core_grads: Tensor, near: dict, grads: dict)
     """Add to `grads` the gradients that later queries give the groups that end in this process's
     chunks: core_grads [2, N, Hc, m, D]."""
     g = call.spec.group_size
-    offset = 0
-    for chunk, count in zip(near, call.counts(call.layout.rank)):
-        if count:
-            made = call.made(chunk)
-            q_last, k, v = call.groups(*near[chunk][:3])
-            dq_last, *dkv = call.module.pool_backward(
-                Cores(*core_grads[:, :, :, offset : offset + count].contiguous().unbind()),
-                Groups(q_last[:, :, made], k[:, made], v[:, made]),
-                call.spec,
-            )
-            tokens = slice(made.start * g, made.stop * g)
-            total_q, *total_kv = grads[chunk]
-            for total, grad in zip(total_kv, dkv):
-                total[:, tokens] += grad.flatten(1, 2)
-            if dq_last is not None:
-                total_q[:, :, tokens][:, :, g - 1 :: g] += dq_last
-        offset += count
+    for chunk, core_grad in split_message(call, core_grads, call.layout.rank).items():
+        if not core_grad.shape[3]:
+            continue
+        made = call.made(chunk)
+        q_last, k, v = call.groups(*near[chunk][:3])
+        dq_last, *dkv = call.module.pool_backward(
+            Cores(*core_grad.contiguous().unbind()),
+            Groups(q_last[:, :, made], k[:, made], v[:, made]),
+            call.spec,
+        )
+        tokens = slice(made.start * g, made.stop * g)
+        total_q, *total_kv = grads[chunk]
+        total_q[:, :, tokens][:, :, g - 1 :: g] += dq_last
+        for total, grad in zip(total_kv, dkv):
+            total[:, tokens] += grad.flatten(1, 2)
 
 
 # Core tokens between processes
@@ -258,47 +256,30 @@ def gather_cores(call: Call, made: list[Tensor], like: Tensor) -> Gathering:
     return call.halo.wire.gather(F.pad(message, (0, 0, 0, call.message_size - message.shape[3])))
 
 
+def split_message(call: Call, message: Tensor, rank: int) -> dict[int, Tensor]:
+    """Split the core tokens that a process made, [2, N, Hc, m, D], by chunk; views."""
+    counts = call.counts(rank)
+    pieces = message[:, :, :, : sum(counts)].split(counts, 3)
+    return dict(zip(call.layout.chunks(rank), pieces))
+
+
 def in_order(call: Call, messages: Tensor) -> Tensor:
     """Return the core tokens of the whole sequence, [2, N, Hc, M, D], from all processes'
     messages."""
-    pieces = [
-        messages[place.rank][:, :, :, place.offset : place.offset + place.count]
-        for place in _places(call)
-    ]
-    return torch.cat(pieces, 3)
+    pieces: dict[int, Tensor] = {}
+    for rank, message in enumerate(messages):
+        pieces |= split_message(call, message, rank)
+    return torch.cat([pieces[chunk] for chunk in sorted(pieces)], 3)
 
 
 def scatter_core_grads(call: Call, grads: Tensor) -> Gathering:
     """Send gradients of core tokens [2, N, Hc, M, D] to the processes that made them."""
     size = call.halo.wire.size
     messages = grads.new_zeros(size, *grads.shape[:3], call.message_size, grads.shape[4])
-    for rank, offset, first, count in _places(call):
-        target = messages[rank][:, :, :, offset : offset + count]
-        target.copy_(grads[:, :, :, first : first + count])
+    for rank, message in enumerate(messages):
+        for chunk, target in split_message(call, message, rank).items():
+            target.copy_(grads[:, :, :, slice(*call.layout.groups(chunk, call.spec.group_size))])
     return call.halo.wire.scatter_sum(messages)
-
-
-class _Place(NamedTuple):
-    """Where one chunk's core tokens are."""
-
-    rank: int
-    offset: int
-    """In the process's message."""
-    first: int
-    """In the sequence."""
-    count: int
-
-
-def _places(call: Call) -> list[_Place]:
-    """The place of each chunk's core tokens, in the order of the sequence."""
-    places = []
-    for rank in range(call.halo.wire.size):
-        offset = 0
-        for chunk, count in zip(call.layout.chunks(rank), call.counts(rank)):
-            first, _ = call.layout.groups(chunk, call.spec.group_size)
-            places.append(_Place(rank, offset, first, count))
-            offset += count
-    return sorted(places, key=lambda place: place.first)
 
 
 # Shapes
@@ -321,20 +302,14 @@ def joined_chunks(chunks: dict[int, tuple[Tensor, ...]], like: Sequence[Tensor])
     ]
 
 
-def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
-    """[B, H, T, ...] to [N, r, T, ...], N = B Hkv."""
-    return x.reshape(x.shape[0] * kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
+def by_head(x: Tensor, heads: int) -> Tensor:
+    """[B, H, T, ...] to [B heads, H / heads, T, ...]."""
+    return x.reshape(x.shape[0] * heads, x.shape[1] // heads, *x.shape[2:])
 
 
 def after_zeros(count: int, x: Tensor) -> Tensor:
     """x [N, r, T, ...] behind `count` zero queries."""
     return torch.cat((x.new_zeros(*x.shape[:2], count, *x.shape[3:]), x), 2)
-
-
-def by_core_head(x: Tensor, far: Tensor) -> Tensor:
-    """[N, r, T, ...] to [N Hc, r / Hc, T, ...]."""
-    heads = far.shape[2]
-    return x.reshape(x.shape[0] * heads, x.shape[1] // heads, *x.shape[2:])
 
 
 def far_keys(far: Tensor) -> list[Tensor]:

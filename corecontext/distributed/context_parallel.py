@@ -8,9 +8,9 @@ attention.py has the computation.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -124,39 +124,24 @@ def _by_document(inputs: Inputs, shard: Shard, spec: Spec, backend: str) -> Tens
     run = functools.partial(_attend_document, inputs, shard, spec, backend)
     if len(shard.documents) <= 2:
         return run(shard.layout, tokens)
-    pieces: list[tuple[int, Tensor]] = []
+    layout = shard.layout
+    chunks = layout.chunks()
+    offsets = dict(zip(chunks, accumulate((layout.lengths[i] for i in chunks), initial=0)))
+    pieces: list[tuple[int, Tensor]] = []  # by place among this process's tokens
     for start, end in pairwise(shard.documents):
-        pieces += _document_pieces(tokens, shard.layout, start, end, run)
+        document = layout.clip(start, end)
+        here = document.chunks()
+        if not here and not document.is_shared:
+            continue
+        places = [offsets[i] + max(0, start - layout.starts[i]) for i in here] or [0]
+        lengths = [document.lengths[i] for i in here] or [0]
+        spans = [slice(place, place + length) for place, length in zip(places, lengths)]
+        out = run(document, [torch.cat([x[:, :, span] for span in spans], 2) for x in tokens])
+        pieces += zip(places, out.split(lengths, 2))
     if not pieces:  # this process has no token, and no document that several have
         q, k, v = tokens
         return q + (k.sum() + v.sum())
-    pieces.sort(key=lambda piece: piece[0])
-    return torch.cat([out for _, out in pieces], 2)
-
-
-def _document_pieces(
-    tokens: Sequence[Tensor],
-    layout: Layout,
-    start: int,
-    end: int,
-    run: Callable[[Layout, Sequence[Tensor]], Tensor],
-) -> list[tuple[int, Tensor]]:
-    """Attend within the document start .. end-1; its outputs by chunk, each with the place of its
-    first token among those of this process."""
-    document = layout.clip(start, end)
-    chunks = document.chunks()
-    if not chunks and not document.is_shared:
-        return []
-    # Where each chunk of the document begins in this process's tensors.
-    offsets = {}
-    offset = 0
-    for chunk in layout.chunks():
-        offsets[chunk] = offset + max(0, start - layout.starts[chunk])
-        offset += layout.lengths[chunk]
-    spans = [slice(offsets[i], offsets[i] + document.lengths[i]) for i in chunks] or [slice(0, 0)]
-    out = run(document, [torch.cat([x[:, :, span] for span in spans], 2) for x in tokens])
-    outs = out.split([span.stop - span.start for span in spans], 2)
-    return [(span.start, piece) for span, piece in zip(spans, outs)]
+    return torch.cat([out for _, out in sorted(pieces, key=lambda piece: piece[0])], 2)
 
 
 def _attend_document(

@@ -3,6 +3,7 @@ gradients returned backward."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -54,15 +55,9 @@ class Halo(NamedTuple):
         chunks.
         """
         starts = self.layout.starts
-
-        def pack(message: Message) -> Tensor:
-            start = starts[message.source]
-            span = slice(message.low - start, message.high - start)
-            return self._pack(message, *(x[:, :, span] for x in tokens[message.source]))
-
         pieces = {i: [(k[:, :, :0], v[:, :, :0], q[:, :, :0])] for i, (q, k, v) in tokens.items()}
-        for message, buffer in self._deliver(self._messages(), pack, tokens):
-            pieces[message.target].append(self._unpack(message, buffer))
+        for message, piece in self._deliver(tokens, starts.__getitem__):
+            pieces[message.target].append(piece)
         return {i: tuple(torch.cat(x, 2) for x in zip(*pieces[i])) for i in tokens}
 
     def give_back(
@@ -74,36 +69,33 @@ class Halo(NamedTuple):
         grads: gradients of queries [B, H, halo + T, D], keys and values [B, Hkv, halo + T, D] of
         near parts.
         """
-        starts = self.layout.starts
         totals = {i: tuple(x[:, :, self.size(i) :] for x in near) for i, near in grads.items()}
-
-        # From the chunk whose halo it is to the chunk that holds the tokens.
-        def pack(message: Message) -> Tensor:
-            start = self.start(message.source)
-            span = slice(message.low - start, message.high - start)
-            return self._pack(message, *(x[:, :, span] for x in grads[message.source]))
-
-        back = [Message(m.target, m.source, m.low, m.high) for m in self._messages()]
-        for message, buffer in self._deliver(back, pack, grads):
-            start = starts[message.target]
+        for message, (grad_k, grad_v, grad_q) in self._deliver(grads, self.start, back=True):
+            start = self.layout.starts[message.target]
             span = slice(message.low - start, message.high - start)
             total_q, total_k, total_v = (x[:, :, span] for x in totals[message.target])
-            grad_k, grad_v, grad_q = self._unpack(message, buffer)
             total_q[:, :, self.ends(message.low, message.high)] += grad_q
             total_k += grad_k
             total_v += grad_v
         return totals
 
-    def _messages(self) -> list[Message]:
-        return self.layout.messages(self.spec.group_size, self.spec.window_size)
-
     def _deliver(
         self,
-        messages: list[Message],
-        pack: Callable[[Message], Tensor],
-        like: Mapping[int, tuple[Tensor, ...]],
-    ) -> list[tuple[Message, Tensor]]:
-        """Exchange messages; returns those to this process. Messages to itself do not travel."""
+        tensors: Mapping[int, tuple[Tensor, ...]],
+        start: Callable[[int], int],
+        back: bool = False,
+    ) -> list[tuple[Message, list[Tensor]]]:
+        """Exchange messages; returns keys, values [B, Hkv, tokens, D] and group-end queries [B, H,
+        m, D] of those to this process. Messages to itself do not travel.
+
+        Args:
+            tensors: Queries, keys and values of each chunk.
+            start: Gives a chunk's first token in them.
+            back: From the chunk whose halo it is to the chunk that holds the tokens.
+        """
+        messages = self.layout.messages(self.spec.group_size, self.spec.window_size)
+        if back:
+            messages = [Message(m.target, m.source, m.low, m.high) for m in messages]
         owners = self.layout.owners
         rank = self.layout.rank
         arrived = {}
@@ -112,36 +104,33 @@ class Halo(NamedTuple):
         for message in messages:
             source = owners[message.source]
             target = owners[message.target]
+            if source == rank:
+                packed = self._pack(message, tensors[message.source], start(message.source))
             if target == rank and source == rank:
-                arrived[message] = pack(message)
+                arrived[message] = packed
             elif target == rank:
-                buffer = like[message.target][0].new_empty(self._elements(message))
-                arrived[message] = buffer
-                received.append((source, buffer))
+                sizes = map(math.prod, self._shapes(message))
+                arrived[message] = tensors[message.target][0].new_empty(sum(sizes))
+                received.append((source, arrived[message]))
             elif source == rank:
-                sent.append((target, pack(message)))
+                sent.append((target, packed))
         self.wire.exchange(sent, received)
-        return list(arrived.items())
+        return [(message, self._unpack(message, x)) for message, x in arrived.items()]
 
-    def _elements(self, message: Message) -> int:
-        """Elements of a message."""
-        raw = 2 * self.shape.num_kv_heads * (message.high - message.low)
-        ends = self.shape.num_heads * self._num_ends(message)
-        return self.shape.batch_size * self.shape.head_dim * (raw + ends)
+    def _shapes(self, message: Message) -> list[tuple[int, ...]]:
+        """Shapes of a message's keys, values and group-end queries."""
+        batch, heads, kv_heads, dim = self.shape
+        count = message.high - message.low
+        num_ends = len(range(count)[self.ends(message.low, message.high)])
+        kv_shape = (batch, kv_heads, count, dim)
+        return [kv_shape, kv_shape, (batch, heads, num_ends, dim)]
 
-    def _num_ends(self, message: Message) -> int:
-        ends = self.ends(message.low, message.high)
-        return len(range(*ends.indices(message.high - message.low)))
-
-    def _pack(self, message: Message, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _pack(self, message: Message, tensors: tuple[Tensor, ...], start: int) -> Tensor:
+        q, k, v = (x[:, :, message.low - start : message.high - start] for x in tensors)
         q_ends = q[:, :, self.ends(message.low, message.high)]
         return torch.cat([x.flatten() for x in (k, v, q_ends)])
 
-    def _unpack(self, message: Message, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A message as keys, values [B, Hkv, tokens, D] and group-end queries [B, H, m, D]."""
-        batch, heads, kv_heads, dim = self.shape
-        kv_shape = (batch, kv_heads, message.high - message.low, dim)
-        size = batch * kv_heads * (message.high - message.low) * dim
-        k, v, q_ends = buffer.split([size, size, buffer.numel() - 2 * size])
-        q_shape = (batch, heads, self._num_ends(message), dim)
-        return k.view(kv_shape), v.view(kv_shape), q_ends.view(q_shape)
+    def _unpack(self, message: Message, buffer: Tensor) -> list[Tensor]:
+        shapes = self._shapes(message)
+        pieces = buffer.split([math.prod(shape) for shape in shapes])
+        return [x.view(shape) for x, shape in zip(pieces, shapes)]

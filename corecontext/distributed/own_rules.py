@@ -13,18 +13,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from corecontext.config import LEARNED_WEIGHTS
 from corecontext.distributed.attention import (
     Call,
     after_zeros,
     by_chunk,
-    by_core_head,
-    by_kv_head,
+    by_head,
     far_keys,
     gather_cores,
     in_order,
     joined_chunks,
     scatter_core_grads,
+    split_message,
 )
 from corecontext.ops import partial, rules
 from corecontext.ops.merge import merge
@@ -37,14 +36,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Te
     kv_heads = k.shape[1]
     spec = call.spec
     g = spec.group_size
-    weights = {name: x for name, x in learned.items() if name in LEARNED_WEIGHTS}
-    weights = rules.by_sequence(weights, kv_heads, q.shape[0])
+    weights = rules.by_sequence(learned, kv_heads, q.shape[0])
     bias = _bias(call, learned, q, kv_heads)
     # Near keys and values: each chunk's behind those of its halo.
     anchor, *fetched = _Fetch.apply(k, v, call)
     fetched = [x.flatten(0, 1) for x in fetched]  # [N, halo + T, D]
     chunks = by_chunk(call, q)
-    queries = {chunk: by_kv_head(chunk_q, kv_heads) for chunk, (chunk_q,) in chunks.items()}
+    queries = {chunk: by_head(chunk_q, kv_heads) for chunk, (chunk_q,) in chunks.items()}
     near = {chunk: fetched[2 * i : 2 * i + 2] for i, chunk in enumerate(chunks)}
     # Pool where a group ends, which is where its last query is.
     made = []
@@ -68,10 +66,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Te
         out, lse = (x[:, :, halo:] for x in (out, lse))
         if far:
             far_out, far_lse = _Far.apply(
-                by_core_head(queries[chunk], all_cores),
+                by_head(queries[chunk], all_cores.shape[2]),
                 *far_keys(all_cores[:, :, :, :far]),
-                spec.scale,
-                spec.softcap,
+                {"scale": spec.scale, "softcap": spec.softcap},
             )
             far_lse = far_lse.reshape(lse.shape) + bias[..., None].to(lse.dtype)
             out, _ = merge([out, far_out.reshape(out.shape)], [lse, far_lse])
@@ -126,18 +123,15 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor: Tensor, call: Call, *made: Tensor) -> Tensor:
         ctx.call = call
-        ctx.counts = [x.shape[3] for x in made]
         return in_order(call, gather_cores(call, list(made), anchor).wait())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        sums = scatter_core_grads(ctx.call, wide).wait()
-        grads: tuple[Tensor, ...] = ()
-        if ctx.counts:
-            grads = sums[:, :, :, : sum(ctx.counts)].to(grad.dtype).split(ctx.counts, 3)
-        return grad.new_zeros(0), None, *grads
+        sums = scatter_core_grads(ctx.call, wide).wait().to(grad.dtype)
+        grads = split_message(ctx.call, sums, ctx.call.layout.rank)
+        return grad.new_zeros(0), None, *grads.values()
 
 
 class _Far(torch.autograd.Function):
@@ -145,11 +139,9 @@ class _Far(torch.autograd.Function):
     Hc, 1, M, D]."""
 
     @staticmethod
-    def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
-        ctx.options = {"scale": scale, "softcap": softcap}
-        out, lse = partial.forward(q, k, v, **ctx.options)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, Tensor]:
+        ctx.options = options
+        out, lse = partial.forward(q, k, v, **options)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
 
@@ -159,4 +151,4 @@ class _Far(torch.autograd.Function):
         *inputs, out, lse = ctx.saved_tensors
         upstream = Upstream(grad_out, grad_lse, out, lse)
         grads = partial.backward(upstream, *inputs, **ctx.options)
-        return *(grad.to(x.dtype) for grad, x in zip(grads, inputs)), None, None
+        return *(grad.to(x.dtype) for grad, x in zip(grads, inputs)), None

@@ -3,6 +3,8 @@ count of the bytes received."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,15 +43,13 @@ class Wire:
 
     def exchange(self, sent: list[tuple[int, Tensor]], received: list[tuple[int, Tensor]]) -> None:
         """Send and receive whole tensors; between two processes in the order of the lists."""
-        operations = [self._operation(dist.isend, rank, x.contiguous()) for rank, x in sent]
-        operations += [self._operation(dist.irecv, rank, x) for rank, x in received]
+        operation = functools.partial(dist.P2POp, group=self.group)
+        operations = [operation(dist.isend, x.contiguous(), group_peer=rank) for rank, x in sent]
+        operations += [operation(dist.irecv, x, group_peer=rank) for rank, x in received]
         self.received_bytes += sum(x.nbytes for _, x in received)
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-
-    def _operation(self, operation, rank: int, x: Tensor) -> dist.P2POp:
-        return dist.P2POp(operation, x, dist.get_global_rank(self.group, rank), self.group)
 
 
 class Gathering:

@@ -21,11 +21,11 @@ from corecontext.config import (
     check_choice,
 )
 from corecontext.ops import autograd, checks, packed, reference, rules
-from corecontext.ops.batch import has_restarts
+from corecontext.ops.batch import complete_groups, has_restarts
 from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each, split_inputs
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.spec import EACH_ROW, Groups, Inputs, Ragged, Spec, check_rotary
-from corecontext.visibility import is_full_attention, num_complete_groups
+from corecontext.ops.spec import EACH_ROW, Inputs, Ragged, Spec, Tokens, check_rotary
+from corecontext.visibility import is_full_attention
 
 # `packed` (cuBLAS) is faster in float32.
 _AUTO_TRITON = (torch.bfloat16, torch.float16)
@@ -159,8 +159,10 @@ def cca_attention(
     sizes = (group_size,)
     if isinstance(group_size, (tuple, list)):
         sizes = group_size = check_sizes(group_size, k.shape[1], num_groups)
+    # torch.compile traces no cache.
+    validate = CCAConfig if torch.compiler.is_compiling() else _known_settings
     for g in sizes:
-        _validate(
+        validate(
             g, window_size, num_groups, pooling, core_position, core_heads, sink_size=sink_size
         )
     spec = Spec(
@@ -184,11 +186,6 @@ def cca_attention(
 
 
 _known_settings = functools.lru_cache(maxsize=256, typed=True)(CCAConfig)
-
-
-def _validate(*settings: object, **named: object) -> None:
-    """Raise unless the settings make a configuration; torch.compile traces no cache."""
-    (CCAConfig if torch.compiler.is_compiling() else _known_settings)(*settings, **named)
 
 
 def attend(
@@ -303,17 +300,12 @@ def pool_core_tokens(
         rotary=check_rotary(rotary, core_position),
     )
     checks.check_rotary_size(spec.rotary, q.shape[3])
-    num_groups = num_complete_groups(q.shape[2], group_size)
-    repeats = q.shape[1] // k.shape[1]
-    k, v = (
-        x[:, :, : num_groups * group_size].flatten(0, 1).unflatten(1, (num_groups, group_size))
-        for x in (k, v)
-    )
-    q_last = q[:, :, group_size - 1 :: group_size]
-    q_last = q_last.reshape(k.shape[0], repeats, num_groups, q.shape[3])
-    groups = Groups(q_last, k, v)
+    rows, heads, length, dim = q.shape
+    q = q.reshape(rows * k.shape[1], heads // k.shape[1], length, dim)
+    k, v = (x.flatten(0, 1) for x in (k, v))
+    groups = complete_groups(Tokens(q, k, v), group_size)
     if rules.is_own_rule(pooling, None):
         cores = rules.pool(groups, spec, {})
     else:
         cores = module.pool(groups, spec)
-    return tuple(x.to(k.dtype).unflatten(0, (q.shape[0], -1)).flatten(1, 2) for x in cores)
+    return tuple(x.to(k.dtype).unflatten(0, (rows, -1)).flatten(1, 2) for x in cores)

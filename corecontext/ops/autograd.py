@@ -7,9 +7,6 @@ tokens; else the backward pools again.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
 from dataclasses import fields
 from types import ModuleType
 from typing import Any
@@ -18,19 +15,18 @@ import torch
 from torch import Tensor
 
 from corecontext.ops import packed
-from corecontext.ops.batch import SegmentView, find_segments
+from corecontext.ops.batch import Gathered, SegmentView, by_segment, find_segments, wide_dtype
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Inputs, Ragged, Spec, Upstream
 
 
 def module_of(backend: str) -> ModuleType:
     """Return the backend's functions on one sequence: pool, attend, gradients."""
-    return packed if backend == "packed" else _triton_backend()
+    if backend == "packed":
+        return packed
+    from corecontext.ops.triton import backend as triton_backend
 
-
-@functools.cache
-def _triton_backend() -> ModuleType:
-    return importlib.import_module("corecontext.ops.triton.backend")
+    return triton_backend
 
 
 def attend(inputs: Inputs, ragged: Ragged, spec: Spec, backend: str) -> tuple[Tensor, Tensor]:
@@ -52,19 +48,10 @@ def _forward(
     inputs: Inputs, ragged: Ragged, spec: Spec, backend: str
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Output, log-sum-exp and, where the batch is one segment, its core tokens."""
-    q = inputs.q
     module = module_of(backend)
-    out = _Batch(q)
-    lse = _Batch(q[..., 0], _lse_dtype(q), fill=-torch.inf)
-    segments = find_segments(q.shape[0], q.shape[2], *ragged)
-    cores: tuple[Tensor, ...] = ()
-    for segment in segments:
-        view = SegmentView(segment, inputs, spec)
-        cores = module.pool(view.groups(), view.spec)
-        segment_out, segment_lse = module.attend(view.tokens, cores, view.spec, view.core_bias)
-        out.put(view, segment_out)
-        lse.put(view, segment_lse)
-    return out.result(), lse.result(), cores if len(segments) == 1 else ()
+    return by_segment(
+        inputs, ragged, spec, lambda view: module.pool(view.groups(), view.spec), module.attend
+    )
 
 
 def _gradients(
@@ -81,10 +68,10 @@ def _gradients(
     """
     q, k, v, bias, _ = inputs
     module = module_of(backend)
-    grads = [_Batch(x) for x in (q, k, v)]
+    grads = [Gathered(x) for x in (q, k, v)]
     grad_bias = None
     if bias is not None:
-        grad_bias = torch.zeros(q.shape[1], dtype=_lse_dtype(q), device=q.device)
+        grad_bias = torch.zeros(q.shape[1], dtype=wide_dtype(q), device=q.device)
     for segment in find_segments(q.shape[0], q.shape[2], *ragged):
         view = SegmentView(segment, inputs, spec)
         groups = view.groups()
@@ -101,37 +88,6 @@ def _gradients(
         if segment_bias is not None:
             grad_bias += segment_bias.reshape(-1, q.shape[1]).sum(0)
     return *(grad.result() for grad in grads), grad_bias
-
-
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-class _Batch:
-    """A result [B, H or Hkv, L, ...] put together from segments, or the one segment that is the
-    whole batch."""
-
-    def __init__(self, like: Tensor, dtype: torch.dtype | None = None, fill: float = 0.0) -> None:
-        self.like = like
-        self.dtype = dtype or like.dtype
-        self.fill = fill
-        self.total: Tensor | None = None
-
-    def put(self, view: SegmentView, x: Tensor) -> None:
-        """Take over one segment's x [N, ..., T, ...]."""
-        if x.numel() == self.like.numel():
-            self.total = x.reshape(self.like.shape).to(self.dtype)
-            return
-        view.put(self.result(), x)
-
-    def result(self) -> Tensor:
-        """Return the whole, filled where it has no segment."""
-        if self.total is None:
-            # planted: memory: padding left uninitialised
-            self.total = torch.full(
-                self.like.shape, self.fill, dtype=self.dtype, device=self.like.device
-            )
-        return self.total
 
 
 # Outside torch.compile
@@ -157,10 +113,8 @@ class _Eager(torch.autograd.Function):
         q, k, v, bias, out, lse, *rest = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        context = contextlib.nullcontext()
-        if torch.is_autocast_enabled(q.device.type):  # float32 sums would be lost
-            context = torch.autocast(q.device.type, enabled=False)
-        with context:
+        # A backward called inside autocast would lose float32 sums.
+        with torch.autocast(q.device.type, enabled=False):
             *grads, grad_bias = _gradients(
                 Upstream(grad_out, grad_lse, out, lse),
                 Inputs(q, k, v, bias),
@@ -223,7 +177,7 @@ def cca_attention_op(q, k, v, core_bias, inv_freq, *rest) -> tuple[Tensor, Tenso
 def _(q, *args):
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # planted: compile: wrong dtype of the log-sum-exp in the fake
-    lse = torch.empty(q.shape[:-1], dtype=_lse_dtype(q), device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=wide_dtype(q), device=q.device)
     return out, lse
 
 
@@ -249,21 +203,19 @@ def cca_attention_backward_op(
         backend,
     )
     if grad_bias is None:
-        grad_bias = torch.zeros(q.shape[1], dtype=_lse_dtype(q), device=q.device)
+        grad_bias = torch.zeros(q.shape[1], dtype=wide_dtype(q), device=q.device)
     return *grads, grad_bias
 
 
 @cca_attention_backward_op.register_fake
 def _(grad_out, grad_lse, q, k, v, *args):
     grads = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    return *grads, torch.empty(q.shape[1], dtype=_lse_dtype(q), device=q.device)
+    return *grads, torch.empty(q.shape[1], dtype=wide_dtype(q), device=q.device)
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, core_bias, inv_freq, attention_mask, cu_seqlens, position_ids, *ctx.settings = inputs
-    ctx.save_for_backward(
-        q, k, v, *output, core_bias, inv_freq, attention_mask, cu_seqlens, position_ids
-    )
+    *tensors, ctx.settings = *inputs[:8], inputs[8:]
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.set_materialize_grads(False)
 
 
@@ -271,7 +223,6 @@ def _backward(ctx, grad_out, grad_lse):
     q, k, v, out, lse, core_bias, *rest = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    # A backward called inside autocast would lose float32 sums.
     with torch.autocast(q.device.type, enabled=False):
         *grads, grad_bias = cca_attention_backward_op(
             grad_out, grad_lse, q, k, v, out, lse, core_bias, *rest, *ctx.settings

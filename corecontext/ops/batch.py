@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from corecontext.ops.spec import Groups, Inputs, Spec, Tokens
+from corecontext.ops.spec import Cores, Groups, Inputs, Ragged, Spec, Tokens
 from corecontext.visibility import first_core_query, is_full_attention, num_complete_groups
 
 
@@ -74,13 +74,8 @@ def find_segments(
     cu_seqlens: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> list[Segment]:
-    """Return the sequences of a batch; the list is shared and must not be changed.
-
-    Args:
-        attention_mask: [B, L], 1 (True) for tokens and 0 for padding on the left or the right of a
-            row.
-        cu_seqlens: [n + 1], where each packed document of a single row starts, and L.
-        position_ids: [1 or B, L]; wherever they do not rise by one, a document starts.
+    """Return the sequences of a batch, which `Ragged` tells; the list is shared and must not be
+    changed.
 
     Raises:
         ValueError: a mask with holes or of another shape; cu_seqlens that do not rise from 0 to L.
@@ -214,11 +209,71 @@ class SegmentView:
     def groups(self) -> Groups:
         """Return the complete groups after the first tokens kept raw."""
         g = self.spec.group_size
-        first = self.spec.sinks
-        q, k, v = self.tokens[:3]
-        num_groups = 0 if self.full else num_complete_groups(q.shape[2] - first, g)
-        end = first + num_groups * g
-        # planted: sinks: weights of other groups' queries
-        q_last = q[:, :, first + g - 1 : end : g]
-        k, v = (x[:, first:end].unflatten(1, (num_groups, g)) for x in (k, v))
-        return Groups(q_last, k, v)
+        first = self.tokens.q.shape[2] if self.full else self.spec.sinks
+        return complete_groups(self.tokens, g, first)
+
+
+def complete_groups(tokens: Tokens, g: int, first: int = 0) -> Groups:
+    """Return the groups of g tokens after `first` tokens."""
+    q, k, v = tokens[:3]
+    num_groups = num_complete_groups(q.shape[2] - first, g)
+    end = first + num_groups * g
+    # planted: sinks: weights of other groups' queries
+    q_last = q[:, :, first + g - 1 : end : g]
+    k, v = (x[:, first:end].unflatten(1, (num_groups, g)) for x in (k, v))
+    return Groups(q_last, k, v)
+
+
+class Gathered:
+    """A result [B, H or Hkv, L, ...] put together from segments, or the one segment that is the
+    whole batch."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype | None = None, fill: float = 0.0) -> None:
+        self.like = like
+        self.dtype = dtype or like.dtype
+        self.fill = fill
+        self.total: Tensor | None = None
+
+    def put(self, view: SegmentView, x: Tensor) -> None:
+        """Take over one segment's x [N, ..., T, ...]."""
+        if x.numel() == self.like.numel():
+            self.total = x.reshape(self.like.shape).to(self.dtype)
+            return
+        view.put(self.result(), x)
+
+    def result(self) -> Tensor:
+        """Return the whole, filled where it has no segment."""
+        if self.total is None:
+            # planted: memory: padding left uninitialised
+            self.total = torch.full(
+                self.like.shape, self.fill, dtype=self.dtype, device=self.like.device
+            )
+        return self.total
+
+
+def by_segment(
+    inputs: Inputs,
+    ragged: Ragged,
+    spec: Spec,
+    pool: Callable[[SegmentView], Cores],
+    attend: Callable[[Tokens, Cores, Spec, Tensor | None], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return out [B, H, L, D], log-sum-exp [B, H, L] and, where the batch is one segment, its core
+    tokens."""
+    q = inputs.q
+    out = Gathered(q)
+    lse = Gathered(q[..., 0], wide_dtype(q), fill=-torch.inf)
+    segments = find_segments(q.shape[0], q.shape[2], *ragged)
+    cores: tuple[Tensor, ...] = ()
+    for segment in segments:
+        view = SegmentView(segment, inputs, spec)
+        cores = pool(view)
+        segment_out, segment_lse = attend(view.tokens, cores, view.spec, view.core_bias)
+        out.put(view, segment_out)
+        lse.put(view, segment_lse)
+    return out.result(), lse.result(), cores if len(segments) == 1 else ()
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return float64 for float64, else float32."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -88,20 +88,21 @@ def bias_tensor(
     """Return the bias, given and learned, as [H] on q's device, or None where there is none."""
     wide = torch.promote_types(q.dtype, torch.float32)
     num_heads = q.shape[1]
-    if core_bias is not None and not isinstance(core_bias, Tensor):
+    if isinstance(core_bias, Tensor):
+        if core_bias.shape != (num_heads,):
+            raise ValueError(
+                f"core_bias must be a number or have shape [H] = [{num_heads}], got "
+                f"{list(core_bias.shape)}."
+            )
+    elif core_bias is not None:
         if not isinstance(core_bias, (int, float)):
             raise TypeError(f"core_bias must be a number or a tensor [H], got {core_bias!r}.")
         if not abs(core_bias) < float("inf"):
             raise ValueError(f"core_bias must be finite, got {core_bias}. Use 0.0 for none.")
-        if core_bias == 0:
-            core_bias = None
-        else:
-            core_bias = torch.full((num_heads,), float(core_bias), dtype=wide, device=q.device)
-    elif core_bias is not None and core_bias.shape != (num_heads,):
-        raise ValueError(
-            f"core_bias must be a number or have shape [H] = [{num_heads}], got "
-            f"{list(core_bias.shape)}."
-        )
+        number = float(core_bias)
+        core_bias = None
+        if number:
+            core_bias = torch.full((num_heads,), number, dtype=wide, device=q.device)
     if "bias" in learned:
         return learned["bias"] if core_bias is None else core_bias + learned["bias"]
     if core_bias is None and "key_gain" in learned:

@@ -23,8 +23,6 @@ def gradients(
 
     Args:
         backend: Has `attend_backward` and `pool_backward`.
-        groups, cores: Given to `pool`, and its result.
-        core_bias: [N, r].
 
     Returns:
         In the shapes of q, k, v and core_bias, in float32 or wider.
@@ -36,8 +34,7 @@ def gradients(
     if num_groups:
         dq_last, dk_pool, dv_pool = backend.pool_backward(Cores(dcore_k, dcore_v), groups, spec)
         pooled = slice(spec.sinks, spec.sinks + num_groups * size)
-        if dq_last is not None:
-            dq[:, :, pooled][:, :, size - 1 :: size] += dq_last
+        dq[:, :, pooled][:, :, size - 1 :: size] += dq_last
         dk[:, pooled] += dk_pool.flatten(1, 2)
         dv[:, pooled] += dv_pool.flatten(1, 2)
     return dq, dk, dv, dbias

@@ -48,7 +48,8 @@ def split_heads(x: Tensor, shares: Shares, kv_heads: int, dim: int = 1) -> list[
     repeats = x.shape[dim] // kv_heads
     runs = sorted(run for heads in shares for run in _runs(heads))
     pieces = dict(zip(runs, x.split([count * repeats for _, count in runs], dim), strict=True))
-    return [_joined([pieces[run] for run in _runs(heads)], dim) for heads in shares]
+    split = [[pieces[run] for run in _runs(heads)] for heads in shares]
+    return [torch.cat(share, dim) if len(share) > 1 else share[0] for share in split]
 
 
 def split_learned(
@@ -72,16 +73,12 @@ def split_inputs(inputs: Inputs, shares: Shares) -> list[Inputs]:
 
 def gather_heads(outs: Sequence[Tensor], shares: Shares) -> Tensor:
     """Return the results of each share, [B, r heads, ...], as one tensor in the order of heads."""
-    pieces: dict[tuple[int, int], Tensor] = {}
+    if len(outs) == 1:
+        return outs[0]
+    pieces: dict[int, Tensor] = {}
     for out, heads in zip(outs, shares, strict=True):
-        repeats = out.shape[1] // len(heads)
-        runs = _runs(heads)
-        pieces.update(zip(runs, out.split([count * repeats for _, count in runs], 1)))
-    return _joined([pieces[run] for run in sorted(pieces)], 1)
-
-
-def _joined(pieces: list[Tensor], dim: int) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        pieces |= zip(heads, out.chunk(len(heads), 1))
+    return torch.cat([pieces[head] for head in sorted(pieces)], 1)
 
 
 def _runs(heads: Sequence[int]) -> list[tuple[int, int]]:

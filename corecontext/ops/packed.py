@@ -21,7 +21,7 @@ from torch import Tensor
 # planted: arrows: a backend imports another
 from corecontext.ops import compose, partial, pooling, sinks
 from corecontext.ops.merge import merge
-from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
+from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.visibility import (
     first_core_query,
     local_start,
@@ -121,17 +121,7 @@ def _bias_gradient(call: _Call, upstream: Upstream) -> Tensor:
     return total
 
 
-def gradients(
-    upstream: Upstream,
-    tokens: Tokens,
-    groups: Groups,
-    cores: Cores,
-    spec: Spec,
-    core_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients as `compose.gradients`."""
-    this = sys.modules[__name__]
-    return compose.gradients(this, upstream, tokens, groups, cores, spec, core_bias)
+gradients = functools.partial(compose.gradients, sys.modules[__name__])
 
 
 class _Plan(NamedTuple):

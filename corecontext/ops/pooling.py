@@ -1,4 +1,4 @@
-"""Pool groups into core tokens in plain torch, with the backward written out: linear memory, any
+"""Pool groups by their weights in plain torch, with the backward written out: linear memory, any
 device.
 
 The equations are those of `ops/reference.py`; here keys and values are read in chunks of groups, so
@@ -24,32 +24,21 @@ def forward(groups: Groups, spec: Spec) -> Cores:
     cores = Cores(k.new_empty(shape), v.new_empty(shape))
     for chunk in _chunks(k):
         wide_k, wide_v = (_wide(x[:, chunk]) for x in (k, v))
-        rotated = _to_middle(wide_k, spec.rotary, 1)
-        if spec.pooling == "max":
-            pooled = (x.amax(2)[:, None] for x in (rotated, wide_v))
-        else:
-            weights, _, _ = _weights(q_last[:, :, chunk], wide_k, spec)
-            pooled = (torch.einsum("nrmg,nmgd->nrmd", weights, x) for x in (rotated, wide_v))
-        for core, x in zip(cores, pooled):
-            core[:, :, chunk] = x
+        weights, _, _ = _weights(q_last[:, :, chunk], wide_k, spec)
+        for core, x in zip(cores, (_to_middle(wide_k, spec.rotary, 1), wide_v)):
+            core[:, :, chunk] = torch.einsum("nrmg,nmgd->nrmd", weights, x)
     return cores
 
 
-def backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the gradients of q_last (None unless the weights are learned), k and v, in the dtype
-    of each."""
+def backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q_last, k and v, in the dtype of each."""
     q_last, k, v = groups
-    grad_q = torch.empty_like(q_last) if spec.pooling == "cca" else None
+    grad_q = torch.empty_like(q_last)
     grad_k = torch.empty_like(k)
     grad_v = torch.empty_like(v)
     for chunk in _chunks(k):
         wide_k, wide_v = (_wide(x[:, chunk]) for x in (k, v))
         into_k, into_v = (_wide(x[:, :, chunk]) for x in grad_cores)
-        rotated = _to_middle(wide_k, spec.rotary, 1)
-        if spec.pooling == "max":
-            grad_v[:, chunk] = _max_backward(into_v, wide_v)
-            grad_k[:, chunk] = _to_middle(_max_backward(into_k, rotated), spec.rotary, -1)
-            continue
         # Through the weighted sums.
         wide_q = _wide(q_last[:, :, chunk])
         weights, probs, slope = _weights(wide_q, wide_k, spec)
@@ -58,19 +47,18 @@ def backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor | No
         chunk_k = _to_middle(chunk_k, spec.rotary, -1)
         grad_v[:, chunk] = torch.einsum("nrmg,nrmd->nmgd", weights, into_v)
         # Through the weights: the softmax of scores of q_last and k.
-        if grad_q is not None:
-            grad_probs = torch.einsum("nrmd,nmgd->nrmg", into_k, rotated)
-            grad_probs = grad_probs + torch.einsum("nrmd,nmgd->nrmg", into_v, wide_v)
-            if spec.core_heads == "kv":  # the weights are the mean over r query heads
-                grad_probs = grad_probs / probs.shape[1]
-            mean = (probs * grad_probs).sum(-1, keepdim=True)
-            # planted: 6: gradient through the pooling weights dropped
-            grad_scores = probs * (grad_probs - mean) * spec.scale
-            if slope is not None:
-                grad_scores = grad_scores * slope
-            grad_q[:, :, chunk] = torch.einsum("nrmg,nmgd->nrmd", grad_scores, wide_k)
-            chunk_k = chunk_k + torch.einsum("nrmg,nrmd->nmgd", grad_scores, wide_q)
-        grad_k[:, chunk] = chunk_k
+        rotated = _to_middle(wide_k, spec.rotary, 1)
+        grad_probs = torch.einsum("nrmd,nmgd->nrmg", into_k, rotated)
+        grad_probs = grad_probs + torch.einsum("nrmd,nmgd->nrmg", into_v, wide_v)
+        if spec.core_heads == "kv":  # the weights are the mean over r query heads
+            grad_probs = grad_probs / probs.shape[1]
+        mean = (probs * grad_probs).sum(-1, keepdim=True)
+        # planted: 6: gradient through the pooling weights dropped
+        grad_scores = probs * (grad_probs - mean) * spec.scale
+        if slope is not None:
+            grad_scores = grad_scores * slope
+        grad_q[:, :, chunk] = torch.einsum("nrmg,nmgd->nrmd", grad_scores, wide_k)
+        grad_k[:, chunk] = chunk_k + torch.einsum("nrmg,nrmd->nmgd", grad_scores, wide_q)
     return grad_q, grad_k, grad_v
 
 
@@ -99,11 +87,6 @@ def _to_middle(k: Tensor, rotary: Rotary | None, direction: int) -> Tensor:
 def _weights(q_last: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:
     """Pooling weights [N, 1 or r, M, g]; each query head's probabilities; the slope of the
     softcap."""
-    if spec.pooling == "mean":
-        num_heads = q_last.shape[1] if spec.core_heads == "query" else 1
-        shape = (k.shape[0], num_heads, k.shape[1], k.shape[2])
-        weights = torch.full(shape, 1 / k.shape[2], dtype=k.dtype, device=k.device)
-        return weights, weights, None
     scores = torch.einsum("nrmd,nmgd->nrmg", q_last.to(k.dtype), k) * spec.scale
     slope = None
     if spec.softcap is not None:
@@ -113,10 +96,3 @@ def _weights(q_last: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Ten
     probs = scores.softmax(-1)
     # planted: 8: weights of one query head instead of the mean
     return (probs.mean(1, keepdim=True) if spec.core_heads == "kv" else probs), probs, slope
-
-
-def _max_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of the maximum over a group, shared among ties as torch's amax does: x [N, M, g,
-    D]."""
-    winners = (x == x.amax(2, keepdim=True)).to(x.dtype)
-    return winners / winners.sum(2, keepdim=True) * grad.sum(1)[:, :, None]

@@ -7,6 +7,7 @@ cache. With all parameters zero it is the paper's rule (docs/math.md, eq. 12).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from corecontext.config import LEARNED, LEARNED_WEIGHTS
-from corecontext.ops.batch import SegmentView, find_segments
+from corecontext.ops.batch import SegmentView, by_segment, wide_dtype
 from corecontext.ops.spec import Cores, Groups, Inputs, Ragged, Spec, Tokens, Upstream
 
 Learned = Mapping[str, Tensor]
@@ -69,19 +70,17 @@ def is_own_rule(pooling: str, learned: Learned | None) -> bool:
 
 
 def by_sequence(learned: Learned, num_kv_heads: int, rows: int) -> dict[str, Tensor]:
-    """Repeat parameters for N = rows x KV heads sequences, in float32 or wider: parameters by query
-    head are [N, r, ...], by KV head [N]."""
+    """Repeat the parameters of pooling for N = rows x KV heads sequences, in float32 or wider:
+    those by query head are [N, r, ...], by KV head [N]."""
     repeated = {}
     for name, parameter in learned.items():
-        x = _wide(parameter)
+        if name not in LEARNED_WEIGHTS:
+            continue
+        x = parameter.to(wide_dtype(parameter))
         if name != "key_gain":
             x = x.unflatten(0, (num_kv_heads, -1))
         repeated[name] = x.repeat(rows, *(1,) * (x.dim() - 1))
     return repeated
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def weights_of(groups: Groups, spec: Spec, learned: Learned) -> Tensor:
@@ -113,7 +112,7 @@ def pool(groups: Groups, spec: Spec, learned: Learned) -> Cores:
     """
     dtype = groups.k.dtype
     size = groups.k.shape[2]
-    groups = Groups(*map(_wide, groups))
+    groups = Groups(*(x.to(wide_dtype(x)) for x in groups))
     q_last, k, v = groups
     if spec.rotary is not None:
         k = spec.rotary.rotate(k, size // 2 - torch.arange(size, device=k.device))
@@ -133,28 +132,16 @@ def attention(
     inputs: Inputs, ragged: Ragged, spec: Spec, module: ModuleType
 ) -> tuple[Tensor, Tensor]:
     """Return out [B, H, L, D] and log-sum-exp [B, H, L], pooled by a rule of this file or by the
-    reference: autograd follows the pooling.
-
-    Args:
-        inputs: bias is [H] or None.
-        module: The backend.
-    """
-    q = inputs.q
+    reference: autograd follows the pooling."""
     pools_here = is_own_rule(spec.pooling, inputs.learned)
-    weights = {name: x for name, x in inputs.learned.items() if name in LEARNED_WEIGHTS}
-    out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    lse = torch.full(q.shape[:-1], -torch.inf, dtype=out.dtype, device=q.device)
-    for segment in find_segments(q.shape[0], q.shape[2], *ragged):
-        view = SegmentView(segment, inputs, spec)
-        if pools_here:
-            learned = by_sequence(weights, inputs.k.shape[1], view.num_rows)
-            cores = pool(view.groups(), view.spec, learned)
-        else:
-            cores = module.pool(view.groups(), view.spec)
-        segment_out, segment_lse = attend(module, view.tokens, cores, view.spec, view.core_bias)
-        view.put(out, segment_out)
-        view.put(lse, segment_lse)
-    return out.to(q.dtype), lse
+
+    def pool_segment(view: SegmentView) -> Cores:
+        if not pools_here:
+            return module.pool(view.groups(), view.spec)
+        learned = by_sequence(inputs.learned, inputs.k.shape[1], view.num_rows)
+        return pool(view.groups(), view.spec, learned)
+
+    return by_segment(inputs, ragged, spec, pool_segment, functools.partial(attend, module))[:2]
 
 
 def attend(

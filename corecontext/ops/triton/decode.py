@@ -27,7 +27,7 @@ from torch import Tensor
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Slots, Spec
 from corecontext.ops.triton.launch import contiguous_rows, launch, power_of_2
-from corecontext.ops.triton.pool import rotation_tables
+from corecontext.ops.triton.pool import rotation_tables as turn_tables  # noqa: F401
 from corecontext.ops.triton.pool_tile import load_tables, pool_keys, rotation_pairs, token_scores
 from corecontext.ops.triton.primitives import (
     dot,
@@ -694,52 +694,20 @@ def _plan(
     return _Plan(num_parts, step, merge)
 
 
-def turn_tables(
-    rotary: Rotary | None, group_size: int, device: torch.device
-) -> tuple[Tensor, Tensor] | None:
-    """Return cosines and sines for `Slots.turn`, [g, R / 2] in float32, or None without a
-    rotation."""
-    return None if rotary is None else rotation_tables(rotary, group_size, device)
-
-
-class _Sizes(NamedTuple):
-    """Hold the integers of a step, as an operator can take them."""
-
-    group_size: int
-    window_size: int
-    ring_size: int
-    sinks: int
-    per_query: bool
-    """Whether each query head has core tokens of its own."""
-    interleaved: bool
-    seen: int
-    """Slots appended so far where they are not counted on the device."""
-
-
-class _Factors(NamedTuple):
-    """Hold the numbers of a step; softcap 0 is none."""
-
-    scale: float
-    softcap: float
-    core_bias: float
-
-
-def _decode(
-    q: Tensor, k: Tensor, v: Tensor, slots: Slots, sizes: _Sizes, factors: _Factors
-) -> Tensor:
-    """Launch both kernels of a step; `slots.seen` is a tensor or unused."""
+def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias: float) -> Tensor:
+    """Launch both kernels of a step."""
     q, k, v = map(contiguous_rows, (q, k, v))
     batch, num_heads, _, head_dim = q.shape
     keys, values = slots.keys, slots.values
     kv_heads, capacity = keys.shape[1:3]
     rows = batch * kv_heads
     heads = num_heads // kv_heads
-    plan = _plan(chip_of(q.device), q.dtype, rows, heads, head_dim, capacity, sizes.group_size)
+    plan = _plan(chip_of(q.device), q.dtype, rows, heads, head_dim, capacity, spec.group_size)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     acc = torch.empty((rows, plan.num_parts, heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((rows, plan.num_parts, heads), dtype=torch.float32, device=q.device)
     on_device = isinstance(slots.seen, Tensor)
-    length = slots.seen if on_device else slots.pad
+    length, seen = (slots.seen, 0) if on_device else (slots.pad, slots.seen)
     # Kernels do not touch the tensors that stand in for missing ones.
     cos, sin = slots.turn or (keys, keys)
     key_scales = keys if slots.key_scales is None else slots.key_scales
@@ -750,21 +718,22 @@ def _decode(
             (rows, plan.num_parts),
             (
                 *(q, k, v, keys, values, key_scales, value_scales, length, slots.pad, cos, sin),
-                *(acc, lse, sizes.seen, kv_heads, capacity, sizes.ring_size, sizes.group_size),
-                *(sizes.window_size, factors.scale, factors.softcap or 1.0, factors.core_bias),
+                *(acc, lse, seen, kv_heads, capacity, slots.ring_size, spec.group_size),
+                *(spec.window_size, float(spec.scale), float(spec.softcap or 1.0)),
+                float(core_bias),
             ),
             (q.stride()[:2], k.stride()[:2], v.stride()[:2]),
             ON_DEVICE=on_device,
             KIND=slots.cache_dtype,
-            SINKS=sizes.sinks,
+            SINKS=spec.sinks,
             HEADS=heads,
-            WIDTH=heads if sizes.per_query else 1,
-            POOLS=capacity > sizes.ring_size + sizes.sinks,
+            WIDTH=heads if spec.core_heads == "query" else 1,
+            POOLS=capacity > slots.ring_size + spec.sinks,
             HEAD_DIM=head_dim,
             HALF=0 if slots.turn is None else cos.shape[1],
-            INTERLEAVED=sizes.interleaved,
-            HAS_BIAS=factors.core_bias != 0,
-            HAS_SOFTCAP=factors.softcap != 0,
+            INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
+            HAS_BIAS=core_bias != 0,
+            HAS_SOFTCAP=spec.softcap is not None,
             **plan.step,
         )
         launch(
@@ -794,17 +763,21 @@ def _decode_op(
 
     Args:
         buffers: Keys, values and, in 8 bits, the scales of both.
+        seen: `Slots.seen` where it is counted on the device, else the last of `sizes`.
         tables: `Slots.turn`, or empty.
-        sizes, factors: Of `_Sizes` and `_Factors`.
     """
     keys, values, *scales = buffers
-    slots = Slots(
-        keys, values, seen, pad, sizes[2], tuple(tables) or None, *(scales or (None, None))
-    )
-    slots = slots._replace(cache_dtype=cache_dtype)
-    sizes = _Sizes(*sizes)
-    sizes = sizes._replace(per_query=bool(sizes.per_query), interleaved=bool(sizes.interleaved))
-    return _decode(*tokens, slots, sizes, _Factors(*factors))
+    group_size, window_size, sink_size, ring_size, per_query, interleaved, length = sizes
+    scale, softcap, core_bias = factors
+    core_heads = "query" if per_query else "kv"
+    seen = length if seen is None else seen
+    tables = tuple(tables) or None
+    scales = scales or (None, None)
+    slots = Slots(keys, values, seen, pad, ring_size, tables, *scales, cache_dtype)
+    spec = Spec(group_size, window_size, scale, None, sink_size, "cca", core_heads, softcap or None)
+    if tables:  # only the layout of pairs counts beside them
+        spec = spec.replace(rotary=Rotary(tables[0], bool(interleaved)))
+    return _decode(*tokens, slots, spec, core_bias)
 
 
 @_decode_op.register_fake
@@ -829,28 +802,20 @@ def decode_step(
         [B, H, 1, D] in the dtype of q. Sums are float32 and the same from run to run. Each visible
         entry is read once.
     """
-    on_device = isinstance(slots.seen, Tensor)
-    sizes = _Sizes(
-        spec.group_size,
-        spec.window_size,
-        slots.ring_size,
-        spec.sinks,
-        spec.core_heads == "query",
-        spec.rotary is not None and spec.rotary.interleaved,
-        0 if on_device else slots.seen,
-    )
-    factors = _Factors(float(spec.scale), float(spec.softcap or 0), float(core_bias))
     if not torch.compiler.is_compiling():
-        return _decode(q, k, v, slots, sizes, factors)
+        return _decode(q, k, v, slots, spec, core_bias)
     # An operator's dispatch costs more than the launches, so only graphs have it.
     scales = [] if slots.key_scales is None else [slots.key_scales, slots.value_scales]
+    on_device = isinstance(slots.seen, Tensor)
+    sizes = (spec.group_size, spec.window_size, spec.sink_size, slots.ring_size)
+    choices = (spec.core_heads == "query", spec.rotary is not None and spec.rotary.interleaved)
     return _decode_op(
         [q, k, v],
         [slots.keys, slots.values, *scales],
         slots.seen if on_device else None,
         slots.pad,
         list(slots.turn or ()),
-        [int(x) for x in sizes],
-        list(factors),
+        [int(x) for x in (*sizes, *choices, 0 if on_device else slots.seen)],
+        [float(spec.scale), float(spec.softcap or 0), float(core_bias)],
         slots.cache_dtype,
     )

@@ -20,23 +20,19 @@ from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, pow
 from corecontext.ops.triton.pool_half import pool_half_bwd_kernel, pool_half_fwd_kernel
 from corecontext.ops.triton.pool_long import pool_long_bwd_kernel, pool_long_fwd_kernel
 from corecontext.ops.triton.pool_short import pool_short_bwd_kernel, pool_short_fwd_kernel
-from corecontext.ops.triton.tiles import PoolTiles, pool_tiles
+from corecontext.ops.triton.tiles import pool_tiles
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def unsupported_reason(groups: Groups, spec: Spec) -> str | None:
-    """Return why these kernels cannot take the call, or None."""
+def _check(groups: Groups, spec: Spec) -> None:
+    """Raise unless these kernels can take the call."""
+    reason = None
+    if spec.pooling != "cca":
+        reason = f"pooling {spec.pooling!r} is not 'cca'"
     for name, x in zip(("q", "k", "v"), groups):
         if x.dtype not in _DTYPES:
-            return f"dtype of {name} {x.dtype} is not in (float32, float16, bfloat16)"
-    if spec.pooling != "cca":
-        return f"pooling {spec.pooling!r} is not 'cca'"
-    return None
-
-
-def _check(groups: Groups, spec: Spec) -> None:
-    reason = unsupported_reason(groups, spec)
+            reason = f"dtype of {name} {x.dtype} is not in (float32, float16, bfloat16)"
     if reason is not None:
         raise NotImplementedError(
             f"the Triton pooling cannot run this call: {reason}. Use corecontext.ops.pooling."
@@ -48,15 +44,14 @@ _TABLES = WeakIdKeyDictionary()  # by the tensor of frequencies
 
 def rotation_tables(
     rotary: Rotary | None, group_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """Return cosines and sines that rotate each token of a group to its middle, [g, R / 2] in
-    float32; anything without a rotation.
+    float32; None without a rotation.
 
     They are kept with the frequencies they are made of, until those change, but not where a graph
     is being captured."""
     if rotary is None:
-        unused = torch.empty(1, dtype=torch.float32, device=device)
-        return unused, unused
+        return None
     source = rotary.inv_freq
     tables_of_source = _TABLES.setdefault(source, {})
     version = None if source.is_inference() else source._version
@@ -85,30 +80,57 @@ def _rotates_halves(spec: Spec, head_dim: int) -> bool:
     )
 
 
-def _constants(spec: Spec, head_dim: int) -> dict[str, Any]:
-    """Return what `pool_short` and `pool_long` are compiled for, besides heads and tiles."""
+def _launch(
+    kernels: tuple,
+    groups: Groups,
+    spec: Spec,
+    tensors: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+    strides: tuple,
+    **chosen: Any,
+) -> None:
+    """Launch the kernel of `kernels` for halves of the columns, for whole groups or for larger
+    ones.
+
+    Args:
+        kernels: All three, the first None where the call is not one of halves.
+        tensors: Those before the rotation's tables, and those behind.
+        chosen: Constants of this call.
+    """
+    batch, num_groups, group_size, head_dim = groups.k.shape
+    heads = groups.q_last.shape[1]
+    halves = kernels[0] is not None
+    tiles = pool_tiles(group_size, head_dim, halves)
+    # Kernels do not touch the tensors that stand in for missing ones.
+    tables = rotation_tables(spec.rotary, group_size, groups.k.device) or (groups.k, groups.k)
+    arguments = (*tensors[0], *tables, *tensors[1], num_groups, group_size, float(spec.scale))
+    if tiles.whole and halves:
+        kernel = kernels[0]
+    else:
+        kernel = kernels[1 if tiles.whole else 2]
+        arguments += (float(spec.softcap or 1.0),)
     rotary = spec.rotary
-    return {
+    values = {
+        "HEADS": heads,
+        "HEADS_OUT": heads if spec.core_heads == "query" else 1,
         "HEAD_DIM": head_dim,
         "HALF": 0 if rotary is None else rotary.inv_freq.numel(),
         "INTERLEAVED": rotary is not None and rotary.interleaved,
         "HAS_SOFTCAP": spec.softcap is not None,
-    }
-
-
-def _blocks(tiles: PoolTiles) -> dict[str, int]:
-    """Return the tile of `pool_short` and `pool_long`."""
-    return {
         "BLOCK_M": tiles.block_m,
         "BLOCK_G": tiles.block_g,
         "BLOCK_D": tiles.block_d,
-        "num_warps": tiles.num_warps,
+        "BLOCK_H": power_of_2(heads),
+        **chosen,
     }
-
-
-def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Return those of all dimensions but the last."""
-    return tuple(x.stride()[:3] for x in tensors)
+    launch(
+        kernel,
+        (batch * ceil_div(num_groups, tiles.block_m),),
+        arguments,
+        strides,
+        num_warps=tiles.num_warps,
+        # In the kernel's own order, as a launch needs them.
+        **{name: values[name] for name in kernel.arg_names if name in values},
+    )
 
 
 def pool(groups: Groups, spec: Spec) -> Cores:
@@ -120,50 +142,22 @@ def pool(groups: Groups, spec: Spec) -> Cores:
 
     Returns:
         Core tokens in the dtype of k and of v; summed in float32. K and V are read once.
-
-    Raises:
-        NotImplementedError: a dtype is not one of the three, or the pooling not "cca".
     """
     _check(groups, spec)
     q_last, k, v = map(contiguous_rows, groups)
-    batch, num_groups, group_size, head_dim = k.shape
-    heads = q_last.shape[1]
-    heads_out = heads if spec.core_heads == "query" else 1
+    batch, num_groups, _, head_dim = k.shape
+    heads_out = q_last.shape[1] if spec.core_heads == "query" else 1
     core_k = k.new_empty(batch, heads_out, num_groups, head_dim)
     core_v = v.new_empty(batch, heads_out, num_groups, head_dim)
-    if core_k.numel() == 0:
-        return Cores(core_k, core_v)
-    halves = _rotates_halves(spec, head_dim)
-    tiles = pool_tiles(group_size, head_dim, halves)
-    tables = rotation_tables(spec.rotary, group_size, k.device)
-    grid = (batch * ceil_div(num_groups, tiles.block_m),)
-    arguments = (q_last, k, v, core_k, core_v, *tables, num_groups, group_size, float(spec.scale))
-    strides = _strides(q_last, k, v, core_k)
-    with torch.cuda.device_of(k):
-        if tiles.whole and halves:
-            launch(
-                pool_half_fwd_kernel,
-                grid,
-                arguments,
-                strides,
-                HEADS=heads,
-                HEADS_OUT=heads_out,
-                HALF=head_dim // 2,
-                BLOCK_M=tiles.block_m,
-                BLOCK_G=tiles.block_g,
-                num_warps=tiles.num_warps,
-            )
-        else:
-            launch(
-                pool_short_fwd_kernel if tiles.whole else pool_long_fwd_kernel,
-                grid,
-                (*arguments, float(spec.softcap or 1.0)),
-                strides,
-                HEADS=heads,
-                HEADS_OUT=heads_out,
-                **_constants(spec, head_dim),
-                **_blocks(tiles),
-            )
+    if core_k.numel():
+        half_kernel = pool_half_fwd_kernel if _rotates_halves(spec, head_dim) else None
+        _launch(
+            (half_kernel, pool_short_fwd_kernel, pool_long_fwd_kernel),
+            Groups(q_last, k, v),
+            spec,
+            ((q_last, k, v, core_k, core_v), ()),
+            tuple(x.stride()[:3] for x in (q_last, k, v, core_k)),
+        )
     return Cores(core_k, core_v)
 
 
@@ -180,56 +174,26 @@ def pool_backward(
     Returns:
         In the dtype and shape of q_last, k and v, summed in float32; that of q_last in float32
         where `into` is given. K and V are read once, their gradients written once.
-
-    Raises:
-        NotImplementedError: a dtype is not one of the three, or the pooling not "cca".
     """
     _check(groups, spec)
     q_last, k, v = map(contiguous_rows, groups)
     grad_core_k, grad_core_v = map(contiguous_rows, grad_cores)
-    batch, num_groups, group_size, head_dim = k.shape
-    heads = q_last.shape[1]
     grad_q = torch.empty_like(
         q_last,
         dtype=q_last.dtype if into is None else torch.float32,
         memory_format=torch.contiguous_format,
     )
     grad_k, grad_v = (torch.empty_like(k), torch.empty_like(v)) if into is None else into
-    if k.numel() == 0:
-        return grad_q, grad_k, grad_v
-    halves = spec.core_heads == "kv" and _rotates_halves(spec, head_dim)
-    tiles = pool_tiles(group_size, head_dim, halves)
-    tables = rotation_tables(spec.rotary, group_size, k.device)
-    grid = (batch * ceil_div(num_groups, tiles.block_m),)
     gradients = (grad_q, grad_k, grad_v)
-    arguments = (grad_core_k, grad_core_v, q_last, k, v, *tables, *gradients)
-    arguments += (num_groups, group_size, float(spec.scale))
-    strides = _strides(grad_core_k, grad_core_v, q_last, k, v, *gradients)
-    with torch.cuda.device_of(k):
-        if tiles.whole and halves:
-            launch(
-                pool_half_bwd_kernel,
-                grid,
-                arguments,
-                strides,
-                HEADS=heads,
-                ADD=into is not None,
-                HALF=head_dim // 2,
-                BLOCK_M=tiles.block_m,
-                BLOCK_G=tiles.block_g,
-                num_warps=tiles.num_warps,
-            )
-        else:
-            launch(
-                pool_short_bwd_kernel if tiles.whole else pool_long_bwd_kernel,
-                grid,
-                (*arguments, float(spec.softcap or 1.0)),
-                strides,
-                HEADS=heads,
-                HEADS_OUT=heads if spec.core_heads == "query" else 1,
-                **_constants(spec, head_dim),
-                ADD=into is not None,
-                **_blocks(tiles),
-                **({} if tiles.whole else {"BLOCK_H": power_of_2(heads)}),
-            )
+    if k.numel():
+        halves = spec.core_heads == "kv" and _rotates_halves(spec, k.shape[3])
+        given = (grad_core_k, grad_core_v, q_last, k, v)
+        _launch(
+            (pool_half_bwd_kernel if halves else None, pool_short_bwd_kernel, pool_long_bwd_kernel),
+            Groups(q_last, k, v),
+            spec,
+            (given, gradients),
+            tuple(x.stride()[:3] for x in (*given, *gradients)),
+            ADD=into is not None,
+        )
     return gradients

@@ -52,9 +52,8 @@ def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescri
     block = (1, 1, rows, columns or max(16, power_of_2(shape[3])))
     if 1 in shape:  # any stride will do there, but one that is aligned
         strides = [step if size > 1 else block[3] for size, step in zip(shape[:3], strides)] + [1]
-    made = object.__new__(
-        TensorDescriptor
-    )  # its checks take longer than all else here; `aligned` has made them
+    # Its checks take longer than all else here; `aligned` has made them.
+    made = object.__new__(TensorDescriptor)
     made.base, made.shape, made.strides, made.block_shape = x, shape, strides, list(block)
     made.layout, made.padding = _layout(block, x.dtype), "zero"
     return made

@@ -61,17 +61,6 @@ def forward_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
 
 def dq_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
     """For the gradient of queries; block_m queries are what a program owns."""
-    return _backward_tiles(chip, dtype, dim)
-
-
-def dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
-    """For the gradients of keys; block_m keys are what a program owns."""
-    if dim > 128 and dtype != torch.float32 and 0 < chip.shared_memory < 160 * 1024:
-        return Tiles(32, 32, 8, 1)  # 80 KiB, where twice the keys take 112 of 99
-    return _backward_tiles(chip, dtype, dim)
-
-
-def _backward_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
     shared = chip.shared_memory
     if shared == 0:
         return Tiles(32, 32, 4, 1)
@@ -82,6 +71,13 @@ def _backward_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
     if shared < 160 * 1024:
         return Tiles(64, 32, 4, 2)
     return Tiles(64, 32, 4, 3)
+
+
+def dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
+    """For the gradients of keys; block_m keys are what a program owns."""
+    if dim > 128 and dtype != torch.float32 and 0 < chip.shared_memory < 160 * 1024:
+        return Tiles(32, 32, 8, 1)  # 80 KiB, where twice the keys take 112 of 99
+    return dq_tiles(chip, dtype, dim)
 
 
 class PoolTiles(NamedTuple):
@@ -130,17 +126,15 @@ def decode_tiles(chip: Chip, dtype: torch.dtype, heads: int, dim: int) -> Decode
     the way at once."""
     block_d, block_m = power_of_2(max(dim, 16)), power_of_2(heads)
     interpreted = chip.shared_memory == 0
-    if (
-        dtype == torch.float32
-    ):  # true float32 has no tensor cores, and sums of vectors need no padded rows
+    if dtype == torch.float32:
+        # True float32 has no tensor cores, and sums of vectors need no padded rows.
         block_n = 8 if interpreted else max(1, min(32, 4096 // (block_m * block_d)))
         return DecodeTiles(block_m, block_n, 4 if block_m * block_d <= 2048 else 8, 3, True)
     block_m = max(16, block_m)  # rows of the smallest matrix product
     if interpreted:
         return DecodeTiles(block_m, 16, 4, 1, False)
-    large = (
-        block_m * block_d > 8192 and chip.shared_memory < 160 * 1024
-    )  # queries leave room for fewer tiles
+    # Many queries leave room for fewer tiles.
+    large = block_m * block_d > 8192 and chip.shared_memory < 160 * 1024
     return DecodeTiles(block_m, min(128, 8192 // block_d), 4, 2 if large else 3, False)
 
 

@@ -1,4 +1,4 @@
-"""Make inputs, plain PyTorch results and error budgets per row, for tests and benchmarks.
+"""Make inputs, plain PyTorch results and error budgets per row, for tests.
 
 docs/numerics.md says why the budget looks as it does.
 """
