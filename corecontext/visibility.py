@@ -51,8 +51,10 @@ def sees_core(cores, positions, group_size: int, window_size: int):
 def sees_token(keys, positions, group_size: int, window_size: int, sinks: int = 0):
     """Mask the raw tokens `keys` that queries see: the first n = `sinks`, and those that no visible
     core token covers, up to the query itself. Two tensors that broadcast in, their shape out."""
-    start = visible_cores_of(positions, group_size, window_size) * group_size
-    return ((keys >= start) | (keys < sinks)) & (keys <= positions)
+    seen = keys >= visible_cores_of(positions, group_size, window_size) * group_size
+    if sinks:
+        seen = seen | (keys < sinks)
+    return seen & (keys <= positions)
 
 
 def local_start(position: int, group_size: int, window_size: int) -> int:

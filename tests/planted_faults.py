@@ -504,6 +504,36 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         f"{INFERENCE}::test_a_smaller_window_captures_its_steps_anew",
     ),
     Fault(
+        "5: position_ids of another length are taken",
+        "pass",
+        f"{API}::test_messages_about_a_call",
+    ),
+    Fault(
+        "7: core bias rounded to the inputs' dtype, packed",
+        "lse = lse + self.core_bias.to(self.q.dtype)[:, :, None]",
+        f"{NUMERICS}::test_a_core_bias_that_16_bits_do_not_hold",
+    ),
+    Fault(
+        "decoding: fp8 rounds ties up",
+        "normal = ((bits + 0x80000) & -0x100000).to(tl.float32, bitcast=True)",
+        "tests/test_triton_decode.py::test_a_token_halfway_between_two_codes_gets_the_even_one",
+    ),
+    Fault(
+        "offsets: 32 bits in a decoding step",
+        "n = row",
+        "tests/test_triton_far.py::test_decoding",
+    ),
+    Fault(
+        "offsets: 32 bits of a sequence in pooling",
+        "n = tl.program_id(0) // tiles",
+        "tests/test_triton_far.py::test_pooling",
+    ),
+    Fault(
+        "offsets: 32 bits of a group in pooling",
+        "first = tl.program_id(0) % tiles * BLOCK_M",
+        "tests/test_triton_far.py::test_pooling",
+    ),
+    Fault(
         "decoding: core bias rounded to 16 bits",
         "pass",
         f"{CACHE}::test_decoding_does_not_round_the_core_bias",

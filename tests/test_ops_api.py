@@ -66,6 +66,11 @@ SHAPE_ERRORS = [
         ValueError,
         "head_dim must be even and at most 512, got 5.",
     ),
+    (
+        (X.to("meta"), KV.to("meta"), KV.to("meta")),
+        ValueError,
+        "q must hold numbers, got a meta tensor. Load the weights.",
+    ),
 ]
 SETTING_ERRORS = [
     (
@@ -180,6 +185,11 @@ CALL_ERRORS = [
     ),
     (
         {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])},
+        ValueError,
+        "position_ids must be [1 or B, L] with B = 2, L = 6, got [1, 5].",
+    ),
+    (
+        {"position_ids": torch.arange(5)[None]},
         ValueError,
         "position_ids must be [1 or B, L] with B = 2, L = 6, got [1, 5].",
     ),

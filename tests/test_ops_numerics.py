@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from budgets import (
     assert_accurate,
     assert_within_budget,
+    lse_size,
     make_inputs,
+    plain_cca,
     results_and_gradients,
     row_errors,
 )
@@ -184,6 +186,49 @@ def test_a_gradient_of_the_log_sum_exp_under_large_scores(device, dtype):
     for found, truth in zip(*results):
         tolerance = 4 * torch.finfo(dtype).eps + 1e-3  # that of a log-sum-exp of some hundreds
         assert (found.double() - truth).norm() < tolerance * truth.norm()
+
+
+@pytest.mark.parametrize(
+    "g, s, length, dim, factor, seed",
+    [(7, 3, 120, 32, 16, 613566837), (2, 3, 144, 32, 8, 625756329), (3, 9, 55, 32, 16, 540446738)],
+)
+def test_scores_of_large_queries_are_rounded_as_sums_of_large_products(
+    g, s, length, dim, factor, seed
+):
+    """Rows, found by chance, whose log-sum-exp is one score or two, near 0: 12 eps off in float32,
+    where plain PyTorch, adding in another order, is off by 1 or 2."""
+    x = make_inputs(length, seed=seed, head_dim=dim, with_lse=False)
+    q, k, v = x.q * factor, x.k, x.v
+    settings = {"group_size": g, "window_size": s, "core_position": "token"}
+    _, truth = cca_attention(
+        q.double(), k.double(), v.double(), backend="reference", return_lse=True, **settings
+    )
+    plain = [plain_cca(q, k, v, fused=fused, **settings)[1] for fused in (False, True)]
+    errors = torch.stack([(lse - truth).abs() for lse in plain]).amax(0)
+    _, lse = packed(q, k, v, **settings)
+    assert_within_budget(lse[..., None], truth[..., None], errors, "lse", q.dtype, 3, lse_size(q))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("backend", ["packed", "reference"])
+def test_a_core_bias_that_16_bits_do_not_hold(device, backend, softcap):
+    """Where all scores are 0, the log-sum-exp counts tokens: log(raw + core exp(bias))."""
+    bias = 4.0156  # between two numbers of bfloat16 that are 0.03 apart
+    zeros = torch.zeros(1, 2, 60, 16, dtype=torch.bfloat16, device=device)
+    _, lse = cca_attention(
+        *(zeros, zeros, zeros),
+        group_size=4,
+        window_size=9,
+        core_position="token",
+        softcap=softcap,
+        core_bias=bias,
+        backend=backend,
+        return_lse=True,
+    )
+    position = torch.arange(60, dtype=torch.float64, device=device)
+    cores = (position + 1 - 9).clamp(min=0) // 4
+    truth = (position + 1 - 4 * cores + cores * math.exp(bias)).log()
+    torch.testing.assert_close(lse.double(), truth.expand(1, 2, -1), rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)

@@ -146,6 +146,17 @@ def test_the_future_changes_nothing():
         assert torch.equal(after[:, :, : t + 1], before[:, :, : t + 1])
 
 
+@pytest.mark.parametrize("g, s", [(2, 62), (34, 29)])
+def test_tiles_without_a_mask_hold_no_token_of_the_future(g, s):
+    """Of these sizes a row's next token is the first of a tile, so that one more is a leak."""
+    (q, k, v, core_k, core_v), _ = tensors(1, 1, 128, 16, g, s, 1, torch.float32)
+    spec = Spec(group_size=g, window_size=s, scale=0.25)
+    wide = [x.double() for x in (q, k, v, core_k, core_v)]
+    truth, _ = reference.attend(Tokens(*wide[:3]), Cores(*wide[3:]), spec)
+    out, _ = kernels.attend(Tokens(q, k, v), Cores(core_k, core_v), spec)
+    assert_near(out, truth, torch.float32, "out")
+
+
 @pytest.mark.parametrize(
     "options",
     [

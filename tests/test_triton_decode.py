@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
+from corecontext.cache.eight_bit import encode
 from corecontext.ops.spec import Slots, Spec
 from corecontext.ops.triton import backend
 from corecontext.ops.triton.decode import decode_step
@@ -215,6 +216,24 @@ def test_what_has_no_slot_is_not_written():
     decode_step(q, k, v, slots._replace(seen=4, pad=torch.tensor([5])), spec)  # padding
     for x in (*memory, keys[0], values[0]):
         assert (x.flatten(0, 1)[[0, 1, 2, 4, 5, 6, 7]] == 7).all() and (memory[0][1] == 7).all()
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_token_halfway_between_two_codes_gets_the_even_one(kind):
+    """The largest number makes the scale 1, so that the others are halfway between codes."""
+    halves = {
+        "int8": [127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 125.5],
+        "fp8": [448, 17, 19, 21, -17, -19, 1.0625, 1.1875],
+    }[kind]
+    x = torch.tensor([halves * 2]).view(1, 1, 1, 16)
+    buffers = [torch.zeros(1, 1, 8, 16, dtype=torch.int8) for _ in range(2)]
+    scales = [torch.zeros(1, 1, 8, 1) for _ in range(2)]
+    pad = torch.zeros(1, dtype=torch.int64)
+    slots = Slots(*buffers, 0, pad, 8, None, *scales, kind)
+    decode_step(x, x, -x, slots, Spec(4, 5, scale=0.25))
+    for stored, scale, token in zip(buffers, scales, (x, -x)):
+        assert scale[0, 0, 0] == 1
+        assert torch.equal(stored[0, 0, 0], encode(token, kind)[0].flatten())
 
 
 def test_compiles_as_one_graph():

@@ -33,7 +33,7 @@ from budgets import (  # noqa: E402
     row_errors,
 )
 
-from corecontext import Rotary, cca_attention  # noqa: E402
+from corecontext import Rotary, cca_attention, pool_core_tokens  # noqa: E402
 from corecontext.ops import compose  # noqa: E402
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
@@ -518,3 +518,26 @@ def test_a_triton_that_cannot_compile_for_hopper_has_the_other_kernels(monkeypat
             found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
         assert backend.hopper_forward is None and backend.hopper_backward is None
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other))
+
+
+@pytest.mark.parametrize("core_heads", ["kv", "query"])
+def test_pooling_compiles_as_one_graph_with_its_gradients(core_heads):
+    x = make_inputs(21, head_dim=16, device=DEVICE)
+    rotary = Rotary.from_theta(100.0, 16, DEVICE)
+    options = {"group_size": 4, "rotary": rotary, "core_heads": core_heads}
+
+    def run(backend, q, k, v):
+        return pool_core_tokens(q, k, v, backend=backend, **options)
+
+    compiled = torch.compile(
+        functools.partial(run, "triton"), fullgraph=True, backend="aot_eager", dynamic=False
+    )
+    found = []
+    for function in (compiled, functools.partial(run, "triton"), functools.partial(run, "packed")):
+        leaves = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
+        cores = function(*leaves)
+        loss = sum((core * core).sum() for core in cores)
+        found.append([*cores, *torch.autograd.grad(loss, leaves)])
+    for compiled_result, eager, packed in zip(*found):
+        assert torch.equal(compiled_result, eager)
+        torch.testing.assert_close(eager, packed, rtol=1e-4, atol=1e-4)

@@ -39,8 +39,8 @@ def kernel(monkeypatch):
     return Kernel()
 
 
-def run(kernel, x, exact=(64, 1), block=32):
-    launching.launch(kernel, (5,), (x, 7, 0.5), exact, BLOCK=block, num_warps=4)
+def run(kernel, x, exact=(64, 1), block=32, num_warps=4):
+    launching.launch(kernel, (5,), (x, 7, 0.5), exact, BLOCK=block, num_warps=num_warps)
 
 
 def test_the_second_launch_is_lean(kernel):
@@ -53,7 +53,13 @@ def test_the_second_launch_is_lean(kernel):
 
 @pytest.mark.parametrize(
     "other",
-    [{"exact": (65, 1)}, {"exact": (64, 2)}, {"block": 16}, {"dtype": torch.float16}],
+    [
+        {"exact": (65, 1)},
+        {"exact": (64, 2)},
+        {"block": 16},
+        {"num_warps": 8},
+        {"dtype": torch.float16},
+    ],
     ids=str,
 )
 def test_what_triton_compiles_anew_goes_through_triton(kernel, other):

@@ -21,7 +21,7 @@ from corecontext.config import (
     check_choice,
 )
 from corecontext.ops import autograd, checks, packed, reference, rules
-from corecontext.ops.batch import complete_groups, has_restarts
+from corecontext.ops.batch import check_positions, complete_groups, has_restarts
 from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each, split_inputs
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import EACH_ROW, Inputs, Ragged, Spec, Tokens, check_rotary
@@ -212,9 +212,11 @@ def attend(
     if learned:
         rules.check(learned, q.shape[1], k.shape[1], q.shape[3], spec.pooling)
     inputs = Inputs(q, k, v, checks.bias_tensor(inputs.bias, learned, q), learned)
-    is_known = ragged.position_ids is not None and not torch.compiler.is_compiling()
-    if is_known and not has_restarts(ragged.position_ids):
-        ragged = ragged._replace(position_ids=None)
+    if ragged.position_ids is not None:
+        # planted: 5: position_ids of another length are taken
+        check_positions(ragged.position_ids, q.shape[0], q.shape[2])
+        if not torch.compiler.is_compiling() and not has_restarts(ragged.position_ids):
+            ragged = ragged._replace(position_ids=None)
     with context:
         chosen = choose_backend(backend, q)
         if not isinstance(spec.group_size, tuple):

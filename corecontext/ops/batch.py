@@ -94,6 +94,15 @@ def find_segments(
     return [Segment(0, batch_size, 0, seq_len)]
 
 
+def check_positions(position_ids: Tensor, batch_size: int, seq_len: int) -> None:
+    """Raise unless these are positions of the tokens of a batch."""
+    if tuple(position_ids.shape) not in ((1, seq_len), (batch_size, seq_len)):
+        raise ValueError(
+            f"position_ids must be [1 or B, L] with B = {batch_size}, L = {seq_len}, got "
+            f"{list(position_ids.shape)}."
+        )
+
+
 def _document_segments(cu_seqlens: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
     """One segment for each document of a single row."""
     if batch_size != 1:
@@ -110,11 +119,7 @@ def _document_segments(cu_seqlens: Tensor, batch_size: int, seq_len: int) -> lis
 
 def _packed_segments(position_ids: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
     """Documents of each row, or all rows at once where each is one document."""
-    if tuple(position_ids.shape) not in ((1, seq_len), (batch_size, seq_len)):
-        raise ValueError(
-            f"position_ids must be [1 or B, L] with B = {batch_size}, L = {seq_len}, got "
-            f"{list(position_ids.shape)}."
-        )
+    check_positions(position_ids, batch_size, seq_len)
     if not has_restarts(position_ids):
         return [Segment(0, batch_size, 0, seq_len)]
     segments = []

@@ -18,6 +18,8 @@ def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must be [B, heads, L, D], got {list(x.shape)}.")
+        if x.is_meta:
+            raise ValueError(f"{name} must hold numbers, got a meta tensor. Load the weights.")
 
 
 def check_tensor(name: str, x: object) -> None:

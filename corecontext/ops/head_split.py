@@ -73,7 +73,7 @@ def split_inputs(inputs: Inputs, shares: Shares) -> list[Inputs]:
 
 def gather_heads(outs: Sequence[Tensor], shares: Shares) -> Tensor:
     """Return the results of each share, [B, r heads, ...], as one tensor in the order of heads."""
-    if len(outs) == 1:
+    if len(outs) == 1 and list(shares[0]) == sorted(shares[0]):
         return outs[0]
     pieces: dict[int, Tensor] = {}
     for out, heads in zip(outs, shares, strict=True):

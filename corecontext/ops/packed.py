@@ -288,6 +288,7 @@ class _Call:
         out, lse = partial.forward(arranged, *core_kv, is_causal=piece.packed, **self.options)
         out, lse = (self.restore(x, q.shape[2], piece.packed) for x in (out, lse))
         if self.core_bias is not None:
+            # planted: 7: core bias rounded to the inputs' dtype, packed
             lse = lse + self.core_bias.to(lse.dtype)[:, :, None]
         return out, lse
 

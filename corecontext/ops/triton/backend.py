@@ -40,11 +40,12 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 256
+_INTERPRETED = triton.knobs.runtime.interpret  # torch.compile cannot trace its look-up
 
 
 def unsupported_reason(q: Tensor) -> str | None:
     """Return why this backend cannot take the call, or None."""
-    if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if q.device.type != "cuda" and not _INTERPRETED:
         return f"device {q.device.type!r} is not cuda"
     capability = nvidia_capability(q.device)
     if capability is not None and capability < (8, 0):  # Triton has given these up
@@ -126,8 +127,12 @@ def _do_without_hopper(error: triton.CompilationError) -> None:
 
 def pool(groups: Groups, spec: Spec) -> Cores:
     """Pool as `packed.pool` does, differentiable like it."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in groups):
-        return Cores(*_Pool.apply(*groups, spec))
+    follows = torch.is_grad_enabled() and any(x.requires_grad for x in groups)
+    if follows or torch.compiler.is_compiling():
+        rotary = spec.rotary
+        rotation = (None, False) if rotary is None else (rotary.inv_freq, rotary.interleaved)
+        settings = (*rotation, spec.core_heads, spec.scale, spec.softcap)
+        return Cores(*pooling.pool_op(*groups, *settings))
     with _on(groups.k):
         return pooling.pool(groups, spec)
 
@@ -136,23 +141,6 @@ def pool_backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor
     """Return gradients as `packed.pool_backward` does."""
     with _on(groups.k):
         return pooling.pool_backward(grad_cores, groups, spec)
-
-
-class _Pool(torch.autograd.Function):
-    """Pooling by itself; where attention follows, `autograd` goes back through both at once."""
-
-    @staticmethod
-    def forward(ctx, q_last, k, v, spec):
-        ctx.save_for_backward(q_last, k, v)
-        ctx.spec = spec
-        with _on(k):
-            return tuple(pooling.pool(Groups(q_last, k, v), spec))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_core_k, grad_core_v):
-        groups = Groups(*ctx.saved_tensors)
-        return *pool_backward(Cores(grad_core_k, grad_core_v), groups, ctx.spec), None
 
 
 def _on(x: Tensor) -> AbstractContextManager:

@@ -53,7 +53,8 @@ def launch(
         # Triton compiles a kernel for each choice of unaligned tensors.
         kernel[grid](*arguments, *specialized, **constants, **options)
         return
-    key = (kernel, torch.cuda.current_device(), *dtypes, *specialized, *constants.values())
+    chosen = (*constants.values(), *options.values())
+    key = (kernel, torch.cuda.current_device(), *dtypes, *specialized, *chosen)
     compiled = _COMPILED.get(key)
     if compiled is None:
         if len(_COMPILED) >= _MOST:

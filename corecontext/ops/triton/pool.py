@@ -8,7 +8,7 @@ The equations are those of `ops/reference.py`; all is float32 in registers. Thre
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -197,3 +197,67 @@ def pool_backward(
             ADD=into is not None,
         )
     return gradients
+
+
+# As an operator of torch, for autograd and torch.compile
+# -------------------------------------------------------------------------------------------------
+
+
+def _spec(inv_freq: Tensor | None, interleaved: bool, *settings: Any) -> Spec:
+    """The settings of a pooling, from those of `pool_op`."""
+    core_heads, scale, softcap = settings
+    rotary = None if inv_freq is None else Rotary(inv_freq, interleaved)
+    return Spec(1, 1, scale, core_heads=core_heads, softcap=softcap, rotary=rotary)
+
+
+@torch.library.custom_op("corecontext::pool", mutates_args=())
+def pool_op(
+    q_last: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inv_freq: Optional[Tensor],  # noqa: UP045 (torch 2.9 reads schemas in this form)
+    interleaved: bool,
+    core_heads: str,
+    scale: float,
+    softcap: Optional[float],  # noqa: UP045
+) -> tuple[Tensor, Tensor]:
+    """Return `pool` of the three tensors of `Groups`."""
+    with torch.cuda.device_of(k):
+        settings = (inv_freq, interleaved, core_heads, scale, softcap)
+        return tuple(pool(Groups(q_last, k, v), _spec(*settings)))
+
+
+@pool_op.register_fake
+def _(q_last, k, v, inv_freq, interleaved, core_heads, *settings):
+    heads = q_last.shape[1] if core_heads == "query" else 1
+    shape = (k.shape[0], heads, k.shape[1], k.shape[3])
+    return k.new_empty(shape), v.new_empty(shape)
+
+
+@torch.library.custom_op(
+    "corecontext::pool_backward",
+    mutates_args=(),
+    schema="(Tensor grad_k, Tensor grad_v, Tensor q_last, Tensor k, Tensor v, Tensor? inv_freq, "
+    "bool interleaved, str core_heads, float scale, float? softcap) -> (Tensor, Tensor, Tensor)",
+)
+def _pool_backward_op(grad_k, grad_v, q_last, k, v, *settings) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.cuda.device_of(k):
+        return pool_backward(Cores(grad_k, grad_v), Groups(q_last, k, v), _spec(*settings))
+
+
+@_pool_backward_op.register_fake
+def _(grad_k, grad_v, q_last, k, v, *settings):
+    return q_last.new_empty(q_last.shape), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+    ctx.settings = inputs[4:]
+
+
+def _backward(ctx, grad_k, grad_v):
+    grads = _pool_backward_op(grad_k, grad_v, *ctx.saved_tensors, *ctx.settings)
+    return *grads, None, *(None,) * len(ctx.settings)
+
+
+pool_op.register_autograd(_backward, setup_context=_save_inputs)
