@@ -27,3 +27,8 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'corecontext' has no attribute {name!r}")
     return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names too, so that they complete before their first use."""
+    return sorted({*globals(), *__all__})

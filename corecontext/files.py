@@ -164,9 +164,11 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)
         os.replace(name, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
+        if isinstance(error, OSError) and not error.filename:  # errors of writing do not name it
+            error.filename = str(target)
         raise
 
 

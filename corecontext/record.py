@@ -168,9 +168,15 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> N
         return
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # One write, unbuffered, to an append-only file: parallel runs do not mix their lines.
-    with path.open("ab", buffering=0) as file:
-        file.write(text.encode())
+    is_new = not path.exists()
+    try:
+        # One write, unbuffered, to an append-only file: parallel runs do not mix their lines.
+        with path.open("ab", buffering=0) as file:
+            file.write(text.encode())
+    except OSError as error:  # errors of writing do not name the file
+        if is_new:
+            path.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def read_records(path: str | os.PathLike[str], data: bytes | None = None) -> list[Record]:

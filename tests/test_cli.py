@@ -4,6 +4,7 @@ nothing written."""
 import io
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -626,6 +627,33 @@ def test_a_disk_that_filled_up_is_one_line(model, here, capfd, monkeypatch):
     monkeypatch.setattr("corecontext.record.append_records", fail)
     found = refuse(capfd, here, *PERPLEXITY, "--model", model, "--json", "r.jsonl")
     assert found == "r.jsonl cannot be read or written: No space left on device."
+
+
+def test_a_full_disk_leaves_nothing_and_is_named(here, capfd, monkeypatch):
+    from corecontext.cli import entry
+    from corecontext.files import write_text
+    from corecontext.record import append_records, make_record
+
+    record = make_record("demo.cache_bytes", 7, {})
+    monkeypatch.setattr(type(record), "to_json", lambda self: "x" * 2**16)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        for write in (lambda: append_records("r.jsonl", [record]), lambda: write_text("r.md", "x")):
+            with pytest.raises(OSError, match="too large") as error:
+                write()
+            assert error.value.filename in ("r.jsonl", "r.md")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(here.glob("*r.*"))
+
+    def copy(path: str) -> None:
+        raise shutil.Error([("a/x", "b/x", "No space left on device"), ("a/y", "b/y", "No space")])
+
+    app = entry.application({"convert": copy, "more": copy}, lambda: None)
+    assert entry.run(app, "corecontext", ["convert", "a"]) == 2
+    line = capfd.readouterr().err
+    assert line == "error: b/x cannot be read or written: No space left on device.\n"
 
 
 @pytest.mark.parametrize(

@@ -836,6 +836,15 @@ def test_policies_by_name():
             load_policy(wrong)
 
 
+def test_a_policy_whose_module_raises_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "raising_policy.py").write_text("policy = 1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"cannot be loaded: ZeroDivisionError: division by zero\.$"
+    ):
+        load_policy("raising_policy:policy")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

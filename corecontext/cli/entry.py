@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import typer
 
@@ -15,7 +17,7 @@ def application(
     commands: Mapping[str, Callable[..., None]], top: Callable[..., None]
 ) -> typer.Typer:
     """Make an application of commands by name; `top` documents it and has its own options."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(pretty_exceptions_enable=False)
     app.callback()(top)
     for name, command in commands.items():
         app.command(name)(command)
@@ -30,6 +32,8 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         command = typer.main.get_command(app)
+        for subcommand in getattr(command, "commands", {}).values():
+            _state_defaults(subcommand)
         code = command.main(args=arguments or ["--help"], prog_name=program, standalone_mode=False)
         if code == 130:  # typer turns Ctrl-C into this exit code
             raise KeyboardInterrupt
@@ -43,8 +47,10 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:  # a full disk, or a file that disappeared meanwhile
-        name = error.filename or "the output"
-        return _fail(f"{name} cannot be read or written: {error.strerror or error}.")
+        name, reason = error.filename or "the output", error.strerror or error
+        if isinstance(error, shutil.Error):  # has every file of a folder that was copied
+            _, name, reason = error.args[0][0]
+        return _fail(f"{name} cannot be read or written: {reason}.")
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
             return _fail(error.format_message())  # refused by the parser of the command line
@@ -56,6 +62,18 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
                 "--group-size or a smaller --window-size."
             )
         raise
+
+
+def _state_defaults(command: Any) -> None:
+    """Let the help of every option end with its default, in the words of those that explain it."""
+    for option in command.params:
+        default = option.default
+        if isinstance(default, (list, tuple)):
+            default = ", ".join(map(str, default))
+        option.show_default = False
+        stated = "Default:" in (getattr(option, "help", None) or "Default:")
+        if not stated and default not in (None, False, ""):
+            option.help = f"{option.help} Default: {default}."
 
 
 def _fail(message: str) -> int:

@@ -150,6 +150,10 @@ def load_policy(name: str) -> Policy:
         raise ValueError(
             f"policy {name!r} cannot be loaded: {error}. Is its folder on PYTHONPATH?"
         ) from None
+    except Exception as error:  # whatever the user's module does
+        raise ValueError(
+            f"policy {name!r} cannot be loaded: {type(error).__name__}: {error}."
+        ) from None
     if not callable(policy):
         raise ValueError(
             f"policy must be a function of a Load, got {name!r}, which cannot be called."
