@@ -712,3 +712,19 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 
 def test_a_user_error_is_always_one_line():
     assert str(UserError("two\n  lines")) == "two lines"
+
+
+def test_the_help_says_every_default_in_one_style(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    for command in cli.COMMANDS:
+        assert main([command, "--help"]) == 0
+        assert "[default:" not in capfd.readouterr().out, command
+    assert main(["compare", "--help"]) == 0
+    text = " ".join(capfd.readouterr().out.split())
+    assert "may be repeated. Default: full, cca." in text and "Default: 42." in text
+
+
+def test_public_names_complete():
+    import corecontext
+
+    assert set(corecontext.__all__) <= set(dir(corecontext))
