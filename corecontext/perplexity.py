@@ -145,7 +145,15 @@ def document_nll(
             logits = out.logits[0, : len(targets)].float()
             losses.append(F.cross_entropy(logits, targets, reduction="none").cpu())
             on_chunk(chunk.shape[1])
-    return torch.cat(losses)
+    nll = torch.cat(losses)
+    # planted: perplexity: losses that are no numbers pass
+    if not nll.isfinite().all():
+        position = int((~nll.isfinite()).nonzero()[0])
+        raise UserError(
+            f"logits must be finite, got NaN or infinity at token {position}. Check the weights "
+            "or take another --dtype."
+        )
+    return nll
 
 
 def hidden_nll(head: Any, hidden: Tensor, input_ids: Tensor, *, chunk_size: int = 1024) -> Tensor:

@@ -6,9 +6,17 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 LINE_EVERY_S = 10.0
 """Seconds between lines of progress in a log file: a short job writes none."""
@@ -34,21 +42,30 @@ def progress(description: str, total: float) -> Iterator[Advance]:
     """
     if sys.stderr.isatty():
         text = TextColumn("{task.description}", markup=False)
-        columns = (text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
+        with Progress(
+            text,
+            BarColumn(),
+            TaskProgressColumn(),
+            *times,
+            console=Console(stderr=True),
+            transient=True,
+        ) as bar:
             task = bar.add_task(description, total=total)
             yield lambda amount: bar.advance(task, amount)
         return
 
     done = 0.0
-    printed = time.monotonic()
+    started = printed = time.monotonic()
 
     def advance(amount: float) -> None:
         nonlocal done, printed
         done += amount
         if time.monotonic() - printed >= LINE_EVERY_S:
             printed = time.monotonic()
-            percent = min(100, round(100 * done / total))
-            print(f"{description}: {percent} %", file=sys.stderr, flush=True)
+            share = min(1.0, max(1e-6, done / total))
+            left = timedelta(seconds=round((printed - started) * (1 / share - 1)))
+            line = f"{description}: {100 * share:.0f} %, about {left} left"
+            print(line, file=sys.stderr, flush=True)
 
     yield advance

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.tables import Column
-from corecontext.eval.evaluate import ModelOptions, evaluate
+from corecontext.eval import ruler
+from corecontext.eval.evaluate import ModelOptions, evaluate, of_task
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import TASKS, data_hashes
 from corecontext.eval.summary import Row, shown_value, summarise, to_records
@@ -69,6 +70,9 @@ def reproduce_checkpoint(
     make_folder(folder)
     settings = settings or Settings()
     options = options or ModelOptions()
+    if "ruler" in tasks and not of_task(settings, "ruler").subtasks:
+        subtasks = (f"ruler:{subtask}" for subtask in ruler.available(data))
+        settings = settings._replace(subtasks=(*settings.subtasks, *subtasks))
     results = str(folder / "items.jsonl")
     items: list[Record] = []
     for method in METHODS:

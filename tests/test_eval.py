@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +34,9 @@ from corecontext.eval.summary import (
 )
 from corecontext.files import UserError
 from corecontext.loading import load
-from corecontext.record import read_records
+from corecontext.perplexity import document_nll
+from corecontext.record import Record, read_records
+from corecontext.terminal import progress
 
 IDENTITY = {"method": "stub", "model": "stub", "weights": ""}
 NOUNS = [
@@ -656,9 +659,16 @@ def test_mistakes_in_files(data, tmp_path):
     (tmp_path / "cut.jsonl.xz").write_bytes(b"no xz")
     with pytest.raises(UserError, match="line 1"):
         list(read_lines(tmp_path / "cut.jsonl.xz"))
+    own = f"ruler={tmp_path}"
     with pytest.raises(UserError, match="data must be given for mmlu"):
-        data_paths(["ruler=x"], ["ruler", "mmlu"])
-    assert data_paths(["ruler=x", "y"], ["ruler", "mmlu"]) == {"ruler": "x", "mmlu": "y"}
+        data_paths([own], ["ruler", "mmlu"])
+    paths = {"ruler": str(tmp_path), "mmlu": str(data)}
+    assert data_paths([own, str(data)], ["ruler", "mmlu"]) == paths
+    for wrong in ("none", f"rulr={data}", "ruler="):
+        with pytest.raises(UserError, match=f"data must be an existing folder, .* got '{wrong}'"):
+            data_paths([wrong], ["ruler"])
+    with pytest.raises(UserError, match="data of ruler must be a folder, got the file"):
+        data_paths([str(tmp_path / "bad.jsonl")], ["perplexity", "ruler"])
     assert of_task(Settings(subtasks=("a", "ruler:b")), "mmlu").subtasks == ("a",)
     assert set(data_hashes("mmlu", data)) == {"mmlu_dev.jsonl", "mmlu_test_subset.jsonl"}
 
@@ -741,6 +751,87 @@ def test_summaries_name_sizes_and_draw(data, tmp_path):
     assert all(record.name == "quality.perplexity" for record in to_records(rows, "here"))
     draw(rows, str(tmp_path / "p.svg"))
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
+
+
+def test_a_wrong_folder_of_data_is_refused_before_the_model_is_loaded(capfd):
+    assert main(["eval", "--model", "none", "--task", "ruler", "--data", "typo"]) == 2
+    assert "data must be an existing folder" in capfd.readouterr().err
+
+
+def test_ruler_runs_whole_or_by_subtask(data, tmp_path):
+    shutil.copy(data / "ruler_words.json", tmp_path)
+    settings = Settings(lengths=(900,), limit=1)
+    with pytest.raises(
+        UserError, match=r"haystack_essays.* that of all 13 .*such as niah_single_1"
+    ):
+        ruler.items(tmp_path, settings, Stub(True))
+    assert ruler.available(data) == list(ruler.SUBTASKS)
+    named = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
+    assert ruler.available(tmp_path) == list(named)
+    items = ruler.items(tmp_path, settings._replace(subtasks=named), Stub(True))
+    assert [item.params["subtask"] for item in items] == list(named)
+
+
+def test_the_number_of_items_is_said(data, tmp_path, capsys):
+    settings = Settings(documents=(1,))
+    for reused in (0, 3):
+        items = multidoc_qa.items(data, settings, Stub(True))
+        subject = Stub(True).learn(items)
+        run_task("multidoc_qa", data, settings, subject, IDENTITY, results=tmp_path / "r.jsonl")
+        line = f"multidoc_qa: 3 items, {reused} of them done before\n"
+        assert line in capsys.readouterr().err
+
+
+def test_progress_says_the_time_left(monkeypatch, capsys):
+    monkeypatch.setattr("corecontext.terminal.LINE_EVERY_S", 0)
+    times = iter((100.0, 103.0, 103.0))
+    monkeypatch.setattr("corecontext.terminal.time.monotonic", lambda: next(times))
+    with progress("work", 4) as advance:
+        advance(1)
+    assert capsys.readouterr().err == "work: 25 %, about 0:00:09 left\n"
+
+
+def test_losses_that_are_no_numbers_are_an_error():
+    def model(ids, **_):
+        logits = torch.zeros(1, ids.shape[1], 5)
+        logits[0, 2] = math.nan
+        return SimpleNamespace(logits=logits, past_key_values=None)
+
+    with pytest.raises(UserError, match="logits must be finite, got NaN or infinity at token 2"):
+        document_nll(model, torch.zeros(1, 6, dtype=torch.long))
+
+
+PERPLEXITY = ("--task", "perplexity", "--length", "64", "--limit", "1", "--device", "cpu")
+
+
+def test_records_are_appended_to_records_alone(model, data, tmp_path, capfd):
+    argv = ["eval", "--model", model, "--data", str(data), *PERPLEXITY]
+    for text in ("import os\n", "a line without an end", '{"name": "Ann"}\n'):
+        (tmp_path / "mine").write_text(text)
+        for option in ("--json", "--results"):
+            assert main([*argv, option, str(tmp_path / "mine")]) == 2
+            assert "must be a record" in capfd.readouterr().err
+        assert (tmp_path / "mine").read_text() == text
+    assert main([*argv, "--json", "-"]) == 0
+    out, err = capfd.readouterr()
+    assert all(Record.from_json(line).name == "quality.perplexity" for line in out.splitlines())
+    assert len(out.splitlines()) == 3 and "perplexity" in err
+    assert not Path("-").exists()
+
+
+def test_a_table_is_printed_before_its_records_are_written(
+    model, data, tmp_path, capfd, monkeypatch
+):
+    def full(*_):
+        raise OSError(28, "No space left on device", "r.jsonl")
+
+    monkeypatch.setattr("corecontext.record.append_records", full)
+    json_path = str(tmp_path / "r.jsonl")
+    argv = ["eval", "--model", model, "--data", str(data), *PERPLEXITY, "--json", json_path]
+    assert main(argv) == 2
+    out, err = capfd.readouterr()
+    assert "0 - 63" in out or "0-63" in out
+    assert "No space left on device" in err
 
 
 @pytest.mark.skipif(

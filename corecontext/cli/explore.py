@@ -23,7 +23,7 @@ from corecontext.cli.options import (
     check_appended,
     check_drawn,
     check_least,
-    save_records,
+    publish,
     with_options,
 )
 from corecontext.config import DEFAULT_GROUP_SIZE
@@ -53,12 +53,11 @@ def demo(
     result = run_demo(
         DemoSettings(group_size, window_size, questions, max_tokens, dtype=dtype, device=device)
     )
-    save_records(json, result.records)
+    publish(json, lambda: print_report(result), lambda: result.records)
     if plot is not None:
         from corecontext.demo.report import draw_demo
 
         draw_demo(result.records, plot)
-    print_report(result)
 
 
 @with_options(LoadOptions)
@@ -151,8 +150,7 @@ def perplexity(
         method: measure(load(model, **vars(settings)), text, method, chunk_size)
         for method, settings in runs.items()
     }
-    save_records(json, to_records(results, model))
-    print_table(results)
+    publish(json, lambda: print_table(results), lambda: to_records(results, model))
 
 
 def info(

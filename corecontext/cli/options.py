@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
@@ -73,7 +76,10 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 Json = Annotated[
     str | None,
-    typer.Option("--json", help="Append the measured values to this file, one JSON line each."),
+    typer.Option(
+        "--json",
+        help="Append the measured values to this file, one JSON line each; - prints them.",
+    ),
 ]
 Plot = Annotated[
     str | None,
@@ -188,19 +194,44 @@ def check_least(least: int, **values: int | None) -> None:
 
 
 def check_appended(*paths: str | None) -> None:
-    """Raise a UserError, before any work is done, for files that cannot be appended to."""
+    """Raise a UserError, before any work is done, for files that records cannot be appended to, or
+    that hold anything else."""
     from corecontext.files import check_output
+    from corecontext.record import read_records
 
     for path in paths:
+        if path is None or path == "-":
+            continue
         check_output(path, force=True)
+        if not os.path.exists(path):
+            continue
+        with open(path, "rb") as file:
+            line = file.readline()
+        is_cut = line.startswith(b'{"name": "') and not line.endswith(b"\n")
+        try:
+            read_records(path, b"" if is_cut else line)
+        except ValueError as error:
+            raise UserError(f"{error} Give a new file, or one of records.") from None
 
 
-def save_records(path: str | None, records: Iterable[Any]) -> None:
-    """Append records to the file of --json, where one is given."""
+def publish(
+    path: str | None, show: Callable[[], None], records: Callable[[], Iterable[Any]]
+) -> None:
+    """Print a table, then append the records to the file of --json, where one is given.
+
+    With "-" the records alone go to standard output, and the table to standard error.
+    """
     from corecontext.record import append_records
 
+    if path == "-":
+        with contextlib.redirect_stdout(sys.stderr):
+            show()
+        for record in records():
+            print(record.to_json())
+        return
+    show()
     if path is not None:
-        append_records(path, records)
+        append_records(path, records())
 
 
 def check_drawn(path: str | None, force: bool) -> None:

@@ -21,7 +21,7 @@ from corecontext.cli.options import (
     check_appended,
     check_drawn,
     check_least,
-    save_records,
+    publish,
     with_options,
 )
 from corecontext.files import UserError
@@ -85,8 +85,11 @@ def _evaluate(
     )
     records = run(model, methods, tasks, data, settings, model_options, options.results)
     rows = summarise(records)
-    save_records(options.json, to_records(rows, records[0].device))
-    print_table(rows, parts=len(methods) == 1 or len(rows) <= 60)
+    publish(
+        options.json,
+        lambda: print_table(rows, parts=len(methods) == 1 or len(rows) <= 60),
+        lambda: to_records(rows, records[0].device),
+    )
     return rows
 
 
@@ -180,8 +183,11 @@ def layers(
     name = os.path.basename(os.path.normpath(model))
     params = {"model": name, **loaded.sizes(), "length": length}
     device = device_name(str(loaded.model.device))
-    save_records(json, layer_records(choice.search.trials, params, device))
-    print_layers(choice)
+    publish(
+        json,
+        lambda: print_layers(choice),
+        lambda: layer_records(choice.search.trials, params, device),
+    )
     if output is not None:
         from corecontext.train.run import convert as copy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from corecontext.baselines.rivals import takers
@@ -35,15 +36,20 @@ def data_paths(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
     """Return each task's data path from "PATH" for all tasks, or "TASK=PATH" for one.
 
     Raises:
-        UserError: a task has no path, or is unknown.
+        UserError: a path does not exist, or a task has no path, no folder, or is unknown.
     """
     paths: dict[str, str] = {}
     for argument in given:
-        task, equals, path = argument.partition("=")
-        if equals and task in TASKS:
-            paths[task] = path
-        else:
-            paths[""] = argument
+        task, _, path = argument.partition("=")
+        if task not in TASKS or not path:
+            task = ""
+            path = argument
+        if not Path(path).exists():
+            raise UserError(
+                f"data must be an existing folder, or TASK=FOLDER with a task of "
+                f"{', '.join(TASKS)}, got '{argument}'."
+            )
+        paths[task] = path
     for task in tasks:
         if task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}.")
@@ -52,6 +58,9 @@ def data_paths(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
                 f"data must be given for {task}, got none. Use --data FOLDER or --data "
                 f"{task}=FOLDER."
             )
+        path = paths.get(task, paths.get("", ""))
+        if task != "perplexity" and not Path(path).is_dir():
+            raise UserError(f"data of {task} must be a folder, got the file '{path}'.")
     return {task: paths.get(task, paths.get("", "")) for task in tasks}
 
 

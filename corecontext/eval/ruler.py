@@ -15,6 +15,7 @@ import random
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,11 +23,10 @@ from typing import NamedTuple
 from corecontext.data.readers import find_file
 from corecontext.data.retrieval import nearest_boundary
 from corecontext.eval.items import Generated, Item, Question, Settings, TooLong
-from corecontext.eval.ruler_data import ESSAYS, WORDS, Passages, Source
+from corecontext.eval.ruler_data import ESSAYS, HOTPOT, SQUAD, WORDS, Passages, Source
 from corecontext.eval.scores import match_all, match_any
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
-from corecontext.terminal import console
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = 40
@@ -70,38 +70,53 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
     for task in settings.subtasks:
         if task not in SUBTASKS:
             raise UserError(f"subtask must be one of {', '.join(SUBTASKS)}, got {task!r}.")
-    source = Source(folder)
-    samples: list[Item] = []
     for task in settings.subtasks or SUBTASKS:
-        for length in settings.lengths or (4096,):
-            try:
-                samples += _samples(task, length, source, settings, subject)
-            except UserError as missing:
-                if settings.subtasks:
-                    raise
-                console().print(f"{task} left out: {missing}")
-                break
-    if not samples:
-        raise UserError(f"data '{folder}' must hold the files of a task, got none.")
-    return samples
+        try:
+            check_files(task, folder)
+        except UserError as missing:
+            if settings.subtasks:
+                raise
+            raise UserError(
+                f"{missing} RULER's score is that of all {len(SUBTASKS)} subtasks; name those to "
+                f"run by --subtask, such as {', '.join(available(folder))}."
+            ) from None
+    source = Source(folder)
+    return [
+        sample
+        for task in settings.subtasks or SUBTASKS
+        for length in settings.lengths or (4096,)
+        for sample in _samples(task, length, source, settings, subject)
+    ]
+
+
+def check_files(task: str, folder: str | Path) -> None:
+    """Raise a UserError where a file of the subtask is missing."""
+    if task.startswith("qa"):
+        find_file(folder, SQUAD if task == "qa_1" else HOTPOT, (".json", ".jsonl"))
+    elif task in NEEDLES and NEEDLES[task].haystack == "essay":
+        find_file(folder, ESSAYS)
+    if task in NEEDLES or task == "cwe":
+        find_file(folder, WORDS, (".json",))
+
+
+def available(folder: str | Path) -> list[str]:
+    """Return the subtasks whose files are there."""
+    tasks = []
+    for task in SUBTASKS:
+        with suppress(UserError):
+            check_files(task, folder)
+            tasks.append(task)
+    return tasks
 
 
 def _samples(
     task: str, length: int, source: Source, settings: Settings, subject: ModelSubject
 ) -> list[Item]:
-    """Return the samples of a subtask at a length.
-
-    Raises:
-        UserError: a file of the subtask is missing.
-    """
+    """Return the samples of a subtask at a length."""
     new_tokens = settings.max_new_tokens or NEW_TOKENS[task]
     count = SAMPLES if settings.limit is None else settings.limit
     if task.startswith("qa"):  # each question once
         count = min(count, len(source.passages(task).questions))
-    elif task in NEEDLES and NEEDLES[task].haystack == "essay":
-        find_file(source.folder, ESSAYS)
-    if task in NEEDLES or task == "cwe":
-        find_file(source.folder, WORDS, (".json",))
     fitted: list[int] = []
 
     def rng(index: int) -> random.Random:

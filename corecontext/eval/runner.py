@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -109,6 +110,8 @@ def run_task(
         )
 
     done = {} if results is None else finished(results)
+    reused = len(params.keys() & done.keys())
+    print(f"{task}: {len(items)} items, {reused} of them done before", file=sys.stderr)
     template = None  # describes the machine, once
     records: list[Record] = []
     skipped: list[str] = []
