@@ -819,21 +819,6 @@ def test_records_are_appended_to_records_alone(model, data, tmp_path, capfd):
     assert not Path("-").exists()
 
 
-def test_a_table_is_printed_before_its_records_are_written(
-    model, data, tmp_path, capfd, monkeypatch
-):
-    def full(*_):
-        raise OSError(28, "No space left on device", "r.jsonl")
-
-    monkeypatch.setattr("corecontext.record.append_records", full)
-    json_path = str(tmp_path / "r.jsonl")
-    argv = ["eval", "--model", model, "--data", str(data), *PERPLEXITY, "--json", json_path]
-    assert main(argv) == 2
-    out, err = capfd.readouterr()
-    assert "0 - 63" in out or "0-63" in out
-    assert "No space left on device" in err
-
-
 @pytest.mark.skipif(
     "CORECONTEXT_DATA" not in os.environ, reason="CORECONTEXT_DATA names no folder with the data"
 )
