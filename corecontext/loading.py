@@ -292,14 +292,23 @@ def cca_config(
         return config.replace(**{name: value for name, value in given if value is not None})
 
 
-def encode(loaded: Loaded, text: str, *, room_for: int = 0, at_least: int = 1) -> Any:
-    """Return the token numbers of a text, [1, L], on the model's device.
+def encode(
+    loaded: Loaded,
+    text: str,
+    *,
+    room_for: int = 0,
+    at_least: int = 1,
+    special_tokens: bool = True,
+) -> Any:
+    """Return the token numbers of a text, [1, L], on the model's device; a chat template writes
+    special tokens itself.
 
     Raises:
         UserError: fewer than `at_least` tokens, or with `room_for` more the text exceeds the
             model's limit.
     """
-    ids = loaded.tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+    options = {"return_tensors": "pt", "verbose": False, "add_special_tokens": special_tokens}
+    ids = loaded.tokenizer(text, **options)["input_ids"]
     count = ids.shape[1]
     limit = loaded.max_length
     if count < at_least:

@@ -324,6 +324,16 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
         f"{INFERENCE}::test_sampled_frequencies_are_the_probabilities",
     ),
     Fault(
+        "inference: top-p keeps a token beyond an exactly reached bound",
+        "kept = (before <= top_p.clamp(min=1e-30)) & (ordered >= last)",
+        f"{INFERENCE}::test_top_p_keeps_the_fewest_tokens_that_reach_it",
+    ),
+    Fault(
+        "inference: a token is chosen from NaN",
+        "return tokens",
+        f"{INFERENCE}::test_logits_that_are_no_numbers_end_a_request",
+    ),
+    Fault(
         "inference: broken sessions are kept",
         "self._end(reusable=True)  # half a step may have been written",
         f"{INFERENCE}::test_running_out_of_memory_names_what_would_fit",
@@ -452,6 +462,16 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         "serve: a failing callback takes the others' tokens",
         "except ArithmeticError:",
         f"{SCHEDULER}::test_a_callback_that_fails_at_the_end_changes_no_other_answer",
+    ),
+    Fault(
+        "serve: a client waits where the end of its text fails",
+        "except ArithmeticError as error:",
+        "tests/test_serve.py::test_an_answer_whose_last_text_fails_ends",
+    ),
+    Fault(
+        "serve: memory forgets the prompts that are read",
+        "needed = self.shape.row_bytes(config, room)",
+        f"{SCHEDULER}::test_caches_never_take_more_than_the_budget",
     ),
     Fault(
         "serve: the hash of a chunk is that of its whole beginning",

@@ -130,19 +130,71 @@ def test_generate_makes_the_text_of_the_library_s_generate(model, monkeypatch, t
             if name.startswith("generate"):
                 patch.setattr(generation, "PLAIN", {"eos_token_id": "never"})
                 patch.setattr(loaded.model.generation_config, "eos_token_id", 10**6)
-            count = generation.generate(
-                loaded,
-                ids,
-                max_new_tokens=40,
-                temperature=temperature,
-                seed=3,
-                chunk_size=chunk_size,
-                on_text=pieces.append,
+            options = generation.Continuation(
+                max_new_tokens=40, temperature=temperature, seed=3, chunk_size=chunk_size
             )
+            count = generation.generate(loaded, ids, options, on_text=pieces.append)
         assert count == 40
         made[name] = "".join(pieces)
     assert len(made["engine"]) > 5 and made.pop("penalty") != made["engine"]
     assert len(set(made.values())) == 1
+
+
+def test_generate_asks_about_a_text_in_the_models_chat_template(model):
+    loaded = load(model, device="cpu")
+    ids = generation.encode_prompt(loaded, "A text. ", "What is it?", None, room_for=5)
+    assert loaded.tokenizer.decode(ids[0]) == "A text.\n\nWhat is it?\n"
+    with pytest.raises(UserError, match="^the model's tokenizer has no chat template. Leave --ch"):
+        generation.encode_prompt(loaded, "A text.", None, True, room_for=5)
+    loaded.tokenizer.chat_template = (
+        "{% for m in messages %}({{ m.role }}) {{ m.content }}{% endfor %} (assistant)"
+    )
+    for question, chat, expected in (
+        ("What is it?", None, "(user) A text.\n\nWhat is it? (assistant)"),
+        ("What is it?", False, "A text.\n\nWhat is it?\n"),
+        (None, True, "(user) A text. (assistant)"),
+        (None, None, "A text."),
+    ):
+        ids = generation.encode_prompt(loaded, "A text.", question, chat, room_for=5)
+        assert loaded.tokenizer.decode(ids[0]) == expected
+
+
+def test_generate_takes_a_prompt_and_samples_among_the_likeliest(model, here, capfd):
+    common = ["generate", "--model", model, "--max-new-tokens", "12", "--window-size", "64"]
+    shown = []
+    for options in (
+        ("--prompt-file", "good.txt"),
+        ("--prompt", TEXT),
+        ("--prompt", TEXT, "--temperature", "1.5", "--top-k", "1"),
+        ("--prompt", TEXT, "--temperature", "1.5", "--top-p", "1e-6"),
+        ("--prompt", TEXT, "--temperature", "1.5", "--top-p", "1e-6", "--method", "full"),
+    ):
+        assert main([*common, *options]) == 0
+        shown.append(capfd.readouterr().out)
+    assert shown[0] == shown[1] == shown[2] == shown[3] and len(shown[4]) > 1
+    for options, message in (
+        ((), "prompt must be given by --prompt-file or by --prompt, one of them."),
+        (("--prompt", "a", "--prompt-file", "good.txt"), "prompt must be given by --prompt-file"),
+        (("--prompt", "a", "--top-p", "0.9"), "temperature must be more than 0 to sample by top-k"),
+        (("--prompt", "a", "--temperature", "1", "--top-p", "0"), "top_p must be more than 0"),
+    ):
+        assert refuse(capfd, here, *common, *options).startswith(message)
+
+
+@pytest.mark.parametrize("method", ["cca", "full"])
+def test_generate_ends_where_logits_are_no_numbers(model, here, capfd, monkeypatch, method):
+    from transformers import LlamaForCausalLM
+
+    original = LlamaForCausalLM.forward
+
+    def forward(self, *args, **kwargs):
+        out = original(self, *args, **kwargs)
+        out.logits[..., 3] = torch.nan
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    line = refuse(capfd, here, *GENERATE, "--model", model, "--method", method)
+    assert line.startswith("the model's largest logit must be a finite number, got NaN")
 
 
 def test_generate_says_what_would_fit(model, here, capfd, monkeypatch):

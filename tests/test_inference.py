@@ -22,6 +22,7 @@ from corecontext.inference.limits import (
     position_limit,
     rounded_up,
 )
+from corecontext.inference.sampling import InvalidLogits
 from corecontext.integrations.transformers import handle_of
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -320,6 +321,57 @@ def test_sampled_frequencies_are_the_probabilities():
         found = sampler.choose(logits, sampling.kind).flatten().bincount(minlength=5) / 20000
         expected = (logits[0] / 1.3).softmax(-1) * (torch.arange(5) < kept)
         torch.testing.assert_close(found, expected / expected.sum(), rtol=0, atol=0.015)
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it():
+    """At an exactly reached bound as transformers does: 0.5 of two equal tokens is one of them."""
+    from transformers import TopPLogitsWarper
+
+    from corecontext.inference.sampling import _kept
+
+    for logits, top_p, count in (
+        ([0.0, 0.0], 0.5, 1),
+        ([0.0, 0.0], 0.51, 2),
+        ([0.0, 0.0, 0.0, 0.0], 0.5, 2),
+        ([0.0, 0.0, 0.0, 0.0], 1.0, 4),
+        ([5.0, 0.0], 1e-9, 1),
+    ):
+        logits = torch.tensor([logits])
+        kept = _kept(logits, torch.tensor(logits.shape[1]), torch.tensor(top_p))
+        assert int(kept.sum()) == count
+        assert int(TopPLogitsWarper(top_p)(None, logits).isfinite().sum()) == count
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(1.2), Sampling(1.2, 5, 0.5)])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_end_a_request(model, monkeypatch, sampling, bad):
+    """The host sees it with the token that it reads anyway; a step ahead is fed a valid token."""
+    engine, fed = Engine(model, static=True), []
+
+    def forward(tokens, **options):
+        out = model(tokens, **options)
+        fed.append(tokens.clone())
+        if len(fed) >= 2:
+            out.logits[0, -1, 7] = bad
+        return out
+
+    monkeypatch.setattr(engine.fused, "step", forward)
+    ids = tokens(2, 40)
+    with engine.stream(ids, max_new_tokens=9, sampling=sampling, eos_token_id=[]) as stream:
+        assert [None not in next(stream) for _ in range(2)] == [True, True]
+        session = stream.session
+        session.step(stream.sampling.kind)
+        session.step(stream.sampling.kind)
+        assert session.chosen[0] == -1 and session.chosen[1] >= 0
+        assert all(int(x.min()) >= 0 for x in [*fed, session.tokens])
+        stream._start_copy(session)
+        with pytest.raises(InvalidLogits, match="^the model's largest logit must be a finite numb"):
+            stream._read()
+    with torch.no_grad():
+        model.lm_head.weight[3] = bad
+    with pytest.raises(InvalidLogits):
+        engine.generate(ids, max_new_tokens=1, sampling=sampling)
+    assert not engine.cache_bytes_used and not engine.cache_bytes_kept
 
 
 def test_settings_of_generate_are_taken_over():
@@ -668,6 +720,19 @@ def test_sessions_are_reused_with_their_buffers(model):
             next(stream)
             places.add(stream.session.cache.layers[0].compact.keys.data_ptr())
     assert len(places) == 1
+
+
+def test_sizes_beyond_the_text_are_cut_to_it(model):
+    """They take no memory, and the text is read by full attention."""
+    ids = tokens(1, 55)
+    corecontext.disable(model)
+    full = Engine(model).generate(ids, max_new_tokens=9, eos_token_id=[])
+    with corecontext.enabled(model, CONFIG):
+        for sizes in ({"window_size": 10**9}, {"group_size": 10**9}):
+            for static in (False, True):
+                engine = Engine(model, static=static)
+                made = engine.generate(ids, max_new_tokens=9, eos_token_id=[], **sizes)
+                assert made == full and engine.cache_bytes_kept < 2**20
 
 
 def test_a_smaller_window_captures_its_steps_anew(model, monkeypatch):

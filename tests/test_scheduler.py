@@ -20,6 +20,7 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.inference import Engine, Sampling
 from corecontext.inference.policy import TablePolicy
+from corecontext.inference.sampling import InvalidLogits
 from corecontext.serve import request as request_module
 from corecontext.serve.errors import Code, RequestError
 from corecontext.serve.request import Request
@@ -789,6 +790,52 @@ def test_a_g_for_each_layer_leaves_only_s_to_choose():
         assert one.config == CCAConfig(5, 6, layer_group_sizes=(3, 8)) and one.tokens == alone(
             model, one
         )
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_caches_never_take_more_than_the_budget(model, fixed):
+    """At all times: a prompt being read has a cache besides the row that it is promised."""
+    row = Scheduler(model).memory.shape.row_bytes(CONFIG, 64)
+    for rows in (2, 3, 5.5):
+        scheduler = Scheduler(model, cache_bytes=int(rows * row), chunk_size=8, capture=False)
+        scheduler.batch.fixed = fixed
+        jobs = [ask(20 + n, 6, n) for n in range(6)]
+        for one in jobs:
+            one.submit(scheduler)
+        most_read = 0
+        while not scheduler.idle:
+            scheduler.run_turn()
+            most_read = max(most_read, len(scheduler.reading))
+            assert scheduler.memory.allocated <= scheduler.memory.budget
+            assert held_bytes(scheduler) <= scheduler.memory.budget
+        assert [one.error for one in jobs] == [None] * 6 and most_read == rows // 2
+
+
+def test_logits_that_are_no_numbers_end_their_request_alone(model, monkeypatch):
+    scheduler = Scheduler(model, chunk_size=16)
+    bad, good = ask(20, 9), ask(30, 9, seed=1, sampling=Sampling(1.0))
+    for one in (bad, good):
+        one.submit(scheduler)
+    step = scheduler.batch.step
+
+    def poisoned(pools):
+        logits = step(pools)
+        slots = [slot for pool in pools for slot in pool.slots]
+        if len(bad.tokens) == 3 and bad.slot in slots:
+            logits[slots.index(bad.slot), 5] = torch.nan
+        return logits
+
+    monkeypatch.setattr(scheduler.batch, "step", poisoned)
+    finish(scheduler)
+    assert bad.end_reason == "error" and isinstance(bad.error, InvalidLogits)
+    assert len(bad.tokens) == 3 and good.tokens == alone(model, good)
+    assert_empty(scheduler)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    first = ask(20, 9)
+    first.submit(scheduler)
+    finish(scheduler)
+    assert isinstance(first.error, InvalidLogits) and not first.tokens
 
 
 def test_an_empty_pool_that_is_wanted_is_not_given_up_for_itself(model):

@@ -25,16 +25,19 @@ httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")
 from pydantic import ValidationError  # noqa: E402
 
 from corecontext.cli import main  # noqa: E402
+from corecontext.data.chat import chat_prompt  # noqa: E402
 from corecontext.inference import Engine, Load  # noqa: E402
 from corecontext.inference.policy import TablePolicy, load_policy, table_rows  # noqa: E402
+from corecontext.inference.sampling import InvalidLogits  # noqa: E402
 from corecontext.loading import load  # noqa: E402
 from corecontext.serve.errors import Code, RequestError  # noqa: E402
 from corecontext.serve.guard import Guard  # noqa: E402
 from corecontext.serve.metrics import Metrics  # noqa: E402
 from corecontext.serve.protocol import ChatRequest, CompletionRequest  # noqa: E402
-from corecontext.serve.request import Request  # noqa: E402
+from corecontext.serve.request import Request, Slot  # noqa: E402
 from corecontext.serve.settings import BUNDLED, Serving  # noqa: E402
-from corecontext.serve.text import TextStream, chat_prompt  # noqa: E402
+from corecontext.serve.text import TextStream  # noqa: E402
+from corecontext.serve.worker import Answer, _failure  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 KEY, NAME = "a-key-of-the-test", "corecontext-demo"
@@ -811,6 +814,32 @@ def test_chats_without_a_template_are_lines(tiny, monkeypatch):
 
 # Settings
 # ------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_whose_last_text_fails_ends():
+    class Broken:
+        stopped = False
+
+        def end(self):
+            raise ValueError("no such token")
+
+    ended = []
+
+    async def read():
+        answer = Answer(Request([1], 1), Broken(), ended.append)
+        answer.slot = Slot(answer.request, answer.on_token, answer.on_ended)
+        answer.slot.end("length", None)
+        async for _ in answer.pieces():
+            pass
+
+    with pytest.raises(RequestError, match="^the request failed inside the server"):
+        asyncio.run(asyncio.wait_for(read(), 5))
+    assert [slot.end_reason for slot in ended] == ["error"]
+
+
+def test_a_client_hears_that_logits_are_no_numbers():
+    slot = Slot(Request([1], 1), end_reason="error", error=InvalidLogits())
+    assert str(_failure(slot)).startswith("the model's largest logit must be a finite number")
 
 
 def a_policy(load: Load) -> tuple[int, int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -63,12 +64,33 @@ def demo(
 @with_options(LoadOptions)
 def generate(
     model: Model,
-    prompt_file: Annotated[str, typer.Option(help="Text to continue, or - for standard input.")],
     options: LoadOptions,
+    prompt_file: Annotated[
+        str | None, typer.Option(help="Text to continue, or - for standard input.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue, in place of --prompt-file.")
+    ] = None,
+    question: Annotated[str | None, typer.Option(help="Ask this about the text.")] = None,
+    chat_template: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat-template/--no-chat-template",
+            help="Give the text as a user's message in the model's chat template. Default: where "
+            "there is a --question and a template.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[
         float, typer.Option(help="0 takes the likeliest token; larger values sample.")
     ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample among this many likeliest tokens.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample among the likeliest tokens that have this probability together."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     chunk_size: ChunkSize = None,
     output: Annotated[
@@ -76,44 +98,49 @@ def generate(
     ] = None,
     force: Force = False,
 ) -> None:
-    """Continue a text, printing it as it is generated."""
+    """Continue a text or answer a question about it, printing the text as it is generated."""
     from corecontext.files import check_output, read_text, write_text
+    from corecontext.generation import Continuation, encode_prompt
+    from corecontext.generation import generate as run
 
     check_least(1, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
-    if not temperature >= 0:
-        raise UserError(f"temperature must be at least 0, got {temperature}.")
-    if temperature > 1e30:
-        raise UserError(f"temperature must be at least 0 and at most 1e30, got {temperature}.")
-    if not -(2**63) <= seed < 2**63:
-        raise UserError(f"seed must be from -2**63 to 2**63 - 1, got {seed}.")
+    if (prompt is None) == (prompt_file is None):
+        raise UserError("prompt must be given by --prompt-file or by --prompt, one of them.")
+    sizes = {"max_new_tokens": max_new_tokens, "seed": seed, "chunk_size": chunk_size}
+    continuation = Continuation(temperature=temperature, top_k=top_k, top_p=top_p, **sizes)
     check_output(output, force)
-    prompt = read_text(prompt_file)
-    from corecontext.generation import generate as run
-    from corecontext.loading import encode, load
+    text = prompt if prompt_file is None else read_text(prompt_file)
+    from corecontext.loading import load
     from corecontext.terminal import progress
 
     loaded = load(model, **vars(options))
-    input_ids = encode(loaded, prompt, room_for=max_new_tokens)
-    settings: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "chunk_size": chunk_size,
-    }
-    if output is None:
-        run(loaded, input_ids, on_text=lambda text: print(text, end="", flush=True), **settings)
-        print()
-        return
+    input_ids = encode_prompt(loaded, text, question, chat_template, room_for=max_new_tokens)
+    length = input_ids.shape[1]
+    total = length if output is None else length + max_new_tokens
+    more = "" if output is None else f", then {max_new_tokens} new ones"
     pieces: list[str] = []
-    title = f"prompt of {input_ids.shape[1]} tokens, then {max_new_tokens} new ones"
-    with progress(title, max_new_tokens) as advance:
+    with contextlib.ExitStack() as stack:
+        advance = stack.enter_context(progress(f"prompt of {length} tokens{more}", total))
+        read = 0
 
-        def keep(text: str) -> None:
+        def on_chunk(tokens: int) -> None:
+            nonlocal read
+            advance(tokens - read)
+            read = tokens
+
+        def on_text(text: str) -> None:
+            if output is None:
+                stack.close()  # the bar, which would share the terminal with the text
+                print(text, end="", flush=True)
+                return
             pieces.append(text)
             advance(1)
 
-        run(loaded, input_ids, on_text=keep, **settings)
-    write_text(output, "".join(pieces))
+        run(loaded, input_ids, continuation, on_text=on_text, on_chunk=on_chunk)
+    if output is None:
+        print()
+    else:
+        write_text(output, "".join(pieces))
 
 
 @with_options(LoadOptions)

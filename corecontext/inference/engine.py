@@ -12,7 +12,7 @@ from torch import Tensor
 from corecontext.config import check_int
 from corecontext.inference.fuse import Fused
 from corecontext.inference.limits import check_length, rounded_up
-from corecontext.inference.policy import Load, Policy, settings_for
+from corecontext.inference.policy import Load, Policy, cut_to, settings_for
 from corecontext.inference.prefill import read_left_padding
 from corecontext.inference.session import Session, SessionKey
 from corecontext.inference.stream import Generation, Prompt, Stream
@@ -128,7 +128,10 @@ class Engine:
                 f"{new_tokens} tokens. Make the engine with a larger max_length."
             )
         max_length = self.max_length or rounded_up(length + new_tokens)
-        key = SessionKey(batch, max_length, self._settings_for(generation, pads, length), streams)
+        config = self._settings_for(generation, pads, length)
+        if config is not None:
+            config = cut_to(config, max_length)
+        key = SessionKey(batch, max_length, config, streams)
         mask = attention_mask if max(pads) else None
         return Stream(self, key, Prompt(input_ids, mask, pads), generation)
 

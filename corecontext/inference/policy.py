@@ -80,6 +80,15 @@ def settings_for(
     return config.replace(group_size=group_size, num_groups=None)
 
 
+def cut_to(config: CCAConfig, length: int) -> CCAConfig:
+    """Cut g, s and the sinks to texts of at most `length` tokens: larger sizes change no number,
+    but take larger buffers."""
+    names = ["window_size", "sink_size"]
+    if not config.varies:
+        names.append("group_size")
+    return config.replace(**{name: min(getattr(config, name), length) for name in names})
+
+
 def table_rows(group_size: int, window_size: int) -> tuple[tuple[float, int, int], ...]:
     """Return the rows of a table: these sizes up to half of the load, then twice and four times
     the g with half and a quarter of the s."""

@@ -10,10 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+INVALID = -1
+"""Chosen in place of a token where a row's logits are no numbers."""
 COLDEST = 1e-5
 """Below this temperature the likeliest token is taken: dividing by less overflows float32."""
 HOTTEST = 1e30
 """The largest temperature."""
+
+
+class InvalidLogits(ValueError):
+    """Logits of which no token can be chosen."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's largest logit must be a finite number, got NaN or infinity. Check its "
+            "weights, or load it with another dtype, such as float32."
+        )
 
 
 @dataclass(frozen=True)
@@ -25,7 +37,7 @@ class Sampling:
     top_k: int | None = None
     """Sample among this many likeliest tokens; None among all."""
     top_p: float = 1.0
-    """Sample among the likeliest tokens that together reach this probability."""
+    """Sample among the fewest likeliest tokens that together have at least this probability."""
 
     def __post_init__(self) -> None:
         for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
@@ -60,19 +72,23 @@ class Sampling:
 
     @classmethod
     def from_generation_config(
-        cls, config: Any, *, do_sample: bool | None = None, temperature: float | None = None
+        cls, config: Any, *, do_sample: bool | None = None, **settings: float | None
     ) -> Sampling:
         """Return the sampling of `model.generate` under this generation config, with the defaults
-        of its unset fields; the arguments override its own."""
+        of its unset fields.
+
+        Args:
+            do_sample: Overrides the config's.
+            settings: temperature, top_k and top_p that override the config's; None leaves them.
+        """
         if not (config.do_sample if do_sample is None else do_sample):
             return cls()
-        values = (temperature, config.temperature, 1.0)
-        top_k = 50 if config.top_k is None else config.top_k
-        return cls(
-            next(value for value in values if value is not None),
-            top_k or None,  # 0 means no limit in transformers
-            1.0 if config.top_p is None else config.top_p,
-        )
+        chosen: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+        for name in chosen:
+            for value in (getattr(config, name), settings.get(name)):
+                if value is not None:
+                    chosen[name] = value
+        return cls(chosen["temperature"], chosen["top_k"] or None, chosen["top_p"])  # 0: no limit
 
 
 class Sampler:
@@ -99,12 +115,20 @@ class Sampler:
             generator.manual_seed(seed)
 
     def choose(self, logits: Tensor, kind: str) -> Tensor:
-        """Return token numbers [B, 1], int64, from logits [B, vocabulary]."""
+        """Return token numbers [B, 1], int64, from logits [B, vocabulary]; `INVALID` for rows that
+        are no numbers."""
         logits = logits.float()
         if kind == "greedy":
-            return logits.argmax(-1, keepdim=True)
+            return checked(logits.argmax(-1, keepdim=True), logits)
         limits = (self.top_k, self.top_p) if kind == "filtered" else None
-        return draw(logits / self.temperature, self.generators, limits)
+        return checked(draw(logits / self.temperature, self.generators, limits), logits)
+
+
+def checked(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Return tokens [B, 1], `INVALID` where the largest of the row's logits is not finite: the
+    host sees it with the token, at no further wait for the device."""
+    # planted: inference: a token is chosen from NaN
+    return tokens.where(logits.amax(-1, keepdim=True).isfinite(), INVALID)
 
 
 def draw(
@@ -141,6 +165,7 @@ def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     # planted: inference: top-p without the token that crosses it
     before = probabilities.cumsum(-1) - probabilities
     # A smaller top_p may be 0 in float32.
+    # planted: inference: top-p keeps a token beyond an exactly reached bound
     kept = (before < top_p.clamp(min=1e-30)) & (ordered >= last)
     return torch.zeros_like(kept).scatter(-1, order, kept)
 
@@ -149,12 +174,12 @@ def choose_rows(
     logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]
 ) -> Tensor:
     """Choose token numbers [B] from logits [B, vocabulary], each row by its own sampling and random
-    stream."""
+    stream; `INVALID` for rows that are no numbers."""
     logits = logits.float()
-    tokens = logits.argmax(-1)
+    tokens = logits.argmax(-1, keepdim=True)
     rows = [row for row, sampling in enumerate(samplings) if sampling.kind != "greedy"]
     if not rows:
-        return tokens
+        return checked(tokens, logits)[:, 0]
     vocabulary = logits.shape[-1]
     sampled = [samplings[row] for row in rows]
 
@@ -169,5 +194,5 @@ def choose_rows(
         )
     index = torch.tensor(rows, device=logits.device)
     scaled = logits[index] / column([s.temperature for s in sampled], torch.float32)
-    tokens[index] = draw(scaled, [generators[row] for row in rows], limits)[:, 0]
-    return tokens
+    tokens[index] = draw(scaled, [generators[row] for row in rows], limits)
+    return checked(tokens, logits)[:, 0]

@@ -80,6 +80,8 @@ class Session:
         self.cache = self._new_cache()
         self.tokens = torch.zeros(self.key.batch, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.tokens)
+        # The tokens as they were chosen; those to feed are always in the vocabulary.
+        self.chosen = torch.zeros_like(self.tokens)
         # [B, max_length], for padded rows beside layers that are not compact.
         self.mask: Tensor | None = None
         self.length = 0
@@ -164,5 +166,10 @@ class Session:
                 past_key_values=self.cache,
                 use_cache=True,
             )
-        self.tokens.copy_(self.sampler.choose(out.logits[:, -1], kind))
+        self.choose(out.logits[:, -1], kind)
         self.positions.add_(1)
+
+    def choose(self, logits: Tensor, kind: str) -> None:
+        """Choose the next tokens from logits [B, vocabulary], and put them where steps read."""
+        self.chosen.copy_(self.sampler.choose(logits, kind))
+        self.tokens.copy_(self.chosen.clamp(min=0))

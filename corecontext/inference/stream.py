@@ -13,7 +13,7 @@ from torch import Tensor
 
 from corecontext.config import check_int
 from corecontext.inference.prefill import prefill
-from corecontext.inference.sampling import Sampling
+from corecontext.inference.sampling import INVALID, InvalidLogits, Sampling
 from corecontext.inference.session import Session, SessionKey
 
 
@@ -222,7 +222,7 @@ class Stream(Iterator[list["int | None"]]):
         seeds = self.generation.seeds(self.key.batch)
         session.begin(positions, prompt.pads, prompt.input_ids.shape[1])
         session.sampler.start(self.sampling, seeds, logits.shape[-1])
-        session.tokens.copy_(session.sampler.choose(logits, self.sampling.kind))
+        session.choose(logits, self.sampling.kind)
         self._start_copy(session)
         tokens = self._read()
         engine.time_to_first_token = time.perf_counter() - began
@@ -231,7 +231,7 @@ class Stream(Iterator[list["int | None"]]):
     def _start_copy(self, session: Session) -> None:
         """Start copying the newest tokens to the host, before the next step overwrites them."""
         self.made += 1
-        host = session.tokens[:, 0].to("cpu", non_blocking=True, copy=True)  # in pinned memory
+        host = session.chosen[:, 0].to("cpu", non_blocking=True, copy=True)  # in pinned memory
         copied = None
         if session.tokens.is_cuda:
             copied = torch.cuda.Event()
@@ -246,6 +246,8 @@ class Stream(Iterator[list["int | None"]]):
         tokens: list[int | None] = [
             token if runs else None for token, runs in zip(host.tolist(), self.running)
         ]
+        if INVALID in tokens:
+            raise InvalidLogits
         for row, token in enumerate(tokens):
             if token is not None and (token in self.eos or self._stops(row, token)):
                 self.running[row] = False

@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
 import corecontext
+from corecontext.data.chat import chat_prompt
 from corecontext.inference.sampling import Sampling
 from corecontext.serve import protocol
 from corecontext.serve.errors import Code, InvalidRequest, RequestError
@@ -30,7 +31,7 @@ from corecontext.serve.reply import Events, Reply, unless_gone
 from corecontext.serve.request import Request, Slot
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.settings import Serving
-from corecontext.serve.text import TextStream, chat_prompt, token_numbers
+from corecontext.serve.text import TextStream, token_numbers
 from corecontext.serve.worker import Worker, error_of
 
 log = logging.getLogger("corecontext.serve")

@@ -57,6 +57,7 @@ class CacheMemory:
         """Choose a pool with a free row: best fit, else allocate, else any that fits, else evict
         idle pools and allocate. None if nothing fits; idle memory is evicted even then."""
         room = rounded_up(length)
+        # planted: serve: memory forgets the prompts that are read
         needed = 2 * self.shape.row_bytes(config, room)
         fitting = [pool for pool in self.pools if pool.has_room(config, length)]
         best = min(fitting, key=lambda pool: pool.max_length, default=None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from corecontext.config import CCAConfig
-from corecontext.inference.sampling import Sampling
+from corecontext.inference.sampling import INVALID, InvalidLogits, Sampling
 from corecontext.serve.prefix import Node
 
 log = logging.getLogger("corecontext.serve")
@@ -100,7 +100,13 @@ class Slot:
         return None
 
     def take(self, token: int) -> str | None:
-        """Hand a token on; return "stop" or "length" where the answer ends with it."""
+        """Hand a token on; return "stop" or "length" where the answer ends with it.
+
+        Raises:
+            InvalidLogits: there is no token.
+        """
+        if token == INVALID:
+            raise InvalidLogits
         self.last_token = token
         self.made += 1
         if self.on_token(token) or token in self.request.eos:

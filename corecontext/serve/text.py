@@ -7,27 +7,6 @@ from typing import Any
 
 HELD_TOKENS = 8
 """Newest tokens that may be an unfinished character; more than any character has."""
-SAMPLE = "{role}: {text}\n"
-
-
-def chat_prompt(tokenizer: Any, messages: Sequence[tuple[str, str]]) -> str:
-    """Format a chat by the model's own chat template, else as lines of `role: text`.
-
-    Args:
-        messages: (role, text) of each.
-
-    Raises:
-        ValueError: the template refuses the messages.
-    """
-    if getattr(tokenizer, "chat_template", None):
-        turns = [{"role": role, "content": text} for role, text in messages]
-        try:
-            return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # written in another language, by others: it may raise anything
-            raise ValueError(
-                f"messages must suit the model's chat template, which refuses them: {error}"
-            ) from None
-    return "".join(SAMPLE.format(role=role, text=text) for role, text in messages) + "assistant:"
 
 
 def token_numbers(tokenizer: Any, text: str, chat: bool) -> list[int]:

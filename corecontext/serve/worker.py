@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corecontext.files import is_out_of_memory
+from corecontext.inference.sampling import InvalidLogits
 from corecontext.serve.errors import Code, RequestError, draining
 from corecontext.serve.ranks import HEARTBEAT_S, RankLost
 from corecontext.serve.request import Request, Slot
@@ -18,6 +19,8 @@ from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.text import TextStream
 
 log = logging.getLogger("corecontext.serve")
+FINISHED = ("stop", "length")
+"""Reasons for which an answer ends whole."""
 
 
 @dataclass(eq=False)
@@ -45,15 +48,26 @@ class Answer:
         return self.text.stopped
 
     def on_ended(self, slot: Slot) -> None:
-        """Take the end of the request; a stop text may be found in the last characters."""
-        if slot.end_reason in ("stop", "length"):
-            rest = self.text.end()
-            if rest:
-                self._put(rest)
-                if self.text.stopped:
-                    slot.end_reason = "stop"
-        self.on_end(slot)
-        self._put(None)
+        """Take the end of the request; the client hears of it whatever fails here."""
+        try:
+            if slot.end_reason in FINISHED:
+                self._end_text(slot)
+        # planted: serve: a client waits where the end of its text fails
+        except Exception as error:
+            slot.end_reason = "error"
+            slot.error = error
+        try:
+            self.on_end(slot)
+        finally:
+            self._put(None)
+
+    def _end_text(self, slot: Slot) -> None:
+        """Send the text that was held back; a stop text may be found in it."""
+        rest = self.text.end()
+        if rest:
+            self._put(rest)
+            if self.text.stopped:
+                slot.end_reason = "stop"
 
     def _put(self, piece: str | None) -> None:
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
@@ -67,7 +81,7 @@ class Answer:
         while (piece := await self._pieces.get()) is not None:
             yield piece
         assert self.slot is not None, "a request that has ended was submitted"
-        if self.slot.end_reason not in ("stop", "length"):
+        if self.slot.end_reason not in FINISHED:
             raise _failure(self.slot)
         self.finish_reason = self.slot.end_reason
 
@@ -91,6 +105,8 @@ def _failure(slot: Slot) -> RequestError:
             "the request ran out of memory. Shorten the prompt, or try again when fewer requests "
             "run."
         )
+    elif isinstance(slot.error, InvalidLogits):
+        message = str(slot.error)
     return RequestError(code, message)
 
 
