@@ -106,15 +106,21 @@ def generate(
     check_least(1, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
     if (prompt is None) == (prompt_file is None):
         raise UserError("prompt must be given by --prompt-file or by --prompt, one of them.")
-    sizes = {"max_new_tokens": max_new_tokens, "seed": seed, "chunk_size": chunk_size}
+    sizes: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "chunk_size": chunk_size,
+    }
     continuation = Continuation(temperature=temperature, top_k=top_k, top_p=top_p, **sizes)
     check_output(output, force)
-    text = prompt if prompt_file is None else read_text(prompt_file)
+    if prompt_file is not None:
+        prompt = read_text(prompt_file)
+    assert prompt is not None, "one of the two was given"
     from corecontext.loading import load
     from corecontext.terminal import progress
 
     loaded = load(model, **vars(options))
-    input_ids = encode_prompt(loaded, text, question, chat_template, room_for=max_new_tokens)
+    input_ids = encode_prompt(loaded, prompt, question, chat_template, room_for=max_new_tokens)
     length = input_ids.shape[1]
     total = length if output is None else length + max_new_tokens
     more = "" if output is None else f", then {max_new_tokens} new ones"
