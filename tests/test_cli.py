@@ -535,7 +535,7 @@ PERPLEXITY = ["perplexity", "good.txt"]
         (["demo", "--max-tokens", "0"], "max-tokens must be at least "),
         (
             [*GENERATE, "--model", "MODEL", "--temperature", "1e300"],
-            "temperature must be at least 0 and at most 1e30, got",
+            "temperature must be at least 0 and at most 1e+30, got",
         ),
         (
             [*GENERATE, "--model", "MODEL", "--seed", "99999999999999999999"],

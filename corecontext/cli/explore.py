@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -106,12 +106,12 @@ def generate(
     check_least(1, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
     if (prompt is None) == (prompt_file is None):
         raise UserError("prompt must be given by --prompt-file or by --prompt, one of them.")
-    sizes: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "seed": seed,
         "chunk_size": chunk_size,
     }
-    continuation = Continuation(temperature=temperature, top_k=top_k, top_p=top_p, **sizes)
+    continuation = Continuation(temperature=temperature, top_k=top_k, top_p=top_p, **numbers)
     check_output(output, force)
     if prompt_file is not None:
         prompt = read_text(prompt_file)
