@@ -514,6 +514,16 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         f"{CACHE}::test_a_draft_from_before_a_shrink_cannot_be_taken_back",
     ),
     Fault(
+        "4: a captured step goes on with the tables of old frequencies",
+        "if False:",
+        f"{CACHE}::test_a_captured_step_finds_the_tables_of_changed_frequencies",
+    ),
+    Fault(
+        "pooling: tables of frequencies that have changed",
+        "version = 0",
+        f"{CACHE}::test_a_captured_step_finds_the_tables_of_changed_frequencies",
+    ),
+    Fault(
         "serve: a longer request stays behind a shorter one",
         "pass",
         f"{CACHE}::test_a_longer_request_leaves_nothing_behind_in_its_row",

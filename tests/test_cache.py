@@ -4,6 +4,7 @@ formula's."""
 import copy
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -659,6 +660,27 @@ def test_decoding_does_not_round_the_core_bias(dtype, tensor):
     steps = fed(layer, rounded, [200] + [1] * 200)
     errors = [(x.double() - exact)[:, :, 200:].norm() for x in (once, steps)]
     assert errors[1] < errors[0]  # a rounded bias: 1.5 times as much in bfloat16
+
+
+def test_a_captured_step_finds_the_tables_of_changed_frequencies(monkeypatch):
+    """Where it has always read them: the frequencies of a model may change between requests."""
+    pytest.importorskip("triton")
+    from corecontext.cache import layer as module
+    from corecontext.ops.triton.pool import rotation_tables
+
+    backend = SimpleNamespace(decode_step=None, turn_tables=rotation_tables)
+    monkeypatch.setattr(module, "choose_backend", lambda *_: "triton")
+    monkeypatch.setattr(module, "backend_module", lambda *_: backend)
+    rotary = Rotary(ROTARY.inv_freq.clone())
+    layer, places = CompactLayer(CCAConfig(4, 9), rotary, max_length=60), []
+    for factor in (1.0, 0.5, 1.0):
+        rotary.inv_freq.mul_(factor)
+        layer.reset()
+        layer.attend(*qkv(1, 4, 2, 20))
+        fresh = rotation_tables(Rotary(rotary.inv_freq.clone()), 4, layer.keys.device)
+        assert all(map(torch.equal, layer._tables, fresh))
+        places.append([table.data_ptr() for table in layer._tables])
+    assert places[0] == places[1] == places[2]
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])

@@ -201,11 +201,16 @@ class CompactLayer(LayerState):
         rotary = self.spec.rotary
         if rotary is None or not rotary.inv_freq.numel():
             return
-        # Tables stay where they are as long as they are right: a captured step reads them there.
         device = self.keys.device
+        tables = module.turn_tables(rotary, self.group_size, device)
         wanted = ((self.group_size, rotary.inv_freq.numel()), device)
         if self._tables is None or (self._tables[0].shape, self._tables[0].device) != wanted:
-            self._tables = module.turn_tables(rotary, self.group_size, device)
+            self._tables = tables
+        # Tables stay where they are, also with new numbers: a captured step reads them there.
+        # planted: 4: a captured step goes on with the tables of old frequencies
+        if self._tables is not tables:
+            for table, fresh in zip(self._tables, tables):
+                table.copy_(fresh)
 
     # Beginning, length and padding
     # -----------------------------
