@@ -62,8 +62,8 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     for function, tiles, more in (
         (attend._attend_fwd_kernel, forward_tiles, {"HAS_BIAS": False}),
         (attend._attend_dq_kernel, dq_tiles, {"HAS_BIAS": True, "HAS_GRAD_LSE": True}),
-        (attend._attend_dkv_kernel, dkv_tiles, {"HAS_BIAS": False, "CORE": False}),
-        (attend._attend_dkv_kernel, dkv_tiles, {"HAS_BIAS": True, "CORE": True}),
+        (attend._attend_dkv_kernel, dkv_tiles, {"HAS_BIAS": False, "FAR": False}),
+        (attend._attend_dkv_kernel, dkv_tiles, {"HAS_BIAS": True, "FAR": True}),
     ):
         yield Kernel(
             function,
@@ -157,7 +157,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     keys, kind = 128 if dim <= 128 else 64, {"DTYPE": tensor_memory.DTYPES[dtype]}
     queries = dict.fromkeys(("q_desc", "out_desc", "grad_desc"), tile(64, dim))
     types = {"lse_ptr": "fp32", "bias_ptr": "fp32", **queries}
-    kinds = ("k_desc", "v_desc", "core_k_desc", "core_v_desc")
+    kinds = ("k_desc", "v_desc", "far_k_desc", "far_v_desc")
     for bias in (False, True):
         sizes = {"BLOCK_D": dim, "BLOCK_N": keys, "STAGES": 2, **kind}
         yield Kernel(
@@ -179,7 +179,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 **dict.fromkeys(kinds, tile(64, dim)),
                 "stats_desc": tile(1, 128, one),
                 "sum_desc": tile(64, dim // 2, one),
-                "core_grad_ptr": "fp32",
+                "far_grad_ptr": "fp32",
                 "dbias_ptr": "fp32",
             },
         )

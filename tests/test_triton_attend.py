@@ -44,7 +44,7 @@ if GPU:
     ]
 
 
-def tensors(n, r, t, d, g, s, hc, dtype, q_start=0):
+def tensors(n, r, t, d, g, s, hc, dtype, q_start=0, sink_groups=0):
     """q, k, v, core_k, core_v as a cache would pass them: raw keys from the first one that any
     query sees."""
     generator = torch.Generator(DEVICE).manual_seed(t + d)
@@ -53,8 +53,7 @@ def tensors(n, r, t, d, g, s, hc, dtype, q_start=0):
         (n, r, t, d),
         (n, total - k_start, d),
         (n, total - k_start, d),
-        (n, hc, total // g, d),
-        (n, hc, total // g, d),
+        *((n, hc, max(0, total // g - sink_groups), d),) * 2,
     )
     return [
         torch.randn(shape, device=DEVICE, generator=generator).to(dtype) for shape in shapes
@@ -88,12 +87,29 @@ def assert_near(got, expected, dtype, what, terms=16):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x)[6:])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"softcap": 5.0}, {"bias": True, "grad_lse": True}], ids=str
+    "options",
+    [
+        {},
+        {"softcap": 5.0},
+        {"bias": "heads", "grad_lse": True},
+        {"bias": "cores", "grad_lse": True, "sink_groups": 2},
+    ],
+    ids=str,
 )
 def test_forward_and_gradients(shape, dtype, options):
-    (q, k, v, core_k, core_v), _ = tensors(*shape, dtype)
-    bias = torch.randn(shape[0], shape[1], device=DEVICE) if "bias" in options else None
-    spec = Spec(shape[4], shape[5], scale=shape[3] ** -0.5, softcap=options.get("softcap"))
+    sink_groups = options.get("sink_groups", 0)
+    (q, k, v, core_k, core_v), _ = tensors(*shape, dtype, sink_groups=sink_groups)
+    bias = None
+    if "bias" in options:
+        each = core_k.shape[2:3] if options["bias"] == "cores" else ()
+        bias = torch.randn(*shape[:2], *each, device=DEVICE)
+    spec = Spec(
+        shape[4],
+        shape[5],
+        scale=shape[3] ** -0.5,
+        softcap=options.get("softcap"),
+        sink_size=sink_groups * shape[4],
+    )
     tokens, cores = Tokens(q, k, v), Cores(core_k, core_v)
     leaves = [x.double().requires_grad_() for x in (q, k, v, core_k, core_v)]
     wide_bias = None if bias is None else bias.double().requires_grad_()
@@ -133,6 +149,29 @@ def test_queries_may_start_anywhere(q_start, length):
     assert_near(out, truth, torch.float32, "out")
 
 
+@pytest.mark.parametrize("q_start, length", [(0, 5), (3, 20), (9, 30), (23, 17), (60, 1)])
+def test_first_tokens_may_come_apart_from_the_others(q_start, length):
+    """As a cache hands them over: keys and values of the first tokens, then those from where a
+    query sees raw tokens."""
+    g, s, n = 4, 9, 8
+    k_start = max(n, (q_start + 1 - s) // g * g)
+    shape = (1, 2, q_start + length, 16, g, s, 1)
+    (q, k, v, core_k, core_v), _ = tensors(*shape, torch.float32, sink_groups=2)
+    q = q[:, :, q_start:]
+    spec = Spec(group_size=g, window_size=s, scale=0.25, sink_size=n)
+    tokens = Tokens(q, k[:, k_start:], v[:, k_start:], q_start, k_start, k[:, :n], v[:, :n])
+    bias = torch.randn(1, 2, core_k.shape[2], device=DEVICE)
+    truth, truth_lse = reference.attend(
+        Tokens(q.double(), k.double(), v.double(), q_start),
+        Cores(core_k.double(), core_v.double()),
+        spec,
+        bias,
+    )
+    out, lse = kernels.attend(tokens, Cores(core_k, core_v), spec, bias)
+    assert_near(out, truth, torch.float32, "out")
+    assert_near(lse, truth_lse, torch.float32, "log-sum-exp")
+
+
 def test_the_future_changes_nothing():
     (q, k, v, core_k, core_v), _ = tensors(1, 2, 120, 16, 4, 9, 1, torch.float32)
     spec = Spec(group_size=4, window_size=9, scale=0.25)
@@ -165,6 +204,7 @@ def test_tiles_without_a_mask_hold_no_token_of_the_future(g, s):
         {"cu_seqlens": True},
         {"core_heads": "query"},
         {"pooling": "max", "core_bias": 0.7},
+        {"sink_size": 8, "core_bias": 0.7},
     ],
     ids=str,
 )

@@ -80,8 +80,12 @@ CASES = [
     (2, 127, 128, 7, 1, {}),
     (1, 20, 64, 16, 9, {}),
     (1, 1, 128, 16, 9, {}),
+    (4, 600, 128, 16, 64, {"sink_groups": 1}),
+    (2, 500, 64, 7, 33, {"sink_groups": 3, "bias": True, "grad_lse": True}),
+    (2, 700, 128, 150, 170, {"sink_groups": 1, "core_heads": "query"}),
+    (1, 400, 256, 16, 64, {"sink_groups": 9}),
 ]
-SMALL = [(2, 45, 40, 7, 10, {"bias": True, "grad_lse": True})]
+SMALL = [(2, 45, 40, 7, 10, {"bias": True, "grad_lse": True, "sink_groups": 1})]
 CASES = CASES if GPU else SMALL
 
 
@@ -139,10 +143,12 @@ class _Direct(torch.autograd.Function):
         ctx.shapes, kv_heads, g = (q.shape, k.shape), k.shape[1], spec.group_size
         q = place(by_sequence(q, kv_heads))
         k, v = (place(by_sequence(x, kv_heads)[:, 0]) for x in (k, v))
-        count = q.shape[2] // g
+        n = spec.sinks
+        count = max(0, q.shape[2] - n) // g
+        pooled = slice(n, n + count * g)
         groups = Groups(
-            q[:, :, g - 1 : count * g : g],
-            *(x[:, : count * g].unflatten(1, (count, g)) for x in (k, v)),
+            q[:, :, pooled][:, :, g - 1 :: g],
+            *(x[:, pooled].unflatten(1, (count, g)) for x in (k, v)),
         )
         bias = (
             None
@@ -210,6 +216,7 @@ def prepared(case: tuple, dtype: torch.dtype) -> tuple[Inputs, Tensor | None, di
             "group_size": g,
             "window_size": s,
             "core_heads": options.get("core_heads", "kv"),
+            "sink_size": options.get("sink_groups", 0) * g,
             "rotary": Rotary.from_theta(1e4, dim, DEVICE),
         },
     )
@@ -472,14 +479,14 @@ class _OneChip:
     gradients = attend
 
 
-def test_first_tokens_kept_raw_take_the_kernels_that_run_everywhere(monkeypatch):
+def test_first_tokens_kept_raw_take_the_kernels_made_for_a_chip_too(monkeypatch):
     inputs = make_inputs(40, num_heads=4, num_kv_heads=2, head_dim=16, device=DEVICE)
     settings = {"group_size": 4, "window_size": 7, "rotary": Rotary.from_theta(1e4, 16, DEVICE)}
     run = functools.partial(cca_attention, backend="triton", return_lse=True)
-    monkeypatch.setattr(backend, "hopper_forward", _OneChip)
-    monkeypatch.setattr(backend, "hopper_backward", _OneChip)
-    with pytest.raises(AssertionError, match="made for one chip"):
-        run(*inputs[:3], **settings)
+    with monkeypatch.context() as patched:
+        patched.setattr(backend, "hopper_forward", _OneChip)
+        with pytest.raises(AssertionError, match="made for one chip"):
+            run(*inputs[:3], sink_size=6, **settings)
     assert_accurate(run, inputs, sink_size=6, **settings)
     learned = {"bias": torch.ones(4, device=DEVICE), "probe": torch.zeros(4, 16, device=DEVICE)}
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]

@@ -3,6 +3,8 @@ Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -18,11 +20,13 @@ LENGTH = 64
 
 
 @triton.jit
-def _rule_kernel(out_ptr, group_size, window_size, LENGTH: tl.constexpr):
-    """Write j(t), the first query of core token i and the end of raw token i's queries."""
+def _rule_kernel(out_ptr, group_size, window_size, sink_groups, LENGTH: tl.constexpr):
+    """Write the entries that query i sees, the first query of entry i and the end of raw token i's
+    queries."""
     index = tl.arange(0, LENGTH)
-    tl.store(out_ptr + index, primitives.visible_cores(index, group_size, window_size))
-    first = primitives.first_query_of_core(index, group_size, window_size)
+    groups = primitives.visible_cores(index, group_size, window_size)
+    tl.store(out_ptr + index, primitives.visible_entries(groups, group_size, sink_groups))
+    first = primitives.first_query_of_entry(index, group_size, window_size, sink_groups)
     tl.store(out_ptr + LENGTH + index, first)
     last = primitives.last_query_of_token(index, group_size, window_size)
     tl.store(out_ptr + 2 * LENGTH + index, last)
@@ -30,14 +34,19 @@ def _rule_kernel(out_ptr, group_size, window_size, LENGTH: tl.constexpr):
 
 @pytest.mark.parametrize("group_size", range(1, 9))
 def test_the_rule_and_its_inverses_are_those_of_visibility(group_size):
-    for window_size in range(1, 20):
+    for window_size, sink_groups in itertools.product(range(1, 20, 2), (0, 1, 3)):
         out = torch.empty(3, LENGTH, dtype=torch.int32, device=DEVICE)
-        _rule_kernel[(1,)](out, group_size, window_size, LENGTH=LENGTH)
-        cores, first, last = out.tolist()
+        _rule_kernel[(1,)](out, group_size, window_size, sink_groups, LENGTH=LENGTH)
+        entries, first, last = out.tolist()
         sizes = (group_size, window_size)
-        counts = [visibility.num_visible_cores(t, *sizes) for t in range(20 * LENGTH)]
+        counts = [
+            visibility.num_far_entries(
+                visibility.num_visible_cores(t, *sizes), group_size, sink_groups * group_size
+            )
+            for t in range(20 * LENGTH)
+        ]
         starts = [visibility.local_start(t, *sizes) for t in range(20 * LENGTH)]
-        assert cores == counts[:LENGTH]
+        assert entries == counts[:LENGTH]
         for i in range(LENGTH):
             assert first[i] == next(t for t, count in enumerate(counts) if count > i)
             assert last[i] == next(t for t, start in enumerate(starts) if start > i)

@@ -62,7 +62,8 @@ def attend(
 
     Args:
         cores: Core tokens of the groups n / g .. n / g + M - 1, n = `spec.sinks`.
-        core_bias: Added to the scores of core tokens, [N, r]; None for nothing.
+        core_bias: Added to the scores of core tokens, [N, r] or, one for each, [N, r, M]; None for
+            nothing.
 
     Returns:
         out [N, r, T, D] and log-sum-exp [N, r, T], both float32 (float64 if given).
@@ -79,7 +80,8 @@ def attend(
     core_scores = q @ core_k.expand(-1, heads, -1, -1).mT * spec.scale  # [N, r, T, M]
     core_scores = _softcap(core_scores, spec.softcap)
     if core_bias is not None:
-        core_scores = core_scores + core_bias.to(q.dtype)[:, :, None, None]
+        bias = core_bias.to(q.dtype).reshape(*core_bias.shape[:2], 1, -1)
+        core_scores = core_scores + bias
     local_scores = _softcap(q @ k[:, None].mT * spec.scale, spec.softcap)  # [N, r, T, S]
     position = torch.arange(q.shape[2], device=q.device) + tokens.q_start
     see_core, see_local = visible(position, key_position, core_k.shape[2], spec)

@@ -1,10 +1,11 @@
 """Attention over [core tokens; local tokens] in Triton: one online softmax forward, three kernels
 backward.
 
-Both kinds of keys obey one rule: the query at t sees keys with low(t) <= index < high(t); core
-tokens have low 0 and high j(t), raw tokens low j(t) g and high t + 1 (docs/math.md, eq. 4). So one
-inner loop serves both. Tiles that every row sees are not masked, tiles that no row sees are not
-visited. The file is long because forward and backward share it.
+Both kinds of keys obey one rule: the query at t sees keys with low(t) <= index < high(t). Raw
+tokens have low j(t) g and high t + 1; the entries of the far past, which are core tokens behind
+first tokens kept raw, have low 0 and as high the number of entries in j(t) groups (docs/math.md,
+eq. 4 and 13). So one inner loop serves both. Tiles that every row sees are not masked, tiles that
+no row sees are not visited. The file is long because forward and backward share it.
 """
 
 from __future__ import annotations
@@ -15,37 +16,44 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
+from corecontext.ops.triton.far_past import add_to_sinks, bias_gradient, far_past, near_past
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.primitives import (
     LN2,
     LOG2E,
     dot,
-    first_query_of_core,
+    first_query_of_entry,
     last_query_of_token,
     load_tile,
     log2_scores,
     softmax_step,
     tile_mask,
     visible_cores,
+    visible_entries,
 )
 from corecontext.ops.triton.tiles import Tiles, chip_of, dkv_tiles, dq_tiles, forward_tiles
 
 
 @triton.jit
-def _key_ranges(first, last, q_start, group_size, window_size, BLOCK_N: tl.constexpr):
+def _key_ranges(first, last, q_start, rule, BLOCK_N: tl.constexpr):
     """Return where the loops over keys of the query rows first .. last begin and end.
 
-    Core tokens: all rows see 0 .. whole-1, some see whole .. cores_end-1. Raw tokens: some see
-    local .. middle-1, all middle .. causal-1, some causal .. end-1.
+    Entries: all rows see 0 .. whole-1, some see whole .. far_end-1. Raw tokens: some see local ..
+    middle-1, all middle .. causal-1, some causal .. end-1.
+
+    Args:
+        rule: group_size, window_size and sink_groups.
     """
-    cores_first = visible_cores(q_start + first, group_size, window_size)
-    cores_end = visible_cores(q_start + last, group_size, window_size)
-    whole = cores_first // BLOCK_N * BLOCK_N
-    local = cores_first * group_size
-    seen_by_all = cores_end * group_size
+    group_size, window_size, sink_groups = rule
+    groups_first = visible_cores(q_start + first, group_size, window_size)
+    groups_last = visible_cores(q_start + last, group_size, window_size)
+    whole = visible_entries(groups_first, group_size, sink_groups) // BLOCK_N * BLOCK_N
+    far_end = visible_entries(groups_last, group_size, sink_groups)
+    local = groups_first * group_size
+    seen_by_all = groups_last * group_size
     middle = local + (seen_by_all - local + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     causal = tl.maximum(middle, middle + (q_start + first + 1 - middle) // BLOCK_N * BLOCK_N)
-    return whole, cores_end, local, middle, causal, q_start + last + 1
+    return whole, far_end, local, middle, causal, q_start + last + 1
 
 
 @triton.jit
@@ -55,15 +63,16 @@ def _attend_keys(state, q, keys, begin, end, scale, softcap, MASKED: tl.constexp
     Args:
         state: Output so far, running sum and running maximum of each row.
         keys: Pointers and strides of k and v, their number, the rows' bounds low and high, used
-            where MASKED, and the bias of the scores.
-        sizes: HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N.
+            where MASKED, and a pointer to the keys' biases.
+        sizes: HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N.
     """
     acc, running_sum, running_max = state
-    k_ptr, v_ptr, stride_k, stride_v, num_keys, low, high, bias = keys
-    HAS_SOFTCAP: tl.constexpr = sizes[0]
-    HEAD_DIM: tl.constexpr = sizes[1]
-    BLOCK_D: tl.constexpr = sizes[2]
-    BLOCK_N: tl.constexpr = sizes[3]
+    k_ptr, v_ptr, stride_k, stride_v, num_keys, low, high, bias_ptr = keys
+    HAS_BIAS: tl.constexpr = sizes[0]
+    HAS_SOFTCAP: tl.constexpr = sizes[1]
+    HEAD_DIM: tl.constexpr = sizes[2]
+    BLOCK_D: tl.constexpr = sizes[3]
+    BLOCK_N: tl.constexpr = sizes[4]
     offs = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     k_tile = k_ptr + begin.to(tl.int64) * stride_k + offs[None, :] * stride_k + dims[:, None]
@@ -71,6 +80,9 @@ def _attend_keys(state, q, keys, begin, end, scale, softcap, MASKED: tl.constexp
     for start in tl.range(begin, end, BLOCK_N):
         index = start + offs
         k = load_tile(k_tile, index, num_keys, dims, MASKED, True, HEAD_DIM, BLOCK_D)
+        bias = 0.0
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + index, mask=index < num_keys, other=0.0)[None, :]
         scores, _ = log2_scores(dot(q, k), scale, bias, softcap, HAS_SOFTCAP)
         if MASKED:
             seen = (index[None, :] >= low[:, None]) & (index[None, :] < high[:, None])
@@ -85,19 +97,19 @@ def _attend_keys(state, q, keys, begin, end, scale, softcap, MASKED: tl.constexp
     return acc, running_sum, running_max
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_cores", "q_start", "k_start"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_entries", "q_start", "k_start"])
 def _attend_fwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    core_k_ptr,
-    core_v_ptr,
+    far_k_ptr,
+    far_v_ptr,
     bias_ptr,
     out_ptr,
     lse_ptr,
     num_queries,
     num_keys,
-    num_cores,
+    num_entries,
     q_start,
     k_start,
     scale,
@@ -105,13 +117,14 @@ def _attend_fwd_kernel(
     q_strides,
     k_strides,
     v_strides,
-    core_k_strides,
-    core_v_strides,
+    far_k_strides,
+    far_v_strides,
     num_heads,
     heads_per_n,
     heads_per_core,
     group_size,
     window_size,
+    sink_groups,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -139,35 +152,36 @@ def _attend_fwd_kernel(
     q_tile += rows.to(tl.int64)[:, None] * q_strides[2] + dims[None, :]
     q = tl.load(q_tile, mask=mask, other=0.0)
     position = q_start + rows
-    cores = visible_cores(position, group_size, window_size)
-    bias = 0.0
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + head).to(tl.float32)
+    groups = visible_cores(position, group_size, window_size)
     last = tl.minimum(tile * BLOCK_M + BLOCK_M, num_queries) - 1
-    whole, cores_end, local, middle, causal, end = _key_ranges(
-        tile * BLOCK_M, last, q_start, group_size, window_size, BLOCK_N
+    rule = (group_size, window_size, sink_groups)
+    whole, far_end, local, middle, causal, end = _key_ranges(
+        tile * BLOCK_M, last, q_start, rule, BLOCK_N
     )
     state = (
         tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
         tl.full([BLOCK_M], -float("inf"), tl.float32),
     )
-    sizes: tl.constexpr = (HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
+    sizes: tl.constexpr = (HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
 
-    # Core tokens: those that all rows see, then those that some do.
+    # The far past: entries that all rows see, then those that some do.
     core = r // heads_per_core
-    k_base = core_k_ptr + n * core_k_strides[0] + core * core_k_strides[1]
-    v_base = core_v_ptr + n * core_v_strides[0] + core * core_v_strides[1]
-    keys = (k_base, v_base, core_k_strides[2], core_v_strides[2], num_cores, cores * 0, cores, bias)
+    k_base = far_k_ptr + n * far_k_strides[0] + core * far_k_strides[1]
+    v_base = far_v_ptr + n * far_v_strides[0] + core * far_v_strides[1]
+    high = visible_entries(groups, group_size, sink_groups)
+    biases = bias_ptr + head * num_entries
+    keys = (k_base, v_base, far_k_strides[2], far_v_strides[2], num_entries, high * 0, high, biases)
     state = _attend_keys(state, q, keys, whole * 0, whole, scale, softcap, False, sizes)
-    state = _attend_keys(state, q, keys, whole, cores_end, scale, softcap, True, sizes)
+    state = _attend_keys(state, q, keys, whole, far_end, scale, softcap, True, sizes)
 
     # Raw tokens: the oldest, which some rows see as core tokens; the middle; the causal end.
+    sizes: tl.constexpr = (False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
     k_base = k_ptr + n * k_strides[0] - k_start.to(tl.int64) * k_strides[1]
     v_base = v_ptr + n * v_strides[0] - k_start.to(tl.int64) * v_strides[1]
-    low = cores * group_size
+    low = groups * group_size
     limit = k_start + num_keys
-    keys = (k_base, v_base, k_strides[1], v_strides[1], limit, low, position + 1, 0.0)
+    keys = (k_base, v_base, k_strides[1], v_strides[1], limit, low, position + 1, biases)
     first_end = tl.minimum(middle, end)
     state = _attend_keys(state, q, keys, local, first_end, scale, softcap, True, sizes)
     state = _attend_keys(state, q, keys, middle, causal, scale, softcap, False, sizes)
@@ -183,21 +197,21 @@ def _attend_fwd_kernel(
 
 
 @triton.jit
-def _query_gradients(state, queries, keys, begin, end, scale, softcap, MASKED: tl.constexpr, sizes):
+def _query_gradients(dq, queries, keys, begin, end, scale, softcap, MASKED: tl.constexpr, sizes):
     """Continue the gradient of one query tile through keys begin .. end-1.
 
     Args:
-        state: The gradient so far, and each row's sum of the scores' gradients.
+        dq: The gradient so far.
         queries: q, grad out, log-sum-exp in units of log 2, and delta of each row.
         keys, sizes: As in `_attend_keys`.
     """
-    dq, dbias = state
     q, grad, lse, delta = queries
-    k_ptr, v_ptr, stride_k, stride_v, num_keys, low, high, bias = keys
-    HAS_SOFTCAP: tl.constexpr = sizes[0]
-    HEAD_DIM: tl.constexpr = sizes[1]
-    BLOCK_D: tl.constexpr = sizes[2]
-    BLOCK_N: tl.constexpr = sizes[3]
+    k_ptr, v_ptr, stride_k, stride_v, num_keys, low, high, bias_ptr = keys
+    HAS_BIAS: tl.constexpr = sizes[0]
+    HAS_SOFTCAP: tl.constexpr = sizes[1]
+    HEAD_DIM: tl.constexpr = sizes[2]
+    BLOCK_D: tl.constexpr = sizes[3]
+    BLOCK_N: tl.constexpr = sizes[4]
     offs = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     k_tile = k_ptr + begin.to(tl.int64) * stride_k + offs[:, None] * stride_k + dims[None, :]
@@ -206,28 +220,30 @@ def _query_gradients(state, queries, keys, begin, end, scale, softcap, MASKED: t
         index = start + offs
         k = load_tile(k_tile, index, num_keys, dims, MASKED, False, HEAD_DIM, BLOCK_D)
         v = load_tile(v_tile, index, num_keys, dims, MASKED, False, HEAD_DIM, BLOCK_D)
+        bias = 0.0
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + index, mask=index < num_keys, other=0.0)[None, :]
         scores, slope = log2_scores(dot(q, tl.trans(k)), scale, bias, softcap, HAS_SOFTCAP)
         weights = tl.exp2(scores - lse[:, None])
         if MASKED:
             seen = (index[None, :] >= low[:, None]) & (index[None, :] < high[:, None])
             weights = tl.where(seen, weights, 0.0)
         grad_scores = weights * (dot(grad, tl.trans(v)) - delta[:, None])
-        dbias += tl.sum(grad_scores, 1)
         if HAS_SOFTCAP:
             grad_scores = grad_scores * slope
         dq += dot(grad_scores.to(k.dtype), k)
         k_tile += BLOCK_N * stride_k
         v_tile += BLOCK_N * stride_v
-    return dq, dbias
+    return dq
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_cores"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_entries"])
 def _attend_dq_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    core_k_ptr,
-    core_v_ptr,
+    far_k_ptr,
+    far_v_ptr,
     bias_ptr,
     out_ptr,
     lse_ptr,
@@ -235,23 +251,23 @@ def _attend_dq_kernel(
     grad_lse_ptr,
     dq_ptr,
     delta_ptr,
-    dbias_ptr,
     num_queries,
     num_keys,
-    num_cores,
+    num_entries,
     scale,
     softcap,
     q_strides,
     k_strides,
     v_strides,
-    core_k_strides,
-    core_v_strides,
+    far_k_strides,
+    far_v_strides,
     grad_strides,
     num_heads,
     heads_per_n,
     heads_per_core,
     group_size,
     window_size,
+    sink_groups,
     HAS_BIAS: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -263,8 +279,8 @@ def _attend_dq_kernel(
     """Compute the gradient of the queries.
 
     Grid: (query tiles x N r,). A program owns BLOCK_M queries of one head and walks the keys as
-    the forward does, with sums in float32; it writes their gradient, delta = sum(grad out) - grad
-    lse for the other kernels, and its part of the bias's gradient.
+    the forward does, with sums in float32; it writes their gradient, and delta = sum(grad out) -
+    grad lse for the other kernels.
     """
     # Read the rows that this program owns.
     pid = tl.program_id(0)
@@ -289,37 +305,34 @@ def _attend_dq_kernel(
         delta -= tl.load(grad_lse_ptr + flat, mask=inside, other=0.0)
     tl.store(delta_ptr + flat, delta, mask=inside)
     queries = (q, grad, lse, delta)
-    cores = visible_cores(rows, group_size, window_size)
-    bias = 0.0
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + head).to(tl.float32)
+    groups = visible_cores(rows, group_size, window_size)
     last = tl.minimum(tile * BLOCK_M + BLOCK_M, num_queries) - 1
-    whole, cores_end, local, middle, causal, end = _key_ranges(
-        tile * BLOCK_M, last, 0, group_size, window_size, BLOCK_N
-    )
-    state = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32))
-    sizes: tl.constexpr = (HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
+    rule = (group_size, window_size, sink_groups)
+    whole, far_end, local, middle, causal, end = _key_ranges(tile * BLOCK_M, last, 0, rule, BLOCK_N)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    sizes: tl.constexpr = (HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
 
-    # Through core tokens: those that all rows see, then those that some do. Only they have a bias.
+    # Through the far past: entries that all rows see, then those that some do.
     core = r // heads_per_core
-    k_base = core_k_ptr + n * core_k_strides[0] + core * core_k_strides[1]
-    v_base = core_v_ptr + n * core_v_strides[0] + core * core_v_strides[1]
-    keys = (k_base, v_base, core_k_strides[2], core_v_strides[2], num_cores, cores * 0, cores, bias)
-    state = _query_gradients(state, queries, keys, whole * 0, whole, scale, softcap, False, sizes)
-    state = _query_gradients(state, queries, keys, whole, cores_end, scale, softcap, True, sizes)
-    if HAS_BIAS:
-        tl.store(dbias_ptr + flat, state[1], mask=inside)
+    k_base = far_k_ptr + n * far_k_strides[0] + core * far_k_strides[1]
+    v_base = far_v_ptr + n * far_v_strides[0] + core * far_v_strides[1]
+    high = visible_entries(groups, group_size, sink_groups)
+    biases = bias_ptr + head * num_entries
+    keys = (k_base, v_base, far_k_strides[2], far_v_strides[2], num_entries, high * 0, high, biases)
+    dq = _query_gradients(dq, queries, keys, whole * 0, whole, scale, softcap, False, sizes)
+    dq = _query_gradients(dq, queries, keys, whole, far_end, scale, softcap, True, sizes)
 
     # Through raw tokens: the oldest, the middle, the causal end.
+    sizes: tl.constexpr = (False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
     k_base = k_ptr + n * k_strides[0]
     v_base = v_ptr + n * v_strides[0]
-    low = cores * group_size
-    keys = (k_base, v_base, k_strides[1], v_strides[1], num_keys, low, rows + 1, 0.0)
+    low = groups * group_size
+    keys = (k_base, v_base, k_strides[1], v_strides[1], num_keys, low, rows + 1, biases)
     first_end = tl.minimum(middle, end)
-    state = _query_gradients(state, queries, keys, local, first_end, scale, softcap, True, sizes)
-    state = _query_gradients(state, queries, keys, middle, causal, scale, softcap, False, sizes)
-    state = _query_gradients(state, queries, keys, causal, end, scale, softcap, True, sizes)
-    dq = (state[0] * scale).to(dq_ptr.dtype.element_ty)
+    dq = _query_gradients(dq, queries, keys, local, first_end, scale, softcap, True, sizes)
+    dq = _query_gradients(dq, queries, keys, middle, causal, scale, softcap, False, sizes)
+    dq = _query_gradients(dq, queries, keys, causal, end, scale, softcap, True, sizes)
+    dq = (dq * scale).to(dq_ptr.dtype.element_ty)
     tl.store(dq_ptr + flat[:, None] * HEAD_DIM + dims[None, :], dq, mask=mask)
 
 
@@ -331,22 +344,23 @@ def _key_gradients(
     transposed, [keys, queries].
 
     Args:
-        state: The gradients of k and v so far.
-        keys: k, v and the keys' indices.
-        queries: Pointers to q, grad out, log-sum-exp and delta, strides of the first two, their
-            number, and the bias of the scores.
-        rule: group_size and window_size.
-        sizes: CORE, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N.
+        state: The gradients of k, v and the keys' biases so far.
+        keys: k, v, the keys' indices and their biases, [keys, 1] or 0.
+        queries: Pointers to q, grad out, log-sum-exp and delta, strides of the first two, and their
+            number.
+        rule: group_size, window_size and sink_groups.
+        sizes: FAR, HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N.
     """
-    dk, dv = state
-    k, v, index = keys
-    q_ptr, grad_ptr, lse_ptr, delta_ptr, stride_q, stride_g, num_queries, bias = queries
-    group_size, window_size = rule
-    CORE: tl.constexpr = sizes[0]
-    HAS_SOFTCAP: tl.constexpr = sizes[1]
-    HEAD_DIM: tl.constexpr = sizes[2]
-    BLOCK_D: tl.constexpr = sizes[3]
-    BLOCK_N: tl.constexpr = sizes[4]
+    dk, dv, dbias = state
+    k, v, index, bias = keys
+    q_ptr, grad_ptr, lse_ptr, delta_ptr, stride_q, stride_g, num_queries = queries
+    group_size, window_size, sink_groups = rule
+    FAR: tl.constexpr = sizes[0]
+    HAS_BIAS: tl.constexpr = sizes[1]
+    HAS_SOFTCAP: tl.constexpr = sizes[2]
+    HEAD_DIM: tl.constexpr = sizes[3]
+    BLOCK_D: tl.constexpr = sizes[4]
+    BLOCK_N: tl.constexpr = sizes[5]
     offs = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     q_tile = q_ptr + begin.to(tl.int64) * stride_q + offs[:, None] * stride_q + dims[None, :]
@@ -364,21 +378,24 @@ def _key_gradients(
         scores, slope = log2_scores(dot(k, tl.trans(q)), scale, bias, softcap, HAS_SOFTCAP)
         weights = tl.exp2(scores - lse[None, :])
         if MASKED:
-            cores = visible_cores(rows, group_size, window_size)
-            if CORE:
-                seen = index[:, None] < cores[None, :]
+            groups = visible_cores(rows, group_size, window_size)
+            if FAR:
+                high = visible_entries(groups, group_size, sink_groups)
+                seen = index[:, None] < high[None, :]
             else:
-                is_raw = index[:, None] >= (cores * group_size)[None, :]
+                is_raw = index[:, None] >= (groups * group_size)[None, :]
                 seen = is_raw & (index[:, None] <= rows[None, :])
             weights = tl.where(seen & (rows < num_queries)[None, :], weights, 0.0)
         dv += dot(weights.to(grad.dtype), grad)
         grad_scores = weights * (dot(v, tl.trans(grad)) - delta[None, :])
+        if HAS_BIAS:
+            dbias += tl.sum(grad_scores, 1)
         if HAS_SOFTCAP:
             grad_scores = grad_scores * slope
         dk += dot(grad_scores.to(q.dtype), q)
         q_tile += BLOCK_N * stride_q
         g_tile += BLOCK_N * stride_g
-    return dk, dv
+    return dk, dv, dbias
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
@@ -392,6 +409,7 @@ def _attend_dkv_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
+    dbias_ptr,
     num_queries,
     num_keys,
     scale,
@@ -405,7 +423,8 @@ def _attend_dkv_kernel(
     heads_per_key,
     group_size,
     window_size,
-    CORE: tl.constexpr,
+    sink_groups,
+    FAR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -413,11 +432,11 @@ def _attend_dkv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Compute the gradients of keys and values, core tokens or raw ones.
+    """Compute the gradients of keys and values, of the far past's entries (FAR) or of raw tokens.
 
     Grid: (key tiles x key heads,). A program owns BLOCK_M keys of one head: it walks all queries of
     all heads that see one of them, sums in float32 and writes once, so the result does not depend
-    on the order of programs.
+    on the order of programs. Gradients of biases are written for each query head.
     """
     # Read the keys that this program owns; early keys are seen by most queries and run first.
     pid = tl.program_id(0)
@@ -434,15 +453,14 @@ def _attend_dkv_kernel(
     k = tl.load(k_base + wide * k_strides[2] + dims[None, :], mask=mask, other=0.0)
     v_base = v_ptr + n * v_strides[0] + h * v_strides[1]
     v = tl.load(v_base + wide * v_strides[2] + dims[None, :], mask=mask, other=0.0)
-    keys = (k, v, index)
 
     # Queries begin .. end-1 see some of these keys, low .. high-1 all of them; low and high are
     # moved inwards to whole tiles.
     first = tile * BLOCK_M
     last = tl.minimum(tile * BLOCK_M + BLOCK_M, num_keys) - 1
-    if CORE:
-        begin = first_query_of_core(first, group_size, window_size)
-        low = first_query_of_core(last, group_size, window_size)
+    if FAR:
+        begin = first_query_of_entry(first, group_size, window_size, sink_groups)
+        low = first_query_of_entry(last, group_size, window_size, sink_groups)
         high = num_queries
         end = num_queries
     else:
@@ -454,15 +472,18 @@ def _attend_dkv_kernel(
     low = begin + (tl.maximum(low - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     high = low + tl.maximum(high - low, 0) // BLOCK_N * BLOCK_N
 
-    state = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
-    rule = (group_size, window_size)
-    sizes: tl.constexpr = (CORE, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
+    dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    rule = (group_size, window_size, sink_groups)
+    sizes: tl.constexpr = (FAR, HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
     for i in range(heads_per_key):
         r = h * heads_per_key + i
         head = n * heads_per_n + r
         bias = 0.0
         if HAS_BIAS:
-            bias = tl.load(bias_ptr + head).to(tl.float32)
+            biases = bias_ptr + head * num_keys + index
+            bias = tl.load(biases, mask=index < num_keys, other=0.0)[:, None]
+        keys = (k, v, index, bias)
         queries = (
             q_ptr + n * q_strides[0] + r * q_strides[1],
             grad_ptr + n * grad_strides[0] + r * grad_strides[1],
@@ -471,17 +492,21 @@ def _attend_dkv_kernel(
             q_strides[2],
             grad_strides[2],
             num_queries,
-            bias,
         )
+        state = (dk, dv, tl.zeros([BLOCK_M], tl.float32))
         begin_end = tl.minimum(low, end)
         state = _key_gradients(
             state, keys, queries, begin, begin_end, scale, softcap, rule, True, sizes
         )
         state = _key_gradients(state, keys, queries, low, high, scale, softcap, rule, False, sizes)
-        state = _key_gradients(state, keys, queries, high, end, scale, softcap, rule, True, sizes)
+        dk, dv, dbias = _key_gradients(
+            state, keys, queries, high, end, scale, softcap, rule, True, sizes
+        )
+        if HAS_BIAS:
+            tl.store(dbias_ptr + head * num_keys + index, dbias, mask=index < num_keys)
     flat = (key_head * num_keys + index)[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(dk_ptr + flat, (state[0] * scale).to(dk_ptr.dtype.element_ty), mask=mask)
-    tl.store(dv_ptr + flat, state[1].to(dv_ptr.dtype.element_ty), mask=mask)
+    tl.store(dk_ptr + flat, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
+    tl.store(dv_ptr + flat, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
 def _constants(tiles: Tiles, dim: int, softcap: float | None) -> dict[str, int | bool]:
@@ -497,17 +522,19 @@ def _constants(tiles: Tiles, dim: int, softcap: float | None) -> dict[str, int |
     }
 
 
-def _bias_of(core_bias: Tensor | None, q: Tensor) -> Tensor:
-    """Return the bias as a flat float32 tensor [N r], or anything where there is none."""
-    return q if core_bias is None else core_bias.float().contiguous()
+def rule_of(spec: Spec) -> tuple[int, int, int]:
+    """Return the group size, the window size and the number of groups that stay raw."""
+    return spec.group_size, spec.window_size, spec.sinks // spec.group_size
 
 
 def attend(
     tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend as `packed.attend` does: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in
-    float32; spec has no first tokens kept raw."""
-    q, k, v, core_k, core_v = map(contiguous_rows, (*tokens[:3], *cores))
+    float32."""
+    far = far_past(tokens, cores, spec, core_bias)
+    tokens = near_past(tokens, spec)
+    q, k, v, far_k, far_v = map(contiguous_rows, (*tokens[:3], far.k, far.v))
     n, r, num_queries, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -518,13 +545,14 @@ def attend(
         _attend_fwd_kernel,
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
-            *(q, k, v, core_k, core_v, _bias_of(core_bias, q), out, lse),
-            *(num_queries, k.shape[1], core_k.shape[2], tokens.q_start, tokens.k_start),
+            *(q, k, v, far_k, far_v, lse if far.bias is None else far.bias, out, lse),
+            *(num_queries, k.shape[1], far_k.shape[2], tokens.q_start, tokens.k_start),
             *(float(spec.scale), float(spec.softcap or 1.0)),
         ),
         (
-            *(x.stride()[:-1] for x in (q, k, v, core_k, core_v)),
-            *(n * r, r, r // core_k.shape[1], spec.group_size, spec.window_size),
+            *(x.stride()[:-1] for x in (q, k, v, far_k, far_v)),
+            *(n * r, r, r // far_k.shape[1]),
+            *rule_of(spec),
         ),
         HAS_BIAS=core_bias is not None,
         **_constants(tiles, dim, spec.softcap),
@@ -535,41 +563,41 @@ def attend(
 def attend_backward(
     upstream: Upstream, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return gradients as `packed.attend_backward` does, in float32, the same from run to run; spec
-    has no first tokens kept raw."""
-    q, k, v, core_k, core_v = map(contiguous_rows, (*tokens[:3], *cores))
+    """Return gradients as `packed.attend_backward` does, in float32, the same from run to run."""
+    far = far_past(tokens, cores, spec, core_bias)
+    q, k, v, far_k, far_v = map(contiguous_rows, (*tokens[:3], far.k, far.v))
     grad_out = contiguous_rows(upstream.grad_out)
     lse = upstream.lse.contiguous()
     n, r, num_queries, dim = q.shape
-    dq, dk, dv, dcore_k, dcore_v = (
-        torch.empty(x.shape, dtype=torch.float32, device=q.device)
-        for x in (q, k, v, core_k, core_v)
+    dq, dk, dv, dfar_k, dfar_v = (
+        torch.empty(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v, far_k, far_v)
     )
     delta = torch.empty_like(lse)
-    dbias = delta if core_bias is None else torch.empty_like(lse)
-    bias = _bias_of(core_bias, q)
+    bias = lse if far.bias is None else far.bias  # not read without biases: a launch needs pointers
+    dbias = torch.empty_like(bias)
     numbers = (float(spec.scale), float(spec.softcap or 1.0))
     tiles = dq_tiles(chip_of(q.device), q.dtype, dim)
     launch(
         _attend_dq_kernel,
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
-            *(q, k, v, core_k, core_v, bias, upstream.out.contiguous(), lse, grad_out),
+            *(q, k, v, far_k, far_v, bias, upstream.out.contiguous(), lse, grad_out),
             lse if upstream.grad_lse is None else upstream.grad_lse.contiguous(),
-            *(dq, delta, dbias, num_queries, k.shape[1], core_k.shape[2], *numbers),
+            *(dq, delta, num_queries, k.shape[1], far_k.shape[2], *numbers),
         ),
         (
-            *(x.stride()[:-1] for x in (q, k, v, core_k, core_v, grad_out)),
-            *(n * r, r, r // core_k.shape[1], spec.group_size, spec.window_size),
+            *(x.stride()[:-1] for x in (q, k, v, far_k, far_v, grad_out)),
+            *(n * r, r, r // far_k.shape[1]),
+            *rule_of(spec),
         ),
         HAS_BIAS=core_bias is not None,
         HAS_GRAD_LSE=upstream.grad_lse is not None,
         **_constants(tiles, dim, spec.softcap),
     )
     tiles = dkv_tiles(chip_of(q.device), q.dtype, dim)
-    for key, value, dkey, dvalue, is_core in (
+    for key, value, dkey, dvalue, is_far in (
         (k[:, None], v[:, None], dk, dv, False),
-        (core_k, core_v, dcore_k, dcore_v, True),
+        (far_k, far_v, dfar_k, dfar_v, True),
     ):
         heads, count = key.shape[1:3]
         if not count:
@@ -577,13 +605,20 @@ def attend_backward(
         launch(
             _attend_dkv_kernel,
             (ceil_div(count, tiles.block_m) * n * heads,),
-            (q, key, value, bias, lse, grad_out, delta, dkey, dvalue, num_queries, count, *numbers),
+            (
+                *(q, key, value, bias, lse, grad_out, delta, dkey, dvalue, dbias),
+                *(num_queries, count, *numbers),
+            ),
             (
                 *(x.stride()[:-1] for x in (q, key, value, grad_out)),
-                *(n * heads, r, r // heads, spec.group_size, spec.window_size),
+                *(n * heads, r, r // heads),
+                *rule_of(spec),
             ),
-            CORE=is_core,
-            HAS_BIAS=is_core and core_bias is not None,
+            FAR=is_far,
+            HAS_BIAS=is_far and far.bias is not None,
             **_constants(tiles, dim, spec.softcap),
         )
-    return dq, dk, dv, dcore_k, dcore_v, None if core_bias is None else dbias.sum(-1)
+    dcore_k = add_to_sinks(dfar_k, dk, spec.sinks)
+    dcore_v = add_to_sinks(dfar_v, dv, spec.sinks)
+    dbias = None if core_bias is None else bias_gradient(dbias, core_bias, spec.sinks)
+    return dq, dk, dv, dcore_k, dcore_v, dbias

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from corecontext.ops import compose, sinks
+from corecontext.ops import compose
 from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.ops.triton import attend as anywhere
@@ -63,8 +63,6 @@ def attend(
     """Attend as `packed.attend` does: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in
     float32."""
     with _on(tokens.q):
-        if spec.sinks:  # kernels made for one chip have not been tested with first tokens kept raw
-            return sinks.attend(anywhere.attend, tokens, cores, spec, core_bias)
         if (
             hopper_forward is not None
             and tokens.q.numel()
@@ -82,8 +80,6 @@ def attend_backward(
 ) -> tuple[Tensor, ...]:
     """Return gradients as `packed.attend_backward` does, in float32, the same from run to run."""
     with _on(tokens.q):
-        if spec.sinks:
-            return sinks.attend_backward(attend_backward, upstream, tokens, cores, spec, core_bias)
         return anywhere.attend_backward(upstream, tokens, cores, spec, core_bias)
 
 
@@ -99,7 +95,6 @@ def gradients(
     with _on(tokens.q):
         if (
             hopper_backward is not None
-            and not spec.sinks
             and hopper_backward.unsupported_reason(tokens.q, spec) is None
         ):
             try:

@@ -1,11 +1,12 @@
 """The backward of `hopper_forward.py`: one pass over the key tiles, which adds up the queries'
 gradients in global memory.
 
-A program owns 128 keys, core tokens or raw ones. Two consumers own 64 of them each and keep their
-gradients in registers while the copying warp brings the queries that see them; the queries'
-gradients are added by the tensor memory accelerator, in any order of programs, so the last bits
-differ from run to run. Where torch is asked for deterministic algorithms, `attend.attend_backward`
-runs instead. The file is long because the groups of warps are one algorithm.
+A program owns 128 keys, entries of the far past or raw tokens. Two consumers own 64 of them each
+and keep their gradients in registers while the copying warp brings the queries that see them; the
+queries' gradients are added by the tensor memory accelerator, in any order of programs, so the last
+bits differ from run to run. Where torch is asked for deterministic algorithms,
+`attend.attend_backward` runs instead. The file is long because the groups of warps are one
+algorithm.
 
 N counts the KV heads of all rows (`num_n` in kernels), r the query heads of each (`heads_per_n`).
 """
@@ -29,11 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.ops.triton import hopper_forward
+from corecontext.ops.triton.attend import rule_of
+from corecontext.ops.triton.far_past import FarPast, add_to_sinks, bias_gradient, far_past
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
 from corecontext.ops.triton.pool import pool_backward
 from corecontext.ops.triton.primitives import (
     LOG2E,
-    first_query_of_core,
+    first_query_of_entry,
     last_query_of_token,
     tile_mask,
 )
@@ -50,9 +53,9 @@ BLOCK_M = gl.constexpr(64)  # queries of a tile
 HALF_N = gl.constexpr(64)  # keys of a consumer
 BLOCK_N = gl.constexpr(128)  # keys of a program
 STAGES = 2  # query tiles in shared memory
-HEADS_PER_TURN = 4  # query heads whose core tiles run together: their sums fit the L2 cache
+HEADS_PER_TURN = 4  # query heads whose far tiles run together: their sums fit the L2 cache
 SUM_SHARE = 26  # sums take a 26th of q, k, v, the output and their gradients: 4 % more memory
-# At least so many bytes of sums: a launch takes as long as its first core tile, which all queries
+# At least so many bytes of sums: a launch takes as long as its first far tile, which all queries
 # see, so a launch needs enough heads to fill the device meanwhile (docs/tuning-notes.md).
 MIN_BYTES = 288 << 20
 
@@ -114,6 +117,7 @@ def _finish_kernel(
     num_groups,
     scale,
     group_size,
+    sink_groups,
     HAS_LAST: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -132,8 +136,8 @@ def _finish_kernel(
     at = (head * num_queries + rows)[:, None] * HEAD_DIM + dims[None, :]
     grad = tl.load(sum_ptr + at, mask=mask, other=0.0) * scale
     if HAS_LAST:
-        group = rows // group_size
-        closes = (rows % group_size == group_size - 1) & (group < num_groups)
+        group = rows // group_size - sink_groups
+        closes = (rows % group_size == group_size - 1) & (group >= 0) & (group < num_groups)
         last = (head * num_groups + group)[:, None] * HEAD_DIM + dims[None, :]
         grad += tl.load(last_ptr + last, mask=mask & closes[:, None], other=0.0).to(tl.float32)
     tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)
@@ -152,8 +156,8 @@ def _copy_queries(
     stats_desc,
     k_desc,
     v_desc,
-    core_k_desc,
-    core_v_desc,
+    far_k_desc,
+    far_v_desc,
     heads_per_core,
     tiles_smem,
     stats_smem,
@@ -163,7 +167,7 @@ def _copy_queries(
     first_head,
     num_heads,
     key,
-    is_core,
+    is_far,
     last_row,
     tiles,
 ):
@@ -174,10 +178,10 @@ def _copy_queries(
     for half in gl.static_range(2):
         k_tile = tiles_smem.index(2 * STAGES + half)
         v_tile = tiles_smem.index(2 * STAGES + 2 + half)
-        if is_core:
+        if is_far:
             core = first_head // heads_per_core
-            copy_in(core_k_desc, [n, core, key + HALF_N * half, 0], keys_ready, k_tile)
-            copy_in(core_v_desc, [n, core, key + HALF_N * half, 0], keys_ready, v_tile)
+            copy_in(far_k_desc, [n, core, key + HALF_N * half, 0], keys_ready, k_tile)
+            copy_in(far_v_desc, [n, core, key + HALF_N * half, 0], keys_ready, v_tile)
         else:
             copy_in(k_desc, [n, 0, key + HALF_N * half, 0], keys_ready, k_tile)
             copy_in(v_desc, [n, 0, key + HALF_N * half, 0], keys_ready, v_tile)
@@ -252,7 +256,7 @@ def _key_gradients(
     scores_ready,
     scores_free,
     sum_desc,
-    core_grad_ptr,
+    far_grad_ptr,
     grad_k_ptr,
     grad_v_ptr,
     dbias_ptr,
@@ -263,6 +267,7 @@ def _key_gradients(
     num_queries,
     group_size,
     window_size,
+    sink_groups,
     scale,
     tiles_smem,
     stats_smem,
@@ -272,7 +277,7 @@ def _key_gradients(
     first_head,
     num_heads,
     key,
-    is_core,
+    is_far,
     last_row,
     tiles,
 ):
@@ -297,10 +302,10 @@ def _key_gradients(
     # The queries that see a key: low <= t < high; those that see all of the keys: whole_low <= t <
     # whole_high.
     keys = key + gl.arange(0, HALF_N, gl.SliceLayout(1, s_layout))
-    if is_core:
-        low = first_query_of_core(keys, group_size, window_size)
+    if is_far:
+        low = first_query_of_entry(keys, group_size, window_size, sink_groups)
         high = keys * 0 + num_queries
-        whole_low = first_query_of_core(key + HALF_N - 1, group_size, window_size)
+        whole_low = first_query_of_entry(key + HALF_N - 1, group_size, window_size, sink_groups)
         whole_high = num_queries
     else:
         low = keys
@@ -308,7 +313,10 @@ def _key_gradients(
         whole_low = key + HALF_N - 1
         whole_high = gl.minimum(last_query_of_token(key, group_size, window_size), num_queries)
     memory = (tiles_smem, scores_smem, sum_smem, scores_ready, scores_free)
-    bias = 0.0
+    bias = gl.zeros([HALF_N], gl.float32, gl.SliceLayout(1, s_layout))
+    if HAS_BIAS:
+        exists = (keys < num_keys) & is_far
+        bias = gl.load(bias_ptr + keys, mask=exists, other=0.0) * LOG2E
     mbarrier.wait(ready.index(STAGES), 0)
     row = last_row
     head = first_head
@@ -320,8 +328,6 @@ def _key_gradients(
         phase = step // STAGES & 1
         q = tiles_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
         grad = tiles_smem.index(STAGES + stage).reshape([BLOCK_M, BLOCK_D])
-        if HAS_BIAS:
-            bias = gl.where(is_core, gl.load(bias_ptr + head).to(gl.float32) * LOG2E, 0.0)
 
         # Weights, from the scores and the queries' log-sum-exp.
         mbarrier.wait(ready.index(stage), phase)
@@ -330,9 +336,10 @@ def _key_gradients(
         s = warpgroup_mma_wait(1, [s])
         stats = stats_smem.index(stage).reshape([2 * BLOCK_M])
         start = stats.slice(0, BLOCK_M).load(columns)
+        s = s * scale + start[None, :]
         if HAS_BIAS:
-            start += bias
-        p = gl.exp2(s * scale + start[None, :])
+            s += bias[:, None]
+        p = gl.exp2(s)
         if (row < whole_low) | (row + BLOCK_M > whole_high):
             position = row + gl.arange(0, BLOCK_M, columns)
             seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
@@ -379,18 +386,18 @@ def _key_gradients(
             STAGES,
         )
 
-    # Write the keys' gradients: of core tokens in float32 for pooling, of raw ones in their dtype.
+    # Write the keys' gradients: of the far past in float32 for pooling, of raw ones in their dtype.
+    if HAS_BIAS:
+        if is_far:
+            gl.store(dbias_ptr + keys, dbias, mask=keys < num_keys)
     keys = key + gl.arange(0, HALF_N, gl.SliceLayout(1, d_layout))
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, d_layout))
     mask = (keys < num_keys)[:, None] & (dims < HEAD_DIM)[None, :]
     at = (offset + keys)[:, None] * HEAD_DIM + dims[None, :]
     dk = dk * (scale / LOG2E)
-    if is_core:
-        gl.store(core_grad_ptr + at, dk, mask=mask)
-        gl.store(core_grad_ptr + value_offset + at, dv, mask=mask)
-        if HAS_BIAS:
-            if key < num_keys:
-                gl.store(dbias_ptr + key // HALF_N, gl.sum(dbias, 0))
+    if is_far:
+        gl.store(far_grad_ptr + at, dk, mask=mask)
+        gl.store(far_grad_ptr + value_offset + at, dv, mask=mask)
     else:
         gl.store(grad_k_ptr + at, dk.to(dtype), mask=mask)
         gl.store(grad_v_ptr + at, dv.to(dtype), mask=mask)
@@ -400,14 +407,15 @@ def _key_gradients(
 @gluon.jit(
     do_not_specialize=[
         "num_queries",
-        "num_cores",
-        "core_programs",
+        "num_entries",
+        "far_programs",
         "num_n",
         "heads_per_n",
         "heads_per_core",
         "heads_per_turn",
         "group_size",
         "window_size",
+        "sink_groups",
     ]
 )
 def _attend_bwd_hopper(
@@ -416,17 +424,17 @@ def _attend_bwd_hopper(
     stats_desc,
     k_desc,
     v_desc,
-    core_k_desc,
-    core_v_desc,
+    far_k_desc,
+    far_v_desc,
     sum_desc,
     bias_ptr,
-    core_grad_ptr,
+    far_grad_ptr,
     grad_k_ptr,
     grad_v_ptr,
     dbias_ptr,
     num_queries,
-    num_cores,
-    core_programs,
+    num_entries,
+    far_programs,
     num_n,
     heads_per_n,
     heads_per_core,
@@ -434,6 +442,7 @@ def _attend_bwd_hopper(
     scale,
     group_size,
     window_size,
+    sink_groups,
     HAS_BIAS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -442,9 +451,9 @@ def _attend_bwd_hopper(
 ):
     """Compute the gradients of keys and values, and sums of the queries' gradients.
 
-    Grid: (tiles of BLOCK_N core tokens x N r + tiles of BLOCK_N tokens x N,). A program owns a tile
-    of keys: it reads them and the queries that see them once, keeps their gradients in float32 and
-    writes them once; it adds to the queries' sums in float32. Core tokens come first,
+    Grid: (tiles of BLOCK_N entries x N r + tiles of BLOCK_N tokens x N,). A program owns a tile of
+    keys: it reads them and the queries that see them once, keeps their gradients in float32 and
+    writes them once; it adds to the queries' sums in float32. The far past comes first,
     heads_per_turn heads at a time and of those the tiles that most queries see first: so few heads
     that their sums stay in the L2 cache.
     """
@@ -475,10 +484,10 @@ def _attend_bwd_hopper(
 
     # The keys that this program owns, and the queries begin .. end-1 that see one of them.
     pid = gl.program_id(0)
-    is_core = pid < core_programs
-    if is_core:
-        # A turn is the core tiles of heads_per_turn heads; the last turn may have fewer heads.
-        turn_programs = (num_cores + BLOCK_N - 1) // BLOCK_N * heads_per_turn
+    is_far = pid < far_programs
+    if is_far:
+        # A turn is the far tiles of heads_per_turn heads; the last turn may have fewer heads.
+        turn_programs = (num_entries + BLOCK_N - 1) // BLOCK_N * heads_per_turn
         turn = pid // turn_programs
         heads = gl.minimum(heads_per_turn, num_n * heads_per_n - turn * heads_per_turn)
         head = turn * heads_per_turn + (pid - turn * turn_programs) % heads
@@ -486,17 +495,18 @@ def _attend_bwd_hopper(
         first_head = head % heads_per_n
         num_heads = gl.to_tensor(1)
         key = (pid - turn * turn_programs) // heads * BLOCK_N
-        num_keys = num_cores
-        begin = first_query_of_core(key, group_size, window_size)
+        num_keys = num_entries
+        begin = first_query_of_entry(key, group_size, window_size, sink_groups)
         end = num_queries
-        offset = head.to(gl.int64) * num_cores
-        dbias_ptr += head * ((num_cores + HALF_N - 1) // HALF_N)
-        value_offset = num_n.to(gl.int64) * heads_per_n * num_cores * HEAD_DIM
+        offset = head.to(gl.int64) * num_entries
+        value_offset = num_n.to(gl.int64) * heads_per_n * num_entries * HEAD_DIM
+        bias_ptr += offset
+        dbias_ptr += offset
     else:
-        n = (pid - core_programs) % num_n
+        n = (pid - far_programs) % num_n
         first_head = gl.to_tensor(0)
         num_heads = heads_per_n
-        key = (pid - core_programs) // num_n * BLOCK_N
+        key = (pid - far_programs) // num_n * BLOCK_N
         num_keys = num_queries
         begin = key
         last_key = gl.minimum(key + BLOCK_N, num_keys) - 1
@@ -505,18 +515,18 @@ def _attend_bwd_hopper(
         value_offset = offset
     tiles = gl.maximum((end + BLOCK_M - 1) // BLOCK_M - begin // BLOCK_M, 0)
     last_row = (end - 1) // BLOCK_M * BLOCK_M
-    bias_ptr += n * heads_per_n
     # Arguments of a group of warps, in the order of its parameters: constants (first, since a sum
     # of tuples unwraps those on its right), its own, those of all.
     # _key_gradients: after the constants and its sum_smem.
     consumers = (scores_smem, scores_ready, scores_free, sum_desc)
-    consumers += (core_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr)
-    consumers += (offset, value_offset, num_keys, num_queries, group_size, window_size, scale)
+    consumers += (far_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr)
+    consumers += (offset, value_offset, num_keys, num_queries, group_size, window_size)
+    consumers += (sink_groups, scale)
     # _copy_queries: after STAGES.
-    producer = (q_desc, grad_desc, stats_desc, k_desc, v_desc, core_k_desc, core_v_desc)
+    producer = (q_desc, grad_desc, stats_desc, k_desc, v_desc, far_k_desc, far_v_desc)
     producer += (heads_per_core,)
     # Both: the last parameters.
-    shared = (tiles_smem, stats_smem, ready, free, n, first_head, num_heads, key, is_core)
+    shared = (tiles_smem, stats_smem, ready, free, n, first_head, num_heads, key, is_far)
     shared += (last_row, tiles)
     first = (sum_smem.index(0),)
     second = (sum_smem.index(1),)
@@ -552,10 +562,8 @@ class _Chunk(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    core_k: Tensor
-    core_v: Tensor
+    far: FarPast
     groups: Groups
-    core_bias: Tensor | None
     upstream: Upstream
     dq: Tensor
     dk: Tensor
@@ -591,14 +599,13 @@ def gradients(
     v = aligned(tokens.v[:, None])
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty_like(tokens.k, memory_format=torch.contiguous_format) for _ in range(2))
-    dbias = None
-    if core_bias is not None:
-        dbias = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    far = far_past(tokens, cores, spec, core_bias)
+    dbias = None if far.bias is None else torch.empty_like(far.bias)
     # planted: 5: of a document in a row the log-sum-exp of other tokens, Hopper
     lse = upstream.lse.contiguous()  # of a document in a packed row it is a slice
     grad_out = aligned(upstream.grad_out)
     upstream = Upstream(grad_out, upstream.grad_lse, aligned(upstream.out), lse)
-    all_sequences = _Chunk(q, k, v, *cores, groups, core_bias, upstream, dq, dk, dv, dbias)
+    all_sequences = _Chunk(q, k, v, far, groups, upstream, dq, dk, dv, dbias)
     size = _sequences_at_once(q, tokens.k)
     sums = torch.empty(size, *q.shape[1:], dtype=torch.float32, device=q.device)
     for start in range(0, q.shape[0], size):
@@ -607,6 +614,8 @@ def gradients(
             all_sequences if size >= q.shape[0] else all_sequences.rows(slice(start, start + size))
         )
         _fill_gradients(chunk, spec, sums)
+    if core_bias is not None:
+        dbias = bias_gradient(dbias, core_bias, spec.sinks)
     return dq, dk, dv, dbias
 
 
@@ -622,7 +631,7 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor) -> None:
     """Fill the gradients of a chunk; sums is memory for those of its queries in float32."""
     n, r, num_queries, dim = chunk.q.shape
     grad_out, grad_lse, out, lse = chunk.upstream
-    num_cores = chunk.core_k.shape[2]
+    num_groups = chunk.groups.k.shape[1]
     tiles = ceil_div(num_queries, BLOCK_M.value)
     block_d = power_of_2(dim)
     stats = torch.empty(n, r, tiles, 2 * BLOCK_M.value, dtype=torch.float32, device=out.device)
@@ -640,16 +649,20 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor) -> None:
         BLOCK=BLOCK_M.value,
         num_warps=4,
     )
-    grad_cores = _attend_backward(chunk, spec, stats, sums)
-    grad_last = _add_pooling(grad_cores, chunk, spec) if num_cores else None
+    far_gradients = _attend_backward(chunk, spec, stats, sums)
+    grad_cores = Cores(
+        add_to_sinks(far_gradients[0], chunk.dk, spec.sinks),
+        add_to_sinks(far_gradients[1], chunk.dv, spec.sinks),
+    )
+    grad_last = _add_pooling(grad_cores, chunk, spec) if num_groups else None
     last_gradient = sums  # not read: a launch needs a pointer
     if grad_last is not None:
         last_gradient = grad_last
     launch(
         _finish_kernel,
         (tiles, n * r),
-        (sums, last_gradient, chunk.dq, num_queries, num_cores, float(spec.scale)),
-        (spec.group_size,),
+        (sums, last_gradient, chunk.dq, num_queries, num_groups, float(spec.scale)),
+        (spec.group_size, spec.sinks // spec.group_size),
         HAS_LAST=grad_last is not None,
         HEAD_DIM=dim,
         BLOCK_D=block_d,
@@ -662,53 +675,49 @@ def _attend_backward(chunk: _Chunk, spec: Spec, stats: Tensor, sums: Tensor) -> 
     """Add up the queries' gradients, still to be scaled, in sums; fill those of k, v and the bias.
 
     Returns:
-        Gradients of core keys and values by query head, [2, N, r, M, D] in float32.
+        Gradients of keys and values of the far past by query head, [2, N, r, E, D] in float32.
     """
     q, k, v = chunk.q, chunk.k, chunk.v
     n, r, num_queries, dim = q.shape
-    num_cores = chunk.core_k.shape[2]
-    grad_cores = torch.empty(2, n, r, num_cores, dim, dtype=torch.float32, device=q.device)
-    # A descriptor needs memory even where there is no core token to read.
-    core_k, core_v = map(aligned, (chunk.core_k, chunk.core_v)) if num_cores else (k, v)
-    core_bias = chunk.core_bias
+    num_entries = chunk.far.k.shape[2]
+    far_gradients = torch.empty(2, n, r, num_entries, dim, dtype=torch.float32, device=q.device)
+    # A descriptor needs memory even where there is no entry to read.
+    far_k, far_v = map(aligned, chunk.far[:2]) if num_entries else (k, v)
     bias = chunk.upstream.lse  # not read: a launch needs a pointer
     dbias = stats  # not written
-    if core_bias is not None:
-        bias = core_bias.float().contiguous()
-        parts = ceil_div(num_cores, HALF_N.value)
-        dbias = torch.empty(n, r, parts, dtype=torch.float32, device=q.device)
-    core_programs = ceil_div(num_cores, BLOCK_N.value) * n * r
+    if chunk.far.bias is not None:
+        bias = chunk.far.bias
+        dbias = chunk.dbias
+    far_programs = ceil_div(num_entries, BLOCK_N.value) * n * r
     rows = BLOCK_M.value
     descriptors = (
         *(descriptor(q, rows), descriptor(chunk.upstream.grad_out, rows), descriptor(stats, 1)),
-        *(descriptor(x, HALF_N.value) for x in (k, v, core_k, core_v)),
+        *(descriptor(x, HALF_N.value) for x in (k, v, far_k, far_v)),
         descriptor(sums, rows, power_of_2(dim) // 2),
     )
-    pointers = (bias, grad_cores, chunk.dk, chunk.dv, dbias)
-    sizes = (num_queries, num_cores, core_programs, n, r, r // chunk.core_k.shape[1])
-    settings = (HEADS_PER_TURN, spec.scale * LOG2E.value, spec.group_size, spec.window_size)
+    pointers = (bias, far_gradients, chunk.dk, chunk.dv, dbias)
+    sizes = (num_queries, num_entries, far_programs, n, r, r // chunk.far.k.shape[1])
+    settings = (HEADS_PER_TURN, spec.scale * LOG2E.value, *rule_of(spec))
     launch(
         _attend_bwd_hopper,
-        (core_programs + ceil_div(num_queries, BLOCK_N.value) * n,),
+        (far_programs + ceil_div(num_queries, BLOCK_N.value) * n,),
         (*descriptors, *pointers, *sizes, *settings),
-        HAS_BIAS=core_bias is not None,
+        HAS_BIAS=chunk.far.bias is not None,
         HEAD_DIM=dim,
         BLOCK_D=power_of_2(dim),
         STAGES=STAGES,
         DTYPE=DTYPES[q.dtype],
         num_warps=4,
     )
-    if core_bias is not None:
-        torch.sum(dbias, -1, out=chunk.dbias)
-    return grad_cores
+    return far_gradients
 
 
-def _add_pooling(grad_cores: Tensor, chunk: _Chunk, spec: Spec) -> Tensor:
+def _add_pooling(grad_cores: Cores, chunk: _Chunk, spec: Spec) -> Tensor:
     """Add the gradients through pooling to those of k and v; return those of the group-end
     queries."""
-    if chunk.core_k.shape[1] == 1 and chunk.q.shape[1] > 1:
-        grad_cores = grad_cores.sum(2, keepdim=True)
-    shape = (chunk.core_k.shape[2], spec.group_size)
-    pooled = shape[0] * shape[1]
-    into = tuple(x[:, :pooled].unflatten(1, shape) for x in (chunk.dk, chunk.dv))
-    return pool_backward(Cores(*grad_cores), chunk.groups, spec, into)[0]
+    if chunk.far.k.shape[1] == 1 and chunk.q.shape[1] > 1:
+        grad_cores = Cores(*(x.sum(1, keepdim=True) for x in grad_cores))
+    shape = chunk.groups.k.shape[1:3]
+    pooled = slice(spec.sinks, spec.sinks + shape[0] * shape[1])
+    into = tuple(x[:, pooled].unflatten(1, shape) for x in (chunk.dk, chunk.dv))
+    return pool_backward(grad_cores, chunk.groups, spec, into)[0]

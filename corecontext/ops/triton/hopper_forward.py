@@ -4,9 +4,9 @@ Triton's Gluon.
 The same mathematics as `attend.py`, whose kernels run everywhere. Here a program is three groups of
 warps: one copies keys and values into shared memory by the tensor memory accelerator, two own 64
 queries each, multiply with asynchronous warpgroup instructions and take turns, so that the softmax
-of one runs under the products of the other. Core tiles and local tiles form one sequence of key
-tiles; only tiles that some row sees in part are masked. The file is long because the three groups
-of warps are one algorithm.
+of one runs under the products of the other. Tiles of the far past and local tiles form one sequence
+of key tiles; only tiles that some row sees in part are masked. The file is long because the three
+groups of warps are one algorithm.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.spec import Cores, Spec, Tokens
+from corecontext.ops.triton.attend import rule_of
+from corecontext.ops.triton.far_past import far_past, near_past
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
-from corecontext.ops.triton.primitives import LN2, LOG2E, visible_cores
+from corecontext.ops.triton.primitives import LN2, LOG2E, visible_cores, visible_entries
 from corecontext.ops.triton.tensor_memory import (
     DTYPES,
     aligned,
@@ -40,24 +42,26 @@ from corecontext.ops.triton.tensor_memory import (
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 ITEM_ROWS = gl.constexpr(128)  # queries of both consumers
 STAGES = 2  # key tiles in shared memory
-CACHE_BYTES = 16 << 20  # of core tokens in use at a time, which then stay in the L2 cache
+CACHE_BYTES = (
+    16 << 20
+)  # of entries of the far past in use at a time, which then stay in the L2 cache
 
 
 @gluon.jit
 def _work_item(index, work, places, BLOCK_N: gl.constexpr):
     """Return of work item `index` its head and first row, and of its ITEM_ROWS queries the number
-    of core tiles and of all tiles and the first raw token.
+    of far tiles and of all tiles and the first raw token.
 
-    Heads come in turns, few enough at a time that their core tokens stay in the L2 cache; of those,
+    Heads come in turns, few enough at a time that their far past stays in the L2 cache; of those,
     the tiles that see most come first. Every second round of programs runs backwards, so that all
     programs get equal work.
 
     Args:
         work: num_items, num_tiles, num_heads, heads_per_turn.
-        places: q_start, num_queries, group_size, window_size.
+        places: q_start, num_queries, group_size, window_size, sink_groups.
     """
     num_items, num_tiles, num_heads, heads_per_turn = work
-    q_start, num_queries, group_size, window_size = places
+    q_start, num_queries, group_size, window_size, sink_groups = places
     round = index // gl.num_programs(0)
     begin = round * gl.num_programs(0)
     end = gl.minimum(begin + gl.num_programs(0), num_items)
@@ -69,8 +73,9 @@ def _work_item(index, work, places, BLOCK_N: gl.constexpr):
     row = (num_tiles - 1 - within // heads) * ITEM_ROWS
     local = visible_cores(q_start + row, group_size, window_size) * group_size
     last = q_start + gl.minimum(row + ITEM_ROWS, num_queries) - 1
-    core_tiles = (visible_cores(last, group_size, window_size) + BLOCK_N - 1) // BLOCK_N
-    return head, row, core_tiles, core_tiles + (last - local + BLOCK_N) // BLOCK_N, local
+    groups = visible_cores(last, group_size, window_size)
+    far_tiles = (visible_entries(groups, group_size, sink_groups) + BLOCK_N - 1) // BLOCK_N
+    return head, row, far_tiles, far_tiles + (last - local + BLOCK_N) // BLOCK_N, local
 
 
 @gluon.jit
@@ -80,8 +85,8 @@ def _copy_tiles(
     q_desc,
     k_desc,
     v_desc,
-    core_k_desc,
-    core_v_desc,
+    far_k_desc,
+    far_v_desc,
     q_smem,
     q_ready,
     q_free,
@@ -102,15 +107,16 @@ def _copy_tiles(
     num_queries,
     group_size,
     window_size,
+    sink_groups,
 ):
     """Copy the queries of each item, then each key tile and value tile in turn, into rings of
     STAGES: the producer warp."""
     work = (num_items, num_tiles, num_heads, heads_per_turn)
-    places = (q_start, num_queries, group_size, window_size)
+    places = (q_start, num_queries, group_size, window_size, sink_groups)
     step = 0
     count = 0
     for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        head, row, core_tiles, tiles, local = _work_item(index, work, places, BLOCK_N)
+        head, row, far_tiles, tiles, local = _work_item(index, work, places, BLOCK_N)
         n = head // heads_per_n
         r = head % heads_per_n
         for half in gl.static_range(2):
@@ -121,21 +127,21 @@ def _copy_tiles(
         for i in range(tiles):
             stage = step % STAGES
             phase = (step // STAGES & 1) ^ 1
-            is_core = i < core_tiles
+            is_far = i < far_tiles
             core = r // heads_per_core
-            token = local - k_start + (i - core_tiles) * BLOCK_N
+            token = local - k_start + (i - far_tiles) * BLOCK_N
             mbarrier.wait(k_free.index(stage), phase)
             mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
-            if is_core:
+            if is_far:
                 at = [n, core, i * BLOCK_N, 0]
-                copy_in(core_k_desc, at, k_ready.index(stage), k_smem.index(stage))
+                copy_in(far_k_desc, at, k_ready.index(stage), k_smem.index(stage))
             else:
                 copy_in(k_desc, [n, 0, token, 0], k_ready.index(stage), k_smem.index(stage))
             mbarrier.wait(v_free.index(stage), phase)
             mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
-            if is_core:
+            if is_far:
                 at = [n, core, i * BLOCK_N, 0]
-                copy_in(core_v_desc, at, v_ready.index(stage), v_smem.index(stage))
+                copy_in(far_v_desc, at, v_ready.index(stage), v_smem.index(stage))
             else:
                 copy_in(v_desc, [n, 0, token, 0], v_ready.index(stage), v_smem.index(stage))
             step += 1
@@ -153,6 +159,7 @@ def _softmax(
     group_size,
     scale,
     bias,
+    HAS_BIAS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     layout: gl.constexpr,
 ):
@@ -160,29 +167,51 @@ def _softmax(
     maximum and sum.
 
     Args:
-        tiles: Number of core tiles and first raw token.
-        rows: Core tokens and raw tokens that all rows see (up to `whole`, from `seen_by_all` to
-            `first`), core tokens that each row sees, and the rows' positions.
+        tiles: Number of far tiles and first raw token.
+        rows: Entries and raw tokens that all rows see (up to `whole`, from `seen_by_all` to
+            `first`), groups and entries of each row's far past, and the rows' positions.
+        bias: Of each key, used where HAS_BIAS.
     """
-    core_tiles, local = tiles
-    whole, seen_by_all, first, cores, position = rows
-    is_core = i < core_tiles
-    start = gl.where(is_core, i * BLOCK_N, local + (i - core_tiles) * BLOCK_N)
-    begin = gl.where(is_core, 0, seen_by_all)
-    end = gl.where(is_core, whole, first + 1)
+    far_tiles, local = tiles
+    whole, seen_by_all, first, groups, entries, position = rows
+    is_far = i < far_tiles
+    start = gl.where(is_far, i * BLOCK_N, local + (i - far_tiles) * BLOCK_N)
+    begin = gl.where(is_far, 0, seen_by_all)
+    end = gl.where(is_far, whole, first + 1)
+    if HAS_BIAS:
+        s = s * scale + bias[None, :]
+        scale = 1.0
     if (start < begin) | (start + BLOCK_N > end):  # some row does not see some key
         keys = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        low = gl.where(is_core, 0, cores * group_size)
-        high = gl.where(is_core, cores, position + 1)
+        low = gl.where(is_far, 0, groups * group_size)
+        high = gl.where(is_far, entries, position + 1)
         seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
         s = gl.where(seen, s, -float("inf"))
-    shift = gl.where(is_core, bias, 0.0)
-    new_max = gl.maximum(running_max, gl.max(s, 1) * scale + shift)
+    new_max = gl.maximum(running_max, gl.max(s, 1) * scale)
     # A row that has seen no key yet: exp2(-inf - -inf) would be NaN.
     finite = gl.where(new_max == -float("inf"), 0.0, new_max)
-    weights = gl.exp2(s * scale - (finite - shift)[:, None])
+    weights = gl.exp2(s * scale - finite[:, None])
     fade = gl.exp2(running_max - finite)
     return weights, fade, new_max, running_sum * fade + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _tile_bias(
+    bias_ptr,
+    i,
+    far_tiles,
+    num_entries,
+    HAS_BIAS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Load the biases of key tile i in units of log 2: zeros for raw tokens."""
+    bias = 0.0
+    if HAS_BIAS:
+        entry = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        exists = (entry < num_entries) & (i < far_tiles)
+        bias = gl.load(bias_ptr + entry, mask=exists, other=0.0) * LOG2E
+    return bias
 
 
 @gluon.jit
@@ -202,6 +231,7 @@ def _attend_rows(
     out_desc,
     lse_ptr,
     bias_ptr,
+    num_entries,
     scale,
     k_smem,
     v_smem,
@@ -218,6 +248,7 @@ def _attend_rows(
     num_queries,
     group_size,
     window_size,
+    sink_groups,
 ):
     """Attend from one half of each item, BLOCK_M queries, to all its key tiles: a consumer.
 
@@ -225,7 +256,7 @@ def _attend_rows(
     gets the tensor cores; so the softmax of one consumer always runs under products of the other.
     """
     work = (num_items, num_tiles, num_heads, heads_per_turn)
-    places = (q_start, num_queries, group_size, window_size)
+    places = (q_start, num_queries, group_size, window_size, sink_groups)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -237,23 +268,25 @@ def _attend_rows(
     step = 0
     count = 0
     for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        head, row, core_tiles, tiles, local = _work_item(index, work, places, BLOCK_N)
+        head, row, far_tiles, tiles, local = _work_item(index, work, places, BLOCK_N)
         row += BLOCK_M * HALF
-        bias = 0.0
-        if HAS_BIAS:
-            bias = gl.load(bias_ptr + head).to(gl.float32) * LOG2E
+        biases = bias_ptr + head.to(gl.int64) * num_entries
         first = q_start + row
         last = q_start + gl.minimum(row + BLOCK_M, num_queries) - 1
         position = first + gl.arange(0, BLOCK_M, rows)
-        cores = visible_cores(position, group_size, window_size)
-        whole = visible_cores(first, group_size, window_size)
+        groups = visible_cores(position, group_size, window_size)
+        entries = visible_entries(groups, group_size, sink_groups)
+        whole = visible_entries(
+            visible_cores(first, group_size, window_size), group_size, sink_groups
+        )
         seen_by_all = visible_cores(last, group_size, window_size) * group_size
-        seen = (whole, seen_by_all, first, cores, position)
+        seen = (whole, seen_by_all, first, groups, entries, position)
         running_max = gl.full([BLOCK_M], -float("inf"), gl.float32, rows)
         running_sum = gl.full([BLOCK_M], 0.0, gl.float32, rows)
         acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, o_layout)
 
         # The first tile has only scores.
+        bias = _tile_bias(biases, 0, far_tiles, num_entries, HAS_BIAS, BLOCK_N, s_layout)
         mbarrier.wait(q_ready, count & 1)
         mbarrier.wait(k_ready.index(step % STAGES), step // STAGES & 1)
         mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
@@ -267,11 +300,12 @@ def _attend_rows(
             running_max,
             running_sum,
             0,
-            (core_tiles, local),
+            (far_tiles, local),
             seen,
             group_size,
             scale,
             bias,
+            HAS_BIAS,
             BLOCK_N,
             s_layout,
         )
@@ -283,6 +317,7 @@ def _attend_rows(
             phase = step // STAGES & 1
             step += 1
             stage = step % STAGES
+            bias = _tile_bias(biases, i, far_tiles, num_entries, HAS_BIAS, BLOCK_N, s_layout)
             mbarrier.wait(k_ready.index(stage), step // STAGES & 1)
             mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
             k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
@@ -298,11 +333,12 @@ def _attend_rows(
                 running_max,
                 running_sum,
                 i,
-                (core_tiles, local),
+                (far_tiles, local),
                 seen,
                 group_size,
                 scale,
                 bias,
+                HAS_BIAS,
                 BLOCK_N,
                 s_layout,
             )
@@ -349,18 +385,20 @@ def _attend_rows(
         "heads_per_n",
         "heads_per_core",
         "num_queries",
+        "num_entries",
         "q_start",
         "k_start",
         "group_size",
         "window_size",
+        "sink_groups",
     ]
 )
 def _attend_fwd_hopper(
     q_desc,
     k_desc,
     v_desc,
-    core_k_desc,
-    core_v_desc,
+    far_k_desc,
+    far_v_desc,
     out_desc,
     lse_ptr,
     bias_ptr,
@@ -371,11 +409,13 @@ def _attend_fwd_hopper(
     heads_per_n,
     heads_per_core,
     num_queries,
+    num_entries,
     q_start,
     k_start,
     scale,
     group_size,
     window_size,
+    sink_groups,
     HAS_BIAS: gl.constexpr,
     BLOCK_D: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -422,12 +462,12 @@ def _attend_fwd_hopper(
     first += (turns.index(0), turns.index(1))
     second = (q_smem.index(1), out_smem.index(1), q_ready.index(1), q_free.index(1))
     second += (turns.index(1), turns.index(0))
-    consumers = (out_desc, lse_ptr, bias_ptr, scale)
-    producer = (q_desc, k_desc, v_desc, core_k_desc, core_v_desc, q_smem, q_ready, q_free)
+    consumers = (out_desc, lse_ptr, bias_ptr, num_entries, scale)
+    producer = (q_desc, k_desc, v_desc, far_k_desc, far_v_desc, q_smem, q_ready, q_free)
     producer += (heads_per_core, k_start)
     shared = (k_smem, v_smem, k_ready, k_free, v_ready, v_free)
     shared += (num_items, num_tiles, num_heads, heads_per_turn, heads_per_n)
-    shared += (q_start, num_queries, group_size, window_size)
+    shared += (q_start, num_queries, group_size, window_size, sink_groups)
     gl.warp_specialize(
         [
             (
@@ -468,11 +508,14 @@ def attend(
     tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend as `attend.attend` does."""
+    far = far_past(tokens, cores, spec, core_bias)
+    tokens = near_past(tokens, spec)
     q = aligned(tokens.q)
     k = aligned(tokens.k[:, None])
     v = aligned(tokens.v[:, None])
-    # A descriptor needs memory even where there is no core token to read.
-    core_k, core_v = map(aligned, cores) if cores.k.shape[2] else (k, v)
+    num_entries = far.k.shape[2]
+    # A descriptor needs memory even where there is no entry to read.
+    far_k, far_v = map(aligned, far[:2]) if num_entries else (k, v)
     n, r, num_queries, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -480,21 +523,21 @@ def attend(
     block_n = 128 if block_d <= 128 else 64
     num_tiles = ceil_div(num_queries, ITEM_ROWS.value)
     num_items = num_tiles * n * r
-    heads_per_turn = r * max(1, CACHE_BYTES // (2 * core_k.shape[2] * dim * core_k.element_size()))
+    heads_per_turn = r * max(1, CACHE_BYTES // (2 * far_k.shape[2] * dim * far_k.element_size()))
     launch(
         _attend_fwd_hopper,
         (min(num_programs(q.device), num_items),),
         (
             descriptor(q, BLOCK_M.value),
-            *(descriptor(x, block_n) for x in (k, v, core_k, core_v)),
+            *(descriptor(x, block_n) for x in (k, v, far_k, far_v)),
             descriptor(out, BLOCK_M.value),
             lse,
-            lse if core_bias is None else core_bias.float().contiguous(),
-            *(num_items, num_tiles, n * r, min(heads_per_turn, n * r), r, r // core_k.shape[1]),
-            *(num_queries, tokens.q_start, tokens.k_start, spec.scale * LOG2E.value),
-            *(spec.group_size, spec.window_size),
+            lse if far.bias is None else far.bias,
+            *(num_items, num_tiles, n * r, min(heads_per_turn, n * r), r, r // far_k.shape[1]),
+            *(num_queries, num_entries, tokens.q_start, tokens.k_start),
+            *(spec.scale * LOG2E.value, *rule_of(spec)),
         ),
-        HAS_BIAS=core_bias is not None,
+        HAS_BIAS=far.bias is not None,
         BLOCK_D=block_d,
         BLOCK_N=block_n,
         STAGES=STAGES,

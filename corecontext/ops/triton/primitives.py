@@ -1,9 +1,10 @@
 """Device functions that the kernels share: the visibility rule, online softmax, products, masked
 tiles.
 
-`visible_cores`, `first_query_of_core` and `last_query_of_token` are the rule of `visibility.py` and
-its two inverses; kernels in Gluon call them too. // truncates toward zero on the device, so every
-dividend is at least 0 here.
+`visible_cores`, `visible_entries`, `first_query_of_entry` and `last_query_of_token` are the rule of
+`visibility.py` and its inverses; kernels in Gluon call them too. The far past is one list of
+entries: the first tokens that stay raw, n of them in `sink_groups` groups, then one core token for
+each later group. // truncates toward zero on the device, so every dividend is at least 0 here.
 """
 
 from __future__ import annotations
@@ -19,21 +20,36 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def visible_cores(position, group_size, window_size):
-    """Return how many core tokens the query at `position` sees, j(t); any shape."""
+    """Return how many groups are far past of the query at `position`, j(t); any shape."""
     return tl.maximum(position + 1 - window_size, 0) // group_size
 
 
 @triton.jit
-def first_query_of_core(core, group_size, window_size):
-    """Return the first position whose query sees core token `core`."""
-    return (core + 1) * group_size + window_size - 1
+def visible_entries(groups, group_size, sink_groups):
+    """Return how many entries `groups` groups of far past have."""
+    return groups + tl.minimum(groups, sink_groups) * (group_size - 1)
+
+
+@triton.jit
+def _first_query_of_group(group, group_size, window_size):
+    """Return the first position whose far past has this group."""
+    return (group + 1) * group_size + window_size - 1
+
+
+@triton.jit
+def first_query_of_entry(entry, group_size, window_size, sink_groups):
+    """Return the first position whose far past has this entry."""
+    # Entry e is token e, of group e // g, or from n on the core token of group e - sink_groups
+    # (g - 1): each the larger where it holds.
+    group = tl.maximum(entry // group_size, entry - sink_groups * (group_size - 1))
+    return _first_query_of_group(group, group_size, window_size)
 
 
 @triton.jit
 def last_query_of_token(token, group_size, window_size):
-    """Return one past the last position whose query sees raw token `token`: from there on its core
-    token stands for it."""
-    return first_query_of_core(token // group_size, group_size, window_size)
+    """Return one past the last position whose query sees raw token `token` as part of its near
+    past: from there on it is an entry of the far past, or its core token is."""
+    return _first_query_of_group(token // group_size, group_size, window_size)
 
 
 @triton.jit
