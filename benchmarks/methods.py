@@ -2,8 +2,8 @@
 
 Full causal attention: "full" (PyTorch's choice), "sdpa_flash" and "sdpa_cudnn" (PyTorch's two fast
 kernels by name), "flash_attn_4" (the package flash-attn-4). CCA: "cca" (the backend that this
-package chooses), "packed" (queries packed into PyTorch's kernels) and "flex" (PyTorch's
-FlexAttention, pooling included).
+package chooses), "packed" (queries packed into PyTorch's kernels), "flex" (PyTorch's FlexAttention,
+pooling included) and "cca_sinks" (the first SINKS tokens raw).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from corecontext.ops.spec import Spec
 
 THETA = 10_000.0
 FULL = ("full", "sdpa_flash", "sdpa_cudnn", "flash_attn_4")
-COMPRESSED = ("flex", "packed", "cca")
+COMPRESSED = ("flex", "packed", "cca_sinks", "cca")
+SINKS = 16
 METHODS = FULL + COMPRESSED
 KERNELS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 PASSES = ("forward", "backward", "forward_backward")
@@ -54,7 +55,7 @@ def default_methods(device: str, dtype: str) -> tuple[str, ...]:
     """Return the methods compared by default; the fast kernels take no float32."""
     if torch.device(device).type != "cuda" or dtype == "float32":
         return "full", "cca"
-    return tuple(method for method in METHODS if method not in ("full", "packed"))
+    return tuple(method for method in METHODS if method not in ("full", "packed", "cca_sinks"))
 
 
 def attend_with(method: str) -> Attend:
@@ -67,6 +68,8 @@ def attend_with(method: str) -> Attend:
         return attend_cca
     if method == "packed":
         return functools.partial(attend_cca, backend="packed")
+    if method == "cca_sinks":
+        return functools.partial(attend_cca, sink_size=SINKS)
     if method == "flex":
         from benchmarks.flex import flex_cca  # loads a compiler
 
@@ -78,7 +81,13 @@ def attend_with(method: str) -> Attend:
 
 
 def attend_cca(
-    q: Tensor, k: Tensor, v: Tensor, group_size: int, window_size: int, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group_size: int,
+    window_size: int,
+    backend: str = "auto",
+    sink_size: int = 0,
 ) -> Tensor:
     """Compute CCA with the default settings."""
     out = cca_attention(
@@ -89,6 +98,7 @@ def attend_cca(
         window_size=window_size,
         rotary=rotary_for(q),
         backend=backend,
+        sink_size=sink_size,
     )
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out

@@ -47,7 +47,8 @@ class OperatorBench:
     repeats: int = 5
     """Timed calls; on a GPU, timed queues of calls."""
     methods: tuple[str, ...] = option((), name="method")
-    """full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex, packed (CCA by PyTorch's kernels) or cca.
+    """full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex, packed (CCA by PyTorch's kernels),
+    cca_sinks (its first 16 tokens raw) or cca.
     Default: full and cca; on a GPU all but full and packed."""
     baseline_limit_s: float = 30.0
     """Leave full attention out where a call is estimated to take longer than this."""

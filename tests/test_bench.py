@@ -516,7 +516,7 @@ def test_the_check_passes_in_every_dtype(dtype):
         (
             {"methods": ("sdpa",)},
             "method must be one of 'full', 'sdpa_flash', 'sdpa_cudnn', 'flash_attn_4', 'flex', "
-            "'packed', 'cca', got 'sdpa'.",
+            "'packed', 'cca_sinks', 'cca', got 'sdpa'.",
         ),
         (
             {"passes": ("back",)},
