@@ -288,8 +288,10 @@ def prefilled(pair: dist.ProcessGroup) -> None:
         (config.replace(learned=LEARNED), 90, {}),
         (config.replace(pooling="mean_query"), 93, {}),
     ]
-    for (settings, length, options), dtype in itertools.product(
-        cases, (torch.float64, torch.float32)
+    # What a process sends does not depend on the dtype: three cases show float32.
+    for (settings, length, options), dtype in (
+        *((case, torch.float64) for case in cases),
+        *((case, torch.float32) for case in cases[:3]),
     ):
         model, rtol = tiny_model().to(dtype), {torch.float64: 1e-9, torch.float32: 2e-4}[dtype]
         handle = corecontext.enable(model, settings, rollback=3 if length == 67 else 0)

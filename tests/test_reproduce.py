@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 import math
+import multiprocessing
 import random
 import re
 import shutil
@@ -316,7 +317,7 @@ def test_questions_come_with_passages(corpus, tmp_path):
 # ----
 
 
-def test_processes_share_a_folder_and_do_nothing_twice(tmp_path):
+def test_processes_share_a_folder_and_do_nothing_twice(tmp_path, monkeypatch):
     out, stages_wanted = str(tmp_path / "o"), ("cca-0", "window-0", "mean-0", "maps")
     arguments = {
         "folder": out,
@@ -336,6 +337,9 @@ def test_processes_share_a_folder_and_do_nothing_twice(tmp_path):
     assert sorted(begun) == sorted(
         {"prepare", "tune-full-0.001", "tune-full-0.002", "base-0", *stages_wanted}
     )
+    # A copy of this process has imported what a new one would import for seconds.
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
     with pytest.raises(UserError, match="^reproducing failed on GPU 0: see .*gpu-0.log"):
         run_on_gpus(
             1,

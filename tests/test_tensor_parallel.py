@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tensor_parallel
 import torch
 from tiny_model import save_tiny_model
 
@@ -60,12 +61,14 @@ def wait(*processes):
         ),
     ],
 )
-def test_two_processes_equal_one(tmp_path, device):
+def test_two_processes_equal_one(tmp_path, device, monkeypatch):
     folder = save_tiny_model(tmp_path / "model")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    wait(start(folder, tmp_path / "one.pt", device))
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tensor_parallel.main(folder, str(tmp_path / "one.pt"))
     wait(
         *(
             start(
