@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -235,6 +236,7 @@ def device_name(device: Any) -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that compute values."""
     from corecontext import __version__
@@ -258,6 +260,14 @@ def source_version() -> tuple[str | None, bool | None]:
     root = Path(__file__).resolve().parent.parent
     if not (root / "pyproject.toml").exists():
         return None, None  # installed: a repository around it would not be this one
+
+    return _git_version(root)
+
+
+@functools.cache
+def _git_version(root: Path) -> tuple[str | None, bool | None]:
+    """Ask git once in a process, whose code is that of its start; two processes for each record
+    take longer than many a measurement."""
 
     def git(arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments.split()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from functools import lru_cache
@@ -142,30 +143,50 @@ def test_importing_the_package_loads_nothing_heavy():
     assert not heavy & {name.split(".")[0] for name in loaded}
 
 
-def test_the_operators_load_neither_transformers_nor_compilers():
+IMPORTS = """
+import json, sys, torch, torch.nn.functional as F
+def names():
+    tensor = {"Tensor." + name: x for name, x in vars(torch.Tensor).items()}
+    return {**vars(F), **vars(torch.nn), **tensor}
+before, modules = names(), set(sys.modules)
+from corecontext import cca_attention, merge, Rotary
+added = sorted(set(sys.modules) - modules)
+import corecontext
+corecontext.CompactKVCache
+after = names()
+from transformers import AttentionInterface
+attention = dict(AttentionInterface._global_mapping)
+corecontext.enable
+print(json.dumps({
+    "added": added,
+    "patched": [name for name in before if before[name] is not after.get(name)],
+    "attention": attention == {
+        name: x for name, x in AttentionInterface._global_mapping.items() if name != "cca"
+    },
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict:
+    """What imports do in one fresh interpreter, which loads torch and transformers once."""
+    return json.loads(run(IMPORTS))
+
+
+def test_the_operators_load_neither_transformers_nor_compilers(fresh):
     # torch loads what it likes; what counts is what the operators add to it.
-    added = run(
-        "import sys, torch; before = set(sys.modules); "
-        "from corecontext import cca_attention, merge, Rotary; "
-        "print(*set(sys.modules) - before)"
-    ).split()
+    added = fresh["added"]
     assert "corecontext.ops.api" in added
     assert not {"transformers", "triton"} & {name.split(".")[0] for name in added}
     assert not [name for name in added if name.startswith(("torch._inductor", "torch._dynamo"))]
 
 
-def test_importing_patches_nothing():
-    state = (
-        "{**vars(F), **vars(torch.nn), **{'Tensor.' + n: x for n, x in vars(torch.Tensor).items()}}"
-    )
-    assert (
-        run(
-            f"import torch, torch.nn.functional as F; before = {state}; import corecontext; "
-            f"corecontext.cca_attention, corecontext.CompactKVCache; after = {state}; "
-            "print([n for n in before if before[n] is not after.get(n)])"
-        )
-        == "[]"
-    )
+def test_importing_patches_nothing(fresh):
+    assert fresh["patched"] == []
+
+
+def test_import_leaves_transformers_alone(fresh):
+    assert fresh["attention"]
 
 
 def test_every_public_name_resolves_and_unknown_ones_do_not():

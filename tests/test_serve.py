@@ -142,7 +142,7 @@ def test_32_at_once_get_the_tokens_that_each_gets_alone(server):
     for text in texts:
         made = engine.generate(
             loaded.tokenizer(text, return_tensors="pt")["input_ids"],
-            max_new_tokens=16,
+            max_new_tokens=8,
             eos_token_id=[],
         )[0]
         expected.append(loaded.tokenizer.decode(made, skip_special_tokens=True))
@@ -151,7 +151,7 @@ def test_32_at_once_get_the_tokens_that_each_gets_alone(server):
         answer = server.client.completions.create(
             model=NAME,
             prompt=text,
-            max_tokens=16,
+            max_tokens=8,
             temperature=0,
             stream=stream,
             extra_body={"ignore_eos": True},

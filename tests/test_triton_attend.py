@@ -28,8 +28,8 @@ WORST = {
 #        N  r  T    D   g    s   Hc
 SHAPES = [
     (1, 2, 70, 16, 4, 9, 1),
-    (2, 2, 100, 20, 7, 13, 2),
-    (1, 1, 157, 32, 16, 33, 1),
+    (2, 2, 70, 20, 7, 13, 2),
+    (1, 1, 101, 32, 16, 33, 1),
     (1, 3, 60, 16, 5, 1, 3),
     (1, 1, 130, 16, 100, 20, 1),
     (1, 1, 33, 64, 1, 5, 1),
@@ -130,6 +130,8 @@ def test_forward_and_gradients(shape, dtype, options):
     for name, a, b in zip(("q", "k", "v", "core_k", "core_v", "bias"), got, expected):
         terms = shape[2] * shape[3] if name == "bias" else 16
         assert_near(a, torch.zeros_like(a) if b is None else b, dtype, f"gradient of {name}", terms)
+    if not GPU and shape != SHAPES[0]:
+        return  # the interpreter has one order, whatever the shape
     again = kernels.attend_backward(upstream, tokens, cores, spec, bias)
     assert all(a is b or torch.equal(a, b) for a, b in zip(got, again))  # the same from run to run
 

@@ -32,7 +32,7 @@ CASES = [
     (16, 64, 1, 5, "query", "interleaved", None),
     (16, 20, 2, 3, "query", None, None),
     (150, 80, 1, 2, "kv", "half", None),
-    (150, 80, 3, 2, "kv", "partial_interleaved", 2.0),
+    (150, 80, 3, 1, "kv", "partial_interleaved", 2.0),
     (150, 80, 2, 2, "query", "partial", None),
     (150, 80, 2, 1, "query", None, 2.0),
 ]
