@@ -25,6 +25,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, default=20, help="requests of the soak test")
 
 
+# By the time they take, most first: what begins last must be short, or one process waits for it.
+LONGEST = (
+    "test_triton_compile.py",
+    "test_serve_parallel.py",
+    "test_reproduce.py",
+    "test_serve.py",
+    "test_context_parallel.py",
+    "test_transformers.py",
+    "test_train_recipes.py",
+    "test_readme.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest; within a file the order stays."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the objects of imported modules, about a million, out of every garbage collection:
     Trainer collects garbage in each run."""
