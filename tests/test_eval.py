@@ -210,6 +210,7 @@ class Stub:
     """Knows every answer (`copies`) or gives none; a token is a word with its blank."""
 
     limit = None
+    chat = False
 
     def __init__(self, copies: bool) -> None:
         self.copies, self.asked, self.answers = copies, [], {}
@@ -226,14 +227,19 @@ class Stub:
     def encode(self, text):
         return re.findall(r"\s*\S+", text)
 
+    def encode_prompt(self, text, chat=True):
+        return self.encode(text)
+
     def decode(self, ids):
         return "".join(ids)
 
-    def generate(self, prompt, max_new_tokens, stop):
+    def generate(self, ids, max_new_tokens, stop):
+        prompt = self.decode(ids)
         self.asked.append(prompt)
         return " ".join(self.answers[prompt]) if self.copies else ""
 
-    def choose(self, prompt, options):
+    def choose(self, ids, options):
+        prompt = self.decode(ids)
         self.asked.append(prompt)
         return self.answers[prompt] if self.copies else (self.answers[prompt] + 1) % len(options)
 
@@ -551,6 +557,71 @@ def test_every_task_under_every_method(model, data, tmp_path, monkeypatch, capfd
     )
 
 
+TEMPLATE = (
+    "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_model(model, tmp_path_factory) -> str:
+    """The tiny model with a chat template."""
+    folder = shutil.copytree(model, tmp_path_factory.mktemp("chat") / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return str(folder)
+
+
+def test_questions_go_into_the_chat_template(chat_model, model, data):
+    loaded = load(chat_model, method="full", device="cpu")
+    for choice, chats in ((None, True), (True, True), (False, False)):
+        subject = ModelSubject(loaded, chat_template=choice)
+        shown = subject.decode(subject.encode_prompt("Why?"))
+        assert shown == ("<user>Why?</><assistant>" if chats else "Why?")
+        assert subject.decode(subject.encode_prompt("Why", chat=False)) == "Why"
+        settings = Settings(documents=(1,), positions=1, limit=1, max_new_tokens=1, shots=1)
+        for task in ("multidoc_qa", "mmlu"):
+            record = run_task(task, data, settings, subject, IDENTITY)[0]
+            assert record.params["chat_template"] is chats
+            prompt = TASK_PROMPTS[task](data, settings, subject)
+            tokens = len(subject.encode_prompt(prompt))
+            assert record.params["prompt_tokens"] == tokens
+            assert tokens == len(subject.encode(prompt)) + chats * len("<user></><assistant>")
+    plain = load(model, method="full", device="cpu")
+    assert not ModelSubject(plain).chat
+    with pytest.raises(UserError, match="chat-template must be left out"):
+        ModelSubject(plain, chat_template=True)
+
+
+TASK_PROMPTS = {
+    "multidoc_qa": lambda *given: multidoc_qa.items(*given)[0].make().prompt,
+    "mmlu": lambda *given: mmlu.items(*given)[0].make(),
+}
+
+
+def test_what_is_chosen_in_a_chat_begins_with_the_letter(chat_model, data):
+    subject = ModelSubject(load(chat_model, method="full", device="cpu"))
+    asked = []
+    subject.choose = lambda prompt, options: asked.append(options) or 0
+    mmlu.items(data, Settings(), subject)[0].run(subject)
+    subject.chat = False
+    mmlu.items(data, Settings(), subject)[0].run(subject)
+    assert asked == [("A", "B", "C", "D"), (" A", " B", " C", " D")]
+
+
+def test_samples_fit_their_length_with_the_chat_template(chat_model, data):
+    subject = ModelSubject(load(chat_model, method="full", device="cpu"))
+    settings = Settings(lengths=(1500,), subtasks=("vt",), limit=2)
+    for item in ruler.items(data, settings, subject):
+        tokens = len(subject.encode_prompt(item.make().prompt)) + item.max_new_tokens
+        assert 1000 < tokens <= 1500
+
+
+def test_longbench_continues_examples_and_code_without_a_template(data):
+    items = longbench.items(data, Settings(lengths=(30,)), Stub(True))
+    continued = {item.params["subtask"] for item in items if not item.chat}
+    assert continued == {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+
+
 def test_nothing_counts_twice(model, data):
     twice = evaluate(
         model,
@@ -597,13 +668,13 @@ def test_subject_agrees_with_the_model(model):
         made = loaded.model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)[
             0, ids.shape[1] :
         ]
-    assert subject.generate(prompt, 5) == subject.decode(made.tolist())
+    assert subject.generate(subject.encode(prompt), 5) == subject.decode(made.tolist())
     expected = -logits[:-1].gather(1, ids[0, 1:, None])[:, 0]
     torch.testing.assert_close(
         subject.nll(ids[0].tolist()).double(), expected, rtol=1e-4, atol=1e-5
     )
     single, double = ("A", "B", "C"), ("ab", "cd")
-    assert subject.choose(prompt, single) == int(
+    assert subject.choose(subject.encode(prompt), single) == int(
         logits[-1, [subject.encode(x)[0] for x in single]].argmax()
     )
     scores = []
@@ -612,7 +683,7 @@ def test_subject_agrees_with_the_model(model):
         with torch.no_grad():
             found = loaded.model(both).logits[0].double().log_softmax(-1)
         scores.append(float(found[-3, both[0, -2]] + found[-2, both[0, -1]]))
-    assert subject.choose(prompt, double) == scores.index(max(scores))
+    assert subject.choose(subject.encode(prompt), double) == scores.index(max(scores))
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,14 @@ class EvaluationOptions(SizeOptions):
         int | None, typer.Option(help="Constant number of core tokens; replaces --group-size.")
     ] = None
     chunk_size: ChunkSize = None
+    chat_template: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat-template/--no-chat-template",
+            help="Ask questions as a user's message in the model's chat template. Default: where "
+            "its tokenizer has one.",
+        ),
+    ] = None
     results: Annotated[
         str | None,
         typer.Option(

@@ -28,6 +28,8 @@ class ModelOptions(NamedTuple):
     """Constant number of core tokens, for methods with core tokens."""
     chunk_size: int | None = None
     """Tokens of a prompt read at once."""
+    chat_template: bool | None = None
+    """Whether questions go into the model's chat template; None where its tokenizer has one."""
     dtype: str = "auto"
     device: str = "auto"
 
@@ -115,7 +117,12 @@ def evaluate(
         num_groups = options.num_groups
         if loaded.config is None and len(methods) > 1:
             num_groups = None
-        subject = ModelSubject(loaded, num_groups=num_groups, chunk_size=options.chunk_size)
+        subject = ModelSubject(
+            loaded,
+            num_groups=num_groups,
+            chunk_size=options.chunk_size,
+            chat_template=options.chat_template,
+        )
         identity = describe(loaded, model, method)
         if num_groups is not None:
             identity.pop("group_size", None)

@@ -61,17 +61,21 @@ class Generated:
     max_new_tokens: int
     score: Callable[[str, Sequence[str]], float] = field(repr=False)
     stop: tuple[str, ...] = ()
+    chat: bool = True
+    """Whether the prompt is a question, for a chat template, or a text to continue."""
     name = "quality.score"
 
     def run(self, subject: ModelSubject) -> Outcome:
         """Ask the question and score the answer."""
         question = self.make()
-        tokens = _count_tokens(subject, question.prompt, self.max_new_tokens)
-        answer = subject.generate(question.prompt, self.max_new_tokens, self.stop)
-        return Outcome(
-            self.score(answer, question.references),
-            {"prompt_tokens": tokens, "answer": answer, "references": list(question.references)},
-        )
+        prompt = _encode(subject, question.prompt, self.chat, self.max_new_tokens)
+        answer = subject.generate(prompt, self.max_new_tokens, self.stop)
+        details = {
+            "prompt_tokens": len(prompt),
+            "answer": answer,
+            "references": list(question.references),
+        }
+        return Outcome(self.score(answer, question.references), details)
 
 
 @dataclass(frozen=True)
@@ -83,15 +87,18 @@ class Chosen:
     make: Callable[[], str] = field(repr=False)
     options: tuple[str, ...]
     right: int
+    chat = True
     name = "quality.accuracy"
 
     def run(self, subject: ModelSubject) -> Outcome:
         """Ask the question and compare the choice."""
-        prompt = self.make()
-        tokens = _count_tokens(subject, prompt, 1)
-        chosen = subject.choose(prompt, self.options)
+        prompt = _encode(subject, self.make(), self.chat, 1)
+        options = self.options
+        if subject.chat:  # an answer begins with the letter, not with a blank
+            options = tuple(map(str.strip, options))
+        chosen = subject.choose(prompt, options)
         details = {
-            "prompt_tokens": tokens,
+            "prompt_tokens": len(prompt),
             "answer": self.options[chosen].strip(),
             "references": [self.options[self.right].strip()],
         }
@@ -106,6 +113,7 @@ class Window:
     params: Mapping[str, Any]
     ids: list[int] = field(repr=False)
     num_bytes: int
+    chat = False
     name = "quality.perplexity"
 
     def run(self, subject: ModelSubject) -> Outcome:
@@ -127,15 +135,15 @@ class Window:
 Item = Generated | Chosen | Window
 
 
-def _count_tokens(subject: ModelSubject, prompt: str, new_tokens: int) -> int:
-    """Return the number of tokens of the prompt.
+def _encode(subject: ModelSubject, prompt: str, chat: bool, new_tokens: int) -> list[int]:
+    """Return the token ids of a prompt.
 
     Raises:
         TooLong: prompt and answer exceed the model's limit.
     """
-    count = len(subject.encode(prompt))
-    if subject.limit is not None and count + new_tokens > subject.limit:
+    ids = subject.encode_prompt(prompt, chat)
+    if subject.limit is not None and len(ids) + new_tokens > subject.limit:
         raise TooLong(
-            f"{count} tokens and {new_tokens} new ones exceed the model's {subject.limit}"
+            f"{len(ids)} tokens and {new_tokens} new ones exceed the model's {subject.limit}"
         )
-    return count
+    return ids

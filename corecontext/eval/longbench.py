@@ -45,6 +45,9 @@ METRICS: dict[str, Metric] = {
 """Metric of each task; trec's depends on its classes, see `scorer`."""
 FIRST_LINE = ("trec", "triviaqa", "samsum")
 """Tasks of which only the answer's first line counts."""
+CONTINUED = (*FIRST_LINE, *CATEGORIES["code"])
+"""Tasks whose prompts are continued without a chat template, as in the benchmark: their examples,
+or their code, end where the answer begins."""
 BUCKETS = ((4000, "0-4k"), (8000, "4-8k"), (float("inf"), "8k+"))
 SPARE = 500
 """Tokens left free below the model's limit where no length is given."""
@@ -86,6 +89,7 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
                         partial(_question, task.template, row, length, subject),
                         settings.max_new_tokens or task.max_new_tokens,
                         scorer(name, row),
+                        chat=name not in CONTINUED,
                     )
                 )
     if not questions:

@@ -131,7 +131,7 @@ def _samples(
         units = fitted[0]
         while True:
             question = build(rng(index), units)
-            needed = len(subject.encode(question.prompt)) + new_tokens
+            needed = len(subject.encode_prompt(question.prompt)) + new_tokens
             if needed <= length:
                 return question
             if units == 0:
@@ -172,7 +172,7 @@ def largest_fitting(
 
     def fits(steps: int) -> bool:
         rng.setstate(state)
-        return len(subject.encode(build(rng, steps * step).prompt)) <= room
+        return len(subject.encode_prompt(build(rng, steps * step).prompt)) <= room
 
     high = 1
     while fits(high):

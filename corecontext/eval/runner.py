@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from corecontext.data.readers import OPENERS, file_hash, model_hash
 from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, ruler_data, windows
-from corecontext.eval.items import Item, Settings, TooLong
+from corecontext.eval.items import Item, Settings, TooLong, Window
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 from corecontext.loading import Loaded
@@ -103,6 +103,8 @@ def run_task(
     params = {}
     for item in items:
         item_params = {**common, **item.params, "item": item.key}
+        if not isinstance(item, Window):
+            item_params["chat_template"] = subject.chat and item.chat
         params[fingerprint(item_params)] = item_params
     if len(params) < len(items):
         raise UserError(

@@ -16,16 +16,31 @@ class ModelSubject:
         loaded: The model under an attention.
         num_groups: Constant number of core tokens (CCA); None leaves the group size constant.
         chunk_size: Tokens of a prompt read at once.
+        chat_template: Whether questions are a user's message in the model's chat template; None
+            where its tokenizer has one.
     """
 
     def __init__(
-        self, loaded: Loaded, *, num_groups: int | None = None, chunk_size: int | None = None
+        self,
+        loaded: Loaded,
+        *,
+        num_groups: int | None = None,
+        chunk_size: int | None = None,
+        chat_template: bool | None = None,
     ) -> None:
         from corecontext.inference import Engine
         from corecontext.integrations.transformers import handle_of
 
         self.loaded = loaded
         self.chunk_size = chunk_size
+        has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
+        if chat_template and not has_template:
+            raise UserError(
+                "chat-template must be left out for a model whose tokenizer has none, got "
+                "--chat-template."
+            )
+        self.chat = has_template and chat_template is not False
+        """Whether questions go into the chat template."""
         if num_groups is not None:
             handle = handle_of(loaded.model)
             if handle is None:
@@ -50,17 +65,27 @@ class ModelSubject:
         """Return the text of tokens, without special tokens."""
         return self.loaded.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def generate(self, prompt: str, max_new_tokens: int, stop: tuple[str, ...] = ()) -> str:
+    def encode_prompt(self, prompt: str, chat: bool = True) -> list[int]:
+        """Return the token ids of a prompt: a question (`chat`) as a user's message in the chat
+        template, where that is used."""
+        if not (self.chat and chat):
+            return self.encode(prompt)
+        turns = [{"role": "user", "content": prompt}]
+        tokenizer = self.loaded.tokenizer
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def generate(self, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...] = ()) -> str:
         """Return the greedy continuation, until the model's end or with a stop string."""
         ids = self.engine.generate(
-            self._tensor(self.encode(prompt)),
+            self._tensor(prompt),
             max_new_tokens=max_new_tokens,
             stop_strings=stop,
             tokenizer=self.loaded.tokenizer,
         )
         return self.decode(ids[0])
 
-    def choose(self, prompt: str, options: tuple[str, ...]) -> int:
+    def choose(self, prompt: list[int], options: tuple[str, ...]) -> int:
         """Return the continuation with the highest log-likelihood; read the prompt only once where
         each is a single token."""
         import torch
@@ -69,14 +94,13 @@ class ModelSubject:
 
         tokenizer = self.loaded.tokenizer
         model = self.loaded.model
-        start = self.encode(prompt)
         ends = [tokenizer(option, add_special_tokens=False)["input_ids"] for option in options]
         if all(len(end) == 1 for end in ends):
-            output = prefill(model, self._tensor(start), chunk_size=self.chunk_size)
+            output = prefill(model, self._tensor(prompt), chunk_size=self.chunk_size)
             return int(output.logits[0].float()[[end[0] for end in ends]].argmax())
         scores = []
         for end in ends:
-            ids = self._tensor(start + end)
+            ids = self._tensor(prompt + end)
             with torch.inference_mode():
                 output = model(ids, use_cache=False, logits_to_keep=len(end) + 1)
             log_p = output.logits[0, :-1].float().log_softmax(-1)
