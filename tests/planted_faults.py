@@ -689,6 +689,61 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         "tests/test_gguf.py::test_a_damaged_folder_is_made_again",
     ),
     Fault(
+        "serve: connections without limit",
+        "if False:",
+        f"{SECURITY}::test_connections_beyond_the_limit_are_closed",
+    ),
+    Fault(
+        "serve: headers without deadline",
+        "if phase is h11.SEND_BODY:",
+        f"{SECURITY}::test_a_request_that_does_not_arrive_is_closed_in_time",
+    ),
+    Fault(
+        "serve: a body without deadline",
+        "message = await receive()",
+        f"{SECURITY}::test_a_body_that_does_not_end_is_refused_in_time",
+    ),
+    Fault(
+        "serve: two lengths of one body",
+        "if False:",
+        f"{SECURITY}::test_a_body_has_one_length",
+    ),
+    Fault(
+        "serve: any host name reaches a server without a key",
+        "if False:",
+        f"{SECURITY}::test_a_browser_reaches_a_server_without_a_key_by_no_name_of_its_own",
+    ),
+    Fault(
+        "serve: the interpreter ends under the model's thread",
+        "if False:",
+        f"{SECURITY}::test_a_thread_that_is_still_in_the_model_ends_with_the_process",
+    ),
+    Fault(
+        "serve: the text of an error in the log",
+        "event = record.getMessage()",
+        f"{SECURITY}::test_lines_of_asyncio_hold_no_text_of_an_error",
+    ),
+    Fault(
+        "serve: clients make metrics without limit",
+        "if False:",
+        f"{SECURITY}::test_clients_do_not_make_metrics_without_limit",
+    ),
+    Fault(
+        "serve: a stop text in the last characters does not count",
+        "if rest and self.text.stopped:",
+        f"{SECURITY}::test_a_stop_text_in_the_last_characters_is_the_reason_of_the_end",
+    ),
+    Fault(
+        "serve: the text of a request's error in the log",
+        'return {"error": repr(slot.error), "at": "".join(places[-1:])}',
+        f"{SECURITY}::test_the_log_of_a_request_that_fails_holds_no_text_of_its_error",
+    ),
+    Fault(
+        "serve: the key on the command line of the other ranks",
+        "without_key = serving",
+        f"{SECURITY}::test_the_other_ranks_do_not_get_the_key_on_their_command_line",
+    ),
+    Fault(
         "arrows: a backend imports another",
         "from corecontext.ops import compose, partial, pooling, reference, sinks",
         "tests/test_arrows.py",

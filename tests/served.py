@@ -103,7 +103,9 @@ class Asgi:
 
         async def send() -> list:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost"
+            ) as client:
                 return await asyncio.gather(
                     *(client.request(method, path, **options) for method, path, options in requests)
                 )

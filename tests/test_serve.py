@@ -32,7 +32,6 @@ from corecontext.inference.sampling import InvalidLogits  # noqa: E402
 from corecontext.loading import load  # noqa: E402
 from corecontext.serve.errors import Code, RequestError  # noqa: E402
 from corecontext.serve.guard import Guard  # noqa: E402
-from corecontext.serve.metrics import Metrics  # noqa: E402
 from corecontext.serve.protocol import ChatRequest, CompletionRequest  # noqa: E402
 from corecontext.serve.request import Request, Slot  # noqa: E402
 from corecontext.serve.settings import BUNDLED, Serving  # noqa: E402
@@ -550,15 +549,7 @@ def test_a_client_that_leaves_a_body_that_is_too_large_is_seen_to_leave():
         app,
         None,
         SimpleNamespace(draining=False),
-        Metrics(
-            SimpleNamespace(
-                waiting=[],
-                memory=SimpleNamespace(
-                    budget=0, used=0, allocated=0, prefixes=SimpleNamespace(nbytes=0)
-                ),
-                active=list,
-            )
-        ),
+        mock.Mock(),
         4,
     )
     asyncio.run(guard(scope, receive, send))
@@ -570,7 +561,9 @@ def test_the_key_is_asked_for_behind_a_prefix_of_paths(folder):
 
     async def send() -> list:
         transport = httpx.ASGITransport(served.app, root_path="/llm")
-        async with httpx.AsyncClient(transport=transport, base_url="http://test/llm") as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost/llm"
+        ) as client:
             return [
                 (await client.get("/v1/models", headers=headers)).status_code
                 for headers in ({}, {"Authorization": "Bearer right"})
@@ -584,7 +577,7 @@ def test_an_answer_can_be_sent_back_in_the_next_chat(tiny):
         transport = httpx.ASGITransport(tiny.app)
         async with httpx.AsyncClient(transport=transport) as http:
             client = openai.AsyncOpenAI(
-                base_url="http://test/v1", api_key="none", max_retries=0, http_client=http
+                base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http
             )
             turns = [{"role": "user", "content": "hi"}]
             said = (
@@ -655,7 +648,7 @@ def test_a_full_queue_and_a_closed_door(folder):
 
     async def send() -> list:
         transport = httpx.ASGITransport(served.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
             tasks = [
                 asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(5)
@@ -933,7 +926,8 @@ def test_a_server_that_says_it_listens_does(monkeypatch):
             socket.create_connection((host, port), timeout=5).close()
             reached.append(port)
 
-    worker = types.SimpleNamespace(failed=False)
+    scheduler = mock.Mock(policy=None)
+    worker = types.SimpleNamespace(failed=False, alive=False, scheduler=scheduler)
     monkeypatch.setattr(
         runs,
         "make_app",

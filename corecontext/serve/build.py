@@ -6,11 +6,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -30,6 +33,8 @@ from corecontext.serve.settings import Serving
 CPU_SHARE = 0.25
 GPU_SHARE = 0.8
 """Shares of the free memory for caches."""
+FORCED_S = 5.0
+"""Time for the model's thread to end after a second signal."""
 
 
 def make_app(serving: Serving) -> Any:
@@ -45,13 +50,11 @@ def make_app(serving: Serving) -> Any:
             f"serve needs {error.name}, which is not installed. Install it with: "
             "pip install 'corecontext[serve]'"
         ) from None
-    from corecontext.inference.policy import TablePolicy
     from corecontext.serve.warm_up import warm_up
 
     scheduler, tokenizer = make_scheduler(serving)
     if scheduler.model.device.type == "cuda":
-        policy = scheduler.policy
-        warm_up(scheduler, policy.sizes if isinstance(policy, TablePolicy) else ())
+        warm_up(scheduler, getattr(scheduler.policy, "sizes", ()))
     return create_app(scheduler, tokenizer, serving)
 
 
@@ -177,12 +180,13 @@ def run(serving: Serving) -> int:
 
         if not is_rank_0():
             return follow(serving)
+    listener = _bind(serving)
     app = make_app(serving)
     import uvicorn
 
+    from corecontext.serve.connection import BACKLOG, Connection
+    from corecontext.serve.guard import is_loopback
     from corecontext.serve.logs import log_event, start_logging
-
-    listener = _listen(serving)
 
     class Server(uvicorn.Server):
         """Serve on after a signal until all running requests have ended."""
@@ -199,8 +203,17 @@ def run(serving: Serving) -> int:
                 self.should_exit = True
             return await super().on_tick(counter)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().shutdown(sockets)
+            if self.force_exit:
+                await asyncio.to_thread(app.state.worker.stop, FORCED_S)
+
     start_logging()
+    with _one_line_of_listening(serving):
+        listener.listen(BACKLOG)  # before the log names the port: early clients queue
     host, port = listener.getsockname()[:2]
+    scheduler = app.state.worker.scheduler
+    own = scheduler.admission.config
     log_event(
         "listening",
         host=host,
@@ -208,31 +221,50 @@ def run(serving: Serving) -> int:
         model=serving.model_name,
         method=serving.method,
         policy=serving.policy,
+        sizes=getattr(scheduler.policy, "sizes", [(own.group_size, own.window_size)]),
         key=serving.api_key is not None,
     )
     # planted: serve: open to the network without a word
-    if serving.api_key is None and host not in ("127.0.0.1", "::1"):
+    if serving.api_key is None and not is_loopback(host):
         log_event(
             "open to the network without an API key: set CORECONTEXT_API_KEY", level="warning"
         )
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=30)
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        backlog=BACKLOG,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=30,
+    )
     Server(config).run([listener])
-    return int(app.state.worker.failed)
+    worker = app.state.worker
+    # planted: serve: the interpreter ends under the model's thread
+    if worker.alive:
+        # It is still in PyTorch, which aborts the process where the interpreter ends around it.
+        os._exit(int(worker.failed))
+    return int(worker.failed)
 
 
-def _listen(serving: Serving) -> socket.socket:
-    """Listen before the port is logged: early clients queue instead of being refused."""
+def _bind(serving: Serving) -> socket.socket:
+    """Take the port before the model is loaded, which takes a while."""
     listener = socket.socket(socket.AF_INET6 if ":" in serving.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
+    with _one_line_of_listening(serving):
         listener.bind((serving.host, serving.port))
-        listener.listen(2048)
+    return listener
+
+
+@contextlib.contextmanager
+def _one_line_of_listening(serving: Serving) -> Iterator[None]:
+    """Turn the refusal of a port into a UserError."""
+    try:
+        yield
     except OSError as error:
         raise UserError(
             f"cannot listen on {serving.host} port {serving.port}: {error.strerror}. Choose "
             "another with --port."
         ) from None
-    return listener
 
 
 def follow(serving: Serving) -> int:

@@ -12,6 +12,7 @@ class Code(Enum):
     INVALID = (400, "invalid_request_error", None)
     TOO_LONG = (400, "invalid_request_error", "context_length_exceeded")
     WRONG_KEY = (401, "invalid_request_error", "invalid_api_key")
+    WRONG_HOST = (403, "invalid_request_error", "wrong_host")
     UNKNOWN_MODEL = (404, "invalid_request_error", "model_not_found")
     TIMEOUT = (408, "server_error", "timeout")
     BODY_TOO_LARGE = (413, "invalid_request_error", "body_too_large")

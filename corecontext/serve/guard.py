@@ -1,17 +1,40 @@
-"""Check each request before it is read: the key, the size of its body, and the shutdown."""
+"""Check each request before it is read: its host and headers, the key, the size and time of its
+body, and the shutdown."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import ipaddress
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 
 from corecontext.serve.errors import Code, RequestError, draining
 
+BODY_S = 60.0
+"""Time for the body of a request."""
+CLOSE = {"Connection": "close"}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server that listens there is reached from its own machine alone."""
+    if host == "localhost":
+        return True
+    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
 
 class Guard:
-    """ASGI middleware in front of /v1; counts every refusal there.
+    """ASGI middleware in front of all paths; of /v1 it asks for the key and counts every refusal.
 
     Args:
         api_key: Key that clients must send as `Authorization: Bearer KEY`; compared in constant
@@ -19,54 +42,99 @@ class Guard:
         worker: Its `draining` refuses new work.
         metrics: Has the counter `refused`.
         max_bytes: Longest body.
+        local: Whether to refuse host names other than localhost: a page in a browser could have its
+            own name resolved to this machine.
     """
 
     def __init__(
-        self, app: Any, api_key: str | None, worker: Any, metrics: Any, max_bytes: int
+        self,
+        app: Any,
+        api_key: str | None,
+        worker: Any,
+        metrics: Any,
+        max_bytes: int,
+        local: bool = False,
     ) -> None:
         self.app = app
         self.worker = worker
         self.metrics = metrics
         self.max_bytes = max_bytes
+        self.local = local
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        # A proxy may have put a prefix before the path. Probes are answered during a shutdown, too.
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if scope["type"] != "http" or not path.startswith("/v1/"):
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        # A proxy may have put a prefix before the path. Probes are answered during a shutdown, too.
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        is_api = path.startswith("/v1/")
 
         async def counted(message: Any) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
+            if is_api and message["type"] == "http.response.start" and message["status"] >= 400:
                 self.metrics.refused.labels(str(message["status"])).inc()
             await send(message)
 
-        refusal = self._refuse(scope)
+        headers = dict(scope["headers"])
+        refusal = self._refuse_anywhere(headers)
+        if refusal is None and is_api:
+            refusal = self._refuse(headers, scope["method"])
         if refusal is not None:
             await refusal(scope, receive, counted)
             return
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + BODY_S
         size = 0
+        is_whole = False
+        late = False
 
         async def limited() -> Any:
-            """Receive a part of the body. A body that is too long runs nothing: it ends as if its
-            client had gone, and the application's answer to that is not sent."""
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            return message if size <= self.max_bytes else {"type": "http.disconnect"}
+            """Receive a part of the body. A body that is too long or too late runs nothing: it ends
+            as if its client had gone, and the application's answer to that is not sent."""
+            nonlocal size, is_whole, late
+            if is_whole:
+                return await receive()
+            try:
+                # planted: serve: a body without deadline
+                message = await asyncio.wait_for(receive(), deadline - loop.time())
+            except asyncio.TimeoutError:
+                late = True
+            else:
+                size += len(message.get("body", b""))
+                is_whole = not message.get("more_body") and size <= self.max_bytes
+            if late or size > self.max_bytes:
+                return {"type": "http.disconnect"}
+            return message
 
-        async def unless_too_large(message: Any) -> None:
-            if size <= self.max_bytes:
+        async def unless_refused(message: Any) -> None:
+            if not late and size <= self.max_bytes:
                 await counted(message)
 
-        await self.app(scope, limited, unless_too_large)
+        await self.app(scope, limited, unless_refused)
         if size > self.max_bytes:
             await self._too_large()(scope, receive, counted)
+        elif late:
+            await self._late()(scope, receive, counted)
 
-    def _refuse(self, scope: Any) -> JSONResponse | None:
+    def _refuse_anywhere(self, headers: dict[bytes, bytes]) -> JSONResponse | None:
+        """Return the answer to a request that no path takes, or None."""
+        # planted: serve: two lengths of one body
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # A proxy may believe the other one, and take the rest of the body for a request.
+            text = "the body must have Content-Length or Transfer-Encoding, got both."
+            return error_response(RequestError(Code.INVALID, text), CLOSE)
+        host = _host_name(headers.get(b"host", b"localhost").decode("latin-1"))
+        # planted: serve: any host name reaches a server without a key
+        if self.local and host != "localhost" and not _is_address(host):
+            text = (
+                f"the Host header must be localhost or an address, got {host[:100]!a}. Send that, "
+                "or set an API key."
+            )
+            return error_response(RequestError(Code.WRONG_HOST, text))
+        return None
+
+    def _refuse(self, headers: dict[bytes, bytes], method: str) -> JSONResponse | None:
         """Return the answer to a request that its headers refuse, or None."""
-        headers = dict(scope["headers"])
         if self._key is not None:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             # planted: serve: a key that only begins right
@@ -81,7 +149,7 @@ class Guard:
                     ),
                     {"WWW-Authenticate": "Bearer"},
                 )
-        if scope["method"] == "POST" and self.worker.draining:
+        if method == "POST" and self.worker.draining:
             return error_response(draining())
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self.max_bytes:
@@ -89,12 +157,20 @@ class Guard:
         return None
 
     def _too_large(self) -> JSONResponse:
-        return error_response(
-            RequestError(
-                Code.BODY_TOO_LARGE,
-                f"the body must have at most {self.max_bytes} bytes. Shorten the prompt.",
-            )
-        )
+        text = f"the body must have at most {self.max_bytes} bytes. Shorten the prompt."
+        return error_response(RequestError(Code.BODY_TOO_LARGE, text))
+
+    def _late(self) -> JSONResponse:
+        text = f"the body must arrive within {BODY_S:g} seconds. Send it again."
+        return error_response(RequestError(Code.TIMEOUT, text), CLOSE)
+
+
+def _host_name(header: str) -> str:
+    """Return the host of a Host header, without its port."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def error_response(error: RequestError, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -25,7 +25,7 @@ from corecontext.data.chat import chat_prompt
 from corecontext.inference.sampling import Sampling
 from corecontext.serve import protocol
 from corecontext.serve.errors import Code, InvalidRequest, RequestError
-from corecontext.serve.guard import Guard, error_response
+from corecontext.serve.guard import Guard, error_response, is_loopback
 from corecontext.serve.metrics import Metrics, sizes_of
 from corecontext.serve.reply import Events, Reply, unless_gone
 from corecontext.serve.request import Request, Slot
@@ -39,8 +39,9 @@ Responses = dict[int | str, dict[str, Any]]  # FastAPI's description of an endpo
 ERRORS = {
     400: "The request breaks a rule; the message says which.",
     401: "The key is missing or wrong.",
+    403: "The Host header is not this machine's.",
     404: "No such model.",
-    408: "The request took longer than its time limit.",
+    408: "The body, or the answer, took longer than its time limit.",
     413: "The body is too large.",
     429: "The queue is full.",
     503: "The server shuts down, or ran out of memory.",
@@ -79,6 +80,7 @@ def create_app(scheduler: Scheduler, tokenizer: Any, serving: Serving) -> FastAP
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would lead to the host of the request's header
     )
     app.state.worker = service.worker
     app.state.service = service
@@ -88,6 +90,7 @@ def create_app(scheduler: Scheduler, tokenizer: Any, serving: Serving) -> FastAP
         worker=service.worker,
         metrics=service.metrics,
         max_bytes=2**20 + 32 * scheduler.max_length,
+        local=serving.api_key is None and is_loopback(serving.host),
     )
     _add_openai_routes(app, service)
     _add_operation_routes(app, service)

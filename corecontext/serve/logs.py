@@ -13,12 +13,15 @@ class JsonLines(logging.Formatter):
     """Format time, level, event, and the fields given as `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
+        # asyncio's further lines quote errors.
+        # planted: serve: the text of an error in the log
+        event = record.getMessage().partition("\n")[0]
         line = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(
                 timespec="milliseconds"
             ),
             "level": record.levelname.lower(),
-            "event": record.getMessage(),
+            "event": event,
             **getattr(record, "fields", {}),
         }
         if record.exc_info and record.exc_info[0] is not None:
@@ -32,10 +35,10 @@ class JsonLines(logging.Formatter):
 
 
 def start_logging() -> None:
-    """Write the server's lines to standard error."""
+    """Write the lines of the server, and those of asyncio and uvicorn, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    for name in ("corecontext.serve", "uvicorn.error"):
+    for name in ("corecontext.serve", "uvicorn.error", "asyncio"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False

@@ -19,12 +19,6 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1
 SIZES = ("group_size", "window_size")  # labels
 
 
-def label(size: int | None) -> str:
-    """Return the label of a g or s: "none" before a request started, under full attention, and for
-    a g where each layer has its own."""
-    return "none" if size is None else str(size)
-
-
 def sizes_of(slot: Slot) -> tuple[int | None, int | None]:
     """Return the g and s that a request got; no g where each layer has its own."""
     config = slot.config
@@ -35,11 +29,26 @@ def sizes_of(slot: Slot) -> tuple[int | None, int | None]:
     return config.group_size, config.window_size
 
 
+def labels_of(slot: Slot, by_length: bool) -> tuple[str, str]:
+    """Return the labels of a request's g and s: "none" before it started, under full attention, and
+    for a g where each layer has its own; "other" for sizes that its client chose, by name or (by
+    length) by the length of the prompt, since each pair of labels stays in memory."""
+    request = slot.request
+    # planted: serve: clients make metrics without limit
+    if slot.config is not None and (by_length or request.group_size or request.window_size):
+        return "other", "other"
+    g, s = ("none" if size is None else str(size) for size in sizes_of(slot))
+    return g, s
+
+
 class Metrics:
     """All metrics of one server."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        config = scheduler.admission.config
+        self.by_length = config.num_groups is not None and scheduler.policy is None
+        """Whether g follows the length of a prompt."""
         self.registry = CollectorRegistry()
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
@@ -72,8 +81,7 @@ class Metrics:
         self.tokens.labels("prompt").inc(max(0, slot.read - slot.cached_tokens))
         self.tokens.labels("prompt_cached").inc(slot.cached_tokens)
         self.tokens.labels("made").inc(slot.made)
-        g, s = sizes_of(slot)
-        self.settings.labels(label(g), label(s)).inc()
+        self.settings.labels(*labels_of(slot, self.by_length)).inc()
         if slot.first_token_at is not None:
             self.first_token.observe(slot.first_token_at - slot.request.arrived)
             if slot.made > 1:
@@ -97,6 +105,7 @@ class Metrics:
         running = GaugeMetricFamily(
             "corecontext_running", "Requests that run, by g and s.", labels=SIZES
         )
-        for (g, s), count in Count(map(sizes_of, scheduler.active())).items():
-            running.add_metric([label(g), label(s)], count)
+        active = [labels_of(slot, self.by_length) for slot in scheduler.active()]
+        for labels, count in Count(active).items():
+            running.add_metric(labels, count)
         yield running

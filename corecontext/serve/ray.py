@@ -89,7 +89,7 @@ def app(arguments: dict[str, Any]) -> Any:
 
 def _settings(arguments: dict[str, Any]) -> tuple[Serving, Scale]:
     """Split the arguments, each converted to its field's type; Ray's command line gives strings."""
-    # host and port are Ray's
+    # Host and port are Ray's: its proxy is reached by any name.
     serving_types = get_type_hints(Serving)
     del serving_types["host"], serving_types["port"]
     scale_types = get_type_hints(Scale)
@@ -105,4 +105,4 @@ def _settings(arguments: dict[str, Any]) -> tuple[Serving, Scale]:
             rule = kinds.get(get_args(types[name] | None)[0], "a number")
             raise UserError(f"{name} must be {rule}, got {value!r}.") from None
     scale = Scale(**{name: values.pop(name) for name in scale_types if name in values})
-    return Serving(**values), scale
+    return Serving(host="", **values), scale

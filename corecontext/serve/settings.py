@@ -63,10 +63,10 @@ class Serving:
     policy: Annotated[
         str,
         typer.Option(
-            help="g and s of requests that choose none: elastic (by the load), fixed (the "
-            "model's), or module:function."
+            help="g and s of requests that choose none: fixed (the model's), elastic (by the "
+            "load), or module:function."
         ),
-    ] = "elastic"
+    ] = "fixed"
     first_token_limit: Annotated[
         float, typer.Option(help="Seconds to the first token at which elastic compresses most.")
     ] = 2.5

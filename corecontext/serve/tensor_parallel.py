@@ -143,6 +143,7 @@ def _start_others(serving: Serving) -> None:
     )
     if sys.platform == "linux":  # else gloo looks for this machine's name in the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # planted: serve: the key on the command line of the other ranks
     without_key = dataclasses.replace(serving, api_key=None)  # a command line is no secret
     settings = json.dumps(dataclasses.asdict(without_key))
     processes = [

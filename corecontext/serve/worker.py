@@ -66,8 +66,9 @@ class Answer:
         rest = self.text.end()
         if rest:
             self._put(rest)
-            if self.text.stopped:
-                slot.end_reason = "stop"
+        # planted: serve: a stop text in the last characters does not count
+        if self.text.stopped:
+            slot.end_reason = "stop"
 
     def _put(self, piece: str | None) -> None:
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
@@ -211,4 +212,5 @@ def error_of(slot: Slot) -> dict[str, Any]:
         return {}
     frames = traceback.extract_tb(slot.error.__traceback__)
     places = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+    # planted: serve: the text of a request's error in the log
     return {"error": type(slot.error).__name__, "at": "".join(places[-1:])}

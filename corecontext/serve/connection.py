@@ -1,0 +1,73 @@
+"""Bound what strangers can hold of a server: connections, and the time that a request takes to
+arrive."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from corecontext.serve.guard import BODY_S
+
+HEADERS_S = 20.0
+"""Time for the headers of a request."""
+LATER_S = 5.0
+"""Time that a late body has longer than in `Guard`, which answers it."""
+
+
+def descriptor_limit() -> int:
+    """Return how many files and sockets this process may open."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 2048
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 2**16 if limit == resource.RLIM_INFINITY else limit
+
+
+MOST_CONNECTIONS = descriptor_limit() * 3 // 4
+"""The descriptors beyond are for the model, the log and connections that are refused."""
+BACKLOG = max(1, min(2048, descriptor_limit() // 16))
+"""Connections that asyncio accepts at once. It takes as many again before it hears of the first."""
+
+
+class Connection(H11Protocol):
+    """A connection that is closed where a request does not arrive in time, or where too many are
+    open."""
+
+    _phase: Any = None  # of the request that arrives
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        # planted: serve: connections without limit
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._wait_for(None, 0.0)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Set the deadline of the phase that the request is in."""
+        # After a response, too, whose client may still send the body.
+        seconds = {h11.IDLE: HEADERS_S, h11.SEND_BODY: BODY_S + LATER_S}
+        phase = self.conn.their_state
+        if phase is not self._phase:
+            self._wait_for(phase, seconds.get(phase, 0.0))
+
+    def _wait_for(self, phase: Any, seconds: float) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._phase = phase
+        self._deadline = None
+        # planted: serve: headers without deadline
+        if seconds:
+            self._deadline = self.loop.call_later(seconds, self.transport.abort)
