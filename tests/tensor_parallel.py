@@ -1,10 +1,13 @@
-"""One process of test_tensor_parallel.py: python tensor_parallel.py MODEL OUTPUT, with torchrun's
-variables set."""
+"""The two processes of test_tensor_parallel.py: python tensor_parallel.py MODEL OUTPUT PORT fork.
+
+With GPUs, spawn instead of fork, which copies this process and its imports.
+"""
 
 import os
 import sys
 
 import torch
+from torch.multiprocessing import start_processes
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -47,8 +50,20 @@ def main(folder: str, output: str) -> None:
     torch.save(found, f"{output}.{os.environ.get('RANK', '0')}")
 
 
-if __name__ == "__main__":
+def process(rank: int, folder: str, output: str, port: str) -> None:
+    """Run one of two ranks, with the variables that torchrun sets."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     torch.set_num_threads(1)
-    main(*sys.argv[1:])
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    main(folder, output)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    *arguments, method = sys.argv[1:]
+    start_processes(process, tuple(arguments), nprocs=2, start_method=method)

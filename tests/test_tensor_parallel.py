@@ -15,36 +15,30 @@ from tiny_model import save_tiny_model
 PROGRAM = Path(__file__).with_name("tensor_parallel.py")
 
 
-def start(folder, output, device, **environment):
-    """One process, on the CPU or with a GPU of its own."""
+def start(folder: str, output: Path, device: str) -> None:
+    """Run both processes, on the CPU or with a GPU each; a failure shows their output."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(
             (str(PROGRAM.parent.parent), os.environ.get("PYTHONPATH", ""))
         ),
-        **environment,
     }
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    return subprocess.Popen(
-        [sys.executable, str(PROGRAM), folder, str(output)],
+    method = "fork" if device == "cpu" else "spawn"
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), folder, str(output), port, method],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=120,
     )
-
-
-def wait(*processes):
-    """Wait for all; a failure shows its output."""
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs):
-        assert process.returncode == 0, output
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
@@ -63,27 +57,10 @@ def wait(*processes):
 )
 def test_two_processes_equal_one(tmp_path, device, monkeypatch):
     folder = save_tiny_model(tmp_path / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    start(folder, tmp_path / "two.pt", device)
     if device == "cpu":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     tensor_parallel.main(folder, str(tmp_path / "one.pt"))
-    wait(
-        *(
-            start(
-                folder,
-                tmp_path / "two.pt",
-                device,
-                RANK=rank,
-                LOCAL_RANK=rank,
-                WORLD_SIZE="2",
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port,
-            )
-            for rank in "01"
-        )
-    )
     one, two, second = (
         torch.load(tmp_path / name) for name in ("one.pt.0", "two.pt.0", "two.pt.1")
     )
