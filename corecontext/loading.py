@@ -11,6 +11,7 @@ from corecontext.files import UserError, first_line, one_line
 from corecontext.integrations.hf_gguf import local_model
 from corecontext.integrations.hf_weights import check_finite, load_weights
 from corecontext.model_sizes import ModelSizes
+from corecontext.visibility import group_size_for, is_full_attention, num_sinks
 
 METHODS = ("cca", "full")
 WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."
@@ -39,6 +40,8 @@ class AttentionSizes:
     """File with MInference's patterns of this model."""
     cache_dtype: str | None = None
     """Format of keys and values in CCA's cache."""
+    full_heads: str | None = None
+    """DuoAttention's KV heads that see all tokens, "LAYER:HEAD,..."."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Loaded:
     """CCA's settings; None for full attention and for rivals without core tokens."""
     rival: Any = None
     """The settings of such a rival, from corecontext.baselines."""
+    adapted: bool = False
+    """Whether the checkpoint has settings of CCA of its own."""
 
     @property
     def max_length(self) -> int | None:
@@ -59,6 +64,30 @@ class Loaded:
         from corecontext.inference.limits import position_limit
 
         return position_limit(self.model.config)
+
+    def idle_note(self, length: int) -> str:
+        """Return a note that texts of at most `length` tokens are full attention by construction,
+        or "" where they are not."""
+        name = "CCA"
+        if self.config is not None:
+            config, s = self.config, self.config.window_size
+            sizes = [config.group_size]
+            if config.num_groups is not None:
+                sizes = [group_size_for(length, s, config.num_groups)]
+            for size in config.layer_group_sizes or ():
+                sizes += [size] if isinstance(size, int) else size
+            sinks = config.sink_size
+            idle = all(is_full_attention(length, g, s, num_sinks(sinks, g)) for g in sizes)
+        else:
+            s = getattr(self.rival, "window_size", 0)
+            name = getattr(self.rival, "name", "")
+            idle = length <= getattr(self.rival, "full_length", 0)
+        if not idle:
+            return ""
+        return (
+            f"{name} was idle: at most {length} tokens, within its window (s = {s}): its numbers "
+            "are those of full attention. Take a longer text or a smaller --window-size."
+        )
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes of the model and its attention, for a record's params."""
@@ -97,7 +126,7 @@ def load(
         dtype: A torch dtype by name; "auto" is float32 on a CPU and the checkpoint's own on a GPU.
         device: A torch device; "auto" is the first GPU, or the CPU.
         tensor_parallel: Split the model over the ranks of torch.distributed, each on its device.
-        sizes: Fields of `AttentionSizes`: group_size, window_size, sinks, patterns, cache_dtype.
+        sizes: Fields of `AttentionSizes`.
 
     Raises:
         UserError: the model is missing, broken, of an unsupported architecture, or a setting breaks
@@ -109,7 +138,6 @@ def load(
 
     # Bad settings fail before anything is loaded.
     given = AttentionSizes(**sizes)
-    rival = pick_rival(method, given) if method not in METHODS else None
     _check_sizes(method, given)
     check_dtype(dtype)
     device = pick_device(device)
@@ -119,6 +147,7 @@ def load(
     hf_config = load_config(name)
     if method != "full":
         check_architecture(hf_config)
+    rival = pick_rival(method, given, hf_config) if method not in METHODS else None
 
     with one_line(
         f"the tokenizer of model '{name}' cannot be loaded (tokenizer.json is usually beside "
@@ -147,20 +176,28 @@ def load(
         most = position_limit(hf_config) or MOST
         window_size, sink_size = min(config.window_size, most), min(config.sink_size, most)
         config = config.replace(window_size=window_size, sink_size=sink_size)
+    adapted = getattr(hf_config, "cca", None) is not None  # `enable` writes its settings there
     with one_line():
         enable(model, config)
     if isinstance(config, CCAConfig):
-        return Loaded(model, tokenizer, config)
-    return Loaded(model, tokenizer, None, rival)
+        return Loaded(model, tokenizer, config, adapted=adapted)
+    return Loaded(model, tokenizer, None, rival, adapted)
 
 
 def _check_sizes(method: str, sizes: AttentionSizes) -> None:
-    """Raise a UserError where a setting breaks a rule, or the method does not have it."""
-    without_sinks = method == "full" and sizes.sinks is not None
-    if method in METHODS and (without_sinks or sizes.patterns is not None):
+    """Raise a UserError where a setting breaks a rule, or the method does not exist or have it."""
+    from corecontext.baselines.rivals import NAMES, takers
+
+    if method not in (*METHODS, *NAMES):
         raise UserError(
-            f"sinks and patterns must be given for methods that have them, got method {method!r}."
+            f"method must be {', '.join((*METHODS, *NAMES[:-1]))} or {NAMES[-1]}, got {method!r}."
         )
+    if method == "full" and sizes.sinks is not None:
+        raise UserError("sinks must be given for a method that has them, got method 'full'.")
+    for name in ("patterns", "full_heads"):
+        if getattr(sizes, name) is not None and method not in takers(name):
+            option, names = name.replace("_", "-"), ", ".join(takers(name))
+            raise UserError(f"{option} must be given for {names}, got method {method!r}.")
     if method != "cca" and sizes.cache_dtype is not None:
         raise UserError(f"cache-dtype must be given for method cca, got method {method!r}.")
     sinks = sizes.sinks if method == "cca" else None
@@ -183,25 +220,25 @@ def _load_model(name: str, hf_config: Any, dtype: str, device: str, tensor_paral
     return model.eval()
 
 
-def pick_rival(method: str, sizes: AttentionSizes) -> Any:
+def pick_rival(method: str, sizes: AttentionSizes, hf_config: Any = None) -> Any:
     """Make a rival's settings by its name, with those of the shared sizes that it has.
 
-    Raises:
-        UserError: there is none of this name, or it has no such setting.
-    """
-    from corecontext.baselines.rivals import NAMES, RIVALS, make_rival, takers
+    Args:
+        hf_config: The model's config, for a rival whose heads may come from the checkpoint.
 
-    if method not in NAMES:
-        raise UserError(
-            f"method must be {', '.join((*METHODS, *NAMES[:-1]))} or {NAMES[-1]}, got {method!r}."
-        )
+    Raises:
+        UserError: it has no such setting.
+    """
+    from corecontext.baselines.rivals import RIVALS, make_rival
+
     shared = {"group_size", "window_size"}.intersection(RIVALS[method].takes)
     settings: dict[str, Any] = {name: getattr(sizes, name) for name in shared}
     settings["sinks"] = sizes.sinks
-    if sizes.patterns is not None and method not in takers("patterns"):
-        names = ", ".join(takers("patterns"))
-        raise UserError(f"patterns must be given for {names}, got method {method!r}.")
     with one_line():
+        if "full_heads" in RIVALS[method].takes:
+            from corecontext.baselines.duo_attention import find_heads
+
+            settings["full_heads"] = find_heads(sizes.full_heads, hf_config)
         if sizes.patterns is not None:
             from corecontext.baselines import read_patterns
 

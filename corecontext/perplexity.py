@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,10 @@ class Perplexity:
     """UTF-8 bytes of the document."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """Sizes of the model and its attention, for records."""
+    idle: str = ""
+    """Note that the method was full attention on a document of this length."""
+    adapted: bool = True
+    """Whether the checkpoint was made for CCA."""
 
     @property
     def value(self) -> float:
@@ -40,6 +44,10 @@ class Perplexity:
     def bits_per_byte(self) -> float:
         """Bits needed for the document's tokens, per byte of it: comparable between tokenizers."""
         return float(self.nll.double().sum()) / math.log(2) / self.num_bytes
+
+    def from_position(self, position: int) -> float:
+        """Return the perplexity of the tokens from a position on, which must exist."""
+        return math.exp(self.nll[max(0, position - 1) :].double().mean())
 
     def buckets(self, first: int = 512) -> Iterator[tuple[int, int, Tensor]]:
         """Yield buckets of positions as (first, end, losses in float64); each bucket after the
@@ -72,7 +80,13 @@ def measure(loaded: Loaded, text: str, name: str, chunk_size: int | None = None)
         chunk_size = length
     with progress(f"{name}, {length} tokens", length) as advance:
         nll = document_nll(loaded.model, input_ids, chunk_size=chunk_size or 1024, on_chunk=advance)
-    return Perplexity(nll, len(text.encode()), loaded.sizes())
+    return Perplexity(
+        nll,
+        len(text.encode()),
+        loaded.sizes(),
+        loaded.idle_note(length),
+        loaded.adapted,
+    )
 
 
 def to_records(results: Mapping[str, Perplexity], model: str) -> list[Record]:
@@ -80,7 +94,7 @@ def to_records(results: Mapping[str, Perplexity], model: str) -> list[Record]:
     records = []
     for method, result in results.items():
         params = {
-            "method": method,
+            "method": method.split()[0],
             "model": Path(model).name,
             "task": "document",
             "length": len(result.nll) + 1,
@@ -95,22 +109,55 @@ def to_records(results: Mapping[str, Perplexity], model: str) -> list[Record]:
 
 
 def print_table(results: Mapping[str, Perplexity]) -> None:
-    """Print perplexity by position, one column per method."""
+    """Print perplexity by position, one column per method; beside full attention also CCA's
+    difference, what the far positions cost every method, and the next step."""
     first = next(iter(results.values()))
     title = f"perplexity of {len(first.nll) + 1} tokens, {first.num_bytes} bytes"
     table = Table(title=title, box=SIMPLE_HEAD)
     table.add_column("positions")
+    titles = {method: method.replace("cca", "CCA") for method in results}
     for method in results:
-        header = {"full": "full attention", "cca": "CCA"}.get(method, method)
-        table.add_column(header, justify="right")
+        table.add_column("full attention" if method == "full" else titles[method], justify="right")
+        if method == "cca" and "full" in results:
+            table.add_column("difference", justify="right")
+
+    def add_row(name: str, values: Iterable[float]) -> None:
+        cells = []
+        by_method = dict(zip(results, values))
+        for method, value in by_method.items():
+            cells.append(f"{value:.4f}")
+            if method == "cca" and "full" in by_method:
+                cells.append(_difference(value, by_method["full"]))
+        table.add_row(name, *cells)
+
     for buckets in zip(*(result.by_position() for result in results.values())):
         start, end, _ = buckets[0]
-        table.add_row(f"{start} - {end - 1}", *(f"{value:.4f}" for _, _, value in buckets))
+        add_row(f"{start} - {end - 1}", (value for _, _, value in buckets))
     table.add_section()
-    table.add_row("all", *(f"{result.value:.4f}" for result in results.values()))
-    bits = [f"{result.bits_per_byte:.4f}" for result in results.values()]
-    table.add_row("bits per byte", *bits)
+    add_row("all", (result.value for result in results.values()))
+    add_row("bits per byte", (result.bits_per_byte for result in results.values()))
     console().print(table)
+    for note in filter(None, (result.idle for result in results.values())):
+        console().print(note)
+    full, cca = results.get("full"), results.get("cca")
+    if full is None or cca is None or cca.idle:
+        return
+    window_size = cca.sizes["window_size"]
+    base = full.from_position(window_size)
+    losses = {
+        name: _difference(result.from_position(window_size), base)
+        for name, result in results.items()
+        if result is not full
+    }
+    far = ", ".join(f"{titles[name]} {loss}" for name, loss in losses.items())
+    console().print(f"positions from {window_size} on: {far}")
+    if not cca.adapted:
+        sinks = "" if cca.sizes.get("sinks") else "--sinks 16; "
+        console().print(f"not adapted: try {sinks}corecontext layers; corecontext train")
+
+
+def _difference(value: float, base: float) -> str:
+    return f"{100 * (value / base - 1):+.1f} %"
 
 
 def document_nll(

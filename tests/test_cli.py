@@ -4,6 +4,7 @@ nothing written."""
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -244,13 +245,21 @@ def test_perplexity_of_both_methods(model, here, capfd):
     ]
     assert main([*argv, "--json", "r.jsonl"]) == 0
     shown = capfd.readouterr().out
+    records = [r for r in read_records("r.jsonl") if r.name == "quality.perplexity"]
+    assert all(f"{r.value:.4f}" in shown for r in records)
+    assert {r.params.get("window_size", 32) for r in records} == {32}
+    with_sinks = [r for r in records if r.params["method"] == "cca" and "sinks" in r.params]
+    assert [r.params["sinks"] for r in with_sinks] == [16] * 3
     found = {
-        (r.params["method"], r.params.get("bucket")): r
-        for r in read_records("r.jsonl")
-        if r.name == "quality.perplexity"
+        (r.params["method"], r.params.get("bucket")): r for r in records if r not in with_sinks
     }
-    assert set(found) == {(m, b) for m in ("full", "cca") for b in (None, "0-511", "512-539")}
-    assert all(f"{r.value:.4f}" in shown for r in found.values())
+    methods = ("full", "cca", "window", "streaming_llm")
+    assert set(found) == {(m, b) for m in methods for b in (None, "0-511", "512-539")}
+    percent = 100 * (found["cca", None].value / found["full", None].value - 1)
+    assert f"{percent:+.1f} %" in shown
+    far = re.search(r"^positions from 32 on: CCA \S+ %, window \S+ %, streaming_llm ", shown, re.M)
+    assert far and "CCA sinks=16" in shown[far.end() :]
+    assert "\nnot adapted: try --sinks 16; corecontext layers; corecontext train" in shown
     assert (
         found["cca", None].params["group_size"] == 8
         and "group_size" not in found["full", None].params
@@ -446,7 +455,7 @@ PERPLEXITY = ["perplexity", "good.txt"]
         (
             [*PERPLEXITY, "--model", "MODEL", "--method", "x"],
             "method must be cca, full, window, streaming_llm, lm_infinite, minference, longlora, "
-            "mean or max, got 'x'.",
+            "mean, max or duo_attention, got 'x'.",
         ),
         (
             [*PERPLEXITY, "--model", "MODEL", "--chunk-size", "0"],

@@ -16,6 +16,8 @@ import pytest
 import torch
 from tiny_model import save_tiny_model
 
+from corecontext import CCAConfig
+from corecontext.baselines import make_rival
 from corecontext.cli import main
 from corecontext.data.readers import find_file, model_hash, read_lines
 from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, runner
@@ -229,6 +231,9 @@ class Stub:
 
     def encode_prompt(self, text, chat=True):
         return self.encode(text)
+
+    def idle_note(self, length):
+        return ""
 
     def decode(self, ids):
         return "".join(ids)
@@ -465,7 +470,7 @@ def test_items_that_do_not_fit_are_left_out_and_said(data, capsys):
     subject.learn(multidoc_qa.items(data, settings, subject))
     subject.limit = 50
     assert len(run_task("multidoc_qa", data, settings, subject, IDENTITY)) == 3
-    assert "3 of 6 left out" in capsys.readouterr().out
+    assert "3 of 6 left out" in capsys.readouterr().err
     subject.limit = 5
     with pytest.raises(UserError, match="must have an item that fits, got none of 6"):
         run_task("multidoc_qa", data, settings, subject, IDENTITY)
@@ -479,6 +484,8 @@ def test_items_that_do_not_fit_are_left_out_and_said(data, capsys):
 def model(tmp_path_factory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"), max_length=2048)
 
+
+PERPLEXITY = ("--task", "perplexity", "--length", "64", "--limit", "1", "--device", "cpu")
 
 METHODS = ["full", "cca", "window", "streaming_llm", "lm_infinite", "minference", "mean", "max"]
 
@@ -704,7 +711,7 @@ def test_subject_agrees_with_the_model(model):
         ),
         (
             ["--task", "mmlu", "--method", "full", "--sinks", "3"],
-            "sinks and patterns must be given for methods",
+            "sinks must be given for a method that has them",
         ),
         (["--task", "mmlu", "--chunk-size", "0"], "chunk-size must be at least 1"),
         (
@@ -862,6 +869,78 @@ def test_progress_says_the_time_left(monkeypatch, capsys):
     assert capsys.readouterr().err == "work: 25 %, about 0:00:09 left\n"
 
 
+@pytest.mark.parametrize(
+    "method, sizes, full, beyond",
+    [
+        ("cca", {"group_size": 4, "window_size": 20}, 23, 24),
+        ("cca", {"group_size": 4, "window_size": 20, "sinks": 5}, 31, 32),
+        ("window", {"window_size": 20}, 20, 21),
+        ("streaming_llm", {"window_size": 20, "sinks": 5}, 25, 26),
+        ("lm_infinite", {"window_size": 20, "sinks": 5}, 21, 22),
+        ("duo_attention", {"window_size": 20, "sinks": 5, "full_heads": "0:1"}, 25, 26),
+    ],
+    ids=str,
+)
+def test_idle_is_said_exactly_where_numbers_are_those_of_full_attention(
+    model, method, sizes, full, beyond
+):
+    loaded = load(model, method=method, device="cpu", **sizes)
+    plain = load(model, method="full", device="cpu")
+    ids = torch.randint(256, (1, beyond), generator=torch.Generator().manual_seed(0))
+    ours, theirs = (document_nll(x.model, ids, chunk_size=9) for x in (loaded, plain))
+    torch.testing.assert_close(ours[: full - 1], theirs[: full - 1])
+    assert "was idle" in loaded.idle_note(full) and not loaded.idle_note(beyond)
+    with torch.no_grad():
+        logits = [x.model(ids).logits[0, -1] for x in (loaded, plain)]
+    assert not torch.allclose(*logits, rtol=1e-3)
+    assert not plain.idle_note(full)
+
+
+def test_idle_is_said_wherever_numbers_are_shown(model, data, tmp_path, capfd):
+    (tmp_path / "text.txt").write_text("A short text.")
+    text, page = str(tmp_path / "text.txt"), str(tmp_path / "page.html")
+    of_model = ["--model", model, "--device", "cpu"]
+    assert main(["perplexity", text, *of_model, "--compare"]) == 0
+    shown = capfd.readouterr().out
+    assert shown.count("was idle: at most 13 tokens, within its window (s = 1024)") == 4
+    assert "positions from" not in shown and "not adapted" not in shown
+    assert main(["inspect", text, *of_model, "--output", page]) == 0
+    assert "CCA was idle" in capfd.readouterr().err and "CCA was idle" in Path(page).read_text()
+    assert main(["compare", *of_model, "--data", str(data), *PERPLEXITY[:-2]]) == 0
+    assert capfd.readouterr().err.count("perplexity: CCA was idle: at most 64 tokens") == 1
+
+
+def test_duo_attention_is_a_method_with_heads_of_its_own(model, data, tmp_path, capfd):
+    settings = {"method": "duo_attention", "window_size": 8, "device": "cpu"}
+    assert load(model, full_heads="0:1, 1:0", **settings).rival.full_heads == ((1,), (0,))
+    folder = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    for sizes, heads in (([[4, 1], 4], ((1,), ())), ([1, 4], ((0, 1), ()))):
+        cca = {"layer_group_sizes": sizes, "window_size": 16}
+        (folder / "config.json").write_text(json.dumps({**config, "cca": cca}))
+        assert load(str(folder), **settings).rival.full_heads == heads
+    for wrong, message in (
+        (None, "full_heads must be LAYER:HEAD,.* got none. Find them with corecontext layers"),
+        ("0:1;1:0", "full_heads must be LAYER:HEAD,.* with layers from 0 to 1, got '0:1;1:0'"),
+        ("2:0", "with layers from 0 to 1, got '2:0'"),
+        ("0:2", "full_heads must have heads from 0 to 1 for each layer"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(model, full_heads=wrong, **settings)
+    with pytest.raises(UserError, match="full-heads must be given for duo_attention"):
+        load(model, full_heads="0:1", device="cpu")
+    argv = ["compare", "--model", model, "--data", str(data), *PERPLEXITY, "--full-heads", "0:1"]
+    assert main([*argv, "--method", "full", "--method", "duo_attention"]) == 0
+    assert "duo_attention" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["mean", "max"])
+def test_poolings_keep_first_tokens_raw_as_cca_does(name):
+    config = make_rival(name, group_size=4, window_size=9, sinks=5)
+    assert config == CCAConfig(4, 9, pooling=name, sink_size=5)
+    assert make_rival(name).sink_size == CCAConfig().sink_size
+
+
 def test_losses_that_are_no_numbers_are_an_error():
     def model(ids, **_):
         logits = torch.zeros(1, ids.shape[1], 5)
@@ -870,9 +949,6 @@ def test_losses_that_are_no_numbers_are_an_error():
 
     with pytest.raises(UserError, match="logits must be finite, got NaN or infinity at token 2"):
         document_nll(model, torch.zeros(1, 6, dtype=torch.long))
-
-
-PERPLEXITY = ("--task", "perplexity", "--length", "64", "--limit", "1", "--device", "cpu")
 
 
 def test_records_are_appended_to_records_alone(model, data, tmp_path, capfd):

@@ -46,6 +46,12 @@ class Words:
         return torch.tensor(ids[1:]) / 1000
 
 
+def test_positions_from_one_on_are_those_that_the_window_does_not_hold():
+    losses = Perplexity(torch.arange(1.0, 10.0) / 100, 10)  # of tokens 1 to 9
+    assert losses.from_position(0) == losses.from_position(1) == pytest.approx(losses.value)
+    assert losses.from_position(8) == pytest.approx(math.exp(0.085))
+
+
 def test_windows_and_their_buckets_hold_every_loss_once():
     outcome = Window("w", {}, list(range(700)), 700).run(Words())
     first, second = outcome.details["buckets"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -12,11 +13,43 @@ from corecontext.baselines.method import Call, Layer
 from corecontext.baselines.sink_cache import SinkLayer
 from corecontext.baselines.sink_methods import SinkMethod
 from corecontext.config import DEFAULT_WINDOW_SIZE, check_int
+from corecontext.integrations.hf_attention import full_layers
 from corecontext.integrations.hf_cache import layer_bytes
+from corecontext.model_sizes import ModelSizes
 from corecontext.ops.head_split import gather_heads, split_heads
 
 ENDLESS = 2**40
 """A window that no token leaves."""
+
+
+def find_heads(text: str | None, hf_config: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the KV heads that see all tokens, for each full-attention layer.
+
+    Args:
+        text: "LAYER:HEAD,..."; None takes the heads that keep every token in the checkpoint's own
+            settings, as `corecontext layers --heads --raw` chooses them.
+
+    Raises:
+        ValueError: the text has another form or no such layer, or there is none and no such head.
+    """
+    layers = len(full_layers(hf_config))
+    heads = range(ModelSizes.of(hf_config).kv_heads)
+    rule = "full_heads must be LAYER:HEAD,LAYER:HEAD,..., such as 12:0,12:3"
+    if text is None:
+        saved = (getattr(hf_config, "cca", None) or {}).get("layer_group_sizes") or ()
+        sizes = [(size,) * len(heads) if isinstance(size, int) else size for size in saved]
+        chosen = [(i, head) for i in range(len(sizes)) for head in heads if sizes[i][head] == 1]
+        if not chosen:
+            raise ValueError(
+                f"{rule}, for a checkpoint without heads that keep every token, got none. Find "
+                "them with corecontext layers --heads --raw."
+            )
+    else:
+        pairs = [re.fullmatch(r"\s*(\d+):(\d+)\s*", pair) for pair in text.split(",")]
+        chosen = [(int(pair[1]), int(pair[2])) for pair in pairs if pair]
+        if len(chosen) < len(pairs) or any(layer >= layers for layer, _ in chosen):
+            raise ValueError(f"{rule}, with layers from 0 to {layers - 1}, got {text!r}.")
+    return tuple(tuple(h for i, h in chosen if i == layer) for layer in range(layers))
 
 
 @dataclass(frozen=True)

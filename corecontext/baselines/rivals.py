@@ -35,13 +35,11 @@ RIVALS = {
     "minference": Rival("minference", "MInference", ("patterns",), ("eval",)),
     "longlora": Rival("longlora", "LongLoRA", ("group_size",), ("train",)),
     # `corecontext train` has --pooling for these two.
-    "mean": Rival("", "CCAConfig", ("group_size", "window_size"), ("eval",)),
-    "max": Rival("", "CCAConfig", ("group_size", "window_size"), ("eval",)),
-    # Its heads come from a search, so no command can make it.
-    "duo_attention": Rival("duo_attention", "DuoAttention", ("full_heads", *SINKS), ()),
+    "mean": Rival("", "CCAConfig", ("group_size", *SINKS), ("eval",)),
+    "max": Rival("", "CCAConfig", ("group_size", *SINKS), ("eval",)),
+    "duo_attention": Rival("duo_attention", "DuoAttention", ("full_heads", *SINKS), ("eval",)),
 }
-NAMES = tuple(name for name, rival in RIVALS.items() if rival.commands)
-"""Methods that commands can make."""
+NAMES = tuple(RIVALS)
 
 
 def offered(command: str) -> tuple[str, ...]:
@@ -58,7 +56,7 @@ def make_rival(name: str, **settings: Any) -> Method | CCAConfig:
     """Make the rival of a name in NAMES.
 
     Args:
-        settings: group_size, window_size, sinks, patterns; None is the rival's default.
+        settings: group_size, window_size, sinks, patterns, full_heads; None is the rival's default.
 
     Raises:
         ValueError: there is no such rival, or it has no such setting.
@@ -72,5 +70,6 @@ def make_rival(name: str, **settings: Any) -> Method | CCAConfig:
             )
     file, maker = RIVALS[name][:2]
     if not file:
-        return CCAConfig(pooling=name, **given)
+        sink_size = given.pop("sinks", CCAConfig.sink_size)
+        return CCAConfig(pooling=name, sink_size=sink_size, **given)
     return getattr(importlib.import_module(f"corecontext.baselines.{file}"), maker)(**given)

@@ -30,6 +30,11 @@ class SinkMethod(Method):
         """Whether sinks are rotated to another position."""
         return self.far_position != "none"
 
+    @property
+    def full_length(self) -> int:
+        """Most tokens of a sequence that this is full attention on."""
+        return self.window_size + self.sinks
+
     def make_cache(self, layer: Layer) -> SinkLayer:
         """Return an empty cache of one layer."""
         return SinkLayer(self.sinks, self.window_size)
@@ -76,3 +81,8 @@ class LMInfinite(SinkMethod):
     far_position: ClassVar[str] = "ceiling"
     sinks: int = 16
     window_size: int = DEFAULT_WINDOW_SIZE
+
+    @property
+    def full_length(self) -> int:
+        """Most tokens of a sequence that this is full attention on."""
+        return self.window_size + min(self.sinks, 1)  # one sink is at the ceiling anyway

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import Annotated, Any
 
 import typer
@@ -27,7 +26,7 @@ from corecontext.cli.options import (
     publish,
     with_options,
 )
-from corecontext.config import DEFAULT_GROUP_SIZE
+from corecontext.config import DEFAULT_GROUP_SIZE, CCAConfig
 from corecontext.files import UserError
 
 
@@ -155,7 +154,12 @@ def perplexity(
     model: Model,
     options: LoadOptions,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Measure full attention and CCA.")
+        bool,
+        typer.Option(
+            "--compare",
+            help="Measure full attention, CCA, CCA with raw first tokens, a window as large, and "
+            "StreamingLLM, side by side.",
+        ),
     ] = False,
     chunk_size: Annotated[
         int | None,
@@ -173,16 +177,27 @@ def perplexity(
 
     text = read_text(file)
     from corecontext.loading import load
-    from corecontext.perplexity import measure, print_table, to_records
+    from corecontext.perplexity import Perplexity, measure, print_table, to_records
 
-    runs = {options.method: options}
+    results: dict[str, Perplexity] = {}
+
+    def run(name: str, **changes: Any) -> CCAConfig | None:
+        loaded = load(model, **{**vars(options), **changes})
+        results[name] = measure(loaded, text, name, chunk_size)
+        return loaded.config
+
     if compare:
-        full = dataclasses.replace(options, method="full", sinks=None, cache_dtype=None)
-        runs = {"full": full, "cca": dataclasses.replace(options, method="cca")}
-    results = {
-        method: measure(load(model, **vars(settings)), text, method, chunk_size)
-        for method, settings in runs.items()
-    }
+        plain: dict[str, Any] = {"full_heads": None, "cache_dtype": None}
+        run("full", **plain, method="full", sinks=None)
+        config = run("cca", method="cca", full_heads=None)
+        assert config is not None
+        plain["window_size"] = config.window_size
+        run("window", **plain, method="window", sinks=None)
+        run("streaming_llm", **plain, method="streaming_llm")
+        if not config.sink_size:
+            run("cca sinks=16", method="cca", full_heads=None, sinks=16)
+    else:
+        run(options.method)
     publish(json, lambda: print_table(results), lambda: to_records(results, model))
 
 

@@ -63,6 +63,13 @@ CacheDtype = Annotated[
     ),
 ]
 Method = Annotated[str, typer.Option(help="cca, or full for the model's own attention.")]
+FullHeads = Annotated[
+    str | None,
+    typer.Option(
+        help="KV heads that duo_attention shows all tokens, as LAYER:HEAD,... Default: those that "
+        "keep every token in the checkpoint's settings."
+    ),
+]
 AnyMethod = Annotated[str, typer.Option(help=f"{listed(('cca', 'full', *offered('eval')))}.")]
 ChunkSize = Annotated[
     int | None,
@@ -112,8 +119,9 @@ class SizeOptions:
 class LoadOptions(SizeOptions):
     """How a command loads its model under any method."""
 
-    method: Method = "cca"
+    method: AnyMethod = "cca"
     cache_dtype: CacheDtype = None
+    full_heads: FullHeads = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,7 @@ class EvaluationOptions(SizeOptions):
         str | None,
         typer.Option(help=f"File with the model's patterns: {', '.join(takers('patterns'))}."),
     ] = None
+    full_heads: FullHeads = None
     num_groups: Annotated[
         int | None, typer.Option(help="Constant number of core tokens; replaces --group-size.")
     ] = None

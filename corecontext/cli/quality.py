@@ -26,6 +26,8 @@ from corecontext.cli.options import (
 )
 from corecontext.files import UserError
 
+_SIZES = ("group_size", "window_size", "sinks", "patterns", "full_heads")
+
 
 @with_options(EvaluationOptions)
 def evaluate(
@@ -80,7 +82,7 @@ def _evaluate(
         *(given[name] for name in Settings._fields[3:]),
     )
     model_options = ModelOptions(
-        {name: given[name] for name in ("group_size", "window_size", "sinks", "patterns")},
+        {name: given[name] for name in _SIZES},
         **{name: given[name] for name in ModelOptions._fields if name in given},
     )
     records = run(model, methods, tasks, data, settings, model_options, options.results)

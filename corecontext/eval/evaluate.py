@@ -14,7 +14,11 @@ from corecontext.files import UserError
 from corecontext.loading import WHOLE, load
 from corecontext.record import Record
 
-_METHODS_WITH = {"sinks": ("cca", *takers("sinks")), "patterns": takers("patterns")}
+_METHODS_WITH = {
+    "sinks": ("cca", *takers("sinks")),
+    "patterns": takers("patterns"),
+    "full_heads": takers("full_heads"),
+}
 """Methods that support a size; all support the others."""
 
 
@@ -22,8 +26,8 @@ class ModelOptions(NamedTuple):
     """How to load and run the model under every method."""
 
     sizes: Mapping[str, Any] = {}
-    """group_size, window_size, sinks, patterns for `load`; of several methods, each takes those it
-    supports."""
+    """group_size, window_size, sinks, patterns, full_heads for `load`; of several methods, each
+    takes those it supports."""
     num_groups: int | None = None
     """Constant number of core tokens, for methods with core tokens."""
     chunk_size: int | None = None

@@ -26,7 +26,7 @@ from corecontext.record import (
     make_record,
     read_records,
 )
-from corecontext.terminal import console, progress
+from corecontext.terminal import progress
 
 
 class Task(NamedTuple):
@@ -147,7 +147,12 @@ def run_task(
         reason = f": {skipped[0]}" if skipped else ""
         raise UserError(f"{task} must have an item that fits, got none of {len(items)}{reason}.")
     if skipped:
-        console().print(f"{task}: {len(skipped)} of {len(items)} left out ({skipped[0]})")
+        print(f"{task}: {len(skipped)} of {len(items)} left out ({skipped[0]})", file=sys.stderr)
+    # A window of t + 1 tokens has t losses.
+    longest = max(r.params.get("prompt_tokens") or r.params["tokens"] + 1 for r in records)
+    note = subject.idle_note(longest)
+    if note:
+        print(f"{task}: {note}", file=sys.stderr)
     return records
 
 

@@ -33,6 +33,7 @@ class ModelSubject:
 
         self.loaded = loaded
         self.chunk_size = chunk_size
+        self.has_num_groups = num_groups is not None
         has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
         if chat_template and not has_template:
             raise UserError(
@@ -56,6 +57,10 @@ class ModelSubject:
     def limit(self) -> int | None:
         """Most tokens, prompt and answer; None: no limit is known."""
         return self.loaded.max_length
+
+    def idle_note(self, length: int) -> str:
+        """Return a note that texts of this length see full attention by construction, or ""."""
+        return "" if self.has_num_groups else self.loaded.idle_note(length)
 
     def encode(self, text: str) -> list[int]:
         """Return token ids, with the tokenizer's beginning."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -48,12 +49,17 @@ def inspect_text(
     input_ids = torch.tensor([ids], device=loaded.model.device)
     maps = attention_maps(loaded, input_ids, queries, layers)
     model = Path(name).name
+    settings = {"model": model, "tokens": len(ids), **loaded.sizes()}
+    note = loaded.idle_note(len(ids))
+    if note:
+        print(note, file=sys.stderr)
+        settings["note"] = note
     return make_page(
         f"Core tokens of {model}",
         split_text(loaded.tokenizer, ids),
         queries,
         maps,
-        {"model": model, "tokens": len(ids), **loaded.sizes()},
+        settings,
     )
 
 
