@@ -1,7 +1,9 @@
 """The demo: both methods measured in processes of their own, the cache as the formula says, records
 as shown."""
 
+import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -45,6 +47,54 @@ def value(result, name: str, method: str) -> float:
 @pytest.fixture(scope="module")
 def result(settings):
     return run_demo(settings)
+
+
+def test_a_chat_model_is_asked_in_its_own_words(settings, tmp_path, monkeypatch, capsys):
+    """Three methods, questions by the chat template, perplexity of the second half."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "chat"
+    shutil.copytree(settings.model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[USER]{{ m.content }}[END]{% endfor %}"
+        "{% if add_generation_prompt %}[BOT]{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    chat = dataclasses.replace(settings, model=str(folder), sinks=8, num_questions=2)
+    task = plan(chat)
+    text = tokenizer.decode(task.token_ids)
+    assert text.startswith("[USER]Read this text") and "[END]" not in text
+    question = task.questions[0]
+    asked = tokenizer.decode(question.token_ids)
+    assert asked.startswith("\n\nQuestion: What is the ") and asked.endswith("only.[END][BOT]")
+    assert question.is_correct(f"It is {question.fact.answer}, I think.")
+    assert not any(task.document_mask[: len(task.token_ids) // 2]) and any(task.document_mask)
+
+    monkeypatch.setattr(compare, "_run_in_subprocess", in_process)
+    result = run_demo(chat)
+    bytes_by_method = {
+        record.params["method"]: record.value
+        for record in result.records
+        if record.name == "demo.cache_bytes"
+    }
+    assert list(bytes_by_method) == ["full", "cca", "streaming_llm"]
+    assert bytes_by_method["cca"] == bytes_by_method["streaming_llm"]
+    print_report(result)
+    shown = capsys.readouterr().out
+    assert (
+        "sinks + window" in shown and "The cache equals the formula: (L - n) // g + n + " in shown
+    )
+    assert "Perplexity is that of the second half." in shown
+
+
+def in_process(method, settings, task):
+    """Measure in this process, which saves two imports of torch."""
+    from corecontext.demo.measure_method import run_method
+    from corecontext.loading import load
+
+    options = compare._methods(settings, len(task.token_ids))[method]
+    return run_method(load(settings.model, method=method, **options), task, lambda amount: None)
 
 
 def test_every_value_is_recorded_for_both_methods(result):
@@ -118,8 +168,6 @@ def test_the_task_is_the_document_with_facts(settings):
     ],
 )
 def test_a_mistake_is_found_before_a_model_runs(settings, change, message, monkeypatch):
-    import dataclasses
-
     monkeypatch.setattr(compare, "_run_in_subprocess", None)
     with pytest.raises(UserError) as error:
         run_demo(dataclasses.replace(settings, **change))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from corecontext.cli.options import (
+    MODEL_HELP,
     ChunkSize,
     Device,
     Dtype,
@@ -24,6 +25,7 @@ from corecontext.cli.options import (
     check_drawn,
     check_least,
     publish,
+    unpacked,
     with_options,
 )
 from corecontext.config import DEFAULT_GROUP_SIZE, CCAConfig
@@ -31,11 +33,25 @@ from corecontext.files import UserError
 
 
 def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(help=f"{MODEL_HELP} Default: the bundled model.", callback=unpacked),
+    ] = None,
+    document: Annotated[
+        str | None, typer.Option(help="Text of yours, or - for standard input. Default: a book's.")
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Cut the document to this many tokens. Default: all of it.")
     ] = None,
     group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = DEFAULT_GROUP_SIZE,
     window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 512,
+    sinks: Annotated[
+        int | None,
+        typer.Option(
+            "--sinks",
+            help="First tokens kept raw under CCA. Default: 0 for the bundled model, else g.",
+        ),
+    ] = None,
     questions: Annotated[int, typer.Option(help="Facts to plant and ask for.")] = 6,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -43,16 +59,22 @@ def demo(
     json: Json = None,
     force: Force = False,
 ) -> None:
-    """Compare full attention and CCA on a bundled model and document: time, memory, perplexity,
-    retrieval."""
+    """Compare full attention and CCA on a bundled model and document, or on a chat model and a text
+    of yours beside sinks + window: time, memory, perplexity, retrieval."""
     check_drawn(plot, force)
     check_appended(json)
     from corecontext.demo.compare import DemoSettings, run_demo
     from corecontext.demo.report import print_report
 
-    result = run_demo(
-        DemoSettings(group_size, window_size, questions, max_tokens, dtype=dtype, device=device)
+    settings = DemoSettings(
+        group_size, window_size, questions, max_tokens, sinks or 0, dtype=dtype, device=device
     )
+    if model is not None:
+        used = group_size if sinks is None else sinks
+        settings = dataclasses.replace(settings, model=model, sinks=used)
+    if document is not None:
+        settings = dataclasses.replace(settings, document=document)
+    result = run_demo(settings)
     publish(json, lambda: print_report(result), lambda: result.records)
     if plot is not None:
         from corecontext.demo.report import draw_demo

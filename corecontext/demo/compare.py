@@ -18,12 +18,14 @@ from corecontext import cost
 from corecontext.config import DEFAULT_GROUP_SIZE, CCAConfig
 from corecontext.demo.task import Question, Task, make_task
 from corecontext.files import UserError, read_text
-from corecontext.loading import METHODS, load_config, one_line, pick_device
+from corecontext.loading import load_config, one_line, pick_device
 from corecontext.measure import package_path
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
+from corecontext.visibility import num_sinks
 
 MEASURED = ("first_token_s", "next_token_ms", "cache_bytes", "peak_bytes", "perplexity")
+TITLES = {"full": "full attention", "cca": "CCA", "streaming_llm": "sinks + window"}
 CHILD_COMMAND = [sys.executable, "-m", "corecontext.demo.measure_method"]
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 SPARE_TOKENS = 256
@@ -41,6 +43,9 @@ class DemoSettings:
     num_questions: int = 6
     max_tokens: int | None = None
     """Cut the document, facts included, to this many tokens; None means the model's limit."""
+    sinks: int = 0
+    """First tokens kept raw under CCA. With them a third method keeps only them and a window, in as
+    many bytes."""
     model: str = str(ASSETS / "demo_model")
     document: str = str(ASSETS / "document.txt")
     dtype: str = "auto"
@@ -63,14 +68,15 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         UserError: a setting is bad, the document does not fit, or memory ran out.
     """
     task = plan(settings)
-    # Full attention first: the records are in this order.
-    methods = METHODS[::-1]
-    results = {method: _run_in_subprocess(method, settings, task) for method in methods}
+    results = {
+        method: _run_in_subprocess(method, settings, task)
+        for method in _methods(settings, len(task.token_ids))
+    }
     device = device_name(pick_device(settings.device))
     records = []
     for method, result in results.items():
         answers = zip(task.questions, result["answers"])
-        right = [question.fact.is_correct(answer) for question, answer in answers]
+        right = [question.is_correct(answer) for question, answer in answers]
         params = {
             "method": method,
             "backend": "sdpa" if method == "full" else "auto",
@@ -86,10 +92,24 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     return DemoResult(records, task.questions, texts)
 
 
+def _methods(settings: DemoSettings, length: int) -> dict[str, dict[str, Any]]:
+    """Return the options of each method to load, full attention first."""
+    g, s, sinks = settings.group_size, settings.window_size, settings.sinks
+    common = {"dtype": settings.dtype, "device": settings.device}
+    methods: dict[str, dict[str, Any]] = {
+        "full": common,
+        "cca": {"group_size": g, "window_size": s, "sinks": sinks, **common},
+    }
+    if sinks:
+        entries = cost.cache_entries(length, g, s, sinks=num_sinks(sinks, g))
+        methods["streaming_llm"] = {"window_size": entries - sinks, "sinks": sinks, **common}
+    return methods
+
+
 def plan(settings: DemoSettings) -> Task:
     """Check the settings before any model runs, and make the task."""
     with one_line():
-        CCAConfig(settings.group_size, settings.window_size)
+        CCAConfig(settings.group_size, settings.window_size, sink_size=settings.sinks)
     count = settings.num_questions
     if count < 1:
         raise UserError(f"questions must be at least 1, got {count}.")
@@ -122,16 +142,17 @@ def formula_bytes(record: Record) -> int:
     import torch
 
     p = record.params
-    entries = cost.cache_entries(p["length"], p.get("group_size", 1), p.get("window_size", 1))
+    g = p.get("group_size", 1)
+    sinks = num_sinks(p.get("sinks", 0), g)
+    entries = cost.cache_entries(p["length"], g, p.get("window_size", 1), sinks=sinks)
     itemsize = getattr(torch, p["dtype"]).itemsize
     return cost.cache_bytes(entries, p["layers"], p["kv_heads"], p["head_dim"], itemsize)
 
 
 def _run_in_subprocess(method: str, settings: DemoSettings, task: Task) -> dict[str, Any]:
     """Run one method in a fresh process; its progress becomes a bar here."""
-    names = ("group_size", "window_size", "dtype", "device")
-    options = {"method": method, **{name: getattr(settings, name) for name in names}}
-    title = {"full": "full attention", "cca": "CCA"}[method]
+    options = {"method": method, **_methods(settings, len(task.token_ids))[method]}
+    title = TITLES[method]
     result = None
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with (

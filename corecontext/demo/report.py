@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from corecontext.demo.compare import DemoResult, formula_bytes
-from corecontext.drawing import CCA, FULL, pyplot, save
+from corecontext.demo.compare import TITLES, DemoResult, formula_bytes
+from corecontext.drawing import CCA, FLOOR, FULL, pyplot, save
 from corecontext.record import Record, newest
 from corecontext.terminal import console
+from corecontext.visibility import num_sinks
 
 DEMO_ROWS = (
     ("time to first token", "first_token_s", "{:.2f} s", 1),
@@ -30,48 +32,53 @@ def print_report(result: DemoResult) -> None:
     console().print(answers_table(result))
     cache = newest(result.records, "demo.cache_bytes", method="cca")
     length, g, s = (cache.params[key] for key in ("length", "group_size", "window_size"))
+    sinks = num_sinks(cache.params.get("sinks", 0), g)
     agrees = "equals" if formula_bytes(cache) == cache.value else "DIFFERS FROM"
+    formula = f"L // g + s + g - 1 = {length // g} + {s} + {g} - 1"
+    if sinks:
+        groups = (length - sinks) // g
+        formula = f"(L - n) // g + n + s + g - 1 = {groups} + {sinks} + {s} + {g} - 1"
     console().print(
-        f"The cache {agrees} the formula: L // g + s + g - 1 = {length // g} + {s} + {g} - 1 "
-        "entries a layer. Peak memory is the prefill's, on top of the loaded model."
+        f"The cache {agrees} the formula: {formula} entries a layer. Peak memory is the prefill's, "
+        "on top of the loaded model."
     )
-    console().print(
+    note = (
         "The model is tiny and trained to show the machinery: its prose is poor, and it answers "
-        "only facts in the form that it was trained on. The numbers are this machine's."
+        "only facts in the form that it was trained on."
     )
+    if sinks:
+        note = "The model runs as it is: `corecontext train` adapts it to CCA."
+    if result.questions[0].in_chat:
+        note += " Perplexity is that of the second half."
+    console().print(f"{note} The numbers are this machine's.")
 
 
 def measured_table(result: DemoResult) -> Table:
-    """Make the table of full attention, CCA and their ratio."""
+    """Make the table of each method, and the ratio of full attention to CCA."""
     cca = newest(result.records, "demo.cache_bytes", method="cca").params
-    table = Table(
-        title=f"{cca['length']} tokens, {cca['layers']} layers, g = {cca['group_size']}, s = "
-        f"{cca['window_size']}, {cca['dtype']}\n{result.records[0].device}",
-        box=SIMPLE_HEAD,
-    )
+    table = Table(title=f"{_sizes(cca)}\n{result.records[0].device}", box=SIMPLE_HEAD)
     table.add_column("")
-    for column in ("full attention", "CCA", ""):
+    for column in (*_titles(result.records), "CCA to full"):
         table.add_column(column, justify="right")
     count = len(result.questions)
     for label, name, shown, unit in DEMO_ROWS:
-        full, compact = _values(result.records, name)
+        values = _values(result.records, name)
         if name == "retrieval_accuracy":
-            cells = [f"{round(share * count)} of {count}" for share in (full, compact)]
-            table.add_row("answers right", *cells, "")
+            table.add_row("answers right", *[f"{round(x * count)} of {count}" for x in values], "")
         else:
-            cells = [shown.format(value / unit) for value in (full, compact)]
-            table.add_row(label, *cells, _ratio(name, full, compact))
+            cells = [shown.format(value / unit) for value in values]
+            table.add_row(label, *cells, _ratio(name, *values[:2]))
     return table
 
 
 def answers_table(result: DemoResult) -> Table:
     """Make the table of each question, its right answer and the answer of each method."""
     table = Table(title="facts planted in the document, asked at its end", box=SIMPLE_HEAD)
-    for column in ("depth", "tokens back", "question", "right", "full attention", "CCA"):
+    for column in ("depth", "tokens back", "question", "right", *_titles(result.records)):
         table.add_column(column, overflow="fold")
     for question, *answers in zip(result.questions, *result.answers.values()):
         fact = question.fact
-        cells = [Text(text, "green" if fact.is_correct(text) else "red") for text in answers]
+        cells = [Text(text, "green" if question.is_correct(text) else "red") for text in answers]
         place = (f"{question.depth:.0%}", str(question.distance))
         table.add_row(*place, fact.question, fact.answer, *cells)
     return table
@@ -88,12 +95,13 @@ def _ratio(name: str, full: float, cca: float) -> str:
 def demo_table(records: Sequence[Record]) -> str:
     """Return README's table of the demo, in Markdown."""
     params = newest(records, "demo.first_token_s", method="cca").params
+    titles = _titles(records)
     lines = [
         f"`corecontext demo` on {records[-1].device}: {params['length']} tokens, "
         f"{params['dtype']}, g = {params['group_size']}, s = {params['window_size']}.",
         "",
-        "| | full attention | CCA |",
-        "|---|---:|---:|",
+        "| | " + " | ".join(titles) + " |",
+        "|---|" + "---:|" * len(titles),
     ]
     for label, name, shown, unit in DEMO_ROWS:
         cells = [shown.format(value / unit) for value in _values(records, name)]
@@ -102,13 +110,14 @@ def demo_table(records: Sequence[Record]) -> str:
 
 
 def draw_demo(records: Sequence[Record], path: str) -> None:
-    """Draw bars of the measured values, full attention beside CCA."""
+    """Draw bars of the measured values, the methods side by side."""
     rows = [row for row in DEMO_ROWS if row[1] != "retrieval_accuracy"]
     size = (2.3 * len(rows), 2.6)
     figure, axes = pyplot().subplots(1, len(rows), figsize=size, layout="constrained")
+    labels = [title.removesuffix(" attention").replace(" + ", " +\n") for title in _titles(records)]
     for axis, (label, name, shown, unit) in zip(axes, rows):
         values = [value / unit for value in _values(records, name)]
-        bars = axis.bar(("full", "CCA"), values, color=(FULL, CCA))
+        bars = axis.bar(labels, values, color=(FULL, CCA, FLOOR)[: len(values)])
         axis.bar_label(bars, [shown.format(value) for value in values], fontsize=8)
         axis.set_title(label, fontsize=9)
         axis.set_yticks([])
@@ -123,6 +132,19 @@ def draw_demo(records: Sequence[Record], path: str) -> None:
     save(figure, path)
 
 
+def _sizes(params: Mapping[str, Any]) -> str:
+    """Describe the sizes of the model and of CCA."""
+    text = f"{params['length']} tokens, {params['layers']} layers, g = {params['group_size']}, "
+    sinks = f", {params['sinks']} sinks" if "sinks" in params else ""
+    return f"{text}s = {params['window_size']}{sinks}, {params['dtype']}"
+
+
+def _titles(records: Sequence[Record]) -> list[str]:
+    """Return the names of the methods in the order of the records."""
+    return [TITLES[method] for method in dict.fromkeys(r.params["method"] for r in records)]
+
+
 def _values(records: Sequence[Record], name: str) -> list[float]:
-    """Return a quantity of full attention and of CCA."""
-    return [newest(records, f"demo.{name}", method=method).value for method in ("full", "cca")]
+    """Return a quantity of each method; full attention and CCA are the first two."""
+    methods = dict.fromkeys(record.params["method"] for record in records)
+    return [newest(records, f"demo.{name}", method=method).value for method in methods]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -96,7 +98,10 @@ def _write(path: Path, target: Path) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     options: dict[str, Any] = {"gguf_file": path.name}
-    with one_line(f"model '{path}' cannot be unpacked; is it a whole GGUF file?"):
+    with (
+        one_line(f"model '{path}' cannot be unpacked; is it a whole GGUF file?"),
+        contextlib.redirect_stderr(io.StringIO()),  # a bar that no setting hides
+    ):
         try:
             tensors = gguf.GGUFReader(path).tensors
         except IndexError:
