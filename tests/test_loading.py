@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_model
 
+from corecontext import CCAConfig, from_pretrained
 from corecontext.files import UserError, first_line
 from corecontext.loading import load, load_config, load_weights
 
@@ -62,6 +63,12 @@ def test_weights_are_those_that_the_config_describes(variant, change, config, me
         load_weights(folder, load_config(folder), torch.float32)
     assert "must hold exactly the weights that its config.json describes" in str(error.value)
     assert message in str(error.value) and len(str(error.value)) < 500
+
+
+def test_python_refuses_them_too(variant):
+    folder = variant(num_hidden_layers=1)
+    with pytest.raises(ValueError, match="got 9 not in the model"):
+        from_pretrained(folder, CCAConfig())
 
 
 def test_harmless_keys_are_no_fault(variant):

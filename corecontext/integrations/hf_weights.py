@@ -34,6 +34,12 @@ def load_weights(name: str, hf_config: Any, dtype: Any, **options: Any) -> Any:
         **options,
     )
     model, info = loaded
+    check_keys(name, info)
+    return model
+
+
+def check_keys(name: str, info: Any) -> None:
+    """Raise a UserError unless the loading info of transformers says that all weights came."""
     shapes = {
         key: f"{key} {list(file)} for {list(own)}" for key, file, own in info["mismatched_keys"]
     }
@@ -48,7 +54,6 @@ def load_weights(name: str, hf_config: Any, dtype: Any, **options: Any) -> Any:
             f"model '{name}' must hold exactly the weights that its config.json describes, got "
             f"{', '.join(counts)}. Take the whole checkpoint and its own config.json."
         )
-    return model
 
 
 def check_finite(model: Any, name: str) -> None:

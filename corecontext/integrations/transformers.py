@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from corecontext.config import CCAConfig, check_int
+from corecontext.files import UserError
 from corecontext.integrations.hf_attention import (
     TESTED,
     AttentionHandle,
@@ -29,6 +30,7 @@ from corecontext.integrations.hf_cache import compact_layer
 from corecontext.integrations.hf_call import CCACall, note_draft
 from corecontext.integrations.hf_learned import NAME, add_learned, learned_of, remove_learned
 from corecontext.integrations.hf_rotary import find_rotary
+from corecontext.integrations.hf_weights import check_keys
 from corecontext.model_sizes import ModelSizes
 from corecontext.ops.rotary import Rotary
 
@@ -258,8 +260,18 @@ def from_pretrained(
 
     Without either the model keeps its own attention. Other arguments go to
     AutoModelForCausalLM.from_pretrained.
+
+    Raises:
+        ValueError: the checkpoint lacks weights or has too many.
     """
-    model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        name_or_path, output_loading_info=True, **kwargs
+    )
+    model, info = loaded
+    try:
+        check_keys(name_or_path, info)
+    except UserError as error:
+        raise ValueError(str(error)) from None
     if config is not None or getattr(model.config, NAME, None) is not None:
         enable(model, config)
     return model
