@@ -218,6 +218,11 @@ def test_the_command_writes_what_it_shows(result, tmp_path, capfd, monkeypatch):
     assert "time to first token" in shown and "equals the formula" in shown
     assert len(read_records(records)) == 12 and plot.stat().st_size > 2000
     assert json.loads(records.read_text().splitlines()[0])["name"] == "demo.first_token_s"
+    chosen = ("demo", "--model", "some/model", "--document", "mine.txt", "--group-size", "4")
+    assert main(chosen) == main([*chosen, "--sinks", "2"]) == 0
+    assert [(s.model, s.document, s.sinks) for s in asked[1:]] == [
+        ("some/model", "mine.txt", sinks) for sinks in (4, 2)
+    ]
 
 
 @needs_assets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -71,9 +72,9 @@ def demo(
     )
     if model is not None:
         used = group_size if sinks is None else sinks
-        settings = dataclasses.replace(settings, model=model, sinks=used)
+        settings = replace(settings, model=model, sinks=used)
     if document is not None:
-        settings = dataclasses.replace(settings, document=document)
+        settings = replace(settings, document=document)
     result = run_demo(settings)
     publish(json, lambda: print_report(result), lambda: result.records)
     if plot is not None:
