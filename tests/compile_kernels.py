@@ -137,7 +137,7 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     """
     function, constants = kernel.function, kernel.constants
     if function is attend._attend_dkv_kernel:
-        return constants["CORE"] == (chip == "sm_86")
+        return constants["FAR"] == (chip == "sm_86")
     if dim != 128:
         return function in ATTENTION
     if function is decode._step_kernel:

@@ -176,17 +176,17 @@ def _attend_fwd_kernel(
     state = _attend_keys(state, q, keys, whole, far_end, scale, softcap, True, sizes)
 
     # Raw tokens: the oldest, which some rows see as core tokens; the middle; the causal end.
-    sizes: tl.constexpr = (False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
+    raw_sizes: tl.constexpr = (False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
     k_base = k_ptr + n * k_strides[0] - k_start.to(tl.int64) * k_strides[1]
     v_base = v_ptr + n * v_strides[0] - k_start.to(tl.int64) * v_strides[1]
     low = groups * group_size
     limit = k_start + num_keys
     keys = (k_base, v_base, k_strides[1], v_strides[1], limit, low, position + 1, biases)
     first_end = tl.minimum(middle, end)
-    state = _attend_keys(state, q, keys, local, first_end, scale, softcap, True, sizes)
-    state = _attend_keys(state, q, keys, middle, causal, scale, softcap, False, sizes)
+    state = _attend_keys(state, q, keys, local, first_end, scale, softcap, True, raw_sizes)
+    state = _attend_keys(state, q, keys, middle, causal, scale, softcap, False, raw_sizes)
     acc, running_sum, running_max = _attend_keys(
-        state, q, keys, causal, end, scale, softcap, True, sizes
+        state, q, keys, causal, end, scale, softcap, True, raw_sizes
     )
 
     out = acc / running_sum[:, None]
@@ -323,15 +323,15 @@ def _attend_dq_kernel(
     dq = _query_gradients(dq, queries, keys, whole, far_end, scale, softcap, True, sizes)
 
     # Through raw tokens: the oldest, the middle, the causal end.
-    sizes: tl.constexpr = (False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
+    raw_sizes: tl.constexpr = (False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
     k_base = k_ptr + n * k_strides[0]
     v_base = v_ptr + n * v_strides[0]
     low = groups * group_size
     keys = (k_base, v_base, k_strides[1], v_strides[1], num_keys, low, rows + 1, biases)
     first_end = tl.minimum(middle, end)
-    dq = _query_gradients(dq, queries, keys, local, first_end, scale, softcap, True, sizes)
-    dq = _query_gradients(dq, queries, keys, middle, causal, scale, softcap, False, sizes)
-    dq = _query_gradients(dq, queries, keys, causal, end, scale, softcap, True, sizes)
+    dq = _query_gradients(dq, queries, keys, local, first_end, scale, softcap, True, raw_sizes)
+    dq = _query_gradients(dq, queries, keys, middle, causal, scale, softcap, False, raw_sizes)
+    dq = _query_gradients(dq, queries, keys, causal, end, scale, softcap, True, raw_sizes)
     dq = (dq * scale).to(dq_ptr.dtype.element_ty)
     tl.store(dq_ptr + flat[:, None] * HEAD_DIM + dims[None, :], dq, mask=mask)
 
