@@ -180,7 +180,7 @@ def test_the_command_line(tmp_path, capfd, monkeypatch):
     assert texts[0] == texts[1]
     for wrong, message in (
         (["--sinks", "-2"], "sink_size must be at least 0, got -2"),
-        (["--method", "full", "--sinks", "2"], "sinks and patterns must be given for methods"),
+        (["--method", "full", "--sinks", "2"], "sinks must be given for a method that has them"),
     ):
         assert main(["generate", *sizes, "--prompt-file", "text.txt", *wrong]) == 2
         assert message in capfd.readouterr().err
