@@ -21,12 +21,13 @@ def print_info(
     window_size: int | None,
     lengths: Sequence[int] | None,
     sinks: int | None = None,
+    untested: bool = False,
 ) -> None:
     """Print operations and cache bytes for full attention and CCA by length."""
     # Bad sizes fail before the model is looked for.
     cca_config(None, group_size, window_size, sinks=sinks)
     hf_config = load_config(name)
-    check_architecture(hf_config)
+    check_architecture(hf_config, untested)
     config = cca_config(hf_config, group_size, window_size, sinks=sinks)
     with one_line(f"model '{name}' cannot be built"):
         cost = ModelCost.of(hf_config)

@@ -115,6 +115,8 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     tensor_parallel: bool = False,
+    untested: bool = False,
+    warn: bool = True,
     **sizes: Any,
 ) -> Loaded:
     """Load a causal language model with CCA, a rival's attention or full attention.
@@ -126,6 +128,7 @@ def load(
         dtype: A torch dtype by name; "auto" is float32 on a CPU and the checkpoint's own on a GPU.
         device: A torch device; "auto" is the first GPU, or the CPU.
         tensor_parallel: Split the model over the ranks of torch.distributed, each on its device.
+        untested, warn: As for `corecontext.enable`.
         sizes: Fields of `AttentionSizes`.
 
     Raises:
@@ -146,7 +149,7 @@ def load(
     name = local_model(name)
     hf_config = load_config(name)
     if method != "full":
-        check_architecture(hf_config)
+        check_architecture(hf_config, untested)
     rival = pick_rival(method, given, hf_config) if method not in METHODS else None
 
     with one_line(
@@ -178,7 +181,7 @@ def load(
         config = config.replace(window_size=window_size, sink_size=sink_size)
     adapted = getattr(hf_config, "cca", None) is not None  # `enable` writes its settings there
     with one_line():
-        enable(model, config)
+        enable(model, config, untested=untested, warn=warn and method == "cca")
     if isinstance(config, CCAConfig):
         return Loaded(model, tokenizer, config, adapted=adapted)
     return Loaded(model, tokenizer, None, rival, adapted)
@@ -301,15 +304,12 @@ def _check_counts(name: str, text_config: Any) -> None:
         )
 
 
-def check_architecture(hf_config: Any) -> None:
+def check_architecture(hf_config: Any, untested: bool = False) -> None:
     """Raise a UserError, before weights are loaded, for an architecture that `enable` refuses."""
-    from corecontext.integrations.hf_attention import NO_FULL_ATTENTION, TESTED, full_layers
+    from corecontext.integrations.hf_attention import NO_FULL_ATTENTION, check_tested, full_layers
 
-    if hf_config.model_type not in TESTED:
-        raise UserError(
-            f"architecture {hf_config.model_type!r} is not tested with CCA attention. "
-            f"Tested: {', '.join(TESTED)}."
-        )
+    with one_line():
+        check_tested(hf_config, untested)
     if not full_layers(hf_config):
         raise UserError(NO_FULL_ATTENTION.format(hf_config.num_hidden_layers))
 

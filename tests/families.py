@@ -1,5 +1,8 @@
-"""Tiny random models of every tested architecture, and a dense CCA attention to hold them
-against."""
+"""Tiny random models of every tested architecture, and a dense CCA attention to hold them against.
+
+docs/models.py draws the table of supported models from FAMILIES and MORE_FAMILIES; every test of a
+model runs with some of FAMILIES, tests/test_architectures.py with all.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,35 @@ import sys
 
 import torch
 from transformers import (
+    ArceeConfig,
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
+    GlmConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
+    HeliumConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
+    OlmoConfig,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
+    Starcoder2Config,
 )
 
 SMALL = {
@@ -53,6 +70,7 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 HYBRID = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 FAMILIES = {
     "llama": (LlamaConfig, {}),
@@ -85,11 +103,36 @@ FAMILIES = {
     "olmo2": (Olmo2Config, {}),
     "glm4": (Glm4Config, {"partial_rotary_factor": 0.5}),
 }
+MORE_FAMILIES = {
+    "arcee": (ArceeConfig, {}),
+    "ernie4_5": (Ernie4_5Config, {}),
+    "glm": (GlmConfig, {"partial_rotary_factor": 0.5}),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        {
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+        },
+    ),
+    "granite": (GraniteConfig, {"attention_multiplier": 0.2, "residual_multiplier": 0.7}),
+    "granitemoe": (GraniteMoeConfig, {"attention_multiplier": 0.2, **EXPERTS}),
+    "helium": (HeliumConfig, {"head_dim": 12}),
+    "mixtral": (MixtralConfig, {"sliding_window": None, **EXPERTS}),
+    "nemotron": (NemotronConfig, {"partial_rotary_factor": 0.5}),
+    "olmo": (OlmoConfig, {"clip_qkv": 2.0}),
+    "phimoe": (PhimoeConfig, {"sliding_window": None, **EXPERTS}),
+    "seed_oss": (SeedOssConfig, {}),
+    "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0]}),
+    "starcoder2": (Starcoder2Config, {"sliding_window": None}),
+}
 
 
 def tiny_model(family: str = "llama", **changes) -> PreTrainedModel:
     """A random float32 model in evaluation mode; weights large enough that attention matters."""
-    kind, own = FAMILIES[family]
+    kind, own = {**FAMILIES, **MORE_FAMILIES}[family]
     config = kind(**{**SMALL, **own, **changes})
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -158,6 +201,8 @@ def _oracle(model, module, q, k, v, scale, softcap, g, s):
     length = q.shape[2]
     positions = torch.arange(length)[None]
     cos, sin = (x.double() for x in model.base_model.rotary_emb(q.float(), positions, **extra))
+    if not getattr(module, "use_rope", True):  # SmolLM3's layers without rotation
+        cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     size2 = (cos**2 + sin**2)[..., :1]  # the square of the rotary's own scaling
     q, k, v = q.double(), k.double(), v.double()
     unscaled = apply(k, k, cos / size2, -sin / size2)[1]  # keys before rotary

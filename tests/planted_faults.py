@@ -155,6 +155,20 @@ see_local = see_local | (key_position == position + 1)
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(
+        "4: a full cache of full attention goes on",
+        "pass",
+        f"{CACHE}::test_a_full_cache_of_full_attention_takes_no_more",
+    ),
+    Fault(
+        "4: a cache loses its own state when it loads it",
+        """
+pads = pad.tolist()
+self.reset()
+self.pads = pads
+""",
+        f"{CACHE}::test_a_cache_may_load_its_own_state",
+    ),
+    Fault(
         "4: an expected length is used twice",
         "pass",
         f"{CACHE}::test_an_expected_length_is_used_once",
@@ -193,6 +207,22 @@ return all(
         "plug-in: padding lost on its way",
         "return None",
         f"{PLUGIN}::test_left_padded_batch_equals_single_rows",
+    ),
+    Fault(
+        "plug-in: a model that fails the self-check is enabled",
+        "if False:",
+        "tests/test_architectures.py"
+        "::test_the_self_check_refuses_keys_that_do_not_rotate_as_the_model_says",
+    ),
+    Fault(
+        "plug-in: a model that was never adapted is enabled in silence",
+        "if False:",
+        "tests/test_architectures.py::test_a_model_that_was_never_adapted_says_so_once",
+    ),
+    Fault(
+        "plug-in: a layer that rotates no keys has its core keys rotated",
+        "if False:",
+        "tests/test_architectures.py::test_more_families_equal_the_dense_oracle",
     ),
     Fault(
         "plug-in: softcap lost on its way",

@@ -11,7 +11,7 @@ import torch
 
 import corecontext
 from corecontext import CCAConfig, CompactKVCache, Rotary, cca_attention, cost
-from corecontext.cache import UNDO_LIMIT, CompactLayer
+from corecontext.cache import UNDO_LIMIT, CompactLayer, FullLayer
 from corecontext.model_sizes import ModelSizes
 from corecontext.serve.rows import RowPool, RowShape
 
@@ -704,3 +704,40 @@ def test_a_longer_request_leaves_nothing_behind_in_its_row(fixed):
     torch.testing.assert_close(out, expected[:, :, 20:21], rtol=0, atol=1e-11)
     past = layer.size(21)
     assert all((buffer[0, :, past:] == 0).all() for buffer in pool._buffers[0])
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_a_cache_may_load_its_own_state(fixed):
+    """A fixed cache keeps its buffers, for captured steps; what was behind the tokens is gone."""
+    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[0, :3] = 0
+    layer = CompactLayer(config, ROTARY, max_length=60 if fixed else None)
+    fed(layer, tensors, [30], mask)
+    state, addresses = layer.state_dict(), [x.data_ptr() for x in layer.buffers]
+    layer.load_state_dict(state)
+    assert not fixed or [x.data_ptr() for x in layer.buffers] == addresses
+    out = fed(layer, [x[:, :, 30:] for x in tensors], [1] * 30)
+    other = CompactLayer(config, ROTARY)
+    expected = fed(other, tensors, [60], mask)[:, :, 30:]
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+    other.reset()
+    fed(other, tensors, [30], mask)
+    layer.load_state_dict(other.state_dict())
+    out = fed(layer, [x[:, :, 30:] for x in tensors], [1] * 30)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_a_full_cache_of_full_attention_takes_no_more(fixed):
+    tensors = qkv(1, 4, 2, 30)
+    layer = FullLayer(24, fixed=fixed)
+    if fixed:
+        layer.seen = torch.zeros((), dtype=torch.long)
+    expected = reference(CCAConfig(1, 1), *tensors)
+    steps = fed(layer, tensors, [20, *[1] * 4])
+    torch.testing.assert_close(steps, expected[:, :, :24], rtol=0, atol=1e-11)
+    for count in (1, 2):
+        with pytest.raises(ValueError, match="hold at most max_length 24 tokens, got 2[56]. Make"):
+            layer.attend(*(x[:, :, 24 : 24 + count] for x in tensors))
+    assert int(layer.seen) == 24

@@ -17,13 +17,12 @@ from corecontext.baselines.method import Call, Layer, Method
 from corecontext.config import CCAConfig
 from corecontext.integrations import transformers as ours
 from corecontext.integrations.hf_attention import (
-    TESTED,
     AttentionHandle,
     LayerHook,
     check_dropout,
     inner_model,
 )
-from corecontext.integrations.hf_rotary import find_rotary
+from corecontext.integrations.hf_rotary import find_rotary, rotates
 from corecontext.model_sizes import ModelSizes
 from corecontext.ops.api import outside_autocast
 from corecontext.ops.batch import find_segments, has_restarts
@@ -50,11 +49,18 @@ class Handle(AttentionHandle):
         ]
         rotary = None
         if method.needs_rotary:
+            if not all(map(rotates, self.full)):
+                raise NotImplementedError(
+                    f"{method.name} needs the rotation of every layer, got a model with layers "
+                    "that rotate no keys."
+                )
             rotary = find_rotary(model, self.full[0], layers[0].index)
         self.replace_attention([RivalHook(self, rotary, layer) for layer in layers])
 
 
-def enable(model: nn.Module, config: Method | CCAConfig) -> Any:
+def enable(
+    model: nn.Module, config: Method | CCAConfig, *, untested: bool = False, warn: bool = False
+) -> Any:
     """Replace the causal self-attention of one Hugging Face model by a rival's.
 
     Sliding-window layers stay as they are.
@@ -63,6 +69,7 @@ def enable(model: nn.Module, config: Method | CCAConfig) -> Any:
         model: A causal language model of an architecture tested with CCA, or a wrapper around one.
         config: The settings of a rival; or a CCAConfig (other poolings), for which this is
             `corecontext.enable`.
+        untested, warn: As for `corecontext.enable`.
 
     Returns:
         A handle with `disable()`.
@@ -80,11 +87,8 @@ def enable(model: nn.Module, config: Method | CCAConfig) -> Any:
             "Disable it first."
         )
     if isinstance(config, CCAConfig):
-        return ours.enable(model, config)
-    if inner.config.model_type not in TESTED:
-        raise NotImplementedError(
-            f"architecture {inner.config.model_type!r} is not tested. Tested: {', '.join(TESTED)}."
-        )
+        return ours.enable(model, config, untested=untested, warn=warn)
+    ours.admit(inner, untested, "middle" if config.needs_rotary else "token")
     return Handle(inner, config)
 
 

@@ -77,10 +77,7 @@ class FullLayer:
         """Append a chunk of one prompt."""
         start = int(self.seen)
         end = start + q.shape[2]
-        if end > self.max_length:
-            raise ValueError(
-                f"the full cache must hold at most max_length {self.max_length} tokens, got {end}."
-            )
+        self._check_room(end)
         for buffer, x in zip(self.buffers, (k, v)):
             buffer[:, :, start:end] = x
         self.seen += end - start
@@ -98,6 +95,11 @@ class FullLayer:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
         """Append one token per row, in tensor arithmetic only."""
+        # A length on a GPU is not read back; a step that is compiled now runs later.
+        is_counted = isinstance(self.seen, int) or not self.seen.is_cuda
+        if is_counted and not torch.compiler.is_compiling():
+            # planted: 4: a full cache of full attention goes on
+            self._check_room(int(self.seen) + 1 - min(self.pads))
         if choose_backend("auto", q) == "triton":
             # A window that no token leaves: no group is ever pooled.
             slots = Slots(*self.buffers, self.seen, self.pad, self.max_length)
@@ -114,3 +116,11 @@ class FullLayer:
         self.seen += 1
         keys, values = (buffer[:, :, :longest] for buffer in self.buffers)
         return attend_buffer(q, keys, values, see[:, None], longest, scale=scale, softcap=softcap)
+
+    def _check_room(self, length: int) -> None:
+        """Raise where the buffer cannot hold rows of this length."""
+        if length > self.max_length:
+            raise ValueError(
+                f"the full cache must hold at most max_length {self.max_length} tokens, got "
+                f"{length}. Make it with a larger max_length."
+            )

@@ -358,6 +358,7 @@ class LayerState(Entries):
         slots = used if self.max_length is None else self.size(self.max_length)
         if pad is None:
             pad = torch.zeros(1, dtype=torch.long, device=buffers[0].device)
+        # planted: 4: a cache loses its own state when it loads it
         self.pads = pad.tolist()
         self._store_pads(pad.device)
         if self.max_length is None:

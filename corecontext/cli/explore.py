@@ -21,6 +21,7 @@ from corecontext.cli.options import (
     Plot,
     Sinks,
     Text,
+    Untested,
     WindowSize,
     check_appended,
     check_drawn,
@@ -233,10 +234,11 @@ def info(
         list[int] | None,
         typer.Option(help="Prompt length; may be repeated. Default: powers of two to the limit."),
     ] = None,
+    untested: Untested = False,
 ) -> None:
     """Estimate the costs and savings of CCA for a model, by length; loads no weights."""
     for value in length or ():
         check_least(1, length=value)
     from corecontext.info import print_info
 
-    print_info(model, group_size, window_size, length, sinks)
+    print_info(model, group_size, window_size, length, sinks, untested)

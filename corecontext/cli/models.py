@@ -11,6 +11,7 @@ from corecontext.cli.options import (
     GroupSize,
     Method,
     Sinks,
+    Untested,
     WindowSize,
     unpacked,
     with_options,
@@ -26,6 +27,7 @@ def convert(
     group_size: GroupSize = None,
     window_size: WindowSize = None,
     sinks: Sinks = None,
+    untested: Untested = False,
 ) -> None:
     """Copy a checkpoint so that it loads with CCA at g and s, or (--method full) as the ordinary
     model again."""
@@ -34,7 +36,7 @@ def convert(
     if method not in METHODS:
         raise UserError(f"method must be {' or '.join(METHODS)}, got {method!r}.")
     hf_config = load_config(model)
-    check_architecture(hf_config)
+    check_architecture(hf_config, untested)
     from corecontext.train.run import convert as run
 
     run(

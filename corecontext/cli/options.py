@@ -80,6 +80,12 @@ ChunkSize = Annotated[
 Seed = Annotated[int, typer.Option(help="Seed of random choices.")]
 Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Untested = Annotated[
+    bool,
+    typer.Option(
+        "--untested", help="Accept an architecture that no test has, after a check on the model."
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 Json = Annotated[
     str | None,
@@ -113,6 +119,7 @@ class SizeOptions:
     sinks: Sinks = None
     dtype: Dtype = "auto"
     device: Device = "auto"
+    untested: Untested = False
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from corecontext.cli.options import (
 )
 from corecontext.files import UserError
 
-_SIZES = ("group_size", "window_size", "sinks", "patterns", "full_heads")
+_SIZES = ("group_size", "window_size", "sinks", "patterns", "full_heads", "untested")
 
 
 @with_options(EvaluationOptions)

@@ -96,7 +96,8 @@ def _find(run: Any, arguments: Any, rows: PackedRows | StreamedRows) -> dict[str
             dtype=torch.bfloat16 if arguments.bf16 else torch.float32,
         )
     with one_line():
-        enable(model.to(arguments.device).eval(), run.cca().replace(learned=()))
+        cca = run.cca().replace(learned=())
+        enable(model.to(arguments.device).eval(), cca, untested=run.untested, warn=False)
     texts = [text.to(arguments.device) for text in texts]
     try:
         findings = find_units(model, texts, run.context_length, run.raw_heads, heads=True, raw=True)

@@ -29,18 +29,33 @@ from corecontext.ops.rotary import Rotary
 CALL = "corecontext_call"
 """The keyword argument that carries the callable."""
 TESTED = (
+    "arcee",
+    "ernie4_5",
     "gemma",
     "gemma2",
     "gemma3_text",
+    "glm",
     "glm4",
+    "glm4_moe",
+    "granite",
+    "granitemoe",
+    "helium",
     "llama",
     "mistral",
+    "mixtral",
+    "nemotron",
+    "olmo",
     "olmo2",
     "phi3",
+    "phimoe",
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
 )
+"""Architectures by `model_type`; tests/families.py has a small model of each."""
 NO_FULL_ATTENTION = (
     "model must have full-attention layers, got {} attention layers, all with a sliding window. "
     "Set config.sliding_window = None if the model was meant for full attention."
@@ -71,6 +86,16 @@ def has_full_attention(config: Any, layer_idx: int) -> bool:
 def full_layers(config: Any) -> list[int]:
     """Return the indices of a model's full-attention layers."""
     return [layer for layer in range(config.num_hidden_layers) if has_full_attention(config, layer)]
+
+
+def check_tested(hf_config: Any, untested: bool = False) -> None:
+    """Raise for an architecture that no test has, unless that is accepted."""
+    if hf_config.model_type not in TESTED and not untested:
+        raise NotImplementedError(
+            f"architecture {hf_config.model_type!r} is not tested with CCA attention. Tested: "
+            f"{', '.join(TESTED)}. To use it after a self-check on the model itself: "
+            "enable(..., untested=True), or --untested."
+        )
 
 
 def full_attention(hf_config: Any) -> str:

@@ -14,6 +14,11 @@ from corecontext.ops.rotary import Rotary
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
+def rotates(attention: nn.Module) -> bool:
+    """Whether an attention layer rotates its keys; some layers of SmolLM3 do not."""
+    return bool(getattr(attention, "use_rope", True))
+
+
 def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) -> Rotary:
     """Return the rotation of one attention layer's keys.
 

@@ -90,6 +90,8 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             dtype=serving.dtype,
             device=serving.device,
             tensor_parallel=ranks is not None,
+            untested=serving.untested,
+            warn=False,
         )
     config = loaded.config
     assert config is not None, (
@@ -127,7 +129,7 @@ def _random(serving: Serving) -> Loaded:
     from corecontext.integrations.transformers import enable
 
     hf_config = load_config(serving.source)
-    check_architecture(hf_config)
+    check_architecture(hf_config, serving.untested)
     check_dtype(serving.dtype)
     device = pick_device(serving.device)
     dtype = serving.dtype
@@ -144,7 +146,7 @@ def _random(serving: Serving) -> Loaded:
         )
     config = cca_config(hf_config, serving.group_size, serving.window_size, sinks=serving.sinks)
     with one_line():
-        enable(model.eval(), config)
+        enable(model.eval(), config, untested=serving.untested, warn=False)
     count = hf_config.get_text_config(decoder=True).vocab_size
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

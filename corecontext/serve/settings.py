@@ -109,6 +109,13 @@ class Serving:
         str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")
     ] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
+    untested: Annotated[
+        bool,
+        typer.Option(
+            "--untested",
+            help="Accept an architecture that no test has, after a check on the model.",
+        ),
+    ] = False
     random_weights: Annotated[
         bool,
         typer.Option(

@@ -41,7 +41,7 @@ def prepare_config(config: TrainConfig) -> Any:
             "model must be given, got none. Use --model FOLDER, or an identifier on the hub."
         )
     hf_config = load_config(config.model)
-    check_architecture(hf_config)
+    check_architecture(hf_config, config.untested)
     limit = _teaching_limit(config, hf_config)
     if config.distil and limit is not None:
         raise UserError(
@@ -266,7 +266,7 @@ def replace_attention(model: Any, config: TrainConfig) -> None:
     if config.method != "cca":
         attention = pick_rival(config.method, AttentionSizes(window_size=config.window_size))
     with one_line():
-        enable(model, attention)
+        enable(model, attention, untested=config.untested)
 
 
 def _train_only(model: Any, layer_names: tuple[str, ...]) -> None:
@@ -340,6 +340,7 @@ def export(config: TrainConfig, saved: Path, target: Path, dtype: torch.dtype) -
         if config.strategy != "scratch":  # the cache's format is not trained: it stays
             cache_dtype = _saved_cca(load_config(config.model)).get("cache_dtype")
             cca = cca.replace(cache_dtype=cache_dtype or cca.cache_dtype)
-        enable(model, cca)  # loads the learned parameters from `saved`
+        # Loads the learned parameters from `saved`.
+        enable(model, cca, untested=config.untested, warn=False)
     model.config.use_cache = True
     model.to(dtype).save_pretrained(target)

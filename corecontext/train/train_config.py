@@ -80,6 +80,8 @@ class TrainConfig:
     recipe `raw`: as many as `corecontext layers --raw` takes."""
     sink_size: int = 0
     """First tokens that every query sees uncompressed, rounded up to a multiple of g."""
+    untested: bool = False
+    """Accept a model of an architecture that no test has, after a check on the model."""
     distil: float = 0.0
     """Share of the loss that is the divergence from the original model under full attention."""
     shape: dict[str, Any] = field(default_factory=dict)
