@@ -321,12 +321,22 @@ def cca_config(
     cache_dtype: str | None = None,
     sinks: int | None = None,
 ) -> CCAConfig:
-    """Return the checkpoint's CCA settings, or the defaults, with the user's own on top."""
+    """Return the checkpoint's CCA settings, or the defaults, with the user's own on top.
+
+    Raises:
+        UserError: they break a rule, or do not fit the model.
+    """
     names = ("group_size", "window_size", "cache_dtype", "sink_size")
     given = zip(names, (group_size, window_size, cache_dtype, sinks))
     with one_line():
         config = CCAConfig.from_dict(getattr(hf_config, "cca", None) or {})
-        return config.replace(**{name: value for name, value in given if value is not None})
+        config = config.replace(**{name: value for name, value in given if value is not None})
+        if hf_config is not None and config.varies:
+            from corecontext.integrations.hf_attention import full_layers, layer_configs
+
+            # planted: loading: settings that do not fit the model are written
+            layer_configs(config, hf_config, len(full_layers(hf_config)))
+        return config
 
 
 def encode(

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_model
 
 from corecontext import CCAConfig, from_pretrained
+from corecontext.cli import main
 from corecontext.files import UserError, first_line
 from corecontext.loading import load, load_config, load_weights
 
@@ -130,3 +131,27 @@ def test_sizes_beyond_the_model_are_bounded(model):
 )
 def test_a_line_has_its_content(error, line):
     assert first_line(error) == line
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"layer_group_sizes": [4, 4, 8]}, "each of the 2 full-attention layers, got 3."),
+        ({"head_group_sizes": [4, 4, 8]}, "each of the 2 KV heads, got (4, 4, 8)."),
+        ({"layer_group_sizes": [4, [4, 8, 4]]}, "each of the 2 KV heads, got (4, 8, 4)."),
+    ],
+    ids=["layers", "heads", "heads of a layer"],
+)
+def test_settings_that_do_not_fit_the_model_are_written_nowhere(
+    variant, sizes, message, tmp_path, capsys
+):
+    folder = variant(cca=sizes)
+    new = tmp_path / "new"
+    for arguments in (["convert", folder, str(new)], ["info", "--model", folder]):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+    assert not new.exists()
+    assert main(["convert", folder, str(new), "--method", "full", "--group-size", "4"]) == 2
+    assert "given for method cca, got method full" in capsys.readouterr().err
+    assert main(["convert", folder, str(new), "--method", "full"]) == 0
+    assert "cca" not in json.loads((new / "config.json").read_text())

@@ -649,6 +649,15 @@ def test_refuses_output_attentions(model, how):
             )
 
 
+def test_refuses_empty_inputs(model):
+    for shape in ((1, 0), (0, 5)):
+        ids = torch.zeros(shape, dtype=torch.long)
+        with pytest.raises(
+            ValueError, match=f"^input_ids must hold .*shape \\[{shape[0]}, {shape[1]}\\]"
+        ):
+            model(ids)
+
+
 def test_refuses_dropout():
     model = tiny_model(attention_dropout=0.1).train()
     corecontext.enable(model, CONFIG)

@@ -35,6 +35,11 @@ def convert(
 
     if method not in METHODS:
         raise UserError(f"method must be {' or '.join(METHODS)}, got {method!r}.")
+    if method == "full" and {group_size, window_size, sinks} != {None}:
+        raise UserError(
+            "group-size, window-size and sinks must be given for method cca, got method full, "
+            "which removes CCA's settings."
+        )
     hf_config = load_config(model)
     check_architecture(hf_config, untested)
     from corecontext.train.run import convert as run

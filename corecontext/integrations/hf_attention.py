@@ -24,6 +24,8 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from corecontext.config import CCAConfig
+from corecontext.model_sizes import ModelSizes
 from corecontext.ops.rotary import Rotary
 
 CALL = "corecontext_call"
@@ -111,6 +113,29 @@ def full_attention(hf_config: Any) -> str:
     return "sdpa"
 
 
+def layer_configs(config: CCAConfig, hf_config: Any, count: int) -> list[CCAConfig]:
+    """Return the settings of each of the `count` full-attention layers of a model.
+
+    Raises:
+        ValueError: the sizes by layer or head do not fit the model.
+    """
+    sizes = config.layer_group_sizes
+    if sizes is not None and len(sizes) != count:
+        raise ValueError(
+            f"layer_group_sizes must have one g for each of the {count} full-attention layers, "
+            f"got {len(sizes)}."
+        )
+    layers = [config.of_layer(index) for index in range(count)]
+    heads = ModelSizes.of(hf_config).kv_heads
+    for layer in layers:
+        if layer.head_group_sizes is not None and len(layer.head_group_sizes) != heads:
+            raise ValueError(
+                f"group sizes by head must be one for each of the {heads} KV heads, got "
+                f"{layer.head_group_sizes}."
+            )
+    return layers
+
+
 def attention_modules(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the attention modules with full causal attention, and those with a sliding window.
 
@@ -176,7 +201,14 @@ class AttentionHandle:
         self._removable.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def check_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Refuse options of the model's forward that transformers would silently ignore."""
+        """Refuse empty inputs, and options that transformers would silently ignore."""
+        names = ("inputs_embeds", "input_ids")
+        tokens = next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
+        if tokens is not None and not tokens.numel():
+            raise ValueError(
+                "input_ids must hold at least one row of one token, got shape "
+                f"{list(tokens.shape)}."
+            )
         if kwargs.get("output_attentions") or module.config.output_attentions:
             raise NotImplementedError(
                 f"output_attentions cannot be returned: {self.title} attention never forms the "

@@ -27,6 +27,7 @@ from corecontext.integrations.hf_attention import (
     check_tested,
     full_attention,
     inner_model,
+    layer_configs,
     register,
 )
 from corecontext.integrations.hf_cache import compact_layer
@@ -35,7 +36,6 @@ from corecontext.integrations.hf_learned import NAME, add_learned, learned_of, r
 from corecontext.integrations.hf_rotary import find_rotary, rotates
 from corecontext.integrations.hf_weights import check_keys
 from corecontext.integrations.self_check import self_check
-from corecontext.model_sizes import ModelSizes
 from corecontext.ops.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -91,30 +91,12 @@ class Handle(AttentionHandle):
         self.add_hook(model, note_draft)
 
     def _layer_configs(self, config: CCAConfig) -> list[CCAConfig]:
-        """Return the settings of each full-attention layer for the heads of this process.
-
-        Raises:
-            ValueError: the sizes by layer or head do not fit the model.
-        """
-        sizes = config.layer_group_sizes
-        count = len(self.full)
-        if sizes is not None and len(sizes) != count:
-            raise ValueError(
-                f"layer_group_sizes must have one g for each of the {count} full-attention layers, "
-                f"got {len(sizes)}."
-            )
-        layers = [config.of_layer(index) for index in range(count)]
+        """Return the settings of each full-attention layer for the heads of this process."""
+        layers = layer_configs(config, self.model.config, len(self.full))
         for index, module in enumerate(self.full):
             # planted: plug-in: a layer that rotates no keys has its core keys rotated
             if not rotates(module):
                 layers[index] = dataclasses.replace(layers[index], core_position="token")
-        heads = ModelSizes.of(self.model.config).kv_heads
-        for layer in layers:
-            if layer.head_group_sizes is not None and len(layer.head_group_sizes) != heads:
-                raise ValueError(
-                    f"group sizes by head must be one for each of the {heads} KV heads, got "
-                    f"{layer.head_group_sizes}."
-                )
         return [layer.of_process(*_tensor_parallel(self.model)) for layer in layers]
 
     def _set(self, config: CCAConfig) -> None:
