@@ -110,6 +110,11 @@ def check_output(path: str | None, force: bool = False) -> None:
         raise UserError(f"output '{path}' cannot be written: no permission for '{target.parent}'.")
 
 
+def cache_folder() -> Path:
+    """Return the package's folder in the user's cache, which may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "corecontext"
+
+
 def make_folder(path: str | os.PathLike[str]) -> None:
     """Make a folder unless it exists.
 

@@ -230,6 +230,16 @@ return all(
         "tests/test_loading.py::test_settings_that_do_not_fit_the_model_are_written_nowhere",
     ),
     Fault(
+        "heads: an interrupted search begins anew",
+        "if True:",
+        "tests/test_head_search.py::test_an_interrupted_search_goes_on_where_it_was",
+    ),
+    Fault(
+        "heads: the cache of a search has no first tokens",
+        "n = 0",
+        "tests/test_head_search.py::test_the_cache_of_a_search_has_its_first_tokens",
+    ),
+    Fault(
         "plug-in: softcap lost on its way",
         "out = append(self.compact, tensors, attention_mask, draft, scaling)",
         f"{PLUGIN}::test_family_equals_dense_oracle",

@@ -15,7 +15,9 @@ from tiny_model import save_tiny_model
 
 import corecontext
 from corecontext import CCAConfig
+from corecontext.cache import CompactLayer
 from corecontext.cli import main
+from corecontext.heads import search
 from corecontext.heads.budget import (
     COARSE,
     Shape,
@@ -313,6 +315,62 @@ def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, c
         error = capsys.readouterr().err.splitlines()
         assert len(error) == 1 and f"must be at most {room} of 4 KV heads" in error[0]
         assert "heads in place of layers (--heads)" in error[0]
+
+
+def test_an_interrupted_search_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
+    model = tiny_model()
+    corecontext.enable(model, CCAConfig(4, 48, sink_size=4))
+    rows, count, most = [tokens(1, 128), tokens(1, 120, seed=1)], 0, 5
+    configs = []
+
+    def counted(measured, measured_rows):
+        nonlocal count
+        if count == most:
+            raise KeyboardInterrupt
+        count += 1
+        configs.append(handle_of(measured).config)
+        return far_loss(measured, measured_rows)
+
+    monkeypatch.setattr(search, "far_loss", counted)
+    options = {"heads": True, "raw": True, "folder": tmp_path / "cache"}
+    with pytest.raises(KeyboardInterrupt):
+        search.find_units(model, rows, 128, 1, **options)
+    (file,) = (tmp_path / "cache").iterdir()
+    assert len(json.loads(file.read_text())) == 5
+    file.with_suffix(".partial").write_text("{")  # no file of ours
+    most = 100
+    findings = search.find_units(model, rows, 128, 1, **options)
+    assert count == 3 + 2 + 2 and not file.exists()  # no pass was repeated
+    assert all(config.sink_size == 4 for config in configs)
+    assert handle_of(model).config == CCAConfig(4, 48, sink_size=4)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("4 trials, each a pass over 2 rows of up to 128 tokens: about 0:")
+    assert "5 passes are known from a search that was interrupted." in said[1]
+    handle_of(model).disable()
+    assert findings.full == pytest.approx(far_loss(model, rows), abs=1e-5)
+    kept = search.Losses(tmp_path / "cache" / "loss.json")
+    kept.path.write_text("{")  # damaged: measured again
+    assert search.Losses(kept.path).get("a", lambda: 1.0) == 1.0
+    (tmp_path / "file").write_text("")
+    assert search.Losses(tmp_path / "file" / "loss.json").get("a", lambda: 1.0) == 1.0
+
+
+def test_the_cache_of_a_search_has_its_first_tokens():
+    def entries(config, group_size):
+        sizes = config.replace(group_size=group_size, core_position="token")
+        return CompactLayer(sizes).size(4096)
+
+    for sinks in (0, 100):
+        config = CCAConfig(16, 64, sink_size=sinks)
+        sizes = at_equal_cache(Shape(4, 2), [Unit(1)], config, 4096).layer_group_sizes
+        most = 1.05 * 4 * entries(config, 16)
+        assert 3 * entries(config, 64) + entries(config, sizes[1]) <= most
+        assert 3 * entries(config, 64) + entries(config, sizes[1] - 1) > most
+    # Groups of 64 keep 64 first tokens for 48, so that groups of 16 do not get smaller.
+    config = CCAConfig(16, 16, sink_size=48)
+    assert at_equal_cache(Shape(4, 2), [Unit(1)], config.replace(sink_size=0), 1024)
+    with pytest.raises(ValueError, match="groups smaller than 16 fit the same cache"):
+        at_equal_cache(Shape(4, 2), [Unit(1)], config, 1024)
 
 
 def test_info_adds_up_what_each_head_costs(capsys, tmp_path):

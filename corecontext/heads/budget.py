@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from corecontext.config import CCAConfig
-from corecontext.visibility import num_complete_groups, window_capacity
+from corecontext.visibility import num_complete_groups, num_sinks, window_capacity
 
 COARSE = 4
 """Group size of the heads that were not chosen, as a multiple of the equal group size."""
@@ -104,7 +104,7 @@ def raw_heads(shape: Shape, config: CCAConfig, length: int) -> int:
     groups; at least one.
     """
     heads = shape.layers * shape.kv_heads
-    entries = _entries(length, config.group_size, config.window_size)
+    entries = _entries(length, config.group_size, config)
     return max(1, min(heads // 16, heads * entries // (2 * length)))
 
 
@@ -119,11 +119,15 @@ def _choices(group_size: int, window_size: int, raw: bool) -> Iterator[tuple[int
 def _fits(count: int, heads: int, small: int, window: int, config: CCAConfig, length: int) -> bool:
     """Whether `count` of the heads can have groups of `small` tokens."""
     g = config.group_size
-    limit = MORE_ENTRIES * heads * _entries(length, g, config.window_size)
-    chosen = count * _entries(length, small, window)
-    return chosen + (heads - count) * _entries(length, COARSE * g, window) <= limit
+    limit = MORE_ENTRIES * heads * _entries(length, g, config)
+    config = config.replace(window_size=window)
+    chosen = count * _entries(length, small, config)
+    return chosen + (heads - count) * _entries(length, COARSE * g, config) <= limit
 
 
-def _entries(length: int, group_size: int, window_size: int) -> int:
-    """Return the cache entries of one head for `length` tokens."""
-    return num_complete_groups(length, group_size) + window_capacity(group_size, window_size)
+def _entries(length: int, group_size: int, config: CCAConfig) -> int:
+    """Return the cache entries of one head with groups of this size for `length` tokens."""
+    # planted: heads: the cache of a search has no first tokens
+    n = num_sinks(config.sink_size, group_size)
+    cores = num_complete_groups(length - n, group_size)
+    return window_capacity(group_size, config.window_size) + n + cores

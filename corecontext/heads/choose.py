@@ -14,7 +14,7 @@ from corecontext.config import CCAConfig
 from corecontext.data.packing import PackedRows
 from corecontext.data.row_stream import StreamedRows
 from corecontext.distributed.announcement import Announcement
-from corecontext.files import UserError
+from corecontext.files import UserError, cache_folder
 from corecontext.heads.budget import COARSE, Shape, at_equal_cache, raw_heads, untrained_heads
 from corecontext.heads.search import find_units, least_length
 from corecontext.inference.limits import position_limit
@@ -100,7 +100,8 @@ def _find(run: Any, arguments: Any, rows: PackedRows | StreamedRows) -> dict[str
         enable(model.to(arguments.device).eval(), cca, untested=run.untested, warn=False)
     texts = [text.to(arguments.device) for text in texts]
     try:
-        findings = find_units(model, texts, run.context_length, run.raw_heads, heads=True, raw=True)
+        options: dict[str, Any] = {"heads": True, "raw": True, "folder": cache_folder() / "heads"}
+        findings = find_units(model, texts, run.context_length, run.raw_heads, **options)
     except UserError as error:
         raise UserError(f"raw_heads: {error} {PAPER}") from None
     del model

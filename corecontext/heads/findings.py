@@ -10,7 +10,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from corecontext.files import UserError
+from corecontext.files import UserError, cache_folder
 from corecontext.heads.search import Findings, Trial, find_units, least_length, rounds_of
 from corecontext.loading import Loaded
 from corecontext.record import Record, make_record
@@ -48,7 +48,8 @@ def find_layers(
         )
     rows = ids.to(loaded.model.device).split(length, 1)[:most_rows]
     rows = [row for row in rows if row.shape[1] == length]
-    return find_units(loaded.model, rows, length, count, heads=heads, raw=raw)
+    folder = cache_folder() / "heads"
+    return find_units(loaded.model, rows, length, count, heads=heads, raw=raw, folder=folder)
 
 
 def layer_records(trials: Sequence[Trial], params: dict[str, Any], device: str) -> list[Record]:
@@ -73,6 +74,8 @@ def print_layers(findings: Findings) -> None:
     for before in edges[:-1]:
         beside = ", ".join(map(str, chosen[:before]))
         table.add_column(f"beside {beside}" if before else "alone", justify="right")
+    table.add_row("full attention", f"{math.exp(findings.full):.3f}")
+    table.add_row("equal groups", f"{math.exp(findings.equal):.3f}")
     losses = {(trial.unit, trial.before): trial.loss for trial in trials}
     for unit in sorted({trial.unit for trial in trials}):
         cells = []

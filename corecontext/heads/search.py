@@ -10,14 +10,22 @@ window shrinks to pay for it.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from corecontext.config import CCAConfig
-from corecontext.files import UserError
+from corecontext.files import UserError, write_text
 from corecontext.heads.budget import COARSE, Shape, Unit, at_equal_cache, raw_heads, spread
 from corecontext.integrations.transformers import Handle, handle_of
 from corecontext.loading import one_line
@@ -50,10 +58,51 @@ class Findings:
     search: Search
     config: CCAConfig
     """With the group size of each layer or head, and the window beside them."""
+    full: float
+    """The loss with full attention."""
     equal: float
     """The loss with equal groups."""
     chosen: float
     """The loss under `config`."""
+
+
+class Losses:
+    """Losses by name, in a file as soon as they are measured: an interrupted search goes on.
+
+    Args:
+        path: The file; None, or a folder that cannot be written, keeps none.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.known: dict[str, float] = {}
+        with contextlib.suppress(OSError, ValueError):
+            self.known = json.loads((path or Path(os.devnull)).read_text(encoding="utf-8"))
+
+    def get(self, name: str, measure: Callable[[], float]) -> float:
+        """Return a loss, measured now unless it is known."""
+        # planted: heads: an interrupted search begins anew
+        if name not in self.known:
+            self.known[name] = measure()
+            if self.path is not None:
+                with contextlib.suppress(OSError):
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    write_text(self.path, json.dumps(self.known))
+        return self.known[name]
+
+    def forget(self) -> None:
+        """Remove the file."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def identify(model: Any, rows: Sequence[Tensor], config: CCAConfig) -> str:
+    """Return the name of a search: the same model, rows and settings give the same losses."""
+    digest = hashlib.sha256(json.dumps([model.config.to_dict(), config.to_dict()]).encode())
+    samples = [parameter.detach().flatten()[:16].float() for parameter in model.parameters()]
+    for tensor in (*rows, *samples):
+        digest.update(tensor.cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def rounds_of(count: int) -> list[int]:
@@ -128,6 +177,7 @@ def find_units(
     *,
     heads: bool = False,
     raw: bool = False,
+    folder: Path | None = None,
 ) -> Findings:
     """Find the layers of a model that need small groups, or KV heads of these.
 
@@ -139,6 +189,7 @@ def find_units(
             `raw` the number of `raw_heads`.
         heads: Choose KV heads, of the quarter of the layers that are best.
         raw: Let the chosen units keep every token, and shrink the window of all to pay for it.
+        folder: For a file of the trials, which an interrupted search finds again.
 
     Raises:
         UserError: there is not as much to choose from, or the cache has no room for it.
@@ -159,22 +210,31 @@ def find_units(
         trials += num_trials(shape.layers, 1)
     longest = max(row.shape[1] for row in rows)
     title = f"{len(rows)} rows of up to {longest} tokens"
-    with one_line(), progress(title, trials + 2) as advance:
+    kept = Losses(None if folder is None else folder / f"{identify(model, rows, equal)}.json")
+    with one_line(), progress(title, trials + 3) as advance:
         # Refuse a count that does not fit before the long part.
         any_units = [Unit(0, i) if heads else Unit(i) for i in range(count)]
         at_equal_cache(shape, any_units, equal, length, raw)
 
         def measure(trial_config: CCAConfig) -> float:
-            _configure(handle, trial_config)
-            return far_loss(model, rows)
+            def measure_now() -> float:
+                _configure(handle, trial_config)
+                return far_loss(model, rows)
+
+            return kept.get(repr(trial_config), measure_now)
 
         def loss(units: tuple[Unit, ...]) -> float:
             sizes = spread(shape, units, 1, COARSE * config.group_size)
             return measure(equal.replace(layer_group_sizes=sizes))
 
         try:
+            before = len(kept.known)
+            start = time.monotonic()
+            loss_full = measure(equal.replace(layer_group_sizes=(1,) * shape.layers))
             loss_before = measure(equal)
-            advance(1)
+            advance(2)
+            seconds = (time.monotonic() - start) / 2 * (trials + 1)
+            _say_what_runs(title, trials, before, seconds)
             layers = [Unit(layer) for layer in range(shape.layers)]
             search = search_units(layers, 1 if heads else count, loss, advance)
             if heads:
@@ -187,7 +247,20 @@ def find_units(
             advance(1)
         finally:
             _configure(handle, config)
-    return Findings(search, chosen, loss_before, loss_after)
+    kept.forget()
+    return Findings(search, chosen, loss_full, loss_before, loss_after)
+
+
+def _say_what_runs(title: str, trials: int, before: int, seconds: float) -> None:
+    """Print the number of trials, and about how long they take."""
+    much = f"about {timedelta(seconds=round(seconds))}"
+    if before:
+        much = f"{before} passes are known from a search that was interrupted"
+    print(
+        f"{trials} trials, each a pass over {title}: {much}. Fewer or shorter rows, or a smaller "
+        "count, take less; after an interruption the same search goes on where it was.",
+        file=sys.stderr,
+    )
 
 
 def _best(trials: Sequence[Trial], count: int) -> list[Trial]:

