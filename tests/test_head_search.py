@@ -390,6 +390,6 @@ def test_info_adds_up_what_each_head_costs(capsys, tmp_path):
     assert "one for each of the 2 KV heads" in shown(
         "heads", layer_group_sizes=[64] * 7 + [[2, 64, 64]]
     )
-    assert "must have one g for each full-attention layer" in shown(
+    assert "must have one g for each of the 8 full-attention layers, got 1" in shown(
         "layers", layer_group_sizes=[64]
     )
