@@ -263,9 +263,18 @@ class HashedToken(int):
         return super().__hash__()
 
 
-def test_a_prompt_of_many_chunks_is_shared_at_a_cost_by_chunk():
+@pytest.fixture
+def shallow():
+    """A recursion limit that few chunks reach."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(500)
+    yield 500
+    sys.setrecursionlimit(before)
+
+
+def test_a_prompt_of_many_chunks_is_shared_at_a_cost_by_chunk(shallow):
     """More chunks than Python's recursion is deep; and a chunk is hashed by its own tokens."""
-    chunks = sys.getrecursionlimit() + 20
+    chunks = shallow + 20
     model = tiny_model(num_hidden_layers=1, max_position_embeddings=4 * chunks)
     ids = [HashedToken(token) for token in prompt(2 * chunks + 1)]
     with corecontext.enabled(model, CONFIG):
@@ -712,10 +721,25 @@ SETTINGS = {
         "sink_size": 7,
     },
 }
+COMBINED = ("fp8-per-query-head", "heads-all", "all")
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
-@pytest.mark.parametrize("setting", SETTINGS)
+# In rows of fixed size by default the settings that hold all others.
+@pytest.mark.parametrize(
+    "setting, fixed",
+    [
+        *(pytest.param(setting, False, id=f"{setting}-growing") for setting in SETTINGS),
+        *(
+            pytest.param(
+                setting,
+                True,
+                id=f"{setting}-fixed",
+                marks=[] if setting in COMBINED else [pytest.mark.slow],
+            )
+            for setting in SETTINGS
+        ),
+    ],
+)
 def test_eight_bits_learned_core_tokens_and_a_g_for_each_layer(setting, fixed):
     draw, config = random.Random(3), CCAConfig(5, 13, **SETTINGS[setting])
     with corecontext.enabled(model := tiny_model(), config):
