@@ -752,7 +752,7 @@ def test_eight_bits_learned_core_tokens_and_a_g_for_each_layer(setting, fixed):
             jobs.append(
                 ask(
                     0,
-                    draw.randint(2, 25),
+                    draw.randint(2, 14),
                     number,
                     prompt=beginning + prompt(draw.randint(1, 40), number),
                     window_size=draw.choice((None, None, 7)),

@@ -97,6 +97,8 @@ def assert_near(got, expected, dtype, what, terms=16):
     ids=str,
 )
 def test_forward_and_gradients(shape, dtype, options):
+    if not GPU and dtype != torch.float32 and "softcap" in options and shape not in SHAPES[:2]:
+        pytest.skip("the interpreter is slow, and caps scores of float32 whatever the dtype")
     sink_groups = options.get("sink_groups", 0)
     (q, k, v, core_k, core_v), _ = tensors(*shape, dtype, sink_groups=sink_groups)
     bias = None

@@ -110,11 +110,13 @@ if GPU:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_step_of_every_row(case, softcap, dtype):
     g, s, heads, kv_heads, dim, prefill, length, settings = case
-    if (
-        softcap
-        and not GPU
-        and (dtype != torch.float32 or case not in (CASES[2], CASES[5], CASES[7]))
-    ):
+    # Whatever the dtype, scores are float32: half precision has its own tiles alone.
+    half = dtype != torch.float32
+    if softcap:
+        chosen = () if half else (CASES[2], CASES[5], CASES[7])
+    else:
+        chosen = (CASES[0], CASES[2], CASES[4], CASES[9], CASES[10]) if half else CASES
+    if not GPU and case not in chosen:
         pytest.skip("the interpreter is slow")
     config = CCAConfig(g, s, backend="triton", **settings)
     rotary = rotary_of(dim, interleaved=g == 5) if g != 7 else rotary_of(dim, 0.5)
