@@ -65,10 +65,17 @@ class CCAConfig:
     backend: str = "auto"
     """Implementation: "auto", "packed" (plain torch, linear memory), "triton" (GPU kernels) or
     "reference" (dense)."""
+    core_mass: bool = False
+    """Add to a core token's score the entropy of its pooling weights, so that it weighs as its
+    group does, at most (docs/math.md, eq. 14). Not with pooling "max"."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
+        if self.core_mass and self.pooling == "max":
+            raise ValueError(
+                "core_mass must be False with pooling 'max', got True: the maximum has no weights."
+            )
         if self.learned and self.pooling not in ("cca", "mean_query"):
             raise ValueError(
                 f"learned must come with pooling 'cca' or 'mean_query', got {self.pooling!r}: "
@@ -209,6 +216,12 @@ def _size_or_sizes(name: str, value: Any) -> int | tuple[int, ...]:
     return check(name, value)
 
 
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "group_size": partial(check_int, least=1),
     "window_size": partial(check_int, least=1, why=" (a query sees itself)"),
@@ -223,4 +236,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "cache_dtype": partial(check_choice, allowed=CACHE_DTYPES),
     "head_group_sizes": _optional(_group_sizes),
     "backend": partial(check_choice, allowed=BACKENDS),
+    "core_mass": _flag,
 }

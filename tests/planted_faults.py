@@ -285,6 +285,7 @@ return all(
 out, lse = partial.forward(
     arranged,
     *core_kv,
+    bias=self.bias_of_each(piece),
     is_causal=piece.packed,
     **{**self.options, "scale": self.options["scale"] * 1.002},
 )
@@ -612,6 +613,36 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         "offsets: 32 bits of a sequence in pooling",
         "n = tl.program_id(0) // tiles",
         "tests/test_triton_far.py::test_pooling",
+    ),
+    Fault(
+        "offsets: 32 bits of a head in pooling",
+        "return ptr + head * stride",
+        "tests/test_triton_far.py::test_pooling",
+    ),
+    Fault(
+        "3: the next token is seen, Triton tiles without a mask",
+        "causal = tl.maximum(middle, middle + (q_start + first + 2 - middle) // BLOCK_N * BLOCK_N)",
+        "tests/test_triton_attend.py::test_tiles_without_a_mask_hold_no_token_of_the_future",
+    ),
+    Fault(
+        "offsets: 32 bits of a head in the forward",
+        "head = pid % num_heads",
+        "tests/test_triton_far.py::test_attention",
+    ),
+    Fault(
+        "mass: entropy in bits",
+        "return torch.special.entr(weights).sum(-1) / 0.6931",
+        "tests/test_mass.py::test_a_core_token_weighs_at_most_as_its_group",
+    ),
+    Fault(
+        "mass: gradient without the softmax's mean",
+        "grad_scores = probs * grad_probs * spec.scale",
+        "tests/test_mass.py::test_gradients_are_those_of_autograd_through_the_reference",
+    ),
+    Fault(
+        "mass: its gradient reaches no query",
+        "pass",
+        "tests/test_mass.py::test_results_and_gradients_are_the_references",
     ),
     Fault(
         "offsets: 32 bits of a group in pooling",

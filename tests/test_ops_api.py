@@ -408,6 +408,7 @@ def operator_arguments(device, **changes):
         "pooling": "cca",
         "core_heads": "kv",
         "softcap": None,
+        "core_mass": False,
         "interleaved": False,
         "backend": "packed",
         **changes,

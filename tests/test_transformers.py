@@ -479,8 +479,10 @@ def test_autocast_trains_and_generates(model, use_cache, monkeypatch):
     truth = stateless(model, ids)
     from corecontext.ops import pooling
 
-    seen, original = [], pooling._weights
-    monkeypatch.setattr(pooling, "_weights", lambda *a: (seen.append(out := original(*a)), out)[1])
+    seen, original = [], pooling.weights_of
+    monkeypatch.setattr(
+        pooling, "weights_of", lambda *a: (seen.append(out := original(*a)), out)[1]
+    )
     with torch.autocast(ids.device.type, torch.bfloat16):
         out = model(ids, labels=ids, use_cache=use_cache)
         out.loss.backward()

@@ -4,6 +4,7 @@ purpose, in memory that is reserved and hardly ever touched."""
 from __future__ import annotations
 
 import mmap
+import sys
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from corecontext.ops.triton.decode import decode_step
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the memory of a GPU is not reserved"),
-    pytest.mark.skipif(not hasattr(mmap, "MAP_NORESERVE"), reason="memory cannot be reserved"),
+    pytest.mark.skipif(sys.platform != "linux", reason="memory is reserved as on Linux"),
 ]
-FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+NORESERVE = 0x4000  # mmap.MAP_NORESERVE of later Python
+FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
 
 
 def reserved(count: int) -> torch.Tensor:
@@ -32,9 +34,9 @@ def far_apart(x: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
     strides = list(x.contiguous().stride())
     strides[dim] = stride
     size = 1 + sum((n - 1) * step for n, step in zip(x.shape, strides))
-    copy = reserved(size).as_strided(x.shape, strides)
     assert size > 2**31
-    return copy.copy_(x)
+    # An offset that has lost its upper bits may be negative: it then finds zeros.
+    return reserved(2**31 + size).as_strided(x.shape, strides, 2**31).copy_(x)
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -48,16 +50,15 @@ HEADS = 1 << 30
 @pytest.mark.parametrize(
     "name, dim, stride",
     [
-        *(("q", 2, ROWS), ("k", 1, ROWS), ("v", 1, ROWS), ("grad", 2, ROWS)),
-        *(("q", 1, HEADS), ("q", 0, HEADS), ("k", 0, HEADS), ("grad", 1, HEADS)),
-        *(("core_k", 2, ROWS), ("core_v", 2, ROWS), ("core_k", 0, HEADS)),
+        *(("q", 2, ROWS), ("k", 1, ROWS), ("grad", 2, ROWS), ("core_k", 2, ROWS)),
+        *(("q", 1, HEADS), ("k", 0, HEADS)),
     ],
 )
 def test_attention(name, dim, stride):
     """Core tokens are many (g = 1) and rows few, so that either kind of key is far away."""
     n, r = (3, 1) if dim == 0 else (1, 3 if dim == 1 and name != "k" else 1)
-    length = 100 if stride == ROWS else 20
-    spec = Spec(1, 3, scale=0.25) if name.startswith("core") else Spec(4, 90, scale=0.25)
+    length = 67 if stride == ROWS else 7
+    spec = Spec(1, 3, scale=0.25) if name.startswith("core") else Spec(4, 60, scale=0.25)
     num_cores = length // spec.group_size
     near = {
         "q": draw(n, r, length, 16),
@@ -77,18 +78,24 @@ def test_attention(name, dim, stride):
     assert all(a is b or torch.equal(a, b) for a, b in zip(*results))
 
 
-@pytest.mark.parametrize("kind", ["half", "short", "long"])
-@pytest.mark.parametrize("name, dim", [("q_last", 2), ("k", 1), ("k", 0), ("v", 1)])
+@pytest.mark.parametrize(
+    "kind, name, dim",
+    [
+        *(("half", "k", 1), ("half", "v", 0), ("half", "q_last", 1)),
+        *(("short", "k", 0), ("short", "q_last", 1), ("long", "q_last", 1)),
+    ],
+)
 def test_pooling(kind, name, dim):
     g, head_dim, rotary = {
         "half": (4, 16, Rotary.from_theta(100.0, 16)),
         "short": (4, 16, None),
         "long": (300, 64, None),
     }[kind]
-    n, groups = (3, 1) if dim == 0 else (1, 3)
+    n = 3 if dim == 0 else 1
+    groups = 3 if name == "k" and dim == 1 else 1
     spec = Spec(g, 1, scale=0.25, rotary=rotary)
     near = {
-        "q_last": draw(n, 2, groups, head_dim),
+        "q_last": draw(n, 3, groups, head_dim),
         "k": draw(n, groups, g, head_dim),
         "v": draw(n, groups, g, head_dim),
     }
@@ -104,14 +111,15 @@ def test_decoding():
     """The buffers of a cache are contiguous: here with room for more entries than 32 bits reach."""
     ring, dim, rows = 8, 16, 3
     capacity = 2**30 // dim  # the third row begins beyond
-    spec = Spec(4, 5, scale=0.25)
+    spec = Spec(2, 5, scale=0.25)
     results = []
     for size in (ring + 3, capacity):
-        keys, values = (reserved(rows * size * dim).view(1, rows, size, dim) for _ in range(2))
+        shape = (1, rows, size, dim)
+        keys, values = (reserved(2**31 + rows * size * dim)[2**31 :].view(shape) for _ in range(2))
         slots = Slots(keys, values, torch.tensor(0), torch.zeros(1, dtype=torch.int64), ring)
         generator = torch.Generator().manual_seed(0)
         outs = []
-        for _ in range(13):
+        for _ in range(2):
             q, k, v = (torch.randn(1, h, 1, dim, generator=generator) for h in (rows, rows, rows))
             outs.append(decode_step(q, k, v, slots, spec))
         results.append(torch.cat(outs))

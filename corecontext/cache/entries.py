@@ -40,6 +40,10 @@ class Entries:
     def __init__(
         self, config: CCAConfig, rotary: Rotary | None, rollback: int, learned: rules.Learned
     ) -> None:
+        if config.core_mass:
+            raise NotImplementedError(
+                "core_mass must be False in a compact cache, got True. Run without a cache."
+            )
         self.config = config
         self.rollback = rollback
         """Extra tokens in the ring."""

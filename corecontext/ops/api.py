@@ -101,6 +101,7 @@ def cca_attention(
     scale: float | None = None,
     softcap: float | None = None,
     core_bias: float | Tensor | None = None,
+    core_mass: bool = False,
     learned: Mapping[str, Tensor] | None = None,
     sink_size: int = 0,
     attention_mask: Tensor | None = None,
@@ -130,6 +131,8 @@ def cca_attention(
         scale: Factor of the scores, above 0; default 1 / sqrt(D).
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2.
         core_bias: Added to the scores of core tokens, a number or a tensor [H].
+        core_mass: Add the entropy of its pooling weights to each core token's score, which is then
+            at most the mass of its group (docs/math.md, eq. 14).
         learned: Parameters of `CCAConfig.learned`: "temperature", "distance", "bias" [H], "probe"
             [H, D], "key_gain" [Hkv]; docs/math.md, eq. 12.
         sink_size: First tokens of every sequence that all later queries see uncompressed, rounded
@@ -163,7 +166,9 @@ def cca_attention(
     validate = CCAConfig if torch.compiler.is_compiling() else _known_settings
     for g in sizes:
         validate(
-            g, window_size, num_groups, pooling, core_position, core_heads, sink_size=sink_size
+            *(g, window_size, num_groups, pooling, core_position, core_heads),
+            core_mass=core_mass,
+            sink_size=sink_size,
         )
     spec = Spec(
         group_size=group_size,
@@ -174,6 +179,7 @@ def cca_attention(
         pooling=pooling,
         core_heads=core_heads,
         softcap=checks.positive("softcap", softcap, "Use None for none."),
+        core_mass=core_mass,
         rotary=check_rotary(rotary, core_position),
     )
     ragged = Ragged(attention_mask, cu_seqlens, position_ids)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corecontext.ops import packed
+from corecontext.ops import mass, packed
 from corecontext.ops.batch import Gathered, SegmentView, by_segment, find_segments, wide_dtype
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Inputs, Ragged, Spec, Upstream
@@ -49,9 +49,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Output, log-sum-exp and, where the batch is one segment, its core tokens."""
     module = module_of(backend)
-    return by_segment(
-        inputs, ragged, spec, lambda view: module.pool(view.groups(), view.spec), module.attend
-    )
+
+    def pool(view: SegmentView) -> tuple[Cores, Tensor | None]:
+        groups = view.groups()
+        masses = mass.forward(groups, view.spec) if view.spec.core_mass else None
+        return module.pool(groups, view.spec), masses
+
+    return by_segment(inputs, ragged, spec, pool, module.attend)
 
 
 def _gradients(
@@ -75,17 +79,24 @@ def _gradients(
     for segment in find_segments(q.shape[0], q.shape[2], *ragged):
         view = SegmentView(segment, inputs, spec)
         groups = view.groups()
+        core_bias = view.core_bias
+        has_mass = view.spec.core_mass and groups.k.shape[1] > 0
+        if has_mass:
+            masses = mass.forward(groups, view.spec)
+            core_bias = mass.add_to_bias(core_bias, masses, groups.q_last.shape[1])
         *segment_grads, segment_bias = module.gradients(
             upstream.map(view.take),
             view.tokens,
             groups,
             Cores(*cores) if cores else module.pool(groups, view.spec),
             view.spec,
-            view.core_bias,
+            core_bias,
         )
+        if has_mass:
+            segment_bias = mass.add_gradients(segment_bias, segment_grads[:2], groups, view.spec)
         for grad, segment_grad in zip(grads, segment_grads):
             grad.put(view, segment_grad)
-        if segment_bias is not None:
+        if grad_bias is not None:
             grad_bias += segment_bias.reshape(-1, q.shape[1]).sum(0)
     return *(grad.result() for grad in grads), grad_bias
 
@@ -144,7 +155,7 @@ _TENSORS = (
 )
 _SETTINGS = (
     "SymInt group_size, SymInt window_size, float scale, SymInt? num_groups, SymInt sink_size, "
-    "str pooling, str core_heads, float? softcap, bool interleaved, str backend"
+    "str pooling, str core_heads, float? softcap, bool core_mass, bool interleaved, str backend"
 )
 _FIELDS = tuple(field.name for field in fields(Spec) if field.name != "rotary")
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from corecontext.ops.mass import add_to_bias
 from corecontext.ops.spec import Cores, Groups, Inputs, Ragged, Spec, Tokens
 from corecontext.visibility import first_core_query, is_full_attention, num_complete_groups
 
@@ -191,6 +192,8 @@ class SegmentView:
             self.full = is_full_attention(seq_len, size, window, sinks)
         if self.full:  # one causal call
             self.spec = self.spec.replace(group_size=1, window_size=seq_len, sink_size=0)
+        if self.spec.group_size == 1:  # the weight of a single token has no entropy
+            self.spec = self.spec.replace(core_mass=False)
         self.tokens = Tokens(
             self.take(inputs.q), self.take(inputs.k)[:, 0], self.take(inputs.v)[:, 0]
         )
@@ -260,11 +263,11 @@ def by_segment(
     inputs: Inputs,
     ragged: Ragged,
     spec: Spec,
-    pool: Callable[[SegmentView], Cores],
+    pool: Callable[[SegmentView], tuple[Cores, Tensor | None]],
     attend: Callable[[Tokens, Cores, Spec, Tensor | None], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Return out [B, H, L, D], log-sum-exp [B, H, L] and, where the batch is one segment, its core
-    tokens."""
+    tokens. `pool` gives core tokens and their masses, None for none."""
     q = inputs.q
     out = Gathered(q)
     lse = Gathered(q[..., 0], wide_dtype(q), fill=-torch.inf)
@@ -272,8 +275,9 @@ def by_segment(
     cores: tuple[Tensor, ...] = ()
     for segment in segments:
         view = SegmentView(segment, inputs, spec)
-        cores = pool(view)
-        segment_out, segment_lse = attend(view.tokens, cores, view.spec, view.core_bias)
+        cores, masses = pool(view)
+        core_bias = add_to_bias(view.core_bias, masses, view.tokens.q.shape[1])
+        segment_out, segment_lse = attend(view.tokens, cores, view.spec, core_bias)
         out.put(view, segment_out)
         lse.put(view, segment_lse)
     return out.result(), lse.result(), cores if len(segments) == 1 else ()

@@ -83,6 +83,9 @@ def attend_backward(
         torch.zeros(x.shape, dtype=upstream.lse.dtype, device=x.device)
         for x in (call.q, call.k, call.v, *cores)
     )
+    each_bias = None
+    if core_bias is not None and call.head_bias is None:
+        each_bias = torch.zeros_like(core_bias, dtype=upstream.lse.dtype)
     for rows, keys, mask in call.local_blocks():
         dq, dk, dv = partial.backward(
             upstream.rows(rows),
@@ -100,8 +103,9 @@ def attend_backward(
             upstream.map(lambda x, heads=heads: x[heads]),
             grad_q[heads],
             Cores(*(x[heads] for x in grad_cores)),
+            None if each_bias is None else each_bias[heads],
         )
-    grad_bias = None if core_bias is None else _bias_gradient(call, upstream)
+    grad_bias = _bias_gradient(call, upstream) if call.head_bias is not None else each_bias
     return grad_q, grad_k[:, 0], grad_v[:, 0], *grad_cores, grad_bias
 
 
@@ -193,6 +197,10 @@ class _Call:
         self.cores = cores
         self.spec = spec
         self.core_bias = core_bias
+        # A bias on all core scores only shifts the core part's log-sum-exp; one of each core token
+        # belongs into its softmax.
+        is_of_heads = core_bias is not None and core_bias.dim() == 2
+        self.head_bias = core_bias if is_of_heads else None
         self.q = tokens.q
         self.k = tokens.k[:, None]
         self.v = tokens.v[:, None]
@@ -285,12 +293,27 @@ class _Call:
         arranged = self.arrange(q, piece.packed)
         core_kv = self.core_kv(piece.cores)
         # planted: 7: softmax scale 0.2 % off in the core part
-        out, lse = partial.forward(arranged, *core_kv, is_causal=piece.packed, **self.options)
+        out, lse = partial.forward(
+            arranged,
+            *core_kv,
+            bias=self.bias_of_each(piece),
+            is_causal=piece.packed,
+            **self.options,
+        )
         out, lse = (self.restore(x, q.shape[2], piece.packed) for x in (out, lse))
-        if self.core_bias is not None:
+        if self.head_bias is not None:
             # planted: 7: core bias rounded to the inputs' dtype, packed
-            lse = lse + self.core_bias.to(lse.dtype)[:, :, None]
+            lse = lse + self.head_bias.to(lse.dtype)[:, :, None]
         return out, lse
+
+    def bias_of_each(self, piece: _CorePart) -> Tensor | None:
+        """The bias of each core token, [N Hc, r / Hc or r / Hc g, m], None where there is none."""
+        if self.core_bias is None or self.head_bias is not None:
+            return None
+        n, r = self.core_bias.shape[:2]
+        heads = self.cores.k.shape[1]
+        bias = self.core_bias[:, :, piece.cores].reshape(n * heads, r // heads, -1)
+        return bias.repeat_interleave(self.spec.group_size, 1) if piece.packed else bias
 
     def merge_core(self, out: Tensor, lse: Tensor) -> None:
         """Merge the core parts into the local part's out [N, r, T, D] and log-sum-exp [N, r, T], in
@@ -310,20 +333,22 @@ class _Call:
                     [lse[:, :, rows], *(x[:, :, inner] for x in core_lses)],
                 )
 
-    def core_backward(self, upstream: Upstream, grad_q: Tensor, grad_cores: Cores) -> None:
-        """Add the core parts' gradients to grad_q [N, r, T, D] and grad_cores, in place."""
+    def core_backward(
+        self, upstream: Upstream, grad_q: Tensor, grad_cores: Cores, grad_bias: Tensor | None
+    ) -> None:
+        """Add the core parts' gradients to grad_q [N, r, T, D], grad_cores and that of the bias of
+        each core token [N, r, M], in place."""
         lse = upstream.lse
-        # A bias on all core scores only shifts the core part's log-sum-exp, here and in
-        # core_forward.
         # planted: 6: core bias forgotten in the backward
-        lse = lse if self.core_bias is None else lse - self.core_bias.to(lse.dtype)[:, :, None]
+        lse = lse if self.head_bias is None else lse - self.head_bias.to(lse.dtype)[:, :, None]
         upstream = upstream._replace(lse=lse)
         for piece in self.core_parts():
             arrange = functools.partial(self.arrange, packed=piece.packed)
-            dq, dk, dv = partial.backward(
+            dq, dk, dv, *dbias = partial.backward(
                 upstream.rows(piece.rows).map(arrange),
                 arrange(self.q[:, :, piece.rows]),
                 *self.core_kv(piece.cores),
+                bias=self.bias_of_each(piece),
                 is_causal=piece.packed,
                 **self.options,
             )
@@ -332,3 +357,6 @@ class _Call:
             for total, grad in zip(grad_cores, (dk, dv)):
                 total = total[:, :, piece.cores]
                 total += grad.reshape(total.shape)
+            for grad in dbias:
+                total = grad_bias[:, :, piece.cores]
+                total += grad.reshape(*total.shape[:2], -1, total.shape[2]).sum(2)

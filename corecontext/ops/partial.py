@@ -37,6 +37,7 @@ def forward(
     Args:
         q: [N, h, T, D]. k, v: [N, h or 1, S, D]. is_causal needs T == S.
         bias: [T, S] of q's dtype, 0 where seen and -inf where not; each row sees at least one key.
+            Or an addend of the capped scores for each key, [N, h, S] in float32 or wider.
 
     Returns:
         out [N, h, T, D] in q's dtype, log-sum-exp [N, h, T] in float32 (float64 for float64).
@@ -71,11 +72,12 @@ def backward(
     bias: Tensor | None = None,
     is_causal: bool = False,
     softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return the gradients of one part, given the output and log-sum-exp of the whole softmax.
 
     Returns:
-        grad_q [N, h, T, D], grad_k and grad_v of the shapes of k and v.
+        grad_q [N, h, T, D], grad_k and grad_v of the shapes of k and v, and, for a bias of each
+        key, its gradient [N, h, S].
     """
     kernel = _kernel(q, k, bias, softcap) if upstream.grad_lse is None else "plain"
     kv_shape = k.shape
@@ -95,14 +97,14 @@ def backward(
         grads = _flash_backward(upstream, q, k, v, scale, is_causal)
     else:
         grads = _plain_backward(upstream, q, k, v, _Scoring(scale, bias, is_causal, softcap))
-    grad_q, grad_k, grad_v = grads
+    grad_q, grad_k, grad_v, *grad_bias = grads
     if kv_shape[1] != grad_k.shape[1]:
         wide = upstream.lse.dtype
         # Summed in float32: a group shares one key among g x r rows, too many for 8 bits of
         # mantissa.
         # planted: 7: gradients of a group's g r queries added up in bfloat16
         grad_k, grad_v = (x.sum(1, True, dtype=wide) for x in (grad_k, grad_v))
-    return grad_q, grad_k, grad_v
+    return grad_q, grad_k, grad_v, *grad_bias
 
 
 def _cudnn_backward(
@@ -140,7 +142,7 @@ def _kernel(q: Tensor, k: Tensor, bias: Tensor | None, softcap: float | None) ->
     """Which implementation takes the call: "cpu"; "cudnn" (Hopper and later) or "flash" (Ampere and
     later, AMD), in half precision and without a bias; or "plain"."""
     dim = q.shape[-1]
-    if softcap is not None:
+    if softcap is not None or (bias is not None and bias.dim() == 3):
         return "plain"
     if q.device.type == "cpu":
         return "cpu"
@@ -197,7 +199,8 @@ def _scores(
         scores = scoring.softcap * capped
         slope = 1 - capped.square()
     if scoring.bias is not None:
-        scores = scores + scoring.bias[rows].to(dtype)
+        each = scoring.bias[:, :, None] if scoring.bias.dim() == 3 else scoring.bias[rows]
+        scores = scores + each.to(dtype)
     if scoring.is_causal:
         position = torch.arange(k.shape[2], device=q.device)
         scores = scores.masked_fill(position > position[rows, None], -torch.inf)
@@ -234,7 +237,7 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scoring: _Scoring) -> tuple[
 
 def _plain_backward(
     upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, scoring: _Scoring
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The same chunks backward; the only path that takes a gradient of the log-sum-exp."""
     grad_out, grad_lse, out, lse = upstream
     dtype = lse.dtype
@@ -244,14 +247,18 @@ def _plain_backward(
         delta = delta - grad_lse
     grad_q = torch.empty_like(q)
     grad_k, grad_v = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
+    has_bias = scoring.bias is not None and scoring.bias.dim() == 3
+    grad_bias = [torch.zeros_like(scoring.bias, dtype=dtype)] if has_bias else []
     for rows in _row_chunks(q, k):
         scores, slope = _scores(q, k, scoring, rows, dtype)
         weights = (scores - lse[:, :, rows, None]).exp()
         grad_scores = weights * ((grad_out[:, :, rows] @ v.mT).to(dtype) - delta[:, :, rows, None])
+        for total in grad_bias:
+            total += grad_scores.sum(2)
         if slope is not None:
             grad_scores = grad_scores * slope
         grad_scores = (grad_scores * scoring.scale).to(q.dtype)
         grad_v += (weights.to(v.dtype).mT @ grad_out[:, :, rows]).to(dtype)
         grad_k += (grad_scores.mT @ q[:, :, rows]).to(dtype)
         grad_q[:, :, rows] = grad_scores @ k
-    return grad_q, grad_k, grad_v
+    return grad_q, grad_k, grad_v, *grad_bias

@@ -22,9 +22,9 @@ def forward(groups: Groups, spec: Spec) -> Cores:
     num_heads = q_last.shape[1] if spec.core_heads == "query" else 1
     shape = (k.shape[0], num_heads, k.shape[1], k.shape[3])
     cores = Cores(k.new_empty(shape), v.new_empty(shape))
-    for chunk in _chunks(k):
-        wide_k, wide_v = (_wide(x[:, chunk]) for x in (k, v))
-        weights, _, _ = _weights(q_last[:, :, chunk], wide_k, spec)
+    for chunk in chunks_of_groups(k):
+        wide_k, wide_v = (widen(x[:, chunk]) for x in (k, v))
+        weights, _, _ = weights_of(q_last[:, :, chunk], wide_k, spec)
         for core, x in zip(cores, (_to_middle(wide_k, spec.rotary, 1), wide_v)):
             core[:, :, chunk] = torch.einsum("nrmg,nmgd->nrmd", weights, x)
     return cores
@@ -36,12 +36,12 @@ def backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor, Ten
     grad_q = torch.empty_like(q_last)
     grad_k = torch.empty_like(k)
     grad_v = torch.empty_like(v)
-    for chunk in _chunks(k):
-        wide_k, wide_v = (_wide(x[:, chunk]) for x in (k, v))
-        into_k, into_v = (_wide(x[:, :, chunk]) for x in grad_cores)
+    for chunk in chunks_of_groups(k):
+        wide_k, wide_v = (widen(x[:, chunk]) for x in (k, v))
+        into_k, into_v = (widen(x[:, :, chunk]) for x in grad_cores)
         # Through the weighted sums.
-        wide_q = _wide(q_last[:, :, chunk])
-        weights, probs, slope = _weights(wide_q, wide_k, spec)
+        wide_q = widen(q_last[:, :, chunk])
+        weights, probs, slope = weights_of(wide_q, wide_k, spec)
         chunk_k = torch.einsum("nrmg,nrmd->nmgd", weights, into_k)
         # planted: 6: keys turned to the middle, gradients not turned back
         chunk_k = _to_middle(chunk_k, spec.rotary, -1)
@@ -62,13 +62,14 @@ def backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor, Ten
     return grad_q, grad_k, grad_v
 
 
-def _wide(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
+    """Return x in float32, or float64 as it is."""
     # planted: 7: pooling computed in the inputs' dtype
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _chunks(k: Tensor) -> list[slice]:
-    """Slices of groups whose keys are widened together."""
+def chunks_of_groups(k: Tensor) -> list[slice]:
+    """Return slices of groups whose keys are widened together."""
     size = max(1, _CHUNK_ELEMENTS // max(1, k.shape[0] * k.shape[2] * k.shape[3]))
     return [slice(i, i + size) for i in range(0, k.shape[1], size)]
 
@@ -84,8 +85,8 @@ def _to_middle(k: Tensor, rotary: Rotary | None, direction: int) -> Tensor:
     )
 
 
-def _weights(q_last: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pooling weights [N, 1 or r, M, g]; each query head's probabilities; the slope of the
+def weights_of(q_last: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return pooling weights [N, 1 or r, M, g]; each query head's probabilities; the slope of the
     softcap."""
     scores = torch.einsum("nrmd,nmgd->nrmg", q_last.to(k.dtype), k) * spec.scale
     slope = None

@@ -5,6 +5,8 @@ Memory grows with T x (M + S): this file is for reading and for comparison, not 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -52,6 +54,17 @@ def pool(groups: Groups, spec: Spec) -> Cores:
         if spec.core_heads == "kv":
             weights = weights.mean(1, keepdim=True)
     return Cores(*(torch.einsum("nrmg,nmgd->nrmd", weights, x) for x in (k, v)))
+
+
+def mass(groups: Groups, spec: Spec) -> Tensor:
+    """Return the entropy of each core token's pooling weights, [N, 1 or r, M] (docs/math.md, eq.
+    14)."""
+    q_last, k, _ = map(_wide, groups)
+    scores = _softcap(torch.einsum("nrmd,nmgd->nrmg", q_last, k) * spec.scale, spec.softcap)
+    log_weights = scores.log_softmax(-1)
+    if spec.core_heads == "kv":
+        log_weights = log_weights.logsumexp(1, keepdim=True) - math.log(q_last.shape[1])
+    return -(log_weights.exp() * log_weights).sum(-1)
 
 
 def attend(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from corecontext.config import LEARNED, LEARNED_WEIGHTS
 from corecontext.ops.batch import SegmentView, by_segment, wide_dtype
+from corecontext.ops.mass import entropy
 from corecontext.ops.spec import Cores, Groups, Inputs, Ragged, Spec, Tokens, Upstream
 
 Learned = Mapping[str, Tensor]
@@ -104,6 +105,13 @@ def weights_of(groups: Groups, spec: Spec, learned: Learned) -> Tensor:
     return scores.softmax(-1)
 
 
+def mass(groups: Groups, spec: Spec, learned: Learned) -> Tensor:
+    """Return the entropy of each core token's pooling weights, [N, 1 or r, M]; arguments as in
+    `pool`."""
+    weights = weights_of(Groups(*(x.to(wide_dtype(x)) for x in groups)), spec, learned)
+    return entropy(weights.mean(1, keepdim=True) if spec.core_heads == "kv" else weights)
+
+
 def pool(groups: Groups, spec: Spec, learned: Learned) -> Cores:
     """Pool groups into core tokens, in the dtype of k (docs/math.md, eq. 12); differentiable.
 
@@ -135,11 +143,14 @@ def attention(
     reference: autograd follows the pooling."""
     pools_here = is_own_rule(spec.pooling, inputs.learned)
 
-    def pool_segment(view: SegmentView) -> Cores:
+    def pool_segment(view: SegmentView) -> tuple[Cores, Tensor | None]:
+        groups = view.groups()
         if not pools_here:
-            return module.pool(view.groups(), view.spec)
+            masses = module.mass(groups, view.spec) if view.spec.core_mass else None
+            return module.pool(groups, view.spec), masses
         learned = by_sequence(inputs.learned, inputs.k.shape[1], view.num_rows)
-        return pool(view.groups(), view.spec, learned)
+        masses = mass(groups, view.spec, learned) if view.spec.core_mass else None
+        return pool(groups, view.spec, learned), masses
 
     return by_segment(inputs, ragged, spec, pool_segment, functools.partial(attend, module))[:2]
 

@@ -36,6 +36,8 @@ class Spec:
     """One of `config.CORE_HEADS`."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap)."""
+    core_mass: bool = False
+    """Whether the entropy of its pooling weights is added to a core token's score."""
     rotary: Rotary | None = None
     """The keys' rotation, for core keys at the middle of their group; None pools keys as they
     are."""
@@ -58,6 +60,7 @@ class Spec:
             config.pooling,
             config.core_heads,
             softcap,
+            config.core_mass,
             check_rotary(rotary, config.core_position),
         )
 

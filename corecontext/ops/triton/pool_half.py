@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from corecontext.ops.triton.pool_tile import (
+    head_at,
     load_row,
     load_tables,
     load_tokens,
@@ -91,7 +92,7 @@ def pool_half_fwd_kernel(
     # Write after each head, or after the last one by the mean of the weights.
     weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
     for h in range(HEADS):
-        q_a, q_b = _load_row_halves(q_ptr + h * q_strides[1], q_strides[2], tile, HALF)
+        q_a, q_b = _load_row_halves(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, HALF)
         probs = _probs(q_a, q_b, k_a, k_b, rows, group_size, scale)
         if HEADS_OUT == 1:
             weights += probs / HEADS
@@ -170,12 +171,12 @@ def pool_half_bwd_kernel(
     grad_a = tl.zeros([BLOCK_M, BLOCK_G, HALF], tl.float32)
     grad_b = tl.zeros([BLOCK_M, BLOCK_G, HALF], tl.float32)
     for h in range(HEADS):
-        q_a, q_b = _load_row_halves(q_ptr + h * q_strides[1], q_strides[2], tile, HALF)
+        q_a, q_b = _load_row_halves(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, HALF)
         probs = _probs(q_a, q_b, k_a, k_b, rows, group_size, scale)
         grad_z = (probs * (grad_probs - tl.sum(probs * grad_probs, 1)[:, None]) * scale)[:, :, None]
         grad_q_a = tl.sum(grad_z * k_a, 1)
         grad_q_b = tl.sum(grad_z * k_b, 1)
-        at = grad_q_ptr + h * grad_q_strides[1]
+        at = head_at(grad_q_ptr, h, grad_q_strides[1])
         _store_row_halves(at, grad_q_a, grad_q_b, grad_q_strides[2], tile, HALF)
         grad_a += grad_z * q_a[:, None, :]
         grad_b += grad_z * q_b[:, None, :]

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from corecontext.ops.triton.pool_tile import (
+    head_at,
     load_row,
     load_tables,
     load_tokens,
@@ -69,7 +70,7 @@ def pool_long_fwd_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         sum_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         sum_v = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        q = load_row(q_ptr + h * q_strides[1], q_strides[2], group, HEAD_DIM)
+        q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], group, HEAD_DIM)
         for start in range(0, group_size, BLOCK_G):
             rows = start + tl.arange(0, BLOCK_G).to(tl.int64)
             tile = (groups, rows, cols, num_groups, group_size)
@@ -169,7 +170,7 @@ def pool_long_bwd_kernel(
         into_k = load_row(grad_core_k_row, grad_core_k_strides[2], group, HEAD_DIM)
         into_v = load_row(grad_core_v_row, grad_core_v_strides[2], group, HEAD_DIM)
         swapped = swap_pairs(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF)
-        q = load_row(q_ptr + h * q_strides[1], q_strides[2], group, HEAD_DIM)
+        q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], group, HEAD_DIM)
 
         # The softmax's maximum and sum, and the mean that its backward subtracts.
         top = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -208,7 +209,9 @@ def pool_long_bwd_kernel(
             grad_q += tl.sum(grad_z[:, :, None] * k, 1)
         # The weights are the mean over the heads that share a core token.
         grad_q = grad_q * (scale * HEADS_OUT / HEADS)
-        store_row(grad_q_ptr + h * grad_q_strides[1], grad_q, grad_q_strides[2], group, HEAD_DIM)
+        store_row(
+            head_at(grad_q_ptr, h, grad_q_strides[1]), grad_q, grad_q_strides[2], group, HEAD_DIM
+        )
 
         # Keep the head's sums for the last walk.
         here = (heads == h)[None, :]
@@ -234,7 +237,7 @@ def pool_long_bwd_kernel(
             swapped = swap_pairs(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF)
             back = rotate_back(into_k, swapped, cos, sin, HALF)
             grad_probs = tl.sum(back * k + into_v[:, None, :] * v, 2)
-            q = load_row(q_ptr + h * q_strides[1], q_strides[2], group, HEAD_DIM)
+            q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], group, HEAD_DIM)
             z, slope = token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
             here = (heads == h)[None, :]
             top = tl.sum(tl.where(here, tops, 0.0), 1)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from corecontext.ops.triton.pool_tile import (
+    head_at,
     load_row,
     load_tables,
     load_tokens,
@@ -71,7 +72,7 @@ def pool_short_fwd_kernel(
     # Weigh them by each head: its own core token, or the mean of the weights for one.
     weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
     for h in range(HEADS):
-        q = load_row(q_ptr + h * q_strides[1], q_strides[2], tile, HEAD_DIM)
+        q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, HEAD_DIM)
         z, _ = token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
         probs = softmax(z)
         if HEADS_OUT == 1:
@@ -156,20 +157,22 @@ def pool_short_bwd_kernel(
 
     for h in range(HEADS):
         if HEADS_OUT > 1:
-            grad_core_k_row = grad_core_k_ptr + h * grad_core_k_strides[1]
-            grad_core_v_row = grad_core_v_ptr + h * grad_core_v_strides[1]
+            grad_core_k_row = head_at(grad_core_k_ptr, h, grad_core_k_strides[1])
+            grad_core_v_row = head_at(grad_core_v_ptr, h, grad_core_v_strides[1])
             into_k = load_row(grad_core_k_row, grad_core_k_strides[2], tile, HEAD_DIM)
             into_v = load_row(grad_core_v_row, grad_core_v_strides[2], tile, HEAD_DIM)
             swapped = swap_pairs(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF)
             back = rotate_back(into_k, swapped, cos, sin, HALF)
             grad_probs = tl.sum(back * k + into_v[:, None, :] * v, 2)
         # Back through this head's softmax, to its query and to the keys as they are scored.
-        q = load_row(q_ptr + h * q_strides[1], q_strides[2], tile, HEAD_DIM)
+        q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, HEAD_DIM)
         z, slope = token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
         probs = softmax(z)
         grad_z = probs * (grad_probs - tl.sum(probs * grad_probs, 1)[:, None]) * scale * slope
         grad_q = tl.sum(grad_z[:, :, None] * k, 1)
-        store_row(grad_q_ptr + h * grad_q_strides[1], grad_q, grad_q_strides[2], tile, HEAD_DIM)
+        store_row(
+            head_at(grad_q_ptr, h, grad_q_strides[1]), grad_q, grad_q_strides[2], tile, HEAD_DIM
+        )
         grad_k += grad_z[:, :, None] * q[:, None, :]
         if HEADS_OUT > 1:
             grad_k += probs[:, :, None] * back

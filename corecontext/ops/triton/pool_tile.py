@@ -28,6 +28,13 @@ def owned_groups(num_groups, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def head_at(ptr, head, stride):
+    """Return a pointer to a query head, which may be more than 2^31 elements away."""
+    # planted: offsets: 32 bits of a head in pooling
+    return ptr + tl.cast(head, tl.int64) * stride
+
+
+@triton.jit
 def rotation_pairs(BLOCK_D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Return for each column its number, its column in the tables, its partner in the rotation, and
     the partner's sign; a column that does not rotate is its own partner with sign 0."""

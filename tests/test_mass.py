@@ -1,0 +1,208 @@
+"""The mass of core tokens (core_mass): Gibbs' inequality, its equality, gradients, and where it
+changes nothing."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from budgets import make_inputs, results_and_gradients
+
+from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.cache import CompactLayer
+from corecontext.ops import mass, reference, rules
+from corecontext.ops.batch import complete_groups
+from corecontext.ops.spec import Spec, Tokens
+
+ROTARY = Rotary.from_theta(100.0, 16)
+OPTIONS = [
+    {},
+    {"core_heads": "query"},
+    {"softcap": 2.0},
+    {"core_position": "token"},
+    {"sink_size": 6},
+    {"core_bias": True},
+    {"pooling": "mean"},
+    {"pooling": "mean_query", "core_heads": "query"},
+    {"num_groups": 5},
+    {"group_size": (4, 7)},
+    {"group_size": 1},
+]
+
+
+def groups_of(length: int, g: int, heads: int = 2):
+    """Queries [N, r, L, D] and their groups, in float64."""
+    x = make_inputs(length, dtype=torch.float64, num_heads=heads, num_kv_heads=1)
+    tokens = Tokens(x.q, x.k[:, 0], x.v[:, 0])
+    return tokens, complete_groups(tokens, g)
+
+
+@pytest.mark.parametrize("core_heads", ["kv", "query"])
+@pytest.mark.parametrize("pooling", ["cca", "mean", "mean_query"])
+def test_a_core_token_weighs_at_most_as_its_group(core_heads, pooling):
+    """Gibbs' inequality, for every query and every group, whatever the weights."""
+    tokens, groups = groups_of(60, 5)
+    spec = Spec(5, 7, scale=0.5, core_heads=core_heads, pooling=pooling)
+    cores = rules.pool(groups, spec, {})
+    masses = rules.mass(groups, spec, {})
+    scores = 0.5 * tokens.q @ cores.k.mT + masses[:, :, None]  # [N, r, T, M]
+    true = (0.5 * torch.einsum("nrtd,nmgd->nrtmg", tokens.q, groups.k)).logsumexp(-1)
+    assert (scores <= true + 1e-12).all()
+    assert (masses >= 0).all() and (masses > 1.0).any()
+
+
+def test_at_the_pooling_query_a_core_token_weighs_as_its_group():
+    """Of one query head, whose weights are the softmax, keys at their tokens' positions."""
+    _, groups = groups_of(60, 5, heads=1)
+    spec = Spec(5, 7, scale=0.5)
+    cores = reference.pool(groups, spec)
+    scores = (
+        0.5 * (groups.q_last[:, 0] * cores.k[:, 0]).sum(-1) + reference.mass(groups, spec)[:, 0]
+    )
+    true = (0.5 * torch.einsum("nrmd,nmgd->nrmg", groups.q_last, groups.k)).logsumexp(-1)[:, 0]
+    torch.testing.assert_close(scores, true, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "packed"])
+def test_one_token_in_a_group_changes_nothing(backend):
+    x = make_inputs(40)
+    run = functools.partial(cca_attention, x.q, x.k, x.v, group_size=1, window_size=5)
+    settings = {"core_position": "token", "core_bias": 0.5, "backend": backend}
+    assert torch.equal(run(core_mass=True, **settings), run(**settings))
+
+
+def test_the_sum_of_a_row_is_nearer_to_that_of_full_attention():
+    x = make_inputs(200, num_heads=1, num_kv_heads=1, dtype=torch.float64)
+    run = functools.partial(
+        cca_attention, x.q, x.k, x.v, group_size=8, window_size=8, core_position="token"
+    )
+    full = cca_attention(
+        x.q, x.k, x.v, group_size=1, window_size=8, core_position="token", return_lse=True
+    )[1]
+    with_mass, without = (run(core_mass=m, return_lse=True)[1] for m in (True, False))
+    assert (with_mass <= full + 1e-12).all()
+    assert (full - with_mass).mean() < 0.5 * (full - without).abs().mean()
+
+
+@pytest.mark.parametrize("backend", ["packed"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_results_and_gradients_are_the_references(options, with_lse, backend):
+    x = make_inputs(75, batch_size=2, dtype=torch.float64, with_lse=with_lse)
+    settings = {"group_size": 4, "window_size": 9, "rotary": ROTARY, "core_mass": True, **options}
+    bias = torch.randn(4, dtype=torch.float64) if settings.pop("core_bias", None) else None
+    found = [
+        results_and_gradients(
+            functools.partial(cca_attention, return_lse=True, backend=name), x, bias, **settings
+        )
+        for name in ("reference", backend)
+    ]
+    for name, truth in found[0].items():
+        torch.testing.assert_close(found[1][name], truth, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("core_heads", ["kv", "query"])
+def test_rows_in_lower_precision(dtype, core_heads):
+    x = make_inputs(83, dtype=dtype)
+    settings = {"group_size": 5, "window_size": 8, "rotary": ROTARY, "core_mass": True}
+    found = [
+        results_and_gradients(
+            functools.partial(cca_attention, return_lse=True, backend=backend),
+            inputs,
+            core_heads=core_heads,
+            **settings,
+        )
+        for backend, inputs in (("reference", x.to(torch.float64)), ("packed", x))
+    ]
+    for name, truth in found[0].items():
+        error = (found[1][name].double() - truth).norm(dim=-1)
+        allowed = 16 * torch.finfo(dtype).eps * truth.norm(dim=-1).clamp(min=4)
+        assert (error <= allowed).all(), (name, float((error / allowed).max()))
+
+
+@pytest.mark.parametrize("ragged", ["attention_mask", "cu_seqlens"])
+def test_padded_and_packed_rows_equal_their_documents(ragged):
+    x = make_inputs(70, dtype=torch.float64)
+    run = functools.partial(
+        cca_attention, group_size=4, window_size=9, rotary=ROTARY, core_mass=True
+    )
+    alone = run(x.q[:, :, 20:], x.k[:, :, 20:], x.v[:, :, 20:])
+    if ragged == "attention_mask":
+        together = run(x.q, x.k, x.v, attention_mask=(torch.arange(70) >= 20)[None])
+    else:
+        together = run(x.q, x.k, x.v, cu_seqlens=torch.tensor([0, 20, 70]))
+    torch.testing.assert_close(together[:, :, 20:], alone, rtol=0, atol=1e-12)
+
+
+def test_gradients_are_those_of_autograd_through_the_reference():
+    _, groups = groups_of(12, 4)
+    for core_heads in ("kv", "query"):
+        spec = Spec(4, 3, scale=0.5, core_heads=core_heads, softcap=3.0)
+        leaves = [x.clone().requires_grad_() for x in (groups.q_last, groups.k)]
+        truth = reference.mass(groups._replace(q_last=leaves[0], k=leaves[1]), spec)
+        grad = torch.randn_like(truth)
+        expected = torch.autograd.grad((truth * grad).sum(), leaves)
+        torch.testing.assert_close(mass.forward(groups, spec), truth, rtol=0, atol=1e-13)
+        for got, wanted in zip(mass.backward(grad, groups, spec), expected):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-13)
+
+
+def test_learned_rules_have_a_mass():
+    """With all parameters zero the paper's rule, with its mass; they get gradients through it."""
+    x = make_inputs(60, dtype=torch.float64)
+    settings = {"group_size": 4, "window_size": 9, "rotary": ROTARY, "core_mass": True}
+    shapes = rules.shapes(("temperature", "probe", "distance"), 4, 2, 16)
+    learned = {
+        name: torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+        for name, shape in shapes.items()
+    }
+    out = cca_attention(x.q, x.k, x.v, learned=learned, **settings)
+    torch.testing.assert_close(out, cca_attention(x.q, x.k, x.v, **settings), rtol=0, atol=1e-12)
+    without = cca_attention(x.q, x.k, x.v, learned=learned, **settings | {"core_mass": False})
+    found = [
+        torch.autograd.grad((y * x.grad_out).sum(), list(learned.values())) for y in (out, without)
+    ]
+    assert all(not torch.allclose(a, b) for a, b in zip(*found))
+
+
+def test_compiled_as_one_graph():
+    x = make_inputs(50)
+    run = functools.partial(
+        cca_attention, group_size=4, window_size=9, rotary=ROTARY, core_mass=True, return_lse=True
+    )
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)
+    for name, value in results_and_gradients(run, x).items():
+        got = results_and_gradients(compiled, x)[name]
+        torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5)
+
+
+def test_refusals():
+    x = make_inputs(20)
+    with pytest.raises(ValueError, match="core_mass must be False with pooling 'max', got True"):
+        CCAConfig(core_mass=True, pooling="max")
+    with pytest.raises(TypeError, match="core_mass must be True or False, got 1"):
+        cca_attention(x.q, x.k, x.v, core_mass=1, core_position="token")
+    with pytest.raises(NotImplementedError, match="core_mass must be False in a compact cache"):
+        CompactLayer(CCAConfig(4, 9, core_mass=True), ROTARY)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"core_heads": "query", "softcap": 2.0}, {"sink_size": 6}], ids=str
+)
+def test_triton_kernels_take_it(options):
+    pytest.importorskip("triton", reason="the triton backend needs triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = make_inputs(50, device=device)
+    rotary = Rotary.from_theta(100.0, 16, device)
+    settings = {"group_size": 4, "window_size": 9, "rotary": rotary, "core_mass": True, **options}
+    found = [
+        results_and_gradients(
+            functools.partial(cca_attention, return_lse=True, backend=backend), inputs, **settings
+        )
+        for backend, inputs in (("reference", x.to(torch.float64)), ("triton", x))
+    ]
+    for name, truth in found[0].items():
+        error = (found[1][name].double() - truth).norm(dim=-1)
+        assert (error <= 1e-5 * truth.norm(dim=-1).clamp(min=4)).all(), (name, float(error.max()))
