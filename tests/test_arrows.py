@@ -36,7 +36,7 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 BACKENDS = {
     "reference": set(),
-    "packed": {"compose", "partial", "pooling", "merge", "sinks"},
+    "packed": {"compose", "mass", "partial", "pooling", "merge", "sinks"},
     "partial": set(),
     "pooling": {"rotary"},
 }

@@ -12,8 +12,9 @@ from budgets import make_inputs, results_and_gradients
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
 from corecontext.ops import mass, reference, rules
+from corecontext.ops.attend_buffer import attend_buffer
 from corecontext.ops.batch import complete_groups
-from corecontext.ops.spec import Spec, Tokens
+from corecontext.ops.spec import Groups, Spec, Tokens
 
 ROTARY = Rotary.from_theta(100.0, 16)
 OPTIONS = [
@@ -188,6 +189,23 @@ def test_refusals():
         CompactLayer(CCAConfig(4, 9, core_mass=True), ROTARY)
 
 
+@pytest.mark.parametrize("core_heads", ["kv", "query"])
+@pytest.mark.parametrize("g, heads, dim, softcap", [(5, 3, 20, 2.0), (16, 1, 16, None)])
+def test_triton_kernels_of_the_mass(core_heads, g, heads, dim, softcap):
+    kernels = pytest.importorskip("corecontext.ops.triton.pool_mass")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = make_inputs(4 * g + 2, device=device, num_heads=heads, num_kv_heads=1, head_dim=dim)
+    x = x._replace(q=x.q * 30)  # weights of 0 among them
+    groups = complete_groups(Tokens(x.q, x.k[:, 0], x.v[:, 0]), g)
+    spec = Spec(g, 3, scale=dim**-0.5, core_heads=core_heads, softcap=softcap)
+    wide = Groups(*(y.double() for y in groups))
+    truth = mass.forward(wide, spec)
+    torch.testing.assert_close(kernels.forward(groups, spec).double(), truth, rtol=0, atol=2e-5)
+    grad = torch.randn_like(truth)
+    for got, wanted in zip(kernels.backward(grad, groups, spec), mass.backward(grad, wide, spec)):
+        assert (got.double() - wanted).norm() <= 2e-5 * wanted.norm()
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"core_heads": "query", "softcap": 2.0}, {"sink_size": 6}], ids=str
 )
@@ -206,3 +224,21 @@ def test_triton_kernels_take_it(options):
     for name, truth in found[0].items():
         error = (found[1][name].double() - truth).norm(dim=-1)
         assert (error <= 1e-5 * truth.norm(dim=-1).clamp(min=4)).all(), (name, float(error.max()))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_buffer_of_entries_with_their_masses(softcap):
+    """As a decoding step attends: raw tokens, then core tokens, for each row and KV head."""
+    x = make_inputs(30, batch_size=2, dtype=torch.float64)  # 4 heads, 2 KV heads
+    masses = torch.rand(2, 2, 20, dtype=torch.float64)
+    see = torch.ones(2, 1, 30, dtype=torch.bool)
+    options = {"scale": 0.25, "softcap": softcap}
+    got = attend_buffer(
+        x.q[:, :, :1], x.k, x.v, see, 10, core_bias=0.3, core_mass=masses, **options
+    )
+    scores = 0.25 * x.q[:, :, :1] @ x.k.repeat_interleave(2, 1).mT
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores[..., 10:] += 0.3 + masses.repeat_interleave(2, 1)[:, :, None]
+    truth = scores.softmax(-1) @ x.v.repeat_interleave(2, 1)
+    torch.testing.assert_close(got, truth, rtol=0, atol=1e-12)

@@ -52,7 +52,7 @@ def _forward(
 
     def pool(view: SegmentView) -> tuple[Cores, Tensor | None]:
         groups = view.groups()
-        masses = mass.forward(groups, view.spec) if view.spec.core_mass else None
+        masses = module.mass(groups, view.spec) if view.spec.core_mass else None
         return module.pool(groups, view.spec), masses
 
     return by_segment(inputs, ragged, spec, pool, module.attend)
@@ -82,7 +82,7 @@ def _gradients(
         core_bias = view.core_bias
         has_mass = view.spec.core_mass and groups.k.shape[1] > 0
         if has_mass:
-            masses = mass.forward(groups, view.spec)
+            masses = module.mass(groups, view.spec)
             core_bias = mass.add_to_bias(core_bias, masses, groups.q_last.shape[1])
         *segment_grads, segment_bias = module.gradients(
             upstream.map(view.take),
@@ -93,7 +93,9 @@ def _gradients(
             core_bias,
         )
         if has_mass:
-            segment_bias = mass.add_gradients(segment_bias, segment_grads[:2], groups, view.spec)
+            segment_bias = mass.add_gradients(
+                segment_bias, segment_grads[:2], groups, view.spec, module
+            )
         for grad, segment_grad in zip(grads, segment_grads):
             grad.put(view, segment_grad)
         if grad_bias is not None:

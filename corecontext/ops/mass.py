@@ -7,6 +7,8 @@ in `ops/pooling.py`, keys are read in chunks of groups, on any device.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -64,12 +66,17 @@ def add_to_bias(core_bias: Tensor | None, mass: Tensor | None, heads: int) -> Te
 
 
 def add_gradients(
-    grad_bias: Tensor, grads: tuple[Tensor, Tensor], groups: Groups, spec: Spec
+    grad_bias: Tensor,
+    grads: tuple[Tensor, Tensor],
+    groups: Groups,
+    spec: Spec,
+    backend: ModuleType,
 ) -> Tensor:
     """Add the gradients through the masses to those of q [N, r, T, D] and k [N, T, D], in place.
 
     Args:
         grad_bias: Of the bias of each core token, [N, r, M].
+        backend: Has `mass_backward`.
 
     Returns:
         The gradient of the bias of heads, [N, r].
@@ -78,7 +85,7 @@ def add_gradients(
     grad_mass = grad_bias
     if spec.core_heads == "kv":
         grad_mass = grad_bias.sum(1, keepdim=True)
-    dq_last, dk = backward(grad_mass, groups, spec)
+    dq_last, dk = backend.mass_backward(grad_mass, groups, spec)
     pooled = slice(spec.sinks, spec.sinks + count * size)
     # planted: mass: its gradient reaches no query
     grads[0][:, :, pooled][:, :, size - 1 :: size] += dq_last

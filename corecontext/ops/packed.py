@@ -20,6 +20,7 @@ from torch import Tensor
 
 # planted: arrows: a backend imports another
 from corecontext.ops import compose, partial, pooling, sinks
+from corecontext.ops import mass as entropy
 from corecontext.ops.merge import merge
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.visibility import (
@@ -31,6 +32,8 @@ from corecontext.visibility import (
 
 pool = pooling.forward
 pool_backward = pooling.backward
+mass = entropy.forward
+mass_backward = entropy.backward
 
 _BLOCK_QUERIES = {"cpu": 128}  # local block; elsewhere launches cost more than masked work
 _BLOCK_QUERIES_DEFAULT = 512

@@ -21,6 +21,7 @@ from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.ops.triton import attend as anywhere
 from corecontext.ops.triton import pool as pooling
+from corecontext.ops.triton import pool_mass
 from corecontext.ops.triton.decode import decode_step, turn_tables
 
 try:  # Gluon is young: a Triton without it, or with another, has the other kernels
@@ -33,6 +34,8 @@ __all__ = [
     "attend_backward",
     "decode_step",
     "gradients",
+    "mass",
+    "mass_backward",
     "pool",
     "pool_backward",
     "turn_tables",
@@ -136,6 +139,18 @@ def pool_backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor
     """Return gradients as `packed.pool_backward` does."""
     with _on(groups.k):
         return pooling.pool_backward(grad_cores, groups, spec)
+
+
+def mass(groups: Groups, spec: Spec) -> Tensor:
+    """Return the mass of each core token, as `packed.mass`."""
+    with _on(groups.k):
+        return pool_mass.forward(groups, spec)
+
+
+def mass_backward(grad: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Return gradients as `packed.mass_backward` does."""
+    with _on(groups.k):
+        return pool_mass.backward(grad, groups, spec)
 
 
 def _on(x: Tensor) -> AbstractContextManager:
