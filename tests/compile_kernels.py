@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from corecontext.ops.triton import attend, decode, pool
+from corecontext.ops.triton import attend, decode, pool, pool_mass
 from corecontext.ops.triton.launch import power_of_2
 from corecontext.ops.triton.tiles import Chip, dkv_tiles, dq_tiles, forward_tiles, pool_tiles
 
@@ -127,6 +127,11 @@ def pool_kernels(dim: int) -> Iterator[Kernel]:
         if not (backward and kind == "half"):
             sizes["HEADS_OUT"] = 1
         yield Kernel(pairs[kind][backward], sizes, {"cos_ptr": "fp32", "sin_ptr": "fp32"})
+        if kind == "short":
+            kernel = (pool_mass.mass_fwd_kernel, pool_mass.mass_bwd_kernel)[backward]
+            sizes = {name: x for name, x in sizes.items() if name not in (*turn, "ADD")}
+            pointers = ("mass_ptr", "grad_ptr", "grad_q_ptr", "grad_k_ptr")
+            yield Kernel(kernel, sizes, dict.fromkeys(pointers, "fp32"))
 
 
 def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
@@ -140,6 +145,8 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
         return constants["FAR"] == (chip == "sm_86")
     if dim != 128:
         return function in ATTENTION
+    if function in (pool_mass.mass_fwd_kernel, pool_mass.mass_bwd_kernel):
+        return chip == "sm_86"
     if function is decode._step_kernel:
         is_plain = constants["KIND"] == "auto" and constants["SINKS"] == 0
         return is_plain == (chip == "gfx942")
