@@ -641,7 +641,7 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     ),
     Fault(
         "mass: not that of the entry, decoding",
-        "bias = bias + F.pad(core_mass.to(bias.dtype), (num_raw, 0)).flip(-1)[:, :, None]",
+        "bias = F.pad(core_bias.flip(-1), (num_raw, 0))",
         "tests/test_mass.py::test_a_buffer_of_entries_with_their_masses",
     ),
     Fault(

@@ -134,7 +134,8 @@ def test_messages(settings, error, message):
             "zzz",
             "Known: group_size, window_size, num_groups, pooling, core_position, core_heads, "
             "core_bias, "
-            "learned, layer_group_sizes, sink_size, cache_dtype, head_group_sizes, backend.",
+            "learned, layer_group_sizes, sink_size, cache_dtype, head_group_sizes, backend, "
+            "core_mass.",
         ),
     ],
 )

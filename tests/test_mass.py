@@ -230,15 +230,13 @@ def test_triton_kernels_take_it(options):
 def test_a_buffer_of_entries_with_their_masses(softcap):
     """As a decoding step attends: raw tokens, then core tokens, for each row and KV head."""
     x = make_inputs(30, batch_size=2, dtype=torch.float64)  # 4 heads, 2 KV heads
-    masses = torch.rand(2, 2, 20, dtype=torch.float64)
+    masses = torch.rand(2, 4, 20, dtype=torch.float64)
     see = torch.ones(2, 1, 30, dtype=torch.bool)
     options = {"scale": 0.25, "softcap": softcap}
-    got = attend_buffer(
-        x.q[:, :, :1], x.k, x.v, see, 10, core_bias=0.3, core_mass=masses, **options
-    )
+    got = attend_buffer(x.q[:, :, :1], x.k, x.v, see, 10, core_bias=masses, **options)
     scores = 0.25 * x.q[:, :, :1] @ x.k.repeat_interleave(2, 1).mT
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores[..., 10:] += 0.3 + masses.repeat_interleave(2, 1)[:, :, None]
+    scores[..., 10:] += masses[:, :, None]
     truth = scores.softmax(-1) @ x.v.repeat_interleave(2, 1)
     torch.testing.assert_close(got, truth, rtol=0, atol=1e-12)

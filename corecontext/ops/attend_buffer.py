@@ -17,7 +17,6 @@ def attend_buffer(
     scale: float,
     softcap: float | None = None,
     core_bias: float | Tensor = 0.0,
-    core_mass: Tensor | None = None,
 ) -> Tensor:
     """Attend in one softmax over the entries that each row sees (docs/math.md, eq. 5 for a single
     query).
@@ -26,9 +25,8 @@ def attend_buffer(
         q: [B, H, 1, D].
         keys, values: [B, Hkv, S, D]: num_raw raw tokens, then core tokens, in any order.
         see: [B, 1 or r, S], True where the query (or query head i of each KV head) sees the entry.
-        core_bias: Added to the scores of core tokens, a number or a tensor [H]; not rounded to
-            the dtype of q.
-        core_mass: Added to the score of each core token, [B, Hkv, S - num_raw].
+        core_bias: Added to the scores of core tokens, a number, a tensor [H], or a number for each,
+            [B, H, S - num_raw]; not rounded to the dtype of q.
 
     Returns:
         [B, H, 1, D].
@@ -37,17 +35,20 @@ def attend_buffer(
     grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
     mask = see[:, None]  # [B, 1, 1 or r, S]
     wide = torch.promote_types(q.dtype, torch.float32)
-    if isinstance(core_bias, Tensor) or core_bias or core_mass is not None:
+    if isinstance(core_bias, Tensor) or core_bias:
         # 16 bits may not hold the bias, and a mask has the dtype of the queries.
         # planted: decoding: core bias rounded to 16 bits
         grouped, keys, values = (x.to(wide) for x in (grouped, keys, values))
         if isinstance(core_bias, Tensor):
-            core_bias = core_bias.to(grouped.dtype).reshape(keys.shape[1], -1, 1)  # [Hkv, r, 1]
+            heads = (keys.shape[1], grouped.shape[2])
+            shape = (*heads, 1) if core_bias.dim() == 1 else (-1, *heads, core_bias.shape[2])
+            core_bias = core_bias.to(wide).reshape(shape)  # [Hkv, r, 1] or [B, Hkv, r, M]
         is_core = torch.arange(keys.shape[2], device=q.device) >= num_raw
-        bias = is_core.to(grouped.dtype) * core_bias
-        if core_mass is not None:
+        if isinstance(core_bias, Tensor) and core_bias.dim() == 4:
             # planted: mass: not that of the entry, decoding
-            bias = bias + F.pad(core_mass.to(bias.dtype), (num_raw, 0))[:, :, None]
+            bias = F.pad(core_bias, (num_raw, 0))
+        else:
+            bias = is_core.to(wide) * core_bias
         mask = torch.where(mask, bias, -torch.inf)
     if softcap is None:
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
