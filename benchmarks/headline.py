@@ -106,7 +106,9 @@ def _model_lines(place: Place) -> Iterator[Line]:
         kernel = full[0].removeprefix("full (").replace(")", "")
         if name == "model.cache_bytes":
             kernel = ""
-        elif name == "model.next_token_ms" and "rows" not in kernel:
+        elif kernel.startswith("rows"):
+            kernel = "this package's decoding step"
+        elif name == "model.next_token_ms":
             kernel += ", transformers' cache"
         yield Line(label, full[1], cca, show, kernel)
 
