@@ -525,9 +525,24 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         "tests/test_serve.py::test_an_answer_whose_last_text_fails_ends",
     ),
     Fault(
+        "serve: a broken device leaves its clients waiting",
+        "except ArithmeticError as error:",
+        f"{SCHEDULER}::test_a_broken_device_ends_all_requests_and_the_thread",
+    ),
+    Fault(
         "serve: memory forgets the prompts that are read",
         "needed = self.shape.row_bytes(config, room)",
         f"{SCHEDULER}::test_caches_never_take_more_than_the_budget",
+    ),
+    Fault(
+        "serve: the cache of a prompt grows beyond its row",
+        "pass",
+        f"{SCHEDULER}::test_caches_never_take_more_than_the_budget",
+    ),
+    Fault(
+        "serve: a dropped beginning keeps its memory",
+        "pass",
+        f"{SCHEDULER}::test_a_dropped_beginning_frees_its_memory_while_a_prompt_behind_it_is_read",
     ),
     Fault(
         "serve: the hash of a chunk is that of its whole beginning",

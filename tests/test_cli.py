@@ -1,6 +1,7 @@
 """The command line: what works, and every mistake as one line on standard error, exit code 2,
 nothing written."""
 
+import contextlib
 import io
 import json
 import os
@@ -158,6 +159,26 @@ def test_generate_asks_about_a_text_in_the_models_chat_template(model):
     ):
         ids = generation.encode_prompt(loaded, "A text.", question, chat, room_for=5)
         assert loaded.tokenizer.decode(ids[0]) == expected
+
+
+def test_generate_shows_how_much_of_the_prompt_is_read(model, here, capfd, monkeypatch):
+    from corecontext import terminal
+
+    shown = []
+
+    @contextlib.contextmanager
+    def progress(title, total):
+        shown.append((title, total))
+        yield shown.append
+        shown.append("closed")
+
+    monkeypatch.setattr(terminal, "progress", progress)
+    command = [*GENERATE, "--model", model, "--max-new-tokens", "3", "--chunk-size", "200"]
+    assert main(command) == 0
+    assert shown == [("prompt of 540 tokens", 540), 200, 200, 140, "closed"]
+    assert main([*command, "--output", "out.txt"]) == 0
+    assert shown[5:9] == [("prompt of 540 tokens, then 3 new ones", 543), 200, 200, 140]
+    assert 1 <= len(shown[9:-1]) <= 3 and shown[-1] == "closed"
 
 
 def test_generate_takes_a_prompt_and_samples_among_the_likeliest(model, here, capfd):

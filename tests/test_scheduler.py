@@ -3,12 +3,14 @@ frees what it held."""
 
 import contextlib
 import gc
+import queue
 import random
 import sys
 import threading
 import time
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 from unittest import mock
 
@@ -23,11 +25,13 @@ from corecontext.inference.policy import TablePolicy
 from corecontext.inference.sampling import InvalidLogits
 from corecontext.serve import request as request_module
 from corecontext.serve.errors import Code, RequestError
+from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.request import Request
 from corecontext.serve.rows import RowPool
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.step import _graph_memory
 from corecontext.serve.warm_up import warm_up
+from corecontext.serve.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig(5, 13)
@@ -817,6 +821,56 @@ def test_a_g_for_each_layer_leaves_only_s_to_choose():
         )
 
 
+def test_beginnings_are_dropped_in_one_pass_the_least_recently_used_leaf_first():
+    """As if all leaves were compared before each: a chunk goes only after those behind it."""
+    draw = random.Random(0)
+    for limit in (0, 5, 20, 39):
+        store, nodes = PrefixStore(4, 40, None), []
+        for number in range(40):
+            parent = draw.choice([None, *nodes])
+            nodes.append(SimpleNamespace(key=number, parent=parent, children=0, nbytes=1))
+            if parent is not None:
+                parent.children += 1
+        for last_use, node in enumerate(draw.sample(nodes, 40)):
+            node.last_use = last_use
+        kept = list(nodes)
+        while len(kept) > limit:
+            inner = [id(node.parent) for node in kept]
+            leaves = [node for node in kept if id(node) not in inner]
+            kept.remove(min(leaves, key=lambda node: node.last_use))
+        store._nodes, store.nbytes = Counted((node.key, node) for node in nodes), 40
+        store.trim(limit)
+        assert list(store._nodes.values()) == kept and store.nbytes == limit
+        assert store._nodes.passes == 2
+
+
+def test_a_dropped_beginning_frees_its_memory_while_a_prompt_behind_it_is_read(model):
+    scheduler = Scheduler(model, chunk_size=16)
+    document = prompt(64)
+    ask(0, 2, prompt=document).submit(scheduler)
+    finish(scheduler)
+    one = ask(0, 2, prompt=document + prompt(40))
+    one.submit(scheduler)
+    scheduler.run_turn()
+    nodes = list(scheduler.memory.prefixes._nodes.values())
+    tensors = [weakref.ref(x) for node in nodes for x in node.raw[0]]
+    assert one.node in nodes and len(tensors) > 3
+    scheduler.memory.prefixes.trim(0)
+    assert not any(tensor() is not None for tensor in tensors)
+    finish(scheduler)
+    assert one.tokens == alone(model, one)
+
+
+class Counted(dict):
+    """Counts the passes over its values."""
+
+    passes = 0
+
+    def values(self):
+        self.passes += 1
+        return super().values()
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_caches_never_take_more_than_the_budget(model, fixed):
     """At all times: a prompt being read has a cache besides the row that it is promised."""
@@ -832,8 +886,29 @@ def test_caches_never_take_more_than_the_budget(model, fixed):
             scheduler.run_turn()
             most_read = max(most_read, len(scheduler.reading))
             assert scheduler.memory.allocated <= scheduler.memory.budget
-            assert held_bytes(scheduler) <= scheduler.memory.budget
+            caches = [one.cache for one in scheduler.reading if one.cache is not None]
+            read = sum(layer.compact.allocated_bytes for cache in caches for layer in cache.layers)
+            assert held_bytes(scheduler) + read <= scheduler.memory.budget
         assert [one.error for one in jobs] == [None] * 6 and most_read == rows // 2
+
+
+def test_a_broken_device_ends_all_requests_and_the_thread(model, monkeypatch):
+    """Before, the thread went on failing, turn after turn, and clients waited."""
+    scheduler = Scheduler(model, max_rows=2)
+
+    def step(pools):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(scheduler.batch, "step", step)
+    ends = queue.Queue()
+    for _ in range(3):
+        scheduler.submit(Request([1, 2, 3], 4), on_end=ends.put)
+    worker = Worker(scheduler)
+    worker.start()
+    slots = [ends.get(timeout=20) for _ in range(3)]
+    assert all(isinstance(slot.error, torch.AcceleratorError) for slot in slots)
+    worker.stop(20)
+    assert worker.failed and worker.draining and not worker.alive and worker.idle
 
 
 def test_logits_that_are_no_numbers_end_their_request_alone(model, monkeypatch):

@@ -155,6 +155,9 @@ class PrefixStore:
             _, leaf = heapq.heappop(leaves)
             del self._nodes[leaf.key]
             self.nbytes -= leaf.nbytes
+            # A prompt that is being read may keep the node, for its key.
+            # planted: serve: a dropped beginning keeps its memory
+            leaf.raw = leaf.cores = ()
             parent = leaf.parent
             if parent is None:
                 continue

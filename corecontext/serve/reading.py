@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from corecontext.cache import parts_of
 from corecontext.cache.full import FullLayer
 from corecontext.inference.prefill import read_chunk
 from corecontext.inference.session import configured
@@ -29,7 +30,8 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
     Returns:
         Logits [1, vocabulary] after the last chunk, None before.
     """
-    if slot.cache is None:
+    begins = slot.cache is None
+    if begins:
         _begin(model, slot, memory)
     prefixes = memory.prefixes
     prompt = slot.request.prompt
@@ -38,6 +40,12 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
     with configured(handle_of(model), slot.config):
         out = read_chunk(model, slot.ids, None, [0], slot.cache, start, end)
     slot.read = end
+    if begins and slot.config is not None:
+        # Else it would grow by a quarter, beyond the row that is counted for it.
+        for layer in slot.cache.layers:
+            for part in parts_of(layer.compact):
+                # planted: serve: the cache of a prompt grows beyond its row
+                part.reserve(len(prompt))
     if end - start == prefixes.chunk_size and slot.config is not None:
         room = memory.unallocated + prefixes.nbytes
         slot.node = prefixes.add(slot.config, slot.node, prompt[start:end], slot.cache, room)

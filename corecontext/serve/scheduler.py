@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from corecontext.inference.limits import position_limit
@@ -269,6 +270,8 @@ class Scheduler:
             logits = read_next_chunk(self.model, slot, self.memory)
             if logits is not None:
                 self._join(slot, logits)
+        except torch.AcceleratorError:  # the device can compute nothing any more
+            raise
         except Exception as error:
             self._end(slot, "error", error)
         return True
@@ -307,6 +310,8 @@ class Scheduler:
             samplings = [slot.request.sampling for slot in slots]
             generators = [slot.generator for slot in slots]
             tokens = choose_rows(logits, samplings, generators).tolist()
+        except torch.AcceleratorError:
+            raise
         except Exception as error:
             self._end_failed_step(pools, slots, error)
             return True
@@ -352,9 +357,12 @@ class Scheduler:
         self._newest_first_token = (0.0, None)
 
     def abandon(self, error: BaseException) -> None:
-        """End all requests with this error: the model cannot run any more."""
+        """End all requests with this error, and forget their memory: the model cannot run any
+        more."""
         with self._lock:
-            waiting = list(self.waiting)
+            slots = [*self.waiting, *self.active()]
             self.waiting.clear()
-        for slot in [*waiting, *self.active()]:
-            self._end(slot, "error", error)
+        self.reading.clear()
+        self.memory.pools.clear()
+        for slot in slots:
+            slot.end("error", error)

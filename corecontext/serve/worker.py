@@ -13,7 +13,7 @@ from typing import Any
 from corecontext.files import is_out_of_memory
 from corecontext.inference.sampling import InvalidLogits
 from corecontext.serve.errors import Code, RequestError, draining
-from corecontext.serve.ranks import HEARTBEAT_S, RankLost
+from corecontext.serve.ranks import HEARTBEAT_S
 from corecontext.serve.request import Request, Slot
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.text import TextStream
@@ -176,33 +176,25 @@ class Worker:
         ranks = self.scheduler.ranks
         try:
             while not self._stop:
-                if self._turn():
+                if self.scheduler.run_turn():
                     continue
                 if not self._wake.wait(HEARTBEAT_S) and ranks is not None:
                     ranks.broadcast()
                 self._wake.clear()
             for slot in [*self.scheduler.waiting, *self.scheduler.active()]:
                 self.scheduler.cancel(slot)
-            while not self.scheduler.idle and self._turn():
+            while self.scheduler.run_turn():
                 pass
             if ranks is not None:
                 ranks.close()
-        except RankLost as error:
-            # The exit code then tells a supervisor (torchrun, Ray, systemd) to start anew.
-            log.exception("a process that has a part of the model is gone")
+        # planted: serve: a broken device leaves its clients waiting
+        except Exception as error:
+            # It concerns no single request: a rank is gone, the device is broken. The exit code
+            # then tells a supervisor (torchrun, Ray, systemd) to start anew.
+            log.exception("the model cannot run any more")
             self.draining = True
             self.failed = True
             self.scheduler.abandon(error)
-
-    def _turn(self) -> bool:
-        """Run one turn; an error that concerns no single request is logged and ends none."""
-        try:
-            return self.scheduler.run_turn()
-        except RankLost:
-            raise
-        except Exception:
-            log.exception("a turn of the scheduler failed")
-            return not self.scheduler.idle
 
 
 def error_of(slot: Slot) -> dict[str, Any]:
