@@ -192,7 +192,11 @@ def test_generate_takes_a_prompt_and_samples_among_the_likeliest(model, here, ca
         ("--prompt", TEXT, "--temperature", "1.5", "--top-p", "1e-6", "--method", "full"),
     ):
         assert main([*common, *options]) == 0
-        shown.append(capfd.readouterr().out)
+        out, err = capfd.readouterr()
+        shown.append(out)
+        assert err == ""
+    assert main([*common, "--prompt", TEXT[:50]]) == 0
+    assert capfd.readouterr().err.startswith("CCA was idle")
     assert shown[0] == shown[1] == shown[2] == shown[3] and len(shown[4]) > 1
     for options, message in (
         ((), "prompt must be given by --prompt-file or by --prompt, one of them."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -165,11 +166,14 @@ def generate(
             pieces.append(text)
             advance(1)
 
-        run(loaded, input_ids, continuation, on_text=on_text, on_chunk=on_chunk)
+        made = run(loaded, input_ids, continuation, on_text=on_text, on_chunk=on_chunk)
     if output is None:
         print()
     else:
         write_text(output, "".join(pieces))
+    note = loaded.idle_note(length + made)
+    if note:
+        print(note, file=sys.stderr)
 
 
 @with_options(LoadOptions)
