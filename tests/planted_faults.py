@@ -43,6 +43,7 @@ SCHEDULER, INFERENCE, SINKS, SINK_MODELS = (
     "tests/test_sinks_models.py",
 )
 SECURITY = "tests/test_serve_security.py"
+TRAIN_LAWS = "tests/test_train_laws.py"
 
 
 class Fault(NamedTuple):
@@ -358,6 +359,21 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
         "inference: a request leaves its settings behind",
         "pass",
         f"{INFERENCE}::test_two_streams_with_other_settings_at_once",
+    ),
+    Fault(
+        "training: a stream resumes a row too late",
+        "state = self.train_dataset.state_dict(self.state.global_step * self._rows_per_step() + 1)",
+        f"{TRAIN_LAWS}::test_streamed_rows_resume_at_the_very_row",
+    ),
+    Fault(
+        "training: an evaluation counts filler rows",
+        "if True:",
+        f"{TRAIN_LAWS}::test_every_evaluation_row_counts_once_on_any_number_of_processes",
+    ),
+    Fault(
+        "training: a checkpoint is named before it is on the disk",
+        "for path in []:",
+        f"{TRAIN_LAWS}::test_a_checkpoint_is_on_the_disk_before_it_has_its_name",
     ),
     Fault(
         "inference: neighbours share a random stream",

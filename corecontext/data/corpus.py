@@ -49,6 +49,9 @@ def read_corpus(
     files = [path for name in names if not name.startswith(HUB) for path in files_of(name)]
     sources = []
     if files:
+        # Most errors in the data show here, before any bar of progress.
+        if next(documents(files, fields), None) is None:
+            raise UserError("data must hold text, got none. Look at --data and --text-field.")
         stamps = [
             f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files
         ]
@@ -188,8 +191,4 @@ def _with_user_errors(make: Callable[[], Any]) -> Any:
             inner = inner.__cause__ or inner.__context__
         if inner is not None:
             raise UserError(str(inner)) from None
-        if "corresponds to no data" in str(error):  # the words of datasets for an empty generator
-            raise UserError(
-                "data must hold text, got none. Look at --data and --text-field."
-            ) from None
         raise

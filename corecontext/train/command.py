@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any
 
@@ -74,10 +75,18 @@ def _default_config(given: dict[str, Any]) -> TrainConfig:
     from corecontext.train.student import best_settings, saved_settings
 
     saved = saved_settings(TrainConfig().replace(**given), given)
+
+    def fits(names: Collection[str]) -> bool:
+        """Return whether the run can have these of the saved settings."""
+        with contextlib.suppress(ValueError):
+            TrainConfig().replace(**{name: saved[name] for name in names} | given)
+            return True
+        return False
+
     try:
         config = TrainConfig().replace(**saved | given)
     except ValueError as error:
-        causes = [name for name in saved if name not in given and name in str(error)]
+        causes = [name for name in saved if name not in given and fits(saved.keys() - {name})]
         if not causes:
             raise
         raise UserError(

@@ -218,6 +218,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # PyTorch has no type for it.
         if wanted and "does not have a deterministic implementation" in str(error):
             raise UserError(
                 f"deterministic must be left out for this model: {str(error).split('. ')[0]}."

@@ -202,6 +202,7 @@ class CCATrainer(Trainer):
                     inputs = self._take_part(model, inputs)
                     labels = inputs["shift_labels"]
                 loss = model(**inputs, num_items_in_batch=1)["loss"].double()
+                # planted: training: an evaluation counts filler rows
                 if low + group < len(rows):
                     total += torch.stack((loss, (labels != IGNORED).sum().double()))
         if self.args.world_size > 1:
@@ -273,6 +274,7 @@ class CCATrainer(Trainer):
     def _save_stream(self, checkpoint: Path) -> None:
         """Write how far streamed data was read."""
         if self.args.should_save and isinstance(self.train_dataset, StreamedRows):
+            # planted: training: a stream resumes a row too late
             state = self.train_dataset.state_dict(self.state.global_step * self._rows_per_step())
             (checkpoint / STREAM).write_text(json.dumps(state), encoding="utf-8")
 
