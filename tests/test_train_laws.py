@@ -11,13 +11,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from tiny_model import save_tiny_model
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 pytest.importorskip("datasets", reason="training reads its data with datasets")
 
 from corecontext.data.packing import IGNORED
 from corecontext.data.row_stream import StreamedRows, open_shards
+from corecontext.files import UserError
+from corecontext.train import TrainConfig, card, run, student
 from corecontext.train.checkpoint import publish
+from corecontext.train.run import train
+from corecontext.train.teacher import load_teacher
+from corecontext.train.train_config import load_recipe
 from corecontext.train.trainer import CCATrainer
 
 
@@ -99,3 +106,69 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     named = events.index("name")
     assert set(events[:named]) == content
     assert events[named + 1 :] == [tmp_path.stat().st_ino]  # and then the name itself
+
+
+def test_a_recipe_that_raises_is_one_line_with_its_own_line_number(tmp_path):
+    path = tmp_path / "mine.py"
+    for body, message in (
+        (
+            "def mine():\n    x = 1\n    return 1 / 0\n",
+            "mine.py', line 3: ZeroDivisionError: divis",
+        ),
+        ("x = nothing\n", "mine.py', line 1: NameError: name 'nothing'"),
+        (
+            "from corecontext.train import TrainConfig\nmine = lambda: TrainConfig(steps=0)\n",
+            "mine.py', line 2: steps must be at least 1, got 0",
+        ),
+    ):
+        path.write_text(body)
+        with pytest.raises(UserError, match=message):
+            load_recipe(str(path))
+
+
+def test_a_run_whose_rows_never_leave_the_window_is_said_to_be_idle(tmp_path):
+    config = TrainConfig(model="me/model", output="run", context_length=1039)  # g = 16, s = 1024
+    assert config.is_idle() and not config.replace(context_length=1040).is_idle()
+    assert config.replace(context_length=1040, sink_size=16).is_idle()
+    assert not config.replace(method="full").is_idle()
+    config = config.replace(layer_group_sizes=(1, (1, 8)))
+    assert not config.is_idle() and config.replace(context_length=1031).is_idle()
+    config = config.replace(context_length=1031)
+    card.write(tmp_path, config, [{"step": 1, "loss": 2.0}], {}, 5)
+    assert "- core tokens were idle: no query" in (tmp_path / "README.md").read_text()
+
+
+def test_a_run_that_fails_before_its_first_checkpoint_leaves_no_folder(
+    setting, tmp_path, monkeypatch
+):
+    config = setting.replace(output=str(tmp_path / "run"), steps=1)
+    heads = config.replace(strategy="scratch", shape={"num_key_value_heads": 3})
+    with pytest.raises(UserError, match="num_attention_heads must be a multiple of num_key_value"):
+        train(heads)
+    with monkeypatch.context() as patch:
+        patch.setattr(CCATrainer, "training_step", mock.Mock(side_effect=ZeroDivisionError))
+        with pytest.raises(ZeroDivisionError):
+            train(config)
+    assert not (tmp_path / "run").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "with_heads", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("fault, message", [("lacks", "1 missing"), ("nan", "finite weights")])
+def test_a_broken_checkpoint_neither_learns_nor_teaches(setting, tmp_path, fault, message):
+    name = save_tiny_model(tmp_path / "model")
+    weights = load_file(f"{name}/model.safetensors")
+    broken = "model.layers.1.mlp.down_proj.weight"
+    if fault == "lacks":
+        del weights[broken]
+    else:
+        weights[broken][3, 4] = float("nan")
+    save_file(weights, f"{name}/model.safetensors", {"format": "pt"})
+    config = setting.replace(model=name, distil=0.5)
+    with pytest.raises(UserError, match=f"{message}.*{broken}"):
+        student.make_model(config, student.prepare_config(config), bfloat16=False)
+    with pytest.raises(UserError, match=f"{message}.*{broken}"):
+        load_teacher(config, bfloat16=False, device=torch.device("cpu"))

@@ -351,7 +351,7 @@ def test_recipes_are_what_the_paper_says(tmp_path, capsys):
         ("mine.py:yours", "must have a function 'yours', got mine"),
         ("mine.py", "must return a TrainConfig, got int"),
         ("broken.json", "unknown recipe key"),
-        ("wrong.py", "cannot be read: .*line 1"),
+        ("wrong.py", "wrong.py': SyntaxError: .*line 1"),
         ("list.json", "must hold a TrainConfig: got a l"),
     ):
         with pytest.raises(UserError, match=message):

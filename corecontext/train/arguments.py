@@ -20,7 +20,7 @@ def arguments_of(config: TrainConfig) -> Any:
     Raises:
         UserError: the processes, DeepSpeed's settings or a value do not fit.
     """
-    from transformers import TrainingArguments
+    from transformers import PreTrainedModel, TrainingArguments
     from transformers.utils import logging as hf_logging
 
     hf_logging.set_verbosity_error()
@@ -36,6 +36,13 @@ def arguments_of(config: TrainConfig) -> Any:
         }
     if config.deepspeed is not None:
         sharding["deepspeed"] = _deepspeed_settings(config.deepspeed)
+    # Older versions have the older name only, newer ones warn of it.
+    is_new = hasattr(PreTrainedModel, "activation_checkpointing_enable")
+    name = "activation" if is_new else "gradient"
+    checkpointing = {
+        f"{name}_checkpointing": config.checkpointing and not config.fsdp,
+        f"{name}_checkpointing_kwargs": {"use_reentrant": False},
+    }
     min_rate = config.min_learning_rate / (config.learning_rate or 1.0)
     with one_line():
         arguments = TrainingArguments(
@@ -53,8 +60,6 @@ def arguments_of(config: TrainConfig) -> Any:
             max_grad_norm=config.max_grad_norm,
             bf16=config.precision == "bfloat16" or (config.precision == "auto" and has_gpu),
             use_cpu=not has_gpu,
-            gradient_checkpointing=config.checkpointing and not config.fsdp,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
             eval_strategy="steps" if config.eval_every and config.eval_data else "no",
             eval_steps=config.eval_every or None,
             save_strategy="steps",
@@ -68,6 +73,7 @@ def arguments_of(config: TrainConfig) -> Any:
             prediction_loss_only=True,
             dataloader_pin_memory=has_gpu,
             ddp_find_unused_parameters=False,
+            **checkpointing,
             **sharding,
         )
         if config.fsdp and arguments.bf16:

@@ -82,6 +82,11 @@ def write(
         f"data: {', '.join(f'`{name}`' for name in settings['data'])}",
         f"loss: {curve[0][1]:.4f} at step {curve[0][0]}, {curve[-1][1]:.4f} at step {curve[-1][0]}",
     ]
+    if config.is_idle():
+        facts.append(
+            "core tokens were idle: no query of these rows sees one, so this is a training under "
+            "full attention"
+        )
     if config.distil:
         facts.append(
             f"distilled: {config.distil:g} of this loss is the divergence from the predictions of "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from corecontext.files import UserError, alone_in, write_text
 from corecontext.record import source_version, versions
-from corecontext.train.checkpoint import clear_staging
+from corecontext.train.checkpoint import clear_staging, latest
 from corecontext.train.train_config import TrainConfig
 
 SETTINGS = "train_config.json"
@@ -109,6 +110,14 @@ def claim(folder: Path, config: TrainConfig, facts: dict[str, Any]) -> None:
             f"output '{folder}' cannot be written: {error.strerror}. Free space, or give another "
             "--output."
         ) from None
+
+
+def release(folder: Path) -> None:
+    """Give the folder of a run back that failed before its first checkpoint."""
+    if latest(folder) is None:
+        clear_staging(folder)
+        shutil.rmtree(folder / "runs", ignore_errors=True)  # tensorboard's
+        (folder / SETTINGS).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

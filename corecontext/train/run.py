@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from corecontext.train.checkpoint import (
     publish,
     step_of,
 )
-from corecontext.train.folder import MODEL, check_folder, claim, held, held_heads, make
+from corecontext.train.folder import MODEL, check_folder, claim, held, held_heads, make, release
 from corecontext.train.student import export, make_model, make_tokenizer, prepare_config
 from corecontext.train.train_config import TrainConfig
 
@@ -101,8 +102,13 @@ def train(config: TrainConfig) -> Result:
     make(folder)
     job = _Job(hf_config, tokenizer, arguments, rows, eval_rows)
     alone = held(folder) if job.is_first_rank else contextlib.nullcontext()
-    with alone, _deterministic(config.deterministic):
-        return _run(config, job)
+    try:
+        with alone, _deterministic(config.deterministic), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of libraries about each other
+            return _run(config, job)
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # where it was left empty
 
 
 def _check_packages(config: TrainConfig) -> None:
@@ -131,6 +137,12 @@ def _run(given: TrainConfig, job: _Job) -> Result:
         facts["heads"] = {
             name: getattr(config, name) for name in ("window_size", "layer_group_sizes")
         }
+    if config.is_idle() and job.is_first_rank:
+        logging.getLogger(__name__).warning(
+            "no query of a row of %d tokens sees a core token: CCA is full attention in this run. "
+            "Give a longer --context-length or a smaller --window-size.",
+            config.context_length,
+        )
     trainer = _make_trainer(config, job)
     with job.arguments.main_process_first(desc="run folder"):
         if job.is_first_rank:
@@ -141,8 +153,13 @@ def _run(given: TrainConfig, job: _Job) -> Result:
     resume = latest(folder)
     if resume is not None and isinstance(job.rows, StreamedRows) and (resume / STREAM).is_file():
         job.rows.load_state_dict(json.loads((resume / STREAM).read_text(encoding="utf-8")))
-    with Fused(trainer.model, "compile" if config.fuse else None):
-        trainer.train(resume_from_checkpoint=resume and str(resume))
+    try:
+        with Fused(trainer.model, "compile" if config.fuse else None):
+            trainer.train(resume_from_checkpoint=resume and str(resume))
+    except Exception:
+        if job.is_first_rank:
+            release(folder)
+        raise
     if trainer.save_error is not None:
         _retry_writing(trainer.save_checkpoint, folder)
 

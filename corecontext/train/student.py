@@ -12,6 +12,7 @@ import torch
 
 from corecontext.config import CCAConfig
 from corecontext.files import UserError
+from corecontext.integrations.hf_weights import check_finite, load_weights
 from corecontext.loading import (
     AttentionSizes,
     check_architecture,
@@ -19,6 +20,7 @@ from corecontext.loading import (
     one_line,
     pick_rival,
 )
+from corecontext.model_sizes import ModelSizes
 from corecontext.train.train_config import RECIPES, TrainConfig
 
 PARTIAL_LAYERS = ("q_proj", "k_proj", "v_proj")
@@ -60,6 +62,12 @@ def prepare_config(config: TrainConfig) -> Any:
             hf_config = type(hf_config)(**settings)
         except Exception as error:  # of a check by transformers, with the reason as its cause
             raise UserError(f"shape does not make a model: {error.__cause__ or error}") from None
+    sizes = ModelSizes.of(hf_config)
+    if sizes.query_heads % sizes.kv_heads:
+        raise UserError(
+            f"num_attention_heads must be a multiple of num_key_value_heads {sizes.kv_heads}, got "
+            f"{sizes.query_heads}. Change --shape."
+        )
     extend_context(hf_config, config.rope_theta, config.context_length)
     if getattr(hf_config, "attention_dropout", 0.0):
         hf_config.attention_dropout = 0.0  # attention weights are never formed
@@ -191,21 +199,14 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
 
     torch.manual_seed(config.seed)
     with one_line(f"model '{config.model}' cannot be loaded"):
-        attention = full_attention(hf_config)
         if config.strategy == "scratch":
             model = AutoModelForCausalLM.from_config(
-                hf_config, attn_implementation=attention, dtype=torch.float32
+                hf_config, attn_implementation=full_attention(hf_config), dtype=torch.float32
             )
         else:
-            if config.shape:
-                _check_sizes(config, hf_config)
             mostly_frozen = config.strategy in ("partial", "lora")
-            model = AutoModelForCausalLM.from_pretrained(
-                config.model,
-                config=hf_config,
-                attn_implementation=attention,
-                dtype=torch.bfloat16 if bfloat16 and mostly_frozen else torch.float32,
-            )
+            dtype = torch.bfloat16 if bfloat16 and mostly_frozen else torch.float32
+            model = _load(config, hf_config, dtype)
         _make_savable(model.generation_config)
     model.config.use_cache = False  # during training
     if config.strategy == "partial":
@@ -219,6 +220,22 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
     return model
 
 
+def _load(config: TrainConfig, hf_config: Any, dtype: torch.dtype) -> Any:
+    """Load the checkpoint's weights, all of them and finite ones."""
+    try:
+        model = load_weights(config.model, hf_config, dtype)
+    except UserError as error:
+        if not config.shape:
+            raise
+        raise UserError(
+            "shape must leave the sizes of the checkpoint's weights with strategy "
+            f"{config.strategy!r}, got {config.shape}: {error} Use --strategy scratch, or leave "
+            "--shape out."
+        ) from None
+    check_finite(model, config.model)
+    return model
+
+
 def _make_savable(settings: Any) -> None:
     """Remove sampling settings from a greedy GenerationConfig: transformers does not save both.
 
@@ -229,27 +246,6 @@ def _make_savable(settings: Any) -> None:
         for name in ("temperature", *_CUTOFFS):
             setattr(settings, name, None)
     settings.validate(strict=True)
-
-
-def _check_sizes(config: TrainConfig, hf_config: Any) -> None:
-    """Raise a UserError where `shape` changes the size of a weight in the checkpoint."""
-    from transformers import AutoModelForCausalLM
-
-    def sizes(any_config: Any) -> dict[str, tuple[int, ...]]:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(any_config)
-        return {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-
-    saved = sizes(load_config(config.model))
-    wanted = sizes(hf_config)
-    changed = [name for name in saved if wanted.get(name) != saved[name]]
-    changed += sorted(wanted.keys() - saved)
-    if changed:
-        raise UserError(
-            f"shape must leave the sizes of the checkpoint's weights, got {config.shape} with "
-            f"strategy {config.strategy!r}, which changes {changed[0]}. Use --strategy scratch, or "
-            "leave --shape out."
-        )
 
 
 def replace_attention(model: Any, config: TrainConfig) -> None:
@@ -315,23 +311,18 @@ def export(config: TrainConfig, saved: Path, target: Path, dtype: torch.dtype) -
     LoRA's matrices are merged into a fresh copy of the model. Weights that the strategy froze come
     from the original model, because they were rounded for the training.
     """
-    from transformers import AutoModelForCausalLM
-
     from corecontext.integrations.transformers import enable
-
-    def load(name: str | Path, as_dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=as_dtype, **options)
 
     if config.strategy == "lora":
         import peft
 
-        model = load(config.model, config=prepare_config(config))
+        model = load_weights(config.model, prepare_config(config), torch.float32)
         _make_savable(model.generation_config)
         model = peft.PeftModel.from_pretrained(model, str(saved)).merge_and_unload()
     else:
-        model = load(saved)
+        model = load_weights(str(saved), load_config(str(saved)), torch.float32)
     if config.strategy == "partial" and dtype != torch.bfloat16:
-        original = load(config.model, dtype, config=prepare_config(config))
+        original = load_weights(config.model, prepare_config(config), dtype)
         _train_only(original, PARTIAL_LAYERS)
         frozen = {name: x for name, x in original.named_parameters() if not x.requires_grad}
         model.load_state_dict(frozen, strict=False)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from corecontext.inference.fuse import Fused
+from corecontext.integrations.hf_weights import check_finite, load_weights
 from corecontext.loading import load_config, one_line
 from corecontext.train.loss import Taught
 from corecontext.train.train_config import TrainConfig
@@ -26,16 +27,10 @@ def load_teacher(config: TrainConfig, *, bfloat16: bool, device: torch.device) -
     Raises:
         UserError: the weights are missing or do not fit.
     """
-    from transformers import AutoModelForCausalLM
-
-    from corecontext.integrations.hf_attention import full_attention
-
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
     with one_line(f"model '{config.model}' cannot be loaded"):
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model,
-            attn_implementation=full_attention(load_config(config.model)),
-            dtype=torch.bfloat16 if bfloat16 else torch.float32,
-        )
+        model = load_weights(config.model, load_config(config.model), dtype)
+        check_finite(model, config.model)
     return Teacher(model.to(device), config.distil, "compile" if config.fuse else None)
 
 

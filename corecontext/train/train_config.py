@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -11,7 +12,8 @@ import itertools
 import json
 import math
 import runpy
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 from corecontext.baselines.rivals import offered
 from corecontext.config import CCAConfig, check_choice, check_int, did_you_mean
 from corecontext.files import UserError
+from corecontext.visibility import is_full_attention, num_sinks
 
 STRATEGIES = ("scratch", "full", "partial", "lora")
 METHODS = ("cca", "full", *offered("train"))
@@ -265,6 +268,18 @@ class TrainConfig:
         settings = {name: getattr(self, name) for name in names & vars(self).keys()}
         return CCAConfig(**settings | {"layer_group_sizes": self.layer_group_sizes or None})
 
+    def is_idle(self) -> bool:
+        """Return whether rows are so short that CCA is full attention: no core token is seen."""
+        sizes: set[int] = set()
+        for layer in self.layer_group_sizes or (self.group_size,):
+            sizes.update(layer if isinstance(layer, tuple) else (layer,))
+        return self.method == "cca" and all(
+            is_full_attention(
+                self.context_length, g, self.window_size, num_sinks(self.sink_size, g)
+            )
+            for g in sizes
+        )
+
     def rows_per_step(self, processes: int) -> int:
         """Return the number of rows that so many processes together see in a step."""
         groups = max(1, processes // self.context_parallel)
@@ -330,10 +345,8 @@ def load_recipe(name: str) -> TrainConfig:
         )
     if path.suffix == ".json":
         return _read_settings(file, path)
-    try:
+    with _errors_with_lines(file, path):
         namespace = runpy.run_path(str(path), run_name=path.stem)
-    except (SyntaxError, ImportError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe '{file}' cannot be read: {error}") from None
     function = function or path.stem
     recipes = sorted(
         key
@@ -345,10 +358,23 @@ def load_recipe(name: str) -> TrainConfig:
             f"recipe '{file}' must have a function {function!r}, got "
             f"{', '.join(recipes) or 'none'}. Give FILE.py:FUNCTION."
         )
-    config = namespace[function]()
+    with _errors_with_lines(file, path):
+        config = namespace[function]()
     if not isinstance(config, TrainConfig):
         raise UserError(f"recipe '{name}' must return a TrainConfig, got {type(config).__name__}.")
     return config
+
+
+@contextlib.contextmanager
+def _errors_with_lines(file: str, path: Path) -> Iterator[None]:
+    """Turn any error of a recipe into a UserError with the recipe's own line."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f", line {frame.lineno}" for frame in frames if frame.filename == str(path)]
+        kind = "" if isinstance(error, (UserError, ValueError)) else f"{type(error).__name__}: "
+        raise UserError(f"recipe '{file}'{''.join(lines[-1:])}: {kind}{error}") from None
 
 
 def _read_settings(file: str, path: Path) -> TrainConfig:
