@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,10 +18,12 @@ from tiny_model import save_tiny_model
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 pytest.importorskip("datasets", reason="training reads its data with datasets")
 
+from corecontext.cli import main
 from corecontext.data.packing import IGNORED
 from corecontext.data.row_stream import StreamedRows, open_shards
 from corecontext.files import UserError
 from corecontext.train import TrainConfig, card, run, student
+from corecontext.train.arguments import arguments_of
 from corecontext.train.checkpoint import publish
 from corecontext.train.run import train
 from corecontext.train.teacher import load_teacher
@@ -172,3 +175,35 @@ def test_a_broken_checkpoint_neither_learns_nor_teaches(setting, tmp_path, fault
         student.make_model(config, student.prepare_config(config), bfloat16=False)
     with pytest.raises(UserError, match=f"{message}.*{broken}"):
         load_teacher(config, bfloat16=False, device=torch.device("cpu"))
+
+
+def test_every_step_learns_the_first_and_the_last_too(tmp_path):
+    config = TrainConfig(output=str(tmp_path), steps=10, warmup_steps=4, learning_rate=1.0)
+    trainer = CCATrainer(torch.nn.Linear(2, 2), arguments_of(config))
+    trainer.create_optimizer_and_scheduler(config.steps)
+    rates = []
+    for _ in range(config.steps):
+        rates.append(trainer.lr_scheduler.get_last_lr()[0])
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[3:] == sorted(rates[3:], reverse=True) and 0 < rates[-1] < 0.1
+
+
+def test_the_help_has_groups_and_options_take_what_they_show(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["train", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("Speed and memory", "hub:NAME[@REVISION][:CONFIG[:SPLIT]]", "--sink-size"):
+        assert text in shown
+    parsed = []
+    monkeypatch.setattr(run, "train", lambda config: parsed.append(config) or sys.exit(0))
+    for options in (
+        ("--raw-heads", "auto", "--sinks", "4"),
+        ("--raw-heads", "2", "--sink-size", "8"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["train", "paper", *options])
+    assert [(config.raw_heads, config.sink_size) for config in parsed] == [(None, 4), (2, 8)]
+    assert main(["train", "--shape", "{x}"]) == 2
+    assert "error: shape must be JSON, got '{x}': Expecting" in capsys.readouterr().err

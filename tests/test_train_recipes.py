@@ -60,11 +60,17 @@ def test_distilled_a_model_comes_to_predict_as_it_did_under_full_attention(sharp
     for none, whole, quarter in zip(*(training for training, _ in found)):
         assert quarter == pytest.approx(0.75 * none + 0.25 * whole, rel=1e-5)
     assert found[0][1] == found[1][1] == found[2][1]
+    # The log has them apart.
+    state = json.loads((tmp_path / "still0.25/checkpoint-2/trainer_state.json").read_text())
+    for step, entry in enumerate(state["log_history"][:2]):
+        assert entry["cross_entropy"] == pytest.approx(found[0][0][step], rel=1e-5)
+        assert entry["divergence"] == pytest.approx(found[1][0][step], rel=1e-4)
     card = (tmp_path / "still0.25/model/README.md").read_text()
     assert (
         "- distilled: 0.25 of this loss is the divergence from the predictions of `model` as it was"
         in card
     )
+    assert "- cross-entropy: " in card
     assert "distilled" not in (tmp_path / "still0.0/model/README.md").read_text()
 
 

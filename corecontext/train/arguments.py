@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def arguments_of(config: TrainConfig) -> Any:
             per_device_eval_batch_size=1,
             gradient_accumulation_steps=config.accumulation,
             learning_rate=config.learning_rate,
-            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_type="cosine_warmup_with_min_lr",
             lr_scheduler_kwargs={"min_lr_rate": min_rate},
             warmup_steps=config.warmup_steps,
             weight_decay=config.weight_decay,
@@ -69,6 +70,7 @@ def arguments_of(config: TrainConfig) -> Any:
             report_to=list(config.report_to),
             seed=config.seed,
             data_seed=config.seed,
+            disable_tqdm=not sys.stderr.isatty(),
             remove_unused_columns=False,
             prediction_loss_only=True,
             dataloader_pin_memory=has_gpu,

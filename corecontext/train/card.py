@@ -60,7 +60,8 @@ def write(
 ) -> None:
     """Write README.md and the loss curve beside a final checkpoint."""
     curve = losses(history)
-    _draw(folder / FIGURE, curve, losses(history, "eval_loss"), config.distil)
+    drawn = losses(history, "cross_entropy") or curve
+    _draw(folder / FIGURE, drawn, losses(history, "eval_loss"))
     is_local = Path(config.model).exists()
     model = Path(config.model).name if is_local else config.model
     settings = {name: value for name, value in config.to_dict().items() if name not in _PRIVATE}
@@ -92,6 +93,8 @@ def write(
             f"distilled: {config.distil:g} of this loss is the divergence from the predictions of "
             f"`{model}` as it was, under full attention"
         )
+        entropy = losses(history, "cross_entropy")
+        facts.append(f"cross-entropy: {entropy[0][1]:.4f} at first, {entropy[-1][1]:.4f} at last")
     if metrics:
         facts.append(
             f"evaluation: loss {metrics['eval_loss']:.4f}, perplexity "
@@ -137,20 +140,17 @@ def _public_name(name: str) -> str:
     return Path(name).name
 
 
-def _draw(
-    path: Path, curve: list[tuple[int, float]], evaluated: list[tuple[int, float]], distil: float
-) -> None:
-    """Draw training and evaluation loss by step; only the former includes the divergence."""
+def _draw(path: Path, curve: list[tuple[int, float]], evaluated: list[tuple[int, float]]) -> None:
+    """Draw the cross-entropy of training and of evaluation by step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.add_subplot()
-    label = f"training, {distil:g} of it divergence" if distil else "training"
-    axes.plot(*zip(*curve), color="tab:blue", linewidth=1, label=label)
+    axes.plot(*zip(*curve), color="tab:blue", linewidth=1, label="training")
     if evaluated:
         axes.plot(*zip(*evaluated), color="tab:red", marker="o", markersize=3, label="evaluation")
         axes.legend(frameon=False)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel("cross-entropy (nats per token)")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

@@ -11,11 +11,27 @@ from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from corecontext.files import UserError
 from corecontext.train.train_config import TrainConfig, field_help, load_recipe
 
 _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_PANELS = {
+    "model": "Run",
+    "method": "Attention",
+    "shape": "Model",
+    "text_field": "Data",
+    "steps": "Optimization",
+    "precision": "Speed and memory",
+    "eval_every": "Logs and checkpoints",
+    "seed": "Reproducibility",
+}
+"""Groups of options in the help, by the first field of each."""
+_NAMES = {"sink_size": ("--sinks", "--sink-size"), "precision": ("--dtype", "--precision")}
+"""Options with another name than their field's."""
+_SEARCHED = "auto"
+"""What `--raw-heads` takes for None."""
 
 
 def train_command() -> Callable[..., None]:
@@ -30,7 +46,11 @@ def train_command() -> Callable[..., None]:
         given = {name: value for name, value in options.items() if value not in (None, [])}
         with one_line():
             if "shape" in given:
-                given["shape"] = json.loads(given["shape"])
+                given["shape"] = _parsed("shape", given["shape"])
+            if given.get("raw_heads") == _SEARCHED:
+                given["raw_heads"] = None
+            elif "raw_heads" in given:
+                given["raw_heads"] = _parsed("raw_heads", given["raw_heads"])
             if recipe is None:
                 config = _default_config(given)
             else:
@@ -41,7 +61,7 @@ def train_command() -> Callable[..., None]:
         result = run(config)
         if not _is_first_rank():
             return
-        losses = {"loss": result.losses[-1][1], **result.metrics}
+        losses = {"loss": result.losses[-1][1], **result.parts, **result.metrics}
         text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items())
         print(f"{result.model}: {result.steps} steps, {text}")
 
@@ -53,8 +73,11 @@ def train_command() -> Callable[..., None]:
     )
     texts = field_help()
     annotations: dict[str, Any] = {"recipe": Annotated[str | None, recipe]}
+    panel = ""
     for setting in fields(TrainConfig):
-        annotations[setting.name] = _annotation(setting, " ".join(texts[setting.name].split()))
+        panel = _PANELS.get(setting.name, panel)
+        text = escape(" ".join(texts[setting.name].split()))
+        annotations[setting.name] = _annotation(setting, text, panel)
     train.__annotations__ = annotations
     train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -108,7 +131,16 @@ def _default_config(given: dict[str, Any]) -> TrainConfig:
     return config.replace(**best)
 
 
-def _annotation(setting: Field, text: str) -> Any:
+def _parsed(name: str, text: str) -> Any:
+    """Return the value of an option that is given as JSON."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        option = name.replace("_", "-")
+        raise UserError(f"{option} must be JSON, got {text!r}: {error}.") from None
+
+
+def _annotation(setting: Field, text: str, panel: str) -> Any:
     """Return the option of a field; it is None where not given, because a recipe may give it."""
     default: Any = setting.default
     if setting.default_factory is not MISSING:
@@ -118,6 +150,10 @@ def _annotation(setting: Field, text: str) -> Any:
         kind = list[int] if "int" in str(setting.type) else list[str]
         default = " ".join(map(str, default))
         text += " May be repeated."
+    if setting.name == "raw_heads":
+        kind = str
     if default not in (None, "", {}, False):
         text += f" Default: {default}."
-    return Annotated[kind | None, typer.Option(help=text)]  # type: ignore[valid-type]
+    names = _NAMES.get(setting.name, ())
+    option = typer.Option(*names, help=text, rich_help_panel=panel)
+    return Annotated[kind | None, option]  # type: ignore[valid-type]

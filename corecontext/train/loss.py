@@ -31,6 +31,14 @@ class Taught:
     """Softcap of the teacher's logits."""
 
 
+@dataclass
+class ChunkedLoss(CausalLMOutputWithPast):
+    """A model's output whose loss was computed in chunks."""
+
+    cross_entropy: Tensor | None = None
+    """The loss without a teacher's divergence, of the same tokens; it has no gradient."""
+
+
 def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -60,12 +68,11 @@ def chunked_cross_entropy(
         A float32 scalar, differentiable once in hidden and weight; the latter's gradient is summed
         in float32.
     """
-    count = torch.as_tensor(count, dtype=torch.float32, device=hidden.device).clamp(min=1)
-    return _ChunkedLoss.apply(hidden, weight, labels, count, chunk, softcap, taught)
+    return _ChunkedLoss.apply(hidden, weight, labels, count, chunk, softcap, taught)[0]
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss and gradients chunk by chunk; the backward only scales."""
+    """Loss, its cross-entropy and gradients chunk by chunk; the backward only scales."""
 
     @staticmethod
     def forward(
@@ -73,13 +80,15 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        count: Tensor,
+        count: Tensor | float,
         chunk: int,
         softcap: float | None,
         taught: Taught | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        count = torch.as_tensor(count, dtype=torch.float32, device=hidden.device).clamp(min=1)
         matrix = weight.to(hidden.dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        cross_entropy = total.clone()
         grad_hidden = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_hidden = torch.empty_like(hidden)
@@ -91,10 +100,11 @@ class _ChunkedLoss(torch.autograd.Function):
             chunk_taught = None
             if taught is not None and taught.share:
                 chunk_taught = replace(taught, hidden=taught.hidden[rows])
-            loss, grad = _chunk_loss(
+            loss, entropy, grad = _chunk_loss(
                 hidden[rows], matrix, labels[rows], count, softcap, chunk_taught, needs_gradient
             )
             total += loss
+            cross_entropy += entropy
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ matrix
             if grad_weight is not None:
@@ -102,11 +112,12 @@ class _ChunkedLoss(torch.autograd.Function):
             del grad  # frees its memory for the next chunk's logits
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
-        return total
+        ctx.mark_non_differentiable(cross_entropy)
+        return total, cross_entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor, unused: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
@@ -123,15 +134,16 @@ def _chunk_loss(
     softcap: float | None,
     taught: Taught | None,
     with_gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return a chunk's part of the loss and the gradient of its logits [n, V] in the dtype of
-    hidden, or None; other tensors of that size are freed with the call."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return a chunk's part of the loss and of its cross-entropy, and the gradient of its logits
+    [n, V] in the dtype of hidden, or None; other tensors of that size are freed with the call."""
     share = 0.0 if taught is None else taught.share
     logits, slope = _logits(hidden, matrix, softcap)
     targets = labels.clamp(min=0)[:, None]
     weights = (labels != IGNORED).float() / count  # in float32, not yet in the dtype of hidden
     lse = logits.logsumexp(-1)
-    losses = (1 - share) * (lse - logits.gather(1, targets)[:, 0])
+    entropies = lse - logits.gather(1, targets)[:, 0]
+    losses = (1 - share) * entropies
     log_p = logits.sub_(lse[:, None])
     p_teacher = None
     if taught is not None:
@@ -140,8 +152,9 @@ def _chunk_loss(
         p_teacher = log_teacher.exp()
         losses += share * log_teacher.sub_(log_p).mul_(p_teacher).sum(-1)
     loss = (losses * weights).sum()
+    entropy = (entropies * weights).sum()
     if not with_gradient:
-        return loss, None
+        return loss, entropy, None
     # p - (1 - share) onehot(label) - share p_teacher
     grad = log_p.exp_()
     grad.scatter_add_(1, targets, grad.new_full(targets.shape, share - 1))
@@ -150,7 +163,7 @@ def _chunk_loss(
     grad *= weights[:, None]
     if slope is not None:
         grad *= slope
-    return loss, grad.to(hidden.dtype)
+    return loss, entropy, grad.to(hidden.dtype)
 
 
 def _logits(hidden: Tensor, matrix: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
@@ -225,16 +238,16 @@ def compute_loss_in_chunks(
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            loss = chunked_cross_entropy(
+            loss, cross_entropy = _ChunkedLoss.apply(
                 hidden.to(dtype),
                 head.weight,
                 shift_labels.flatten().to(hidden.device),
                 count,
                 chunk,
-                softcap=softcap,
-                taught=taught,
+                softcap,
+                taught,
             )
-        return CausalLMOutputWithPast(loss=loss)
+        return ChunkedLoss(loss=loss, cross_entropy=cross_entropy)
 
     model.forward = forward
 

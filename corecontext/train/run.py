@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,8 @@ class Result:
     steps: int
     losses: list[tuple[int, float]]
     """Training loss by step."""
+    parts: dict[str, float]
+    """Cross-entropy and divergence of the last step logged, of a distilled run."""
     metrics: dict[str, float]
     """Metrics of the last evaluation."""
     resumed_from: int
@@ -96,6 +99,10 @@ def train(config: TrainConfig) -> Result:
     tokenizer = make_tokenizer(config, hf_config)
     arguments = arguments_of(config)
     check_folder(folder, config)
+    if not sys.stderr.isatty():
+        import datasets
+
+        datasets.disable_progress_bars()
     with _local_rank_0_first(arguments):
         rows = _read_rows(config, tokenizer, arguments.world_size)
         eval_rows = _read_eval_rows(config, tokenizer)
@@ -171,7 +178,13 @@ def _run(given: TrainConfig, job: _Job) -> Result:
         if config.push_to is not None:
             hub.push(folder / MODEL, config.push_to)
     resumed_from = step_of(resume) if resume else 0
-    return Result(folder / MODEL, config.steps, card.losses(history), metrics, resumed_from)
+    parts = {
+        name: card.losses(history, name)[-1][1]
+        for name in ("cross_entropy", "divergence")
+        if config.distil
+    }
+    losses = card.losses(history)
+    return Result(folder / MODEL, config.steps, losses, parts, metrics, resumed_from)
 
 
 def _make_trainer(config: TrainConfig, job: _Job) -> Any:
@@ -196,6 +209,7 @@ def _make_trainer(config: TrainConfig, job: _Job) -> Any:
         data_collator=collate,
         context_parallel=config.context_parallel,
         keep=config.keep,
+        distil=config.distil,
     )
 
 

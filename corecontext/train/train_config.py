@@ -79,8 +79,8 @@ class TrainConfig:
     by KV head."""
     raw_heads: int | None = 0
     """KV heads that keep every token, found on the training text before the first step (from
-    scratch: those of middle layers); the other heads and the window pay for them. None, as in the
-    recipe `raw`: as many as `corecontext layers --raw` takes."""
+    scratch: those of middle layers); the other heads and the window pay for them. None
+    (option: auto), as in the recipe `raw`: as many as `corecontext layers --raw` takes."""
     sink_size: int = 0
     """First tokens that every query sees uncompressed, rounded up to a multiple of g."""
     untested: bool = False

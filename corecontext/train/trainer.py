@@ -57,11 +57,21 @@ class CCATrainer(Trainer):
     still join the collectives of the others).
     """
 
-    def __init__(self, *args: Any, context_parallel: int = 1, keep: int = 2, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        context_parallel: int = 1,
+        keep: int = 2,
+        distil: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.add_callback(_Schedule)
         self.keep = keep
         self.context_parallel = context_parallel
+        self.distil = distil
+        self._cross_entropies: list[Tensor] = []
+        """Cross-entropy of each backward pass since the last log entry."""
         self.save_error: Exception | None = None
         """Why the last checkpoint could not be written, or None."""
         self._rows: list[int] = []
@@ -126,15 +136,33 @@ class CCATrainer(Trainer):
         self._check_finite("loss", loss)
         return loss
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
         """Return Trainer's loss; under DeepSpeed, whose backward runs the optimizer at once, check
         it here."""
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        if self.distil:
+            # Trainer scales the loss alike, because it averages over the processes.
+            scale = self.accelerator.num_processes
+            self._cross_entropies.append(scale * outputs["cross_entropy"])
         if self.is_deepspeed_enabled:
             self._check_finite("loss", loss)
         return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log a distilled run's cross-entropy and divergence beside the loss that mixes them."""
+        if self.distil and "loss" in logs:
+            mean = torch.stack(self._cross_entropies).mean()
+            entropy = float(self.accelerator.reduce(mean, "mean"))
+            entropy *= self.args.gradient_accumulation_steps
+            logs["cross_entropy"] = entropy
+            logs["divergence"] = (logs["loss"] - (1 - self.distil) * entropy) / self.distil
+            self._cross_entropies = []
+        super().log(logs, start_time)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Return Trainer's scheduler for a step more, because the rate of its last step may be
+        0."""
+        return super().create_scheduler(num_training_steps + 1, optimizer)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return Trainer's norm, which it computes before each optimizer step; check it."""
