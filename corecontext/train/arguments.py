@@ -40,7 +40,7 @@ def arguments_of(config: TrainConfig) -> Any:
     # Older versions have the older name only, newer ones warn of it.
     is_new = hasattr(PreTrainedModel, "activation_checkpointing_enable")
     name = "activation" if is_new else "gradient"
-    checkpointing = {
+    checkpointing: dict[str, Any] = {
         f"{name}_checkpointing": config.checkpointing and not config.fsdp,
         f"{name}_checkpointing_kwargs": {"use_reentrant": False},
     }

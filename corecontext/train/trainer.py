@@ -139,11 +139,13 @@ class CCATrainer(Trainer):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
         """Return Trainer's loss; under DeepSpeed, whose backward runs the optimizer at once, check
         it here."""
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
         if self.distil:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
             # Trainer scales the loss alike, because it averages over the processes.
             scale = self.accelerator.num_processes
             self._cross_entropies.append(scale * outputs["cross_entropy"])
+        else:
+            loss = super().compute_loss(model, inputs, **kwargs)
         if self.is_deepspeed_enabled:
             self._check_finite("loss", loss)
         return loss
