@@ -18,7 +18,8 @@ from corecontext.files import UserError, cache_folder
 from corecontext.heads.budget import COARSE, Shape, at_equal_cache, raw_heads, untrained_heads
 from corecontext.heads.search import find_units, least_length
 from corecontext.inference.limits import position_limit
-from corecontext.integrations.hf_attention import full_attention, full_layers
+from corecontext.integrations.hf_attention import full_layers
+from corecontext.integrations.hf_weights import check_finite, load_weights
 from corecontext.integrations.transformers import enable
 from corecontext.loading import load_config, one_line
 from corecontext.model_sizes import ModelSizes
@@ -82,19 +83,14 @@ def _find_together(
 
 def _find(run: Any, arguments: Any, rows: PackedRows | StreamedRows) -> dict[str, Any]:
     """Search on the checkpoint as it is at `run.model`, with its own rotary base."""
-    from transformers import AutoModelForCausalLM
-
     hf_config = load_config(run.model)
     if hasattr(hf_config, "cca"):
         del hf_config.cca  # else `enable` looks for the learned parameters that it names
     texts = _longest_documents(rows, run.cca(), position_limit(hf_config))
     with one_line(f"model '{run.model}' cannot be loaded"):
-        model = AutoModelForCausalLM.from_pretrained(
-            run.model,
-            config=hf_config,
-            attn_implementation=full_attention(hf_config),
-            dtype=torch.bfloat16 if arguments.bf16 else torch.float32,
-        )
+        dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+        model = load_weights(run.model, hf_config, dtype)
+    check_finite(model, run.model)
     with one_line():
         cca = run.cca().replace(learned=())
         enable(model.to(arguments.device).eval(), cca, untested=run.untested, warn=False)
