@@ -562,7 +562,7 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     ),
     Fault(
         "serve: the hash of a chunk is that of its whole beginning",
-        "return (config, parent and parent.key, tuple(tokens))",
+        "return (config, parent, (parent and parent.key, *tokens))",
         f"{SCHEDULER}::test_a_prompt_of_many_chunks_is_shared_at_a_cost_by_chunk",
     ),
     Fault(
