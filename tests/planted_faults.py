@@ -423,7 +423,7 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
     ),
     Fault(
         "sinks: the future among them is seen",
-        "hidden = position > position[q_start:, None] + 1",
+        'mask = {"bias": partial.mask_bias(position <= position[q_start:, None] + 1, q)}',
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(

@@ -194,7 +194,7 @@ def _merge_far(call: Call, q: Tensor, far: Tensor, out: Tensor, lse: Tensor) -> 
         by_head(q, far.shape[2]), *far_keys(far), scale=call.spec.scale, softcap=call.spec.softcap
     )
     far_lse = far_lse.reshape(lse.shape) + call.core_bias
-    merge_into(out, lse, far_out.reshape(out.shape), far_lse)
+    merge_into(out, lse, (far_out.reshape(out.shape), far_lse))
 
 
 def _far_backward(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MERGE_ELEMENTS = 1 << 22  # elements of the output merged at once
+# Elements of the output merged at once; on a CPU few enough that wide temporaries stay in cache.
+_ELEMENTS = {"cpu": 1 << 19}
+_ELEMENTS_DEFAULT = 1 << 22
 
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -49,12 +51,14 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     return out.to(outs[0].dtype), lse
 
 
-def merge_into(out: Tensor, lse: Tensor, second_out: Tensor, second_lse: Tensor) -> None:
-    """Merge another part into out [N, r, T, D] and lse [N, r, T], in place, a few rows at a time:
-    merging makes wide copies of its inputs."""
-    step = max(1, _MERGE_ELEMENTS // max(1, out.shape[0] * out.shape[1] * out.shape[3]))
+def merge_into(out: Tensor, lse: Tensor, *results: tuple[Tensor, Tensor]) -> None:
+    """Merge the results of other keys into out [N, r, T, D] and lse [N, r, T], in place, a few rows
+    at a time: merging makes wide copies of its inputs."""
+    elements = _ELEMENTS.get(out.device.type, _ELEMENTS_DEFAULT)
+    outs, lses = zip((out, lse), *results)
+    step = max(1, elements // max(1, out.shape[0] * out.shape[1] * out.shape[3]))
     for low in range(0, out.shape[2], step):
         rows = slice(low, low + step)
         out[:, :, rows], lse[:, :, rows] = merge(
-            [out[:, :, rows], second_out[:, :, rows]], [lse[:, :, rows], second_lse[:, :, rows]]
+            [x[:, :, rows] for x in outs], [x[:, :, rows] for x in lses]
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 # planted: arrows: a backend imports another
 from corecontext.ops import compose, partial, pooling, sinks
 from corecontext.ops import mass as entropy
-from corecontext.ops.merge import merge
+from corecontext.ops.merge import merge_into
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.visibility import (
     first_core_query,
@@ -37,7 +37,6 @@ mass_backward = entropy.backward
 
 _BLOCK_QUERIES = {"cpu": 128}  # local block; elsewhere launches cost more than masked work
 _BLOCK_QUERIES_DEFAULT = 512
-_MERGE_ELEMENTS = 1 << 19  # elements merged at once, so that their wide temporaries stay in cache
 # Elements of q packed at once: the copies that packing makes are a few times this.
 _CORE_ELEMENTS = 1 << 22
 
@@ -59,8 +58,8 @@ def attend(
     q = tokens.q
     call = _Call(tokens, cores, spec, core_bias)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = torch.empty(q.shape[:-1], dtype=lse_dtype, device=q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
     for rows, keys, mask in call.local_blocks():
         out[:, :, rows], lse[:, :, rows] = partial.forward(
             q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys], **mask, **call.options
@@ -177,9 +176,7 @@ def _bias(start: int, end: int, group_size: int, window_size: int, like: Tensor)
     # planted: 2: a token covered twice, packed
     # planted: 3: the next token is seen, packed
     seen = sees_token(key, position, group_size, window_size)
-    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(
-        ~seen, -torch.inf
-    )
+    return partial.mask_bias(seen, like)
 
 
 class _CorePart(NamedTuple):
@@ -325,16 +322,8 @@ class _Call:
         for piece in self.core_parts():
             span = (piece.rows.start, piece.rows.stop)
             results.setdefault(span, []).append(self.core_forward(piece))
-        step = max(1, _MERGE_ELEMENTS // (out.shape[0] * out.shape[1] * out.shape[3]))
         for (start, stop), pieces in results.items():
-            core_outs, core_lses = zip(*pieces)
-            for low in range(start, stop, step):
-                rows = slice(low, min(low + step, stop))
-                inner = slice(rows.start - start, rows.stop - start)
-                out[:, :, rows], lse[:, :, rows] = merge(
-                    [out[:, :, rows], *(x[:, :, inner] for x in core_outs)],
-                    [lse[:, :, rows], *(x[:, :, inner] for x in core_lses)],
-                )
+            merge_into(out[:, :, start:stop], lse[:, :, start:stop], *pieces)
 
     def core_backward(
         self, upstream: Upstream, grad_q: Tensor, grad_cores: Cores, grad_bias: Tensor | None

@@ -174,6 +174,12 @@ def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def mask_bias(seen: Tensor, like: Tensor) -> Tensor:
+    """Return 0 where seen and -inf where not, in the dtype of `like`."""
+    bias = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
+    return bias.masked_fill_(~seen, -torch.inf)
+
+
 def _expand(x: Tensor, q: Tensor) -> Tensor:
     """Expand one key head to the query heads of q, without a copy."""
     return x if x.shape[1] == q.shape[1] else x.expand(-1, q.shape[1], -1, -1)

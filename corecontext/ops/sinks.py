@@ -43,7 +43,11 @@ def attend(
     # Queries of first tokens: causal attention among these.
     if among:
         seen = q_start + among
-        mask = {"bias": _causal_bias(q_start, seen, q)} if q_start else {"is_causal": True}
+        mask = {"is_causal": True}
+        if q_start:
+            position = torch.arange(seen, device=q.device)
+            # planted: sinks: the future among them is seen
+            mask = {"bias": partial.mask_bias(position <= position[q_start:, None], q)}
         seen_k, seen_v = (x[:, None, :seen] for x in (sink_k, sink_v))
         results.append(partial.forward(q[:, :, :among], seen_k, seen_v, **mask, **options))
     # Later queries: the backend's attention, merged with attention to all first tokens.
@@ -51,7 +55,7 @@ def attend(
         out, lse = backend_attend(rest, cores, spec.replace(sink_size=0), core_bias)
         to_sinks = partial.forward(rest.q, sink_k[:, None], sink_v[:, None], **options)
         # planted: sinks: later queries do not see them
-        merge_into(out, lse, *to_sinks)
+        merge_into(out, lse, to_sinks)
         results.append((out, lse))
     if len(results) == 1:
         return results[0]
@@ -118,13 +122,3 @@ def _split(tokens: Tokens, n: int) -> tuple[Tensor, Tensor, Tokens]:
     # planted: sinks: the start of a chunk forgotten
     among = max(0, min(n - q_start, q.shape[2]))  # queries that are first tokens themselves
     return sink_k, sink_v, Tokens(q[:, :, among:], k, v, q_start + among - n, k_start - n)
-
-
-def _causal_bias(q_start: int, seen: int, like: Tensor) -> Tensor:
-    """Additive mask of the queries q_start .. seen - 1 over the tokens 0 .. seen - 1."""
-    position = torch.arange(seen, device=like.device)
-    # planted: sinks: the future among them is seen
-    hidden = position > position[q_start:, None]
-    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
-        hidden, -torch.inf
-    )
