@@ -73,7 +73,7 @@ def answers_of_one_process(model, settings, asked):
 
     async def ask_each():
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answers = [
                 await client.post("/v1/completions", json={"model": "tiny", **body})
                 for body in asked
