@@ -242,7 +242,7 @@ class CCATrainer(Trainer):
             f"{metric_key_prefix}_loss": mean,
             f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700)),
         }
-        self.log(metrics)
+        self.log({**metrics})  # which adds the epoch
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
