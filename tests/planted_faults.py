@@ -801,6 +801,16 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         "tests/test_gguf.py::test_a_damaged_folder_is_made_again",
     ),
     Fault(
+        "serve: log-probabilities of the tokens before",
+        "tokens = slot.request.prompt[start : start + len(logits)]",
+        "tests/test_serve_logprobs.py",
+    ),
+    Fault(
+        "serve: a prompt that is scored begins with the cache of another",
+        "if True:",
+        "tests/test_serve_logprobs.py",
+    ),
+    Fault(
         "serve: connections without limit",
         "if False:",
         f"{SECURITY}::test_connections_beyond_the_limit_are_closed",

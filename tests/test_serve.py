@@ -308,13 +308,16 @@ def test_malformed_bodies(tiny, body, message):
     [
         (404, {"model": "gpt-5"}, "model 'gpt-5' is not served here. Use 'tiny'."),
         (400, {"prompt": 5}, "prompt"),
-        (400, {"prompt": ["a", "b"]}, "prompt"),
+        (400, {"prompt": ["a", 5]}, "prompt must be a text"),
+        (400, {"prompt": ["a"] * 129}, "prompt must be a text"),
+        (400, {"prompt": ["a", ""]}, "prompt must have at least one token, got an empty one."),
         (400, {"prompt": []}, "prompt"),
         (400, {"prompt": [1, 300]}, "prompt must hold token numbers below 256, got 300."),
         (400, {"prompt": [-1]}, "prompt"),
         (400, {"prompt": ""}, "prompt must have at least one token, got an empty one."),
         (400, {"max_tokens": "5"}, "max_tokens is not valid: Input should be a valid integer."),
-        (400, {"max_tokens": 0}, "max_tokens is not valid"),
+        (400, {"max_tokens": 0}, "max_tokens must be at least 1 without echo, got 0."),
+        (400, {"max_tokens": -1}, "max_tokens is not valid"),
         (400, {"max_tokens": 510}, "prompt and answer must fit 512"),
         (
             400,
@@ -328,8 +331,9 @@ def test_malformed_bodies(tiny, body, message):
         (400, {"stop": ""}, "stop"),
         (400, {"stop": ["a"] * 17}, "stop"),
         (400, {"n": 2}, "n is not valid"),
-        (400, {"logprobs": 3}, "logprobs is not valid"),
-        (400, {"echo": True}, "echo is not valid"),
+        (400, {"logprobs": 21}, "logprobs is not valid"),
+        (400, {"store": True}, "store is not valid"),
+        (400, {"min_p": 0.1}, "min_p is not valid"),
         (400, {"presence_penalty": 0.5}, "presence_penalty is not valid"),
         (400, {"tools": []}, "field 'tools' is not supported. Leave it out."),
         (400, {"group_size": 0}, "group_size is not valid"),
@@ -396,9 +400,9 @@ def test_a_large_invalid_body_makes_few_errors_and_is_answered_soon(tiny, body):
             "stop must be a text of 1 to 1000 characters or a list of at most 16 of them, got 5.",
         ),
         (
-            {"prompt": ["a", "b"]},
-            "prompt must be one prompt a request: a text without unpaired surrogates, or a list of "
-            "token numbers from 0 on, got ['a', 'b'].",
+            {"prompt": ["a", [1]]},
+            "prompt must be a text without unpaired surrogates, a list of token numbers from 0 on, "
+            "or a list of 1 to 128 of either, got ['a', [1]].",
         ),
         ({"logit_bias": {"5": 1.0}}, "logit_bias must be empty: it is not supported, got "),
     ],
@@ -428,6 +432,8 @@ def test_wrong_chats_paths_and_methods(tiny):
         },
         {"response_format": {"type": "json_object"}},
         {"max_completion_tokens": 600},
+        {"top_logprobs": 2},
+        {"tools": [{"type": "function"}]},
     ]
     asked = [("POST", "/v1/chat/completions", {"json": {**chat, **one}}) for one in wrong]
     asked += [
@@ -436,7 +442,7 @@ def test_wrong_chats_paths_and_methods(tiny):
         ("GET", "/v1/completions", {}),
     ]
     found = [response.status_code for response in tiny.ask(*asked)]
-    assert found == [400] * 6 + [404, 404, 405]
+    assert found == [400] * 8 + [404, 404, 405]
     assert (
         tiny.ask(("POST", "/v1/chat/completions", {"json": {**chat, "max_tokens": 3}}))[
             0
@@ -459,6 +465,13 @@ def test_what_changes_nothing_is_taken(tiny):
         suffix=None,
         best_of=1,
         user="me",
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+        safety_identifier="x",
+        prompt_cache_key="x",
+        min_p=0,
+        repetition_penalty=1,
         stop=None,
         stream=False,
     ).json()

@@ -162,8 +162,11 @@ def read_chunk(
     cache: Any,
     start: int,
     end: int,
+    *,
+    all_logits: bool = False,
 ) -> Any:
-    """Run the model on tokens `start` to `end` of a prompt, with its head on the last chunk."""
+    """Run the model on tokens `start` to `end` of a prompt, with its head on the last token of the
+    last chunk, or on all tokens."""
     positions = torch.arange(start, end, device=input_ids.device)[None]
     if any(pads):
         # planted: inference: positions count padding
@@ -181,6 +184,8 @@ def read_chunk(
         "use_cache": True,
         "attention_mask": None if attention_mask is None else attention_mask[:, :end],
     }
+    if all_logits:
+        return model(input_ids[:, start:end], **options)
     if end < input_ids.shape[1]:
         return model.get_decoder()(input_ids[:, start:end], **options)
     return model(input_ids[:, start:end], logits_to_keep=1, **options)

@@ -65,9 +65,9 @@ class Admission:
         """
         lengths = f"got {len(request.prompt)} and {request.max_new_tokens}."
         way_out = "Shorten the prompt or ask for fewer new tokens."
-        if not request.prompt or request.max_new_tokens < 1:
+        if not request.prompt or request.max_new_tokens < 0:
             raise InvalidRequest(
-                Code.INVALID, f"prompt and answer must have at least one token, {lengths}"
+                Code.INVALID, f"the prompt must have at least one token, {lengths}"
             )
         if request.length > self.max_length:
             message = f"prompt and answer must fit {self.max_length} tokens, {lengths} {way_out}"

@@ -9,7 +9,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,12 +27,13 @@ from corecontext.serve import protocol
 from corecontext.serve.errors import Code, InvalidRequest, RequestError
 from corecontext.serve.guard import Guard, error_response, is_loopback
 from corecontext.serve.metrics import Metrics, sizes_of
-from corecontext.serve.reply import Events, Reply, unless_gone
+from corecontext.serve.reply import Choice, Events, Reply, unless_gone
 from corecontext.serve.request import Request, Slot
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.settings import Serving
 from corecontext.serve.text import TextStream, token_numbers
-from corecontext.serve.worker import Worker, error_of
+from corecontext.serve.token_text import LogprobsWriter, TokenText
+from corecontext.serve.worker import Answer, Worker, error_of
 
 log = logging.getLogger("corecontext.serve")
 Responses = dict[int | str, dict[str, Any]]  # FastAPI's description of an endpoint's answers
@@ -113,7 +114,11 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=responses, tags=["openai"])
     async def completions(body: protocol.CompletionRequest, request: HttpRequest) -> Response:
         """Continue a text."""
-        return await service.answer(request, body, body.single, body.max_tokens or 16)
+        if body.max_tokens == 0 and not body.echo:
+            text = "max_tokens must be at least 1 without echo, got 0."
+            raise InvalidRequest(Code.INVALID, text, "max_tokens")
+        limit = 16 if body.max_tokens is None else body.max_tokens
+        return await service.answer(request, body, body.prompts, limit)
 
     @app.post("/v1/chat/completions", responses=responses, tags=["openai"])
     async def chat(body: protocol.ChatRequest, request: HttpRequest) -> Response:
@@ -123,8 +128,11 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
             prompt = chat_prompt(service.tokenizer, messages)
         except ValueError as error:
             raise InvalidRequest(Code.INVALID, str(error), "messages") from None
+        if body.top_logprobs is not None and not body.logprobs:
+            text = "top_logprobs must be given with logprobs, got it without."
+            raise InvalidRequest(Code.INVALID, text, "top_logprobs")
         limit = body.max_completion_tokens or body.max_tokens
-        return await service.answer(request, body, prompt, limit)
+        return await service.answer(request, body, [prompt], limit)
 
     @app.get("/v1/models", responses={401: errors[401]}, tags=["openai"])
     async def models() -> protocol.Models:
@@ -197,6 +205,7 @@ class Service:
         """Tells clients which of several servers gave an answer."""
         self.worker = Worker(scheduler, self._ended)
         # Long prompts take a while, which must not hold up the event loop.
+        self._texts = TokenText(tokenizer)
         self._tokenizing = ThreadPoolExecutor(1, "corecontext-tokenizer")
         eos = scheduler.model.generation_config.eos_token_id
         self._eos = frozenset([eos] if isinstance(eos, int) else eos or [])
@@ -217,14 +226,14 @@ class Service:
     async def answer(
         self,
         request: HttpRequest,
-        body: protocol.GenerateRequest,
-        prompt: str | list[int],
+        body: protocol.CompletionRequest | protocol.ChatRequest,
+        prompts: Sequence[str | list[int]],
         limit: int | None,
     ) -> Response:
         """Return the response to either kind of request.
 
         Args:
-            prompt: Text, or token numbers.
+            prompts: Texts, or token numbers; each gets an answer.
             limit: Most new tokens; None is up to the server.
         """
         arrived = time.monotonic()
@@ -236,26 +245,65 @@ class Service:
                 "stream_options",
             )
         chat = isinstance(body, protocol.ChatRequest)
-        ids = await self._tokens(prompt, chat)
-        text = TextStream(self.tokenizer, body.stops, () if chat else ids)
+        tokens = [await self._tokens(prompt, chat) for prompt in prompts]
+        choices: list[Choice] = []
+
+        def cancel() -> None:
+            for choice in choices:
+                self.worker.cancel(choice.answer)  # without effect where it has ended
+
         try:
-            answer = self.worker.submit(self._request(body, ids, limit, arrived), text)
+            for prompt, ids in zip(prompts, tokens):
+                text = TextStream(self.tokenizer, body.stops, () if chat else ids)
+                answer = self.worker.submit(self._request(body, ids, limit, arrived), text)
+                choices.append(self._choice(len(choices), answer, body, prompt))
         except RequestError:
+            cancel()
             raise
         except (ValueError, TypeError) as error:  # of the request's settings
+            cancel()
             raise InvalidRequest(Code.INVALID, str(error)) from None
-        reply = Reply(answer, self.serving.model_name, self.fingerprint, chat)
+        reply = Reply(choices, self.serving.model_name, self.fingerprint, chat)
         if body.stream:
             include_usage = bool(body.stream_options and body.stream_options.include_usage)
-            return Events(reply.events(include_usage), lambda: self.worker.cancel(answer))
+            return Events(reply.events(include_usage), cancel)
         try:
             whole = await unless_gone(request.receive, reply.whole())
         finally:
-            self.worker.cancel(answer)  # without effect where the request has ended
+            cancel()
         return JSONResponse(whole)
 
+    def _choice(
+        self,
+        index: int,
+        answer: Answer,
+        body: protocol.CompletionRequest | protocol.ChatRequest,
+        prompt: str | list[int],
+    ) -> Choice:
+        """Return the choice that an answer becomes."""
+        chat = isinstance(body, protocol.ChatRequest)
+        ids = answer.request.prompt
+        before = ""
+        if isinstance(prompt, str) and not chat:
+            before = prompt
+        elif not chat:
+            before = self.tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        writer = None
+        if body.top is not None:
+            start = len(before)
+            if body.echo:
+                start -= self._texts.length(ids)
+            writer = LogprobsWriter(self._texts, chat, start)
+        return Choice(answer, index, before, bool(body.echo), writer)
+
     def _request(
-        self, body: protocol.GenerateRequest, ids: list[int], limit: int | None, arrived: float
+        self,
+        body: protocol.CompletionRequest | protocol.ChatRequest,
+        ids: list[int],
+        limit: int | None,
+        arrived: float,
     ) -> Request:
         """Translate a body to a request of the scheduler."""
         if limit is None:
@@ -272,6 +320,8 @@ class Service:
             body.window_size,
             deadline=arrived + self.serving.time_limit_s,
             arrived=arrived,
+            logprobs=body.top,
+            prompt_logprobs=bool(body.echo) and body.top is not None,
         )
 
     async def _tokens(self, prompt: str | list[int], chat: bool) -> list[int]:

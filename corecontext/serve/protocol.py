@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,8 @@ from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 16
 MAX_MESSAGES = 4096
+MAX_PROMPTS = 128
+MAX_LOGPROBS = 20
 _shown = reprlib.Repr()
 _shown.maxlevel = 2
 
@@ -65,6 +67,9 @@ Token = Annotated[int, Field(ge=0, le=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Off = Annotated[bool, AfterValidator(_is_off), Field(json_schema_extra={"const": False})] | None
 Zero = Annotated[float, Field(ge=0, le=0)] | None
+One = Annotated[float, Field(ge=1, le=1)] | None
+Ignored = Annotated[Any, Field(description="Ignored.")]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None
 
 
 class Fields(BaseModel):
@@ -94,7 +99,9 @@ class GenerateRequest(Fields):
     """Fields of both kinds of request. None is always the default."""
 
     model: Text = Field(max_length=1000, description="As GET /v1/models names it.")
-    max_tokens: int | None = Field(None, ge=1, le=2**31, description="Most tokens to make.")
+    max_tokens: int | None = Field(
+        None, ge=0, le=2**31, description="Most tokens to make; 0 only with echo."
+    )
     temperature: float | None = Field(
         None, ge=0, le=2, description="0 takes the likeliest token. Default: 1."
     )
@@ -115,7 +122,6 @@ class GenerateRequest(Fields):
         None, description="Send the answer piece by piece as server-sent events."
     )
     stream_options: StreamOptions | None = None
-    user: Text | None = Field(None, description="Ignored.")
     group_size: int | None = Field(
         None, ge=1, le=2**20, description="This request's g (an extension)."
     )
@@ -125,10 +131,20 @@ class GenerateRequest(Fields):
     ignore_eos: bool | None = Field(
         None, description="Go on after an end-of-text token (an extension)."
     )
+    # Fields that clients send by themselves, and that change no answer:
+    user: Ignored = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
     # Accepted with the value that has no effect, for clients that send every field:
+    store: Off = None
     n: Annotated[int, Field(ge=1, le=1)] | None = None
     presence_penalty: Zero = None
     frequency_penalty: Zero = None
+    min_p: Zero = None
+    repetition_penalty: One = None
     logit_bias: (
         Annotated[dict[str, float], Field(max_length=0), _rule("empty: it is not supported")] | None
     ) = None
@@ -145,24 +161,31 @@ class CompletionRequest(GenerateRequest):
     prompt: Annotated[
         Text
         | Tokens
-        | Annotated[list[Text], Field(min_length=1, max_length=1, fail_fast=True)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=1, fail_fast=True)],
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
         _rule(
-            "one prompt a request: a text without unpaired surrogates, or a list of token numbers "
-            "from 0 on"
+            "a text without unpaired surrogates, a list of token numbers from 0 on, or a list of 1 "
+            f"to {MAX_PROMPTS} of either"
         ),
-    ] = Field(description="A text, or its token numbers; one prompt a request.")
+    ] = Field(description="A text, its token numbers, or several of either: a choice for each.")
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    echo: Off = None
-    logprobs: None = None
+    echo: bool | None = Field(None, description="Send the prompt before the answer.")
+    logprobs: Logprobs = Field(
+        None, description="Log-probabilities, with those of so many likeliest tokens."
+    )
     suffix: None = None
 
     @property
-    def single(self) -> str | list[int]:
-        """The prompt, taken out of a list with one entry."""
-        if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int):
-            return self.prompt[0]
+    def prompts(self) -> list[str] | list[list[int]]:
+        """All prompts."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[return-value]
         return self.prompt  # type: ignore[return-value]
+
+    @property
+    def top(self) -> int | None:
+        """Likeliest tokens beside each; None wants no log-probabilities."""
+        return self.logprobs
 
 
 class Part(Fields):
@@ -199,13 +222,34 @@ class Message(Fields):
         return "".join(piece.text for piece in self.content)
 
 
+class TextFormat(Fields):
+    """The format of every answer."""
+
+    type: Literal["text"]
+
+
 class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions."""
 
     # planted: serve: an error for each invalid message
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31, description="As max_tokens.")
-    logprobs: Off = None
+    max_tokens: int | None = Field(None, ge=1, le=2**31, description="Most tokens to make.")
+    logprobs: bool | None = Field(None, description="Send log-probabilities.")
+    top_logprobs: Logprobs = Field(
+        None, description="With those of so many likeliest tokens; needs logprobs."
+    )
+    # Accepted with the value that has no effect:
+    parallel_tool_calls: Ignored = None
+    tool_choice: Literal["none", "auto"] | None = None
+    response_format: TextFormat | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    echo: ClassVar[bool] = False
+
+    @property
+    def top(self) -> int | None:
+        """Likeliest tokens beside each; None wants no log-probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 class ErrorBody(BaseModel):

@@ -15,8 +15,12 @@ from corecontext.inference.prefill import read_chunk
 from corecontext.inference.session import configured
 from corecontext.integrations.hf_cache import GivenLayer
 from corecontext.integrations.transformers import handle_of
+from corecontext.serve.logprobs import add_prompt_logprobs
 from corecontext.serve.memory import CacheMemory
 from corecontext.serve.request import Slot
+
+SCORED_CHUNK = 256
+"""Most tokens of a chunk whose logits are all used: each has as many as the vocabulary."""
 
 
 def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | None:
@@ -35,11 +39,17 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
         _begin(model, slot, memory)
     prefixes = memory.prefixes
     prompt = slot.request.prompt
+    scored = slot.request.prompt_logprobs
     start = slot.read
-    end = min(len(prompt), start + prefixes.chunk_size)
+    size = prefixes.chunk_size
+    if scored:
+        size = min(size, SCORED_CHUNK)
+    end = min(len(prompt), start + size)
     with configured(handle_of(model), slot.config):
-        out = read_chunk(model, slot.ids, None, [0], slot.cache, start, end)
+        out = read_chunk(model, slot.ids, None, [0], slot.cache, start, end, all_logits=scored)
     slot.read = end
+    if scored:
+        add_prompt_logprobs(slot, out.logits[0], start)
     if begins and slot.config is not None:
         # Else it would grow by a quarter, beyond the row that is counted for it.
         for layer in slot.cache.layers:
@@ -63,7 +73,9 @@ def _begin(model: Any, slot: Slot, memory: CacheMemory) -> None:
         slot.cache = Cache(layers=[GivenLayer(layer) for layer in layers])
         return
     slot.cache = DynamicCache(config=model.config)
-    slot.node = memory.prefixes.find(slot.config, request.prompt)
+    # planted: serve: a prompt that is scored begins with the cache of another
+    if not request.prompt_logprobs:
+        slot.node = memory.prefixes.find(slot.config, request.prompt)
     if slot.node is not None:
         memory.prefixes.load(slot.node, slot.cache)
         slot.read = slot.cached_tokens = slot.node.length

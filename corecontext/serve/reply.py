@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi.responses import StreamingResponse
@@ -14,23 +16,70 @@ from fastapi.responses import StreamingResponse
 from corecontext.serve.errors import RequestError
 from corecontext.serve.metrics import sizes_of
 from corecontext.serve.request import Slot
+from corecontext.serve.token_text import LogprobsWriter
 from corecontext.serve.worker import Answer
 
 
+@dataclass
+class Choice:
+    """One answer of a reply."""
+
+    answer: Answer
+    index: int
+    prompt: str
+    """Text before the answer; of a chat empty."""
+    echo: bool = False
+    """Whether the prompt is a part of the text."""
+    logprobs: LogprobsWriter | None = None
+    """Writes log-probabilities, where they are asked for."""
+
+    @property
+    def slot(self) -> Slot:
+        """The request."""
+        assert self.answer.slot is not None, "an answer is of a submitted request"
+        return self.answer.slot
+
+    async def pieces(self) -> AsyncIterator[tuple[str, dict[str, Any] | None]]:
+        """Yield (text, log-probabilities of the tokens that begin in the text so far).
+
+        Raises:
+            RequestError: the request ended without its answer.
+        """
+        end = len(self.prompt)
+        if self.echo:
+            yield self.prompt, None
+        async for piece in self.answer.pieces():
+            end += len(piece)
+            yield piece, self._logprobs(end)
+        # Behind a stop text tokens are no part of the answer; an end-of-text token is one.
+        rest = self._logprobs(end if self.answer.text.stopped else math.inf)
+        if rest is not None:
+            yield "", rest
+
+    def _logprobs(self, end: float) -> dict[str, Any] | None:
+        if self.logprobs is None:
+            return None
+        return self.logprobs.write(self.answer.logprobs, end)
+
+    def body(self, **content: Any) -> dict[str, Any]:
+        """Return the choice with its text and log-probabilities."""
+        return {"index": self.index, "finish_reason": None, "logprobs": None, **content}
+
+
 class Reply:
-    """An answer in the protocol's form.
+    """The reply to a request.
 
     Args:
-        answer: The pieces of its text.
+        choices: An answer for each prompt.
         model_name: The model's name for clients.
         fingerprint: Names the server.
         chat: Whether it answers a chat.
     """
 
-    def __init__(self, answer: Answer, model_name: str, fingerprint: str, chat: bool) -> None:
-        assert answer.slot is not None, "an answer is of a submitted request"
-        self.answer = answer
-        self.slot: Slot = answer.slot
+    def __init__(
+        self, choices: Sequence[Choice], model_name: str, fingerprint: str, chat: bool
+    ) -> None:
+        self.choices = choices
         self.chat = chat
         self.head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
@@ -41,65 +90,93 @@ class Reply:
         }
 
     def _usage(self) -> dict[str, Any]:
-        prompt_tokens = len(self.slot.request.prompt)
+        slots = [choice.slot for choice in self.choices]
+        prompt_tokens = sum(len(slot.request.prompt) for slot in slots)
+        made = sum(slot.made for slot in slots)
         return {
             "prompt_tokens": prompt_tokens,
-            "completion_tokens": self.slot.made,
-            "total_tokens": prompt_tokens + self.slot.made,
-            "prompt_tokens_details": {"cached_tokens": self.slot.cached_tokens},
+            "completion_tokens": made,
+            "total_tokens": prompt_tokens + made,
+            "prompt_tokens_details": {"cached_tokens": sum(slot.cached_tokens for slot in slots)},
         }
 
     def _sizes(self) -> dict[str, Any]:
-        group_size, window_size = sizes_of(self.slot)
+        """Return g and s; null where the policy gave several prompts different ones."""
+        sizes = {sizes_of(choice.slot) for choice in self.choices}
+        group_size, window_size = sizes.pop() if len(sizes) == 1 else (None, None)
         return {"group_size": group_size, "window_size": window_size}
 
     async def whole(self) -> dict[str, Any]:
-        """Return the answer in one piece.
+        """Return the answers in one piece.
 
         Raises:
-            RequestError: the request ended without its answer.
+            RequestError: a request ended without its answer.
         """
-        text = "".join([piece async for piece in self.answer.pieces()])
-        choice = _choice(self.answer.finish_reason)
-        if self.chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
+        choices = [await self._whole(choice) for choice in self.choices]
         usage = self._usage()
-        return {**self.head, "choices": [choice], "usage": usage, "corecontext": self._sizes()}
+        return {**self.head, "choices": choices, "usage": usage, "corecontext": self._sizes()}
+
+    async def _whole(self, choice: Choice) -> dict[str, Any]:
+        text = ""
+        logprobs: dict[str, Any] | None = None
+        async for piece, records in choice.pieces():
+            text += piece
+            if logprobs is None:
+                logprobs = records
+            elif records is not None:
+                for name, values in records.items():
+                    logprobs[name] = values and logprobs[name] + values
+        content: dict[str, Any] = {"text": text}
+        if self.chat:
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        reason = choice.answer.finish_reason
+        return choice.body(finish_reason=reason, logprobs=logprobs, **content)
 
     async def events(self, include_usage: bool) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events; an error is the last event."""
+        """Yield the answers as server-sent events, as their pieces come; an error is the last."""
         head = dict(self.head)
         if self.chat:
             head["object"] = "chat.completion.chunk"
         usage = {"usage": None} if include_usage else {}
+        queue: asyncio.Queue[dict[str, Any] | RequestError | None] = asyncio.Queue()
 
-        def event(piece: str | None, reason: str | None = None) -> str:
-            choice = _choice(reason)
-            if self.chat:
-                content = {} if piece is None else {"content": piece}
-                choice["delta"] = {**role, **content}
-            else:
-                choice["text"] = piece or ""
-            return _event({**head, "choices": [choice], **usage, "corecontext": self._sizes()})
+        async def read(choice: Choice) -> None:
+            try:
+                async for body in self._deltas(choice):
+                    queue.put_nowait(body)
+                queue.put_nowait(None)
+            except RequestError as error:
+                queue.put_nowait(error)
 
-        role = {"role": "assistant"}  # in the first event
+        tasks = [asyncio.ensure_future(read(choice)) for choice in self.choices]
+        left = len(tasks)
         try:
-            async for piece in self.answer.pieces():
-                yield event(piece)
-                role = {}
-            yield event(None, self.answer.finish_reason)
+            while left:
+                body = await queue.get()
+                if isinstance(body, RequestError):
+                    yield _event(body.body)
+                    return
+                if body is None:
+                    left -= 1
+                    continue
+                yield _event({**head, "choices": [body], **usage, "corecontext": self._sizes()})
             if include_usage:
                 last = {"choices": [], "usage": self._usage(), "corecontext": self._sizes()}
                 yield _event({**head, **last})
             yield "data: [DONE]\n\n"
-        except RequestError as error:
-            yield _event(error.body)
+        finally:
+            for task in tasks:
+                task.cancel()
 
-
-def _choice(finish_reason: str | None) -> dict[str, Any]:
-    return {"index": 0, "finish_reason": finish_reason, "logprobs": None}
+    async def _deltas(self, choice: Choice) -> AsyncIterator[dict[str, Any]]:
+        """Yield the pieces of a choice in their form, and last its finish reason."""
+        role = {"role": "assistant"}  # in the first event
+        async for piece, logprobs in choice.pieces():
+            content = {"delta": {**role, "content": piece}} if self.chat else {"text": piece}
+            yield choice.body(logprobs=logprobs, **content)
+            role = {}
+        content = {"delta": role} if self.chat else {"text": ""}
+        yield choice.body(finish_reason=choice.answer.finish_reason, **content)
 
 
 def _event(body: dict[str, Any]) -> str:

@@ -6,13 +6,23 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from corecontext.config import CCAConfig
 from corecontext.inference.sampling import INVALID, InvalidLogits, Sampling
 from corecontext.serve.prefix import Node
 
 log = logging.getLogger("corecontext.serve")
+
+
+class TokenLogprobs(NamedTuple):
+    """A token with its log-probability, and the likeliest tokens in its place."""
+
+    token: int
+    logprob: float | None = None
+    """None of a prompt's first token, which follows nothing."""
+    top: Sequence[tuple[int, float]] | None = None
+    """(token, log-probability), the likeliest first."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,7 @@ class Request:
     prompt: Sequence[int]
     """Token numbers, at least one."""
     max_new_tokens: int
+    """0 reads the prompt only."""
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     eos: frozenset[int] = frozenset()
@@ -34,6 +45,11 @@ class Request:
     deadline: float | None = None
     """Time by `time.monotonic` at which the request is ended unfinished; None is never."""
     arrived: float = field(default_factory=time.monotonic)
+    logprobs: int | None = None
+    """Likeliest tokens beside each new one, with log-probabilities; None wants none at all."""
+    prompt_logprobs: bool = False
+    """Whether the prompt's tokens get log-probabilities too, so that no beginning of it is taken
+    from the prefix store."""
 
     @property
     def length(self) -> int:
@@ -50,6 +66,10 @@ class Slot:
     """Called with each token on the scheduler's thread; returns True to end the answer with it."""
     on_end: Callable[[Slot], Any] = lambda slot: None
     """Called once on the scheduler's thread, with `end_reason` and `error` set."""
+    on_logprobs: Callable[[list[TokenLogprobs]], Any] = lambda records: None
+    """Called before `on_token` and `on_end` with the `logprobs` so far."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probabilities that were not handed on yet."""
 
     # Settings, fixed when it leaves the queue
     config: CCAConfig | None = None
@@ -109,11 +129,18 @@ class Slot:
             raise InvalidLogits
         self.last_token = token
         self.made += 1
+        self._send_logprobs()
         if self.on_token(token) or token in self.request.eos:
             return "stop"
         if self.made == self.request.max_new_tokens:
             return "length"
         return None
+
+    def _send_logprobs(self) -> None:
+        records = self.logprobs
+        self.logprobs = []
+        if records:
+            self.on_logprobs(records)
 
     def end(self, reason: str, error: BaseException | None) -> None:
         """Note the end and call `on_end`. Its failure is logged: the other requests of the turn
@@ -121,6 +148,7 @@ class Slot:
         self.end_reason = reason
         self.error = error
         try:
+            self._send_logprobs()
             self.on_end(self)
         # planted: serve: a failing callback takes the others' tokens
         except Exception:

@@ -25,11 +25,12 @@ from corecontext.inference.policy import Load, Policy
 from corecontext.inference.sampling import choose_rows
 from corecontext.serve.admission import Admission, servable_handle
 from corecontext.serve.errors import Code, RequestError
+from corecontext.serve.logprobs import add_logprobs
 from corecontext.serve.memory import CacheMemory
 from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.ranks import RankLost, Ranks
 from corecontext.serve.reading import read_next_chunk
-from corecontext.serve.request import Request, Slot
+from corecontext.serve.request import Request, Slot, TokenLogprobs
 from corecontext.serve.rows import RowPool, RowShape
 from corecontext.serve.step import DecodeBatch
 
@@ -123,6 +124,7 @@ class Scheduler:
         request: Request,
         on_token: Callable[[int], bool | None] = lambda token: False,
         on_end: Callable[[Slot], Any] = lambda slot: None,
+        on_logprobs: Callable[[list[TokenLogprobs]], Any] = lambda records: None,
     ) -> Slot:
         """Put a request in the queue; callbacks as for `Slot`.
 
@@ -132,7 +134,7 @@ class Scheduler:
         """
         # planted: serve: sized by the settings of the prompt that is read
         self.admission.check(request)
-        slot = Slot(request, on_token, on_end)
+        slot = Slot(request, on_token, on_end, on_logprobs)
         with self._lock:
             must_wait = bool(self.waiting) or not self._has_room()
             if must_wait and len(self.waiting) >= self.queue_limit:
@@ -278,7 +280,11 @@ class Scheduler:
 
     def _join(self, slot: Slot, logits: Tensor) -> None:
         """Make the first token, and move the prompt's cache into its row."""
+        if not slot.request.max_new_tokens:
+            self._end(slot, "length")
+            return
         token = int(choose_rows(logits, [slot.request.sampling], [slot.generator])[0])
+        add_logprobs([slot], logits, [token])
         now = time.monotonic()
         slot.first_token_at = now
         self._newest_first_token = (now, now - slot.request.arrived)
@@ -310,6 +316,7 @@ class Scheduler:
             samplings = [slot.request.sampling for slot in slots]
             generators = [slot.generator for slot in slots]
             tokens = choose_rows(logits, samplings, generators).tolist()
+            add_logprobs(slots, logits, tokens)
         except torch.AcceleratorError:
             raise
         except Exception as error:

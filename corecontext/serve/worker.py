@@ -14,7 +14,7 @@ from corecontext.files import is_out_of_memory
 from corecontext.inference.sampling import InvalidLogits
 from corecontext.serve.errors import Code, RequestError, draining
 from corecontext.serve.ranks import HEARTBEAT_S
-from corecontext.serve.request import Request, Slot
+from corecontext.serve.request import Request, Slot, TokenLogprobs
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.text import TextStream
 
@@ -37,7 +37,9 @@ class Answer:
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
+        self._pieces: asyncio.Queue[str | list[TokenLogprobs] | None] = asyncio.Queue()
+        self.logprobs: list[TokenLogprobs] = []
+        """Of the tokens whose text has come, or will come next."""
 
     def on_token(self, token: int) -> bool:
         """Take a token; return whether a stop text ends the answer with it."""
@@ -70,7 +72,11 @@ class Answer:
         if self.text.stopped:
             slot.end_reason = "stop"
 
-    def _put(self, piece: str | None) -> None:
+    def on_logprobs(self, records: list[TokenLogprobs]) -> None:
+        """Take the log-probabilities of the next tokens."""
+        self._put(records)
+
+    def _put(self, piece: str | list[TokenLogprobs] | None) -> None:
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     async def pieces(self) -> AsyncIterator[str]:
@@ -80,7 +86,10 @@ class Answer:
             RequestError: the request ended without its answer.
         """
         while (piece := await self._pieces.get()) is not None:
-            yield piece
+            if isinstance(piece, str):
+                yield piece
+            else:
+                self.logprobs += piece
         assert self.slot is not None, "a request that has ended was submitted"
         if self.slot.end_reason not in FINISHED:
             raise _failure(self.slot)
@@ -153,7 +162,9 @@ class Worker:
         if self.draining or not self.alive:
             raise draining()
         answer = Answer(request, text, self.on_end)
-        answer.slot = self.scheduler.submit(request, answer.on_token, answer.on_ended)
+        answer.slot = self.scheduler.submit(
+            request, answer.on_token, answer.on_ended, answer.on_logprobs
+        )
         self._wake.set()
         return answer
 

@@ -1,0 +1,61 @@
+"""Note the log-probabilities of tokens for the requests that want them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from corecontext.inference.sampling import INVALID, InvalidLogits
+from corecontext.serve.request import Slot, TokenLogprobs
+
+LEAST = -9999.0
+"""Stands for the logarithm of 0, which JSON cannot write."""
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Return the log-probabilities of tokens by the model alone, without temperature or filters.
+
+    Args:
+        logits: [N, vocabulary].
+        tokens: N token numbers.
+        count: Likeliest tokens beside each.
+
+    Raises:
+        InvalidLogits: a logit is no number.
+    """
+    scores = logits.float().log_softmax(-1).clamp(min=LEAST)
+    if scores.isnan().any():
+        raise InvalidLogits
+    index = torch.tensor(tokens, device=logits.device)[:, None]
+    chosen = scores.gather(-1, index)[:, 0].tolist()
+    top = scores.topk(min(count, scores.shape[-1]))
+    pairs = [list(zip(*row)) for row in zip(top.indices.tolist(), top.values.tolist())]
+    return [TokenLogprobs(*record) for record in zip(tokens, chosen, pairs)]
+
+
+def add_logprobs(slots: Sequence[Slot], logits: Tensor, tokens: Sequence[int]) -> None:
+    """Note the log-probabilities of the next tokens of those requests that want them."""
+    # A row whose logits are no numbers ends its own request only.
+    rows = [
+        row
+        for row, slot in enumerate(slots)
+        if slot.request.logprobs is not None and tokens[row] != INVALID
+    ]
+    if not rows:
+        return
+    counts = [slots[row].request.logprobs or 0 for row in rows]
+    records = logprobs_of(logits[rows], [tokens[row] for row in rows], max(counts))
+    for row, count, record in zip(rows, counts, records):
+        slots[row].logprobs.append(record._replace(top=(record.top or [])[:count]))
+
+
+def add_prompt_logprobs(slot: Slot, logits: Tensor, start: int) -> None:
+    """Note the log-probabilities of a prompt's tokens from `start + 1` on; logits [N, vocabulary]
+    are those at `start` and behind it."""
+    if start == 0:
+        slot.logprobs.append(TokenLogprobs(slot.request.prompt[0]))
+    # planted: serve: log-probabilities of the tokens before
+    tokens = slot.request.prompt[start + 1 : start + 1 + len(logits)]
+    slot.logprobs += logprobs_of(logits[: len(tokens)], tokens, slot.request.logprobs or 0)
