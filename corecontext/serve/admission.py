@@ -67,7 +67,8 @@ class Admission:
         way_out = "Shorten the prompt or ask for fewer new tokens."
         if not request.prompt or request.max_new_tokens < 0:
             raise InvalidRequest(
-                Code.INVALID, f"the prompt must have at least one token, {lengths}"
+                Code.INVALID,
+                f"the prompt must have at least one token and the answer none or more, {lengths}",
             )
         if request.length > self.max_length:
             message = f"prompt and answer must fit {self.max_length} tokens, {lengths} {way_out}"
