@@ -245,7 +245,7 @@ def test_only_servers_without_a_key_on_the_loopback_look_at_the_host():
         ({"host": "0.0.0.0"}, False),
         ({"host": ""}, False),  # Ray's
     ):
-        app = create_app(mock.MagicMock(max_length=10), None, Serving(**settings))
+        app = create_app(mock.MagicMock(max_length=10), mock.MagicMock(), Serving(**settings))
         assert app.user_middleware[0].kwargs["local"] == local
 
 
@@ -256,7 +256,7 @@ def test_a_body_has_one_length():
 
 
 def test_no_path_leads_to_the_host_of_a_header():
-    app = create_app(mock.MagicMock(max_length=10), None, Serving(api_key=KEY))
+    app = create_app(mock.MagicMock(max_length=10), mock.MagicMock(), Serving(api_key=KEY))
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app)
