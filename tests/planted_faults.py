@@ -231,6 +231,11 @@ return all(
         "tests/test_loading.py::test_settings_that_do_not_fit_the_model_are_written_nowhere",
     ),
     Fault(
+        "mass: that of the group before, from a cache",
+        "return self.buffers[-1][rows, :, start : start + count * self.core_width, 0].roll(1, 2)",
+        "tests/test_cache_mass.py::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
         "heads: an interrupted search begins anew",
         "if True:",
         "tests/test_head_search.py::test_an_interrupted_search_goes_on_where_it_was",

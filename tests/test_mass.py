@@ -10,7 +10,6 @@ import torch
 from budgets import make_inputs, results_and_gradients
 
 from corecontext import CCAConfig, Rotary, cca_attention
-from corecontext.cache import CompactLayer
 from corecontext.ops import mass, reference, rules
 from corecontext.ops.attend_buffer import attend_buffer
 from corecontext.ops.autograd import _flat, cca_attention_op
@@ -193,8 +192,6 @@ def test_refusals():
         CCAConfig(core_mass=True, pooling="max")
     with pytest.raises(TypeError, match="core_mass must be True or False, got 1"):
         cca_attention(x.q, x.k, x.v, core_mass=1, core_position="token")
-    with pytest.raises(NotImplementedError, match="core_mass must be False in a compact cache"):
-        CompactLayer(CCAConfig(4, 9, core_mass=True), ROTARY)
 
 
 @pytest.mark.parametrize("core_heads", ["kv", "query"])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from corecontext.cache.entries import Entries
 from corecontext.ops.api import backend_module
+from corecontext.ops.mass import add_to_bias
 from corecontext.ops.spec import Groups, Tokens
 from corecontext.visibility import local_start, num_complete_groups, num_visible_cores
 
@@ -97,7 +98,11 @@ def append_rows(
         tokens = tokens._replace(sink_k=sink_k, sink_v=sink_v)
     cores = entries.get_cores(rows, total, new.k.dtype)
     backend = backend_module(entries.config.backend, q)
-    out, _ = backend.attend(tokens, cores, entries.spec, _core_bias(entries, q))
+    bias = _core_bias(entries, q)
+    if entries.has_mass:
+        masses = entries.masses(rows, total).unflatten(2, (total, -1))
+        bias = add_to_bias(bias, masses.transpose(2, 3).flatten(0, 1), q.shape[1])
+    out, _ = backend.attend(tokens, cores, entries.spec, bias)
     return out.unflatten(0, (-1, heads)).flatten(1, 2).to(q.dtype)
 
 

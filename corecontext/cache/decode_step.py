@@ -46,8 +46,18 @@ def decode_step(
         raw_size,
         scale=entries.spec.scale,
         softcap=entries.spec.softcap,
-        core_bias=entries.core_bias(q.dtype),
+        core_bias=_core_bias(entries, q, num_cores),
     )
+
+
+def _core_bias(entries: Entries, q: Tensor, num_cores: int) -> float | Tensor:
+    """Return the addend of core scores: a number, [H], or with masses [B, H, M w]."""
+    bias = entries.core_bias(q.dtype)
+    if not entries.has_mass:
+        return bias
+    masses = entries.masses(ALL, num_cores)
+    masses = masses.repeat_interleave(q.shape[1] // masses.shape[1], 1)
+    return masses + (bias[:, None] if isinstance(bias, Tensor) else bias)
 
 
 def _put_tokens(entries: Entries, position: Tensor, stored: list[Tensor]) -> None:
@@ -86,7 +96,7 @@ def _close_groups(entries: Entries, q: Tensor, position: Tensor) -> None:
     group = (position - n if n else position) // g
     group = group.clamp(0, entries.capacity - 1)
     target = entries.raw_size + group[:, None] * width + torch.arange(width, device=device)
-    for buffer, core in zip(entries.buffers, entries.encode(*cores)):
+    for buffer, core in zip(entries.buffers, cores):
         core = core.reshape(batch, heads, width, core.shape[-1]).to(buffer.dtype)
         write(buffer, target, torch.where(is_last, core, read(buffer, target)))
 

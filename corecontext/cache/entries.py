@@ -14,10 +14,13 @@ contiguous slice. Rows with left padding, cropping and fixed shapes follow from 
 
 In 8 bits (`CCAConfig.cache_dtype`) buffers of scales [B, Hkv, C + n + M w, 1] follow keys and
 values. A token is rounded when it comes, and attended to and pooled as rounded, so that all ways of
-appending agree.
+appending agree. With `CCAConfig.core_mass` a buffer [B, Hkv, C + n + M w, 1] of the core tokens'
+masses, in float32 or wider, comes last; its raw slots stay 0.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -40,10 +43,6 @@ class Entries:
     def __init__(
         self, config: CCAConfig, rotary: Rotary | None, rollback: int, learned: rules.Learned
     ) -> None:
-        if config.core_mass:
-            raise NotImplementedError(
-                "core_mass must be False in a compact cache, got True. Run without a cache."
-            )
         self.config = config
         self.rollback = rollback
         """Extra tokens in the ring."""
@@ -125,8 +124,8 @@ class Entries:
         """Return keys and values from what `encode` returned or a buffer holds."""
         kind = self.config.cache_dtype
         if kind == "auto":
-            return stored
-        return [decode(codes, scale, kind, dtype) for codes, scale in zip(stored[:2], stored[2:])]
+            return stored[:2]
+        return [decode(codes, scale, kind, dtype) for codes, scale in zip(stored[:2], stored[2:4])]
 
     def put(self, rows: slice, start: int, stored: list[Tensor]) -> None:
         """Store encoded entries [B, Hkv, n, D] from slot `start` on."""
@@ -154,10 +153,9 @@ class Entries:
         pieces = [self.decode(list(piece), dtype) for piece in zip(*views)]
         return [k for k, _ in pieces], [v for _, v in pieces]
 
-    def put_cores(self, rows: slice, first: int, cores: Cores) -> None:
-        """Store core keys and values [N, w, M, D] of the groups from `first` on."""
+    def put_cores(self, rows: slice, first: int, stored: list[Tensor]) -> None:
+        """Store what `pool` returned, [N, w, M, D], of the groups from `first` on."""
         heads = self.keys.shape[1]
-        stored = self.encode(*cores)
         stored = [x.transpose(1, 2).flatten(1, 2).unflatten(0, (-1, heads)) for x in stored]
         self.put(rows, self.raw_size + first * self.core_width, stored)
 
@@ -170,13 +168,32 @@ class Entries:
     # Core tokens
     # -----------
 
-    def pool(self, groups: Groups) -> Cores:
-        """Return the core tokens of groups of N = rows x Hkv sequences."""
-        if not rules.is_own_rule(self.spec.pooling, self.learned):
-            return backend_module(self.config.backend, groups.q_last).pool(groups, self.spec)
-        heads = self.keys.shape[1]
-        learned = rules.by_sequence(self.learned, heads, groups.k.shape[0] // heads)
-        return rules.pool(groups, self.spec, learned)
+    @property
+    def has_mass(self) -> bool:
+        """Whether core tokens have masses; those of single tokens are 0."""
+        return self.config.core_mass and self.group_size > 1
+
+    def pool(self, groups: Groups) -> list[Tensor]:
+        """Return the core tokens [N, w, M, D] of groups of N = rows x Hkv sequences, as the buffers
+        store them."""
+        if rules.is_own_rule(self.spec.pooling, self.learned):
+            heads = self.keys.shape[1]
+            learned = rules.by_sequence(self.learned, heads, groups.k.shape[0] // heads)
+            stored = self.encode(*rules.pool(groups, self.spec, learned))
+            mass = functools.partial(rules.mass, learned=learned)
+        else:
+            backend = backend_module(self.config.backend, groups.q_last)
+            stored = self.encode(*backend.pool(groups, self.spec))
+            mass = backend.mass
+        if self.has_mass:
+            stored.append(mass(groups, self.spec)[..., None])
+        return stored
+
+    def masses(self, rows: slice, count: int) -> Tensor:
+        """Return the masses [B, Hkv, M w] of the first `count` groups."""
+        start = self.raw_size
+        # planted: mass: that of the group before, from a cache
+        return self.buffers[-1][rows, :, start : start + count * self.core_width, 0]
 
     def core_bias(self, dtype: torch.dtype) -> float | Tensor:
         """Return the addend of core scores: a number, or [H] in float32 or wider."""

@@ -191,8 +191,8 @@ class CompactLayer(LayerState):
     def _choose_step(self) -> None:
         """Find the fused step for the buffers' dtype and device, if the backend has one."""
         self._step = None
-        if self.learned or rules.is_own_rule(self.config.pooling, None):
-            return  # a fused step has the paper's pooling and one bias for all heads
+        if self.learned or rules.is_own_rule(self.config.pooling, None) or self.has_mass:
+            return  # a fused step has the paper's pooling, one bias for all heads and no masses
         head = self.keys.new_empty(1, 1, 1, self.keys.shape[3], dtype=self.dtype)
         if choose_backend(self.config.backend, head) != "triton":
             return
@@ -230,7 +230,10 @@ class CompactLayer(LayerState):
         core_width = q.shape[1] // k.shape[1] if config.core_heads == "query" else 1
         self._set_sizes(group_size, core_width, k.dtype)
         shape = (*k.shape[:2], self.size(self.max_length or 0))
-        self.allocate(shape, self.encode(k[:, :, :1], k[:, :, :1]))
+        like = self.encode(k[:, :, :1], k[:, :, :1])
+        if self.has_mass:
+            like.append(k[:, :, :1, :1].to(torch.promote_types(k.dtype, torch.float32)))
+        self.allocate(shape, like)
         self._choose_step()
         self.is_empty = False
 

@@ -84,10 +84,14 @@ class RowShape:
         return total
 
     def entry_bytes(self, config: CCAConfig | None) -> int:
-        """Return the bytes of a head's key and value; in 8 bits their float32 scales included."""
-        if config is None or config.cache_dtype == "auto":
+        """Return the bytes of a head's key and value, with their float32 scales in 8 bits and the
+        mass that an entry has room for."""
+        if config is None:
             return 2 * self.sizes.head_dim * self.itemsize
-        return 2 * (self.sizes.head_dim + torch.float32.itemsize)
+        mass = torch.float32.itemsize if config.core_mass else 0
+        if config.cache_dtype == "auto":
+            return 2 * self.sizes.head_dim * self.itemsize + mass
+        return 2 * (self.sizes.head_dim + torch.float32.itemsize) + mass
 
     def entries(self, config: CCAConfig | None, max_length: int) -> int:
         """Count the entries of one layer's row, with this layer's settings: the ring, the first
