@@ -945,7 +945,7 @@ def run_tests(nodes: list[str], fault: Fault | None = None) -> tuple[bool, str]:
     they print."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in ("corecontext", "tests"):
+        for name in ("corecontext", "tests", "benchmarks"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         if fault is not None:
