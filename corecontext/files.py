@@ -77,6 +77,7 @@ def read_text(path: str) -> str:
     if not data.strip():
         raise UserError(f"{name} must hold text, got an empty one.")
     try:
+        # planted: loading: a byte order mark is a part of the text
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(

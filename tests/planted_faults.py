@@ -871,6 +871,98 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         f"{SECURITY}::test_the_other_ranks_do_not_get_the_key_on_their_command_line",
     ),
     Fault(
+        "serve: a neighbour's number of likely tokens",
+        "slots[row].logprobs.append(record._replace(top=record.top or []))",
+        "tests/test_serve_logprobs.py::test_neighbours_get_as_many_likely_tokens_as_each_asked_for",
+    ),
+    Fault(
+        "serve: cached tokens of the first prompt alone",
+        """
+return {
+    "prompt_tokens": prompt_tokens,
+    "completion_tokens": made,
+    "total_tokens": prompt_tokens + made,
+    "prompt_tokens_details": {"cached_tokens": slots[0].cached_tokens},
+}
+""",
+        "tests/test_serve_logprobs.py::test_cached_tokens_are_those_of_all_prompts",
+    ),
+    Fault(
+        "serve: each byte of the headers moves their deadline",
+        "if phase is not None:",
+        f"{SECURITY}::test_a_request_that_drips_in_has_one_deadline",
+    ),
+    Fault(
+        "serve: invalid requests are not counted",
+        'if is_api and message["type"] == "http.response.start" and message["status"] > 400:',
+        f"{SECURITY}::test_answers_that_are_errors_are_counted_from_400_on",
+    ),
+    Fault(
+        "serve: the load forgets the caches into which prompts are read",
+        "return sum((len(pool.slots) + pool.promised) * pool.row_bytes for pool in self.pools)",
+        f"{SCHEDULER}::test_the_load_counts_the_cache_into_which_a_prompt_is_read",
+    ),
+    Fault(
+        "4: a cache that was closed stays so after a reset",
+        "self._closed = self._closed",
+        f"{CACHE}::test_a_cache_that_was_closed_takes_tokens_again_after_a_reset",
+    ),
+    Fault(
+        "plug-in: the self-check ends a model's training mode",
+        "model.eval()",
+        "tests/test_architectures.py::test_the_self_check_leaves_a_model_in_its_mode",
+    ),
+    Fault(
+        "gguf: a file that was replaced by one of its size is not seen",
+        'identity = f"{path.resolve()} {status.st_size}"',
+        "tests/test_gguf.py::test_a_file_that_was_replaced_by_one_of_its_size_is_unpacked_anew",
+    ),
+    Fault(
+        "heads: a search goes on with the losses of other weights",
+        "for tensor in rows:",
+        "tests/test_head_search.py::test_a_search_is_of_its_model_rows_and_settings",
+    ),
+    Fault(
+        "inference: a top-k beyond the vocabulary in a step of several requests",
+        """
+limits = (
+    column([s.top_k or vocabulary for s in sampled], torch.long),
+    column([s.top_p for s in sampled], torch.float32),
+)
+""",
+        f"{INFERENCE}::test_a_top_k_beyond_the_vocabulary_is_every_token",
+    ),
+    Fault(
+        "training: the loss of a batch without labels is no number",
+        "count = torch.as_tensor(count, dtype=torch.float32, device=hidden.device)",
+        "tests/test_train_parts.py::test_the_loss_of_a_batch_without_labels_is_0",
+    ),
+    Fault(
+        "training: a document of just the bound is long",
+        "is_long = lengths[documents] >= long_tokens",
+        "tests/test_corpus.py::test_long_documents_have_more_tokens_than_the_bound",
+    ),
+    Fault(
+        "training: every pass over a block has one order",
+        "rng = np.random.default_rng((self.seed, self._block))",
+        "tests/test_stream.py::test_each_pass_over_one_file_has_an_order_of_its_own",
+    ),
+    Fault(
+        "eval: a prompt of MMLU without room for its letter",
+        "if subject.limit is None or len(subject.encode_prompt(prompt)) <= subject.limit:",
+        "tests/test_eval.py::test_an_mmlu_prompt_and_its_letter_fit_the_limit",
+    ),
+    Fault(
+        "baselines: a diagonal too few",
+        "count = min(pattern.second // block_size, slash.shape[2])",
+        "tests/test_baselines.py::test_the_picked_diagonals_hold_as_many_tokens_as_the_pattern_says",
+    ),
+    Fault(
+        "loading: a byte order mark is a part of the text",
+        'text = data.decode("utf-8")',
+        "tests/test_cli.py::test_a_byte_order_mark_is_no_part_of_a_text",
+    ),
+    Fault(
         "arrows: a backend imports another",
         "from corecontext.ops import compose, partial, pooling, reference, sinks",
         "tests/test_arrows.py",

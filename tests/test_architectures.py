@@ -100,6 +100,15 @@ def test_the_self_check_passes_models_that_are_right(family, monkeypatch):
     assert torch.equal(stateless(model, ids), expected)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_the_self_check_leaves_a_model_in_its_mode(training, monkeypatch):
+    monkeypatch.setattr(transformers, "TESTED", ())
+    monkeypatch.setattr(hf_attention, "TESTED", ())
+    model = tiny_model("llama").train(training)
+    corecontext.enable(model, CONFIG, untested=True)
+    assert all(module.training == training for module in model.modules())
+
+
 def test_the_self_check_refuses_keys_that_do_not_rotate_as_the_model_says():
     model = hunyuan()
     with pytest.raises(NotImplementedError, match=r"self-check.*core_position='token'.*1e-03.*got"):

@@ -297,6 +297,14 @@ def pattern_mask(q, k, pattern, size, probe, scale):
     return torch.stack(masks)
 
 
+def test_the_picked_diagonals_hold_as_many_tokens_as_the_pattern_says():
+    q = k = torch.randn(1, 2, 40, 8)
+    for second, count in ((1, 1), (7, 1), (8, 1), (9, 2), (16, 2), (17, 3), (100, 5)):
+        pattern = Pattern("vertical_slash", 3, second)
+        _, bands = pick_vertical_slash(q, k, pattern, 8, 8, 1.0)
+        assert bands.shape[2] == count, second
+
+
 @pytest.mark.parametrize("new", [64, 40, 23])
 @pytest.mark.parametrize("pattern", [*MIXED, Pattern("vertical_slash", 40, 8)], ids=str)
 def test_patterns_equal_their_masks(pattern, new):

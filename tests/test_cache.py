@@ -137,6 +137,19 @@ def test_every_setting_decodes_as_it_prefills(options, softcap):
         )
 
 
+def test_a_cache_that_was_closed_takes_tokens_again_after_a_reset():
+    layer = CompactLayer(CCAConfig(4, 8), ROTARY)
+    tensors = qkv(2, 2, 1, 20)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, -3:] = 0
+    layer.attend(*tensors, attention_mask=mask)
+    with pytest.raises(ValueError, match="padded on the right"):
+        layer.attend(*(x[:, :, :1] for x in tensors))
+    layer.reset()
+    expected = CompactLayer(CCAConfig(4, 8), ROTARY).attend(*tensors)
+    torch.testing.assert_close(fed(layer, tensors, [12, 1, 7]), expected, rtol=0, atol=1e-11)
+
+
 def test_random_appends_and_crops_agree_with_the_reference():
     chance = random.Random(0)
     crops = 0

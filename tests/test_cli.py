@@ -19,7 +19,7 @@ from tiny_model import save_tiny_model
 
 from corecontext import cli, generation, perplexity
 from corecontext.cli import main
-from corecontext.files import UserError, atomic_path, write_text
+from corecontext.files import UserError, atomic_path, read_text, write_text
 from corecontext.loading import load
 from corecontext.record import read_records
 
@@ -53,6 +53,12 @@ def refuse(capfd, folder: Path, *argv: str) -> str:
 
 # What works
 # -----------------------------------------------------------------------------------------------
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"\xef\xbb\xbfthe sea")
+    assert read_text(str(path)) == "the sea"
 
 
 def test_help_and_version(capfd):

@@ -242,6 +242,12 @@ def test_long_documents_come_more_often_within_their_source():
     )
 
 
+def test_long_documents_have_more_tokens_than_the_bound():
+    lengths = np.array([500] * 40 + [501])
+    order = upsampled(lengths, [""] * 41, 500, 0.5, seed=0)
+    assert abs(lengths[order][lengths[order] > 500].sum() / lengths[order].sum() - 0.5) < 0.05
+
+
 def test_a_run_sees_every_row_once_a_pass_and_processes_share_blocks():
     once = run_order(10, 25, seed=4)
     assert sorted(once[:10]) == sorted(once[10:20]) == list(range(10)) and once[:10] != once[10:20]

@@ -405,6 +405,18 @@ def test_mmlu_prompt(data):
         mmlu.items(data, Settings(shots=6), subject)
 
 
+def test_an_mmlu_prompt_and_its_letter_fit_the_limit(data):
+    subject = Stub(True)
+    items = mmlu.items(data, Settings(shots=2, limit=1), subject)
+    subject.learn(items)
+    length = len(subject.encode_prompt(items[0].make()))
+    for limit, shots in ((length, 1), (length + 1, 2)):
+        subject.limit = limit
+        subject.learn(items)
+        assert items[0].make().count("Answer: ") == shots
+        assert items[0].run(subject).value == 1
+
+
 def test_longbench_cuts_the_middle(data):
     items = longbench.items(data, Settings(lengths=(10,), subtasks=("qasper",)), Stub(True))
     prompt = items[0].make().prompt

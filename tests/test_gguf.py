@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,16 @@ def test_a_damaged_folder_is_made_again(packed, capfd):
     (folder / "config.json").unlink()
     assert local_model(packed) == str(folder) and (folder / "config.json").is_file()
     assert capfd.readouterr().err.count("unpacking") == 3
+
+
+def test_a_file_that_was_replaced_by_one_of_its_size_is_unpacked_anew(packed, tmp_path, capfd):
+    path = tmp_path / "tiny.gguf"
+    shutil.copyfile(packed, path)
+    before = local_model(str(path))
+    shutil.copyfile(packed, path)
+    os.utime(path, (0, 0))  # as of another download
+    assert local_model(str(path)) != before
+    assert capfd.readouterr().err.count("unpacking") == 2
 
 
 def test_a_failure_leaves_no_folder(packed, cache, monkeypatch):

@@ -355,6 +355,18 @@ def test_an_interrupted_search_goes_on_where_it_was(tmp_path, monkeypatch, capsy
     assert search.Losses(tmp_path / "file" / "loss.json").get("a", lambda: 1.0) == 1.0
 
 
+def test_a_search_is_of_its_model_rows_and_settings():
+    model, rows, config = tiny_model(), [tokens(1, 60)], CCAConfig(4, 8)
+    names = [search.identify(model, rows, config)]
+    assert names == [search.identify(model, rows, config)]
+    names.append(search.identify(model, [tokens(1, 60, seed=1)], config))
+    names.append(search.identify(model, rows, config.replace(window_size=9)))
+    with torch.no_grad():  # another checkpoint of the same shape
+        next(model.parameters()).mul_(2)
+    names.append(search.identify(model, rows, config))
+    assert len(set(names)) == 4
+
+
 def test_the_cache_of_a_search_has_its_first_tokens():
     def entries(config, group_size):
         sizes = config.replace(group_size=group_size, core_position="token")

@@ -324,6 +324,18 @@ def test_sampled_frequencies_are_the_probabilities():
         torch.testing.assert_close(found, expected / expected.sum(), rtol=0, atol=0.015)
 
 
+def test_a_top_k_beyond_the_vocabulary_is_every_token():
+    from corecontext.inference.sampling import Sampling, choose_rows
+
+    def chosen(top_k, top_p):
+        generators = [torch.Generator("cpu").manual_seed(row) for row in range(2)]
+        logits = torch.linspace(0, 1, 10, device="cpu").repeat(2, 1)
+        return choose_rows(logits, [Sampling(1.0, top_k, top_p)] * 2, generators).tolist()
+
+    assert chosen(50, 1.0) == chosen(10, 1.0) == chosen(None, 1.0)
+    assert chosen(50, 0.5) == chosen(10, 0.5) == chosen(None, 0.5)
+
+
 def test_top_p_keeps_the_fewest_tokens_that_reach_it():
     """At an exactly reached bound as transformers does: 0.5 of two equal tokens is one of them."""
     from transformers import TopPLogitsWarper

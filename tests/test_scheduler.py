@@ -27,7 +27,7 @@ from corecontext.serve import request as request_module
 from corecontext.serve.errors import Code, RequestError
 from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.request import Request
-from corecontext.serve.rows import RowPool
+from corecontext.serve.rows import RowPool, RowShape
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.step import _graph_memory
 from corecontext.serve.warm_up import warm_up
@@ -319,6 +319,17 @@ def test_a_long_prompt_delays_the_others_by_a_chunk_only(model):
     assert short.end_reason == "length" and long.end_reason is None and long.read < 200
     finish(scheduler)
     assert long.tokens == alone(model, long, 8) and first.tokens == alone(model, first, 8)
+
+
+def test_the_load_counts_the_cache_into_which_a_prompt_is_read(model):
+    needed = 2 * RowShape.of(model.config, model.dtype).row_bytes(CONFIG, 64)
+    scheduler = Scheduler(model, chunk_size=8, cache_bytes=needed)
+    one = ask(40, 8)
+    one.submit(scheduler)
+    scheduler.run_turn()
+    assert one.slot in scheduler.reading and scheduler.load().cache_share == 1
+    finish(scheduler)
+    assert one.tokens == alone(model, one, 8)
 
 
 def test_a_cancelled_request_is_gone_before_the_next_step(model):

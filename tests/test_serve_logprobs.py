@@ -3,6 +3,7 @@ lm-evaluation-harness scores texts with them."""
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tiny_model import save_tiny_model
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
+from corecontext.serve.logprobs import add_logprobs  # noqa: E402
 from corecontext.serve.token_text import TokenText  # noqa: E402
 
 TEXT = "The sea was calm; na\u00efve \U0001f600 gulls sat on it and slept all day."
@@ -161,6 +163,25 @@ def test_an_end_of_text_token_has_its_log_probability(tiny):
     choice = found.json()["choices"][0]
     assert choice["text"] == "abc" and choice["finish_reason"] == "stop"
     assert len(choice["logprobs"]["token_logprobs"]) == 4
+
+
+def test_neighbours_get_as_many_likely_tokens_as_each_asked_for():
+    slots = [
+        SimpleNamespace(request=SimpleNamespace(logprobs=count), logprobs=[])
+        for count in (None, 0, 1, 3)
+    ]
+    add_logprobs(slots, torch.eye(4, 7), [1, 2, 3, 4])
+    found = [[len(record.top) for record in slot.logprobs] for slot in slots]
+    assert found == [[], [0], [1], [3]]
+
+
+def test_cached_tokens_are_those_of_all_prompts(tiny):
+    tiny.complete(prompt=TEXT, max_tokens=1)
+    counts = []
+    for prompt in (TEXT, ["abc", TEXT], [TEXT, TEXT]):
+        usage = tiny.complete(prompt=prompt, max_tokens=1).json()["usage"]
+        counts.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert counts[0] > 0 and counts == [counts[0], counts[0], 2 * counts[0]]
 
 
 @pytest.mark.parametrize("stream", [False, True])

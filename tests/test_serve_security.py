@@ -331,6 +331,27 @@ def test_a_request_that_does_not_arrive_is_closed_in_time(monkeypatch, sent):
     asyncio.run(talk())
 
 
+def test_a_request_that_drips_in_has_one_deadline(monkeypatch):
+    monkeypatch.setattr(connection, "HEADERS_S", 0.1)
+
+    async def talk() -> bool:
+        async with connections(PlainTextResponse("hello")) as connect:
+            reader, writer = await connect()
+            writer.write(b"GET / HTTP/1.1\r\nHost: ")
+            closed = asyncio.ensure_future(reader.read())
+            for _ in range(40):
+                if not closed.done():
+                    writer.write(b"x")
+                    await asyncio.sleep(0.01)
+            in_time = closed.done()
+            writer.close()
+            with contextlib.suppress(ConnectionResetError):
+                await closed
+            return in_time
+
+    assert asyncio.run(talk())
+
+
 def test_slow_answers_outlive_the_deadlines_of_requests(monkeypatch):
     for name in ("HEADERS_S", "BODY_S", "LATER_S"):
         monkeypatch.setattr(connection, name, 0.02)
@@ -381,6 +402,23 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch):
 
 # Metrics
 # ------------------------------------------------------------------------------------------------
+
+
+def test_answers_that_are_errors_are_counted_from_400_on():
+    for status, count in ((200, 0), (399, 0), (400, 1), (500, 1)):
+        app = guarded(PlainTextResponse("", status), None)
+
+        async def ask(app: Guard = app) -> None:
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost"
+            ) as client:
+                await client.get("/v1/models")
+                await client.get("/health")
+
+        asyncio.run(ask())
+        refused = app.metrics.refused.labels
+        assert refused.call_args_list == [mock.call(str(status))] * count
 
 
 def test_clients_do_not_make_metrics_without_limit():

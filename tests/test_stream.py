@@ -67,6 +67,16 @@ def test_a_pass_holds_every_document_once_in_random_order(names):
         rows[40]
 
 
+def test_each_pass_over_one_file_has_an_order_of_its_own(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": chr(65 + i) * LENGTH}) + "\n" for i in range(20)))
+    rows = stream([str(path)], 60, block_size=100)
+    first = [int(rows[i]["input_ids"][0]) for i in range(60)]
+    passes = [first[:20], first[20:40], first[40:]]
+    assert all(sorted(one) == list(range(65, 85)) for one in passes)
+    assert len(set(map(tuple, passes))) == 3
+
+
 def test_it_is_read_on_from_the_exact_sample(names):
     names, _ = names
     whole = [row["input_ids"] for row in map(stream(names).__getitem__, range(40))]

@@ -26,6 +26,14 @@ from corecontext.train.train_config import TrainConfig, field_help, load_recipe
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
+def test_the_loss_of_a_batch_without_labels_is_0():
+    hidden, weight = (torch.ones(rows, 4).requires_grad_() for rows in (6, 5))
+    loss = chunked_cross_entropy(hidden, weight, torch.full((6,), -100), torch.tensor(0), 4)
+    assert loss == 0
+    for grad in torch.autograd.grad(loss, (hidden, weight)):
+        assert torch.equal(grad, torch.zeros_like(grad))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_the_loss_in_chunks_is_the_loss(dtype, softcap):

@@ -263,6 +263,7 @@ class LayerState(Entries):
         self.padding_known = True
         self._counted = 0
         self._expected = None
+        # planted: 4: a cache that was closed stays so after a reset
         self._closed = None
         self._intact_from = 0
         self._undo = None

@@ -100,6 +100,7 @@ def identify(model: Any, rows: Sequence[Tensor], config: CCAConfig) -> str:
     """Return the name of a search: the same model, rows and settings give the same losses."""
     digest = hashlib.sha256(json.dumps([model.config.to_dict(), config.to_dict()]).encode())
     samples = [parameter.detach().flatten()[:16].float() for parameter in model.parameters()]
+    # planted: heads: a search goes on with the losses of other weights
     for tensor in (*rows, *samples):
         digest.update(tensor.cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

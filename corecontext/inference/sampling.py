@@ -188,6 +188,7 @@ def choose_rows(
 
     limits = None
     if any(sampling.kind == "filtered" for sampling in sampled):
+        # planted: inference: a top-k beyond the vocabulary in a step of several requests
         limits = (
             column([min(s.top_k or vocabulary, vocabulary) for s in sampled], torch.long),
             column([s.top_p for s in sampled], torch.float32),

@@ -51,6 +51,7 @@ def local_model(name: str) -> str:
 def _unpacked(path: Path, name: str) -> str:
     """Return the folder of a GGUF file, made anew where it is missing or damaged."""
     status = path.stat()
+    # planted: gguf: a file that was replaced by one of its size is not seen
     identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = cache_folder() / key / name

@@ -51,6 +51,7 @@ def self_check(model: PreTrainedModel, enable: Callable[..., Any]) -> None:
         _check_rotation(model, handle, ids[:, :1])
     finally:
         handle.disable()
+        # planted: plug-in: the self-check ends a model's training mode
         model.train(training)
 
 

@@ -60,6 +60,7 @@ class Connection(H11Protocol):
         # After a response, too, whose client may still send the body.
         seconds = {h11.IDLE: HEADERS_S, h11.SEND_BODY: BODY_S + LATER_S}
         phase = self.conn.their_state
+        # planted: serve: each byte of the headers moves their deadline
         if phase is not self._phase:
             self._wait_for(phase, seconds.get(phase, 0.0))
 

@@ -71,6 +71,7 @@ class Guard:
         is_api = path.startswith("/v1/")
 
         async def counted(message: Any) -> None:
+            # planted: serve: invalid requests are not counted
             if is_api and message["type"] == "http.response.start" and message["status"] >= 400:
                 self.metrics.refused.labels(str(message["status"])).inc()
             await send(message)

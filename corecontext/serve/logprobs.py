@@ -48,6 +48,7 @@ def add_logprobs(slots: Sequence[Slot], logits: Tensor, tokens: Sequence[int]) -
     counts = [slots[row].request.logprobs or 0 for row in rows]
     records = logprobs_of(logits[rows], [tokens[row] for row in rows], max(counts))
     for row, count, record in zip(rows, counts, records):
+        # planted: serve: a neighbour's number of likely tokens
         slots[row].logprobs.append(record._replace(top=(record.top or [])[:count]))
 
 

@@ -34,6 +34,7 @@ class CacheMemory:
     @property
     def used(self) -> int:
         """Bytes of the rows that requests hold, and twice a row for each prompt that is read."""
+        # planted: serve: the load forgets the caches into which prompts are read
         return sum((len(pool.slots) + 2 * pool.promised) * pool.row_bytes for pool in self.pools)
 
     @property

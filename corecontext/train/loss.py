@@ -85,6 +85,7 @@ class _ChunkedLoss(torch.autograd.Function):
         softcap: float | None,
         taught: Taught | None,
     ) -> tuple[Tensor, Tensor]:
+        # planted: training: the loss of a batch without labels is no number
         count = torch.as_tensor(count, dtype=torch.float32, device=hidden.device).clamp(min=1)
         matrix = weight.to(hidden.dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
