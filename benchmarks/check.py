@@ -43,7 +43,7 @@ def check_correct(
     wide = (q.double(), k.double(), v.double())
     truth_of_full = attend_with("full")(*wide, group_size, window_size)
     usual = (attend_with("full")(q, k, v, group_size, window_size) - truth_of_full).abs().amax(-1)
-    missing = {}
+    excluded = {}
     for method in methods:
         truth = truth_of_full
         if method in COMPRESSED:
@@ -55,20 +55,20 @@ def check_correct(
         except Exception as problem:
             if method == "cca":
                 raise
-            missing[method] = short(problem)
+            excluded[method] = short(problem)
             continue
         wrong = _wrong_row(out, truth, usual)
         if wrong and method == "cca":
             raise AssertionError(f"CCA is wrong on this machine, nothing was timed: {wrong}")
         if wrong:
-            missing[method] = f"wrong on this machine: {wrong}"
+            excluded[method] = f"wrong on this machine: {wrong}"
     q, k, v = make_inputs(longest, sizes)
     with torch.no_grad():
         out = attend_cca(q, k, v, group_size, window_size)
     check_rows(out, q, k, v, spec_for(q, group_size, window_size))
     if decoding:
         check_decode(sizes, group_size, window_size)
-    return missing
+    return excluded
 
 
 def _wrong_row(out: Tensor, truth: Tensor, usual: Tensor) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks import plotting
-from benchmarks.model_report import Place, by_model, main_places, places
+from benchmarks.model_report import Comparison, by_model, comparisons, main_comparisons
 from benchmarks.operator_report import KERNEL_TITLES, Row, decode_rows, time_rows
 from benchmarks.tables import (
     Column,
@@ -56,21 +56,21 @@ class Line(NamedTuple):
 
 def headline_markdown(records: Sequence[Record]) -> str:
     """Return README's table; full attention is the fastest that was measured."""
-    place = _place(records)
+    comparison = _comparison(records)
     columns = [
         Column(f"{shown_tokens(LENGTH)} tokens, one {DEVICE}", lambda line: line.label, left=True),
         Column("full attention", lambda line: line.shown_full),
         Column("CCA", lambda line: line.show(line.cca)),
         Column("ratio", lambda line: shown_times(line.full / line.cca)),
     ]
-    least = shown_ms(place.floors["model.next_token_ms", "full"])
+    least = shown_ms(comparison.floors["model.next_token_ms", "full"])
     note = (
-        f"{place.params['dtype']}, g = {place.params['group_size']}, s = "
-        f"{place.params['window_size']}, one sequence, random weights. Full attention is the "
+        f"{comparison.params['dtype']}, g = {comparison.params['group_size']}, s = "
+        f"{comparison.params['window_size']}, one sequence, random weights. Full attention is the "
         f"fastest that was measured, by the kernel in brackets; its next token cannot take less "
         f"than {least}, the time to read weights and cache once."
     )
-    lines = [*_operator_lines(records), *_model_lines(place)]
+    lines = [*_operator_lines(records), *_model_lines(comparison)]
     return "\n".join([*markdown(columns, lines), "", note]) + "\n"
 
 
@@ -89,19 +89,20 @@ def _is_headline(row: Row) -> bool:
     return row.device == DEVICE and sizes == (LENGTH, KV_HEADS, 1)
 
 
-def _place(records: Sequence[Record]) -> Place:
+def _comparison(records: Sequence[Record]) -> Comparison:
     """Return the values of the table's model."""
     return next(
-        place
-        for place in main_places(places(records))
-        if (place.device, place.params["shape"], place.length) == (DEVICE, TABLE_SHAPE, LENGTH)
+        comparison
+        for comparison in main_comparisons(comparisons(records))
+        if (comparison.device, comparison.params["shape"], comparison.length)
+        == (DEVICE, TABLE_SHAPE, LENGTH)
     )
 
 
-def _model_lines(place: Place) -> Iterator[Line]:
+def _model_lines(comparison: Comparison) -> Iterator[Line]:
     for name, label, show in QUANTITIES:
-        full = place.best_full(name)
-        cca = place.value(name, "CCA")
+        full = comparison.best_full(name)
+        cca = comparison.value(name, "CCA")
         assert full is not None and cca is not None
         kernel = full[0].removeprefix("full (").replace(")", "")
         if name == "model.cache_bytes":
@@ -116,15 +117,19 @@ def _model_lines(place: Place) -> Iterator[Line]:
 def draw_headline(records: Sequence[Record], path: str) -> None:
     """Draw the time to the first token by prompt length, on linear axes."""
     name = "model.first_token_s"
-    models = by_model(main_places(places(records)))
+    models = by_model(main_comparisons(comparisons(records)))
     of_model = next(
         group
         for (device, shape, _), group in models.items()
         if (device, shape) == (DEVICE, FIGURE_SHAPE)
     )
-    full = {place.length: best[1] for place in of_model if (best := place.best_full(name))}
-    least = {place.length: place.floors.get((name, "full")) for place in of_model}
-    cca = {place.length: place.best_cca(name) for place in of_model}
+    full = {
+        comparison.length: best[1]
+        for comparison in of_model
+        if (best := comparison.best_full(name))
+    }
+    least = {comparison.length: comparison.floors.get((name, "full")) for comparison in of_model}
+    cca = {comparison.length: comparison.best_cca(name) for comparison in of_model}
     last = of_model[-1].length
     figure, axis = pyplot().subplots(figsize=(7, 3.4), layout="constrained")
     plotting.draw_line(axis, full, f"full attention, {full[last]:.1f} s", FULL)

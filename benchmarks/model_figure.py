@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.model_report import Place, by_model, labels, main_places, places
+from benchmarks.model_report import Comparison, by_model, comparisons, labels, main_comparisons
 from benchmarks.plotting import draw_line, finish
 from benchmarks.tables import shown_tokens
 from corecontext.drawing import CCA, FLEX, FLOOR, FULL, pyplot, save
@@ -34,32 +34,39 @@ def draw_model(records: Sequence[Record], path: str) -> None:
     Of several models the one measured at the most lengths is drawn.
     """
     measured = [
-        place
-        for place in main_places(places(records))
-        if place.device == records[-1].device
-        and any(place.values.get(name) for name, _, _ in PANELS)
+        comparison
+        for comparison in main_comparisons(comparisons(records))
+        if comparison.device == records[-1].device
+        and any(comparison.values.get(name) for name, _, _ in PANELS)
     ]
-    of_model = _most_varied(measured, lambda place: place.length)
+    of_model = _most_varied(measured, lambda comparison: comparison.length)
     figure, axes = pyplot().subplots(2, 2, figsize=(10, 6.4), layout="constrained")
     for axis, (name, panel, unit) in zip(axes.flat, PANELS):
         for label in labels(of_model, name):
-            values = {place.length: _scaled(place.value(name, label), unit) for place in of_model}
+            values = {
+                comparison.length: _scaled(comparison.value(name, label), unit)
+                for comparison in of_model
+            }
             draw_line(axis, values, label, _color(label), _style(label))
         floors = {
-            place.length: _scaled(place.floors.get((name, "cca")), unit) for place in of_model
+            comparison.length: _scaled(comparison.floors.get((name, "cca")), unit)
+            for comparison in of_model
         }
         draw_line(axis, floors, "least for CCA", FLOOR, ":")
         finish(axis, panel)
     if of_model:
-        figure.suptitle(f"{_gain(of_model)}\n{_settings(of_model)}", fontsize=11, x=0.01, ha="left")
+        figure.suptitle(
+            f"{_gain_message(of_model)}\n{_settings(of_model)}", fontsize=11, x=0.01, ha="left"
+        )
     save(figure, path)
 
 
-def _gain(of_model: Sequence[Place]) -> str:
+def _gain_message(of_model: Sequence[Comparison]) -> str:
     """Say how CCA compares at the longest prompt."""
     last = of_model[-1]
-    times = {name: last.gain(name) for name, _, _ in PANELS}
-    first, cache = times["model.first_token_s"], times["model.cache_bytes"]
+    gains = {name: last.gain(name) for name, _, _ in PANELS}
+    first = gains["model.first_token_s"]
+    cache = gains["model.cache_bytes"]
     if first is None or cache is None:
         return "Whole models by length of the prompt"
     return (
@@ -68,7 +75,7 @@ def _gain(of_model: Sequence[Place]) -> str:
     )
 
 
-def _settings(of_model: Sequence[Place]) -> str:
+def _settings(of_model: Sequence[Comparison]) -> str:
     p = of_model[0].params
     return (
         f"{p['shape']} ({p['weights']} weights), {p['dtype']}, g = {p['group_size']}, "
@@ -78,13 +85,15 @@ def _settings(of_model: Sequence[Place]) -> str:
 
 def draw_sweep(records: Sequence[Record], path: str) -> None:
     """Draw first and next token of CCA by g and by s, at the length that has most of them."""
-    measured = [place for place in places(records) if place.device == records[-1].device]
-    of_model = _most_varied(measured, lambda place: place.config)
-    counts = Counter(place.length for place in of_model)
+    measured = [
+        comparison for comparison in comparisons(records) if comparison.device == records[-1].device
+    ]
+    of_model = _most_varied(measured, lambda comparison: comparison.config)
+    counts = Counter(comparison.length for comparison in of_model)
     length = max(counts, key=lambda length: counts[length], default=0)
-    here = [place for place in of_model if place.length == length]
+    here = [comparison for comparison in of_model if comparison.length == length]
     figure, axes = pyplot().subplots(2, 2, figsize=(9, 5.8), layout="constrained")
-    for line, (name, panel, _) in zip(axes, PANELS):
+    for line, (name, panel, _) in zip(axes, PANELS[:2]):
         for axis, varied in zip(line, (0, 1)):
             _draw_size(axis, here, name, panel, varied)
     if here:
@@ -100,9 +109,11 @@ def draw_sweep(records: Sequence[Record], path: str) -> None:
     save(figure, path)
 
 
-def _sweep_message(here: Sequence[Place]) -> str:
+def _sweep_message(here: Sequence[Comparison]) -> str:
     """Say how much group and window size change the first token."""
-    seconds = [value for place in here if (value := place.value("model.first_token_s", "CCA"))]
+    seconds = [
+        value for comparison in here if (value := comparison.value("model.first_token_s", "CCA"))
+    ]
     if not seconds:
         return "CCA by group and window size"
     return (
@@ -111,25 +122,32 @@ def _sweep_message(here: Sequence[Place]) -> str:
     )
 
 
-def _draw_size(axis: Any, here: Sequence[Place], name: str, panel: str, varied: int) -> None:
+def _draw_size(axis: Any, here: Sequence[Comparison], name: str, panel: str, varied: int) -> None:
     """Draw a panel by g (varied 0) or s (1), at the most frequent value of the other."""
-    counts = Counter(place.config[1 - varied] for place in here)
+    counts = Counter(comparison.config[1 - varied] for comparison in here)
     fixed = max(counts, key=lambda value: counts[value], default=0)
-    series = [place for place in here if place.config[1 - varied] == fixed]
+    series = [comparison for comparison in here if comparison.config[1 - varied] == fixed]
     for label in labels(series, name):
-        values = {place.config[varied]: place.value(name, label) for place in series}
+        values = {comparison.config[varied]: comparison.value(name, label) for comparison in series}
         measured = sum(value is not None for value in values.values())
-        # A lone point of another run shows no course.
+        # A single point makes no line.
         if label.startswith("CCA") and measured >= min(2, len(series)):
             draw_line(axis, values, label, CCA, _style(label))
     texts = ("g, tokens a group", "s, tokens of the window")
-    finish(axis, f"{panel} ({'sg'[varied]} = {fixed})", texts[varied], log_y=False)
+    fixed_size = ("g", "s")[1 - varied]
+    finish(axis, f"{panel} ({fixed_size} = {fixed})", texts[varied], log_y=False)
 
 
-def _most_varied(measured: Sequence[Place], value: Callable[[Place], Any]) -> list[Place]:
-    """Return the places of the model that was measured at the most values."""
+def _most_varied(
+    measured: Sequence[Comparison], value: Callable[[Comparison], Any]
+) -> list[Comparison]:
+    """Return the comparisons of the model that was measured at the most values."""
     models = list(by_model(measured).values())
-    return max(models, key=lambda places: len({value(place) for place in places}), default=[])
+    return max(
+        models,
+        key=lambda comparisons: len({value(comparison) for comparison in comparisons}),
+        default=[],
+    )
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

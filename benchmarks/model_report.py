@@ -1,4 +1,4 @@
-"""Collect the newest records of whole models by place, method by method."""
+"""Collect the newest records of whole models, and compare the methods of each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Model = tuple[Any, ...]
 
 
 @dataclass
-class Place:
+class Comparison:
     """Values of every method for one model at one length on one device, under one g and s."""
 
     device: str
@@ -55,7 +55,7 @@ class Place:
 
     @property
     def model(self) -> Model:
-        """The key that places of one model share."""
+        """The key that comparisons of one model share."""
         return self.device, self.params["shape"], self.params["dtype"]
 
     def value(self, name: str, label: str) -> float | None:
@@ -110,31 +110,32 @@ def label_of(params: Any) -> str:
     return ", ".join(parts)
 
 
-def places(records: Iterable[Record]) -> list[Place]:
-    """Return a place for each device, model, dtype, g, s and length; newer values replace older.
+def comparisons(records: Iterable[Record]) -> list[Comparison]:
+    """Return a comparison for each device, model, dtype, g, s and length; newer values replace
+    older.
 
     Methods without g and s are compared with CCA of every g and s.
     """
     measured = [r for r in records if r.name in NAMES]
-    made: dict[tuple[Any, ...], Place] = {}
+    made: dict[tuple[Any, ...], Comparison] = {}
     for r in measured:
         if r.params["method"] == "cca":
-            made.setdefault(_key(r), Place(r.device, {})).params = dict(r.params)
+            made.setdefault(_key(r), Comparison(r.device, {})).params = dict(r.params)
     for r in measured:
         configured = r.params["method"] in ("cca", "cca_raw") or r.params.get("of") == "cca"
-        for key, place in made.items():
+        for key, comparison in made.items():
             if key == _key(r) or (not configured and key[:-2] == _key(r)[:-2]):
-                _add(place, r)
+                _add(comparison, r)
     models = list(dict.fromkeys(key[:2] for key in made))
     return [made[key] for key in sorted(made, key=lambda key: (models.index(key[:2]), *key[2:]))]
 
 
-def _add(place: Place, record: Record) -> None:
+def _add(comparison: Comparison, record: Record) -> None:
     params, name = record.params, record.name
     if params["method"] == "floor":
-        place.floors[name, params["of"]] = record.value
+        comparison.floors[name, params["of"]] = record.value
         return
-    by_label = place.values.setdefault(name, {})
+    by_label = comparison.values.setdefault(name, {})
     label = label_of(params)
     before = by_label.get(label)
     # Of tokens per second the best batch stays, unless the same batch was measured anew.
@@ -154,30 +155,32 @@ def _key(record: Record) -> tuple[Any, ...]:
     return (record.device, p["shape"], p["dtype"], p["length"], *config)
 
 
-def main_places(measured: Sequence[Place]) -> list[Place]:
-    """Return the places of each model's main g and s: of most lengths, then the defaults."""
+def main_comparisons(measured: Sequence[Comparison]) -> list[Comparison]:
+    """Return the comparisons of each model's main g and s: of most lengths, then the defaults."""
     counts: dict[Model, Counter[tuple[int, int]]] = {}
-    for place in measured:
-        counts.setdefault(place.model, Counter())[place.config] += 1
+    for comparison in measured:
+        counts.setdefault(comparison.model, Counter())[comparison.config] += 1
     defaults = (DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE)
     chosen = {
         model: max(configs, key=lambda config: (configs[config], config == defaults))
         for model, configs in counts.items()
     }
-    return [place for place in measured if chosen[place.model] == place.config]
+    return [comparison for comparison in measured if chosen[comparison.model] == comparison.config]
 
 
-def by_model(measured: Sequence[Place]) -> dict[Model, list[Place]]:
-    """Return the places of each device, model and dtype, by length."""
-    models: dict[Model, list[Place]] = {}
-    for place in measured:
-        models.setdefault(place.model, []).append(place)
+def by_model(measured: Sequence[Comparison]) -> dict[Model, list[Comparison]]:
+    """Return the comparisons of each device, model and dtype, by length."""
+    models: dict[Model, list[Comparison]] = {}
+    for comparison in measured:
+        models.setdefault(comparison.model, []).append(comparison)
     return models
 
 
-def labels(measured: Sequence[Place], name: str) -> list[str]:
+def labels(measured: Sequence[Comparison], name: str) -> list[str]:
     """Return every method with a value of this name, CCA last."""
-    seen = dict.fromkeys(label for place in measured for label in place.values.get(name, {}))
+    seen = dict.fromkeys(
+        label for comparison in measured for label in comparison.values.get(name, {})
+    )
     return sorted(seen, key=lambda label: label.startswith("CCA"))
 
 

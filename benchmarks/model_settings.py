@@ -26,8 +26,8 @@ class ModelBench:
     """llama2-7b, llama3.1-8b, qwen2.5-7b or tiny, with random weights; or a checkpoint's folder or
     identifier."""
     lengths: tuple[int, ...] = option((), name="length")
-    """Context length. Default: 2048; on a GPU 4096, 8192, ... 131072; for --sweep 16384, for
-    --throughput 32768."""
+    """Context length. Default: 2048, or 512 for --sweep and --throughput; on a GPU 4096, 8192, ...
+    131072, or 16384 for --sweep, 32768 for --throughput."""
     methods: tuple[str, ...] = option((), name="method")
     """full, sdpa_flash, sdpa_cudnn, full_rows (full attention decoding with this package's own
     kernel), streaming_llm, cca or cca_raw (some KV heads keep every token, at the same cache size).

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.model_report import (
     NAMES,
-    Place,
+    Comparison,
     by_model,
+    comparisons,
     label_of,
     labels,
-    main_places,
-    places,
+    main_comparisons,
     skipped,
 )
 from benchmarks.tables import (
@@ -36,32 +36,32 @@ FORMATS: dict[str, Callable[[float], str]] = {
 GAINS = dict.fromkeys(NAMES, "full / CCA") | {"model.tokens_per_s": "CCA / full"}
 
 
-def title(measured: Sequence[Place]) -> str:
+def title(measured: Sequence[Comparison]) -> str:
     """Return the title of a model's tables, which tells random weights from a checkpoint's."""
     p = measured[0].params
     config = f"g = {p['group_size']}, s = {p['window_size']}, "
-    if len({place.config for place in measured}) > 1:
+    if len({comparison.config for comparison in measured}) > 1:
         config = ""
     return f"{p['shape']} ({p['weights']} weights), {p['dtype']}, {config}{measured[0].device}"
 
 
-def columns(name: str, measured: Sequence[Place], length: str = "length") -> list[Column]:
+def columns(name: str, measured: Sequence[Comparison], length: str = "length") -> list[Column]:
     """Return a column for each method; g and s where there are several, gains and floors."""
     show = optional(FORMATS[name], "-")
-    made = [Column(length, lambda place: str(place.length))]
-    if len({place.config for place in measured}) > 1:
-        made.append(Column("g", lambda place: str(place.config[0])))
-        made.append(Column("s", lambda place: str(place.config[1])))
+    made = [Column(length, lambda comparison: str(comparison.length))]
+    if len({comparison.config for comparison in measured}) > 1:
+        made.append(Column("g", lambda comparison: str(comparison.config[0])))
+        made.append(Column("s", lambda comparison: str(comparison.config[1])))
     made += [_method_column(name, label) for label in labels(measured, name)]
-    if any(place.gain(name) for place in measured):
+    if any(comparison.gain(name) for comparison in measured):
         gain = optional(shown_times, "-")
-        made.append(Column(GAINS[name], lambda place: gain(place.gain(name))))
+        made.append(Column(GAINS[name], lambda comparison: gain(comparison.gain(name))))
     for method, text in (("full", "full"), ("cca", "CCA")):
-        if any((name, method) in place.floors for place in measured):
+        if any((name, method) in comparison.floors for comparison in measured):
             made.append(
                 Column(
                     f"least: {text}",
-                    lambda place, method=method: show(place.floors.get((name, method))),  # type: ignore[misc]
+                    lambda comparison, method=method: show(comparison.floors.get((name, method))),  # type: ignore[misc]
                 )
             )
     return made
@@ -70,9 +70,9 @@ def columns(name: str, measured: Sequence[Place], length: str = "length") -> lis
 def _method_column(name: str, label: str) -> Column:
     show = optional(FORMATS[name], "-")
 
-    def cell(place: Place) -> str:
-        text = show(place.value(name, label))
-        record = place.values[name].get(label)
+    def cell(comparison: Comparison) -> str:
+        text = show(comparison.value(name, label))
+        record = comparison.values[name].get(label)
         if name == "model.tokens_per_s" and record is not None:
             text += f" (batch {record.params['batch']})"
         return text
@@ -80,13 +80,13 @@ def _method_column(name: str, label: str) -> Column:
     return Column(label, cell)
 
 
-def _with_values(name: str, measured: Sequence[Place]) -> list[Place]:
-    return [place for place in measured if place.values.get(name)]
+def _with_values(name: str, measured: Sequence[Comparison]) -> list[Comparison]:
+    return [comparison for comparison in measured if comparison.values.get(name)]
 
 
 def print_model(records: Sequence[Record]) -> None:
     """Print every value by model, name, length, g and s."""
-    measured = places(records)
+    measured = comparisons(records)
     for of_model in by_model(measured).values():
         console().print(title(of_model), soft_wrap=True)
         for name in NAMES:
@@ -105,7 +105,7 @@ def print_model(records: Sequence[Record]) -> None:
 def model_markdown(records: Sequence[Record]) -> str:
     """Return the page's tables of whole models, at each model's main g and s."""
     lines: list[str] = []
-    for measured in by_model(main_places(places(records))).values():
+    for measured in by_model(main_comparisons(comparisons(records))).values():
         lines += ["", f"**{title(measured)}**"]
         for name in NAMES:
             rows = _with_values(name, measured)

@@ -36,7 +36,7 @@ class _Run:
     bench: OperatorBench
     on_records: Callable[[list[Record]], None] | None = None
     records: list[Record] = field(default_factory=list)
-    last: dict[tuple[str, str, int], tuple[int, float]] = field(default_factory=dict)
+    longest: dict[tuple[str, str, int], tuple[int, float]] = field(default_factory=dict)
     """Length and seconds of the longest call so far, by method, pass and KV heads."""
 
     handed: int = 0
@@ -62,7 +62,7 @@ class _Run:
 
 
 @dataclass
-class _Place:
+class _Case:
     """One number of KV heads at one length."""
 
     run: _Run
@@ -88,12 +88,15 @@ class _Place:
 
     def estimate_s(self, method: str, pass_name: str) -> float | None:
         """Estimate a call from the longest so far: full attention is quadratic in the length."""
-        last = self.run.last.get((method, pass_name, self.kv_heads))
-        if last is None:
+        longest = self.run.longest.get((method, pass_name, self.kv_heads))
+        if longest is None:
             return None
-        length, seconds = last
+        length, seconds = longest
         assert self.length is not None
-        return seconds * (self.length / length) ** (2 if method in FULL else 1)
+        ratio = self.length / length
+        if method in FULL:
+            return seconds * ratio**2
+        return seconds * ratio
 
 
 def run_operator_bench(
@@ -104,7 +107,7 @@ def run_operator_bench(
     Args:
         on_records: Given the new records after each length.
     """
-    missing = {
+    excluded = {
         kv_heads: check_correct(
             bench.timed_methods,
             bench.sizes(kv_heads),
@@ -115,6 +118,7 @@ def run_operator_bench(
         )
         for kv_heads in bench.kv_heads
     }
+    # The bar counts tokens, fewer where a measurement of as many takes less time.
     steps = len(bench.kv_heads) * (
         sum(bench.lengths)
         + sum(bench.lengths_of_memory) / 4
@@ -123,87 +127,87 @@ def run_operator_bench(
     run = _Run(bench, on_records)
     with progress("python -m benchmarks operator", steps) as advance:
         for kv_heads in bench.kv_heads:
-            for method, reason in missing[kv_heads].items():
-                _Place(run, kv_heads, None).skip(method, "all", reason)
-            methods = [name for name in bench.timed_methods if name not in missing[kv_heads]]
+            for method, reason in excluded[kv_heads].items():
+                _Case(run, kv_heads, None).skip(method, "all", reason)
+            methods = [name for name in bench.timed_methods if name not in excluded[kv_heads]]
             for length in sorted(bench.lengths):
-                _measure_time(_Place(run, kv_heads, length), methods)
+                _measure_time(_Case(run, kv_heads, length), methods)
                 run.hand_over()
                 advance(length)
             for length in bench.lengths_of_memory:
-                _measure_memory(_Place(run, kv_heads, length), methods)
+                _measure_memory(_Case(run, kv_heads, length), methods)
                 run.hand_over()
                 advance(length / 4)
             for batch in bench.decode_batches:
                 for length in bench.lengths_of_decoding:
-                    _measure_decoding(_Place(run, kv_heads, length), decode_methods(methods), batch)
+                    _measure_decoding(_Case(run, kv_heads, length), decode_methods(methods), batch)
                     run.hand_over()
                     advance(length / 16)
     return run.records
 
 
-def _measure_time(place: _Place, methods: Sequence[str]) -> None:
+def _measure_time(case: _Case, methods: Sequence[str]) -> None:
     """Time every pass of every method, the methods taking turns."""
-    run, length = place.run, place.length
+    run, length = case.run, case.length
     assert length is not None
-    inputs = make_inputs(length, run.bench.sizes(place.kv_heads))
+    inputs = make_inputs(length, run.bench.sizes(case.kv_heads))
     grad = None
     if set(run.bench.timed_passes) != {"forward"}:
         grad = torch.randn_like(inputs[0])
     for pass_name in run.bench.timed_passes:
-        calls, once = _make_calls(place, methods, pass_name, inputs, grad)
+        calls, once = _make_calls(case, methods, pass_name, inputs, grad)
         timer = "queue" if run.cuda else "wall"
         try:
-            _sample(place, calls, pass_name, once, timer)
+            _sample(case, calls, pass_name, once, timer)
         except torch.OutOfMemoryError:  # slow calls were not tried before
             for method in once:
                 calls.pop(method)
-                place.skip(method, pass_name, "out of memory")
-            _sample(place, calls, pass_name, set(), timer)
+                case.skip(method, pass_name, "out of memory")
+            _sample(case, calls, pass_name, set(), timer)
         if run.cuda and pass_name == "forward" and length <= GRAPH_LENGTH:
-            _sample(place, _captured(place, calls, pass_name), pass_name, set(), "graph")
-        _record_floors(place, pass_name)
+            _sample(case, _captured(case, calls, pass_name), pass_name, set(), "graph")
+        _record_floors(case, pass_name)
         del calls
         free_memory(run.cuda)
 
 
 def _make_calls(
-    place: _Place,
+    case: _Case,
     methods: Sequence[str],
     pass_name: str,
     inputs: list[torch.Tensor],
     grad: torch.Tensor | None,
 ) -> tuple[dict[str, Callable[[], object]], set[str]]:
     """Return the calls by method, and the methods so slow that they are called once."""
-    bench = place.run.bench
+    bench = case.run.bench
     calls: dict[str, Callable[[], object]] = {}
     once = set()
     for method in methods:
-        estimate = place.estimate_s(method, pass_name) or 0.0
-        if method == "flex" and place.length not in bench.flex_lengths:
-            place.skip(method, pass_name, "not among its lengths, each of which is compiled")
+        estimate = case.estimate_s(method, pass_name) or 0.0
+        if method == "flex" and case.length not in bench.flex_lengths:
+            case.skip(method, pass_name, "not among its lengths, each of which is compiled")
             continue
         if method in FULL and estimate > bench.baseline_limit_s:
             reason = f"over the limit of {bench.baseline_limit_s:g} s a call"
-            place.skip(method, pass_name, reason, estimated_s=estimate)
+            case.skip(method, pass_name, reason, estimated_s=estimate)
             continue
         try:
             call = make_call(method, pass_name, inputs, grad, bench.group_size, bench.window_size)
-            if place.run.cuda and estimate > ONCE_S:
+            if case.run.cuda and estimate > ONCE_S:
                 once.add(method)
-            elif place.run.cuda:
+            elif case.run.cuda:
                 call()  # a kernel's refusal shows here
         except Exception as error:
             if method == "cca" and not isinstance(error, torch.OutOfMemoryError):
                 raise
-            place.skip(method, pass_name, short(error))
+            case.skip(method, pass_name, short(error))
         else:
             calls[method] = call
     return calls, once
 
 
 def _captured(
-    place: _Place, calls: Mapping[str, Callable[[], object]], pass_name: str
+    case: _Case, calls: Mapping[str, Callable[[], object]], pass_name: str
 ) -> dict[str, Callable[[], object]]:
     """Return the calls as CUDA graphs."""
     graphs: dict[str, Callable[[], object]] = {}
@@ -211,19 +215,19 @@ def _captured(
         try:
             graphs[method] = capture(call)
         except Exception as error:
-            place.skip(method, pass_name, short(error), timer="graph")
+            case.skip(method, pass_name, short(error), timer="graph")
     return graphs
 
 
 def _sample(
-    place: _Place,
+    case: _Case,
     calls: Mapping[str, Callable[[], object]],
     pass_name: str,
     once: Collection[str],
     timer: str,
 ) -> None:
     """Time the calls in turns and record them."""
-    run = place.run
+    run = case.run
     samples = sample_in_turns(
         calls,
         repeats=run.bench.repeats,
@@ -233,47 +237,49 @@ def _sample(
     )
     for method, seconds in samples.items():
         if timer != "graph":
-            assert place.length is not None
-            run.last[method, pass_name, place.kv_heads] = (place.length, min(seconds))
+            assert case.length is not None
+            run.longest[method, pass_name, case.kv_heads] = (case.length, min(seconds))
         milliseconds = [1e3 * x for x in seconds]
-        place.record(f"operator.{pass_name}_ms", milliseconds, method, pass_name, timer=timer)
+        case.record(f"operator.{pass_name}_ms", milliseconds, method, pass_name, timer=timer)
 
 
-def _record_floors(place: _Place, pass_name: str) -> None:
+def _record_floors(case: _Case, pass_name: str) -> None:
     """Record the least time: the operations at the machine's matrix product rate."""
-    assert place.length is not None
+    assert case.length is not None
     for method in ("full", "cca"):
-        flops = place.run.bench.flops(place.length, place.kv_heads, method == "cca", pass_name)
-        floor_ms = 1e3 * floor_seconds(flops, place.run.flops_per_s)
-        params = place.params(method, pass_name)
+        flops = case.run.bench.flops(case.length, case.kv_heads, method == "cca", pass_name)
+        floor_ms = 1e3 * floor_seconds(flops, case.run.flops_per_s)
+        params = case.params(method, pass_name)
         params |= {"method": "floor", "of": method, "backend": "matmul"}
-        place.run.record(f"operator.{pass_name}_ms", floor_ms, params)
+        case.run.record(f"operator.{pass_name}_ms", floor_ms, params)
 
 
-def _measure_memory(place: _Place, methods: Sequence[str]) -> None:
+def _measure_memory(case: _Case, methods: Sequence[str]) -> None:
     """Record the peak memory of the forward, and of forward and backward.
 
     Not of FlexAttention, which is compiled for each length, nor of the backward alone, which needs
     no more than with the forward.
     """
-    run, bench = place.run, place.run.bench
-    limit = min(bench.baseline_limit_s, ONCE_S) if run.cuda else bench.baseline_limit_s
+    run, bench = case.run, case.run.bench
+    limit = bench.baseline_limit_s
+    if run.cuda:  # a slow call for its memory alone is not worth the device's time
+        limit = min(limit, ONCE_S)
     for pass_name in bench.timed_passes:
         for method in methods:
             if method == "flex" or pass_name == "backward":
                 continue
-            estimate = place.estimate_s(method, pass_name) or 0.0
+            estimate = case.estimate_s(method, pass_name) or 0.0
             if method in FULL and estimate > limit:
                 reason = f"over the limit of {limit:g} s a call"
-                place.skip(method, f"memory of {pass_name}", reason)
+                case.skip(method, f"memory of {pass_name}", reason)
                 continue
             arguments: dict[str, Any] = {
                 "method": method,
                 "pass_name": pass_name,
-                "length": place.length,
+                "length": case.length,
                 "group_size": bench.group_size,
                 "window_size": bench.window_size,
-                "sizes": bench.sizes(place.kv_heads),
+                "sizes": bench.sizes(case.kv_heads),
             }
             try:
                 if run.cuda:
@@ -283,10 +289,10 @@ def _measure_memory(place: _Place, methods: Sequence[str]) -> None:
             except Exception as error:
                 if method == "cca":
                     raise
-                place.skip(method, f"memory of {pass_name}", short(error))
+                case.skip(method, f"memory of {pass_name}", short(error))
                 continue
             backward = pass_name != "forward"
-            place.record("operator.peak_bytes", peak, method, pass_name, backward=backward)
+            case.record("operator.peak_bytes", peak, method, pass_name, backward=backward)
             free_memory(run.cuda)
 
 
@@ -313,22 +319,22 @@ def peak_bytes(
     return peak.read()
 
 
-def _measure_decoding(place: _Place, methods: Sequence[str], batch: int) -> None:
+def _measure_decoding(case: _Case, methods: Sequence[str], batch: int) -> None:
     """Time one step at one context length and batch."""
-    run, bench = place.run, place.run.bench
-    assert place.length is not None
-    sizes = bench.sizes(place.kv_heads)._replace(batch=batch)
-    task = DecodeTask(place.length, sizes, bench.group_size, bench.window_size)
+    run, bench = case.run, case.run.bench
+    assert case.length is not None
+    sizes = bench.sizes(case.kv_heads)._replace(batch=batch)
+    task = DecodeTask(case.length, sizes, bench.group_size, bench.window_size)
     samples = decode_seconds(
         task,
         methods,
         repeats=bench.repeats,
         budget_s=run.enough_s,
-        on_skip=lambda method, reason: place.skip(method, "decode", reason, batch=batch),
+        on_skip=lambda method, reason: case.skip(method, "decode", reason, batch=batch),
     )
     for method, seconds in samples.items():
         num_bytes = task.step_bytes(method)
-        params = {**place.params(method, "decode", batch=batch), "bytes_read": num_bytes}
+        params = {**case.params(method, "decode", batch=batch), "bytes_read": num_bytes}
         timed = {"timer": "graph" if run.cuda else "wall", "layers": task.layers(method)}
         run.record("operator.decode_us", [1e6 * x for x in seconds], {**params, **timed})
         floor = {"method": "floor", "of": method, "backend": "copy"}

@@ -25,36 +25,41 @@ class Traffic(NamedTuple):
 def context_parallel_traffic(
     layout: Layout, num_processes: int, spec: Spec, shape: Shape, item_bytes: int = 2
 ) -> Traffic:
-    """Return the bytes that `layout.rank` receives: core tokens of all others, and the tokens of
-    others that it sees raw.
+    """Return the bytes that `layout.rank` receives: the others' core tokens, and its halos, the raw
+    tokens of others that its queries see.
 
-    Forward keys, values and group-end queries come in their own dtype, `item_bytes` each. Backward
-    the same elements' gradients come in float32: those of its own core tokens from all others,
-    those of others' halos from these.
+    Forward: keys, values and group-end queries, `item_bytes` an element. Backward: gradients of the
+    same elements in float32, from all others for its core tokens, and from the receivers of its raw
+    tokens for these.
     """
     g = spec.group_size
     assert isinstance(g, int)  # heads of another size are counted by another call
     batch_size, num_heads, num_kv_heads, head_dim = shape
-    # Halos: received forward by the chunk that sees the tokens, backward by the chunk that holds
+    # Halos: tokens go forward to the rank that sees them, gradients back to the rank that holds
     # them.
-    forward = backward = 0
+    forward_elements = 0
+    backward_elements = 0
     for source, target, low, high in layout.messages(g, spec.window_size):
         holder = layout.owners[source]
         receiver = layout.owners[target]
         if holder == receiver:
             continue
-        ends = high // g - low // g
-        elements = batch_size * head_dim * (2 * num_kv_heads * (high - low) + num_heads * ends)
-        forward += elements * (receiver == layout.rank)
-        backward += elements * (holder == layout.rank)
-    # Core tokens: as many from every process as the process that makes most has.
+        group_ends = high // g - low // g
+        vectors = 2 * num_kv_heads * (high - low) + num_heads * group_ends
+        elements = batch_size * head_dim * vectors
+        forward_elements += elements * (receiver == layout.rank)
+        backward_elements += elements * (holder == layout.rank)
+    # Core tokens: every rank's share is padded to the largest.
     made = [
         sum(end - first for first, end in (layout.groups(i, g) for i in layout.chunks(rank)))
         for rank in range(num_processes)
     ]
     heads = num_heads if spec.core_heads == "query" else num_kv_heads
     cores = (num_processes - 1) * 2 * batch_size * heads * max(made) * head_dim
-    return Traffic((cores + forward) * item_bytes, (cores + backward) * max(4, item_bytes))
+    return Traffic(
+        (cores + forward_elements) * item_bytes,
+        (cores + backward_elements) * max(4, item_bytes),
+    )
 
 
 def ring_traffic(
@@ -66,7 +71,7 @@ def ring_traffic(
     head_dim: int,
     item_bytes: int = 2,
 ) -> Traffic:
-    """Return the bytes that each process of ring attention receives: everybody's keys and values
+    """Return the bytes that each process of ring attention receives: the others' keys and values
     forward; backward these again, and their gradients in float32, on their way around."""
     tokens = (num_processes - 1) * -(-seq_len // num_processes)
     elements = 2 * tokens * batch_size * num_kv_heads * head_dim

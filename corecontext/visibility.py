@@ -1,9 +1,10 @@
 """State which core tokens and raw tokens a query sees: the integer rules.
 
 docs/math.md, eq. 4 to 7 and 13. Positions count from 0 within one sequence.
-`ops/triton/primitives.py` states the rules for kernels, `cache/decode_step.py` for the slots of a
-cache. The functions make no tensors, so every backend, cache and test can rely on the same few
-lines; they are checked exhaustively for small sizes.
+`ops/triton/primitives.py` states the rules for kernels, `cache/decode_step.py` applies them to the
+slots of a cache. The functions take whole numbers, three of them tensors of whole numbers on any
+device, so every backend, cache and test can rely on the same few lines; they are checked
+exhaustively for small sizes.
 
 Where the first n tokens stay raw (n a multiple of g), the tokens after them form a sequence of
 their own: count its positions from n, and let every query see the first n tokens, too.

@@ -26,7 +26,7 @@ from corecontext.baselines.blocks import Scoring, Sinks
 from corecontext.baselines.duo_attention import DuoLayer
 from corecontext.baselines.method import Call, Layer
 from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, sparse_attention
-from corecontext.baselines.sink_cache import SinkLayer
+from corecontext.baselines.sink_cache import SinkCacheLayer
 from corecontext.inference import Engine
 from corecontext.integrations.hf_cache import cache_bytes
 
@@ -151,7 +151,7 @@ def test_sinks_and_window_equal_the_dense_definition(family, config, monkeypatch
         found, cache = in_parts(model, ids)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-5)
     assert torch.equal(logits(model, ids), full)
-    held = [layer for layer in cache.layers if isinstance(layer, SinkLayer)]
+    held = [layer for layer in cache.layers if isinstance(layer, SinkCacheLayer)]
     assert held and all(layer.keys.shape[2] == config.sinks + config.window_size for layer in held)
 
 

@@ -220,9 +220,9 @@ def test_some_heads_raw_have_the_cache_of_equal_groups(tmp_path):
         value(found, "cache_bytes", method=method, length=512) for method in ("cca", "cca_raw")
     ]
     assert 0.6 < sizes[1] / sizes[0] <= 1.05
-    (place,) = (one for one in model_report.places(found) if one.length == 512)
+    (comparison,) = (one for one in model_report.comparisons(found) if one.length == 512)
     label = "CCA, some heads raw"
-    assert {label, "CCA"} <= set(place.values["model.next_token_ms"]) and place.value(
+    assert {label, "CCA"} <= set(comparison.values["model.next_token_ms"]) and comparison.value(
         "model.first_token_s", label
     ) > 0
     raw = next(
@@ -245,13 +245,13 @@ def test_throughput_by_batch(more):
         for method, cache in (("full", "static"), ("cca", "compact"))
         for batch in (1, 2, 3)
     ]
-    (place,) = (p for p in model_report.places(more) if p.length == 64)
+    (comparison,) = (p for p in model_report.comparisons(more) if p.length == 64)
     best = {
         method: max(r.value for r in found if r.params["method"] == method)
         for method in ("full", "cca")
     }
-    assert place.gain("model.tokens_per_s") == pytest.approx(best["cca"] / best["full"])
-    assert place.value("model.tokens_per_s", "CCA, int8") == best["cca"]
+    assert comparison.gain("model.tokens_per_s") == pytest.approx(best["cca"] / best["full"])
+    assert comparison.value("model.tokens_per_s", "CCA, int8") == best["cca"]
 
 
 def test_the_largest_batch_follows_from_the_memory(monkeypatch):

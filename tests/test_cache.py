@@ -683,7 +683,7 @@ def test_a_captured_step_finds_the_tables_of_changed_frequencies(monkeypatch):
     from corecontext.cache import layer as module
     from corecontext.ops.triton.pool import rotation_tables
 
-    backend = SimpleNamespace(decode_step=None, turn_tables=rotation_tables)
+    backend = SimpleNamespace(decode_step=None, rotation_tables=rotation_tables)
     monkeypatch.setattr(module, "choose_backend", lambda *_: "triton")
     monkeypatch.setattr(module, "backend_module", lambda *_: backend)
     rotary = Rotary(ROTARY.inv_freq.clone())

@@ -101,12 +101,20 @@ def sink_attention(
         k, v: Tokens of the last S slots, the queries' own among them, [B, Hkv, S, D].
         pads: [B], padded slots before each row; positions count from there. None means no padding.
     """
-    new, seen, num_sinks = q.shape[2], k.shape[2], sinks.k.shape[2]
-    if pads is None and first + new <= window_size and new in (1, seen) and not scoring.softcap:
+    num_queries = q.shape[2]
+    num_keys = k.shape[2]
+    num_sinks = sinks.k.shape[2]
+    total = first + num_queries
+    # PyTorch's causal mask takes the first query for that of the first key, so it serves as many
+    # queries as keys; a single query needs no mask.
+    is_maskable = num_queries in (1, num_keys)
+    if pads is None and total <= window_size and is_maskable and not scoring.softcap:
         # No token has left a window: plain causal attention.
-        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
-        return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, scale=scoring.scale)
-    slots = torch.arange(first, first + new, device=q.device)
+        k = expand_heads(k, q.shape[1])
+        v = expand_heads(v, q.shape[1])
+        is_causal = num_queries > 1
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scoring.scale)
+    slots = torch.arange(first, total, device=q.device)
     positions = slots[None]  # [1 or B, T]
     if pads is not None:
         positions = positions - pads[:, None]
@@ -114,11 +122,12 @@ def sink_attention(
         back = -torch.arange(num_sinks, device=q.device)[None]
         sinks = sinks._replace(k=_rotate(sinks.k, back, sinks.rotary))
     outs = []
-    for a in range(0, new, ROWS):
-        b = min(a + ROWS, new)
+    for a in range(0, num_queries, ROWS):
+        b = min(a + ROWS, num_queries)
         # The window: keys that a query of this block sees.
-        begin, end = max(0, seen - new + a - window_size + 1), seen - new + b
-        key_slots = torch.arange(begin, end, device=q.device) + first + new - seen
+        begin = max(0, num_keys - num_queries + a - window_size + 1)
+        end = num_keys - num_queries + b
+        key_slots = torch.arange(begin, end, device=q.device) + total - num_keys
         distance = slots[a:b, None] - key_slots
         mask = ((distance >= 0) & (distance < window_size))[None]
         if pads is not None:  # a padded query sees itself, so that its softmax is over something
@@ -131,6 +140,7 @@ def sink_attention(
             mask = torch.cat((mask, far), -1)
             block = _with_sinks(*block, sinks, window_size, positions[:, a:b])
         out = masked_attention(*block, mask[:, None], scoring)
+        # `_with_sinks` may have widened the heads; what it added to the values is zero.
         outs.append(out[..., : q.shape[3]])
     return torch.cat(outs, 2)
 

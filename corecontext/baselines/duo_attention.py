@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from corecontext.baselines.method import Call, Layer
-from corecontext.baselines.sink_cache import SinkLayer
+from corecontext.baselines.sink_cache import SinkCacheLayer
 from corecontext.baselines.sink_methods import SinkMethod
 from corecontext.config import DEFAULT_WINDOW_SIZE, check_int
 from corecontext.integrations.hf_attention import full_layers
@@ -88,7 +88,7 @@ class DuoAttention(SinkMethod):
         return DuoLayer(self.sinks, self.window_size, full, layer.kv_heads)
 
 
-class DuoLayer(SinkLayer):
+class DuoLayer(SinkCacheLayer):
     """A cache whose KV heads keep either all tokens or sinks and window.
 
     Args:
@@ -102,16 +102,16 @@ class DuoLayer(SinkLayer):
         self.heads = heads
         self.shares: list[list[int]] = []
         """The heads of each layer in `layers`."""
-        self.layers: list[SinkLayer] = []
+        self.layers: list[SinkCacheLayer] = []
         if full:
             self.shares.append(list(full))
-            self.layers.append(SinkLayer(0, ENDLESS))
+            self.layers.append(SinkCacheLayer(0, ENDLESS))
         if len(full) < heads:
             self.shares.append([head for head in range(heads) if head not in full])
-            self.layers.append(SinkLayer(sinks, window_size))
+            self.layers.append(SinkCacheLayer(sinks, window_size))
 
     def attend(self, call: Call, far_position: str) -> Tensor:
-        """Append and attend in each share of the heads: see `SinkLayer.attend`."""
+        """Append and attend in each share of the heads: see `SinkCacheLayer.attend`."""
         tensors = [split_heads(x, self.shares, self.heads) for x in (call.q, call.k, call.v)]
         outs = []
         for layer, q, k, v in zip(self.layers, *tensors):

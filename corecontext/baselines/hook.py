@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from corecontext.baselines.blocks import Scoring
 from corecontext.baselines.method import Call, Layer, Method
 from corecontext.config import CCAConfig
-from corecontext.integrations import transformers as ours
+from corecontext.integrations import transformers as cca_plugin
 from corecontext.integrations.hf_attention import (
     AttentionHandle,
     LayerHook,
@@ -40,7 +40,7 @@ class Handle(AttentionHandle):
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
         super().__init__(model)
-        self.config = method
+        self.method = method
         self.title = method.name
         sizes = ModelSizes.of(model.config)
         layers = [
@@ -81,14 +81,14 @@ def enable(
             heads.
     """
     inner = inner_model(model)
-    if rival_of(inner) is not None or ours.handle_of(inner) is not None:
+    if rival_of(inner) is not None or cca_plugin.handle_of(inner) is not None:
         raise ValueError(
             "model must not be enabled twice, got one whose attention is replaced. "
             "Disable it first."
         )
     if isinstance(config, CCAConfig):
-        return ours.enable(model, config, untested=untested, warn=warn)
-    ours.admit(inner, untested, "middle" if config.needs_rotary else "token")
+        return cca_plugin.enable(model, config, untested=untested, warn=warn)
+    cca_plugin.admit(inner, untested, needs_rotary=config.needs_rotary)
     return Handle(inner, config)
 
 
@@ -114,10 +114,10 @@ class RivalHook(LayerHook):
 
     def __init__(self, handle: Handle, rotary: Rotary | None, layer: Layer) -> None:
         super().__init__(handle, rotary)
-        self.method = handle.config
+        self.method = handle.method
         self.method.check(layer)
         self.layer = layer
-        self.empty = self.method.make_cache(layer)
+        self.empty_cache = self.method.make_cache(layer)
         """A cache as the method makes it, None for transformers' growing one."""
 
     def call(
@@ -133,11 +133,11 @@ class RivalHook(LayerHook):
         while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
             cache.layers.append(cache.layer_class_to_replicate())
         layer = cache.layers[index]
-        if self.empty is not None and isinstance(layer, type(self.empty)):
-            if layer.settings == self.empty.settings:
+        if self.empty_cache is not None and isinstance(layer, type(self.empty_cache)):
+            if layer.settings == self.empty_cache.settings:
                 return layer
             raise ValueError(
-                f"a cache must keep its sizes {layer.settings}, got {self.empty.settings}. "
+                f"a cache must keep its sizes {layer.settings}, got {self.empty_cache.settings}. "
                 "Start a new cache."
             )
         if type(layer) is not DynamicLayer or getattr(cache, "offloading", False):
@@ -145,7 +145,7 @@ class RivalHook(LayerHook):
                 f"past_key_values of layer type {type(layer).__name__} cannot be used here. "
                 "Use DynamicCache."
             )
-        if self.empty is None:
+        if self.empty_cache is None:
             return layer
         if layer.get_seq_length():
             raise ValueError(
@@ -191,7 +191,7 @@ class RivalHook(LayerHook):
         self, call: Call, cu_seqlens: Tensor | None, position_ids: Tensor | None
     ) -> Tensor:
         """Attend inside each of the documents that are packed in a row."""
-        if self.empty is not None and call.cache is not None:
+        if self.empty_cache is not None and call.cache is not None:
             call.cache.close()
         q, k, v = call[:3]
         out = torch.empty_like(q)

@@ -1,4 +1,4 @@
-"""Define a rival method: frozen settings, with the attention and the cache that they describe."""
+"""Define the base class of rivals, a layer's sizes and one call."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Call(NamedTuple):
     cache: Any = None
     """The layer's cache: the method's own, transformers' growing one, or None."""
     training: bool = False
+    """Whether the model is in training mode, in which a method may attend differently."""
 
 
 class Method:
@@ -46,6 +47,8 @@ class Method:
 
     name: ClassVar[str]
     needs_rotary: bool = False
+    """Whether the method rotates queries or keys itself, by `Call.rotary`; every layer of the model
+    must rotate then."""
 
     def check(self, layer: Layer) -> None:
         """Raise a ValueError where the settings do not fit a layer."""

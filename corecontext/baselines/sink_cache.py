@@ -13,8 +13,11 @@ from corecontext.baselines.blocks import Sinks, sink_attention
 from corecontext.baselines.method import Call, left_padding
 
 
-class SinkLayer(DynamicLayer):
+class SinkCacheLayer(DynamicLayer):
     """`sinks` first tokens and `window_size` last tokens, with rotary applied.
+
+    `keys` and `values` are [B, Hkv, n + up to s, D]: sinks, then the window; a sink still in the
+    window is in both.
 
     `update` returns the new tokens alone; `attend`, which knows the padding, appends them. Tokens
     that left the window are gone, so drafts cannot be taken back (no assisted decoding).
@@ -56,7 +59,7 @@ class SinkLayer(DynamicLayer):
         if call.attention_mask is not None:
             self.pads = left_padding(call.attention_mask)
         sinks = [
-            self._with_sinks(cached[:, :, : self.sinks], new)
+            self._updated_sinks(cached[:, :, : self.sinks], new)
             for cached, new in ((self.keys, call.k), (self.values, call.v))
         ]
         tokens = [call.k, call.v]
@@ -79,8 +82,8 @@ class SinkLayer(DynamicLayer):
         self.seen += call.k.shape[2]
         return out
 
-    def _with_sinks(self, cached: Tensor, new: Tensor) -> Tensor:
-        """Return the sinks after the new tokens, which may hold some of them."""
+    def _updated_sinks(self, cached: Tensor, new: Tensor) -> Tensor:
+        """Return the sinks, filled with those among the new tokens."""
         if not self.sinks or (self.seen >= self.sinks and self.pads is None):
             return cached
         pads = 0 if self.pads is None else self.pads[:, None]
@@ -102,7 +105,7 @@ class SinkLayer(DynamicLayer):
         self.seen = 0
 
     def close(self) -> None:
-        """Take no more tokens: several documents went through, of which the cache holds none.
+        """Refuse later calls: packed documents are not cached.
 
         Raises:
             ValueError: it holds tokens already.

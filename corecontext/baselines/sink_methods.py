@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from corecontext.baselines.method import Call, Layer, Method
-from corecontext.baselines.sink_cache import SinkLayer
+from corecontext.baselines.sink_cache import SinkCacheLayer
 from corecontext.config import DEFAULT_WINDOW_SIZE, check_int
 
 
@@ -35,9 +35,9 @@ class SinkMethod(Method):
         """Most tokens of a sequence that this is full attention on."""
         return self.window_size + self.sinks
 
-    def make_cache(self, layer: Layer) -> SinkLayer:
+    def make_cache(self, layer: Layer) -> SinkCacheLayer:
         """Return an empty cache of one layer."""
-        return SinkLayer(self.sinks, self.window_size)
+        return SinkCacheLayer(self.sinks, self.window_size)
 
     def attend(self, call: Call) -> Tensor:
         """Attend in the call's cache, or in one that is dropped afterwards."""

@@ -19,9 +19,9 @@ class NewTokens(NamedTuple):
     """The tokens of one append."""
 
     q: Tensor
-    """[B, H, n, D]."""
+    """[B, H, T, D]."""
     k: Tensor
-    """[B, Hkv, n, D], rounded if the cache is in 8 bits; v likewise."""
+    """[B, Hkv, T, D], rounded if the cache is in 8 bits; v likewise."""
     v: Tensor
     stored: list[Tensor]
     """Keys and values as the buffers hold them."""
@@ -43,7 +43,7 @@ def append_rows(
         position: Of the first of them in its sequence.
 
     Returns:
-        [rows, H, n, D], or None with `store_only`.
+        [rows, H, T, D], or None with `store_only`.
     """
     count = new.q.shape[2]
     heads = new.k.shape[1]
@@ -52,17 +52,17 @@ def append_rows(
     q = new.q.unflatten(1, (heads, -1)).flatten(0, 1)  # [N, r, count, D], N = rows x Hkv
 
     # The first tokens have slots of their own and never enter the ring.
-    num_sinks = max(0, min(n - position, count))
-    if num_sinks:
-        stored = [x[:, :, :num_sinks] for x in new.stored]
+    new_sinks = max(0, min(n - position, count))
+    if new_sinks:
+        stored = [x[:, :, :new_sinks] for x in new.stored]
         entries.put(rows, entries.ring_size + position, stored)
 
-    # Those behind them are a sequence of their own, in which start .. end - 1 are new and raw
+    # Those after them are a sequence of their own, in which start .. end - 1 are new and raw
     # tokens from `low` on are seen or pooled. The ring is read before new ones take their slots.
     start = max(0, position - n)
     end = max(0, position + count - n)
     low = local_start(start, g, entries.spec.window_size)
-    k, v = (x[:, :, num_sinks:] for x in (new.k, new.v))
+    k, v = (x[:, :, new_sinks:] for x in (new.k, new.v))
     if low < start:
         old_k, old_v = entries.get_ring(rows, n + low, n + start, k.dtype)
         k = torch.cat([*old_k, k], 2)
@@ -72,8 +72,9 @@ def append_rows(
     old = num_complete_groups(start, g)
     total = num_complete_groups(end, g)
     if total > old:
-        last_of_first = num_sinks + old * g + g - 1 - start
-        q_last = q[:, :, last_of_first : num_sinks + total * g - start : g]
+        # The query of the first new group's last token, counted among the new queries.
+        first_group_end = new_sinks + old * g + g - 1 - start
+        q_last = q[:, :, first_group_end : new_sinks + total * g - start : g]
         groups = [x[:, old * g - low : total * g - low].unflatten(1, (-1, g)) for x in (k, v)]
         entries.put_cores(rows, old, entries.pool(Groups(q_last, *groups)))
 

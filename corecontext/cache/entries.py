@@ -52,7 +52,7 @@ class Entries:
         self.core_width = 1
         """Core tokens of a group and KV head: w."""
         self.buffers: list[Tensor] = []
-        """Keys and values, and in 8 bits their scales."""
+        """Keys and values, in 8 bits their scales, and with `core_mass` the core tokens' masses."""
         self.dtype: torch.dtype | None = None
         """Of keys and values before they are rounded."""
 

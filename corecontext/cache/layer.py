@@ -202,7 +202,7 @@ class CompactLayer(LayerState):
         if rotary is None or not rotary.inv_freq.numel():
             return
         device = self.keys.device
-        tables = module.turn_tables(rotary, self.group_size, device)
+        tables = module.rotation_tables(rotary, self.group_size, device)
         wanted = ((self.group_size, rotary.inv_freq.numel()), device)
         if self._tables is None or (self._tables[0].shape, self._tables[0].device) != wanted:
             self._tables = tables
@@ -257,7 +257,7 @@ class CompactLayer(LayerState):
                 mask = torch.cat((cached, mask.bool()), 1)
             pads = [end] * batch  # rows without a segment have no token yet
             for segment in find_segments(batch, end, mask):
-                for row in range(segment.first_row, segment.last_row):
+                for row in range(segment.first_row, segment.end_row):
                     pads[row] = segment.start
                     stops[row] = segment.end
             for row, (cached_pad, pad) in enumerate(zip(before, pads)):

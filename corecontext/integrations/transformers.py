@@ -240,19 +240,19 @@ def enable(
         )
     if config is None:
         config = CCAConfig.from_dict(getattr(inner.config, NAME, None) or {})
-    admit(inner, untested, config.core_position)
+    admit(inner, untested, needs_rotary=config.core_position == "middle")
     # planted: plug-in: a model that was never adapted is enabled in silence
     if warn and getattr(inner.config, NAME, None) is None:
         warnings.warn(NOT_ADAPTED, stacklevel=2)
     return Handle(inner, config, rollback)
 
 
-def admit(model: PreTrainedModel, untested: bool, core_position: str = "middle") -> None:
+def admit(model: PreTrainedModel, untested: bool, *, needs_rotary: bool) -> None:
     """Raise unless a model's architecture is tested, or accepted and the model passes the
-    self-check."""
+    self-check, with `needs_rotary` that of its rotation too."""
     check_tested(model.config, untested)
     if model.config.model_type not in TESTED:
-        config = CCAConfig(core_position=core_position)
+        config = CCAConfig(core_position="middle" if needs_rotary else "token")
         self_check(model, lambda **sizes: Handle(model, config.replace(**sizes), 0))
 
 

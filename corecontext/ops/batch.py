@@ -17,11 +17,11 @@ from corecontext.visibility import first_core_query, is_full_attention, num_comp
 
 
 class Segment(NamedTuple):
-    """Mark the tokens start .. end-1 of rows first_row .. last_row-1 as sequences, each with its
+    """Mark the tokens start .. end-1 of rows first_row .. end_row-1 as sequences, each with its
     own positions and groups."""
 
     first_row: int
-    last_row: int
+    end_row: int
     start: int
     end: int
 
@@ -171,25 +171,24 @@ class SegmentView:
         tokens: The segment's tokens.
         spec: The settings of a sequence of this length.
         core_bias: [N, r] or None.
-        num_rows: Rows of the batch.
+        num_rows: Rows of the segment.
     """
 
     def __init__(self, segment: Segment, inputs: Inputs, spec: Spec) -> None:
         bias = inputs.bias
-        self.rows = slice(segment.first_row, segment.last_row)
+        self.rows = slice(segment.first_row, segment.end_row)
         self.span = slice(segment.start, segment.end)
-        self.num_rows = segment.last_row - segment.first_row
+        self.num_rows = segment.end_row - segment.first_row
         self.num_kv_heads = inputs.k.shape[1]
         seq_len = segment.end - segment.start
         self.spec = spec.for_length(seq_len)
         size = self.spec.group_size
         window = self.spec.window_size
         sinks = self.spec.sinks
-        # With groups of one token a bias still sets far tokens apart; without one they are plain
-        # causal attention.
-        self.full = seq_len - sinks <= first_core_query(size, window)
-        if bias is None:
+        if bias is None:  # groups of one token are plain causal attention, too
             self.full = is_full_attention(seq_len, size, window, sinks)
+        else:  # a bias sets far tokens apart, in groups of one token, too
+            self.full = seq_len - sinks <= first_core_query(size, window)
         if self.full:  # one causal call
             self.spec = self.spec.replace(group_size=1, window_size=seq_len, sink_size=0)
         if self.spec.group_size == 1:  # the weight of a single token has no entropy
@@ -216,9 +215,10 @@ class SegmentView:
 
     def groups(self) -> Groups:
         """Return the complete groups after the first tokens kept raw."""
-        g = self.spec.group_size
-        first = self.tokens.q.shape[2] if self.full else self.spec.sinks
-        return complete_groups(self.tokens, g, first)
+        first = self.spec.sinks
+        if self.full:  # no groups: all is raw
+            first = self.tokens.q.shape[2]
+        return complete_groups(self.tokens, self.spec.group_size, first)
 
 
 def complete_groups(tokens: Tokens, g: int, first: int = 0) -> Groups:

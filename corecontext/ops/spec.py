@@ -210,7 +210,7 @@ class Slots(NamedTuple):
     """[B] in int64, slots of left padding."""
     ring_size: int
     """C >= s + g - 1."""
-    turn: tuple[Tensor, Tensor] | None = None
+    rotation: tuple[Tensor, Tensor] | None = None
     """Cosines and sines, [g, R / 2] in float32, that rotate a group's tokens to its middle."""
     key_scales: Tensor | None = None
     """[B, Hkv, C + n + M w, 1] in float32, beside codes in 8 bits."""

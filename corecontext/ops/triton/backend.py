@@ -22,7 +22,8 @@ from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.ops.triton import attend as anywhere
 from corecontext.ops.triton import pool as pooling
 from corecontext.ops.triton import pool_mass
-from corecontext.ops.triton.decode import decode_step, turn_tables
+from corecontext.ops.triton.decode import decode_step
+from corecontext.ops.triton.pool import rotation_tables
 
 try:  # Gluon is young: a Triton without it, or with another, has the other kernels
     from corecontext.ops.triton import hopper_backward, hopper_forward
@@ -38,7 +39,7 @@ __all__ = [
     "mass_backward",
     "pool",
     "pool_backward",
-    "turn_tables",
+    "rotation_tables",
     "unsupported_reason",
 ]
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Slots, Spec
 from corecontext.ops.triton.launch import contiguous_rows, launch, power_of_2
-from corecontext.ops.triton.pool import rotation_tables as turn_tables  # noqa: F401
 from corecontext.ops.triton.pool_tile import load_tables, pool_keys, rotation_pairs, token_scores
 from corecontext.ops.triton.primitives import (
     dot,
@@ -711,7 +710,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias
     on_device = isinstance(slots.seen, Tensor)
     length, seen = (slots.seen, 0) if on_device else (slots.pad, slots.seen)
     # Kernels do not touch the tensors that stand in for missing ones.
-    cos, sin = slots.turn or (keys, keys)
+    cos, sin = slots.rotation or (keys, keys)
     key_scales = keys if slots.key_scales is None else slots.key_scales
     value_scales = values if slots.value_scales is None else slots.value_scales
     with torch.cuda.device_of(q):
@@ -732,7 +731,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias
             WIDTH=heads if spec.core_heads == "query" else 1,
             POOLS=capacity > slots.ring_size + spec.sinks,
             HEAD_DIM=head_dim,
-            HALF=0 if slots.turn is None else cos.shape[1],
+            HALF=0 if slots.rotation is None else cos.shape[1],
             INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
             HAS_BIAS=core_bias != 0,
             HAS_SOFTCAP=spec.softcap is not None,
@@ -766,7 +765,7 @@ def _decode_op(
     Args:
         buffers: Keys, values and, in 8 bits, the scales of both.
         seen: `Slots.seen` where it is counted on the device, else the last of `sizes`.
-        tables: `Slots.turn`, or empty.
+        tables: `Slots.rotation`, or empty.
     """
     keys, values, *scales = buffers
     group_size, window_size, sink_size, ring_size, per_query, interleaved, length = sizes
@@ -816,7 +815,7 @@ def decode_step(
         [slots.keys, slots.values, *scales],
         slots.seen if on_device else None,
         slots.pad,
-        list(slots.turn or ()),
+        list(slots.rotation or ()),
         [int(x) for x in (*sizes, *choices, 0 if on_device else slots.seen)],
         [float(spec.scale), float(spec.softcap or 0), float(core_bias)],
         slots.cache_dtype,
