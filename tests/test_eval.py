@@ -365,6 +365,11 @@ def test_ruler_samples_fit_and_hold_their_answers(task, data):
         )
 
 
+def test_a_task_that_ruler_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="task must be one of niah_single_1, .* got 'niah'"):
+        ruler.builder("niah", 4096, 0, source=None)
+
+
 def test_ruler_settings(data):
     counts = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
     assert len(ruler.SUBTASKS) == 13 and len({ruler._place(i) for i in range(40)}) == 40

@@ -201,6 +201,12 @@ def test_mean_and_max_are_the_reference_and_share_ties(pooling, core_heads, rota
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+def test_the_reference_refuses_a_pooling_that_it_does_not_have():
+    groups = Groups(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))
+    with pytest.raises(NotImplementedError, match="must be cca, mean or max .* got 'mean_query'"):
+        reference.pool(groups, Spec(2, 1, 1.0, pooling="mean_query"))
+
+
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_causal_ragged_and_full_where_it_must_be(rule):
     settings = settings_of(rule, torch.float32)

@@ -195,8 +195,10 @@ def builder(task: str, length: int, index: int, source: Source) -> tuple[Build, 
         return _variables, 5
     if task == "fwe":
         return partial(_frequent_words, length), 10
-    often, seldom = (30, 3) if length >= 4096 else (10, 2)
-    return partial(_common_words, source, often, seldom), 10
+    if task == "cwe":
+        often, seldom = (30, 3) if length >= 4096 else (10, 2)
+        return partial(_common_words, source, often, seldom), 10
+    raise ValueError(f"task must be one of {', '.join(SUBTASKS)}, got {task!r}.")
 
 
 def _needles(kind: Needles, index: int, source: Source, rng: random.Random, units: int) -> Question:

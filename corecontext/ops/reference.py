@@ -36,7 +36,15 @@ def pool(groups: Groups, spec: Spec) -> Cores:
 
     Returns:
         [N, 1 or r, M, D], in float32 (float64 if given).
+
+    Raises:
+        NotImplementedError: a pooling that `rules.pool` alone has.
     """
+    if spec.pooling not in ("cca", "mean", "max"):
+        raise NotImplementedError(
+            f"pooling must be cca, mean or max in the reference, got {spec.pooling!r}. "
+            "Use corecontext.ops.rules."
+        )
     q_last, k, v = map(_wide, groups)
     group_size = k.shape[2]
     scores = _softcap(torch.einsum("nrmd,nmgd->nrmg", q_last, k) * spec.scale, spec.softcap)
