@@ -170,6 +170,11 @@ def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return value
 
 
+def listed(names: tuple[str, ...]) -> str:
+    """Join names as a sentence does: "a, b or c"."""
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
 def did_you_mean(value: Any, names: Iterable[str]) -> str:
     """Return the hint of an error: the name nearest to a value, "" where none is near."""
     near = get_close_matches(str(value), names, 1)

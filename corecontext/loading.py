@@ -6,23 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corecontext.config import MOST, CCAConfig
+from corecontext.config import MOST, CCAConfig, listed
 from corecontext.files import UserError, first_line, one_line
 from corecontext.integrations.hf_gguf import local_model
 from corecontext.integrations.hf_weights import check_finite, load_weights
-from corecontext.model_sizes import ModelSizes
+from corecontext.model_sizes import ModelSizes, check_counts
 from corecontext.visibility import group_size_for, is_full_attention, num_sinks
 
 METHODS = ("cca", "full")
 WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-COUNTS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
 
 
 @dataclass(frozen=True)
@@ -150,7 +143,9 @@ def load(
     hf_config = load_config(name)
     if method != "full":
         check_architecture(hf_config, untested)
-    rival = pick_rival(method, given, hf_config) if method not in METHODS else None
+    rival = None
+    if method not in METHODS:
+        rival = pick_rival(method, given, hf_config)
 
     with one_line(
         f"the tokenizer of model '{name}' cannot be loaded (tokenizer.json is usually beside "
@@ -192,9 +187,7 @@ def _check_sizes(method: str, sizes: AttentionSizes) -> None:
     from corecontext.baselines.rivals import NAMES, takers
 
     if method not in (*METHODS, *NAMES):
-        raise UserError(
-            f"method must be {', '.join((*METHODS, *NAMES[:-1]))} or {NAMES[-1]}, got {method!r}."
-        )
+        raise UserError(f"method must be {listed((*METHODS, *NAMES))}, got {method!r}.")
     if method == "full" and sizes.sinks is not None:
         raise UserError("sinks must be given for a method that has them, got method 'full'.")
     for name in ("patterns", "full_heads"):
@@ -284,24 +277,8 @@ def load_config(name: str) -> Any:
             f"model '{name}' was not found: it is no folder here, and the Hugging Face hub does "
             "not give it. Check the name, the network, and for gated models your login."
         ) from None
-    _check_counts(name, config.get_text_config(decoder=True))
+    check_counts(name, config.get_text_config(decoder=True))
     return config
-
-
-def _check_counts(name: str, text_config: Any) -> None:
-    """Raise a UserError for sizes that no model has; transformers would fail somewhere later."""
-    counts = {key: getattr(text_config, key, None) for key in COUNTS}
-    for key, value in counts.items():
-        if isinstance(value, int) and value < 1:
-            raise UserError(
-                f"model '{name}' must have a {key} of at least 1 in its config.json, got {value}."
-            )
-    heads, kv_heads = counts["num_attention_heads"], counts["num_key_value_heads"]
-    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
-        raise UserError(
-            f"model '{name}' must have a multiple of its {kv_heads} KV heads as query heads in its "
-            f"config.json, got {heads}."
-        )
 
 
 def check_architecture(hf_config: Any, untested: bool = False) -> None:
@@ -373,7 +350,7 @@ def encode(
 def check_dtype(dtype: str) -> None:
     """Raise a UserError unless a model can be loaded in it."""
     if dtype not in DTYPES:
-        raise UserError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {dtype!r}.")
+        raise UserError(f"dtype must be {listed(DTYPES)}, got {dtype!r}.")
 
 
 def pick_device(device: str) -> str:

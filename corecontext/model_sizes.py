@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from corecontext.files import UserError
+
+COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
 
 class ModelSizes(NamedTuple):
     """Sizes of a decoder's attention, by the names that records use."""
@@ -28,4 +38,21 @@ class ModelSizes(NamedTuple):
             getattr(text, "num_key_value_heads", None) or query_heads,
             getattr(text, "head_dim", None) or text.hidden_size // query_heads,
             text.num_hidden_layers,
+        )
+
+
+def check_counts(name: str, text_config: Any) -> None:
+    """Raise a UserError for sizes that no model has; transformers would fail somewhere later."""
+    counts = {key: getattr(text_config, key, None) for key in COUNTS}
+    for key, value in counts.items():
+        if isinstance(value, int) and value < 1:
+            raise UserError(
+                f"model '{name}' must have a {key} of at least 1 in its config.json, got {value}."
+            )
+    heads = counts["num_attention_heads"]
+    kv_heads = counts["num_key_value_heads"]
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise UserError(
+            f"model '{name}' must have a multiple of its {kv_heads} KV heads as query heads in its "
+            f"config.json, got {heads}."
         )

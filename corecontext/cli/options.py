@@ -14,13 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from corecontext.baselines.rivals import offered, takers
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE
+from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, listed
 from corecontext.files import UserError
-
-
-def listed(names: tuple[str, ...]) -> str:
-    """Join names as a sentence does: "a, b or c"."""
-    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def unpacked(name: str | None) -> str | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.baselines.rivals import offered
-from corecontext.config import CCAConfig, check_choice, check_int, did_you_mean
+from corecontext.config import POOLINGS, CCAConfig, check_choice, check_int, did_you_mean, listed
 from corecontext.files import UserError
 from corecontext.visibility import is_full_attention, num_sinks
 
@@ -38,7 +38,10 @@ _LEAST = {
     "context_length": 2,
 }
 """Lower bounds of whole numbers."""
-_NUMBERS = "learning_rate min_learning_rate weight_decay max_grad_norm beta2 distil"
+_NUMBERS = (
+    *("learning_rate", "min_learning_rate", "weight_decay", "max_grad_norm", "beta2"),
+    "distil",
+)
 """Numbers of at least 0."""
 
 
@@ -59,13 +62,13 @@ class TrainConfig:
     strategy: str = "full"
     """Trained weights: scratch (all, random), full, partial (W^Q, W^K, W^V, --learned) or lora."""
     method: str = "cca"
-    """Attention: cca, full, window, streaming_llm, lm_infinite or longlora."""
+    """Attention: {METHODS}."""
     group_size: int = CCAConfig.group_size
     """Tokens per core token, g."""
     window_size: int = CCAConfig.window_size
     """Nearest tokens that stay uncompressed, s."""
     pooling: str = "cca"
-    """Pooling of a group into a core token: cca, mean, max or mean_query."""
+    """Pooling of a group into a core token: {POOLINGS}."""
     core_position: str = "middle"
     """Rotary position of a core key: middle of its group, or token."""
     core_heads: str = "kv"
@@ -195,7 +198,7 @@ class TrainConfig:
         for name, least in _LEAST.items():
             if getattr(self, name) is not None or name not in ("long_tokens", "raw_heads"):
                 check_int(name, getattr(self, name), least)
-        for name in _NUMBERS.split():
+        for name in _NUMBERS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} must be a number, got {value!r}.")
@@ -312,12 +315,13 @@ class TrainConfig:
 
 
 def field_help() -> dict[str, str]:
-    """Return the string under each field of TrainConfig."""
+    """Return the string under each field of TrainConfig, with the names of tables filled in."""
+    names = {"METHODS": listed(METHODS), "POOLINGS": listed(POOLINGS)}
     tree: Any = ast.parse(inspect.getsource(TrainConfig))
     texts = {}
     for statement, docstring in itertools.pairwise(tree.body[0].body):
         if isinstance(statement, ast.AnnAssign) and isinstance(docstring, ast.Expr):
-            texts[ast.unparse(statement.target)] = ast.literal_eval(docstring.value)
+            texts[ast.unparse(statement.target)] = ast.literal_eval(docstring.value).format(**names)
     return texts
 
 
