@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -63,3 +64,23 @@ def draining() -> RequestError:
     return RequestError(
         Code.DRAINING, "the server is shutting down and takes no more requests. Try another one."
     )
+
+
+def invalid_body(first: Mapping[str, Any]) -> InvalidRequest:
+    """Return the error of a body, by the name of its field, from pydantic's first one."""
+    path = [ascii(str(name))[1:-1][:100] for name in first["loc"] if name != "body"]
+    field = ".".join(path)[:100]
+    if first["type"] == "json_invalid":
+        path = []
+        message = f"the body must be JSON: {first['ctx']['error']}."
+    elif first["type"] == "extra_forbidden":
+        message = f"field '{field}' is not supported. Leave it out."
+    elif first["type"] == "missing" and path:
+        message = f"field '{field}' must be given."
+    elif first["type"] == "missing":
+        message = "the body must be JSON, got none."
+    elif first["type"] == "rule":
+        message = f"{field} {first['msg']}."
+    else:
+        message = f"{field or 'the body'} is not valid: {first['msg']}."
+    return InvalidRequest(Code.INVALID, message, path[0] if path else None)

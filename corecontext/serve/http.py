@@ -24,7 +24,7 @@ import corecontext
 from corecontext.data.chat import chat_prompt
 from corecontext.inference.sampling import Sampling
 from corecontext.serve import protocol
-from corecontext.serve.errors import Code, InvalidRequest, RequestError
+from corecontext.serve.errors import Code, InvalidRequest, RequestError, invalid_body
 from corecontext.serve.guard import Guard, error_response, is_loopback
 from corecontext.serve.metrics import Metrics, sizes_of
 from corecontext.serve.reply import Choice, Events, Reply, unless_gone
@@ -371,24 +371,7 @@ def _seconds(start: float, end: float | None) -> float | None:
 
 
 async def _invalid_body(request: HttpRequest, error: Any) -> Response:
-    """Report the first error of a body, by the name of its field."""
-    first = error.errors()[0]
-    path = [ascii(str(name))[1:-1][:100] for name in first["loc"] if name != "body"]
-    field = ".".join(path)[:100]
-    if first["type"] == "json_invalid":
-        path = []
-        message = f"the body must be JSON: {first['ctx']['error']}."
-    elif first["type"] == "extra_forbidden":
-        message = f"field '{field}' is not supported. Leave it out."
-    elif first["type"] == "missing" and path:
-        message = f"field '{field}' must be given."
-    elif first["type"] == "missing":
-        message = "the body must be JSON, got none."
-    elif first["type"] == "rule":
-        message = f"{field} {first['msg']}."
-    else:
-        message = f"{field or 'the body'} is not valid: {first['msg']}."
-    return error_response(InvalidRequest(Code.INVALID, message, path[0] if path else None))
+    return error_response(invalid_body(error.errors()[0]))
 
 
 async def _no_such_path(request: HttpRequest, error: Any) -> Response:
