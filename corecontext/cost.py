@@ -216,8 +216,10 @@ def _weights_per_token(model: Any, text: Any) -> int:
     for name, weight in model.named_parameters():
         if weight.dim() < 2 or id(weight) in embeddings:
             continue
-        routed = experts and ".experts." in name
-        total += weight.numel() * used // experts if routed else weight.numel()
+        count = weight.numel()
+        if experts and ".experts." in name:  # routed
+            count = count * used // experts
+        total += count
     return total
 
 

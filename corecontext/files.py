@@ -45,7 +45,9 @@ def one_line(prefix: str = "") -> Iterator[None]:
         if isinstance(error, UserError) or is_out_of_memory(error) or not refused:
             raise
         message = first_line(error)
-        raise UserError(f"{prefix}: {message}" if prefix else message) from None
+        if prefix:
+            message = f"{prefix}: {message}"
+        raise UserError(message) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

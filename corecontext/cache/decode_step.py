@@ -57,7 +57,9 @@ def _core_bias(entries: Entries, q: Tensor, num_cores: int) -> float | Tensor:
         return bias
     masses = entries.masses(ALL, num_cores)
     masses = masses.repeat_interleave(q.shape[1] // masses.shape[1], 1)
-    return masses + (bias[:, None] if isinstance(bias, Tensor) else bias)
+    if isinstance(bias, Tensor):
+        bias = bias[:, None]
+    return masses + bias
 
 
 def _put_tokens(entries: Entries, position: Tensor, stored: list[Tensor]) -> None:

@@ -89,7 +89,9 @@ def _ratio(name: str, full: float, cca: float) -> str:
     if name == "perplexity":
         return f"{100 * (cca / full - 1):+.1f} %"
     less, more = ("faster", "slower") if name.endswith(("_s", "_ms")) else ("less", "more")
-    return f"{full / cca:.1f}x {less}" if full >= cca else f"{cca / full:.1f}x {more}"
+    if full >= cca:
+        return f"{full / cca:.1f}x {less}"
+    return f"{cca / full:.1f}x {more}"
 
 
 def demo_table(records: Sequence[Record]) -> str:

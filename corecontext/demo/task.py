@@ -28,7 +28,9 @@ class Question:
 
     def is_correct(self, answer: str) -> bool:
         """Return whether an answer is the fact's; in a chat, whether it contains it."""
-        return self.fact.answer in answer if self.in_chat else self.fact.is_correct(answer)
+        if self.in_chat:
+            return self.fact.answer in answer
+        return self.fact.is_correct(answer)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ def check_finite(model: Any, name: str) -> None:
     finite = {}
     for key, parameter in model.named_parameters():
         weight = parameter.detach()
-        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        if hasattr(weight, "to_local"):
+            weight = weight.to_local()
         # Quantized weights, tensors of their own kind or of 8 bits, have no extremes.
         if type(weight) is torch.Tensor and weight.is_floating_point() and weight.itemsize > 1:
             finite[key] = torch.stack(weight.aminmax()).isfinite().all()

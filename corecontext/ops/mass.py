@@ -62,7 +62,9 @@ def add_to_bias(core_bias: Tensor | None, mass: Tensor | None, heads: int) -> Te
     if mass is None or not mass.shape[2]:
         return core_bias
     total = mass.expand(-1, heads, -1)
-    return total if core_bias is None else total + core_bias[:, :, None].to(mass.dtype)
+    if core_bias is not None:
+        total = total + core_bias[:, :, None].to(mass.dtype)
+    return total
 
 
 def add_gradients(

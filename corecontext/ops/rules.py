@@ -109,7 +109,9 @@ def mass(groups: Groups, spec: Spec, learned: Learned) -> Tensor:
     """Return the entropy of each core token's pooling weights, [N, 1 or r, M]; arguments as in
     `pool`."""
     weights = weights_of(Groups(*(x.to(wide_dtype(x)) for x in groups)), spec, learned)
-    return entropy(weights.mean(1, keepdim=True) if spec.core_heads == "kv" else weights)
+    if spec.core_heads == "kv":
+        weights = weights.mean(1, keepdim=True)
+    return entropy(weights)
 
 
 def pool(groups: Groups, spec: Spec, learned: Learned) -> Cores:

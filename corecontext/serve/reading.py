@@ -59,7 +59,9 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
     if end - start == prefixes.chunk_size and slot.config is not None:
         room = memory.unallocated + prefixes.nbytes
         slot.node = prefixes.add(slot.config, slot.node, prompt[start:end], slot.cache, room)
-    return out.logits[:, -1] if end == len(prompt) else None
+    if end < len(prompt):
+        return None
+    return out.logits[:, -1]
 
 
 def _begin(model: Any, slot: Slot, memory: CacheMemory) -> None:

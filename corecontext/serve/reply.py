@@ -173,10 +173,14 @@ class Reply:
         """Yield the pieces of a choice in their form, and last its finish reason."""
         role = {"role": "assistant"}  # in the first event
         async for piece, logprobs in choice.pieces():
-            content = {"delta": {**role, "content": piece}} if self.chat else {"text": piece}
+            content: dict[str, Any] = {"text": piece}
+            if self.chat:
+                content = {"delta": {**role, "content": piece}}
             yield choice.body(logprobs=logprobs, **content)
             role = {}
-        content = {"delta": role} if self.chat else {"text": ""}
+        content = {"text": ""}
+        if self.chat:
+            content = {"delta": role}
         yield choice.body(finish_reason=choice.answer.finish_reason, **content)
 
 

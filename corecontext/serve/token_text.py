@@ -98,7 +98,9 @@ class LogprobsWriter:
 
     def _name(self, token: int) -> str:
         text, raw = self.texts.text(token)
-        return f"bytes:{text}" if text.encode() != raw else text
+        if text.encode() != raw:
+            return f"bytes:{text}"
+        return text
 
     def _top(self, record: TokenLogprobs) -> dict[str, float] | None:
         """Return the likeliest tokens, and the token itself; of two with one text the likelier."""

@@ -149,7 +149,9 @@ def _teaching_limit(config: TrainConfig, hf_config: Any) -> int | None:
     from corecontext.inference.limits import position_limit
 
     limit = position_limit(hf_config)
-    return limit if limit is not None and config.context_length > limit else None
+    if limit is None or config.context_length <= limit:
+        return None
+    return limit
 
 
 def extend_context(hf_config: Any, rope_theta: float | None, context_length: int) -> None:

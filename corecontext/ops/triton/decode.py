@@ -707,9 +707,14 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     acc = torch.empty((rows, plan.num_parts, heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((rows, plan.num_parts, heads), dtype=torch.float32, device=q.device)
-    on_device = isinstance(slots.seen, Tensor)
-    length, seen = (slots.seen, 0) if on_device else (slots.pad, slots.seen)
     # Kernels do not touch the tensors that stand in for missing ones.
+    on_device = isinstance(slots.seen, Tensor)
+    if on_device:
+        length = slots.seen
+        seen = 0
+    else:
+        length = slots.pad
+        seen = slots.seen
     cos, sin = slots.rotation or (keys, keys)
     key_scales = keys if slots.key_scales is None else slots.key_scales
     value_scales = values if slots.value_scales is None else slots.value_scales

@@ -79,7 +79,9 @@ def add_to_sinks(far_gradient: Tensor, gradient: Tensor, n: int) -> Tensor:
 def bias_gradient(far_gradient: Tensor, core_bias: Tensor, n: int) -> Tensor:
     """Return the gradient of core_bias, in its shape, from that of all entries, [N, r, E]."""
     of_cores = far_gradient[:, :, n:]
-    return of_cores.sum(-1) if core_bias.dim() == 2 else of_cores
+    if core_bias.dim() == 2:
+        return of_cores.sum(-1)
+    return of_cores
 
 
 def _sinks(tokens: Tokens, n: int) -> tuple[Tensor, Tensor]:
