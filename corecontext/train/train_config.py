@@ -39,7 +39,11 @@ _LEAST = {
 }
 """Lower bounds of whole numbers."""
 _NUMBERS = (
-    *("learning_rate", "min_learning_rate", "weight_decay", "max_grad_norm", "beta2"),
+    "learning_rate",
+    "min_learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "beta2",
     "distil",
 )
 """Numbers of at least 0."""
