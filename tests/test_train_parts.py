@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from families import tiny_model, tokens
 
 from corecontext.cli import main
-from corecontext.config import LEARNED
+from corecontext.config import LEARNED, POOLINGS, listed
 from corecontext.files import UserError
 from corecontext.inference.fuse import MOST_PARTS, Fused
 from corecontext.train import loss as loss_module
@@ -21,7 +21,7 @@ from corecontext.train.checkpoint import checkpoints, keep_newest, latest, publi
 from corecontext.train.loss import Taught, chunked_cross_entropy, compute_loss_in_chunks
 from corecontext.train.student import make_model, prepare_config
 from corecontext.train.teacher import Teacher, load_teacher
-from corecontext.train.train_config import TrainConfig, field_help, load_recipe
+from corecontext.train.train_config import METHODS, TrainConfig, field_help, load_recipe
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -286,6 +286,14 @@ def test_what_learns_is_kept_in_float32_and_only_matrices_decay(tmp_path):
     trainer = CCATrainer(model, TrainingArguments(str(tmp_path / "run"), use_cpu=True))
     decay = [name for name in trainer.get_decay_parameter_names(model) if name in learns]
     assert {name.rpartition("_attn.")[2] for name in decay} == {"qkv_proj.weight", "cca.probe"}
+
+
+def test_the_help_names_the_choices_of_the_tables():
+    """The documentation shows these strings as they are written, so no code can fill them in."""
+    texts = field_help()
+    assert texts["method"].endswith(f": {listed(METHODS)}.")
+    assert texts["pooling"].endswith(f": {listed(POOLINGS)}.")
+    assert texts["learned"].endswith(f": {', '.join(LEARNED)}.")
 
 
 def test_settings_are_checked_and_travel():

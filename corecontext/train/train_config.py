@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.baselines.rivals import offered
-from corecontext.config import POOLINGS, CCAConfig, check_choice, check_int, did_you_mean, listed
+from corecontext.config import CCAConfig, check_choice, check_int, did_you_mean
 from corecontext.files import UserError
 from corecontext.visibility import is_full_attention, num_sinks
 
@@ -66,13 +66,13 @@ class TrainConfig:
     strategy: str = "full"
     """Trained weights: scratch (all, random), full, partial (W^Q, W^K, W^V, --learned) or lora."""
     method: str = "cca"
-    """Attention: {METHODS}."""
+    """Attention: cca, full, window, streaming_llm, lm_infinite or longlora."""
     group_size: int = CCAConfig.group_size
     """Tokens per core token, g."""
     window_size: int = CCAConfig.window_size
     """Nearest tokens that stay uncompressed, s."""
     pooling: str = "cca"
-    """Pooling of a group into a core token: {POOLINGS}."""
+    """Pooling of a group into a core token: cca, mean, max or mean_query."""
     core_position: str = "middle"
     """Rotary position of a core key: middle of its group, or token."""
     core_heads: str = "kv"
@@ -319,13 +319,12 @@ class TrainConfig:
 
 
 def field_help() -> dict[str, str]:
-    """Return the string under each field of TrainConfig, with the names of tables filled in."""
-    names = {"METHODS": listed(METHODS), "POOLINGS": listed(POOLINGS)}
+    """Return the string under each field of TrainConfig."""
     tree: Any = ast.parse(inspect.getsource(TrainConfig))
     texts = {}
     for statement, docstring in itertools.pairwise(tree.body[0].body):
         if isinstance(statement, ast.AnnAssign) and isinstance(docstring, ast.Expr):
-            texts[ast.unparse(statement.target)] = ast.literal_eval(docstring.value).format(**names)
+            texts[ast.unparse(statement.target)] = ast.literal_eval(docstring.value)
     return texts
 
 
