@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,16 +170,21 @@ def load(
         config = cca_config(
             hf_config, given.group_size, given.window_size, given.cache_dtype, given.sinks
         )
-        # No query sees further back than the model's positions, but a cache would allocate it.
-        most = position_limit(hf_config) or MOST
-        window_size, sink_size = min(config.window_size, most), min(config.sink_size, most)
-        config = config.replace(window_size=window_size, sink_size=sink_size)
+    config = _bounded(config, position_limit(hf_config) or MOST)
     adapted = getattr(hf_config, "cca", None) is not None  # `enable` writes its settings there
     with one_line():
         enable(model, config, untested=untested, warn=warn and method == "cca")
     if isinstance(config, CCAConfig):
         return Loaded(model, tokenizer, config, adapted=adapted)
-    return Loaded(model, tokenizer, None, rival, adapted)
+    return Loaded(model, tokenizer, None, config, adapted)
+
+
+def _bounded(config: Any, most: int) -> Any:
+    """Return the settings with at most `most` tokens in the window and first tokens: no query sees
+    further back than the model's positions, but a cache would allocate it."""
+    sizes = {name: getattr(config, name, None) for name in ("window_size", "sink_size", "sinks")}
+    sizes = {name: min(size, most) for name, size in sizes.items() if size is not None}
+    return replace(config, **sizes)
 
 
 def _check_sizes(method: str, sizes: AttentionSizes) -> None:

@@ -137,7 +137,7 @@ def print_table(results: Mapping[str, Perplexity]) -> None:
     add_row("all", (result.value for result in results.values()))
     add_row("bits per byte", (result.bits_per_byte for result in results.values()))
     console().print(table)
-    for note in filter(None, (result.idle for result in results.values())):
+    for note in filter(None, dict.fromkeys(result.idle for result in results.values())):
         console().print(note)
     full, cca = results.get("full"), results.get("cca")
     if full is None or cca is None or cca.idle:

@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tiny_model import save_tiny_model
 
 from corecontext import cli, generation, perplexity
 from corecontext.cli import main
+from corecontext.cli.entry import application, run
 from corecontext.files import UserError, atomic_path, read_text, write_text
 from corecontext.loading import load
 from corecontext.record import read_records
@@ -813,3 +815,12 @@ def test_public_names_complete():
     import corecontext
 
     assert set(corecontext.__all__) <= set(dir(corecontext))
+
+
+def test_a_warning_is_a_line_without_its_place_in_the_code(capfd):
+    def warn() -> None:
+        warnings.warn("far text suffers", stacklevel=1)
+
+    app = application({"warn": warn}, lambda: None)
+    assert run(app, "program", ["warn"]) == 0
+    assert capfd.readouterr().err == "warning: far text suffers\n"

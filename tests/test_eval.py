@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -299,8 +300,13 @@ def test_perplexity_scores_every_token_once(data):
     assert sum(domains.values()) == whole[16]
 
 
+def test_a_missing_package_is_said_before_the_first_answer(data, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge", None)
+    with pytest.raises(UserError, match=r"Install it: pip install 'corecontext\[eval\]'"):
+        longbench.items(data, Settings(lengths=(30,), subtasks=("samsum",)), Stub(True))
+
+
 def test_buckets_and_categories_are_means_of_means(data):
-    pytest.importorskip("rouge")
     subject = Stub(True)
     items = longbench.items(data, Settings(lengths=(30,), subtasks=("qasper", "lcc")), subject)
     subject.learn(items)
@@ -919,7 +925,7 @@ def test_idle_is_said_wherever_numbers_are_shown(model, data, tmp_path, capfd):
     of_model = ["--model", model, "--device", "cpu"]
     assert main(["perplexity", text, *of_model, "--compare"]) == 0
     shown = capfd.readouterr().out
-    assert shown.count("was idle: at most 13 tokens, within its window (s = 1024)") == 4
+    assert shown.count("was idle: at most 13 tokens, within its window (s = 1024)") == 3
     assert "positions from" not in shown and "not adapted" not in shown
     assert main(["inspect", text, *of_model, "--output", page]) == 0
     assert "CCA was idle" in capfd.readouterr().err and "CCA was idle" in Path(page).read_text()

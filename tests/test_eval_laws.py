@@ -86,6 +86,24 @@ def test_bytes_are_those_of_utf8(tmp_path):
     assert bits == pytest.approx(1 / math.log(2))
 
 
+class Bytes(Words):
+    """A subject whose tokens are bytes."""
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("length", [4, 6, 11, 12, 33])
+def test_a_character_that_an_edge_cuts_counts_once(tmp_path, length):
+    text = "a\u20ac\U0001f600b\u00e9" * 12  # 1, 3, 4, 1 and 2 bytes
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    items = windows.items(tmp_path / "text.txt", Settings(lengths=(length,)), Bytes())
+    assert len(items) * length == len(text.encode()) == sum(item.num_bytes for item in items)
+
+
 def test_f1_counts_a_word_as_often_as_it_comes():
     assert scores.token_f1("cat cat dog dog", "cat cat bird") == pytest.approx(4 / 7)
     assert scores.token_f1("cat cat cat", "cat") == pytest.approx(2 / 4)

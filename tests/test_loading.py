@@ -118,6 +118,9 @@ def test_a_tokenizer_of_another_model_is_refused(variant):
 def test_sizes_beyond_the_model_are_bounded(model):
     loaded = load(model, window_size=10**9, sinks=10**8, device="cpu")
     assert loaded.sizes()["window_size"] == loaded.sizes()["sinks"] == loaded.max_length
+    for method in ("streaming_llm", "mean"):
+        sizes = load(model, method=method, window_size=10**9, sinks=10**8, device="cpu").sizes()
+        assert sizes["window_size"] == sizes["sinks"] == loaded.max_length
 
 
 @pytest.mark.parametrize(

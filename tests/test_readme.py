@@ -136,6 +136,15 @@ def run_python(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         assert not end.code
 
 
+def test_extras_that_errors_name_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    source = "".join(path.read_text() for path in (ROOT / "corecontext").rglob("*.py"))
+    named = re.findall(r"corecontext\[([\w,-]+)\]", source)
+    assert {"eval", "serve", "train"} <= set(named) <= set(extras)
+
+
 def check_set_up(rest: str) -> None:
     """Check an install line: its extras exist, and they install the command that follows."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

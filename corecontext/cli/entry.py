@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,10 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
         command = typer.main.get_command(app)
         for subcommand in getattr(command, "commands", {}).values():
             _state_defaults(subcommand)
-        code = command.main(args=arguments or ["--help"], prog_name=program, standalone_mode=False)
+        arguments = arguments or ["--help"]
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code = command.main(args=arguments, prog_name=program, standalone_mode=False)
         if code == 130:  # typer turns Ctrl-C into this exit code
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
@@ -62,6 +66,11 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
                 "--group-size or a smaller --window-size."
             )
         raise
+
+
+def _warn(message: Warning | str, *_: Any) -> None:
+    """Print a warning without the place in the code, which says nothing to a user."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _state_defaults(command: Any) -> None:

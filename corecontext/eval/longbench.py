@@ -19,6 +19,7 @@ from corecontext.eval.scores import (
     Metric,
     classification,
     edit_similarity,
+    import_rouge,
     number_match,
     rouge_l,
     token_f1,
@@ -79,6 +80,8 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
             if settings.subtasks:
                 raise
             continue
+        if METRICS.get(name) is rouge_l:
+            import_rouge()  # a missing package is said before the first answer
         task = _read_task(name, path, config, settings.limit)
         for length in lengths:
             for number, row in enumerate(task.rows):

@@ -4,10 +4,12 @@ references."""
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from corecontext.files import UserError
 
@@ -56,16 +58,21 @@ def token_f1(answer: str, reference: str) -> float:
     return 2 * common / (len(given) + len(wanted)) if common else 0.0
 
 
-def rouge_l(answer: str, reference: str) -> float:
-    """Return Rouge-L's f of the package `rouge`; 0 where it refuses the answer (an empty one)."""
+def import_rouge() -> Any:
+    """Return the package `rouge`, or raise a UserError that says how to install it."""
     try:
-        from rouge import Rouge
+        return importlib.import_module("rouge")
     except ImportError:
         raise UserError(
             "Rouge needs the package rouge. Install it: pip install 'corecontext[eval]'."
         ) from None
+
+
+def rouge_l(answer: str, reference: str) -> float:
+    """Return Rouge-L's f of the package `rouge`; 0 where it refuses the answer (an empty one)."""
+    rouge = import_rouge().Rouge()
     try:
-        return float(Rouge().get_scores([answer], [reference], avg=True)["rouge-l"]["f"])
+        return float(rouge.get_scores([answer], [reference], avg=True)["rouge-l"]["f"])
     except (ValueError, RecursionError):
         return 0.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from corecontext.data.chat import chat_prompt
 from corecontext.files import UserError
 from corecontext.loading import Loaded, one_line
 from corecontext.perplexity import document_nll
@@ -75,9 +76,9 @@ class ModelSubject:
         template, where that is used."""
         if not (self.chat and chat):
             return self.encode(prompt)
-        turns = [{"role": "user", "content": prompt}]
         tokenizer = self.loaded.tokenizer
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        with one_line():
+            text = chat_prompt(tokenizer, [("user", prompt)])
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def generate(self, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...] = ()) -> str:

@@ -17,6 +17,24 @@ from corecontext.files import UserError
 FILES = ("lm_test",)
 
 
+MOST_PARTS = 4
+"""Most tokens, of a byte each, that a character is split into."""
+
+
+def _num_bytes(subject: ModelSubject, ids: list[int], start: int, stop: int) -> int:
+    """Return the UTF-8 bytes of a window's text: a character that an edge cuts belongs to the
+    window in which it begins."""
+    text = ""
+    for end in range(stop, min(stop + MOST_PARTS, len(ids) + 1)):
+        text = subject.decode(ids[start:end])
+        if not text.endswith("\ufffd"):
+            break
+    if start:
+        text = text.lstrip("\ufffd")
+    # planted: eval: characters counted for bytes
+    return len(text.encode())
+
+
 def items(data: str | Path, settings: Settings, subject: ModelSubject) -> list[Item]:
     """Return the windows of each length; `limit` is by length, subtasks are domains."""
     path = find_file(data, FILES) if Path(data).is_dir() else Path(data)
@@ -35,8 +53,7 @@ def items(data: str | Path, settings: Settings, subject: ModelSubject) -> list[I
             room = None if settings.limit is None else settings.limit - len(collected)
             for start in range(0, len(ids) - length + 1, length)[:room]:
                 window = ids[start : start + length]
-                # planted: eval: characters counted for bytes
-                num_bytes = len(subject.decode(window).encode())
+                num_bytes = _num_bytes(subject, ids, start, start + length)
                 params = {"length": length, "domain": domain}
                 collected.append(Window(f"{name}/{length}/{start}", params, window, num_bytes))
     for length, collected in windows.items():

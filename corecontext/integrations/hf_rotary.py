@@ -37,8 +37,8 @@ def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) ->
     if rope_type not in FIXED_ROPE_TYPES:
         raise NotImplementedError(
             f"rotary embedding {rope_type!r} changes its frequencies with the length, so pooled "
-            f"keys have no fixed position. Fixed types: {', '.join(FIXED_ROPE_TYPES)}; or use "
-            "core_position='token'."
+            f"keys have no fixed position. Fixed types: {', '.join(FIXED_ROPE_TYPES)}; or adapt "
+            "the model with core_position='token' (`corecontext train --core-position token`)."
         )
     module = getattr(model.base_model, "rotary_emb", None)
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)

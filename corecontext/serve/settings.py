@@ -34,8 +34,8 @@ class Serving:
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder in the Hugging Face format, or an identifier on the hub. Default: the "
-            "bundled model."
+            help="Folder in the Hugging Face format, GGUF file, smollm2, or an identifier on the "
+            "hub. Default: the bundled model."
         ),
     ] = None
     name: Annotated[

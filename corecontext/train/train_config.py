@@ -54,8 +54,8 @@ class TrainConfig:
     """The settings of a training run."""
 
     model: str = ""
-    """Folder in the Hugging Face format or identifier on the hub; from scratch, only its config and
-    tokenizer are used."""
+    """Folder in the Hugging Face format, GGUF file, smollm2, or an identifier on the hub; from
+    scratch, only its config and tokenizer are used."""
     output: str = ""
     """Folder of the run: checkpoints, model/, logs. The same command again continues the run."""
     data: tuple[str, ...] = ()
