@@ -68,7 +68,7 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
         raise
 
 
-def _warn(message: Warning | str, *_: Any) -> None:
+def _warn(message: Warning | str, *_: Any, **place: Any) -> None:
     """Print a warning without the place in the code, which says nothing to a user."""
     print(f"warning: {message}", file=sys.stderr)
 
