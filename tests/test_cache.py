@@ -744,6 +744,8 @@ def test_a_cache_may_load_its_own_state(fixed):
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
 def test_a_full_cache_of_full_attention_takes_no_more(fixed):
     tensors = qkv(1, 4, 2, 30)
+    if fixed and tensors[0].is_cuda:
+        pytest.skip("a length on a GPU is not read back")
     layer = FullLayer(24, fixed=fixed)
     if fixed:
         layer.seen = torch.zeros((), dtype=torch.long)
