@@ -69,7 +69,7 @@ def server(tmp_path_factory):
 
 
 def prompts(count: int) -> list[str]:
-    return [DOCUMENT[500 * i : 500 * i + 60 + 97 * (i % 9)] for i in range(count)]
+    return [DOCUMENT[500 * i : 500 * i + 60 + 47 * (i % 9)] for i in range(count)]
 
 
 @needs_assets
