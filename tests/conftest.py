@@ -39,9 +39,13 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest; within a file the order stays."""
+    """Begin with the files that take longest; within a file the order stays. Slow tests have half
+    an hour, as they also pass on a busy machine."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(1800))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
