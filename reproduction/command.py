@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -65,7 +66,10 @@ def reproduce(
     device: Device = "auto",
     json: Json = None,
 ) -> None:
-    """The paper's tables and figures: with small models trained here, or on a checkpoint."""
+    """The paper's tables and figures: with small models trained here, or on a checkpoint.
+
+    `python -m reproduction real` measures attentions on a pretrained model.
+    """
     from pathlib import Path
 
     from corecontext.files import check_output
@@ -140,7 +144,16 @@ def reproduce(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the reproduction; returns its exit code."""
+    """Run the reproduction, or `real`, the measurements on a pretrained model; returns the exit
+    code."""
+    from reproduction.real_command import real
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command: Any = reproduce
+    program = "python -m reproduction"
+    if arguments[:1] == ["real"]:
+        command = real
+        program += f" {arguments.pop(0)}"
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(reproduce)
-    return run(app, "python -m reproduction", argv)
+    app.command()(command)
+    return run(app, program, arguments)

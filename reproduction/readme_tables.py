@@ -1,4 +1,5 @@
-"""Write the miniature's tables for README and docs: one line a method, from its stages' records.
+"""Write the tables of README and docs about quality: the miniature's, one line a method from its
+stages' records, and those of a pretrained model.
 
 `python -m reproduction.readme_tables` writes the tables anew.
 """
@@ -18,6 +19,7 @@ from benchmarks.tables import Column, markdown
 from corecontext.record import Record
 from reproduction.methods import SCRATCH, SCRATCH_FINE, Method, alike, methods
 from reproduction.plan import adapted, from_scratch
+from reproduction.real_tables import real_markdown
 from reproduction.sizes import FULL
 
 SHORT = ("full", "window", "window_wide", "duo_1", "cca", "distilled", "raw_1", "raw_1_distilled")
@@ -141,6 +143,8 @@ TABLES: Sequence[PageTable] = (
     PageTable("quality", "quality", quality_markdown),
     PageTable("quality, scratch", "quality", scratch_markdown),
     PageTable("quality, short", "quality", partial(quality_markdown, names=SHORT)),
+    PageTable("real, as it is", "real", partial(real_markdown, trained=False)),
+    PageTable("real, trained", "real", partial(real_markdown, trained=True)),
 )
 
 if __name__ == "__main__":

@@ -1,0 +1,310 @@
+"""Measure attentions on a pretrained model, as it is or trained for a few steps: far perplexity and
+needles.
+
+Each method's records are appended together, once it is measured. A method whose records are there,
+of the same code and settings, is not measured again.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from corecontext.baselines import enabled
+from corecontext.config import CCAConfig
+from corecontext.data.readers import find_file
+from corecontext.eval.runner import fingerprint
+from corecontext.eval.subject import ModelSubject
+from corecontext.files import UserError, cache_folder
+from corecontext.heads.budget import Shape, Unit
+from corecontext.heads.search import find_units
+from corecontext.integrations.hf_attention import full_layers
+from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.integrations.hf_gguf import local_model
+from corecontext.loading import Loaded, load, load_config, one_line
+from corecontext.model_sizes import ModelSizes
+from corecontext.perplexity import hidden_nll
+from corecontext.record import (
+    Record,
+    append_records,
+    device_name,
+    make_record,
+    read_records,
+    source_version,
+)
+from corecontext.terminal import progress
+from reproduction.real_gains import gain_records
+from reproduction.real_methods import (
+    METHODS,
+    WITH_HEADS,
+    Heads,
+    Sizes,
+    describe,
+    equal_heads,
+)
+from reproduction.real_texts import Needle, Window, cut_windows, make_needles
+from reproduction.real_training import Adaptation, adapt
+
+ANSWER_TOKENS = 32
+SEARCH_WINDOWS = 2
+"""Windows of the search for heads that keep every token."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The model, the data and the measurements."""
+
+    model: str
+    data: str
+    output: str
+    windows: int = 32
+    """Each of another document."""
+    needles: int = 25
+    """Of each length."""
+    needle_lengths: tuple[int, ...] = (4000, 7900)
+    full_heads: str | None = None
+    """KV heads that keep every token, "LAYER:HEAD,..."; None searches for them."""
+    save: str | None = None
+    """Folder for trained models; one that is there is measured, not trained again."""
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+class RealModel:
+    """A pretrained model, its texts, and the measurements of one seed."""
+
+    def __init__(self, protocol: Protocol, sizes: Sizes, adaptation: Adaptation) -> None:
+        self.protocol = protocol
+        self.sizes = sizes
+        self.adaptation = adaptation
+        self.folder = local_model(protocol.model)
+        self.name = Path(self.folder).name.lower()
+        self.hf_config = load_config(self.folder)
+
+    # Texts, made when first needed
+    # ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def original(self) -> Loaded:
+        """The model as it is, under full attention."""
+        return self._load(self.folder)
+
+    @cached_property
+    def test_windows(self) -> list[Window]:
+        """One window of each of the first long documents of lm_test."""
+        return self._windows("lm_test", self.protocol.windows, most=1)
+
+    @cached_property
+    def training_windows(self) -> list[Window]:
+        """The windows of lm_train that the steps need, or all that it has."""
+        needed = self.adaptation.steps * self.adaptation.rows
+        windows = self._windows("lm_train", max(needed, SEARCH_WINDOWS))
+        if len(windows) < needed:
+            print(f"lm_train has {len(windows)} windows, repeated for {needed}", file=sys.stderr)
+        return windows
+
+    @cached_property
+    def needles(self) -> dict[int, list[Needle]]:
+        """The prompts of each length."""
+        count = self.protocol.needles
+        folder, tokenizer = self.protocol.data, self.original.tokenizer
+        return {
+            length: make_needles(folder, tokenizer, length, count, self.adaptation.seed)
+            for length in self.protocol.needle_lengths
+            if count
+        }
+
+    @cached_property
+    def heads(self) -> Heads:
+        """The KV heads that keep every token: given, or searched for in the original model."""
+        kv_heads = ModelSizes.of(self.hf_config).kv_heads
+        shape = Shape(len(full_layers(self.hf_config)), kv_heads)
+        if self.protocol.full_heads is not None:
+            from corecontext.baselines.duo_attention import find_heads
+
+            with one_line():
+                by_layer = find_heads(self.protocol.full_heads, self.hf_config)
+            units = (Unit(layer, head) for layer in range(shape.layers) for head in by_layer[layer])
+            return Heads(shape, tuple(units))
+        rows = [self._tensor(window.ids) for window in self.training_windows[:SEARCH_WINDOWS]]
+        options: dict[str, Any] = {"heads": True, "raw": True, "folder": cache_folder() / "heads"}
+        model = self.original.model
+        with enabled(model, self.sizes.cca()):
+            count = equal_heads(self.sizes, shape)
+            findings = find_units(model, rows, self.sizes.length, count, **options)
+        return Heads(shape, findings.search.chosen)
+
+    def _windows(self, name: str, count: int, most: int | None = None) -> list[Window]:
+        path = find_file(self.protocol.data, (name,))
+        return cut_windows(path, self.original.tokenizer, self.sizes.length, count, most)
+
+    def _load(self, folder: str) -> Loaded:
+        return load(folder, method="full", dtype=self.protocol.dtype, device=self.protocol.device)
+
+    def _tensor(self, ids: Iterable[int]) -> torch.Tensor:
+        device = self.original.model.device
+        return torch.tensor([list(ids)], dtype=torch.int64, device=device)
+
+    # Measurements
+    # ----------------------------------------------------------------------------------------------
+
+    def run(self, methods: Sequence[str]) -> None:
+        """Measure methods, and append the records of each as soon as it is measured."""
+        for method in methods:
+            heads = self.heads if method in WITH_HEADS else Heads(Shape(0, 0))
+            with one_line():
+                attention = METHODS[method](self.sizes, heads)
+            params = self._params(method, attention, heads)
+            if self._is_measured(params):
+                print(f"{method}: measured before", file=sys.stderr)
+                continue
+            records = self._measure(method, attention, params)
+            append_records(self.protocol.output, records)
+            for record in records:
+                place = f"{record.params['task']} at {record.params['length']} tokens"
+                print(f"{method}: {record.name} {record.value:.4f}, {place}", flush=True)
+
+    def _params(self, method: str, attention: Any, heads: Heads) -> dict[str, Any]:
+        """Return the params of a method's records that are known before it is measured."""
+        adaptation = self.adaptation
+        rows = adaptation.steps * adaptation.rows
+        params = {
+            "model": self.name,
+            "method": method,
+            "trained_tokens": rows * self.sizes.length,
+            **describe(attention, heads),
+            "seed": adaptation.seed,
+            "windows": len(self.test_windows),
+            "needles": self.protocol.needles,
+        }
+        if adaptation.steps:
+            params["learning_rate"] = adaptation.learning_rate
+        return params
+
+    def _is_measured(self, params: dict[str, Any]) -> bool:
+        """Whether the output has the records of these params, made by this code."""
+        path = Path(self.protocol.output)
+        if not path.exists():
+            return False
+        wanted = {**params, "length": self.sizes.length}
+        commit = source_version()[0]
+        return any(
+            record.name == "real.perplexity"
+            and record.commit == commit
+            and all(record.params.get(name) == value for name, value in wanted.items())
+            for record in read_records(path)
+        )
+
+    def _measure(self, method: str, attention: Any, params: dict[str, Any]) -> list[Record]:
+        """Return the records of a method, trained first where there are steps."""
+        if not self.adaptation.steps:
+            return self._records(self.original, attention, params)
+        parent = tempfile.TemporaryDirectory()
+        if self.protocol.save is not None:
+            parent = nullcontext(self.protocol.save)
+        with parent as folder:
+            settings = [self.name, self.sizes.length, vars(self.adaptation), params["full_heads"]]
+            target = Path(folder) / f"{method}-{fingerprint([*settings, str(attention)])}"
+            if not (target / "config.json").exists():
+                adapt(self.folder, attention, self.adaptation, self.training_windows, target)
+                _free_memory()
+            records = self._records(self._load(str(target)), attention, params)
+        _free_memory()
+        return records
+
+    def _records(self, loaded: Loaded, attention: Any, params: dict[str, Any]) -> list[Record]:
+        """Return far perplexity and the share of needles found of a model under an attention."""
+        device = device_name(loaded.model.device)
+        records = []
+        hold = nullcontext() if attention is None else enabled(loaded.model, attention)
+        with one_line(), hold:
+            nll, cache = self._far_nll(loaded.model)
+            far = {**params, "length": self.sizes.length, "task": "far", **cache}
+            records.append(make_record("real.perplexity", math.exp(nll), far, device=device))
+            for length, needles in self.needles.items():
+                share, cache = self._found(_under(loaded, attention), needles)
+                hidden = {**params, "length": length, "task": "needles", **cache}
+                records.append(make_record("real.accuracy", share, hidden, device=device))
+        return records
+
+    def _far_nll(self, model: Any) -> tuple[float, dict[str, int]]:
+        """Return the mean negative log-likelihood of the second halves of the windows, in nats a
+        token, and the bytes of the cache."""
+        losses = []
+        cache: dict[str, int] = {}
+        with progress(f"windows of {self.sizes.length} tokens", len(self.test_windows)) as advance:
+            for window in self.test_windows:
+                nll, cache = _read(model, self._tensor(window.ids))
+                losses.append(float(far_half(nll).double().mean()))
+                advance(1)
+        return sum(losses) / len(losses), cache
+
+    def _found(self, loaded: Loaded, needles: list[Needle]) -> tuple[float, dict[str, int]]:
+        """Return the share of numbers found by greedy decoding, and the bytes of the cache."""
+        subject = ModelSubject(loaded)
+        _, cache = _read(loaded.model, self._tensor(needles[0].ids))
+        found = 0
+        with progress(f"needles in {len(needles[0].ids)} tokens", len(needles)) as advance:
+            for needle in needles:
+                found += needle.is_found(subject.generate(needle.ids, ANSWER_TOKENS))
+                advance(1)
+        return found / len(needles), cache
+
+
+def far_half(nll: torch.Tensor) -> torch.Tensor:
+    """Return the losses of a window's second half: of tokens L / 2 to L - 1, from those of tokens 1
+    to L - 1."""
+    return nll[(len(nll) + 1) // 2 - 1 :]
+
+
+def _read(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, int]]:
+    """Return the losses of tokens 1, 2, ... of a text [1, L], and the bytes of its cache."""
+    with torch.inference_mode():
+        output = model.get_decoder()(ids, use_cache=True)
+        nll = hidden_nll(model.get_output_embeddings(), output.last_hidden_state, ids)
+    if not nll.isfinite().all():
+        raise UserError("losses must be finite, got NaN or infinity. Take another --dtype.")
+    layers = output.past_key_values.layers
+    host = sum(getattr(layer, "host_bytes", 0) for layer in layers)
+    return nll, {"device_bytes": cache_bytes(output.past_key_values) - host, "host_bytes": host}
+
+
+def _under(loaded: Loaded, attention: Any) -> Loaded:
+    """Return a loaded model with the settings of the attention that it runs."""
+    if isinstance(attention, CCAConfig):
+        return replace(loaded, config=attention)
+    return replace(loaded, rival=attention)
+
+
+def _free_memory() -> None:
+    """Free the memory of models that nobody refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def append_gains(output: str, window_size: int, *, strict: bool) -> None:
+    """Append the share of full attention's gain of each measured method that has none yet.
+
+    Args:
+        window_size: The window of the sinks and window that keep 0 %.
+        strict: Raise a UserError that names the missing rows; else print it.
+    """
+    gains, missing = gain_records(read_records(output), window_size)
+    append_records(output, gains)
+    for record in gains:
+        print(f"{record.params['method']}: {record.name} {record.value:.4f}")
+    if missing and strict:
+        raise UserError(missing)
+    if missing:
+        print(f"gains are incomplete: {missing}", file=sys.stderr)

@@ -1,0 +1,100 @@
+"""The command line of the measurements on a pretrained model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from corecontext.cli.options import MODEL_HELP, Device, Dtype, Seed
+from corecontext.config import DEFAULT_GROUP_SIZE, listed
+from corecontext.files import UserError
+from reproduction.real_methods import METHODS, WITH_HEADS, Sizes
+from reproduction.real_training import Adaptation
+
+DEFAULT_METHODS = ("full", "streaming_llm", "streaming_llm_wide", "cca_paper", "cca")
+
+
+def real(
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
+    data: Annotated[
+        str, typer.Option(help="Folder with lm_test, lm_train and haystack_essays (.jsonl, .xz).")
+    ] = "",
+    method: Annotated[
+        list[str],
+        typer.Option(help=f"{listed(tuple(METHODS))}; may be repeated."),
+    ] = list(DEFAULT_METHODS),
+    steps: Annotated[
+        int, typer.Option(help="Training steps before the measurement; 0 measures the model.")
+    ] = 0,
+    group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = DEFAULT_GROUP_SIZE,
+    window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 512,
+    sink_size: Annotated[int, typer.Option(help="First tokens kept as they are.")] = 16,
+    core_mass: Annotated[
+        bool, typer.Option("--core-mass", help="Add the entropy of its weights to a core's score.")
+    ] = False,
+    fetch_groups: Annotated[int, typer.Option(help="Groups that a query fetches.")] = 32,
+    fetch_index: Annotated[str, typer.Option(help="Index by which groups are chosen.")] = "parts:4",
+    full_heads: Annotated[
+        str | None,
+        typer.Option(
+            help=f"KV heads that keep every token ({', '.join(WITH_HEADS)}), as LAYER:HEAD,... "
+            "Default: found on lm_train, as many as the bytes of CCA allow."
+        ),
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 8192,
+    windows: Annotated[int, typer.Option(help="Windows, each of another document.")] = 32,
+    needles: Annotated[int, typer.Option(help="Needles of each length.")] = 25,
+    needle_length: Annotated[
+        list[int], typer.Option(help="Tokens of a needle's prompt; may be repeated.")
+    ] = [4000, 7900],
+    rows: Annotated[int, typer.Option(help="Windows of a training step.")] = 8,
+    rows_at_once: Annotated[int, typer.Option(help="Windows of a forward pass in training.")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-4,
+    seed: Seed = 0,
+    output: Annotated[str, typer.Option(help="File that records are appended to.")] = (
+        "results/real.jsonl"
+    ),
+    save: Annotated[
+        str | None,
+        typer.Option(help="Folder for trained models; one that is there is not trained again."),
+    ] = None,
+    gains: Annotated[
+        bool, typer.Option("--gains", help="Only compute gains from the records in the output.")
+    ] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Attentions on a pretrained model: far perplexity and needles, as it is or trained for some
+    steps (docs/real-model.md)."""
+    from corecontext.cli.options import check_appended, check_least
+    from reproduction.real import Protocol, RealModel, append_gains
+
+    check_appended(output)
+    for name in method:
+        if name not in METHODS:
+            raise UserError(f"method must be {listed(tuple(METHODS))}, got {name!r}.")
+    check_least(0, steps=steps, needles=needles)
+    check_least(1, windows=windows, rows=rows, rows_at_once=rows_at_once)
+    check_least(2, length=length)
+    if not gains:
+        if not data:
+            raise UserError("data must be given, got none. Use --data FOLDER.")
+        sizes = Sizes(
+            length, group_size, window_size, sink_size, core_mass, fetch_groups, fetch_index
+        )
+        adaptation = Adaptation(steps, rows, rows_at_once, learning_rate, seed=seed)
+        protocol = Protocol(
+            model,
+            data,
+            output,
+            windows=windows,
+            needles=needles,
+            needle_lengths=tuple(needle_length),
+            full_heads=full_heads,
+            save=save,
+            dtype=dtype,
+            device=device,
+        )
+        RealModel(protocol, sizes, adaptation).run(method)
+    append_gains(output, window_size, strict=gains)

@@ -1,0 +1,81 @@
+"""Compute the share of full attention's gain over sinks and window that each method keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from corecontext.record import Record, make_record
+
+SAME = ("model", "trained_tokens", "seed", "length", "windows", "learning_rate")
+"""Params that a method shares with the two that bound its gain."""
+ENDS = {"streaming_llm": "0 %", "full": "100 %"}
+"""Methods that bound the gain, by definition."""
+MEASURED = ("device_bytes", "host_bytes")
+"""Params that do not tell measurements apart."""
+
+
+def gain_kept(perplexity: float, window: float, full: float) -> float:
+    """Return ln(window / perplexity) / ln(window / full): 0 for sinks and window, 1 for full
+    attention."""
+    return math.log(window / perplexity) / math.log(window / full)
+
+
+def latest_far(records: Iterable[Record]) -> list[Record]:
+    """Return the latest far perplexity of each method and size, in the order of their first
+    measurement."""
+    latest: dict[str, Record] = {}
+    for record in records:
+        if record.name == "real.perplexity":
+            params = {k: v for k, v in record.params.items() if k not in MEASURED}
+            latest[repr(sorted(params.items()))] = record
+    return list(latest.values())
+
+
+def gain_records(records: Sequence[Record], window_size: int) -> tuple[list[Record], str]:
+    """Return the gains that the records do not have yet, and a line about rows that are missing for
+    others, "" where none is.
+
+    Args:
+        window_size: The window of the sinks and window that keep 0 %.
+    """
+    far = latest_far(records)
+    measured = [record.params for record in records if record.name == "real.gain_kept"]
+    gains = []
+    missing = []
+    for record in far:
+        if record.params["method"] in ENDS:
+            continue
+        ends = []
+        for method in ENDS:
+            wanted = {"method": method, **{name: record.params.get(name) for name in SAME}}
+            if method == "streaming_llm":
+                wanted["window_size"] = window_size
+            end = _find(far, wanted)
+            if end is None:
+                settings = (
+                    f"{name} {value}" for name, value in wanted.items() if value is not None
+                )
+                missing.append(", ".join(settings))
+            else:
+                ends.append(end.value)
+        if len(ends) < 2 or ends[0] <= ends[1]:
+            continue
+        # A gain names the values that it is made of: measured again, they make another.
+        window, full = ends
+        params = {**record.params, "over": window_size, "of": [window, record.value, full]}
+        if params not in measured:
+            kept = gain_kept(record.value, window, full)
+            gains.append(make_record("real.gain_kept", kept, params, device=record.device))
+    if not missing:
+        return gains, ""
+    rows = "; ".join(dict.fromkeys(missing))
+    return gains, f"records must hold real.perplexity of these rows, got none: {rows}."
+
+
+def _find(far: Sequence[Record], wanted: dict) -> Record | None:
+    """Return the last record with these params; None stands for a param that is absent."""
+    for record in reversed(far):
+        if all(record.params.get(name) == value for name, value in wanted.items()):
+            return record
+    return None

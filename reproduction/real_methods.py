@@ -1,0 +1,141 @@
+"""Make the attentions that are compared on a pretrained model, all from the same sizes.
+
+A new method is one more row of METHODS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from corecontext import cost
+from corecontext.baselines.duo_attention import DuoAttention
+from corecontext.baselines.sink_methods import StreamingLLM, WindowOnly
+from corecontext.config import DEFAULT_GROUP_SIZE, CCAConfig
+from corecontext.heads.budget import Shape, Unit, at_equal_cache
+from corecontext.visibility import num_sinks
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that all methods share."""
+
+    length: int = 8192
+    """Tokens at which caches have equal bytes."""
+    group_size: int = DEFAULT_GROUP_SIZE
+    window_size: int = 512
+    sink_size: int = 16
+    core_mass: bool = False
+    fetch_groups: int = 32
+    fetch_index: str = "parts:4"
+
+    def cca(self) -> CCAConfig:
+        """Return the settings of CCA."""
+        return CCAConfig(
+            self.group_size,
+            self.window_size,
+            sink_size=self.sink_size,
+            core_mass=self.core_mass,
+        )
+
+    def fetch(self) -> CCAConfig:
+        """Return the settings of CCA whose queries fetch groups, each query by its own choice."""
+        settings = {"fetch_groups": self.fetch_groups, "fetch_index": self.fetch_index}
+        return self.cca().replace(**settings, fetch_share=1)
+
+    def wide_window(self) -> int:
+        """Return the window that takes the bytes of CCA's window and core tokens."""
+        return self.window_size + self.length // self.group_size
+
+
+class Heads(NamedTuple):
+    """The KV heads of a model that keep every token."""
+
+    shape: Shape
+    chosen: tuple[Unit, ...] = ()
+
+    def by_layer(self) -> tuple[tuple[int, ...], ...]:
+        """Return the heads of each layer."""
+        return tuple(
+            tuple(
+                unit.head for unit in self.chosen if unit.layer == layer and unit.head is not None
+            )
+            for layer in range(self.shape.layers)
+        )
+
+    def __str__(self) -> str:
+        return ",".join(f"{unit.layer}:{unit.head}" for unit in self.chosen)
+
+
+def equal_heads(sizes: Sizes, shape: Shape) -> int:
+    """Return how many KV heads can keep every token, the others sinks and window, in the bytes of
+    CCA's cache; at least one."""
+    heads = shape.layers * shape.kv_heads
+    g, s = sizes.group_size, sizes.window_size
+    entries = cost.cache_entries(sizes.length, g, s, sinks=num_sinks(sizes.sink_size, g))
+    nearest = s + sizes.sink_size
+    return max(1, heads * (entries - nearest) // max(1, sizes.length - nearest))
+
+
+def _with_raw_heads(config: CCAConfig, sizes: Sizes, heads: Heads) -> CCAConfig:
+    return at_equal_cache(heads.shape, heads.chosen, config, sizes.length, raw=True)
+
+
+METHODS: dict[str, Callable[[Sizes, Heads], Any]] = {
+    "full": lambda sizes, heads: None,
+    "window": lambda sizes, heads: WindowOnly(window_size=sizes.window_size),
+    "streaming_llm": lambda sizes, heads: StreamingLLM(sizes.sink_size, sizes.window_size),
+    "streaming_llm_wide": lambda sizes, heads: StreamingLLM(sizes.sink_size, sizes.wide_window()),
+    "cca_paper": lambda sizes, heads: CCAConfig(
+        sizes.group_size, sizes.window_size, sink_size=0, core_mass=False
+    ),
+    "cca": lambda sizes, heads: sizes.cca(),
+    "cca_raw_heads": lambda sizes, heads: _with_raw_heads(sizes.cca(), sizes, heads),
+    "duo_attention": lambda sizes, heads: DuoAttention(
+        heads.by_layer(), sizes.sink_size, sizes.window_size
+    ),
+    "fetch": lambda sizes, heads: sizes.fetch(),
+    "fetch_raw_heads": lambda sizes, heads: _with_raw_heads(sizes.fetch(), sizes, heads),
+}
+"""How each method is made: a CCAConfig, a rival's settings, or None for full attention."""
+WITH_HEADS = ("cca_raw_heads", "duo_attention", "fetch_raw_heads")
+"""Methods in which chosen KV heads keep every token."""
+TITLES = {
+    "full": "full attention",
+    "window": "window",
+    "streaming_llm": "sinks and window",
+    "streaming_llm_wide": "sinks and a wider window, the bytes of CCA",
+    "cca_paper": "CCA, the paper's rule",
+    "cca": "CCA",
+    "cca_raw_heads": "CCA, some KV heads keep every token",
+    "duo_attention": "DuoAttention: the same heads, the others sinks and window",
+    "fetch": "CCA that fetches groups",
+    "fetch_raw_heads": "CCA that fetches groups, some KV heads keep every token",
+}
+
+
+def describe(attention: Any, heads: Heads) -> dict[str, Any]:
+    """Return the sizes of an attention for a record's params; None where it has no such size."""
+    names = ("group_size", "window_size", "sink_size", "core_mass", "raw_heads")
+    params: dict[str, Any] = dict.fromkeys((*names, "full_heads", "fetch_groups", "index", "store"))
+    if attention is None:
+        return params
+    params["window_size"] = attention.window_size
+    with_heads = isinstance(attention, DuoAttention)
+    if isinstance(attention, CCAConfig):
+        params["group_size"] = attention.group_size
+        params["sink_size"] = attention.sink_size
+        params["core_mass"] = attention.core_mass
+        with_heads = attention.layer_group_sizes is not None
+        if getattr(attention, "fetch_groups", 0):
+            settings = attention.to_dict()
+            params["fetch_groups"] = settings["fetch_groups"]
+            params["index"] = settings["fetch_index"]
+            params["store"] = settings.get("fetch_store", "device")
+    else:
+        params["sink_size"] = attention.sinks
+    if with_heads:
+        params["raw_heads"] = len(heads.chosen)
+        params["full_heads"] = str(heads)
+    return params

@@ -1,0 +1,107 @@
+"""Train a pretrained model under an attention for a few steps, with the code of `corecontext
+train`."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corecontext.data.packing import collate
+from corecontext.files import UserError
+from corecontext.loading import one_line
+from reproduction.real_texts import Window, WindowRows
+
+DISTIL = 0.5
+"""Share of the loss that is the divergence from the model under full attention."""
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """The settings of a training, the same for all methods."""
+
+    steps: int = 0
+    """0 leaves the model as it is."""
+    rows: int = 8
+    """Windows of a step."""
+    rows_at_once: int = 8
+    """Windows of a forward pass."""
+    learning_rate: float = 1e-4
+    warmup_steps: int = 10
+    seed: int = 0
+    """Of the order of the windows."""
+
+    def __post_init__(self) -> None:
+        if self.rows % self.rows_at_once:
+            raise UserError(
+                f"rows-at-once must divide the {self.rows} rows of a step, got {self.rows_at_once}."
+            )
+
+
+def adapt(
+    name: str, attention: Any, adaptation: Adaptation, windows: list[Window], target: Path
+) -> None:
+    """Train all weights of a model under an attention, and write the result to a folder.
+
+    Half of the loss is cross-entropy, half the divergence from the model as it was, under full
+    attention. The folder gets its name once it is complete.
+
+    Args:
+        name: Folder of the model in the Hugging Face format.
+        attention: A CCAConfig, a rival's settings, or None for full attention.
+        windows: Training text; repeated where the steps need more.
+        target: The folder to write.
+    """
+    from transformers.trainer_utils import SaveStrategy
+
+    from corecontext.baselines import enable
+    from corecontext.integrations.hf_attention import inner_model
+    from corecontext.train.arguments import arguments_of
+    from corecontext.train.loss import compute_loss_in_chunks
+    from corecontext.train.student import make_model, make_tokenizer, prepare_config
+    from corecontext.train.teacher import load_teacher
+    from corecontext.train.train_config import TrainConfig
+    from corecontext.train.trainer import CCATrainer
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        # Full attention as far as the run's settings go: `attention` may be any.
+        config = TrainConfig(
+            model=name,
+            output=scratch,
+            method="full",
+            raw_heads=0,
+            distil=0.0,
+            context_length=len(windows[0].ids),
+            steps=adaptation.steps,
+            batch_size=adaptation.rows_at_once,
+            accumulation=adaptation.rows // adaptation.rows_at_once,
+            learning_rate=adaptation.learning_rate,
+            warmup_steps=min(adaptation.warmup_steps, adaptation.steps // 2),
+            log_every=max(1, adaptation.steps // 10),
+            seed=adaptation.seed,
+        )
+        hf_config = prepare_config(config)
+        arguments = arguments_of(config)
+        arguments.save_strategy = SaveStrategy.NO
+        model = make_model(config, hf_config, bfloat16=arguments.bf16)
+        if attention is not None:
+            with one_line():
+                enable(model, attention)
+        taught = config.replace(method="cca", distil=DISTIL)
+        teacher = load_teacher(taught, bfloat16=arguments.bf16, device=arguments.device)
+        compute_loss_in_chunks(inner_model(model), config.loss_chunk, teacher)
+        trainer = CCATrainer(
+            model=model,
+            args=arguments,
+            train_dataset=WindowRows(windows),
+            data_collator=collate,
+            distil=DISTIL,
+        )
+        trainer.train()
+        model.config.use_cache = True
+        staged = Path(scratch) / "model"
+        model.to(hf_config.dtype).save_pretrained(staged)
+        make_tokenizer(config, hf_config).save_pretrained(staged)
+        staged.rename(target)

@@ -1,0 +1,243 @@
+"""Measurements on a pretrained model, on a tiny one: far halves, needles, gains, records, and a
+training of one step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_eval import write_lines
+from tiny_model import save_tiny_model
+from transformers import AutoTokenizer
+
+from corecontext.config import CCAConfig
+from corecontext.files import UserError
+from corecontext.heads.budget import Shape, Unit
+from corecontext.loading import load
+from corecontext.record import append_records, make_record, read_records
+from reproduction.command import main
+from reproduction.real import Protocol, RealModel, far_half
+from reproduction.real_gains import gain_kept, gain_records
+from reproduction.real_methods import METHODS, WITH_HEADS, Heads, Sizes, describe, equal_heads
+from reproduction.real_tables import real_markdown
+from reproduction.real_texts import cut_windows, make_needles
+from reproduction.real_training import Adaptation
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
+SIZES = ["--length", "96", "--group-size", "4", "--window-size", "16", "--sink-size", "4"]
+COUNTS = ["--windows", "2", "--needles", "2", "--needle-length", "320", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with long and short documents, and essays."""
+    folder = tmp_path_factory.mktemp("data")
+    texts = [f"Text {i}: " + " ".join(str(7 * i + j) for j in range(120)) for i in range(4)]
+    documents = [{"text": "too short", "id": "short"}]
+    documents += [{"text": text, "id": f"document {i}"} for i, text in enumerate(texts)]
+    write_lines(folder / "lm_test.jsonl", documents)
+    write_lines(folder / "lm_train.jsonl", documents)
+    essays = "A man went out to walk. The way was long.\n\nHe came home late and slept well. " * 40
+    write_lines(folder / "haystack_essays.jsonl", [{"text": essays}])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny model whose tokenizer has a chat template."""
+    name = save_tiny_model(tmp_path_factory.mktemp("real") / "Tiny")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(name)
+    return name
+
+
+def test_windows_lie_inside_documents(data, model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = {f"document {i}": f"Text {i}: " for i in range(4)}
+    windows = cut_windows(data / "lm_test.jsonl", tokenizer, 96, 3, most=1)
+    assert [window.origin for window in windows] == [f"{name}, token 0" for name in list(texts)[:3]]
+    for window, beginning in zip(windows, texts.values()):
+        assert len(window.ids) == 96
+        assert tokenizer.decode(window.ids.tolist()).startswith(beginning)
+    several = cut_windows(data / "lm_test.jsonl", tokenizer, 96, 3)
+    assert [window.origin for window in several] == [f"document 0, token {i}" for i in (0, 96, 192)]
+    with pytest.raises(UserError, match="length must be at most that of a document"):
+        cut_windows(data / "lm_test.jsonl", tokenizer, 5000, 3)
+
+
+def test_the_far_half_is_that_of_the_tokens_from_the_middle_on(data, model):
+    loaded = load(model, method="full", device="cpu")
+    protocol = Protocol(model, str(data), "", windows=2, device="cpu")
+    real = RealModel(protocol, Sizes(length=96), Adaptation())
+    losses = []
+    for window in real.test_windows:
+        ids = torch.tensor(window.ids.tolist())
+        with torch.inference_mode():
+            logits = loaded.model(ids[None]).logits[0]
+        losses.append(F.cross_entropy(logits[47:95], ids[48:]))
+    nll, cache = real._far_nll(loaded.model)
+    assert nll == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+    # Keys and values of 2 layers, 2 KV heads of 16 numbers and 96 tokens, in float32.
+    assert cache == {"device_bytes": 2 * 2 * 2 * 16 * 96 * 4, "host_bytes": 0}
+    assert far_half(torch.arange(1, 8)).tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("length", [320, 500])
+def test_needles_are_in_the_template_at_their_depth(data, model, length):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    needles = make_needles(str(data), tokenizer, length, 5, seed=3)
+    assert [needle.depth for needle in needles] == [0, 0.25, 0.5, 0.75, 1]
+    assert len({needle.number for needle in needles}) == 5
+    for needle in needles:
+        assert length - 3 <= len(needle.ids) <= length
+        prompt = tokenizer.decode(needle.ids)
+        assert prompt.startswith("<user>") and prompt.endswith("</><assistant>")
+        assert len(needle.number) == 7 and prompt.count(needle.number) == 1
+        sentence = f"The secret number is {needle.number}."
+        text = prompt.partition("follows the text.\n\n")[2].partition("\n\nWhat is")[0]
+        before, _, after = text.partition(sentence)
+        longest = 40  # of a sentence of the essays
+        assert abs(len(before) - needle.depth * (len(before) + len(after))) <= longest
+        assert needle.is_found(f"It is {needle.number}!") and not needle.is_found(needle.number[1:])
+    again = make_needles(str(data), tokenizer, length, 5, seed=4)
+    assert again[0].number != needles[0].number
+
+
+def test_the_gain_is_that_of_the_logarithms():
+    # docs/real-model.md: a window twice as wide, and DuoAttention
+    assert gain_kept(9.39, 11.65, 7.46) == pytest.approx(0.484, abs=1e-3)
+    assert gain_kept(5.760, 7.162, 5.530) == pytest.approx(0.842, abs=1e-3)
+    assert gain_kept(7.46, 11.65, 7.46) == 1 and gain_kept(11.65, 11.65, 7.46) == 0
+
+
+def far(method: str, value: float, **params) -> object:
+    """Return a record of far perplexity."""
+    sizes = {"model": "m", "trained_tokens": 0, "seed": 0, "length": 96, "windows": 2}
+    settings = {"method": method, "window_size": 16, **sizes, **params}
+    return make_record("real.perplexity", value, settings)
+
+
+def test_gains_are_made_once_of_the_latest_rows_and_name_those_missing():
+    records = [far("streaming_llm", 9.0), far("full", 3.0), far("cca", 8.0), far("full", 4.0)]
+    gains, missing = gain_records(records, 16)
+    assert not missing and [gain.params["method"] for gain in gains] == ["cca"]
+    assert gains[0].value == pytest.approx(math.log(9 / 8) / math.log(9 / 4))
+    assert gains[0].params["of"] == [9.0, 8.0, 4.0] and gains[0].params["over"] == 16
+    assert gain_records([*records, *gains], 16) == ([], "")
+    # Rows of another seed, training or window do not serve.
+    others = [far("cca", 8.0, seed=1), far("cca", 7.0, trained_tokens=5, learning_rate=1e-4)]
+    gains, missing = gain_records([*records, *others], 16)
+    assert len(gains) == 1
+    assert "method full, model m, trained_tokens 0, seed 1, length 96, windows 2" in missing
+    assert "trained_tokens 5" in missing and "learning_rate 0.0001" in missing
+    gains, missing = gain_records(records, 32)
+    assert not gains and "window_size 32" in missing
+
+
+def test_a_table_has_a_line_for_each_method_and_size():
+    shape = Shape(30, 3)
+    heads = Heads(shape, (Unit(18, 2),))
+    records = []
+    for seed in (0, 1):
+        shared = {"model": "m", "trained_tokens": 8, "seed": seed, "windows": 2, "needles": 4}
+        for method, value in (("full", 4.0), ("streaming_llm", 9.0), ("cca", 6.0 + 2 * seed)):
+            sizes = describe(METHODS[method](Sizes(), heads), heads)
+            params = {"method": method, **shared, **sizes, "device_bytes": 3 << 20, "host_bytes": 0}
+            params_far = {**params, "length": 8192, "task": "far"}
+            records.append(make_record("real.perplexity", value, params_far))
+            params_needles = {**params, "length": 4000, "task": "needles"}
+            records.append(make_record("real.accuracy", 0.5, params_needles))
+    records += gain_records(records, 512)[0]
+    head, _, full, window, cca = real_markdown(records, trained=True).splitlines()
+    assert "needles, 4,000 tokens" in head
+    assert full == "| full attention | 2 | 3.0 | 4.000 ± 0.000 | 100 % | 50 % ± 0 % |"
+    assert "| 0 % |" in window and "s = 512, sinks = 16" in window
+    low, high = (100 * math.log(9 / value) / math.log(9 / 4) for value in (8, 6))
+    assert f"| {(low + high) / 2:.1f} % ± " in cca and "7.000 ± 1.414" in cca
+    assert real_markdown(records, trained=False).count("\n") == 2
+
+
+def test_methods_share_sizes_and_bytes():
+    shape = Shape(30, 3)
+    sizes = Sizes()
+    assert equal_heads(sizes, shape) == 6
+    heads = Heads(shape, (Unit(18, 2), Unit(23, 0), Unit(18, 0)))
+    assert str(heads) == "18:2,23:0,18:0" and heads.by_layer()[18] == (2, 0)
+    wide = METHODS["streaming_llm_wide"](sizes, heads)
+    assert (wide.window_size, wide.sinks) == (1024, 16)
+    paper = METHODS["cca_paper"](sizes, heads)
+    assert paper == CCAConfig(16, 512, sink_size=0, core_mass=False)
+    cca = METHODS["cca"](Sizes(core_mass=True), heads)
+    assert cca == CCAConfig(16, 512, sink_size=16, core_mass=True)
+    for method in WITH_HEADS[:2]:
+        params = describe(METHODS[method](sizes, heads), heads)
+        assert params["raw_heads"] == 3 and params["full_heads"] == str(heads)
+        assert params["sink_size"] == 16
+    assert describe(cca, heads)["raw_heads"] is None
+    assert set(describe(None, heads).values()) == {None}
+
+
+def test_the_command_measures_each_method_once(data, model, tmp_path, capsys):
+    output = tmp_path / "real.jsonl"
+    methods = ["full", "streaming_llm", "cca", "duo_attention"]
+    chosen = [option for method in methods for option in ("--method", method)]
+    command = ["real", "--model", model, "--data", str(data), *SIZES, *COUNTS, *chosen]
+    command += ["--output", str(output), "--full-heads", "1:0"]
+    assert main(command) == 0, capsys.readouterr().err
+    records = read_records(output)
+    by_method = {
+        method: [record for record in records if record.params["method"] == method]
+        for method in methods
+    }
+    for method in methods:
+        perplexity, accuracy = by_method[method][:2]
+        assert (perplexity.name, accuracy.name) == ("real.perplexity", "real.accuracy")
+        assert accuracy.params["length"] == 320 and accuracy.params["task"] == "needles"
+        assert perplexity.params["length"] == 96 and perplexity.params["task"] == "far"
+        assert perplexity.params["model"] == "tiny"
+        assert perplexity.params["trained_tokens"] == perplexity.params["host_bytes"] == 0
+        assert 0 < perplexity.params["device_bytes"] <= accuracy.params["device_bytes"]
+    assert by_method["cca"][0].params["sink_size"] == 4
+    assert by_method["cca"][0].params["core_mass"] is False
+    assert by_method["duo_attention"][0].params["full_heads"] == "1:0"
+    assert by_method["cca"][0].value != by_method["full"][0].value
+
+    assert main(command) == 0  # nothing is measured again
+    assert len(read_records(output)) == len(records)
+    assert main([*command, "--method", "nothing"]) == 2
+    assert "method must be" in capsys.readouterr().err
+    alone = tmp_path / "alone.jsonl"
+    append_records(alone, by_method["cca"][:1])
+    assert main(["real", "--gains", "--window-size", "16", "--output", str(alone)]) == 2
+    assert "method streaming_llm, model tiny" in capsys.readouterr().err
+
+
+def test_a_step_of_training_changes_the_model_and_is_recorded(data, model, tmp_path, capsys):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    output = tmp_path / "real.jsonl"
+    command = ["real", "--model", model, "--data", str(data), *SIZES, *COUNTS, "--needles", "0"]
+    command += ["--output", str(output), "--method", "cca", "--method", "full"]
+    trained = [*command, "--steps", "1", "--rows", "2", "--rows-at-once", "1"]
+    trained += ["--learning-rate", "3e-3", "--save", str(tmp_path / "saved")]
+    assert main(command) == main(trained) == 0, capsys.readouterr().err
+    values = {}
+    for record in read_records(output):
+        assert record.name == "real.perplexity"
+        values[record.params["method"], record.params["trained_tokens"]] = record.value
+    assert values.keys() == {(method, t) for method in ("cca", "full") for t in (0, 2 * 96)}
+    assert values["cca", 192] < values["cca", 0]
+    assert values["full", 192] < values["full", 0]
+    saved = sorted((tmp_path / "saved").iterdir())
+    assert [folder.name.rpartition("-")[0] for folder in saved] == ["cca", "full"]
+    # A trained model that is there is measured, not trained again.
+    output.unlink()
+    before = [file.stat().st_mtime_ns for folder in saved for file in folder.iterdir()]
+    assert main(trained) == 0
+    assert before == [file.stat().st_mtime_ns for folder in saved for file in folder.iterdir()]
+    assert {record.value for record in read_records(output)} == {
+        values["cca", 192],
+        values["full", 192],
+    }
