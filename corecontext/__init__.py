@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -30,5 +31,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names too, so that they complete before their first use."""
-    return sorted({*globals(), *__all__})
+    """List the public names, before their first use too, and the modules loaded so far."""
+    modules = (name for name in globals() if f"{__name__}.{name}" in sys.modules)
+    return sorted({*__all__, "__version__", *modules})

@@ -82,8 +82,9 @@ def read_text(path: str) -> str:
         # planted: loading: a byte order mark is a part of the text
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        place = error.start + len(data) - len(error.object)  # a byte order mark is not in `object`
         raise UserError(
-            f"{name} must be UTF-8 text, got byte 0x{data[error.start]:02x} at {error.start}. "
+            f"{name} must be UTF-8 text, got byte 0x{data[place]:02x} at {place}. "
             "Convert it to UTF-8 first."
         ) from None
     if "\0" in text:

@@ -26,13 +26,16 @@ def print_info(
     """Print operations and cache bytes for full attention and CCA by length."""
     # Bad sizes fail before the model is looked for.
     cca_config(None, group_size, window_size, sinks=sinks)
+    from corecontext.inference.limits import position_limit
+    from corecontext.integrations.hf_attention import full_layers
+    from corecontext.integrations.hf_rotary import check_rope_type, layer_type_of
+
     hf_config = load_config(name)
     check_architecture(hf_config, untested)
     config = cca_config(hf_config, group_size, window_size, sinks=sinks)
     with one_line(f"model '{name}' cannot be built"):
         cost = ModelCost.of(hf_config)
-    text = hf_config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None) or 131072
+    limit = position_limit(hf_config) or 131072
     with one_line():  # sizes by layer or head may not fit the model
         table = info_table(cost, config, lengths or default_lengths(limit), hf_config.model_type)
     console().print(table)
@@ -40,6 +43,11 @@ def print_info(
         f"weights read for each new token: {_bytes(cost.weight_bytes())}; cache in "
         f"{8 * cost.itemsize}-bit numbers; the model was built for {limit} tokens"
     )
+    if config.core_position == "middle":
+        try:
+            check_rope_type(hf_config, layer_type_of(hf_config, full_layers(hf_config)[0]))
+        except NotImplementedError as error:
+            console().print(f"CCA cannot be enabled: {error}")
 
 
 def default_lengths(limit: int) -> list[int]:

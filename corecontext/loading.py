@@ -49,6 +49,8 @@ class Loaded:
     """The settings of such a rival, from corecontext.baselines."""
     adapted: bool = False
     """Whether the checkpoint has settings of CCA of its own."""
+    method: str = "cca"
+    """The name that it was loaded by."""
 
     @property
     def max_length(self) -> int | None:
@@ -61,22 +63,17 @@ class Loaded:
     def idle_note(self, length: int) -> str:
         """Return a note that texts of at most `length` tokens are full attention by construction,
         or "" where they are not."""
-        name = "CCA"
         if self.config is not None:
-            config, s = self.config, self.config.window_size
-            sizes = [config.group_size]
-            if config.num_groups is not None:
-                sizes = [group_size_for(length, s, config.num_groups)]
-            for size in config.layer_group_sizes or ():
-                sizes += [size] if isinstance(size, int) else size
-            sinks = config.sink_size
+            s = self.config.window_size
+            sinks = self.config.sink_size
+            sizes = _group_sizes(self.config, length)
             idle = all(is_full_attention(length, g, s, num_sinks(sinks, g)) for g in sizes)
         else:
             s = getattr(self.rival, "window_size", 0)
-            name = getattr(self.rival, "name", "")
             idle = length <= getattr(self.rival, "full_length", 0)
         if not idle:
             return ""
+        name = self.method.replace("cca", "CCA")
         return (
             f"{name} was idle: at most {length} tokens, within its window (s = {s}): its numbers "
             "are those of full attention. Take a longer text or a smaller --window-size."
@@ -95,6 +92,8 @@ class Loaded:
                 params["sinks"] = config.sink_size
             if config.layer_group_sizes:
                 params["layer_group_sizes"] = list(config.layer_group_sizes)
+            if config.head_group_sizes:
+                params["head_group_sizes"] = list(config.head_group_sizes)
         if self.rival is not None:
             given = self.rival.to_dict()
             params |= {name: value for name, value in given.items() if value is not None}
@@ -162,7 +161,7 @@ def load(
         )
 
     if method == "full":
-        return Loaded(model, tokenizer, None)
+        return Loaded(model, tokenizer, None, method=method)
     from corecontext.baselines import enable
 
     config = rival
@@ -175,8 +174,18 @@ def load(
     with one_line():
         enable(model, config, untested=untested, warn=warn and method == "cca")
     if isinstance(config, CCAConfig):
-        return Loaded(model, tokenizer, config, adapted=adapted)
-    return Loaded(model, tokenizer, None, config, adapted)
+        return Loaded(model, tokenizer, config, adapted=adapted, method=method)
+    return Loaded(model, tokenizer, None, config, adapted, method)
+
+
+def _group_sizes(config: CCAConfig, length: int) -> set[int]:
+    """Return every g that a layer or head has on a text of this length."""
+    if config.num_groups is not None:
+        return {group_size_for(length, config.window_size, config.num_groups)}
+    sizes: set[int] = set()
+    for size in config.layer_group_sizes or (config.head_group_sizes or config.group_size,):
+        sizes.update((size,) if isinstance(size, int) else size)
+    return sizes
 
 
 def _bounded(config: Any, most: int) -> Any:

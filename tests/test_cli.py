@@ -815,6 +815,8 @@ def test_public_names_complete():
     import corecontext
 
     assert set(corecontext.__all__) <= set(dir(corecontext))
+    others = set(dir(corecontext)) - {*corecontext.__all__, "__version__"}
+    assert others == {name for name in others if f"corecontext.{name}" in sys.modules}
 
 
 def test_a_warning_is_a_line_without_its_place_in_the_code(capfd):

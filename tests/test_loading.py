@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from tiny_model import save_tiny_model
 from corecontext import CCAConfig, from_pretrained
 from corecontext.cli import main
 from corecontext.files import UserError, first_line
-from corecontext.loading import load, load_config, load_weights
+from corecontext.integrations.hf_weights import check_keys
+from corecontext.loading import Loaded, encode, load, load_config, load_weights, pick_device
 
 NORM = "model.norm.weight"
 
@@ -87,6 +89,130 @@ def test_weights_are_finite(variant, value):
     folder = variant(lambda weights: weights[NORM].__setitem__(3, value))
     with pytest.raises(UserError, match="must hold finite weights, got NaN or infinity in 1 "):
         load(folder, device="cpu")
+
+
+def test_every_fault_of_a_checkpoint_is_named_up_to_three_each():
+    keys = [f"layer.{i}" for i in (4, 2, 3, 1)]
+    info = {
+        "missing_keys": {"head", "norm"},
+        "unexpected_keys": [*keys, "a.cca.bias"],
+        "mismatched_keys": [("norm", torch.Size([3]), torch.Size([4]))],
+    }
+    with pytest.raises(UserError) as error:
+        check_keys("name", info)
+    assert (
+        "got 1 missing (head), 4 not in the model (layer.1, layer.2, layer.3, ...), "
+        "1 of another shape (norm [3] for [4])."
+    ) in str(error.value)
+    check_keys("name", {"missing_keys": set(), "unexpected_keys": keys[:0], "mismatched_keys": []})
+    with pytest.raises(UserError, match=r"3 not in the model \(layer.1, layer.2, layer.4\)"):
+        check_keys("name", {**info, "unexpected_keys": [keys[i] for i in (0, 1, 3)]})
+
+
+def test_numbers_are_float32_on_a_cpu_unless_the_user_says_otherwise(tmp_path):
+    folder = save_tiny_model(tmp_path / "model", layers=1, dtype=torch.bfloat16)
+    for dtype, expected in (("auto", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")):
+        loaded = load(folder, method="full", device="cpu", dtype=dtype)
+        assert loaded.sizes()["dtype"] == expected
+        assert {p.dtype for p in loaded.model.parameters()} == {getattr(torch, expected)}
+        assert not loaded.model.training
+
+
+def of_length(limit: int | None, count: int = 10) -> tuple[Loaded, dict]:
+    """Return a model of so many positions whose every text has `count` tokens, and the options that
+    its tokenizer gets."""
+    options: dict = {}
+
+    def tokenizer(text, **given):
+        options.update(given)
+        return {"input_ids": torch.zeros(1, count, dtype=torch.long)}
+
+    config = SimpleNamespace(max_position_embeddings=limit)
+    config.get_text_config = lambda decoder: config
+    return Loaded(SimpleNamespace(config=config, device="cpu"), tokenizer, None), options
+
+
+def test_a_text_and_its_answer_fit_the_model_exactly():
+    for limit, room in ((None, 99), (10, 0), (12, 2)):
+        loaded, options = of_length(limit)
+        assert encode(loaded, "", room_for=room, at_least=10).shape == (1, 10)
+        assert options["add_special_tokens"] is True
+    for limit, wanted, message in (
+        (9, {}, "text must fit the model's 9 tokens, got 10. Shorten it or take a model"),
+        (12, {"room_for": 3}, "got 10 and 3 new ones. Shorten it, ask for fewer new tokens, or"),
+        (None, {"at_least": 11}, "text must have at least 11 tokens, got 10."),
+    ):
+        loaded, options = of_length(limit)
+        with pytest.raises(UserError) as error:
+            encode(loaded, "", special_tokens=False, **wanted)
+        assert message in str(error.value)
+        assert options["add_special_tokens"] is False
+
+
+@pytest.mark.parametrize(
+    "settings, most",
+    [
+        ({"group_size": 4}, 23),
+        ({"group_size": 1}, None),
+        ({"layer_group_sizes": (4, 8)}, 23),
+        ({"layer_group_sizes": (32, 32)}, 51),
+        ({"layer_group_sizes": (8, (6, 3))}, 22),
+        ({"layer_group_sizes": (1, (1, 5))}, 24),
+        ({"head_group_sizes": (9, 7)}, 26),
+        ({"group_size": 4, "sink_size": 3}, 27),
+        ({"num_groups": 2}, 22),
+    ],
+    ids=str,
+)
+def test_cca_is_idle_until_one_head_sees_a_core_token(settings, most):
+    loaded = Loaded(None, None, CCAConfig(window_size=20, **settings))
+    note = f"CCA was idle: at most {most or 999} tokens, within its window (s = 20): its numbers"
+    assert loaded.idle_note(most or 999).startswith(note)
+    if most is not None:
+        assert loaded.idle_note(most + 1) == ""
+
+
+def test_a_note_names_the_method_that_was_idle(model):
+    for method in ("mean", "max", "window"):
+        loaded = load(model, method=method, window_size=20, device="cpu")
+        assert loaded.idle_note(10).startswith(f"{method} was idle: at most 10 tokens")
+    assert load(model, method="full", device="cpu").idle_note(10) == ""
+
+
+def test_sizes_name_what_differs_from_the_default(model):
+    plain = load(model, device="cpu").sizes()
+    assert plain == {
+        "query_heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "layers": 2,
+        "dtype": "float32",
+        "group_size": 16,
+        "window_size": 1024,
+    }
+    loaded = load(model, cache_dtype="int8", sinks=3, device="cpu")
+    assert loaded.sizes() == {**plain, "cache_dtype": "int8", "sinks": 3}
+    for name in ("layer_group_sizes", "head_group_sizes"):
+        config = CCAConfig(**{name: (4, 8)})
+        sizes = Loaded(loaded.model, None, config).sizes()
+        assert sizes == {**plain, name: [4, 8]}
+
+
+def test_gpus_are_counted_from_0(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for given, device in (("auto", "cuda"), ("cuda", "cuda"), ("cuda:1", "cuda:1"), ("cpu", "cpu")):
+        assert pick_device(given) == device
+    with pytest.raises(UserError, match="'cuda:2' is not available: .* there are 2"):
+        pick_device("cuda:2")
+
+
+def test_a_folder_of_a_gguf_file_is_told_how_to_name_it(tmp_path):
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(
+        UserError, match=r"got one without\. Give its GGUF file: --model '.*a.gguf'"
+    ):
+        load_config(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,22 @@
 import json
 import subprocess
 import sys
+from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 
 from corecontext.record import (
     UNITS,
     Record,
+    _git_version,
     append_records,
     command_line,
     device_name,
     latest,
     make_record,
     median_and_quantiles,
+    newest,
     read_records,
     source_version,
 )
@@ -91,6 +95,10 @@ def test_parallel_writers_do_not_mix_lines(tmp_path):
             {"name": "operator.forward_ms", "value": float("nan"), "unit": "ms"},
             "value must be finite, got nan.",
         ),
+        (
+            {"name": "operator.forward_ms", "value": float("-inf"), "unit": "ms"},
+            "value must be finite, got -inf.",
+        ),
     ],
 )
 def test_bad_values_are_refused(values, message):
@@ -117,11 +125,22 @@ def test_a_bad_line_is_named(tmp_path):
 
 
 def test_names_carry_their_unit():
-    ends = {"_ms": "ms", "_s": "s", "_us": "us", "_bytes": "bytes"}
+    ends = {
+        "tokens_per_s": "tokens/s",
+        "requests_per_s": "requests/s",
+        "_rate": "requests/s",
+        "_ms": "ms",
+        "_s": "s",
+        "_us": "us",
+        "_bytes": "bytes",
+        ".skipped": "count",
+        ".failed": "count",
+        ".perplexity": "perplexity",
+        "bits_per_byte": "bits/byte",
+    }
     for name, unit in UNITS.items():
-        for end, expected in ends.items():
-            if name.endswith(end) and not name.endswith("per_s"):
-                assert unit == expected, name
+        end = next((end for end in ends if name.endswith(end)), None)
+        assert unit == ("fraction" if end is None else ends[end]), name
 
 
 def test_quantiles_need_three_samples():
@@ -139,6 +158,78 @@ def test_the_newest_wins():
     found = latest(records, "demo.cache_bytes", method="cca")
     assert found is not None and found.value == 3
     assert latest(records, "demo.cache_bytes", method="other") is None
+
+
+def test_the_newest_has_every_parameter_and_is_the_last_of_a_second():
+    records = [
+        Record(name, value, UNITS[name], params={"method": method, "length": length}, date=date)
+        for name, value, method, length, date in (
+            ("demo.peak_bytes", 1, "cca", 8, "2023"),
+            ("demo.cache_bytes", 2, "cca", 8, "2021"),
+            ("demo.cache_bytes", 3, "cca", 8, "2021"),
+            ("demo.cache_bytes", 4, "cca", 9, "2022"),
+            ("demo.cache_bytes", 5, "full", 8, "2022"),
+            ("demo.cache_bytes", 6, "cca", 8, "2020"),
+        )
+    ]
+    assert newest(records, "demo.cache_bytes", method="cca", length=8).value == 3
+    with pytest.raises(ValueError, match="must hold demo.cache_bytes with {'length': 7}, got none"):
+        newest(records, "demo.cache_bytes", length=7)
+
+
+def test_a_record_says_when_and_keeps_its_own_parameters():
+    params = {"method": "cca"}
+    record = make_record("demo.cache_bytes", [1.0, 2.0, 4.0], params, device="here")
+    params["method"] = "full"
+    assert record.params == {"method": "cca"}
+    assert record.device == "here" and record.command == command_line()
+    assert next(iter(record.versions)) == "python"
+    made = datetime.fromisoformat(record.date)
+    assert made.utcoffset() == timedelta(0)
+    assert abs(datetime.now(made.tzinfo) - made) < timedelta(minutes=1)
+    line = json.loads(record.to_json())
+    assert (line["q20"], line["value"], line["q80"]) == (pytest.approx(1.4), 2, pytest.approx(3.2))
+    with pytest.raises(ValueError, match="Out of range float"):
+        make_record("demo.cache_bytes", 1, {"x": float("nan")}).to_json()
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_failed_append_takes_no_record_away(tmp_path, monkeypatch, is_new):
+    path = tmp_path / "r.jsonl"
+    if not is_new:
+        path.write_text("before\n")
+
+    def fail(self, *args, **kwargs):
+        self.touch()
+        raise OSError(28, "full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full") as error:
+        patch.setattr(Path, "open", fail)
+        append_records(path, [Record("demo.cache_bytes", 1, "bytes")])
+    assert error.value.filename == str(path)
+    assert path.exists() is not is_new
+    assert is_new or path.read_text() == "before\n"
+
+
+def test_a_version_is_clean_whatever_the_results_are(tmp_path):
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True)
+
+    (tmp_path / "results").mkdir()
+    for name in ("code.py", "results/r.jsonl"):
+        (tmp_path / name).touch()
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "all")
+    commit, dirty = _git_version.__wrapped__(tmp_path)
+    assert len(commit) == 40 and dirty is False
+    (tmp_path / "results" / "r.jsonl").write_text("more")
+    (tmp_path / "untracked").touch()
+    assert _git_version.__wrapped__(tmp_path) == (commit, False)
+    (tmp_path / "code.py").write_text("more")
+    assert _git_version.__wrapped__(tmp_path) == (commit, True)
+    assert _git_version.__wrapped__(tmp_path / "results" / "none") == (None, None)
 
 
 def test_provenance(monkeypatch):

@@ -98,9 +98,10 @@ Tasks = Annotated[
     typer.Option(help="perplexity, multidoc_qa, ruler, mmlu or longbench; may be repeated."),
 ]
 Data = Annotated[
-    list[str],
+    list[str] | None,
     typer.Option(
-        help="Folder with the task's files (docs/evaluation.md), or TASK=PATH; may be repeated."
+        help="Folder with the task's files (docs/evaluation.md), or TASK=PATH; may be repeated. "
+        "Not needed for ruler:vt and ruler:fwe."
     ),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -31,18 +32,22 @@ _SIZES = ("group_size", "window_size", "sinks", "patterns", "full_heads", "untes
 
 @with_options(EvaluationOptions)
 def evaluate(
-    model: Model, task: Tasks, data: Data, options: EvaluationOptions, method: AnyMethod = "cca"
+    model: Model,
+    task: Tasks,
+    options: EvaluationOptions,
+    data: Data = None,
+    method: AnyMethod = "cca",
 ) -> None:
     """Evaluate a model from files: perplexity, multi-document QA, RULER, MMLU, LongBench-E."""
-    _evaluate(model, [method], task, data, options)
+    _evaluate(model, [method], task, data or (), options)
 
 
 @with_options(EvaluationOptions)
 def compare(
     model: Model,
     task: Tasks,
-    data: Data,
     options: EvaluationOptions,
+    data: Data = None,
     method: Annotated[list[str], typer.Option(help="As for eval; may be repeated.")] = [
         "full",
         "cca",
@@ -52,7 +57,7 @@ def compare(
 ) -> None:
     """Compare several methods on several tasks and lengths in one table and one figure."""
     check_drawn(plot, force)
-    rows = _evaluate(model, method, task, data, options)
+    rows = _evaluate(model, method, task, data or (), options)
     if plot is not None:
         from corecontext.eval.summary import draw
 
@@ -60,7 +65,11 @@ def compare(
 
 
 def _evaluate(
-    model: str, methods: list[str], tasks: list[str], data: list[str], options: EvaluationOptions
+    model: str,
+    methods: Sequence[str],
+    tasks: Sequence[str],
+    data: Sequence[str],
+    options: EvaluationOptions,
 ) -> list[Any]:
     """Run methods on tasks, print the table and return its rows."""
     check_least(1, chunk_size=options.chunk_size)

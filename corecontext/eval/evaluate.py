@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from corecontext.baselines.rivals import takers
+from corecontext.eval import ruler
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import TASKS, describe, run_task
 from corecontext.eval.subject import ModelSubject
@@ -38,8 +39,11 @@ class ModelOptions(NamedTuple):
     device: str = "auto"
 
 
-def data_paths(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
-    """Return each task's data path from "PATH" for all tasks, or "TASK=PATH" for one.
+def data_paths(
+    given: Sequence[str], tasks: Sequence[str], optional: Container[str] = ()
+) -> dict[str, str]:
+    """Return each task's data path from "PATH" for all tasks, or "TASK=PATH" for one; "" for an
+    `optional` task without one.
 
     Raises:
         UserError: a path does not exist, or a task has no path, no folder, or is unknown.
@@ -59,15 +63,23 @@ def data_paths(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
     for task in tasks:
         if task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}.")
-        if task not in paths and "" not in paths:
+        path = paths.get(task, paths.get("", ""))
+        if not path and task in optional:
+            continue
+        if not path:
             raise UserError(
                 f"data must be given for {task}, got none. Use --data FOLDER or --data "
                 f"{task}=FOLDER."
             )
-        path = paths.get(task, paths.get("", ""))
         if task != "perplexity" and not Path(path).is_dir():
             raise UserError(f"data of {task} must be a folder, got the file '{path}'.")
     return {task: paths.get(task, paths.get("", "")) for task in tasks}
+
+
+def needs_data(settings: Settings, task: str) -> bool:
+    """Whether a task with these settings reads files."""
+    subtasks = of_task(settings, task).subtasks
+    return task != "ruler" or not subtasks or not set(subtasks) <= set(ruler.WITHOUT_FILES)
 
 
 def of_task(settings: Settings, task: str) -> Settings:
@@ -97,7 +109,7 @@ def evaluate(
         model: A folder in the Hugging Face format, or an identifier on the hub.
         methods: Names that `corecontext.loading.load` knows; repeats are ignored.
         tasks: Keys of TASKS; repeats are ignored.
-        data: See `data_paths`.
+        data: See `data_paths`; a task that reads no file may go without.
         settings: Which questions of each task to ask.
         options: How to load and run the model.
         results: See `run_task`.
@@ -107,7 +119,8 @@ def evaluate(
     """
     methods = list(dict.fromkeys(methods))
     tasks = list(dict.fromkeys(tasks))
-    paths = data_paths(data, tasks)
+    without_data = [task for task in tasks if not needs_data(settings, task)]
+    paths = data_paths(data, tasks, optional=without_data)
     records = []
     for method in methods:
         sizes = {

@@ -126,7 +126,7 @@ def _question(template: str, row: dict[str, Any], length: int, subject: ModelSub
     ids = subject.encode(prompt)
     if len(ids) > length:
         half = length // 2
-        prompt = subject.decode(ids[:half]) + subject.decode(ids[-half:])
+        prompt = subject.decode(ids[:half]) + subject.decode(ids[len(ids) - half :])
     return Question(prompt, row["answers"])
 
 

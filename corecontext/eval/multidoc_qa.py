@@ -76,9 +76,10 @@ def passages(
 ) -> list[dict[str, Any]]:
     """Return `count` passages with the right one at `gold_at`: the similar distractors first, then
     a seeded sample."""
-    hard = [name for name in question.get("hard", ()) if name in pool]
-    excluded = {question["gold_doc"], *question.get("contains_answer", ()), *hard}
-    rest = sorted(set(pool) - excluded)
+    excluded = {question["gold_doc"], *question.get("contains_answer", ())}
+    distractors = pool.keys() - excluded
+    hard = [name for name in question.get("hard", ()) if name in distractors]
+    rest = sorted(distractors - set(hard))
     random.Random(f"{seed}-{question['qid']}").shuffle(rest)
     names = (hard + rest)[: count - 1]
     if len(names) < count - 1:

@@ -61,12 +61,17 @@ NEEDLES = {
 }
 NEW_TOKENS = dict.fromkeys(NEEDLES, 128) | {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 SUBTASKS = tuple(NEW_TOKENS)
+WITHOUT_FILES = ("vt", "fwe")
+"""Subtasks whose texts are made from nothing but random words and the noise."""
 Build = Callable[[random.Random, int], Question]
 """Makes a sample with a number of units of haystack."""
 
 
 def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list[Item]:
-    """Return samples of each subtask at each length: `limit` of them, or SAMPLES."""
+    """Return samples of each subtask at each length: `limit` of them, or SAMPLES.
+
+    The folder may be "" for subtasks WITHOUT_FILES.
+    """
     for task in settings.subtasks:
         if task not in SUBTASKS:
             raise UserError(f"subtask must be one of {', '.join(SUBTASKS)}, got {task!r}.")
@@ -175,10 +180,8 @@ def largest_fitting(
         return len(subject.encode_prompt(build(rng, steps * step).prompt)) <= room
 
     high = 1
-    while fits(high):
+    while high <= room and fits(high):  # each step adds a token, or the data is exhausted
         high *= 2
-        if high > room:  # every step adds at least a token, or the data is exhausted
-            return high // 2 * step
     between = range(high // 2 + 1, high)  # half of it fits, or is 0
     return (high // 2 + bisect_left(between, True, key=lambda steps: not fits(steps))) * step
 

@@ -54,7 +54,9 @@ def describe(loaded: Loaded, model: str, method: str) -> dict[str, Any]:
 
 
 def data_hashes(task: str, data: str | Path) -> dict[str, str]:
-    """Return the hashes of a task's data files by name."""
+    """Return the hashes of a task's data files by name; none without data, ""."""
+    if not data:
+        return {}
     path = Path(data)
     if path.is_file():
         return {path.name: file_hash(path)}
@@ -81,7 +83,7 @@ def run_task(
 
     Args:
         task: A key of TASKS.
-        data: Folder (or, for perplexity, file) with the task's data.
+        data: Folder (or, for perplexity, file) with the task's data; "" for a task that reads none.
         settings: Which questions to ask.
         subject: The model under test.
         identity: Parameters that distinguish it in records: see `describe`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,26 @@ def rotates(attention: nn.Module) -> bool:
     return bool(getattr(attention, "use_rope", True))
 
 
+def layer_type_of(config: Any, layer_idx: int) -> str | None:
+    """Return the kind of a layer, where a Hugging Face config tells layers apart."""
+    types = getattr(config, "layer_types", None)
+    return types[layer_idx] if types else None
+
+
+def check_rope_type(config: Any, layer_type: str | None) -> None:
+    """Raise NotImplementedError where layers of this kind have frequencies that change with
+    length."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get(layer_type, parameters)
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type not in FIXED_ROPE_TYPES:
+        raise NotImplementedError(
+            f"rotary embedding {rope_type!r} changes its frequencies with the length, so pooled "
+            f"keys have no fixed position. Fixed types: {', '.join(FIXED_ROPE_TYPES)}; or adapt "
+            "the model with core_position='token' (`corecontext train --core-position token`)."
+        )
+
+
 def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) -> Rotary:
     """Return the rotation of one attention layer's keys.
 
@@ -29,17 +50,8 @@ def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) ->
         NotImplementedError: frequencies change with length, or no known layout reproduces the
             model's rotation.
     """
-    types = getattr(model.config, "layer_types", None)
-    layer_type = types[layer_idx] if types else None
-    parameters = getattr(model.config, "rope_parameters", None) or {}
-    parameters = parameters.get(layer_type, parameters)
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type not in FIXED_ROPE_TYPES:
-        raise NotImplementedError(
-            f"rotary embedding {rope_type!r} changes its frequencies with the length, so pooled "
-            f"keys have no fixed position. Fixed types: {', '.join(FIXED_ROPE_TYPES)}; or adapt "
-            "the model with core_position='token' (`corecontext train --core-position token`)."
-        )
+    layer_type = layer_type_of(model.config, layer_idx)
+    check_rope_type(model.config, layer_type)
     module = getattr(model.base_model, "rotary_emb", None)
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if module is None or apply is None:

@@ -1,0 +1,100 @@
+"""The estimates of `corecontext info`: figures, lengths, and shares of layers and heads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_model import save_tiny_model
+
+from corecontext import CCAConfig, info
+from corecontext.cli import main
+from corecontext.cost import ModelCost, attention_flops
+
+
+@pytest.mark.parametrize(
+    "form, value, shown",
+    [
+        (info._flops, 0, "0.00"),
+        (info._flops, 999, "999"),
+        (info._flops, 1000, "1.00 k"),
+        (info._flops, 12_345_678, "12.3 M"),
+        (info._flops, 123.4e9, "123 G"),
+        (info._flops, 5e21, "5e+03 E"),
+        (info._bytes, 1000, "1000 B"),
+        (info._bytes, 1024, "1.00 KiB"),
+        (info._bytes, 10.5 * 2**20, "10.5 MiB"),
+        (info._bytes, 3 * 2**40, "3 TiB"),
+    ],
+)
+def test_figures_have_three_digits_and_a_prefix(form, value, shown):
+    assert form(value) == shown
+
+
+def test_lengths_are_powers_of_two_up_to_the_limit():
+    assert info.default_lengths(100) == [100]
+    assert info.default_lengths(4096) == [4096]
+    assert info.default_lengths(9000) == [4096, 8192, 9000]
+    assert info.default_lengths(32768) == [4096, 8192, 16384, 32768]
+
+
+COST = ModelCost(2, 4, 2, 16, linear_weights=1000, head_weights=500, itemsize=4)
+
+
+def cells(config: CCAConfig, length: int) -> list[str]:
+    table = info.info_table(COST, config, [length], "llama")
+    assert len(table.rows) == 1
+    return [next(iter(column.cells)) for column in table.columns]
+
+
+def attention(length: int, g: int = 1, s: int = 1, sinks: int = 0) -> int:
+    return 2 * attention_flops(length, 4, 16, group_size=g, window_size=s, sinks=sinks)
+
+
+@pytest.mark.parametrize(
+    "sizes, shares",
+    [
+        ({"group_size": 4}, {4: 1}),
+        ({"group_size": 4, "sink_size": 8}, {4: 1}),
+        ({"layer_group_sizes": (4, (8, 2))}, {4: 0.5, 8: 0.25, 2: 0.25}),
+        ({"head_group_sizes": (4, 8)}, {4: 0.5, 8: 0.5}),
+        ({"num_groups": 90}, {11: 1}),
+    ],
+    ids=str,
+)
+def test_a_row_has_the_mean_cost_of_the_heads(sizes, shares):
+    config = CCAConfig(window_size=10, **sizes)
+    row = cells(config, 1000)
+    full = attention(1000)
+    compact = sum(share * attention(1000, g, 10, config.sink_size) for g, share in shares.items())
+    assert row[:4] == ["1000", info._flops(full), info._flops(compact), f"{full / compact:.1f}x"]
+
+
+@pytest.mark.parametrize(
+    "settings, entries",
+    [({}, 250 + 13), ({"sink_size": 6}, 248 + 8 + 13), ({"core_heads": "query"}, 500 + 13)],
+    ids=str,
+)
+def test_a_cache_has_core_tokens_first_tokens_and_the_window(settings, entries):
+    row = cells(CCAConfig(4, 10, **settings), 1000)
+    full, compact = (2 * 2 * 2 * 16 * 4 * count for count in (1000, entries))
+    assert row[-3:] == [info._bytes(full), info._bytes(compact), f"{full / compact:.1f}x"]
+
+
+def test_the_limit_has_the_scaling_of_the_rotation_and_dynamic_scaling_is_said(tmp_path, capsys):
+    folder = save_tiny_model(tmp_path / "model", max_length=1024)
+    path = Path(folder, "config.json")
+    values = json.loads(path.read_text())
+    rope = {"rope_theta": 1e4, "factor": 3.0, "original_max_position_embeddings": 1024}
+    for kind, settings, refused in (
+        ("yarn", None, False),
+        ("dynamic", None, True),
+        ("dynamic", {"core_position": "token"}, False),
+    ):
+        changes = {"rope_parameters": {**rope, "rope_type": kind}, "cca": settings}
+        path.write_text(json.dumps(values | changes))
+        assert main(["info", "--model", folder]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "the model was built for 3072 tokens" in shown
+        assert ("CCA cannot be enabled: rotary embedding 'dynamic' changes" in shown) is refused
