@@ -79,6 +79,8 @@ def invalid_body(first: Mapping[str, Any]) -> InvalidRequest:
         message = f"field '{field}' must be given."
     elif first["type"] == "missing":
         message = "the body must be JSON, got none."
+    elif first["type"] == "value_error":
+        message = f"{field} {first['ctx']['error']}."
     elif first["type"] == "rule":
         message = f"{field} {first['msg']}."
     else:

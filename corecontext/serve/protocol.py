@@ -39,7 +39,7 @@ def _is_unicode(text: str) -> str:
 
 def _is_off(value: bool) -> bool:
     if value:
-        raise ValueError("is not supported, leave it out or give false")
+        raise ValueError
     return value
 
 
@@ -65,9 +65,18 @@ Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
 Token = Annotated[int, Field(ge=0, le=2**31)]
 # A list's first invalid element ends its check: an error for each takes seconds to build.
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
-Off = Annotated[bool, AfterValidator(_is_off), Field(json_schema_extra={"const": False})] | None
-Zero = Annotated[float, Field(ge=0, le=0)] | None
-One = Annotated[float, Field(ge=1, le=1)] | None
+Off = (
+    Annotated[
+        bool,
+        AfterValidator(_is_off),
+        Field(json_schema_extra={"const": False}),
+        _rule("false: it is not supported"),
+    ]
+    | None
+)
+Zero = Annotated[float, Field(ge=0, le=0), _rule("0: it is not supported")] | None
+One = Annotated[float, Field(ge=1, le=1), _rule("1: it is not supported")] | None
+Single = Annotated[int, Field(ge=1, le=1), _rule("1: a prompt gets one answer")] | None
 Ignored = Annotated[Any, Field(description="Ignored.")]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None
 
@@ -140,7 +149,7 @@ class GenerateRequest(Fields):
     prompt_cache_retention: Ignored = None
     # Accepted with the value that has no effect, for clients that send every field:
     store: Off = None
-    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    n: Single = None
     presence_penalty: Zero = None
     frequency_penalty: Zero = None
     min_p: Zero = None
@@ -168,7 +177,7 @@ class CompletionRequest(GenerateRequest):
             f"to {MAX_PROMPTS} of either"
         ),
     ] = Field(description="A text, its token numbers, or several of either: a choice for each.")
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    best_of: Single = None
     echo: bool | None = Field(None, description="Send the prompt before the answer.")
     logprobs: Logprobs = Field(
         None, description="Log-probabilities, with those of so many likeliest tokens."

@@ -1,0 +1,1103 @@
+"""The parts of the scheduler by themselves: memory, beginnings, rows, steps, the queue, the ranks
+of a split model, and the start of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+from collections import deque
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from families import tiny_model, tokens
+
+import corecontext
+from corecontext import CCAConfig
+from corecontext.cache.full import FullLayer
+from corecontext.files import UserError
+from corecontext.inference import Load, Sampling, TablePolicy
+from corecontext.inference.sampling import INVALID, InvalidLogits
+from corecontext.model_sizes import ModelSizes
+from corecontext.serve import build, prefix, ranks, reading, step, tensor_parallel
+from corecontext.serve import scheduler as scheduler_module
+from corecontext.serve.admission import Admission
+from corecontext.serve.errors import Code, InvalidRequest, RequestError
+from corecontext.serve.logprobs import add_logprobs, add_prompt_logprobs, logprobs_of
+from corecontext.serve.memory import CacheMemory
+from corecontext.serve.prefix import PrefixStore
+from corecontext.serve.ranks import RankLost, Ranks
+from corecontext.serve.request import Request, Slot, TokenLogprobs
+from corecontext.serve.rows import IDLE, PooledLayer, RowPool, RowShape
+from corecontext.serve.scheduler import Scheduler
+from corecontext.serve.settings import Serving
+from corecontext.serve.step import DecodeBatch
+from corecontext.serve.tensor_parallel import Follower
+from corecontext.serve.warm_up import warm_up
+
+pytestmark = pytest.mark.usefixtures("default_device")
+CONFIG = CCAConfig(5, 13)
+A = CCAConfig(4, 8)
+B = CCAConfig(4, 9)
+
+
+@pytest.fixture
+def model(default_device):
+    model = tiny_model()
+    with corecontext.enabled(model, CONFIG):
+        yield model
+
+
+def prompt(length, seed=0):
+    return tokens(1, length, seed=1000 * seed + length)[0].tolist()
+
+
+def finish(scheduler):
+    for _ in range(1000):
+        if scheduler.idle:
+            return
+        scheduler.run_turn()
+    raise AssertionError("the scheduler did not come to an end")
+
+
+# Memory
+# ------------------------------------------------------------------------------------------------
+
+
+class Bytes:
+    """A shape whose rows take a byte for each token."""
+
+    def row_bytes(self, config, max_length, before=0):
+        return max_length - before
+
+
+def make_memory(budget, rows_per_pool=2, share=0, fixed=False):
+    """A memory of such rows; `forgotten` has the pools whose steps were dropped."""
+    batch = SimpleNamespace(fixed=fixed, forget=lambda pool: forgotten.append(pool))
+    forgotten = []
+    store = PrefixStore(16, share, Bytes())
+    memory = CacheMemory(Bytes(), budget, rows_per_pool, store, batch)
+    memory.forgotten = forgotten
+    return memory
+
+
+def make_pool(memory, length, rows=1, config=A, used=0, promised=0):
+    """Add a pool with requests in some of its rows."""
+    pool = RowPool(config, rows, length, memory.shape, fixed=memory.batch.fixed)
+    pool.slots = [object() for _ in range(used)]
+    pool.promised = promised
+    memory.pools.append(pool)
+    return pool
+
+
+def fill_prefixes(memory, count, nbytes=10):
+    """Let the store hold `count` beginnings that nothing needs."""
+    for number in range(count):
+        node = SimpleNamespace(key=number, parent=None, children=0, last_use=number, nbytes=nbytes)
+        memory.prefixes._nodes[number] = node
+    memory.prefixes.nbytes = count * nbytes
+
+
+def test_bytes_are_counted_by_rows_prompts_and_beginnings():
+    memory = make_memory(2000, share=500)
+    make_pool(memory, 100, rows=3, used=1, promised=2)
+    make_pool(memory, 64, rows=2, config=B, used=2)
+    fill_prefixes(memory, 3)
+    assert memory.used == (1 + 2 * 2) * 100 + 2 * 64
+    assert memory.allocated == (3 + 2) * 100 + 2 * 64 + 30
+    assert memory.unallocated == 2000 - memory.allocated
+    assert memory.fits(A, 1000) == (2 * 1024 <= 2000)
+    assert make_memory(256).fits(A, 65) and not make_memory(255).fits(A, 65)
+
+
+def test_a_request_gets_the_shortest_pool_that_is_not_much_too_long():
+    memory = make_memory(10_000)
+    long, fitting = make_pool(memory, 192), make_pool(memory, 128)
+    other = make_pool(memory, 64, config=B)
+    assert memory.place(A, 60) is fitting  # at most twice as long as needed
+    fitting.promised = 1
+    fresh = memory.place(A, 60)
+    assert fresh is memory.pools[3] and (fresh.max_length, fresh.rows) == (64, 2)
+    assert memory.place(A, 96) is long and memory.place(B, 64) is other
+    assert memory.place(B, 65).max_length == 128 and len(memory.pools) == 5
+
+
+def test_a_pool_that_is_much_too_long_is_better_than_none():
+    """A prompt needs a row and a cache beside it; a pool that is there has its rows already."""
+
+    def placed(free, beginnings=0, length=192, used=1):
+        memory = make_memory(2 * length + 10 * beginnings + free, share=10 * beginnings)
+        pool = make_pool(memory, length, rows=2, used=used)
+        fill_prefixes(memory, beginnings)
+        found = memory.place(A, 60)
+        return found and found.max_length, memory.prefixes.nbytes, pool in memory.pools
+
+    assert placed(128) == (64, 0, True) and placed(127) == (None, 0, True)
+    assert placed(92, 10) == (192, 0, True)  # beginnings make room for its prompt
+    assert placed(91, 10) == (64, 0, True)  # too little for 192, enough for two rows of 64
+    assert placed(27, 10) == (None, 0, True)
+    assert placed(128, length=128) == (128, 0, True) and placed(127, length=128) == (None, 0, True)
+    # An idle pool stays where it is the one that is wanted, and makes room for another where not.
+    assert placed(128, length=128, used=0) == (128, 0, True)
+    assert placed(127, length=128, used=0) == (64, 0, False)
+
+
+def test_idle_pools_go_before_beginnings_and_both_only_where_needed():
+    memory = make_memory(1000, share=200)
+    idle, busy, kept = (make_pool(memory, n, used=u) for n, u in ((300, 0), (200, 1), (100, 0)))
+    fill_prefixes(memory, 20)
+    assert memory.free(200) and memory.forgotten == [] and memory.prefixes.nbytes == 200
+    assert memory.free(201, keep=kept)
+    assert memory.forgotten == [idle] and memory.pools == [busy, kept]
+    assert memory.prefixes.nbytes == 200
+    assert memory.free(505, keep=kept) and memory.prefixes.nbytes == 190  # by whole beginnings
+    assert not memory.free(5000) and memory.pools == [busy] and memory.prefixes.nbytes == 0
+    # Pools, too, go where only the share that beginnings may still fill would be missing.
+    memory = make_memory(1000, share=200)
+    make_pool(memory, 300)
+    fill_prefixes(memory, 5)
+    assert memory.free(500) and len(memory.pools) == 1
+    assert memory.free(501) and memory.pools == [] and memory.prefixes.nbytes == 50
+
+
+def test_a_pool_has_as_many_rows_as_fit_besides_the_rest():
+    def rows(budget, share=0, held=0):
+        memory = make_memory(budget, rows_per_pool=4, share=share)
+        fill_prefixes(memory, held)
+        return memory.place(A, 64).rows
+
+    # A row for the prompt that is read, and the share of the beginnings, stay free.
+    assert [rows(64 * n) for n in (2, 3, 4, 5, 9)] == [1, 2, 3, 4, 4]
+    assert rows(64 * 5, share=64) == 3 and rows(64 * 5, share=60, held=6) == 3
+    assert rows(64 * 3 - 1) == 1
+
+
+def test_a_pool_that_a_request_left_is_kept_only_for_captured_steps():
+    for fixed in (False, True):
+        memory = make_memory(1000, fixed=fixed)
+        idle, busy = make_pool(memory, 64), make_pool(memory, 64, promised=1)
+        memory.release(idle)
+        memory.release(busy)
+        assert memory.pools == ([idle, busy] if fixed else [busy])
+        assert memory.forgotten == ([] if fixed else [idle])
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_failed_pool_is_replaced_where_rows_of_it_are_promised(fixed):
+    memory = make_memory(1000, fixed=fixed)
+    pool, empty = make_pool(memory, 64, rows=3, config=B, promised=2), make_pool(memory, 64)
+    fresh = memory.replace(pool)
+    assert memory.pools == [empty, fresh] and memory.forgotten == [pool] and fresh is not pool
+    assert (fresh.config, fresh.rows, fresh.max_length) == (B, 3, 64)
+    assert (fresh.promised, fresh.fixed, fresh.slots) == (2, fixed, [])
+    assert memory.replace(empty) is None and memory.pools == [fresh]
+    assert memory.replace(empty) is None  # it is gone already
+    fill_prefixes(memory, 4)
+    memory.clear()
+    assert memory.pools == [] and memory.prefixes.nbytes == 0 and memory.forgotten[-1] is fresh
+
+
+# Beginnings
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A store of beginnings without tensors; each takes 10 bytes."""
+
+    class Node(SimpleNamespace):
+        __hash__ = object.__hash__
+        __eq__ = object.__eq__
+
+    def make_node(key, layers, shape):
+        return Node(key=key, parent=key[1], children=0, nbytes=10, length=layers[0].seq_len)
+
+    monkeypatch.setattr(prefix, "Node", make_node)
+    return PrefixStore(2, 40, None)
+
+
+def add(store, config, parent, chunk, room=1000):
+    length = 2 if parent is None else parent.length + 2
+    layer = SimpleNamespace(compact=SimpleNamespace(seq_len=length))
+    return store.add(config, parent, chunk, SimpleNamespace(layers=[layer]), room)
+
+
+def test_the_longest_beginning_leaves_a_token_to_read(store):
+    first = add(store, A, None, [1, 2])
+    second = add(store, A, first, [3, 4])
+    assert store.find(A, [1, 2, 3, 4, 5]) is second and store.find(A, [1, 2, 3, 4]) is first
+    assert store.find(A, [1, 2]) is None and store.find(A, [1, 2, 9, 9, 3, 4, 5]) is first
+    assert store.find(B, [1, 2, 3, 4, 5]) is None and store.find(None, [1, 2, 3]) is None
+    assert store.find(A, [3, 4, 5]) is None  # it is a chunk behind another
+    again = add(store, A, None, (1, 2))
+    assert again is first and store.nbytes == 20 and first.children == 1
+
+
+def test_the_beginning_that_was_not_used_for_longest_goes_first(store):
+    nodes = [add(store, A, None, [n, n]) for n in range(4)]
+    assert store.find(A, [0, 0, 5]) is nodes[0]
+    add(store, A, None, [9, 9])
+    assert store.find(A, [1, 1, 5]) is None and store.find(A, [0, 0, 5]) is nodes[0]
+    assert store.nbytes == 40 and nodes[1].raw == nodes[1].cores == ()
+    store.trim(40)
+    assert store.nbytes == 40
+    store.trim(39)
+    assert store.nbytes == 30 and store.find(A, [2, 2, 5]) is None
+
+
+def test_a_chunk_is_kept_only_behind_those_before_it_and_where_there_is_room(store):
+    first = add(store, A, None, [1, 2])
+    second = add(store, A, first, [3, 4])
+    store.trim(10)
+    assert first.children == 0 and store.find(A, [1, 2, 3, 4, 5]) is first
+    assert add(store, A, second, [5, 6]) is None  # its parent is gone
+    orphan = SimpleNamespace(compact=SimpleNamespace(seq_len=4))
+    assert store.add(A, None, [3, 4], SimpleNamespace(layers=[orphan]), 100) is None
+    assert add(store, A, None, [7, 8], room=0) is None and store.nbytes == 10
+    assert add(store, A, None, [7, 8], room=9) is None and store.nbytes == 0
+    assert add(store, A, None, [7, 8], room=10) is not None
+    store.limit = 0
+    assert add(store, A, None, [1, 1]) is None and store.nbytes == 10
+    store.limit = 10
+    newest = add(store, A, None, [1, 1])
+    assert newest is not None and store.find(A, [7, 8, 9]) is None and store.nbytes == 10
+
+
+# Rows
+# ------------------------------------------------------------------------------------------------
+
+
+def test_the_bytes_of_a_row():
+    shape = RowShape(ModelSizes(query_heads=8, kv_heads=2, head_dim=16, layers=3), itemsize=2)
+    assert shape.row_bytes(None, 100) == 3 * 2 * 100 * 2 * 16 * 2
+    assert shape.entry_bytes(None) == shape.entry_bytes(A) == 2 * 16 * 2
+    assert shape.entry_bytes(A.replace(core_mass=True)) == 2 * 16 * 2 + 4
+    assert shape.entry_bytes(A.replace(cache_dtype="int8")) == 2 * (16 + 4)
+    assert shape.entry_bytes(A.replace(cache_dtype="fp8", core_mass=True)) == 2 * (16 + 4) + 4
+    ring = 8 + 3
+    assert shape.entries(None, 100) == 100 and shape.entries(A, 103) == ring + 25
+    assert shape.entries(A.replace(core_heads="query"), 100) == ring + 25 * 4
+    assert shape.entries(A.replace(sink_size=5), 103) == ring + 8 + 23
+    assert shape.row_bytes(A, 100, before=48) == 3 * 2 * (ring + 25 - 12) * 64
+    config = mock.MagicMock()
+    text = SimpleNamespace(
+        num_attention_heads=8, num_key_value_heads=4, head_dim=16, num_hidden_layers=3
+    )
+    config.get_text_config.return_value = text
+    half = RowShape.of(config, torch.float16, 2)
+    assert half == RowShape(ModelSizes(4, 2, 16, 3), 2, 2)
+    with pytest.raises(
+        ValueError, match="^a model must be split over a number of processes that d"
+    ):
+        RowShape.of(config, torch.float16, 3)
+
+
+def read_prompt(length, value):
+    """The cache of a prompt that was read: one layer of full attention."""
+    layer = FullLayer(8)
+    layer.buffers = [torch.full((1, 1, 8, 2), float(value)) for _ in range(2)]
+    layer.seen = length
+    return [layer]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_rows_of_a_pool_are_the_first_and_close_up(fixed):
+    shape = RowShape(ModelSizes(query_heads=1, kv_heads=1, head_dim=2, layers=1), itemsize=4)
+    pool = RowPool(None, 3, 8, shape, fixed=fixed)
+    pool.seen = 5
+    assert pool.is_idle and pool.has_room(None, 8) and not pool.has_room(None, 9)
+    assert not pool.has_room(A, 8) and pool.nbytes == 3 * 8 * 2 * 2 * 4
+    for name, length in (("a", 2), ("b", 4), ("c", 3)):
+        pool.add(name, read_prompt(length, ord(name)))
+    assert pool.slots == ["a", "b", "c"] and pool._pads == [3, 1, 2] == pool._pad.tolist()
+    assert not pool.has_room(None, 1) and not pool.is_idle
+    for buffer in pool._buffers[0]:
+        assert buffer[:, 0, :, 0].tolist() == [
+            [97.0] * 2 + [0.0] * 6,
+            [98.0] * 4 + [0.0] * 4,
+            [99.0] * 3 + [0.0] * 5,
+        ]
+    with pytest.raises(AssertionError, match="full pool"):
+        pool.add("d", read_prompt(1, 1))
+    pool.remove("a")
+    assert pool.slots == ["c", "b"] and pool._pads == [2, 1, IDLE] == pool._pad.tolist()
+    assert all(buffer[0, 0, :4, 1].tolist() == [99.0] * 3 + [0.0] for buffer in pool._buffers[0])
+    pool.remove("b")
+    assert pool.slots == ["c"] and pool._pads == [2, IDLE, IDLE] == pool._pad.tolist()
+    pool.promised = 2
+    assert not pool.has_room(None, 1)
+    pool.promised = 1
+    assert pool.has_room(None, 1)
+    pool.hold(2)
+    cache = pool.layers[0]
+    assert cache.pads == [2, IDLE] and cache.pad.tolist() == [2, IDLE]
+    assert [len(buffer) for buffer in cache.buffers] == [2, 2] and int(cache.seen) == 0
+    pool.remove("c")
+    assert pool.slots == [] and not pool.is_idle
+    pool.promised = 0
+    assert pool.is_idle
+
+
+def test_rows_of_several_pools_attend_each_for_themselves():
+    calls = []
+
+    def layer(number):
+        def attend(q, k, v, **options):
+            calls.append((number, len(q), len(k), len(v), options))
+            return q + number
+
+        return SimpleNamespace(attend=attend)
+
+    x = torch.arange(5.0)[:, None]
+    out = PooledLayer([layer(10), layer(20)], [2, 3]).attend(x, x, x, scale=2)
+    assert out[:, 0].tolist() == [10, 11, 22, 23, 24]
+    assert calls == [(10, 2, 2, 2, {"scale": 2}), (20, 3, 3, 3, {"scale": 2})]
+    assert PooledLayer([layer(1)], [5]).attend(x, x, x)[4] == 5
+
+
+def test_steps_on_a_gpu_have_rows_in_powers_of_four_and_few_are_kept(model, monkeypatch):
+    batch = DecodeBatch(model, capture=False)
+    sizes = [1, 2, 3, 4, 5, 15, 16, 17]
+
+    def rounded(rows, fixed):
+        pool = SimpleNamespace(fixed=fixed, rows=rows)
+        return [batch._rounded(SimpleNamespace(**vars(pool), slots=[0] * n)) for n in sizes]
+
+    assert rounded(100, True) == [1, 4, 4, 4, 16, 16, 16, 64] and rounded(100, False) == sizes
+    assert rounded(20, True) == [1, 4, 4, 4, 16, 16, 16, 20]
+
+    made = []
+    monkeypatch.setattr(step, "Step", lambda *given: made.append(given) or given)
+    monkeypatch.setattr(step, "KEEP_GRAPHS", 2)
+    pools = [object() for _ in range(3)]
+    shares = [((pool, 1),) for pool in pools]
+    assert batch._step_for(shares[0]) == (model, shares[0]) and not batch._steps
+    batch._memory = "memory"
+    first = batch._step_for(shares[0])
+    assert first == (model, shares[0], "memory", 2) and batch._step_for(shares[0]) is first
+    assert batch._step_for(shares[1])[3] == 1  # its kernels are compiled
+    assert batch._step_for(shares[0]) is first
+    batch._step_for(shares[2])  # drops the one that was not used for longest
+    assert [shares for _, shares, _, _ in batch._steps.values()] == [shares[0], shares[2]]
+    batch._step_for(((pools[1], 4), (pools[2], 1)))
+    batch.forget(pools[1])
+    assert [shares for _, shares, _, _ in batch._steps.values()] == [shares[2]]
+    batch.forget(pools[2])
+    assert not batch._steps
+
+
+# Admission and log-probabilities
+# ------------------------------------------------------------------------------------------------
+
+
+def admission(config=CONFIG, full=False, policy=None, fits=lambda config, length: True):
+    memory = SimpleNamespace(fits=fits, budget=3 * 2**20)
+    return Admission(20, memory, config, full, policy)
+
+
+@pytest.mark.parametrize(
+    "length, new, code",
+    [
+        (15, 5, None),
+        (16, 5, Code.TOO_LONG),
+        (1, 0, None),
+        (0, 5, Code.INVALID),
+        (5, -1, Code.INVALID),
+    ],
+)
+def test_a_request_fits_the_longest_length_exactly(length, new, code):
+    request = Request([1] * length, new)
+    if code is None:
+        assert admission().check(request) is None
+        return
+    with pytest.raises(InvalidRequest) as refused:
+        admission().check(request)
+    assert refused.value.code is code and f"got {length} and {new}." in str(refused.value)
+
+
+def test_a_request_is_checked_by_its_own_settings_and_without_the_policy():
+    asked = []
+    rules = admission(
+        policy=lambda load: 1 / 0, fits=lambda *given: asked.append(given) or len(asked) < 3
+    )
+    rules.check(Request([1] * 9, 3))
+    rules.check(Request([1] * 9, 3, group_size=2, window_size=4))
+    with pytest.raises(InvalidRequest, match="got 12 tokens for a budget of 3 MiB") as refused:
+        rules.check(Request([1] * 9, 3, window_size=4))
+    assert refused.value.code is Code.TOO_LONG
+    assert asked == [(CONFIG, 12), (CCAConfig(2, 4), 12), (CCAConfig(5, 4), 12)]
+
+
+def test_settings_follow_the_request_the_policy_and_the_prompt():
+    loads = []
+    policy = lambda load: loads.append(load) or (2, 7)  # noqa: E731
+    load = Load(3)
+    rules = admission(policy=policy)
+    assert rules.settings_for(Request([1], 1), load) == CCAConfig(2, 7) and loads == [load]
+    assert rules.settings_for(Request([1], 1), None) == CONFIG and loads == [load]
+    by_length = admission(CCAConfig(window_size=4, num_groups=2))
+    assert by_length.settings_for(Request([1] * 24, 1), load).group_size == 10
+    full = admission(full=True, policy=policy)
+    assert full.settings_for(Request([1], 1), load) is None
+    for sizes in ({"group_size": 2}, {"window_size": 2}):
+        with pytest.raises(ValueError, match="^group_size and window_size must be left out"):
+            full.settings_for(Request([1], 1, **sizes), load)
+    varied = admission(CCAConfig(5, 13, head_group_sizes=(3, 8)), policy=policy)
+    assert varied.settings_for(Request([1], 1), load).window_size == 7
+    with pytest.raises(ValueError, match=r"^group_size must be left out, got 5 .*\(3, 8\)"):
+        varied.settings_for(Request([1], 1, group_size=5), load)
+
+
+def test_log_probabilities_are_those_of_the_rows_that_want_them():
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]))
+    found = logprobs_of(logits, [1, 2], 2)
+    assert [record.token for record in found] == [1, 2]
+    assert [round(record.logprob, 4) for record in found] == [-1.3863, -0.6931]
+    assert [token for token, _ in found[1].top] == [2, 1] and found[0].top[0][0] == 0
+    assert (
+        len(logprobs_of(logits, [1, 2], 9)[0].top) == 3
+        and logprobs_of(logits, [1, 2], 0)[0].top == []
+    )
+    for bad in (torch.nan, torch.inf):
+        wrong = logits.clone()
+        wrong[1, 0] = bad
+        with pytest.raises(InvalidLogits):
+            logprobs_of(wrong, [1, 2], 0)
+    slots = [Slot(Request([5, 6, 7], 1, logprobs=count)) for count in (None, 1, 2)]
+    add_logprobs(slots, torch.stack([logits[0], wrong[1], logits[1]]), [0, INVALID, 1])
+    assert [len(slot.logprobs) for slot in slots] == [0, 0, 1]  # a broken row concerns itself alone
+    assert slots[2].logprobs[0].token == 1 and len(slots[2].logprobs[0].top) == 2
+
+    scored = Slot(Request([0, 2, 1, 1], 1, logprobs=1))
+    add_prompt_logprobs(scored, logits, 0)
+    add_prompt_logprobs(scored, logits, 2)  # behind its last token the answer begins
+    assert scored.logprobs[0] == TokenLogprobs(0)
+    assert [record.token for record in scored.logprobs] == [0, 2, 1, 1]
+    expected = [0.25, 0.3, 0.25]
+    values = torch.tensor([record.logprob for record in scored.logprobs[1:]]).exp()
+    torch.testing.assert_close(values, torch.tensor(expected))
+
+
+# The queue
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_scheduler_has_the_settings_of_its_model(model):
+    scheduler = Scheduler(model, cache_bytes=10**6, rows_per_pool=9, max_rows=3, chunk_size=7)
+    assert scheduler.max_length == 256 and scheduler.memory.rows_per_pool == 3
+    assert scheduler.memory.prefixes.limit == 250_000 and scheduler.memory.prefixes.chunk_size == 7
+    assert scheduler.admission.config == CONFIG and scheduler.admission.max_length == 256
+    assert Scheduler(model, max_length=50).max_length == 50
+    assert Scheduler(model, max_length=500).max_length == 256
+    assert Scheduler(model, full=True).memory.prefixes.limit == 0
+    defaults = Scheduler(model)
+    assert (defaults.cache_bytes, defaults.max_rows, defaults.rows_per_pool) == (2**30, 64, 8)
+    assert (defaults.queue_limit, defaults.chunk_size, defaults.policy) == (256, 256, None)
+    for name in ("cache_bytes", "max_rows", "rows_per_pool", "chunk_size", "max_length"):
+        Scheduler(model, **{name: 1})
+        with pytest.raises(ValueError, match=f"^{name} must be at least 1, got 0"):
+            Scheduler(model, **{name: 0})
+    Scheduler(model, queue_limit=0)
+    with pytest.raises(ValueError, match="^queue_limit must be at least 0, got -1"):
+        Scheduler(model, queue_limit=-1)
+
+
+def test_a_queue_of_none_still_takes_what_can_start(model):
+    scheduler = Scheduler(model, queue_limit=0, max_rows=1)
+    scheduler.submit(Request([1, 2], 3))
+    with pytest.raises(RequestError, match="^1 requests wait already"):
+        scheduler.submit(Request([1, 2], 3))
+    scheduler.run_turn()
+    with pytest.raises(RequestError, match="^0 requests wait already"):
+        scheduler.submit(Request([1, 2], 3))
+    finish(scheduler)
+    scheduler.submit(Request([1, 2], 3))
+    scheduler = Scheduler(model, queue_limit=2, max_rows=1)
+    for _ in range(2):
+        scheduler.submit(Request([1, 2], 3))
+    with pytest.raises(RequestError, match="^2 requests wait already"):
+        scheduler.submit(Request([1, 2], 3))
+
+
+def test_four_prompts_are_read_at_once_in_alternation(model, monkeypatch):
+    scheduler = Scheduler(model)
+    order = []
+
+    def read(model, slot, memory):
+        order.append(slot.request.seed)
+        slot.read += 10
+
+    monkeypatch.setattr(scheduler_module, "read_next_chunk", read)
+    slots = [scheduler.submit(Request([1] * n, 5, seed=n)) for n in (90, 40, 60, 30, 20)]
+    for _ in range(6):
+        assert scheduler.run_turn()
+    # The first to come, and the nearest to its end; the fifth waits.
+    assert order == [90, 30, 90, 30, 90, 30]
+    assert scheduler.reading == slots[:4] and list(scheduler.waiting) == slots[4:]
+    scheduler.cancel(slots[0])
+    for _ in range(4):
+        scheduler.run_turn()
+    assert order[6:] == [40, 30, 40, 30]  # 30 has nothing left: the nearest of all
+    assert scheduler.reading == slots[1:]
+    assert [slot.number for slot in slots] == [1, 2, 3, 4, 5]
+
+
+def test_no_more_requests_than_rows_leave_the_queue(model):
+    scheduler = Scheduler(model, max_rows=2)
+    slots = [scheduler.submit(Request([1, 2, n], 9)) for n in range(4)]
+    scheduler.run_turn()
+    assert scheduler.active() == slots[:2][::-1] or set(scheduler.active()) == set(slots[:2])
+    assert scheduler.num_active == 2 and not scheduler.idle and list(scheduler.waiting) == slots[2:]
+    finish(scheduler)
+    assert scheduler.idle and not scheduler.run_turn() and [x.made for x in slots] == [9] * 4
+
+
+def test_the_load_is_of_the_others_and_recent(model, monkeypatch):
+    clock = [1000.0]
+    fake = SimpleNamespace(monotonic=lambda: clock[0])
+    monkeypatch.setattr(scheduler_module, "time", fake)
+    scheduler = Scheduler(model, cache_bytes=12345678)
+    assert scheduler.load() == Load(0, 0, 12345678, None, 0)
+    for arrived in (990.0, 991.0):
+        scheduler.submit(Request([1, 2, 3], 9, arrived=arrived))
+    assert scheduler.load(7) == Load(1, 0, 12345678, None, 7)
+    scheduler.run_turn()
+    assert scheduler.load().time_to_first_token == 10.0 and scheduler.load().queue_length == 0
+    clock[0] = 1001.0
+    scheduler.run_turn()
+    assert scheduler.load().time_to_first_token == 10.0
+    clock[0] = 1030.9
+    assert scheduler.load().time_to_first_token == 10.0
+    clock[0] = 1031.0
+    assert scheduler.load().time_to_first_token is None
+    finish(scheduler)
+    assert scheduler.load().cache_bytes_used == 0
+    clock[0] = 1005.0
+    scheduler.clear()
+    clock[0] = 5.0
+    assert scheduler.load().time_to_first_token is None
+
+
+def test_requests_end_at_their_deadline_wherever_they_are(model, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    scheduler = Scheduler(model, max_rows=2, chunk_size=8)
+    ends = []
+    slots = [
+        scheduler.submit(Request([1] * n, 50, deadline=end), on_end=ends.append)
+        for n, end in ((5, 110.0), (100, 120.0), (5, 110.0), (5, None))
+    ]
+    for _ in range(2):
+        scheduler.run_turn()
+    assert slots[0].made and slots[1] in scheduler.reading and slots[0].started == 100.0
+    assert (slots[0].first_token_at, slots[2].started) == (100.0, None)
+    clock[0] = 110.0
+    scheduler.run_turn()
+    assert ends == []
+    clock[0] = 110.5
+    scheduler.run_turn()
+    assert {id(slot) for slot in ends} == {id(slots[0]), id(slots[2])}
+    clock[0] = 120.5
+    scheduler.run_turn()
+    assert ends[2] is slots[1] and {slot.end_reason for slot in ends} == {"timeout"}
+    finish(scheduler)
+    assert slots[3].end_reason == "length" and scheduler.memory.used == 0
+
+
+@pytest.mark.parametrize("how", ["length", "cancelled", "error", "first"])
+def test_a_request_that_has_ended_holds_nothing(model, monkeypatch, how):
+    scheduler = Scheduler(model, chunk_size=4)
+    slot = scheduler.submit(Request([1] * 12, 1 if how == "first" else 4))
+    neighbour = scheduler.submit(Request([2] * 3, 9))
+    scheduler.run_turn()
+    assert slot.cache is not None and slot.ids is not None and slot.node is not None
+    if how == "cancelled":
+        scheduler.cancel(slot)
+    if how == "error":
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler_module, "read_next_chunk", lambda *given: 1 / 0)
+            scheduler._first_come = False
+            scheduler.run_turn()
+    while slot.end_reason is None:
+        scheduler.run_turn()
+    assert slot.end_reason == ("length" if how == "first" else how)
+    held = (slot.cache, slot.ids, slot.node, slot.pool, slot.generator)
+    assert held == (None,) * 5
+    assert neighbour.end_reason is None
+    finish(scheduler)
+    assert neighbour.made == 9 and scheduler.memory.used == 0
+
+
+def test_a_broken_model_leaves_no_request_and_no_memory(model):
+    scheduler = Scheduler(model, max_rows=2, chunk_size=4)
+    ends = []
+    for n in (3, 12, 5):
+        scheduler.submit(Request([1] * n, 9), on_end=ends.append)
+    for _ in range(3):
+        scheduler.run_turn()
+    error = RuntimeError("gone")
+    scheduler.abandon(error)
+    assert [slot.error for slot in ends] == [error] * 3 and scheduler.idle
+    assert {slot.end_reason for slot in ends} == {"error"} and not scheduler.memory.pools
+
+
+def test_a_prompt_that_is_scored_is_read_in_small_chunks(model, monkeypatch):
+    monkeypatch.setattr(reading, "SCORED_CHUNK", 4)
+    scheduler = Scheduler(model, chunk_size=6)
+    plain = scheduler.submit(Request([1] * 14, 1))
+    read = []
+    while not scheduler.idle:
+        scheduler.run_turn()
+        read.append(plain.read)
+    assert read == [6, 12, 14] and len(scheduler.memory.prefixes._nodes) == 2
+    records = []
+    scored = Request([1] * 14, 1, logprobs=0, prompt_logprobs=True)
+    slot = scheduler.submit(scored, on_logprobs=records.extend)
+    read = []
+    while not scheduler.idle:
+        scheduler.run_turn()
+        read.append(slot.read)
+    assert read == [4, 8, 12, 14] and slot.cached_tokens == 0 and len(records) == 15
+    assert len(scheduler.memory.prefixes._nodes) == 2 and reading.SCORED_CHUNK == 4
+
+
+def test_warming_up_sends_a_request_for_each_size(monkeypatch):
+    def sent(sizes, chunk_size=8, max_length=100, full=False, config=A, errors=()):
+        requests, errors = [], dict(errors)
+
+        def submit(request):
+            requests.append(request)
+            error = errors.get(len(requests))
+            if isinstance(error, ValueError):
+                raise error
+            return SimpleNamespace(error=error)
+
+        fields = {"chunk_size": chunk_size, "max_length": max_length, "full": full, "idle": True}
+        rules = SimpleNamespace(config=config)
+        scheduler = SimpleNamespace(**fields, admission=rules, submit=submit, clear=mock.Mock())
+        warm_up(scheduler, sizes)
+        scheduler.clear.assert_called_once_with()
+        return [
+            (request.group_size, request.window_size, len(request.prompt), request.max_new_tokens)
+            for request in requests
+        ]
+
+    own = (None, None, 4 + 8 + 1, 4)
+    assert sent(()) == [own]
+    assert sent([(4, 8), (8, 4), (4, 8)]) == [own, (4, 8, 13, 4), (8, 4, 13, 4)]
+    assert sent([(8, 30)], chunk_size=20) == [(None, None, 21, 4), (8, 30, 39, 4)]
+    assert sent([(8, 30)], full=True) == [own]
+    varied = CCAConfig(4, 8, layer_group_sizes=(2, 4))
+    assert sent([(8, 30)], config=varied) == [own]
+    assert sent([(90, 90)], max_length=50) == [own, (90, 90, 46, 4)]
+    assert sent((), max_length=2) == [(None, None, 1, 1)]
+    assert len(sent([(8, 30), (9, 30)], errors={2: ValueError("too large")})) == 3
+    with pytest.raises(RuntimeError, match="no kernel"):
+        sent([(8, 30)], errors={2: RuntimeError("no kernel")})
+
+
+# Ranks of a split model
+# ------------------------------------------------------------------------------------------------
+
+
+class Line:
+    """The exchange of two ranks that run one after the other."""
+
+    size = 1
+
+    def __init__(self, messages, is_rank_0):
+        self.messages = messages
+        self.is_rank_0 = is_rank_0
+        self.events = []
+
+    def record(self, *event):
+        if self.is_rank_0:
+            self.events.append(event)
+
+    def broadcast(self, tokens=()):
+        self.messages.append((self.events, list(tokens)))
+        self.events = []
+
+    def receive(self):
+        return self.messages.popleft()
+
+    def least(self, value):
+        return value - 1000
+
+
+def steps_of(scheduler):
+    """Record the logits of each step."""
+    logits, original = [], scheduler.batch.step
+
+    def recorded(pools):
+        logits.append(original(pools).clone())
+        return logits[-1]
+
+    scheduler.batch.step = recorded
+    return logits
+
+
+def test_another_rank_repeats_the_schedule_to_the_bit():
+    """All its decisions: pools that come and go, beginnings, cancelled and sampled requests."""
+    messages, schedulers = deque(), []
+    for kind in (Scheduler, Follower):
+        corecontext.enable(model := tiny_model(), CONFIG)
+        row = RowShape.of(model.config, model.dtype).row_bytes(CONFIG, 64)
+        schedulers.append(
+            kind(
+                model,
+                chunk_size=16,
+                cache_bytes=9 * row + 1000,
+                rows_per_pool=2,
+                policy=lambda load: (5, 13 - 4 * (load.queue_length > 2)),
+                ranks=Line(messages, kind is Scheduler),
+            )
+        )
+    leader, follower = schedulers
+    assert leader.memory.budget == 9 * row and not leader.batch.capture
+    recorded = [steps_of(scheduler) for scheduler in schedulers]
+    document, made = prompt(40), [[] for _ in range(8)]
+    for number in range(8):
+        options = {"group_size": 3, "window_size": 20} if number == 5 else {}
+        if number % 3 == 1:
+            options |= {"sampling": Sampling(1.5), "seed": number}
+        ids = document + prompt(4 + number, number) if number % 2 else prompt(7 * number + 3)
+        slot = leader.submit(Request(ids, 6 + number, **options), made[number].append)
+        if number == 3:
+            lost = slot
+        for _ in range(number % 4):
+            leader.run_turn()
+    leader.cancel(lost)
+    for _ in range(200):
+        leader.run_turn()
+    assert leader.idle and len(made[0]) == 6 and lost.end_reason == "cancelled"
+    held = leader.memory.prefixes.nbytes
+    messages.append(([], []))  # a sign of life
+    messages.append(([("clear",)], []))
+    messages.append(None)
+    nodes = []
+    follower.clear = lambda: nodes.append(follower.memory.prefixes.nbytes)
+    follower.follow()
+    assert not messages and follower.idle and follower.memory.used == 0 and nodes == [held]
+    assert len(recorded[0]) == len(recorded[1]) > 20
+    assert all(map(torch.equal, *recorded)) and max(map(len, recorded[0])) > 2
+
+
+def test_a_rank_that_differs_from_the_first_is_lost(model):
+    def follower(*messages):
+        return Follower(model, ranks=Line(deque([*messages, None]), False))
+
+    request = Request([1, 2, 3], 4)
+    with pytest.raises(RankLost, match="^rank 0 sent an event of the unknown kind 'x'"):
+        follower(([("x",)], [])).follow()
+    with pytest.raises(RankLost, match="^this process has no room for 7 tokens"):
+        follower(([("start", 1, CONFIG, request)], [])).follow()
+    place, start = ("place", CONFIG, 7), ("start", 1, CONFIG, request)
+    with pytest.raises(ValueError):  # rank 0 has a running request more
+        follower(([place, start], [5])).follow()
+    failed = follower(([place, start], []), ([], []), ([], []))
+    with (
+        mock.patch.object(scheduler_module, "read_next_chunk", side_effect=MemoryError),
+        pytest.raises(RankLost, match="^this process failed at a request that rank 0 goes on with"),
+    ):
+        failed.follow()
+    both = follower(([place, start], []), ([("end", 1)], []), ([], []))
+    with mock.patch.object(scheduler_module, "read_next_chunk", side_effect=MemoryError):
+        both.follow()  # rank 0 failed at it too
+    assert both.idle
+
+
+def test_a_step_that_fails_on_one_of_several_ranks_ends_them_all(model):
+    scheduler = Scheduler(model, ranks=Line(deque(), True))
+    slot = scheduler.submit(Request([1, 2, 3], 4))
+    scheduler.batch.step = lambda pools: 1 / 0
+    with pytest.raises(RankLost, match="^a step failed in one of the processes"):
+        finish(scheduler)
+    assert slot.end_reason is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_exchange_events_and_tokens(monkeypatch, rank):
+    sent = []
+
+    def broadcast(messages, src, group):
+        assert src == 0 and group == "group"
+        sent.append(messages[0])
+        if rank:
+            messages[0] = ([("end", 1)], [5])
+
+    def all_reduce(values, operation, group):
+        assert operation == torch.distributed.ReduceOp.MIN and group == "group"
+        values.clamp_(max=70)
+
+    new_group = mock.Mock(return_value="group")
+    fakes = {
+        "new_group": new_group,
+        "get_world_size": lambda: 2,
+        "get_rank": lambda: rank,
+        "broadcast_object_list": broadcast,
+        "all_reduce": all_reduce,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(ranks.dist, name, fake)
+    made = Ranks()
+    assert new_group.call_args.kwargs["backend"] == "gloo"
+    assert new_group.call_args.kwargs["timeout"].total_seconds() == 3600
+    assert made.size == 2 and made.is_rank_0 == (rank == 0)
+    assert made.least(90) == 70 and made.least(50) == 50
+    made.record("start", 1)
+    made.broadcast((3, 4))
+    made.broadcast()
+    events = [("start", 1)] if rank == 0 else []
+    assert sent == [(events, [3, 4]), ([], [])] and made.events == []
+    assert made.receive() == (([("end", 1)], [5]) if rank else None)
+    made.close()
+    assert sent[2:] == [None, None]
+    monkeypatch.setattr(
+        ranks.dist, "broadcast_object_list", mock.Mock(side_effect=RuntimeError("closed"))
+    )
+    with pytest.raises(RankLost, match="^a process of this model is gone: closed"):
+        made.broadcast()
+
+
+def test_joining_checks_the_processes_and_gpus(monkeypatch):
+    two = Serving(tensor_parallel=2)
+    assert tensor_parallel.join(Serving()) is None
+    started = mock.Mock()
+    monkeypatch.setattr(tensor_parallel, "_start_others", started)
+    monkeypatch.setattr(tensor_parallel, "Ranks", lambda: "ranks")
+    fake = mock.Mock(is_initialized=lambda: False)
+    monkeypatch.setattr(tensor_parallel, "dist", fake)
+    cuda = mock.Mock(is_available=lambda: False, device_count=lambda: 1)
+    monkeypatch.setattr(tensor_parallel.torch, "cuda", cuda)
+    monkeypatch.delenv("RANK", raising=False)
+    assert tensor_parallel.is_rank_0() and tensor_parallel.join(two) == "ranks"
+    started.assert_called_once_with(two)
+    fake.init_process_group.assert_called_once_with("gloo")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not tensor_parallel.is_rank_0() and tensor_parallel.join(two) == "ranks"
+    assert started.call_count == 1
+    with pytest.raises(
+        UserError, match="^tensor-parallel must be the 2 processes that torchrun st"
+    ):
+        tensor_parallel.join(replace(two, tensor_parallel=3))
+    cuda.is_available = lambda: True
+    with pytest.raises(UserError, match="^tensor-parallel must be at most 1, a GPU each, got 2"):
+        tensor_parallel.join(two)
+    cuda.device_count = lambda: 2
+    assert tensor_parallel.join(two) == "ranks"
+    cuda.set_device.assert_called_once_with(1)
+    assert fake.init_process_group.call_args.args == ("cpu:gloo,cuda:nccl",)
+    fake.is_available = lambda: False
+    with pytest.raises(UserError, match="^tensor-parallel must be 1, got 2"):
+        tensor_parallel.join(two)
+
+
+def test_other_ranks_are_started_with_their_numbers_and_end_with_the_first(monkeypatch):
+    process = mock.Mock()
+    process.wait.side_effect = [None, subprocess.TimeoutExpired("x", 5)]
+    started = mock.Mock(return_value=process)
+    monkeypatch.setattr(tensor_parallel.subprocess, "Popen", started)
+    monkeypatch.setattr(tensor_parallel, "_open_store", lambda: 77)
+    register = mock.Mock()
+    monkeypatch.setattr(tensor_parallel.atexit, "register", register)
+    with mock.patch.dict("os.environ"):
+        tensor_parallel._start_others(Serving("m", tensor_parallel=3))
+        assert tensor_parallel.os.environ["RANK"] == tensor_parallel.os.environ["LOCAL_RANK"] == "0"
+    environments = [call.kwargs["env"] for call in started.call_args_list]
+    assert [env["RANK"] for env in environments] == [env["LOCAL_RANK"] for env in environments]
+    assert [env["RANK"] for env in environments] == ["1", "2"]
+    for env in environments:
+        assert (env["WORLD_SIZE"], env["MASTER_ADDR"], env["MASTER_PORT"]) == (
+            "3",
+            "127.0.0.1",
+            "77",
+        )
+    settings = json.loads(started.call_args.args[0][-1])
+    assert Serving(**settings) == Serving("m", tensor_parallel=3)
+    stop, processes = register.call_args.args
+    stop(processes)
+    assert process.wait.call_count == 2 and process.wait.call_args.args == (5.0,)
+    process.kill.assert_called_once_with()
+
+
+# The start of a server
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What a server is made of: the arguments of `load` and of the scheduler."""
+    made = SimpleNamespace(device=torch.device("cpu"), ranks=None)
+
+    def load(source, **options):
+        made.load = (source, options)
+        return SimpleNamespace(
+            model=SimpleNamespace(device=made.device), tokenizer="tokenizer", config=A
+        )
+
+    def scheduler(kind):
+        def make(model, **options):
+            made.kind, made.options = kind, options
+            return SimpleNamespace(model=model, policy=options["policy"])
+
+        return make
+
+    monkeypatch.setattr(build, "load", load)
+    monkeypatch.setattr(scheduler_module, "Scheduler", scheduler("scheduler"))
+    monkeypatch.setattr(tensor_parallel, "Follower", scheduler("follower"))
+    monkeypatch.setattr(tensor_parallel, "join", lambda serving: made.ranks)
+    monkeypatch.setattr(build, "_cache_bytes", lambda serving, device: 12345)
+    return made
+
+
+def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
+    serving = Serving("m")
+    assert build.make_scheduler(serving)[1] == "tokenizer" and made.kind == "scheduler"
+    sizes = dict.fromkeys(("group_size", "window_size", "sinks"))
+    assert made.load == (
+        "m",
+        {
+            **sizes,
+            "dtype": "auto",
+            "device": "auto",
+            "tensor_parallel": False,
+            "untested": False,
+            "warn": False,
+        },
+    )
+    defaults = {
+        "full": False,
+        "policy": None,
+        "cache_bytes": 12345,
+        "max_rows": 64,
+        "rows_per_pool": 8,
+        "queue_limit": 256,
+        "chunk_size": 256,
+        "max_length": 2**40,
+        "ranks": None,
+    }
+    assert made.options == defaults
+    made.device = torch.device("cuda")
+    build.make_scheduler(serving)
+    assert made.options == {**defaults, "rows_per_pool": 16, "chunk_size": 2048}
+    chosen = {"rows_per_pool": 3, "queue_limit": 5, "chunk_size": 7, "max_length": 90}
+    build.make_scheduler(
+        Serving("m", policy="elastic", first_token_limit=3.0, max_running=2, **chosen)
+    )
+    policy = made.options["policy"]
+    assert policy == TablePolicy(((0.5, 4, 8), (0.8, 8, 4), (1.0, 16, 2)), first_token_limit=3.0)
+    assert made.options == {**defaults, **chosen, "policy": policy, "max_rows": 2}
+    sizes = {"group_size": 2, "window_size": 3, "sinks": 4}
+    build.make_scheduler(Serving("m", dtype="float16", device="cpu", untested=True, **sizes))
+    assert made.load[1] == {
+        **sizes,
+        "dtype": "float16",
+        "device": "cpu",
+        "tensor_parallel": False,
+        "untested": True,
+        "warn": False,
+    }
+    build.make_scheduler(Serving("m", method="full"))
+    assert made.options["full"]
+
+
+def test_the_other_ranks_have_followers(made, monkeypatch):
+    checked = mock.Mock()
+    monkeypatch.setattr(build, "load_config", lambda source: "config")
+    monkeypatch.setattr("corecontext.serve.rows.RowShape.of", checked)
+    for is_rank_0, kind in ((True, "scheduler"), (False, "follower")):
+        made.ranks = SimpleNamespace(is_rank_0=is_rank_0)
+        build.make_scheduler(Serving("m", tensor_parallel=2))
+        assert made.kind == kind and made.options["ranks"] is made.ranks
+        assert made.load[1]["tensor_parallel"]
+    assert checked.call_args.args == ("config", torch.float32, 2)
+
+
+def test_a_server_on_a_gpu_is_warmed_up_with_its_tables_sizes(made, monkeypatch):
+    warmed = []
+    monkeypatch.setattr(
+        "corecontext.serve.warm_up.warm_up", lambda scheduler, sizes: warmed.append(sizes)
+    )
+    monkeypatch.setattr("corecontext.serve.http.create_app", lambda *given: given[1:])
+    serving = Serving("m", policy="elastic")
+    assert build.make_app(serving) == ("tokenizer", serving) and warmed == []
+    made.device = torch.device("cuda")
+    build.make_app(serving)
+    build.make_app(Serving("m"))
+    assert warmed == [[(4, 8), (8, 4), (16, 2)], ()]
+
+
+def test_the_budget_is_set_or_a_share_of_the_free_memory(monkeypatch):
+    free = {"value": 1000}
+    monkeypatch.setattr("corecontext.inference.limits.free_bytes", lambda device: free["value"])
+    assert build._cache_bytes(Serving(cache_mib=3), "cuda") == 3 * 2**20
+    assert build._cache_bytes(Serving(), "cuda") == 800
+    free["value"] = None
+    pages = {"SC_AVPHYS_PAGES": 100, "SC_PAGE_SIZE": 40}
+    monkeypatch.setattr(build.os, "sysconf", pages.__getitem__)
+    assert build._cache_bytes(Serving(), "cpu") == 1000
+    monkeypatch.setattr(build.os, "sysconf", mock.Mock(side_effect=ValueError))
+    assert build._cache_bytes(Serving(), "cpu") == 2**30
+
+
+def test_the_first_signal_drains_and_the_second_ends(monkeypatch):
+    servers, worker = [], mock.Mock(draining=False, idle=False, alive=False, failed=False)
+    app = SimpleNamespace(state=SimpleNamespace(worker=worker))
+    monkeypatch.setattr(build, "make_app", lambda serving: app)
+    monkeypatch.setattr("corecontext.serve.logs.start_logging", lambda: None)
+    monkeypatch.setattr("corecontext.serve.logs.log_event", lambda event, **fields: None)
+
+    def run(server, sockets):
+        servers.append(server)
+        sockets[0].close()
+
+    monkeypatch.setattr("uvicorn.Server.run", run)
+    assert build.run(Serving(port=0)) == 0
+    (server,) = servers
+    assert server.config.timeout_graceful_shutdown == 30 and not server.config.access_log
+    assert server.config.http.__name__ == "Connection" and server.config.log_config is None
+    server.handle_exit(signal.SIGTERM, None)
+    assert worker.draining and not server.should_exit and not server.force_exit
+
+    async def tick():
+        await server.on_tick(1)
+        return server.should_exit
+
+    assert not asyncio.run(tick())  # a request still runs
+    worker.idle = True
+    assert asyncio.run(tick())
+    server.should_exit = worker.draining = False
+    assert not asyncio.run(tick())  # idle, but no signal has come
+    worker.draining = True
+    monkeypatch.setattr("uvicorn.Server.shutdown", mock.AsyncMock())
+    asyncio.run(server.shutdown())
+    assert not worker.stop.called
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit and server.force_exit
+    asyncio.run(server.shutdown())
+    worker.stop.assert_called_once_with(5.0)
+    worker.alive = worker.failed = True
+    monkeypatch.setattr(build.os, "_exit", mock.Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        build.run(Serving(port=0))
+    build.os._exit.assert_called_once_with(1)
+
+
+def test_another_rank_follows_until_the_first_closes(monkeypatch, capsys):
+    ignored, follow = [], mock.Mock(side_effect=[None, RankLost("rank 0 is gone")])
+    monkeypatch.setattr(build.signal, "signal", lambda *given: ignored.append(given))
+    monkeypatch.setattr(
+        build, "make_scheduler", lambda serving: (SimpleNamespace(follow=follow), None)
+    )
+    monkeypatch.setenv("RANK", "1")
+    assert build.run(Serving(tensor_parallel=2)) == 0
+    assert build.run(Serving(tensor_parallel=2)) == 1
+    assert capsys.readouterr().err == "error: rank 0 is gone\n"
+    assert ignored[:2] == [(signal.SIGTERM, signal.SIG_IGN), (signal.SIGINT, signal.SIG_IGN)]

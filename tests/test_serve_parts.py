@@ -1,0 +1,1275 @@
+"""The parts of the server by themselves: fields, statuses, headers, deadlines, replies, metrics. No
+model runs: answers are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import sys
+import time
+from collections import deque
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("fastapi")
+httpx, uvicorn = pytest.importorskip("httpx"), pytest.importorskip("uvicorn")
+
+from fastapi.responses import PlainTextResponse  # noqa: E402
+from pydantic import ValidationError  # noqa: E402
+
+from corecontext.config import CCAConfig  # noqa: E402
+from corecontext.files import UserError  # noqa: E402
+from corecontext.inference.sampling import INVALID, InvalidLogits, Sampling  # noqa: E402
+from corecontext.serve import connection, guard, logs, protocol  # noqa: E402
+from corecontext.serve import http as server_module  # noqa: E402
+from corecontext.serve.errors import Code, RequestError  # noqa: E402
+from corecontext.serve.http import create_app  # noqa: E402
+from corecontext.serve.metrics import Metrics, labels_of, sizes_of  # noqa: E402
+from corecontext.serve.reply import Events, unless_gone  # noqa: E402
+from corecontext.serve.request import Request, Slot, TokenLogprobs  # noqa: E402
+from corecontext.serve.settings import BUNDLED, Serving  # noqa: E402
+from corecontext.serve.text import TextStream  # noqa: E402
+from corecontext.serve.token_text import LogprobsWriter, TokenText  # noqa: E402
+from corecontext.serve.worker import Answer, Worker, _failure  # noqa: E402
+
+CONFIG = CCAConfig(4, 8)
+END = "\x03"
+
+
+class Letters:
+    """A tokenizer whose tokens are characters; token 3 is special."""
+
+    chat_template = None
+    all_special_ids = (3,)
+
+    def __call__(self, text, **options):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, ids, skip_special_tokens=True, **options):
+        return "".join(chr(i) for i in ids if not (skip_special_tokens and i == 3))
+
+
+class Scripted:
+    """A server whose worker answers each prompt with the next of some texts; a text that ends with
+    an Exception or a reason ends so.
+
+    Attributes:
+        requests: Taken so far.
+        cancelled: Their numbers, in the order in which they were cancelled.
+    """
+
+    def __init__(self, *answers, config=CONFIG, eos=None, **settings):
+        model = mock.MagicMock()
+        model.generation_config.eos_token_id = eos
+        model.config.get_text_config.return_value.vocab_size = 128
+        self.scheduler = mock.MagicMock(max_length=64, policy=None, model=model)
+        self.scheduler.admission.config = CONFIG
+        self.app = create_app(self.scheduler, Letters(), Serving(name="m", **settings))
+        self.service = self.app.state.service
+        self.service.worker.submit = self.submit
+        self.service.worker.cancel = lambda answer: self.cancelled.append(
+            self.requests.index(answer.request)
+        )
+        self.answers = list(answers)
+        self.config = config
+        self.requests = []
+        self.texts = []
+        self.cancelled = []
+
+    def submit(self, request, text):
+        script = self.answers[len(self.requests)]
+        if isinstance(script[-1], Exception) and len(script) == 1:
+            raise script[-1]
+        self.requests.append(request)
+        self.texts.append(text)
+        answer = Answer(request, text, self.service._ended)
+        answer.slot = Slot(request, answer.on_token, answer.on_ended, answer.on_logprobs)
+        answer.slot.config = self.config
+        reason = "length"
+        for token in script:
+            if isinstance(token, Exception) or len(token) > 1:
+                reason = token
+                break
+            if request.logprobs is not None:
+                top = [(ord(token), -0.5), (ord("z"), -2.0)][: request.logprobs]
+                answer.slot.logprobs.append(TokenLogprobs(ord(token), -0.5, top))
+            reason = answer.slot.take(ord(token)) or "length"
+            if reason == "stop":
+                break
+        error = reason if isinstance(reason, Exception) else None
+        answer.slot.end("error" if error else reason, error)
+        return answer
+
+    def ask(self, path="/v1/completions", method="POST", headers=None, **body):
+        if path == "/v1/completions":
+            body = {"model": "m", "prompt": "ab", **body}
+        elif path == "/v1/chat/completions":
+            body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **body}
+
+        async def send():
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost"
+            ) as client:
+                options = {"json": body} if method == "POST" else {}
+                return await client.request(method, path, headers=headers, **options)
+
+        return asyncio.run(send())
+
+
+# Fields
+# ------------------------------------------------------------------------------------------------
+
+COMPLETION = {"model": "m", "prompt": "a"}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+FIELDS = {
+    "model": (["a" * 1000], ["a" * 1001, 5, None]),
+    "max_tokens": ([None, 0, 2**31], [-1, 2**31 + 1, 1.0, "5", True]),
+    "temperature": ([None, 0, 2, 0.5], [-0.01, 2.01, "1"]),
+    "top_p": ([None, 1e-9, 1], [0, 1.01, -1]),
+    "top_k": ([None, 1, 2**31], [0, 2**31 + 1, 2.0]),
+    "seed": ([None, -(2**63), 2**63 - 1], [-(2**63) - 1, 2**63]),
+    "stop": (
+        [None, "a", "a" * 1000, [], ["ab"] * 16],
+        ["", "a" * 1001, ["a"] * 17, [""], ["a" * 1001], "\ud800", 5],
+    ),
+    "stream": ([None, True, False], [1, "true"]),
+    "stream_options": ([None, {}, {"include_usage": True}], [{"x": 1}, [], True]),
+    "group_size": ([None, 1, 2**20], [0, 2**20 + 1]),
+    "window_size": ([None, 1, 2**24], [0, 2**24 + 1]),
+    "ignore_eos": ([None, True, False], [0, "no"]),
+    "user": ([None, 5, {"a": []}], []),
+    "metadata": ([None, 5, {"a": []}], []),
+    "service_tier": ([None, "auto"], []),
+    "safety_identifier": ([None, "x"], []),
+    "prompt_cache_key": ([None, "x"], []),
+    "prompt_cache_retention": ([None, "x"], []),
+    "store": ([None, False], [True, 0]),
+    "n": ([None, 1], [0, 2, 1.0]),
+    "presence_penalty": ([None, 0, 0.0], [0.1, -0.1]),
+    "frequency_penalty": ([None, 0, 0.0], [0.1, -0.1]),
+    "min_p": ([None, 0, 0.0], [0.1, -0.1]),
+    "repetition_penalty": ([None, 1, 1.0], [1.1, 0.9]),
+    "logit_bias": ([None, {}], [{"5": 0.0}]),
+    "prompt": (
+        ["", "a", [0], [2**31], ["a"] * 128, [[1, 2]] * 128],
+        [None, 5, [], [[]], [-1], [2**31 + 1], ["a"] * 129, [[1]] * 129, ["a", 5], "\ud800"],
+    ),
+    "best_of": ([None, 1], [0, 2]),
+    "echo": ([None, True, False], [1]),
+    "logprobs": ([None, 0, 20], [-1, 21, True]),
+    "suffix": ([None], ["", "x"]),
+}
+USER = {"role": "user", "content": "a"}
+CHAT_FIELDS = {
+    "messages": (
+        [[USER] * 4096, *([{"role": role, "content": "a"}] for role in ("system", "developer"))],
+        [
+            [],
+            [USER] * 4097,
+            [{**USER, "role": "tool"}],
+            [{**USER, "content": []}],
+            [{**USER, "x": 1}],
+        ],
+    ),
+    "max_completion_tokens": ([None, 1, 2**31], [0, 2**31 + 1]),
+    "max_tokens": ([None, 1, 2**31], [0, 2**31 + 1]),
+    "logprobs": ([None, True, False], [1, 5]),
+    "top_logprobs": ([None, 0, 20], [-1, 21]),
+    "parallel_tool_calls": ([None, True, False], []),
+    "tool_choice": ([None, "none", "auto"], ["required"]),
+    "response_format": ([None, {"type": "text"}], [{"type": "json_object"}, {}]),
+    "modalities": ([None, [], ["text"]], [["audio"], "text"]),
+    "echo": ([], [True]),
+    "best_of": ([], [1]),
+    "tools": ([], [[]]),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, body, name, taken, refused",
+    [
+        *((protocol.CompletionRequest, COMPLETION, name, *both) for name, both in FIELDS.items()),
+        *((protocol.ChatRequest, CHAT, name, *both) for name, both in CHAT_FIELDS.items()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_field_has_its_bounds(kind, body, name, taken, refused):
+    for value in taken:
+        assert getattr(kind.model_validate({**body, name: value}), name) is not Ellipsis
+    for value in refused:
+        with pytest.raises(ValidationError):
+            kind.model_validate({**body, name: value})
+
+
+def test_no_field_is_left_out_of_the_table():
+    both = {**FIELDS, **CHAT_FIELDS}
+    for kind, table in ((protocol.CompletionRequest, FIELDS), (protocol.ChatRequest, both)):
+        assert set(kind.model_fields) <= set(table)
+        assert {field for field, info in kind.model_fields.items() if info.is_required()} == {
+            "model",
+            "prompt" if kind is protocol.CompletionRequest else "messages",
+        }
+    body = protocol.CompletionRequest.model_validate(COMPLETION)
+    assert {name for name, value in body if value is not None} == set(COMPLETION)
+
+
+def test_fields_that_have_two_forms_are_read_as_one():
+    def completion(**body):
+        return protocol.CompletionRequest.model_validate({**COMPLETION, **body})
+
+    def chat(**body):
+        return protocol.ChatRequest.model_validate({**CHAT, **body})
+
+    assert completion().stops == [] and completion(stop="a").stops == ["a"]
+    assert completion(stop=["a", "b"]).stops == ["a", "b"]
+    assert completion(prompt="ab").prompts == ["ab"] and completion(prompt=[1, 2]).prompts == [
+        [1, 2]
+    ]
+    assert completion(prompt=["a", "b"]).prompts == ["a", "b"]
+    assert completion(prompt=[[1], [2]]).prompts == [[1], [2]]
+    tops = [completion(logprobs=count).top for count in (None, 0, 5)]
+    assert tops == [None, 0, 5]
+    assert [chat(logprobs=True, top_logprobs=count).top for count in (None, 0, 5)] == [0, 0, 5]
+    assert chat(top_logprobs=5).top is None and chat(logprobs=False, top_logprobs=5).top is None
+    text = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    message = chat(messages=[{"role": "user", "content": text, "name": "x", "refusal": None}])
+    assert message.messages[0].text == "ab" and chat().messages[0].text == "a"
+
+
+@pytest.mark.parametrize(
+    "body, message, param",
+    [
+        ({"n": 2}, "n must be 1: a prompt gets one answer, got 2.", "n"),
+        ({"best_of": 3}, "best_of must be 1: a prompt gets one answer, got 3.", "best_of"),
+        ({"min_p": 0.1}, "min_p must be 0: it is not supported, got 0.1.", "min_p"),
+        (
+            {"presence_penalty": -1},
+            "presence_penalty must be 0: it is not supported, got -1.",
+            "presence_penalty",
+        ),
+        (
+            {"repetition_penalty": 2.0},
+            "repetition_penalty must be 1: it is not supported, got 2.0.",
+            "repetition_penalty",
+        ),
+        ({"store": True}, "store must be false: it is not supported, got True.", "store"),
+        (
+            {"prompt": ..., "messages": [{**USER, "name": "\ud800"}]},
+            "messages.0.name must be valid Unicode, got half a character (an unpaired surrogate).",
+            "messages",
+        ),
+        ({"tools": []}, "field 'tools' is not supported. Leave it out.", "tools"),
+        ({"stream_options": {"x": 1}}, "field 'stream_options.x' is not supp", "stream_options"),
+        ({"max_tokens": "5"}, "max_tokens is not valid: Input should be a valid in", "max_tokens"),
+        ({"prompt": ...}, "field 'prompt' must be given.", "prompt"),
+    ],
+    ids=str,
+)
+def test_a_refusal_is_one_plain_line_that_names_the_field(body, message, param):
+    server = Scripted()
+    body = {**COMPLETION, **body}
+    content = json.dumps({name: value for name, value in body.items() if value is not ...})
+
+    async def send():
+        transport = httpx.ASGITransport(server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            headers = {"content-type": "application/json"}
+            path = "chat/completions" if "messages" in body else "completions"
+            return await client.post(f"/v1/{path}", content=content, headers=headers)
+
+    response = asyncio.run(send())
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["message"].startswith(message)
+    assert error["param"] == param and error["type"] == "invalid_request_error"
+    assert error["code"] is None and not server.requests
+
+
+def test_each_reason_has_its_status_type_and_code():
+    invalid = "invalid_request_error"
+    assert {code.name: (code.status, code.kind, code.protocol_code) for code in Code} == {
+        "INVALID": (400, invalid, None),
+        "TOO_LONG": (400, invalid, "context_length_exceeded"),
+        "WRONG_KEY": (401, invalid, "invalid_api_key"),
+        "WRONG_HOST": (403, invalid, "wrong_host"),
+        "UNKNOWN_MODEL": (404, invalid, "model_not_found"),
+        "TIMEOUT": (408, "server_error", "timeout"),
+        "BODY_TOO_LARGE": (413, invalid, "body_too_large"),
+        "QUEUE_FULL": (429, invalid, "queue_full"),
+        "INTERNAL": (500, "server_error", "internal_error"),
+        "OUT_OF_MEMORY": (503, "server_error", "error"),
+        "CANCELLED": (503, "server_error", "cancelled"),
+        "DRAINING": (503, "server_error", "draining"),
+    }
+
+
+def test_the_error_of_an_answer_follows_how_its_request_ended():
+    def code(reason, error=None):
+        return _failure(Slot(Request([1], 1), end_reason=reason, error=error)).code
+
+    assert code("timeout") is Code.TIMEOUT and code("cancelled") is Code.CANCELLED
+    assert code("timeout", MemoryError()) is Code.TIMEOUT
+    for error in (MemoryError(), RuntimeError("can't allocate memory: you tried")):
+        assert code("error", error) is Code.OUT_OF_MEMORY
+    assert code("error", InvalidLogits()) is code("error", ValueError()) is Code.INTERNAL
+    late = _failure(Slot(Request([1], 9), end_reason="timeout", made=7))
+    assert "; 7 tokens were made" in str(late)
+
+
+# Replies
+# ------------------------------------------------------------------------------------------------
+
+
+def events_of(response):
+    lines = response.text.split("\n\n")
+    assert lines.pop() == "" and all(line.startswith("data: ") for line in lines)
+    texts = [line.removeprefix("data: ") for line in lines]
+    return [text if text == "[DONE]" else json.loads(text) for text in texts]
+
+
+def test_a_whole_answer_has_the_protocols_form():
+    server = Scripted("xyz", "uv" + END, eos=[3])
+    before = int(time.time())
+    response = server.ask(prompt=["ab", "cde"], max_tokens=3)
+    whole = response.json()
+    assert response.status_code == 200 and re.fullmatch("cmpl-[0-9a-f]{32}", whole.pop("id"))
+    assert before <= whole.pop("created") <= time.time()
+    assert re.fullmatch("replica-[0-9a-f]{8}", whole.pop("system_fingerprint"))
+    assert whole == {
+        "object": "text_completion",
+        "model": "m",
+        "choices": [
+            {"index": 0, "finish_reason": "length", "logprobs": None, "text": "xyz"},
+            {"index": 1, "finish_reason": "stop", "logprobs": None, "text": "uv"},
+        ],
+        "usage": {
+            "prompt_tokens": 5,
+            "completion_tokens": 6,
+            "total_tokens": 11,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+        "corecontext": {"group_size": 4, "window_size": 8},
+    }
+    assert server.cancelled == [0, 1]  # without effect after the end
+
+
+def test_a_whole_chat_has_the_protocols_form():
+    server = Scripted("yes")
+    whole = server.ask("/v1/chat/completions", max_tokens=3).json()
+    assert re.fullmatch("chatcmpl-[0-9a-f]{32}", whole["id"])
+    assert whole["object"] == "chat.completion"
+    message = {"role": "assistant", "content": "yes", "refusal": None}
+    choice = {"index": 0, "finish_reason": "length", "logprobs": None, "message": message}
+    assert whole["choices"] == [choice]
+    assert server.requests[0].prompt == [ord(letter) for letter in "user: hi\nassistant:"]
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": True}])
+def test_a_stream_has_the_protocols_form(options):
+    server = Scripted("xy")
+    asked = {"max_tokens": 2, "stream": True, "stream_options": options}
+    response = server.ask(**asked)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    *events, done = events_of(response)
+    heads = [
+        {name: event.pop(name) for name in ("id", "created", "model", "object")} for event in events
+    ]
+    assert done == "[DONE]" and all(head == heads[0] for head in heads)
+    assert heads[0]["object"] == "text_completion"
+    wants_usage = bool(options and options.get("include_usage"))
+    more = {"usage": None} if wants_usage else {}
+    more |= {"corecontext": {"group_size": 4, "window_size": 8}}
+    more["system_fingerprint"] = server.service.fingerprint
+    body = {"index": 0, "logprobs": None}
+    expected = [
+        {"choices": [{**body, "finish_reason": None, "text": "x"}], **more},
+        {"choices": [{**body, "finish_reason": None, "text": "y"}], **more},
+        {"choices": [{**body, "finish_reason": "length", "text": ""}], **more},
+    ]
+    if wants_usage:
+        usage = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+        usage["prompt_tokens_details"] = {"cached_tokens": 0}
+        expected.append({**more, "choices": [], "usage": usage})
+    assert events == expected and server.cancelled == [0]
+
+
+def test_a_stream_of_a_chat_names_the_role_once():
+    *events, done = events_of(Scripted("xy").ask("/v1/chat/completions", max_tokens=2, stream=True))
+    assert done == "[DONE]" and {event["object"] for event in events} == {"chat.completion.chunk"}
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas == [{"role": "assistant", "content": "x"}, {"content": "y"}, {}]
+    reasons = [event["choices"][0]["finish_reason"] for event in events]
+    assert reasons == [None, None, "length"]
+    *events, done = events_of(
+        Scripted(END, eos=3).ask("/v1/chat/completions", max_tokens=2, stream=True)
+    )
+    assert [event["choices"][0]["delta"] for event in events] == [{"role": "assistant"}]
+
+
+def test_a_stream_that_fails_ends_with_the_error_alone():
+    server = Scripted(["x", RuntimeError("words of a prompt")], ["y", "timeout"])
+    for prompt, code in (("a", "internal_error"), ("b", "timeout")):
+        *events, last = events_of(server.ask(prompt=prompt, max_tokens=2, stream=True))
+        assert len(events) == 1 and last["error"]["code"] == code and "words" not in str(last)
+    assert server.cancelled == [0, 1]
+    whole = Scripted(["x", "timeout"]).ask(max_tokens=2)
+    assert whole.status_code == 408 and whole.json()["error"]["code"] == "timeout"
+
+
+def test_the_answers_of_a_stream_are_ended_with_the_first_that_fails():
+    server = Scripted(["x", "cancelled"], "yz")
+    events = events_of(server.ask(prompt=["a", "b"], max_tokens=2, stream=True))
+    assert "[DONE]" not in events and events[-1]["error"]["code"] == "cancelled"
+    assert server.cancelled == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [
+        (RequestError(Code.QUEUE_FULL, "full"), 429),
+        (ValueError("wrong"), 400),
+        (TypeError("x"), 400),
+    ],
+)
+def test_a_prompt_that_is_refused_cancels_those_before_it(error, status):
+    server = Scripted("x", "y", [error])
+    response = server.ask(prompt=["a", "b", "c"], max_tokens=1)
+    assert response.status_code == status and response.json()["error"]["message"] == str(error)
+    assert server.cancelled == [0, 1]
+
+
+def test_sizes_are_named_where_all_prompts_have_them():
+    for configs, sizes in (
+        ([CONFIG, CONFIG], (4, 8)),
+        ([CONFIG, CCAConfig(4, 9)], (None, None)),
+        ([None, None], (None, None)),
+        ([CCAConfig(4, 8, layer_group_sizes=(2, 4))] * 2, (None, 8)),
+    ):
+        server = Scripted("x", "y")
+        submit, left = server.service.worker.submit, list(configs)
+
+        def next_config(request, text, server=server, submit=submit, left=left):
+            server.config = left.pop(0)
+            return submit(request, text)
+
+        server.service.worker.submit = next_config
+        whole = server.ask(prompt=["a", "b"], max_tokens=1).json()["corecontext"]
+        assert (whole["group_size"], whole["window_size"]) == sizes
+
+
+def test_log_probabilities_follow_the_text():
+    asked = {"max_tokens": 3, "logprobs": 1}
+    choice = Scripted("xyz").ask(**asked).json()["choices"][0]
+    assert choice["logprobs"] == {
+        "tokens": ["x", "y", "z"],
+        "token_logprobs": [-0.5] * 3,
+        "top_logprobs": [{"x": -0.5}, {"y": -0.5}, {"z": -0.5}],
+        "text_offset": [2, 3, 4],
+    }
+    # A prompt of token numbers stands at the same offsets, special tokens without text.
+    choice = Scripted("xyz").ask(**asked, prompt=[3, 97, 98]).json()["choices"][0]
+    assert choice["logprobs"]["text_offset"] == [2, 3, 4]
+    stopped = Scripted("xyz").ask(**asked, stop="z").json()["choices"][0]
+    assert stopped["text"] == "xy" and stopped["logprobs"]["tokens"] == ["x", "y"]
+    ended = Scripted("xy" + END, eos=[3]).ask(**asked).json()["choices"][0]
+    assert ended["text"] == "xy" and ended["logprobs"]["tokens"] == ["x", "y", END]
+    none = Scripted("xy").ask(max_tokens=2, logprobs=0).json()["choices"][0]["logprobs"]
+    assert none["top_logprobs"] == [None, None] and none["token_logprobs"] == [-0.5, -0.5]
+    chat = Scripted("xy").ask("/v1/chat/completions", max_tokens=2, logprobs=True, top_logprobs=2)
+    found = chat.json()["choices"][0]["logprobs"]
+    first = {"token": "x", "logprob": -0.5, "bytes": [120]}
+    second = {"token": "z", "logprob": -2.0, "bytes": [122]}
+    assert found["refusal"] is None and len(found["content"]) == 2
+    assert found["content"][0] == {**first, "top_logprobs": [first, second]}
+
+
+def test_of_two_tokens_with_one_text_the_likelier_is_named():
+    texts = SimpleNamespace(text=lambda token: ("a", b"a"), shown=lambda token: b"a")
+    writer = LogprobsWriter(texts, False, 5)
+    records = [TokenLogprobs(1, -3.0, [(2, -1.0), (4, -2.0)]), TokenLogprobs(1)]
+    written = writer.write(records, 6)
+    assert written["top_logprobs"] == [{"a": -1.0}] and written["text_offset"] == [5]
+    assert records == [] and writer.write([], 6) is None  # the second one begins at 6
+    assert writer.write([], 7)["top_logprobs"] == [None]
+    early = LogprobsWriter(texts, False, -2)  # more tokens than characters
+    assert early.write([TokenLogprobs(1)] * 4, 9)["text_offset"] == [0, 0, 0, 1]
+
+
+def test_the_text_of_a_token_is_its_bytes_where_it_is_no_character():
+    names = {1: "<0xE2>", 2: "\u0120\u00c3", 3: "\ufffdx", 4: "abc"}
+
+    class Tokenizer:
+        all_special_ids = (4,)
+
+        def __call__(self, text, add_special_tokens):
+            assert not add_special_tokens
+            return {"input_ids": [0]}
+
+        def convert_ids_to_tokens(self, token):
+            return names[token]
+
+        def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
+            assert not skip_special_tokens and not clean_up_tokenization_spaces
+            assert ids[0] == 0, "a token is decoded behind another"
+            return "a" + "".join(
+                {1: "\ufffd", 2: " \ufffd", 3: "\ufffdx", 4: "abc"}[i] for i in ids[1:]
+            )
+
+    texts = TokenText(Tokenizer())
+    assert texts.text(1) == ("\\xe2", b"\xe2")
+    assert texts.text(2) == ("\\x20\\xc3", b" \xc3")
+    assert texts.text(3) == ("\ufffdx", "\ufffdx".encode())
+    assert texts.text(4) == ("abc", b"abc") and texts.shown(4) == b""
+    assert texts.shown(1) == b"\xe2" and texts.length([1, 4, 2]) == 3
+
+
+# Requests
+# ------------------------------------------------------------------------------------------------
+
+
+def translated(path="/v1/completions", eos=(7,), **body):
+    server = Scripted("x" * 64, eos=list(eos), time_limit_s=5.0)
+    before = time.monotonic()
+    assert server.ask(path, **body).status_code == 200
+    request = server.requests[0]
+    assert before <= request.arrived <= time.monotonic()
+    assert request.deadline == request.arrived + 5.0
+    return request
+
+
+def test_the_fields_of_a_body_reach_the_scheduler():
+    plain = translated()
+    assert (plain.prompt, plain.max_new_tokens, plain.eos) == ([97, 98], 16, {7})
+    assert plain.sampling == Sampling(1.0, None, 1.0)
+    assert (plain.group_size, plain.window_size) == (None, None)
+    assert plain.logprobs is None and not plain.prompt_logprobs
+    assert plain.seed != translated().seed and 0 <= plain.seed < 2**63
+    full = translated(
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=9,
+        seed=0,
+        ignore_eos=True,
+        group_size=2,
+        window_size=6,
+        logprobs=4,
+    )
+    assert full.sampling == Sampling(0.5, 9, 0.25) and full.seed == 0 and full.eos == frozenset()
+    assert (full.max_new_tokens, full.group_size, full.window_size) == (5, 2, 6)
+    assert full.logprobs == 4 and not full.prompt_logprobs
+    assert translated(temperature=0).sampling == Sampling(0.0)
+    assert translated(echo=True, logprobs=0).prompt_logprobs
+    assert not translated(echo=True).prompt_logprobs
+    assert translated(max_tokens=0, echo=True).max_new_tokens == 0
+
+
+def test_end_of_text_tokens_are_one_several_or_none():
+    for eos, tokens in ((5, {5}), ([5, 6], {5, 6}), (None, set()), (0, {0})):
+        assert Scripted(eos=eos).service._eos == tokens
+
+
+def test_a_chat_without_a_limit_gets_as_many_tokens_as_fit():
+    chat = "/v1/chat/completions"
+    length = len("user: hi\nassistant:")
+    assert translated(chat).max_new_tokens == 64 - length
+    assert translated(chat, max_tokens=5).max_new_tokens == 5
+    assert translated(chat, max_tokens=5, max_completion_tokens=4).max_new_tokens == 4
+    server = Scripted("x", "x")
+    server.scheduler.max_length = 10**6
+    server.ask(chat)
+    server.scheduler.max_length = length
+    server.ask(chat)
+    assert [request.max_new_tokens for request in server.requests] == [1024, 1]
+
+
+def test_a_texts_context_is_its_prompt_and_a_chats_is_none():
+    server = Scripted("x", "x")
+    server.ask(stop=["q"])
+    server.ask("/v1/chat/completions")
+    assert server.texts[0]._ids[:2] == [97, 98] and server.texts[0].stops == ["q"]
+    assert server.texts[1]._ids == [ord("x")] and server.texts[1].stops == []
+
+
+@pytest.mark.parametrize(
+    "body, status, message, param",
+    [
+        ({"model": "x" * 200}, 404, f"model '{'x' * 100}' is not served here. Use 'm'.", "model"),
+        ({"prompt": ""}, 400, "prompt must have at least one token, got an empty one.", "prompt"),
+        ({"prompt": [7, 128]}, 400, "prompt must hold token numbers below 128, got 128.", "prompt"),
+        (
+            {"max_tokens": 0},
+            400,
+            "max_tokens must be at least 1 without echo, got 0.",
+            "max_tokens",
+        ),
+        (
+            {"stream_options": {}},
+            400,
+            "stream_options must be given with stream, got it without.",
+            "stream_options",
+        ),
+        (
+            {"path": "/v1/chat/completions", "top_logprobs": 1},
+            400,
+            "top_logprobs must be given with logprobs, got it without.",
+            "top_logprobs",
+        ),
+    ],
+    ids=str,
+)
+def test_a_refused_request_reaches_no_worker(body, status, message, param):
+    server = Scripted("x")
+    response = server.ask(**body)
+    error = response.json()["error"]
+    assert (response.status_code, error["message"], error["param"]) == (status, message, param)
+    assert not server.requests
+    assert server.ask(prompt=[127]).status_code == 200
+
+
+def test_paths_and_methods_that_are_not_there():
+    server = Scripted()
+    wrong = server.ask("/v1/completions", "GET")
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+    assert wrong.json()["error"]["message"] == "the method is not allowed here."
+    nothing = server.ask("/v1/nothing", "GET")
+    assert nothing.status_code == 404 and nothing.json()["error"] == {
+        "message": "there is no such path. See /openapi.json.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+    assert server.app.user_middleware[0].kwargs["max_bytes"] == 2**20 + 32 * 64
+    card = server.ask("/v1/models", "GET").json()
+    assert card["object"] == "list" and card["data"] == [server.ask("/v1/models/m", "GET").json()]
+    del card["data"][0]["created"]
+    assert card["data"] == [
+        {"id": "m", "object": "model", "owned_by": "corecontext", "max_model_len": 64}
+    ]
+
+
+@pytest.mark.parametrize(
+    "alive, draining, health, ready",
+    [(True, False, 200, 200), (True, True, 200, 503), (False, False, 503, 503)],
+)
+def test_probes_tell_the_workers_state(alive, draining, health, ready):
+    server = Scripted()
+    worker = server.service.worker
+    worker._thread = SimpleNamespace(is_alive=lambda: alive)
+    worker.draining = draining
+    found = [server.ask(path, "GET") for path in ("/health", "/ready")]
+    assert [response.status_code for response in found] == [health, ready]
+    words = ["ok" if health == 200 else "the model's thread has ended"]
+    words.append("ready" if ready == 200 else "draining")
+    assert [response.json()["status"] for response in found] == words
+
+
+def test_the_page_of_metrics_is_prometheus_text():
+    server = Scripted("x")
+    memory = SimpleNamespace(budget=9, used=0, allocated=3, prefixes=SimpleNamespace(nbytes=2))
+    server.scheduler.memory, server.scheduler.waiting = memory, []
+    server.scheduler.active = list
+    server.ask()
+    page = server.ask("/metrics", "GET")
+    assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    for line in ('requests_total{outcome="length"} 1.0', 'cache_bytes{what="allocated"} 3.0'):
+        assert f"corecontext_{line}" in page.text
+
+
+def test_the_schema_names_the_model_and_the_refusals():
+    schema = Scripted().app.openapi()
+    statuses = {"200", "400", "401", "403", "404", "408", "413", "429", "503"}
+    for path, kind in (("completions", "CompletionRequest"), ("chat/completions", "ChatRequest")):
+        assert set(schema["paths"][f"/v1/{path}"]["post"]["responses"]) == statuses
+        assert schema["components"]["schemas"][kind]["properties"]["model"]["enum"] == ["m"]
+    assert set(schema["paths"]["/v1/models/{name}"]["get"]["responses"]) == {
+        *("200", "400", "401", "404")
+    }
+    store = schema["components"]["schemas"]["ChatRequest"]["properties"]["store"]
+    assert {"const": False} in [{"const": kind.get("const")} for kind in store["anyOf"]]
+
+
+def test_a_request_that_ends_is_logged_without_its_text(caplog):
+    server = Scripted()
+    request = Request([1, 2, 3], 9, arrived=100.0)
+    whole = Slot(request, config=CONFIG, end_reason="stop", made=4, cached_tokens=2, read=3)
+    whole.started, whole.first_token_at = 100.5, 101.25
+    lost = Slot(request, end_reason="error", error=ValueError("words"))
+    logger = logging.getLogger("corecontext.serve")
+    with (
+        mock.patch.object(logger, "propagate", True),
+        caplog.at_level(logging.INFO, logger.name),
+        mock.patch.object(server_module.time, "monotonic", lambda: 103.00004),
+    ):
+        for slot in (whole, lost):
+            server.service._ended(slot)
+    assert [record.levelname for record in caplog.records] == ["INFO", "ERROR"]
+    assert {record.message for record in caplog.records} == {"request"}
+    fields = {
+        "outcome": "stop",
+        "prompt_tokens": 3,
+        "cached_tokens": 2,
+        "completion_tokens": 4,
+        "group_size": 4,
+        "window_size": 8,
+        "queued_s": 0.5,
+        "first_token_s": 1.25,
+        "total_s": 3.0,
+    }
+    assert caplog.records[0].fields == fields
+    none = dict.fromkeys(("group_size", "window_size", "queued_s", "first_token_s"))
+    assert caplog.records[1].fields == {
+        **fields,
+        **none,
+        "outcome": "error",
+        "cached_tokens": 0,
+        "completion_tokens": 0,
+        "error": "ValueError",
+        "at": "",
+    }
+    assert (
+        server.service.metrics.registry.get_sample_value(
+            "corecontext_requests_total", {"outcome": "stop"}
+        )
+        == 1
+    )
+
+
+# Guard and connections
+# ------------------------------------------------------------------------------------------------
+
+
+def through_guard(
+    headers=(), method="POST", path="/v1/x", most=1000, parts=((b"", False),), **options
+):
+    """Send one request past a guard to an application that reads its body and says hello.
+
+    Returns:
+        Status, headers and body of the answer, and the types of the messages that reached the
+        application.
+    """
+    worker = SimpleNamespace(draining=options.pop("draining", False))
+    reached, sent, parts = [], [], deque(parts)
+
+    async def app(scope, receive, send):
+        while True:
+            message = await receive()
+            reached.append(message["type"])
+            if message["type"] == "http.disconnect":
+                return
+            if not message.get("more_body"):
+                break
+        await PlainTextResponse("hello")(scope, receive, send)
+
+    async def receive():
+        body, more = parts.popleft()
+        return {"type": "http.request", "body": body, "more_body": more}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "path": path, "method": method}
+    scope["headers"] = [(name.encode(), value.encode()) for name, value in headers]
+    guarded = guard.Guard(
+        app, options.pop("api_key", None), worker, mock.MagicMock(), most, **options
+    )
+    asyncio.run(guarded(scope, receive, send))
+    starts = [message for message in sent if message["type"] == "http.response.start"]
+    assert len(starts) == 1
+    answered = {name.decode(): value.decode() for name, value in starts[0]["headers"]}
+    return starts[0]["status"], answered, b"".join(x.get("body", b"") for x in sent), reached
+
+
+def test_a_body_of_exactly_the_limit_is_read():
+    for size, status in ((1000, 200), (1001, 413)):
+        assert through_guard(parts=[(b"x" * size, False)])[0] == status
+        assert through_guard(parts=[(b"x" * 500, True), (b"x" * (size - 500), False)])[0] == status
+        found = through_guard([("content-length", str(size))])
+        assert found[0] == status and bool(found[3]) == (status == 200)
+    assert through_guard([("content-length", "9" * 5000)])[0] == 413
+    assert through_guard([("content-length", "x")])[0] == 200
+    # The limit holds for every path, the header alone under /v1.
+    assert through_guard(path="/x", parts=[(b"x" * 1001, False)])[0] == 413
+
+
+def test_a_shutdown_refuses_new_work_alone():
+    assert through_guard(draining=True)[0] == 503
+    assert through_guard(draining=True, method="GET")[0] == 200
+    assert through_guard(draining=True, path="/ready")[0] == 200
+    assert through_guard(draining=True, api_key="k")[0] == 401
+
+
+def test_refusals_say_how_to_go_on():
+    both = [("content-length", "3"), ("transfer-encoding", "chunked")]
+    status, headers, _, reached = through_guard(both, path="/health")
+    assert status == 400 and headers["connection"] == "close" and not reached
+    status, headers, body, _ = through_guard(api_key="k")
+    assert status == 401 and headers["www-authenticate"] == "Bearer" and b"invalid_api_key" in body
+    status, headers, body, _ = through_guard([("host", "x" * 500)], local=True)
+    assert status == 403 and "connection" not in headers and b"x" * 101 not in body
+    assert b"x" * 100 in body
+    assert through_guard(local=True)[0] == 200  # HTTP/1.0 needs no Host
+    for path in ("/v1", "/v1x", "/health"):
+        assert through_guard(path=path, api_key="k")[0] == 200
+
+
+def test_all_parts_of_a_body_share_one_deadline(monkeypatch):
+    """The clock advances by 20 seconds with each part; behind the body there is no deadline."""
+    clock, limits = [100.0], []
+
+    async def wait_for(part, timeout):
+        limits.append(timeout)
+        clock[0] += 20
+        if timeout <= 0:
+            part.close()
+            raise asyncio.TimeoutError
+        return await part
+
+    fake = SimpleNamespace(
+        wait_for=wait_for,
+        TimeoutError=asyncio.TimeoutError,
+        get_running_loop=lambda: SimpleNamespace(time=lambda: clock[0]),
+    )
+    monkeypatch.setattr(guard, "asyncio", fake)
+    status, headers, body, reached = through_guard(parts=[(b"x", True)] * 9)
+    assert limits == [60, 40, 20, 0] and status == 408 and headers["connection"] == "close"
+    assert b"within 60 seconds" in body and reached == ["http.request"] * 3 + ["http.disconnect"]
+
+    read = []
+
+    async def app(scope, receive, send):
+        read.extend([await receive() for _ in range(3)])
+        await PlainTextResponse("hello")(scope, receive, send)
+
+    messages = deque([{"type": "http.request", "body": b"x" * 9}, {"type": "http.disconnect"}])
+
+    async def receive():
+        clock[0] += 1000
+        return messages.popleft() if len(messages) > 1 else messages[0]
+
+    limits.clear()
+    guarded = guard.Guard(app, None, SimpleNamespace(draining=False), mock.MagicMock(), 9)
+    scope = {"type": "http", "path": "/v1/x", "method": "POST", "headers": []}
+    asyncio.run(guarded(scope, receive, mock.AsyncMock()))
+    assert limits == [60] and [message["type"] for message in read[1:]] == ["http.disconnect"] * 2
+
+
+def test_what_is_no_request_passes_the_guard():
+    app = mock.AsyncMock()
+    guarded = guard.Guard(app, "k", None, None, 0)
+    asyncio.run(guarded({"type": "lifespan"}, "receive", "send"))
+    app.assert_awaited_once_with({"type": "lifespan"}, "receive", "send")
+
+
+def test_addresses_of_this_machine():
+    inside = ("localhost", "127.0.0.1", "127.1.2.3", "::1")
+    outside = ("", "0.0.0.0", "::", "10.0.0.1", "localhost.example", "example")
+    assert all(map(guard.is_loopback, inside)) and not any(map(guard.is_loopback, outside))
+
+
+@pytest.fixture
+def connected():
+    """A connection of fakes, and its deadlines: [seconds, whether it was cancelled]."""
+    deadlines = []
+
+    def call_later(seconds, function):
+        deadline = [seconds, False]
+        deadlines.append(deadline)
+        assert function == transport.abort
+        return SimpleNamespace(cancel=lambda: deadline.__setitem__(1, True))
+
+    loop = mock.MagicMock(call_later=call_later)
+    loop.create_task = lambda coroutine: coroutine.close() or mock.MagicMock()
+    transport = mock.MagicMock()
+    transport.get_extra_info.return_value = None
+    config = uvicorn.Config(PlainTextResponse("x"), http=connection.Connection, log_config=None)
+    config.load()
+    state = uvicorn.server.ServerState()
+    made = connection.Connection(config, state, {}, _loop=loop)
+    made.connection_made(transport)
+    return made, deadlines, transport
+
+
+def test_each_phase_of_a_request_has_its_deadline(connected):
+    made, deadlines, transport = connected
+    assert deadlines == [[20, False]]
+    for piece in (b"POST / HTTP/1.1\r\n", b"Host: x\r\n", b"Content-Length: 3\r\n"):
+        made.data_received(piece)
+    assert deadlines == [[20, False]]  # one for all of the headers
+    made.data_received(b"\r\nab")
+    assert deadlines == [[20, True], [65, False]]  # longer than the guard's, which answers
+    made.data_received(b"c")
+    assert deadlines == [[20, True], [65, True]]
+    assert made._deadline is None and not transport.abort.called
+
+
+def test_a_lost_connection_leaves_no_deadline(connected):
+    made, deadlines, _ = connected
+    made.connection_lost(None)
+    assert deadlines == [[20, True]] and made._deadline is None
+
+
+def test_connections_and_those_that_wait_are_bounded_by_the_open_files(monkeypatch):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 4096))
+    assert connection.descriptor_limit() == 64
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
+    assert connection.descriptor_limit() == 2**16
+    monkeypatch.undo()
+    limit = connection.descriptor_limit()
+    assert limit * 3 // 4 == connection.MOST_CONNECTIONS
+    assert max(1, min(2048, limit // 16)) == connection.BACKLOG
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    assert connection.descriptor_limit() == 2048
+
+
+def test_work_ends_with_its_client():
+    ended, closed = [], []
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def leave():
+        return {"type": "http.disconnect" if messages.pop() else "http.request"}
+
+    async def stay():
+        await asyncio.Event().wait()
+
+    async def leave_or_stay():
+        return await (leave() if messages else stay())
+
+    async def result():
+        return 7
+
+    async def late_result():
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return 7
+
+    async def fail():
+        raise RuntimeError("no")
+
+    async def events():
+        yield "data: x\n\n"
+        await asyncio.Event().wait()
+
+    messages = [1, 0, 0]
+    assert asyncio.run(unless_gone(leave, work())) is None and ended == [True]
+    messages = [1]
+    assert asyncio.run(unless_gone(leave, result())) == 7  # both at once
+    messages = [0]
+    assert asyncio.run(unless_gone(leave_or_stay, late_result())) == 7
+    assert asyncio.run(unless_gone(stay, result())) == 7
+    with pytest.raises(RuntimeError):
+        asyncio.run(unless_gone(stay, fail()))
+    messages = [1, 0]
+    response = Events(events(), lambda: closed.append(True))
+    asyncio.run(response({}, leave, mock.AsyncMock()))
+    assert closed == [True]
+    response = Events(events(), lambda: closed.append(True))
+    with pytest.raises(RuntimeError):
+        asyncio.run(response({}, stay, mock.AsyncMock(side_effect=RuntimeError("gone"))))
+    assert closed == [True, True]
+
+
+# Logs and metrics
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_log_line_has_its_time_level_fields_and_place():
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "it %s", ("failed",), None)
+    record.created = 1.5
+    record.fields = {"port": 5}
+    assert json.loads(logs.JsonLines().format(record)) == {
+        "time": "1970-01-01T00:00:01.500+00:00",
+        "level": "warning",
+        "event": "it failed",
+        "port": 5,
+    }
+    try:
+        raise ValueError("words")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    line = json.loads(logs.JsonLines().format(record))
+    name = "test_a_log_line_has_its_time_level_fields_and_place"
+    assert line["error"] == "ValueError" and line["trace"][0].endswith(name)
+    assert __file__ in line["trace"][0] and "words" not in str(line)
+    record.exc_info = (None, None, None)
+    assert "error" not in json.loads(logs.JsonLines().format(record))
+
+
+def test_events_are_logged_from_their_level_on(capsys):
+    names = ("corecontext.serve", "uvicorn.error", "asyncio")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    loggers[1].setLevel(logging.DEBUG)
+    logs.start_logging()
+    try:
+        assert [logger.propagate for logger in loggers] == [False] * 3
+        logs.log_event("up", port=5)
+        logs.log_event("open", level="warning")
+        loggers[0].debug("no")
+        loggers[1].info("no")
+        loggers[1].warning("late")
+    finally:
+        for logger, (handlers, propagate, level) in zip(loggers, before):
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    found = [(line["event"], line["level"], line.get("port")) for line in lines]
+    assert found == [("up", "info", 5), ("open", "warning", None), ("late", "warning", None)]
+
+
+def gauges(scheduler, policy=None, config=CONFIG):
+    scheduler = SimpleNamespace(
+        policy=policy, admission=SimpleNamespace(config=config), **scheduler
+    )
+    return Metrics(scheduler)
+
+
+def test_metrics_count_the_requests_that_ended():
+    memory = SimpleNamespace(budget=90, used=30, allocated=50, prefixes=SimpleNamespace(nbytes=7))
+    running = [Slot(Request([1], 1), config=CONFIG) for _ in range(2)]
+    running += [Slot(Request([1], 1, group_size=2), config=CCAConfig(2, 8)), Slot(Request([1], 1))]
+    metrics = gauges({"memory": memory, "waiting": [1, 2, 3], "active": lambda: running})
+    request = Request([1] * 10, 9, arrived=100.0)
+    whole = Slot(request, config=CONFIG, end_reason="stop", read=10, cached_tokens=4, made=5)
+    whole.first_token_at = 102.0
+    single = Slot(request, config=CONFIG, end_reason="stop", read=10, made=1, first_token_at=101.0)
+    pair = Slot(request, config=CONFIG, end_reason="stop", read=10, made=2, first_token_at=109.0)
+    early = Slot(request, end_reason="cancelled")
+    branched = Slot(request, config=CONFIG, end_reason="cancelled", read=0, cached_tokens=6)
+    for slot in (whole, single, pair, early, branched):
+        metrics.ended(slot, 110.0)
+
+    def value(name, **labels):
+        return metrics.registry.get_sample_value("corecontext_" + name, labels)
+
+    assert value("requests_total", outcome="stop") == 3
+    assert value("requests_total", outcome="cancelled") == 2
+    assert value("tokens_total", kind="prompt") == 26  # read, less those that were cached
+    assert value("tokens_total", kind="prompt_cached") == 10
+    assert value("tokens_total", kind="made") == 8
+    assert value("settings_total", group_size="4", window_size="8") == 4
+    assert value("settings_total", group_size="none", window_size="none") == 1
+    assert value("time_to_first_token_seconds_sum") == 12
+    assert value("time_to_first_token_seconds_count") == 3
+    assert value("time_per_token_seconds_sum") == 3 and value("time_per_token_seconds_count") == 2
+    assert value("queue_length") == 3
+    cache_bytes = [
+        value("cache_bytes", what=x) for x in ("budget", "used", "allocated", "prefixes")
+    ]
+    assert cache_bytes == [90, 30, 50, 7]
+    assert value("running", group_size="4", window_size="8") == 2
+    assert value("running", group_size="other", window_size="other") == 1
+    assert value("running", group_size="none", window_size="none") == 1
+
+
+def test_labels_are_sizes_that_the_operator_chose():
+    varied = CCAConfig(4, 8, layer_group_sizes=(2, 4))
+    plain, own = Request([1], 1), Request([1], 1, window_size=8)
+    assert sizes_of(Slot(plain, config=varied)) == (None, 8) and sizes_of(Slot(plain)) == (
+        None,
+        None,
+    )
+    for request, config, by_length, labels in (
+        (plain, CONFIG, False, ("4", "8")),
+        (plain, CONFIG, True, ("other", "other")),
+        (own, CONFIG, False, ("other", "other")),
+        (own, None, True, ("none", "none")),
+        (plain, varied, False, ("none", "8")),
+    ):
+        assert labels_of(Slot(request, config=config), by_length) == labels
+    for num_groups, policy, by_length in ((3, None, True), (3, "some", False), (None, None, False)):
+        config = CCAConfig(window_size=8, num_groups=num_groups)
+        scheduler = {"memory": mock.MagicMock(), "waiting": [], "active": list}
+        assert gauges(scheduler, policy, config).by_length is by_length
+
+
+# Answers
+# ------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_takes_tokens_texts_and_ends_in_order():
+    ended = []
+
+    async def answer():
+        request = Request([1], 9, eos=frozenset([ord("e")]))
+        answer = Answer(request, TextStream(Letters(), ["st"]), ended.append)
+        answer.slot = Slot(answer.request, answer.on_token, answer.on_ended, answer.on_logprobs)
+        assert not answer.on_token(ord("a")) and not answer.on_token(ord("e"))
+        answer.on_logprobs([TokenLogprobs(1)])
+        assert not answer.on_token(ord("s")) and answer.on_token(ord("t"))
+        answer.slot.end("stop", None)
+        pieces = [piece async for piece in answer.pieces()]
+        return pieces, answer.finish_reason, answer.logprobs
+
+    assert asyncio.run(answer()) == (["a"], "stop", [TokenLogprobs(1)])
+    assert [slot.end_reason for slot in ended] == ["stop"]
+
+
+def test_an_answer_that_was_cut_off_sends_no_text_that_was_held_back():
+    pieces = []
+
+    async def answer():
+        answer = Answer(Request([1], 9), TextStream(Letters(), ["st"]), lambda slot: 1 / 0)
+        answer.slot = Slot(answer.request, answer.on_token, answer.on_ended)
+        answer.on_token(ord("s"))
+        with pytest.raises(ZeroDivisionError):
+            answer.slot.end_reason = "timeout"
+            answer.on_ended(answer.slot)
+        async for piece in answer.pieces():
+            pieces.append(piece)
+
+    with pytest.raises(RequestError, match="^the request took longer than its time limit"):
+        asyncio.run(asyncio.wait_for(answer(), 5))
+    assert pieces == []
+
+
+def test_a_worker_takes_requests_while_it_runs():
+    scheduler = mock.MagicMock()
+    worker = Worker(scheduler)
+    text = TextStream(Letters())
+
+    async def submit():
+        return worker.submit(Request([1], 1), text)
+
+    for alive, draining in ((False, False), (True, True)):
+        worker._thread = mock.MagicMock(is_alive=lambda: alive)
+        worker.draining = draining
+        with pytest.raises(RequestError) as refused:
+            asyncio.run(submit())
+        assert refused.value.code is Code.DRAINING and not scheduler.submit.called
+    worker.draining = False
+    answer = asyncio.run(submit())
+    scheduler.submit.assert_called_once_with(
+        answer.request, answer.on_token, answer.on_ended, answer.on_logprobs
+    )
+    assert worker._wake.is_set() and answer.slot is scheduler.submit.return_value
+    worker._wake.clear()
+    worker.cancel(answer)
+    scheduler.cancel.assert_called_once_with(answer.slot)
+    assert worker._wake.is_set()
+    worker.stop(3.0)
+    worker._thread.join.assert_called_once_with(3.0)
+    assert worker.draining and not worker.failed
+
+
+def test_a_worker_that_stops_cancels_all_and_lets_the_ranks_end():
+    scheduler = mock.MagicMock(waiting=["a"])
+    scheduler.active.return_value = ["b", "c"]
+    worker = Worker(scheduler)
+    turns = [True, False, False, False, True, False]
+
+    def run_turn():
+        worker._stop = len(turns) <= 3
+        return turns.pop(0)
+
+    scheduler.run_turn = run_turn
+    worker._wake = mock.MagicMock()
+    worker._wake.wait.side_effect = [False, False, True]
+    worker._run()
+    assert [call.args[0] for call in scheduler.cancel.call_args_list] == ["a", "b", "c"]
+    assert turns == [] and scheduler.ranks.close.called and not worker.failed
+    assert scheduler.ranks.broadcast.call_count == 2  # a sign of life after each silence
+    assert [call.args for call in worker._wake.wait.call_args_list] == [(300.0,)] * 3
+    assert worker._wake.clear.call_count == 3
+
+
+def test_a_slot_counts_its_tokens_and_ends_at_the_right_one():
+    events = []
+    request = Request([1, 2], 3, eos=frozenset([9]), deadline=50.0)
+    slot = Slot(request, lambda token: events.append(token), events.append, events.append)
+    assert request.length == 5 and slot.length == 2
+    assert slot.wants_to_end(50.0) is None and slot.wants_to_end(50.1) == "timeout"
+    record = TokenLogprobs(5, -1.0)
+    slot.logprobs.append(record)
+    assert slot.take(5) is None and events == [[record], 5]  # a token after its log-probability
+    assert slot.take(6) is None and slot.take(7) == "length"
+    assert (slot.made, slot.last_token, slot.length) == (3, 7, 5)
+    slot.logprobs.append(record)
+    slot.end("length", None)
+    assert events[-2:] == [[record], slot] and slot.end_reason == "length"
+    slot.cancelled = True
+    assert slot.wants_to_end(99.0) == "cancelled"
+    ending = Slot(Request([1], 1, eos=frozenset([9])))
+    assert ending.take(9) == "stop" and Slot(Request([1], 5), lambda token: True).take(4) == "stop"
+    broken = Slot(Request([1], 5), events.append)
+    with pytest.raises(InvalidLogits):
+        broken.take(INVALID)
+    assert broken.made == 0 and Slot(Request([1], 1)).wants_to_end(1e9) is None
+
+
+# Settings
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"method": "fast"}, "method must be cca or full, got 'fast'"),
+        ({"port": -1}, "port must be 0 to 65535, got -1"),
+        ({"port": 65536}, "port must be 0 to 65535, got 65536"),
+        ({"time_limit_s": 0}, "time-limit must be more than 0 seconds, got 0"),
+        ({"time_limit_s": float("inf")}, "time-limit must be"),
+        ({"first_token_limit": 0.0}, "first-token-limit must be more than 0 seconds, got 0.0"),
+        ({"first_token_limit": float("nan")}, "first-token-limit must be"),
+        ({"cache_mib": 0}, "cache-mib must be at least 1, got 0"),
+        ({"max_running": 0}, "max-running must be at least 1, got 0"),
+        ({"rows_per_pool": 0}, "rows-per-pool must be at least 1, got 0"),
+        ({"chunk_size": 0}, "chunk-size must be at least 1, got 0"),
+        ({"max_length": 0}, "max-length must be at least 1, got 0"),
+        ({"queue_limit": -1}, "queue-limit must be at least 0, got -1"),
+        ({"tensor_parallel": 0}, "tensor-parallel must be at least 1"),
+        ({"api_key": ""}, "the API key must be ASCII without spaces, and not empty"),
+        ({"api_key": "a b"}, "the API key must be ASCII"),
+        ({"api_key": "\u00e9"}, "the API key must be ASCII"),
+        ({"method": "full", "group_size": 4}, "group-size, window-size and sinks must be left"),
+        ({"method": "full", "window_size": 4}, "group-size, window-size and sinks must be left"),
+        ({"method": "full", "sinks": 4}, "group-size, window-size and sinks must be left"),
+    ],
+    ids=str,
+)
+def test_settings_that_break_a_rule_are_refused(settings, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        Serving(**settings)
+
+
+def test_settings_at_their_bounds_are_taken():
+    least = dict.fromkeys(("cache_mib", "max_running", "rows_per_pool", "chunk_size"), 1)
+    Serving(port=0, queue_limit=0, max_length=1, time_limit_s=1e-9, **least)
+    Serving(port=65535, method="full", group_size=0, tensor_parallel=8, api_key="x")
+    Serving(tensor_parallel=1, device="cpu", random_weights=True)
+
+
+def test_the_defaults_are_those_of_the_documentation():
+    defaults = Serving()
+    assert (defaults.method, defaults.policy, defaults.first_token_limit) == ("cca", "fixed", 2.5)
+    assert (defaults.port, defaults.max_running, defaults.queue_limit) == (8000, 64, 256)
+    assert (defaults.time_limit_s, defaults.dtype, defaults.device) == (600.0, "auto", "auto")
+    assert defaults.tensor_parallel == 1 and not defaults.untested and not defaults.random_weights
+    unset = ("model", "name", "group_size", "window_size", "sinks", "api_key", "cache_mib")
+    for name in (*unset, "rows_per_pool", "chunk_size", "max_length"):
+        assert getattr(defaults, name) is None, name
+
+
+def test_a_model_has_the_last_part_of_its_path_for_a_name():
+    for model, name, expected in (
+        (None, None, "corecontext-demo"),
+        (None, "x", "x"),
+        ("a/b", None, "b"),
+        ("a/b/", None, "b"),
+        ("a/b", "x", "x"),
+        ("/", None, "/"),
+    ):
+        assert Serving(model, name).model_name == expected
+    assert Serving().source == str(BUNDLED) and Serving("a/b").source == "a/b"
