@@ -938,6 +938,11 @@ limits = (
         "tests/test_train_parts.py::test_the_loss_of_a_batch_without_labels_is_0",
     ),
     Fault(
+        "training: sizes by head stay lists",
+        "fields[name] = tuple(value)",
+        "tests/test_train_settings.py",
+    ),
+    Fault(
         "training: a document of just the bound is long",
         "is_long = lengths[documents] >= long_tokens",
         "tests/test_corpus.py::test_long_documents_have_more_tokens_than_the_bound",

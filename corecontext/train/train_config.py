@@ -310,7 +310,8 @@ class TrainConfig:
         fields: dict[str, Any] = dict(values)
         for name, value in values.items():
             if isinstance(value, list):
-                fields[name] = tuple(value)
+                # planted: training: sizes by head stay lists
+                fields[name] = tuple(tuple(x) if isinstance(x, list) else x for x in value)
         return cls(**fields)
 
     def replace(self, **changes: Any) -> TrainConfig:

@@ -1,0 +1,509 @@
+"""The parts of training data: names, fields and places of documents, compressed files, and which
+tokens a row has; each function against a table of cases."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+
+datasets = pytest.importorskip("datasets", reason="training reads its data with datasets")
+
+from corecontext.data import corpus as corpus_module  # noqa: E402
+from corecontext.data.corpus import encoder, read_corpus  # noqa: E402
+from corecontext.data.documents import (  # noqa: E402
+    Fields,
+    HubName,
+    document,
+    documents,
+    field,
+    files_of,
+)
+from corecontext.data.packing import (  # noqa: E402
+    PackedRows,
+    join_places,
+    run_order,
+    shuffled,
+    upsampled,
+)
+from corecontext.data.readers import (  # noqa: E402
+    file_hash,
+    find_file,
+    model_hash,
+    numbered_lines,
+    open_text,
+    read_documents,
+    read_json,
+    read_text_file,
+)
+from corecontext.data.row_stream import FileShard, HubShard, StreamedRows, open_shards  # noqa: E402
+from corecontext.files import UserError  # noqa: E402
+
+# Names, fields and places
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("hub:me/set", ("me/set", None, None, "train")),
+        ("hub:me/set@v2", ("me/set", "v2", None, "train")),
+        ("hub:me/set:part", ("me/set", None, "part", "train")),
+        ("hub:me/set::test", ("me/set", None, None, "test")),
+        ("hub:me/set@v2:part:test", ("me/set", "v2", "part", "test")),
+    ],
+)
+def test_a_hub_name_has_four_parts_that_all_reach_the_hub(name, parts, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *args, **options: asked.append((args, options))
+    )
+    parsed = HubName.parse(name)
+    assert parsed == parts
+    parsed.load(cache_dir="c", streaming=True)
+    identifier, revision, config, split = parts
+    options = {"split": split, "revision": revision, "cache_dir": "c", "streaming": True}
+    assert asked == [((identifier, config), options)]
+
+
+def test_a_document_has_its_text_kind_and_place():
+    fields = Fields("meta.text", "meta.kind.name")
+    row = {"meta": {"text": " a ", "kind": {"name": 3}}}
+    place = "c:/a:b.jsonl:7"
+    assert document(row, place, fields) == {"text": " a ", "source": "3", "origin": place}
+    assert document({"text": "a"}, place, Fields())["source"] == ""
+    assert document({"text": "\n\t"}, place, Fields()) is None
+    assert field({"a": {"b": None}}, "a.b", place) is None
+    for wrong in ({"meta": "text"}, {"meta": ["text"]}, {"meta": {"body": 1}}, {"text": "a"}):
+        (key,) = wrong
+        message = rf"^file 'c:/a:b.jsonl', line 7: field 'meta.text' is missing, got {key}\."
+        with pytest.raises(UserError, match=message):
+            document(wrong, place, fields)
+    with pytest.raises(UserError, match="'c:/a:b.jsonl', line 7: field 'text' must be text, got"):
+        document({"text": None}, place, Fields())
+
+
+def test_files_of_a_folder_come_in_order_from_all_its_folders(tmp_path, monkeypatch):
+    for name in ("b.txt", "a/z.jsonl.bz2", "a/b/c.parquet", "c.ndjson.gz", "d.text", "e.csv", "f"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    (tmp_path / "g.txt").mkdir()
+    names = ["a/b/c.parquet", "a/z.jsonl.bz2", "b.txt", "c.ndjson.gz", "d.text"]
+    assert files_of(str(tmp_path)) == [tmp_path / name for name in names]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files_of("~/b.txt") == [tmp_path / "b.txt"]
+
+
+def test_rows_of_a_parquet_file_are_numbered_through_all_its_batches(tmp_path):
+    rows = [{"other": {"x": 1}, "meta": {"text": str(i), "kind": "k"}} for i in range(300)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "b.txt").write_text("plain")
+    paths = [tmp_path / "a.parquet", tmp_path / "b.txt"]
+    got = list(documents(paths, Fields("meta.text", "meta.kind")))
+    assert [one["origin"] for one in got[:300]] == [f"{paths[0]}:{i + 1}" for i in range(300)]
+    assert [one["text"] for one in got[:300]] == [str(i) for i in range(300)]
+    assert {one["source"] for one in got[:300]} == {"k"}
+    # Plain text has no fields.
+    assert got[300:] == [{"text": "plain", "source": "", "origin": f"{paths[1]}:1"}]
+
+
+def test_rows_of_a_hub_dataset_are_numbered_through_all_its_batches(tmp_path, monkeypatch):
+    texts = [None if i % 3 else str(i) for i in range(150)]
+    loaded = {
+        "full": datasets.Dataset.from_dict({"body": texts, "kind": ["k"] * 150}),
+        "empty": datasets.Dataset.from_dict({"body": [None, " "], "kind": ["k"] * 2}),
+    }
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *args, **options: loaded[name])
+    fields = Fields("body", "kind")
+    rows = corpus_module._hub_rows(HubName.parse("hub:full"), fields, str(tmp_path))
+    assert rows["origin"][:] == [f"full:{i + 1}" for i in range(0, 150, 3)]
+    assert rows["text"][:] == [str(i) for i in range(0, 150, 3)]
+    assert set(rows["source"]) == {"k"} and rows.column_names == ["text", "source", "origin"]
+    with pytest.raises(UserError, match="dataset 'empty' must hold text, got none"):
+        corpus_module._hub_rows(HubName.parse("hub:empty"), fields, str(tmp_path))
+
+
+def test_a_document_ends_once():
+    tokenizer = lambda texts, **_: {"input_ids": [list(map(int, text)) for text in texts]}  # noqa: E731
+    tokenizer.eos_token_id = 9
+    assert encoder(tokenizer)(["12", "129", "9", ""]) == [[1, 2, 9], [1, 2, 9], [9], [9]]
+    tokenizer.eos_token_id = 0
+    assert encoder(tokenizer)(["12", "10"]) == [[1, 2, 0], [1, 0]]
+    tokenizer.eos_token_id = None
+    assert encoder(tokenizer)(["12"]) == [[1, 2]]
+
+
+class _Tokenizer:
+    """A tokenizer that gives every character a number of its own."""
+
+    eos_token_id = None
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+
+    def __repr__(self) -> str:
+        return f"offset {self.offset}"
+
+    def __call__(self, texts, **_):
+        return {"input_ids": [[ord(x) + self.offset for x in text] for text in texts]}
+
+
+def test_kept_tokens_are_of_the_same_file_fields_and_tokenizer(tmp_path):
+    path = tmp_path / "a.jsonl"
+    stamp = 10**18
+
+    def write(**row):
+        nonlocal stamp
+        path.write_text(json.dumps(row))
+        stamp += 10**9
+        os.utime(path, ns=(stamp, stamp))
+
+    def read(offset=0, **options):
+        (row,) = read_corpus([str(path)], _Tokenizer(offset), cache_dir=str(tmp_path), **options)
+        return "".join(map(chr, row["input_ids"])), row["source"]
+
+    write(a="x", b="y")
+    assert read(text_field="a") == ("x", "")
+    assert read(text_field="b") == ("y", "")
+    assert read(text_field="a", source_field="b") == ("x", "y")
+    assert read(text_field="a", offset=1) == ("y", "")
+    write(a="z", b="y")  # of the same size
+    assert read(text_field="a") == ("z", "")
+
+
+# Files
+
+
+def test_a_file_is_read_by_its_ending(tmp_path):
+    content = '\ufeff{"text": "\u00e9"}\n\n{"text": "b"}\n'.encode()
+    for ending, pack in (
+        ("", bytes),
+        (".xz", lzma.compress),
+        (".gz", gzip.compress),
+        (".bz2", bz2.compress),
+    ):
+        path = tmp_path / f"a.jsonl{ending}"
+        path.write_bytes(pack(content))
+        assert list(numbered_lines(path)) == [(1, {"text": "\u00e9"}), (3, {"text": "b"})]
+        assert read_text_file(path).startswith('{"text": "\u00e9"')
+        path = tmp_path / f"a.json{ending}"
+        path.write_bytes(pack(b'\xef\xbb\xbf{"a": [1]}'))
+        assert read_json(path) == {"a": [1]}
+    with pytest.raises(UserError, match="cannot be read: No such file or directory"):
+        open_text(tmp_path / "none")
+    path = tmp_path / "b.jsonl"
+    path.write_text('{"a": 1, "b": 2}\n{"a": 1, "c": 2}\n')
+    with pytest.raises(UserError, match="line 2: must be an object with a, b, got one with a, c"):
+        list(numbered_lines(path, ("a", "b")))
+
+
+def test_the_first_name_and_ending_is_the_file(tmp_path):
+    wanted = ("x.txt", "x.txt.gz", "x.md.xz", "y.txt", "y.md")
+    for name in reversed(wanted):
+        (tmp_path / name).write_text("")
+        assert find_file(tmp_path, ("x", "y"), (".txt", ".md")) == tmp_path / name
+    for name in wanted:
+        (tmp_path / name).unlink()
+    (tmp_path / "x.txt").mkdir()
+    with pytest.raises(UserError, match="must hold x.txt or y.txt "):
+        find_file(tmp_path, ("x", "y"), (".txt", ".md"))
+
+
+def test_documents_of_an_evaluation_have_a_name_and_a_domain(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    rows = ['{"text": "one"}', "", '{"text": "two", "id": 7, "domain": "law"}', '{"text": "three"}']
+    with gzip.open(path, "wt") as file:
+        file.write("\n".join(rows))
+    assert list(read_documents(path)) == [
+        ("0", "", "one"),
+        ("7", "law", "two"),
+        ("2", "", "three"),
+    ]
+    path = tmp_path / "b.txt"
+    path.write_text("whole\ntext")
+    assert list(read_documents(str(path))) == [("b.txt", "", "whole\ntext")]
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"text": "a"}\n\n{"text": 5}\n')
+    with pytest.raises(UserError, match="c.jsonl', line 3: text must be a string, got 5"):
+        list(read_documents(path))
+
+
+def test_a_hash_is_of_the_whole_file(tmp_path):
+    path = tmp_path / "a"
+    for size in (0, 5, (1 << 20) + 1, 5 << 19):
+        content = bytes(size - 1) + b"x" if size else b""
+        path.write_bytes(content)
+        assert file_hash(path) == hashlib.sha256(content).hexdigest()[:16]
+
+
+def test_checkpoints_differ_by_config_names_sizes_and_both_ends_of_their_weights(tmp_path):
+    content = bytearray(3 << 20)
+    weights = tmp_path / "a.safetensors"
+    marks = set()
+    changes = ((0, 1), ((1 << 16) - 1, 1), (2 << 20, 1), ((3 << 20) - 1, 1), (0, 2))
+    for index, (place, value) in enumerate(changes):
+        content[place] = value
+        weights.write_bytes(content)
+        marks.add(model_hash(str(tmp_path)))
+        assert len(marks) == index + 1
+    for size in (2 << 20, 3 << 20):
+        weights.write_bytes(bytes(size))
+        marks.add(model_hash(str(tmp_path)))
+    (tmp_path / "b.bin").write_bytes(b"")
+    marks.add(model_hash(str(tmp_path)))
+    (tmp_path / "b.bin").rename(tmp_path / "c.bin")
+    marks.add(model_hash(str(tmp_path)))
+    (tmp_path / "config.json").write_text("{}")
+    marks.add(model_hash(str(tmp_path)))
+    assert len(marks) == 10
+    (tmp_path / "notes.txt").write_text("of no account")
+    assert model_hash(str(tmp_path)) in marks and model_hash("me/model") == ""
+
+
+# Rows
+
+
+def packed(lengths, row_length, order=None, first=0):
+    """Rows of documents whose tokens count on from `first`."""
+    starts = np.cumsum([first, *lengths[:-1]])
+    columns = {
+        "input_ids": [list(range(a, a + n)) for a, n in zip(starts.tolist(), lengths)],
+        "length": lengths,
+        "origin": [f"f:{i}" for i in range(len(lengths))],
+    }
+    return PackedRows(datasets.Dataset.from_dict(columns), row_length, order)
+
+
+@pytest.mark.parametrize(
+    "lengths, order, rows",
+    [
+        ((6,), None, [[(0, 0, 6)]]),  # one row, just
+        ((6, 6), None, [[(0, 0, 6)], [(1, 0, 6)]]),  # documents end where rows end
+        ((4, 0, 9), None, [[(0, 0, 4), (2, 0, 2)], [(2, 2, 8)]]),  # and one has no tokens
+        ((0, 6, 0, 6, 0), None, [[(1, 0, 6)], [(3, 0, 6)]]),
+        ((4, 9), (1, 0), [[(0, 0, 6)], [(0, 6, 9), (1, 0, 3)]]),
+        ((2, 5), (0, 0, 1, 1), [[(0, 0, 2), (1, 0, 2), (2, 0, 2)], [(2, 2, 5), (3, 0, 3)]]),
+    ],
+)
+def test_a_row_is_a_slice_of_all_documents(lengths, order, rows):
+    order = tuple(range(len(lengths))) if order is None else order
+    data = packed(lengths, 6, np.asarray(order))
+    starts = np.cumsum([0, *lengths])
+    assert len(data) == len(rows)
+    for row, pieces in enumerate(rows):
+        got = data[row]
+        ids = [starts[order[i]] + t for i, a, b in pieces for t in range(a, b)]
+        assert got["input_ids"].tolist() == ids and got["row"] == row
+        assert got["position_ids"].tolist() == [t for _, a, b in pieces for t in range(b - a)]
+        assert data.describe(row) == "; ".join(
+            f"f:{order[i]} (tokens {a} to {b - 1})" for i, a, b in pieces
+        )
+    for wrong in (-1, len(rows)):
+        with pytest.raises(IndexError, match=f"row must be below {len(rows)}, got {wrong}"):
+            data[wrong]
+    with pytest.raises(UserError, match=f"row of {sum(lengths) + 1} tokens, got {sum(lengths)} "):
+        packed(lengths, sum(lengths) + 1)
+
+
+def test_documents_without_an_order_come_as_they_are():
+    assert packed((3, 4), 7)[0]["input_ids"].tolist() == list(range(7))
+
+
+def test_more_than_four_places_are_counted():
+    assert join_places(list("abcd"), "more") == "a; b; c; d"
+    assert join_places(list("abcdef"), "more") == "a; b; c; d; and 2 more"
+
+
+def test_the_mark_of_rows_depends_on_lengths_order_and_the_first_and_last_tokens():
+    lengths = [5, 7, 8, 20]
+    marks = {packed(lengths, 4).mark()}
+    marks.add(packed([7, 5, 8, 20], 4).mark())  # the same tokens in other documents
+    marks.add(packed(lengths, 4, np.array([0, 1, 3, 2])).mark())
+    marks.add(packed(lengths, 4, first=1).mark())
+    for place in (0, 19, 39):  # of ten rows nine are looked at
+        data = packed(lengths, 4)
+        changed = np.arange(40)
+        changed[place] = 99
+        data.tokens = [{"input_ids": part} for part in np.split(changed, np.cumsum(lengths)[:-1])]
+        marks.add(data.mark())
+    assert len(marks) == 7 and packed(lengths, 4).mark() in marks
+
+
+def test_orders_are_permutations_by_their_seed():
+    assert sorted(shuffled(50, 0)) == list(range(50))
+    assert shuffled(50, 0).tolist() == shuffled(50, 0).tolist() != shuffled(50, 1).tolist()
+    assert run_order(20, 40, 0) != run_order(20, 40, 1)
+    assert run_order(4, 6, None) == [0, 1, 2, 3, 4, 5]  # a stream has no passes
+    assert run_order(4, 6, None, block=2, repeats=2) == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]
+    assert sorted(run_order(3, 6, 0)) == [0, 0, 1, 1, 2, 2]
+
+
+class _Name(str):
+    """A source whose place in a set is known: by `value`, not by the run's own hashes."""
+
+    def __new__(cls, text: str, value: int) -> _Name:
+        name = super().__new__(cls, text)
+        name.value = value
+        return name
+
+    def __hash__(self) -> int:
+        return self.value
+
+
+def test_an_upsampled_order_is_mixed_and_follows_from_its_seed_alone():
+    lengths = np.array([10] * 60 + [100] * 3 + [10] * 40 + [100] * 2)
+    order = upsampled(lengths, ["a"] * 63 + ["b"] * 42, 10, 0.6, 0)
+    kinds = ["ab"[int(i >= 63)] + "sl"[int(lengths[i] > 10)] for i in order]
+    # Each half of the order has long and short documents of both sources.
+    assert all(set(part) == {"as", "al", "bs", "bl"} for part in np.array_split(kinds, 2))
+    counts = Counter(order.tolist())
+    for long in (range(60, 63), range(103, 105)):  # pass after pass: none comes twice before all
+        times = [counts[i] for i in long]
+        assert min(times) >= 1 and max(times) - min(times) <= 1
+    left_out = [i for i in range(60) if not counts[i]]
+    assert left_out and left_out != list(range(60 - len(left_out), 60))
+    assert order.tolist() != upsampled(lengths, ["a"] * 63 + ["b"] * 42, 10, 0.6, 1).tolist()
+    for first, second in ((0, 1), (1, 0)):
+        names = [_Name("a", first)] * 63 + [_Name("b", second)] * 42
+        assert upsampled(lengths, names, 10, 0.6, 0).tolist() == order.tolist()
+
+
+def test_sources_without_a_need_keep_every_document_once():
+    lengths = np.array([10, 10, 90, 10, 10])
+    order = upsampled(lengths, ["a", "a", "a", "b", "b"], 50, 0.5, 0)
+    assert sorted(order.tolist()) == [0, 1, 2, 3, 4]
+
+
+# Streams
+
+
+def bytes_of(texts):
+    """One token a byte."""
+    return [list(text.encode()) for text in texts]
+
+
+def stream(path, texts, row_length, count=100, **options):
+    """Rows of a stream of JSON lines."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return StreamedRows(open_shards([str(path)]), bytes_of, row_length, count, **options)
+
+
+def test_every_block_has_an_order_of_its_own_by_the_seed(tmp_path):
+    texts = [chr(65 + i) * 4 for i in range(20)]
+
+    def blocks(seed):
+        rows = stream(tmp_path / "a.jsonl", texts, 4, seed=seed, block_size=5)
+        letters = [int(rows[i]["input_ids"][0]) - 65 for i in range(20)]
+        assert [sorted(letters[i : i + 5]) for i in range(0, 20, 5)] == [
+            list(range(i, i + 5)) for i in range(0, 20, 5)
+        ]
+        return [tuple(letter % 5 for letter in letters[i : i + 5]) for i in range(0, 20, 5)]
+
+    first, second = blocks(0), blocks(1)
+    assert len(set(first)) > 1 and first == blocks(0)
+    assert first[0] != second[0] and first[1] != second[1]
+
+
+def test_files_come_in_another_order_in_each_pass_by_the_seed(tmp_path):
+    for i in range(8):
+        (tmp_path / f"{i}.txt").write_text(str(i) * 4)
+
+    def passes(seed):
+        rows = StreamedRows(open_shards([str(tmp_path)]), bytes_of, 4, 32, seed=seed, block_size=1)
+        letters = [int(rows[i]["input_ids"][0]) for i in range(32)]
+        return [tuple(letters[i : i + 8]) for i in range(0, 32, 8)]
+
+    assert len(set(passes(0))) == 4 and not set(passes(0)) & set(passes(1))
+
+
+def test_a_pass_begins_with_whole_documents(tmp_path):
+    """The tokens that do not fill a row at its end are left out."""
+    rows = stream(tmp_path / "a.jsonl", ["a" * 5, "b" * 5, "c" * 5], 4, block_size=2)
+    for row in range(9):
+        positions = rows[row]["position_ids"].tolist()
+        assert positions == [[0, 1, 2, 3], [0, 0, 1, 2], [0, 1, 0, 1]][row % 3], row
+    with pytest.raises(IndexError, match="row must be below 100, got -1"):
+        rows[-1]
+
+
+def test_a_row_of_a_stream_says_which_tokens_it_has(tmp_path):
+    path = tmp_path / "a.jsonl"
+    texts = ["a" * 3, "b" * 16, "c" * 5]
+    rows = stream(path, texts, 6, block_size=1, ahead=1)
+    a, b, c = (f"{path}:{i}" for i in (1, 2, 3))
+    places = [
+        f"{a} (tokens 0 to 2); {b} (tokens 0 to 2)",
+        f"{b} (tokens 3 to 8)",
+        f"{b} (tokens 9 to 14)",
+        f"{b} (tokens 15 to 15); {c} (tokens 0 to 4)",
+    ]
+    for row, place in enumerate(places):
+        rows[row]
+        assert rows.describe(row) == place
+    resumed = stream(path, texts, 6, block_size=1)
+    resumed.load_state_dict(json.loads(json.dumps(rows.state_dict(3))))
+    resumed[3]
+    assert resumed.describe(3) == places[3]
+    # One row before the last is kept.
+    assert rows.describe(2) == places[2] and rows.describe(1) == "read long ago"
+
+
+def test_the_mark_of_a_stream_depends_on_names_and_sizes(tmp_path):
+    def mark(*sizes):
+        for i, size in enumerate(sizes):
+            (tmp_path / f"{i}.txt").write_text("x" * size)
+        paths = [str(tmp_path / f"{i}.txt") for i in range(len(sizes))]
+        return StreamedRows(open_shards(paths), bytes_of, 4, 1).mark()
+
+    hub = [HubShard(HubName.parse("hub:me/set"), None, i, Fields()) for i in (0, 1)]
+    marks = {mark(4), mark(5), mark(4, 4), mark(4, 5)}
+    marks |= {StreamedRows(shards, bytes_of, 4, 1).mark() for shards in (hub, hub[:1], hub[1:])}
+    assert len(marks) == 7 and mark(4) in marks
+    assert FileShard(str(tmp_path / "1.txt"), Fields()).mark == "1.txt 5"
+
+
+class _Hub:
+    """One shard of a streamed dataset, which stops to answer after so many rows."""
+
+    num_shards = 1
+
+    def __init__(self, answers: int) -> None:
+        self.answers = answers
+        self.start = 0
+
+    def shard(self, num_shards, index):
+        return _Hub(self.answers)
+
+    def state_dict(self):
+        return {"start": self.start}
+
+    def load_state_dict(self, state):
+        self.start = state["start"]
+
+    def __iter__(self):
+        for i in range(self.start, 9):
+            if i == self.answers:
+                raise ConnectionError("the hub is gone\nat length")
+            self.start = i + 1
+            yield {"text": f"row {i}" if i != 2 else None}
+
+
+def test_a_shard_of_the_hub_is_read_on_with_the_numbers_of_its_rows():
+    shard = HubShard(HubName.parse("hub:me/set"), _Hub(9), 0, Fields())
+    places = [f"me/set part 0:{i + 1}" for i in range(9) if i != 2]
+    reading = shard.read()
+    assert [next(reading)["origin"] for _ in range(4)] == places[:4]
+    state = shard.state()
+    assert [one["origin"] for one in shard.read(state)] == places[4:]
+    assert [one["origin"] for one in shard.read()] == places
+    gone = HubShard(HubName.parse("hub:me/set"), _Hub(2), 0, Fields())
+    message = "'me/set' cannot be read on: the hub is gone. The same command continues the run"
+    with pytest.raises(UserError, match=message):
+        list(gone.read())

@@ -1,0 +1,413 @@
+"""The settings of a training run: their bounds, the command's options, the folder that keeps them,
+Trainer's arguments, and the card that shows them."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+pytest.importorskip("datasets", reason="training reads its data with datasets")
+
+from corecontext.cli import main
+from corecontext.files import UserError
+from corecontext.train import TrainConfig, arguments, card, folder, run
+from corecontext.train.checkpoint import clear_staging, is_write_failure, keep_newest
+from corecontext.train.train_config import load_recipe
+
+# Bounds
+
+
+@pytest.mark.parametrize(
+    "name, least",
+    [
+        *((name, 1) for name in ("steps", "batch_size", "accumulation", "workers")),
+        *((name, 1) for name in ("context_parallel", "lora_rank", "loss_chunk", "long_tokens")),
+        *((name, 1) for name in ("shuffle_documents", "save_every", "keep", "log_every")),
+        *((name, 0) for name in ("warmup_steps", "eval_every", "raw_heads")),
+        ("context_length", 2),
+    ],
+)
+def test_whole_numbers_have_a_least_value(name, least):
+    assert getattr(TrainConfig(**{name: least}), name) == least
+    with pytest.raises(ValueError, match=f"^{name} must be at least {least}, got {least - 1}"):
+        TrainConfig(**{name: least - 1})
+    for wrong in (least + 0.5, True):
+        with pytest.raises(TypeError, match=f"^{name} must be an integer"):
+            TrainConfig(**{name: wrong})
+
+
+@pytest.mark.parametrize(
+    "name, allowed, refused",
+    [
+        ("learning_rate", (0, 1.0), (-1e-9, math.inf, math.nan, "1", True)),
+        ("min_learning_rate", (0.0, 2e-5), (-1e-9, 2.1e-5, True)),
+        ("weight_decay", (0.0, 3.0), (-1e-9, math.inf, None)),
+        ("max_grad_norm", (0.0, 3.0), (-1e-9, math.inf, None)),
+        ("beta2", (0.0, 0.999), (-1e-9, 1.0)),
+        ("distil", (0.0, 1.0), (-1e-9, 1.001)),
+        ("long_share", (1e-9, 0.999), (0, 1)),
+        ("rope_theta", (None, 1.1), (1.0, math.inf, math.nan)),
+        ("seed", (0, 2**32 - 1), (-1, 2**32, 1.0)),
+        ("precision", ("auto", "float32", "bfloat16"), ("float16",)),
+        ("strategy", ("scratch", "full", "partial", "lora"), ("all",)),
+        ("report_to", ((), ("tensorboard", "wandb")), (("wandb", "mlflow"),)),
+    ],
+)
+def test_other_values_have_bounds_too(name, allowed, refused):
+    for value in allowed:
+        assert getattr(TrainConfig(**{name: value}), name) == value
+    for value in refused:
+        with pytest.raises((ValueError, TypeError), match=rf"^{name} must (be|lie)"):
+            TrainConfig(**{name: value})
+
+
+def test_settings_that_exclude_each_other_are_refused_in_both_forms():
+    for settings in (
+        {"method": "window", "layer_group_sizes": (4,)},
+        {"method": "window", "learned": ("bias",)},
+        {"deepspeed": "z", "fsdp": True},
+        {"deepspeed": "z", "context_parallel": 2},
+        {"streaming": True, "long_tokens": 5},
+        {"raw_heads": None, "method": "full"},
+        {"raw_heads": None, "layer_group_sizes": (4,)},
+    ):
+        with pytest.raises(ValueError, match="must be (left out|0)"):
+            TrainConfig(**settings)
+        for name in settings:
+            if name != "method" and (name, settings[name]) != ("raw_heads", None):
+                TrainConfig(**{name: settings[name]})
+
+
+def test_sizes_by_head_survive_the_file_of_a_run(tmp_path):
+    config = TrainConfig(model="m", output="o", layer_group_sizes=((8, 1), 8), data=("a", "b"))
+    path = tmp_path / "train_config.json"
+    path.write_text(json.dumps({"config": config.to_dict()}))
+    loaded = load_recipe(str(path))
+    assert loaded == config and loaded.cca() == config.cca()
+    assert not loaded.is_idle() and loaded.cca().layer_group_sizes == ((8, 1), 8)
+
+
+@pytest.mark.parametrize(
+    "processes, context_parallel, rows", [(1, 1, 6), (8, 1, 48), (8, 2, 24), (8, 8, 6), (1, 2, 6)]
+)
+def test_processes_that_share_a_row_count_once(processes, context_parallel, rows):
+    config = TrainConfig(accumulation=3, batch_size=2, context_parallel=context_parallel)
+    assert config.rows_per_step(processes) == rows
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    "options, settings",
+    [
+        (("--warmup-steps", "0", "--raw-heads", "0"), {"warmup_steps": 0, "raw_heads": 0}),
+        (("--no-checkpointing", "--fuse"), {"checkpointing": False, "fuse": True}),
+        (("--dtype", "float32"), {"precision": "float32"}),
+        (("--precision", "bfloat16", "--sinks", "4"), {"precision": "bfloat16", "sink_size": 4}),
+        (("--data", "a", "--data", "b"), {"data": ("a", "b")}),
+        (("--lora-targets", "x", "--lora-targets", "y"), {"lora_targets": ("x", "y")}),
+        (
+            ("--layer-group-sizes", "4", "--layer-group-sizes", "8"),
+            {"layer_group_sizes": (4, 8), "raw_heads": 0},
+        ),
+        (
+            ("--learning-rate", "1e-4", "--core-bias", "2"),
+            {"learning_rate": 1e-4, "core_bias": 2.0},
+        ),
+        (("--shape", '{"hidden_size": 8}'), {"shape": {"hidden_size": 8}}),
+        (("--seed", "7", "--deterministic"), {"seed": 7, "deterministic": True}),
+    ],
+)
+def test_an_option_replaces_a_recipes_setting(options, settings, tmp_path, monkeypatch, capsys):
+    recipe = TrainConfig(model="m", warmup_steps=9, checkpointing=True, data=("old",), fuse=False)
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(recipe.to_dict()))
+    configs = []
+
+    def train(config):
+        configs.append(config)
+        losses = [(1, 3.0), (2, 2.0)]
+        return run.Result(Path("out"), 2, losses, {"divergence": 0.5}, {"eval_loss": 1.5}, 0)
+
+    monkeypatch.setattr(run, "train", train)
+    assert main(["train", str(path), *options]) == 0
+    assert configs == [recipe.replace(**settings)]
+    line = "out: 2 steps, loss 2.0000, divergence 0.5000, eval loss 1.5000\n"
+    assert capsys.readouterr().out == line
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", str(path), *options]) == 0
+    assert capsys.readouterr().out == ""
+
+
+# Trainer's arguments
+
+
+def test_every_setting_reaches_trainer(tmp_path):
+    config = TrainConfig(
+        output=str(tmp_path),
+        steps=7,
+        batch_size=2,
+        accumulation=3,
+        learning_rate=4e-3,
+        min_learning_rate=1e-3,
+        warmup_steps=5,
+        weight_decay=0.1,
+        beta2=0.9,
+        max_grad_norm=0.5,
+        eval_every=4,
+        eval_data=("e",),
+        save_every=6,
+        log_every=8,
+        seed=11,
+        precision="bfloat16",
+    )
+    made = arguments.arguments_of(config)
+    wanted = {
+        "output_dir": str(tmp_path),
+        "max_steps": 7,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 3,
+        "learning_rate": 4e-3,
+        "lr_scheduler_type": "cosine_warmup_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.25},
+        "warmup_steps": 5,
+        "weight_decay": 0.1,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.9,
+        "max_grad_norm": 0.5,
+        "bf16": True,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 6,
+        "logging_steps": 8,
+        "logging_nan_inf_filter": False,
+        "report_to": [],
+        "seed": 11,
+        "data_seed": 11,
+        "remove_unused_columns": False,
+    }
+    assert {name: getattr(made, name) for name in wanted} == wanted
+    plain = arguments.arguments_of(config.replace(eval_every=0, precision="float32"))
+    assert not plain.bf16 and plain.eval_strategy == "no"
+    assert arguments.arguments_of(config.replace(eval_data=())).eval_strategy == "no"
+    still = arguments.arguments_of(config.replace(learning_rate=0, min_learning_rate=0))
+    assert still.lr_scheduler_kwargs == {"min_lr_rate": 0.0}
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize(
+    "precision, half", [("auto", None), ("float32", False), ("bfloat16", True)]
+)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_arguments_depend_on_the_device(has_gpu, precision, half, checkpointing, monkeypatch):
+    given = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(
+        "transformers.TrainingArguments",
+        lambda **options: (given.update(options), SimpleNamespace(device=torch.device("cuda")))[1],
+    )
+    arguments.arguments_of(TrainConfig(precision=precision, checkpointing=checkpointing))
+    assert given["bf16"] == (has_gpu if half is None else half)
+    assert given["use_cpu"] == (not has_gpu) and given["dataloader_pin_memory"] == has_gpu
+    (kept,) = [given[name] for name in given if name.endswith("_checkpointing")]
+    (options,) = [given[name] for name in given if name.endswith("_checkpointing_kwargs")]
+    assert kept == checkpointing and options == {"use_reentrant": False}
+    assert "fsdp" not in given and "deepspeed" not in given
+
+
+@pytest.mark.parametrize("world, has_gpu", [(1, True), (8, False)])
+def test_fsdp_needs_both_processes_and_gpus(world, has_gpu, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    kind = "a GPU" if has_gpu else "a CPU"
+    with pytest.raises(UserError, match=f"with a GPU each, got {world} on {kind}"):
+        arguments._check_fsdp(has_gpu)
+
+
+def test_deepspeed_must_bring_no_scheduler(tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text('{"zero_optimization": null, "scheduler": {}}')
+    with pytest.raises(UserError, match="must have no 'scheduler'"):
+        arguments._deepspeed_settings(str(path))
+
+
+# The folder
+
+
+def test_a_run_goes_on_with_its_own_settings_but_for_those_that_change_no_result(tmp_path):
+    config = TrainConfig(output="o")
+    free = {"output", "workers", "cache_dir", "report_to", "push_to", "save_every", "keep"}
+    free |= {"log_every", "eval_every"}
+    for name, value in config.to_dict().items():
+        saved = {"config": {**config.to_dict(), name: "changed"}}
+        (tmp_path / folder.SETTINGS).write_text(json.dumps(saved))
+        if name in free:
+            folder.check_folder(tmp_path, config)
+            continue
+        with pytest.raises(UserError) as error:
+            folder.check_folder(tmp_path, config)
+        assert f"other settings: {name} was 'changed', got {value!r}." in str(error.value)
+
+
+def test_the_folder_of_a_run_says_whose_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "source_version", lambda: ("abc", True))
+    monkeypatch.setattr(folder, "versions", lambda: {"torch": "9"})
+    (tmp_path / ".saving").mkdir()
+    config = TrainConfig(steps=3)
+    # Only the run's own remains are in it.
+    with pytest.raises(UserError, match="must be a new or empty folder"):
+        folder.claim(tmp_path, config, {})
+    (tmp_path / folder.SETTINGS).write_text(json.dumps({"config": config.to_dict()}))
+    facts = {"processes": 2, "rows": "r", "heads": {"window_size": 9}}
+    folder.claim(tmp_path, config, facts)
+    saved = json.loads((tmp_path / folder.SETTINGS).read_text())
+    assert saved == {
+        "config": config.to_dict(),
+        **facts,
+        "commit": "abc",
+        "dirty": True,
+        "versions": {"torch": "9"},
+    }
+    assert folder.held_heads(tmp_path) == {"window_size": 9}
+    assert folder.held_heads(tmp_path / "none") is None
+    assert not (tmp_path / ".saving").exists()
+    for facts, message in (
+        ({"processes": 1, "rows": "r"}, "a run of 2 processes, got 1: a step"),
+        ({"processes": 2, "rows": "s"}, "a run on other data"),
+    ):
+        with pytest.raises(UserError, match=message):
+            folder.check_folder(tmp_path, config, facts)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "checkpoint-3").mkdir()
+    folder.release(tmp_path)  # a checkpoint holds the folder
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "runs",
+        "checkpoint-3",
+        folder.SETTINGS,
+    }
+    (tmp_path / "checkpoint-3").rmdir()
+    (tmp_path / ".deleting").mkdir()
+    folder.release(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# Checkpoints
+
+
+def test_several_checkpoints_are_deleted_at_once(tmp_path):
+    for step in (1, 2, 3, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}/weights").write_text("w")
+    keep_newest(tmp_path, 9)
+    assert len(list(tmp_path.iterdir())) == 4
+    keep_newest(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-10"]
+    for name in (".saving", ".deleting"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").write_text("p")
+    clear_staging(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-10"]
+
+
+class _Unwritable:
+    def __reduce__(self):
+        raise RuntimeError("a bug in what is saved")
+
+
+class _Full(io.RawIOBase):
+    def write(self, data):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "write, is_failure",
+    [
+        (lambda: Path("/none/at/all").write_text(""), True),
+        (lambda: (_ for _ in ()).throw(SafetensorError("no space")), True),
+        (lambda: torch.save({"a": torch.zeros(1)}, "/none/at/all"), True),
+        (lambda: torch.save({"a": torch.zeros(9)}, _Full()), True),
+        (lambda: torch.save(_Unwritable(), io.BytesIO()), False),
+        (lambda: torch.zeros(2) @ torch.zeros(3), False),
+        (lambda: int("x"), False),
+    ],
+)
+def test_a_failure_to_write_is_no_bug(write, is_failure):
+    with pytest.raises(Exception) as error:
+        write()
+    assert is_write_failure(error.value) == is_failure
+
+
+# The card
+
+
+def test_the_card_shows_data_losses_and_settings_but_no_paths(tmp_path, monkeypatch):
+    (tmp_path / "base").mkdir()
+    config = TrainConfig(
+        model=str(tmp_path / "base"),
+        output=str(tmp_path / "out/mine"),
+        data=(str(tmp_path / "a.txt"), "hub:me/one"),
+        eval_data=(str(tmp_path / "b.txt"),),
+        deepspeed=str(tmp_path / "zero.json"),
+        cache_dir=str(tmp_path / "cache"),
+        push_to="me/secret",
+        workers=77,
+        steps=9,
+        context_length=4096,
+        distil=0.25,
+        sink_size=4,
+    )
+    history = [
+        {"step": 3, "loss": 4.0, "cross_entropy": 3.5},
+        {"step": 5, "eval_loss": 2.25},
+        {"step": 9, "loss": 2.0, "cross_entropy": 1.5},
+    ]
+    drawn = []
+    monkeypatch.setattr(card, "_draw", lambda *curves: drawn.append(curves))
+    monkeypatch.setattr(card, "source_version", lambda: (None, True))
+    monkeypatch.setattr(card, "versions", lambda: {"torch": "9", "numpy": "8"})
+    metrics = {"eval_loss": 2.25, "eval_perplexity": 9.4877}
+    card.write(tmp_path, config, history, metrics, 12345)
+    assert drawn == [(tmp_path / "loss.png", [(3, 3.5), (9, 1.5)], [(5, 2.25)])]
+    text = (tmp_path / "README.md").read_text()
+    for shown in (
+        "# mine\n",
+        "trained by strategy `full` from `base`.",
+        "g = 16, s = 1024, the first 4 tokens raw",
+        "- 9 steps, 12345 tokens, rows of 4096 tokens",
+        "- data: `a.txt`, `hub:me/one`",
+        "- loss: 4.0000 at step 3, 2.0000 at step 9",
+        "- distilled: 0.25 of this loss",
+        "- cross-entropy: 3.5000 at first, 1.5000 at last",
+        "- evaluation: loss 2.2500, perplexity 9.488",
+        "- code: commit unknown with changes, torch 9, numpy 8",
+        "\ndatasets:\n- me/one\n",
+        "\n- long-context\n",
+    ):
+        assert shown in text, shown
+    for hidden in (str(tmp_path), "secret", "77", "base_model", "core tokens were idle"):
+        assert hidden not in text, hidden
+    settings = json.loads(text[text.index("```json\n") + 8 :].split("\n```")[0])
+    assert settings["model"] == "base" and settings["deepspeed"] == "zero.json"
+    assert settings["eval_data"] == ["b.txt"] and settings["distil"] == 0.25
+    assert set(config.to_dict()) - set(settings) == {"output", "cache_dir", "workers", "push_to"}
+
+    config = config.replace(model="me/base", distil=0.0, method="window", sink_size=0)
+    card.write(tmp_path, config, history[::2], {}, 5)
+    text = (tmp_path / "README.md").read_text()
+    assert "base_model: me/base" in text and "with window attention" in text
+    assert "distilled" not in text and "evaluation" not in text
+    card.write(tmp_path, config.replace(strategy="scratch"), history[::2], {}, 5)
+    text = (tmp_path / "README.md").read_text()
+    assert "base_model" not in text and "`scratch` with the shape of `me/base`" in text
+    card.write(tmp_path, config, [{"step": 2, "loss": 1.0}], {}, 5)
+    assert drawn[-1] == (tmp_path / "loss.png", [(2, 1.0)], [])
