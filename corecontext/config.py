@@ -18,6 +18,8 @@ LEARNED = (*LEARNED_WEIGHTS, "bias")
 CORE_POSITIONS = ("middle", "token")
 CORE_HEADS = ("kv", "query")
 CACHE_DTYPES = ("auto", "int8", "fp8")
+FETCH_INDICES = ("core", "mean", "bounds", "parts:P", "oracle", "bits:1", "bits:2", "bits:4")
+"""Indices of fetch; P is a number of parts, at least 1."""
 BACKENDS = ("auto", "reference", "packed", "triton")
 MOST = 2**31 - 1
 """The largest size: kernels count tokens in 32-bit integers."""
@@ -68,6 +70,18 @@ class CCAConfig:
     core_mass: bool = False
     """Add to a core token's score the entropy of its pooling weights, so that it weighs as its
     group does, at most (docs/math.md, eq. 14). Not with pooling "max"."""
+    fetch_groups: int = 0
+    """Groups whose raw tokens each query sees instead of their core tokens (k), the best by the
+    index, chosen by KV head; each head's own g counts. 0 is CCA; with all groups that a query sees,
+    this is full attention (docs/fetch.md)."""
+    fetch_index: str = "parts:4"
+    """Scores that choose the groups: of the "core" token, the "mean" key, "bounds" (least and
+    largest value of each channel), "parts:P" (means of P parts of a group), "oracle" (all keys), or
+    "bits:B" (all keys in B = 1, 2 or 4 bits)."""
+    fetch_share: int = 1
+    """Neighbouring queries that share one choice, aligned to absolute positions. Above 1 the choice
+    looks up to fetch_share - 1 tokens ahead: for prompts only, never where perplexity is measured
+    or a model is trained."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -160,6 +174,26 @@ def check_int(name: str, value: Any, least: int, why: str = "") -> int:
     return value
 
 
+def parse_index(name: str) -> tuple[str, int]:
+    """Return the kind of an index of fetch and its number: of parts or bits, 0 without one.
+
+    Raises:
+        ValueError: no index has this name.
+    """
+    kind, _, number = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if kind in ("core", "mean", "bounds", "oracle") and name == kind:
+        return kind, 0
+    is_number = number.isascii() and number.isdigit() and len(number) < 10
+    if kind == "parts" and is_number and int(number) >= 1:
+        return kind, int(number)
+    if kind == "bits" and number in ("1", "2", "4"):
+        return kind, int(number)
+    raise ValueError(
+        f"fetch_index must be {listed(tuple(map(repr, FETCH_INDICES)))}, got {name!r}."
+        + did_you_mean(name, FETCH_INDICES)
+    )
+
+
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     """Return value, or raise unless it is one of the allowed words."""
     if value not in allowed:
@@ -221,6 +255,11 @@ def _size_or_sizes(name: str, value: Any) -> int | tuple[int, ...]:
     return check(name, value)
 
 
+def _index(name: str, value: Any) -> str:
+    parse_index(value)
+    return value
+
+
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
@@ -242,4 +281,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "head_group_sizes": _optional(_group_sizes),
     "backend": partial(check_choice, allowed=BACKENDS),
     "core_mass": _flag,
+    "fetch_groups": partial(check_int, least=0),
+    "fetch_index": _index,
+    "fetch_share": partial(check_int, least=1),
 }

@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "1: full attention for one token too many",
-        "if is_full_attention(length - 1, sized.group_size, sized.window_size, sized.sinks):",
+        "if sized.is_full(length - 1):",
         f"{LAWS}::test_law_1_the_first_core_query_is_the_first_to_differ",
     ),
     Fault(
@@ -664,6 +664,66 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         "offsets: 32 bits of a head in the forward",
         "head = pid % num_heads",
         "tests/test_triton_far.py::test_attention",
+    ),
+    Fault(
+        "fetch: a group not seen yet is fetched, reference",
+        "return choice",
+        "tests/test_fetch.py::test_results_and_gradients_are_the_references",
+    ),
+    Fault(
+        "fetch: a core token stays beside its raw tokens, reference",
+        "return see_core[None, None], (see_raw | raw)[:, None]",
+        "tests/test_fetch.py::test_all_groups_fetched_are_full_attention",
+    ),
+    Fault(
+        "fetch: the first query head chooses for all",
+        "shares = shares[:, 0]",
+        "tests/test_fetch.py::test_each_index_chooses_as_in_the_reference",
+    ),
+    Fault(
+        "fetch: a shared choice starts with the call, not at a multiple",
+        "before = 0",
+        "tests/test_fetch.py::test_shares_are_aligned_to_positions_of_the_sequence",
+    ),
+    Fault(
+        "fetch: of equal groups all are taken",
+        "chosen = above | equal",
+        "tests/test_fetch.py::test_the_best_are_those_of_a_stable_sort",
+    ),
+    Fault(
+        "fetch: scale of the least squared error",
+        "correction = (x * stored).sum(-1) / stored.square().sum(-1)",
+        "tests/test_fetch.py::test_stored_keys_keep_their_own_product",
+    ),
+    Fault(
+        "fetch: gradient of the log-sum-exp dropped, core tokens",
+        "pass",
+        "tests/test_fetch.py::test_results_and_gradients_are_the_references",
+    ),
+    Fault(
+        "fetch: the backward has another choice",
+        "choice = self.choices.pop()",
+        "tests/test_fetch.py::test_documents_of_different_length_have_gradients_of_their_own_choice",
+    ),
+    Fault(
+        "fetch: the first group is seen where there is none",
+        "seen = (self.choice[:, rows] >= -1).flatten(0, 1)",
+        "tests/test_fetch.py::test_gathered_groups_and_small_blocks_change_nothing",
+    ),
+    Fault(
+        "fetch: gradient of the core keys dropped",
+        "pass",
+        "tests/test_fetch.py::test_results_and_gradients_are_the_references",
+    ),
+    Fault(
+        "fetch: a shared choice shows groups before they are far past",
+        "return marks",
+        "tests/test_fetch.py::test_results_and_gradients_are_the_references",
+    ),
+    Fault(
+        "fetch: first tokens are not seen",
+        "mask = sees_token(keys, self.position, g, window)",
+        "tests/test_fetch.py::test_all_groups_fetched_are_full_attention",
     ),
     Fault(
         "mass: entropy in bits",

@@ -35,7 +35,7 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 BACKENDS = {
-    "reference": set(),
+    "reference": {"fetch"},
     "packed": {"compose", "mass", "partial", "pooling", "merge", "sinks"},
     "partial": set(),
     "pooling": {"rotary"},

@@ -43,6 +43,12 @@ class Entries:
     def __init__(
         self, config: CCAConfig, rotary: Rotary | None, rollback: int, learned: rules.Learned
     ) -> None:
+        if config.fetch_groups:
+            raise NotImplementedError(
+                f"fetch_groups must be 0 with a cache, which holds no raw tokens of the far past, "
+                f"got {config.fetch_groups}. Run whole sequences with use_cache=False, or set "
+                "fetch_groups=0."
+            )
         self.config = config
         self.rollback = rollback
         """Extra tokens in the ring."""

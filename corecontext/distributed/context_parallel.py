@@ -109,6 +109,11 @@ def _check(inputs: Inputs, layout: Layout, spec: Spec) -> None:
         raise NotImplementedError(
             "core_mass must be False in context parallelism, got True. Use one process."
         )
+    if spec.fetch_groups:
+        raise NotImplementedError(
+            f"fetch_groups must be 0 in context parallelism, got {spec.fetch_groups}. Use one "
+            "process."
+        )
     if isinstance(spec.group_size, tuple):
         check_sizes(spec.group_size, k.shape[1], spec.num_groups)
     count = sum(layout.lengths[i] for i in layout.chunks())

@@ -25,7 +25,6 @@ from corecontext.ops.batch import check_positions, complete_groups, has_restarts
 from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each, split_inputs
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import EACH_ROW, Inputs, Ragged, Spec, Tokens, check_rotary
-from corecontext.visibility import is_full_attention
 
 # `packed` (cuBLAS) is faster in float32.
 _AUTO_TRITON = (torch.bfloat16, torch.float16)
@@ -102,6 +101,9 @@ def cca_attention(
     softcap: float | None = None,
     core_bias: float | Tensor | None = None,
     core_mass: bool = False,
+    fetch_groups: int = 0,
+    fetch_index: str = CCAConfig.fetch_index,
+    fetch_share: int = 1,
     learned: Mapping[str, Tensor] | None = None,
     sink_size: int = 0,
     attention_mask: Tensor | None = None,
@@ -133,6 +135,13 @@ def cca_attention(
         core_bias: Added to the scores of core tokens, a number or a tensor [H].
         core_mass: Add the entropy of its pooling weights to each core token's score, which is then
             at most the mass of its group (docs/math.md, eq. 14).
+        fetch_groups: Groups whose raw tokens each query sees instead of their core tokens (k): the
+            best by the index, chosen for each KV head. 0 is CCA; where all groups that are seen are
+            fetched, this is full attention (docs/fetch.md).
+        fetch_index: Scores that choose: "core", "mean", "bounds", "parts:P", "oracle" or "bits:B".
+        fetch_share: Neighbouring queries, aligned to absolute positions, that share one choice.
+            Above 1 the choice looks up to fetch_share - 1 tokens ahead: for prompts only, never
+            where perplexity is measured or a model is trained.
         learned: Parameters of `CCAConfig.learned`: "temperature", "distance", "bias" [H], "probe"
             [H, D], "key_gain" [Hkv]; docs/math.md, eq. 12.
         sink_size: First tokens of every sequence that all later queries see uncompressed, rounded
@@ -169,6 +178,9 @@ def cca_attention(
             *(g, window_size, num_groups, pooling, core_position, core_heads),
             core_mass=core_mass,
             sink_size=sink_size,
+            fetch_groups=fetch_groups,
+            fetch_index=fetch_index,
+            fetch_share=fetch_share,
         )
     spec = Spec(
         group_size=group_size,
@@ -180,6 +192,9 @@ def cca_attention(
         core_heads=core_heads,
         softcap=checks.positive("softcap", softcap, "Use None for none."),
         core_mass=core_mass,
+        fetch_groups=fetch_groups,
+        fetch_index=fetch_index,
+        fetch_share=fetch_share,
         rotary=check_rotary(rotary, core_position),
     )
     ragged = Ragged(attention_mask, cu_seqlens, position_ids)
@@ -251,7 +266,7 @@ def _attend(
     if plain and all(x is None for x in ragged):
         sized = spec.for_length(length)
         # planted: 1: full attention for one token too many
-        if is_full_attention(length, sized.group_size, sized.window_size, sized.sinks):
+        if sized.is_full(length):
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=spec.scale, enable_gqa=k.shape[1] != q.shape[1]
             )

@@ -1,8 +1,8 @@
 """Run a backend on a whole batch, forward and backward, as one operator.
 
 Registered with torch, so that torch.compile and activation checkpointing treat it as one node. Kept
-for the backward are q, k, v, out, the log-sum-exp and, where the batch is one segment, the core
-tokens; else the backward pools again.
+for the backward are q, k, v, out, the log-sum-exp, the groups fetched and, where the batch is one
+segment, the core tokens; else the backward pools again, and under torch.compile it chooses again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from torch import Tensor
 
 from corecontext.ops import mass, packed
 from corecontext.ops.batch import Gathered, SegmentView, by_segment, find_segments, wide_dtype
+from corecontext.ops.fetch.fetching import FetchBackend, with_fetch
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Inputs, Ragged, Spec, Upstream
+
+Backend = ModuleType | FetchBackend
+"""Functions on one sequence: pool, attend, gradients."""
 
 
 def module_of(backend: str) -> ModuleType:
@@ -41,14 +45,13 @@ def attend(inputs: Inputs, ragged: Ragged, spec: Spec, backend: str) -> tuple[Te
         return cca_attention_op(*tensors, inv_freq, *ragged, *_flat(spec, backend))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return _Eager.apply(*tensors, ragged, spec, backend)
-    return _forward(inputs, ragged, spec, backend)[:2]
+    return _forward(inputs, ragged, spec, with_fetch(module_of(backend), spec))[:2]
 
 
 def _forward(
-    inputs: Inputs, ragged: Ragged, spec: Spec, backend: str
+    inputs: Inputs, ragged: Ragged, spec: Spec, module: Backend
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Output, log-sum-exp and, where the batch is one segment, its core tokens."""
-    module = module_of(backend)
 
     def pool(view: SegmentView) -> tuple[Cores, Tensor | None]:
         groups = view.groups()
@@ -63,7 +66,7 @@ def _gradients(
     inputs: Inputs,
     ragged: Ragged,
     spec: Spec,
-    backend: str,
+    module: Backend,
     cores: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and, or None, the bias [H]; pools again without `cores`.
@@ -71,7 +74,6 @@ def _gradients(
     upstream: Of the whole batch, [B, H, L, ...].
     """
     q, k, v, bias, _ = inputs
-    module = module_of(backend)
     grads = [Gathered(x) for x in (q, k, v)]
     grad_bias = None
     if bias is not None:
@@ -113,9 +115,12 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, ragged, spec, backend):
         q, k, v = (_heads_in_rows(x) for x in (q, k, v))
-        out, lse, cores = _forward(Inputs(q, k, v, bias), ragged, spec, backend)
-        ctx.save_for_backward(q, k, v, bias, out, lse, *ragged, *cores)
+        module = with_fetch(module_of(backend), spec)
+        out, lse, cores = _forward(Inputs(q, k, v, bias), ragged, spec, module)
+        choices = module.choices if spec.fetch_groups else []
+        ctx.save_for_backward(q, k, v, bias, out, lse, *ragged, *cores, *choices)
         ctx.set_materialize_grads(False)
+        ctx.num_cores = len(cores)
         ctx.spec = spec
         ctx.backend = backend
         return out, lse
@@ -124,6 +129,8 @@ class _Eager(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out, grad_lse):
         q, k, v, bias, out, lse, *rest = ctx.saved_tensors
+        ragged, rest = Ragged(*rest[:3]), rest[3:]
+        cores, choices = tuple(rest[: ctx.num_cores]), rest[ctx.num_cores :]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         # A backward called inside autocast would lose float32 sums.
@@ -131,10 +138,10 @@ class _Eager(torch.autograd.Function):
             *grads, grad_bias = _gradients(
                 Upstream(grad_out, grad_lse, out, lse),
                 Inputs(q, k, v, bias),
-                Ragged(*rest[:3]),
+                ragged,
                 ctx.spec,
-                ctx.backend,
-                tuple(rest[3:]),
+                with_fetch(module_of(ctx.backend), ctx.spec, choices),
+                cores,
             )
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
@@ -157,7 +164,8 @@ _TENSORS = (
 )
 _SETTINGS = (
     "SymInt group_size, SymInt window_size, float scale, SymInt? num_groups, SymInt sink_size, "
-    "str pooling, str core_heads, float? softcap, bool core_mass, bool interleaved, str backend"
+    "str pooling, str core_heads, float? softcap, bool core_mass, SymInt fetch_groups, "
+    "str fetch_index, SymInt fetch_share, bool interleaved, str backend"
 )
 _FIELDS = tuple(field.name for field in fields(Spec) if field.name != "rotary")
 
@@ -183,7 +191,8 @@ def _unflattened(inv_freq: Tensor | None, settings: tuple[Any, ...]) -> tuple[Sp
 def cca_attention_op(q, k, v, core_bias, inv_freq, *rest) -> tuple[Tensor, Tensor]:
     """Return out [B, H, L, D] and log-sum-exp [B, H, L]."""
     spec, backend = _unflattened(inv_freq, rest[3:])
-    return _forward(Inputs(q, k, v, core_bias), Ragged(*rest[:3]), spec, backend)[:2]
+    module = with_fetch(module_of(backend), spec)
+    return _forward(Inputs(q, k, v, core_bias), Ragged(*rest[:3]), spec, module)[:2]
 
 
 @cca_attention_op.register_fake
@@ -213,7 +222,7 @@ def cca_attention_backward_op(
         Inputs(q, k, v, core_bias),
         Ragged(*rest[:3]),
         spec,
-        backend,
+        with_fetch(module_of(backend), spec),
     )
     if grad_bias is None:
         grad_bias = torch.zeros(q.shape[1], dtype=wide_dtype(q), device=q.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from corecontext.ops.mass import add_to_bias
 from corecontext.ops.spec import Cores, Groups, Inputs, Ragged, Spec, Tokens
-from corecontext.visibility import first_core_query, is_full_attention, num_complete_groups
+from corecontext.visibility import first_core_query, num_complete_groups
 
 
 class Segment(NamedTuple):
@@ -182,15 +182,15 @@ class SegmentView:
         self.num_kv_heads = inputs.k.shape[1]
         seq_len = segment.end - segment.start
         self.spec = spec.for_length(seq_len)
-        size = self.spec.group_size
-        window = self.spec.window_size
-        sinks = self.spec.sinks
-        if bias is None:  # groups of one token are plain causal attention, too
-            self.full = is_full_attention(seq_len, size, window, sinks)
-        else:  # a bias sets far tokens apart, in groups of one token, too
-            self.full = seq_len - sinks <= first_core_query(size, window)
+        self.full = self.spec.is_full(seq_len)
+        if bias is not None and not self.spec.fetches_all(seq_len):
+            # A bias sets far tokens apart, in groups of one token, too.
+            first = first_core_query(self.spec.group_size, self.spec.window_size)
+            self.full = seq_len - self.spec.sinks <= first
         if self.full:  # one causal call
-            self.spec = self.spec.replace(group_size=1, window_size=seq_len, sink_size=0)
+            self.spec = self.spec.replace(
+                group_size=1, window_size=seq_len, sink_size=0, fetch_groups=0
+            )
         if self.spec.group_size == 1:  # the weight of a single token has no entropy
             self.spec = self.spec.replace(core_mass=False)
         self.tokens = Tokens(

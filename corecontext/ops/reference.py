@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from corecontext.config import parse_index
+from corecontext.ops.fetch import low_bits
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens
 from corecontext.visibility import sees_core, sees_token
 
@@ -76,15 +79,22 @@ def mass(groups: Groups, spec: Spec) -> Tensor:
 
 
 def attend(
-    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None = None,
+    choice: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to core tokens of the far past and raw tokens of the near past in one softmax
-    (docs/math.md, eq. 5 and 13).
+    """Attend to core tokens of the far past and raw tokens of the near past in one softmax, with
+    fetch also to raw tokens of the groups chosen, instead of their core tokens (docs/math.md, eq.
+    5, 13 and 15).
 
     Args:
+        tokens: With fetch, raw tokens from position 0 on.
         cores: Core tokens of the groups n / g .. n / g + M - 1, n = `spec.sinks`.
         core_bias: Added to the scores of core tokens, [N, r] or, one for each, [N, r, M]; None for
             nothing.
+        choice: Groups that each query fetches, [N, T, M], True where it does; None chooses here.
 
     Returns:
         out [N, r, T, D] and log-sum-exp [N, r, T], both float32 (float64 if given).
@@ -106,6 +116,12 @@ def attend(
     local_scores = _softcap(q @ k[:, None].mT * spec.scale, spec.softcap)  # [N, r, T, S]
     position = torch.arange(q.shape[2], device=q.device) + tokens.q_start
     see_core, see_local = visible(position, key_position, core_k.shape[2], spec)
+    if spec.fetch_groups and core_k.shape[2]:
+        if choice is None:
+            with torch.no_grad():
+                sigma = index_scores(q, group_keys(k, spec, core_k.shape[2]), core_scores, spec)
+                choice = choose(sigma, see_core, position, spec)
+        see_core, see_local = fetched(choice, see_core, see_local, spec)
     scores = torch.cat(
         (
             core_scores.masked_fill(~see_core, -torch.inf),
@@ -118,6 +134,84 @@ def attend(
         weights_local, see_local, v[:, None].expand(-1, heads, -1, -1)
     )
     return out, scores.logsumexp(-1)
+
+
+# Fetch
+# -------------------------------------------------------------------------------------------------
+
+
+def group_keys(k: Tensor, spec: Spec, num_cores: int) -> Tensor:
+    """Return the raw keys [N, M, g, D] of the groups that have core tokens, of k [N, S, D]."""
+    k = k[:, spec.sinks : spec.sinks + num_cores * spec.group_size]
+    return k.unflatten(1, (num_cores, spec.group_size))
+
+
+def index_scores(q: Tensor, keys: Tensor, core_scores: Tensor, spec: Spec) -> Tensor:
+    """Estimate the log mass of each group for each query, [N, r, T, M] (docs/fetch.md).
+
+    Args:
+        q: [N, r, T, D].
+        keys: Raw keys of the groups, [N, M, g, D].
+        core_scores: Scores of their core tokens with bias and mass, [N, r, T, M].
+    """
+    kind, number = parse_index(spec.fetch_index)
+    size = keys.shape[2]
+    if kind == "core":
+        return core_scores
+    if kind == "bounds":
+        q = q[:, :, :, None]
+        bound = torch.maximum(q * keys.amin(2)[:, None, None], q * keys.amax(2)[:, None, None])
+        return _softcap(bound.sum(-1) * spec.scale, spec.softcap) + math.log(size)
+    if kind == "bits":
+        dim = keys.shape[3]
+        codes, scales = low_bits.encode(keys, number)
+        stored = low_bits.decode(codes, number, dim, keys.dtype) * scales.to(keys.dtype)[..., None]
+        keys = stored @ low_bits.rotation(dim, keys.dtype, keys.device).mT
+    # Means of parts of consecutive keys, each weighing as its keys; a part may be a single key.
+    count = {"mean": 1, "parts": min(number, size)}.get(kind, size)
+    parts = keys.tensor_split(count, 2)
+    means = torch.stack([part.mean(2) for part in parts], 2)  # [N, M, P, D]
+    sizes = torch.tensor([part.shape[2] for part in parts], dtype=q.dtype, device=q.device)
+    scores = _softcap(torch.einsum("nrtd,nmpd->nrtmp", q, means) * spec.scale, spec.softcap)
+    return (scores + sizes.log()).logsumexp(-1)
+
+
+def choose(sigma: Tensor, see_core: Tensor, position: Tensor, spec: Spec) -> Tensor:
+    """Return the k groups that each query fetches, [N, T, M], True where it does: of the groups
+    visible to it those with the largest sums over the query heads of their shares, of equal sums
+    the lower; with fetch_share the sums over a share's queries, too.
+
+    Args:
+        sigma: Index scores [N, r, T, M].
+        see_core: Groups that each query sees, [T, M].
+        position: Of the queries, [T].
+    """
+    log_shares = sigma.masked_fill(~see_core, -torch.inf).log_softmax(-1)
+    log_shares = log_shares.masked_fill(~see_core, -torch.inf)
+    number = position // spec.fetch_share
+    choice = torch.zeros_like(log_shares[:, 0], dtype=torch.bool)
+    for share in number.unique():
+        rows = (number == share).nonzero()[:, 0]
+        total = log_shares[:, :, rows].logsumexp((1, 2))  # [N, M]
+        order = total.sort(stable=True, dim=-1, descending=True).indices
+        choice[:, rows] = torch.zeros_like(total, dtype=torch.bool).scatter(
+            1, order[:, : spec.fetch_groups], True
+        )[:, None]
+    # planted: fetch: a group not seen yet is fetched, reference
+    return choice & see_core
+
+
+def fetched(choice: Tensor, see_core: Tensor, see_raw: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Return the masks of core tokens [N, 1, T, M] and raw tokens [N, 1, T, S] with the groups of
+    `choice` [N, T, M] raw, instead of their core tokens."""
+    raw = choice.repeat_interleave(spec.group_size, 2)
+    before = spec.sinks
+    raw = F.pad(raw, (before, see_raw.shape[1] - before - raw.shape[2]))
+    # planted: fetch: a core token stays beside its raw tokens, reference
+    return (see_core & ~choice)[:, None], (see_raw | raw)[:, None]
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 def _sum_seen(weights: Tensor, seen: Tensor, values: Tensor) -> Tensor:

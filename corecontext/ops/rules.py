@@ -16,6 +16,7 @@ from torch import Tensor
 
 from corecontext.config import LEARNED, LEARNED_WEIGHTS
 from corecontext.ops.batch import SegmentView, by_segment, wide_dtype
+from corecontext.ops.fetch.fetching import with_fetch
 from corecontext.ops.mass import entropy
 from corecontext.ops.spec import Cores, Groups, Inputs, Ragged, Spec, Tokens, Upstream
 
@@ -163,6 +164,7 @@ def attend(
     """Attend by a backend on a whole sequence, with gradients for the core tokens; the reference
     has its own."""
     if hasattr(module, "attend_backward"):
+        module = with_fetch(module, spec)
         return _Attend.apply(*tokens[:3], *cores, core_bias, module, spec)
     return module.attend(tokens, cores, spec, core_bias)
 

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from corecontext.config import CCAConfig
 from corecontext.ops.rotary import Rotary
-from corecontext.visibility import group_size_for, num_sinks
+from corecontext.visibility import (
+    group_size_for,
+    is_full_attention,
+    num_sinks,
+    num_visible_cores,
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,12 @@ class Spec:
     """Scores become softcap * tanh(score / softcap)."""
     core_mass: bool = False
     """Whether the entropy of its pooling weights is added to a core token's score."""
+    fetch_groups: int = 0
+    """Groups whose raw tokens each query sees instead of their core tokens (k)."""
+    fetch_index: str = "core"
+    """The index that chooses them, as `CCAConfig.fetch_index`."""
+    fetch_share: int = 1
+    """Neighbouring queries that share one choice."""
     rotary: Rotary | None = None
     """The keys' rotation, for core keys at the middle of their group; None pools keys as they
     are."""
@@ -61,6 +72,9 @@ class Spec:
             config.core_heads,
             softcap,
             config.core_mass,
+            config.fetch_groups,
+            config.fetch_index,
+            config.fetch_share,
             check_rotary(rotary, config.core_position),
         )
 
@@ -79,6 +93,17 @@ class Spec:
     def sinks(self) -> int:
         """First tokens kept raw: sink_size rounded up to whole groups (n)."""
         return num_sinks(self.sink_size, self.group_size)
+
+    def is_full(self, seq_len: int) -> bool:
+        """Whether a sequence of this length has full attention without a core token's bias: no core
+        token is seen, groups are single tokens, or all that are seen are fetched."""
+        g, window, sinks = self.group_size, self.window_size, self.sinks
+        return is_full_attention(seq_len, g, window, sinks) or self.fetches_all(seq_len)
+
+    def fetches_all(self, seq_len: int) -> bool:
+        """Whether every query of a sequence of this length fetches all groups that it sees."""
+        visible = num_visible_cores(seq_len - 1 - self.sinks, self.group_size, self.window_size)
+        return self.fetch_groups > 0 and self.fetch_groups >= visible
 
 
 def check_rotary(rotary: Rotary | None, core_position: str) -> Rotary | None:

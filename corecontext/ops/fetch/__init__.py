@@ -1,0 +1,2 @@
+"""Fetch raw tokens of the best groups, which an index chooses, into the same softmax
+(docs/fetch.md)."""

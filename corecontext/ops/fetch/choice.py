@@ -1,0 +1,91 @@
+"""Choose the k best groups of each query, for the r query heads of a KV head together."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WITH_LOCAL = False
+"""Whether a head's share counts the raw tokens that the query sees in any case, too; this decides
+between query heads only."""
+
+
+def choose(
+    scores: Tensor, visible: Tensor, local_lse: Tensor, first: int, num_groups: int, share: int
+) -> Tensor:
+    """Mark the k groups with the largest sums, over the query heads, of their shares of a softmax
+    over the scores of visible groups; of equal sums the lower group.
+
+    Sums are compared by their logs, which do not underflow.
+
+    Args:
+        scores: Index scores, [N, r, T, M] in float32 or wider.
+        visible: [T, M], True where the query sees the group.
+        local_lse: Log-sum-exp of the query's raw tokens, [N, r, T].
+        first: Position of the first query.
+        num_groups: k.
+        share: Neighbouring queries, from a multiple of it on, that share one choice; the sums are
+            over all of them that see the group.
+
+    Returns:
+        [N, C, M], True for at most k groups of each of the C choices; C = T for share = 1.
+    """
+    scores = scores.masked_fill(~visible, -torch.inf)
+    total = scores.logsumexp(-1)
+    if WITH_LOCAL:
+        total = torch.logaddexp(total, local_lse.to(total.dtype))
+    # A query that sees no group has no share of -inf - -inf.
+    shares = scores - total.masked_fill(total == -torch.inf, 0)[..., None]
+    # planted: fetch: the first query head chooses for all
+    shares = shares.logsumexp(1)  # [N, T, M]
+    if share > 1:
+        # planted: fetch: a shared choice starts with the call, not at a multiple
+        before = first % share
+        after = -(before + shares.shape[1]) % share
+        shares = F.pad(shares, (0, 0, before, after), value=-torch.inf)
+        shares = shares.unflatten(1, (-1, share)).logsumexp(2)
+    return best(shares, num_groups)
+
+
+def expand(choice: Tensor, first: int, length: int, share: int) -> Tensor:
+    """Return the choice of each query, [N, T, ...], from that of each share, [N, C, ...]; a query
+    drops groups that it does not see."""
+    if share == 1:
+        return choice
+    return choice.repeat_interleave(share, 1)[:, first % share :][:, :length]
+
+
+def best(values: Tensor, count: int) -> Tensor:
+    """Mark the `count` largest of the last dimension, the lower index of equal ones; -inf is never
+    marked, and neither are values of a row with NaN."""
+    if count >= values.shape[-1]:
+        return values > -torch.inf
+    # Which of equal values topk returns depends on the device; the least of the k best does not.
+    least = values.topk(count, sorted=False).values.amin(-1, keepdim=True)
+    above = values > least
+    equal = values == least
+    room = count - above.sum(-1, keepdim=True)
+    # planted: fetch: of equal groups all are taken
+    chosen = above | (equal & (equal.cumsum(-1) <= room))
+    return chosen & (values > -torch.inf)
+
+
+def to_indices(chosen: Tensor, count: int) -> Tensor:
+    """Return the numbers of the marked groups, rising, [N, C, count] in int32; -1 fills the end."""
+    groups = torch.arange(chosen.shape[-1], dtype=torch.int32, device=chosen.device)
+    place = (chosen.cumsum(-1) - 1).masked_fill(~chosen, count)
+    indices = torch.full(
+        (*chosen.shape[:-1], count + 1), -1, dtype=torch.int32, device=chosen.device
+    )
+    return indices.scatter_(-1, place, groups.expand(chosen.shape))[..., :count]
+
+
+def to_mask(indices: Tensor, num_groups: int) -> Tensor:
+    """Return the marks [N, C, M] of group numbers [N, C, k]; -1 marks none."""
+    place = indices.long().masked_fill(indices < 0, num_groups)
+    # A number of a group behind the last marks none, either.
+    marks = torch.zeros(
+        (*indices.shape[:-1], num_groups + 1), dtype=torch.bool, device=indices.device
+    )
+    return marks.scatter_(-1, place.clamp(max=num_groups), True)[..., :num_groups]

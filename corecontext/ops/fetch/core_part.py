@@ -1,0 +1,96 @@
+"""Attend to the core tokens that each query sees, those of its own choice taken out, with a bias of
+each core token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from corecontext.ops.spec import Cores, Spec, Upstream
+
+
+def products(q: Tensor, keys: Tensor) -> Tensor:
+    """Return the inner products of q [N, r, T, D] with keys [N, K, D], [N, r, T, K] in float32 or
+    wider, accumulated in it."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows = q.flatten(1, 2)
+    if q.device.type == "cuda" and q.dtype != wide:
+        total = torch.bmm(rows, keys.to(q.dtype).mT, out_dtype=wide)
+    else:
+        total = rows.to(wide) @ keys.to(wide).mT
+    return total.unflatten(1, q.shape[1:3])
+
+
+def scores(
+    q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scores of core tokens, [N, r, T, M] in float32 or wider, and the softcap's slope.
+
+    Args:
+        cores: [N, 1 or r, M, D].
+        core_bias: [N, r] or [N, r, M], or None.
+    """
+    total = _by_head(q, cores.k) * spec.scale
+    slope = None
+    if spec.softcap is not None:
+        capped = torch.tanh(total / spec.softcap)
+        total = spec.softcap * capped
+        slope = 1 - capped.square()
+    if core_bias is not None:
+        total = total + core_bias.to(total.dtype).reshape(*core_bias.shape[:2], 1, -1)
+    return total, slope
+
+
+def _by_head(q: Tensor, keys: Tensor) -> Tensor:
+    """Inner products of q [N, r, T, D] with keys [N, 1 or r, M, D]."""
+    if keys.shape[1] == 1:
+        return products(q, keys[:, 0])
+    each = products(q.flatten(0, 1)[:, None], keys.flatten(0, 1))
+    return each.view(*q.shape[:3], -1)
+
+
+def forward(
+    q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor | None, seen: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return out [N, r, T, D] in q's dtype and log-sum-exp [N, r, T] in float32 or wider; a row
+    that sees no core token is 0 with -inf.
+
+    Args:
+        seen: [N, T, M], True where a query sees the core token.
+    """
+    total, _ = scores(q, cores, spec, core_bias)
+    total = total.masked_fill(~seen[:, None], -torch.inf)
+    lse = total.logsumexp(-1)
+    weights = (total - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+    return weights.to(q.dtype) @ cores.v, lse
+
+
+def backward(
+    upstream: Upstream,
+    q: Tensor,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
+    seen: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, core keys and core values, and those of each core token's scores
+    summed over queries, [N, r, M], given the whole softmax's results (docs/math.md, eq. 9)."""
+    grad_out, grad_lse, out, lse = upstream
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if grad_lse is not None:
+        # planted: fetch: gradient of the log-sum-exp dropped, core tokens
+        delta = delta - grad_lse
+    total, slope = scores(q, cores, spec, core_bias)
+    total = total.masked_fill(~seen[:, None], -torch.inf)
+    weights = (total - lse[..., None]).exp()
+    grad_scores = weights * (_by_head(grad_out, cores.v) - delta[..., None])
+    grad_bias = grad_scores.sum(2)
+    if slope is not None:
+        grad_scores = grad_scores * slope
+    grad_scores = (grad_scores * spec.scale).to(q.dtype)
+    grad_q = grad_scores @ cores.k
+    grad_k = grad_scores.mT @ q
+    grad_v = weights.to(q.dtype).mT @ grad_out.to(q.dtype)
+    if cores.k.shape[1] == 1:
+        grad_k, grad_v = (x.sum(1, keepdim=True, dtype=lse.dtype) for x in (grad_k, grad_v))
+    return grad_q, grad_k, grad_v, grad_bias

@@ -1,0 +1,85 @@
+"""Let a backend fetch: its pooling as it is, its attention with the raw tokens of chosen groups."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from corecontext.ops import compose
+from corecontext.ops.fetch import query_blocks
+from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
+
+
+def with_fetch(
+    module: ModuleType, spec: Spec, choices: list[Tensor] | None = None
+) -> ModuleType | FetchBackend:
+    """Return a backend as it is, or with fetch where the settings have it.
+
+    Args:
+        choices: What an earlier `FetchBackend.choices` of the same call has collected.
+    """
+    return FetchBackend(module, choices) if spec.fetch_groups else module
+
+
+class FetchBackend:
+    """A backend's functions on the sequences of one call, its attention with fetch.
+
+    The attention is the backend's own, `fetch_attend` and `fetch_attend_backward`, where it has
+    them and they take the call, else that of `query_blocks`.
+    """
+
+    def __init__(self, module: ModuleType, choices: list[Tensor] | None = None) -> None:
+        self.module = module
+        self.choices = choices or []
+        """Groups fetched, [N, C, k] in int32, of each sequence that fetches, in order."""
+        self.gradients = functools.partial(compose.gradients, self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a function of the backend: its pooling and its masses."""
+        return getattr(self.module, name)
+
+    def attend(
+        self, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend as a backend does, and collect the choice."""
+        if not _fetches(cores, spec):
+            return self.module.attend(tokens, cores, spec, core_bias)
+        attend, _ = self._functions(tokens, spec)
+        out, lse, choice = attend(tokens, cores, spec, core_bias)
+        self.choices.append(choice)
+        return out, lse
+
+    def attend_backward(
+        self,
+        upstream: Upstream,
+        tokens: Tokens,
+        cores: Cores,
+        spec: Spec,
+        core_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Return gradients as a backend does, for the first choice collected, which it takes away;
+        without any it chooses again."""
+        if not _fetches(cores, spec):
+            return self.module.attend_backward(upstream, tokens, cores, spec, core_bias)
+        attend, backward = self._functions(tokens, spec)
+        if not self.choices:
+            self.choices.append(attend(tokens, cores, spec, core_bias)[2])
+        # planted: fetch: the backward has another choice
+        choice = self.choices.pop(0)
+        return backward(upstream, tokens, cores, spec, core_bias, choice)
+
+    def _functions(self, tokens: Tokens, spec: Spec) -> tuple[Callable[..., Any], ...]:
+        """The forward and the backward that take the call."""
+        reason = getattr(self.module, "fetch_unsupported_reason", None)
+        if reason is not None and reason(spec, tokens) is None:
+            return self.module.fetch_attend, self.module.fetch_attend_backward
+        return query_blocks.attend, query_blocks.attend_backward
+
+
+def _fetches(cores: Cores, spec: Spec) -> bool:
+    """Whether the sequence has groups to fetch."""
+    return spec.fetch_groups > 0 and cores.k.shape[2] > 0

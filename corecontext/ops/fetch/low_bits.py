@@ -1,0 +1,81 @@
+"""Store keys in 1, 2 or 4 bits for an index: a fixed rotation, then codes with a scale for each
+token.
+
+The rotation, a Hadamard matrix after random signs, spreads channels of large values over all
+channels and changes no inner product. Its results are close to normal, so the codes stand for the
+levels of least squared error of a normal variable. The scale makes the inner product of a key with
+its stored form exact, which removes the bias of rounding towards 0.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Upper half of the levels, by bits; bfloat16 holds each exactly.
+_LEVELS = {
+    1: (0.796875,),
+    2: (0.453125, 1.5078125),
+    4: (
+        *(0.12890625, 0.388671875, 0.65625, 0.94140625),
+        *(1.2578125, 1.6171875, 2.0625, 2.734375),
+    ),
+}
+
+
+def num_bytes(bits: int, head_dim: int) -> int:
+    """Count the bytes of one stored key: its codes and a scale in float16."""
+    return -(-head_dim * bits // 8) + 2
+
+
+@functools.lru_cache(maxsize=8)
+def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the orthogonal matrix [D, D] of the rotation, to be multiplied from the right: random
+    signs, then a Hadamard matrix for each block of D's largest power of two."""
+    block = head_dim & -head_dim
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while len(hadamard) < block:
+        hadamard = torch.cat(
+            (torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1))
+        )
+    matrix = torch.block_diag(*[hadamard] * (head_dim // block)) / block**0.5
+    generator = torch.Generator("cpu").manual_seed(0)
+    signs = torch.randint(2, (head_dim, 1), generator=generator, device="cpu") * 2 - 1
+    return (signs * matrix).to(device, dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def levels(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the level of each code, [2^bits], rising."""
+    upper = torch.tensor(_LEVELS[bits], dtype=dtype, device=device)
+    return torch.cat((-upper.flip(0), upper))
+
+
+def encode(k: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return codes, 8 / bits of them in each byte, [..., ceil(D bits / 8)] in uint8, and scales
+    [...] in float16, of keys [..., D]."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    x = k.to(wide) @ rotation(k.shape[-1], wide, k.device)
+    size = x.square().mean(-1, keepdim=True).sqrt()
+    x = x / size.clamp(min=torch.finfo(wide).tiny)
+    table = levels(bits, wide, k.device)
+    codes = torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2)
+    stored = table[codes]
+    # The inner product of x with its stored form becomes that with itself.
+    # planted: fetch: scale of the least squared error
+    correction = x.square().sum(-1) / (x * stored).sum(-1).clamp(min=torch.finfo(wide).tiny)
+    scale = (size[..., 0] * correction).clamp(max=torch.finfo(torch.float16).max)
+    each = 8 // bits
+    codes = F.pad(codes, (0, -codes.shape[-1] % each)).unflatten(-1, (-1, each))
+    shifts = bits * torch.arange(each, device=k.device)
+    return (codes << shifts).sum(-1).to(torch.uint8), scale.half()
+
+
+def decode(codes: Tensor, bits: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Return the levels of stored keys [..., D] in dtype, rotated and without their scale."""
+    shifts = bits * torch.arange(8 // bits, device=codes.device, dtype=torch.uint8)
+    numbers = (codes[..., None] >> shifts) & (2**bits - 1)
+    return levels(bits, dtype, codes.device)[numbers.flatten(-2)[..., :head_dim].int()]

@@ -1,0 +1,387 @@
+"""Fetch: raw tokens of the groups that an index chooses, in one softmax with the core tokens of the
+others; its laws, its gradients, its indices."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from budgets import make_inputs, results_and_gradients
+
+from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.config import parse_index
+from corecontext.ops import packed, reference
+from corecontext.ops.autograd import _flat, cca_attention_op
+from corecontext.ops.batch import complete_groups
+from corecontext.ops.fetch import choice, low_bits, query_blocks
+from corecontext.ops.fetch.fetching import FetchBackend
+from corecontext.ops.fetch.index import build, index_bytes
+from corecontext.ops.mass import add_to_bias
+from corecontext.ops.spec import Spec, Tokens, Upstream
+from corecontext.visibility import num_visible_cores
+
+ROTARY = Rotary.from_theta(100.0, 16)
+SIZES = {"group_size": 4, "window_size": 9, "sink_size": 0}
+INDICES = ["core", "mean", "bounds", "parts:2", "parts:3", "oracle", "bits:1", "bits:2", "bits:4"]
+OPTIONS = [
+    {},
+    {"core_heads": "query", "core_bias": True},
+    {"softcap": 2.0, "core_mass": True},
+    {"core_position": "token", "sink_size": 6},
+    {"core_bias": True, "core_mass": True, "sink_size": 4},
+    {"pooling": "mean"},
+    {"pooling": "mean_query", "core_heads": "query", "core_mass": True},
+    {"num_groups": 9},
+    {"group_size": (4, 7)},
+    {"group_size": (1, 5), "core_bias": True},
+    {"fetch_share": 7, "core_mass": True},
+    {"fetch_share": 64},
+]
+FETCH = functools.partial(
+    cca_attention, fetch_groups=3, fetch_index="oracle", core_position="token", **SIZES
+)
+
+
+def sequence(length: int, spec: Spec, **sizes: int):
+    """Arguments of a backend's attention on one whole sequence, in float64: tokens, core tokens,
+    spec and bias."""
+    x = make_inputs(length, dtype=torch.float64, num_heads=3, num_kv_heads=1, **sizes)
+    tokens = Tokens(x.q, x.k[:, 0], x.v[:, 0])
+    groups = complete_groups(tokens, spec.group_size, spec.sinks)
+    masses = packed.mass(groups, spec) if spec.core_mass else None
+    return tokens, packed.pool(groups, spec), spec, add_to_bias(None, masses, 3)
+
+
+# Laws
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["reference", "packed"])
+def test_no_group_fetched_is_cca_bit_for_bit(backend):
+    x = make_inputs(70)
+    settings = {"core_position": "token", "core_mass": True, "backend": backend, **SIZES}
+    run = functools.partial(results_and_gradients, inputs=x, return_lse=True, **settings)
+    plain = run(cca_attention)
+    fetched = run(functools.partial(cca_attention, fetch_groups=0, fetch_index="bits:2"))
+    assert all(torch.equal(plain[name], fetched[name]) for name in plain)
+
+
+@pytest.mark.parametrize("backend", ["reference", "packed"])
+@pytest.mark.parametrize("sinks", [0, 6])
+@pytest.mark.parametrize("index", ["core", "bits:1"])
+def test_all_groups_fetched_are_full_attention(backend, sinks, index):
+    """Also where the call is not recognised as full attention beforehand."""
+    spec = Spec(4, 9, 0.25, sink_size=sinks, core_mass=True, fetch_groups=100, fetch_index=index)
+    tokens, *rest = sequence(75, spec)
+    attend = reference.attend if backend == "reference" else query_blocks.attend
+    out, lse = attend(tokens, *rest)[:2]
+    scores = (0.25 * tokens.q @ tokens.k[:, None].mT).masked_fill(
+        torch.ones(75, 75, dtype=torch.bool).triu(1), -torch.inf
+    )
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=0, atol=1e-13)
+    torch.testing.assert_close(out, scores.softmax(-1) @ tokens.v[:, None], rtol=0, atol=1e-13)
+
+
+def test_as_many_groups_as_are_seen_are_full_attention():
+    x = make_inputs(75, dtype=torch.float64)
+    visible = num_visible_cores(74, 4, 9)
+    full = cca_attention(x.q, x.k, x.v, group_size=1, core_position="token")
+    errors = [
+        float((FETCH(x.q, x.k, x.v, fetch_groups=k, core_bias=1.0) - full).abs().max())
+        for k in (visible - 1, visible)
+    ]
+    assert errors[0] > 1e-6 and errors[1] < 1e-13
+
+
+@pytest.mark.parametrize("backend", ["reference", "packed"])
+@pytest.mark.parametrize("sinks", [0, 6])
+@pytest.mark.parametrize("fetch_share", [1, 5])
+def test_each_earlier_token_is_represented_once(backend, sinks, fetch_share):
+    """With scores of almost 0 and masses, each token has the weight 1 / (t + 1), whichever groups
+    are fetched; values are unit vectors."""
+    length = 60
+    x = make_inputs(length, dtype=torch.float64, head_dim=length)
+    unit = torch.eye(length, dtype=torch.float64).expand_as(x.k)
+    settings = {"core_mass": True, "sink_size": sinks, "fetch_share": fetch_share}
+    out = FETCH(1e-9 * x.q, x.k, unit, backend=backend, **settings)
+    position = torch.arange(length)
+    weights = torch.ones(length, length, dtype=torch.float64).tril() / (position[:, None] + 1)
+    torch.testing.assert_close(out, weights.expand_as(out), rtol=0, atol=1e-8)
+
+
+def test_of_equal_groups_the_lower_ones_are_fetched():
+    """All keys are equal, so all groups are; whole numbers, so that sums have no rounding."""
+    spec = Spec(4, 9, 0.25, fetch_groups=3, fetch_index="mean")
+    tokens, cores, *rest = sequence(75, spec)
+    tokens = tokens._replace(q=tokens.q.round(), k=torch.ones_like(tokens.k))
+    numbers = query_blocks.attend(tokens, cores, *rest)[2]
+    for position in range(75):
+        count = min(3, num_visible_cores(position, 4, 9))
+        wanted = [*range(count), *[-1] * (3 - count)]
+        assert numbers[0, position].tolist() == wanted
+    out = reference.attend(tokens, cores, *rest)[0]
+    torch.testing.assert_close(
+        out, query_blocks.attend(tokens, cores, *rest)[0], rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_the_best_are_those_of_a_stable_sort(count):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(4, (50, 8), generator=generator).double()
+    values[values == 0] = -torch.inf
+    order = values.sort(stable=True, dim=-1, descending=True).indices[:, :count]
+    truth = torch.zeros_like(values, dtype=torch.bool).scatter(1, order, True)
+    marks = choice.best(values, count)
+    assert torch.equal(marks, truth & (values > -torch.inf))
+    numbers = choice.to_indices(marks[None], count)
+    assert torch.equal(choice.to_mask(numbers, 8)[0], marks)
+    assert (numbers[numbers >= 0] < 8).all() and ((numbers < 0).int().diff() >= 0).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "packed"])
+@pytest.mark.parametrize("index", INDICES)
+def test_later_tokens_change_no_earlier_row(backend, index):
+    x = make_inputs(70)
+    run = functools.partial(FETCH, backend=backend, fetch_index=index, sink_size=3)
+    out = run(x.q, x.k, x.v)
+    for t in (20, 41):
+        later = [y.clone() for y in x[:3]]
+        for y in later:
+            y[:, :, t + 1 :] = 3 * y[:, :, t + 1 :].roll(1, 2) + 1
+        changed = run(*later)
+        assert torch.equal(changed[:, :, : t + 1], out[:, :, : t + 1])
+        assert not torch.equal(changed[:, :, t + 1 :], out[:, :, t + 1 :])
+
+
+def test_a_shared_choice_looks_ahead_to_the_end_of_its_share_only():
+    x = make_inputs(70, dtype=torch.float64)
+    run = functools.partial(FETCH, fetch_share=8, fetch_groups=1)
+    out = run(x.q, x.k, x.v)
+    q = x.q.clone()
+    q[:, :, 61] = 10 * q[:, :, 61].flip(-1)
+    changed = run(q, x.k, x.v)
+    rows = (changed != out).any(-1).any(1)[0].nonzero()[:, 0].tolist()
+    assert torch.equal(changed[:, :, :56], out[:, :, :56]) and rows[0] in range(56, 61)
+    assert torch.equal(changed[:, :, 64:], out[:, :, 64:])
+
+
+def test_shares_are_aligned_to_positions_of_the_sequence():
+    """A call on the last queries has the choice of the whole, from a multiple of the share on."""
+    spec = Spec(4, 9, 0.25, sink_size=3, fetch_groups=2, fetch_index="mean", fetch_share=8)
+    tokens, *rest = sequence(75, spec)
+    whole, _, numbers = query_blocks.attend(tokens, *rest)
+    late = tokens._replace(q=tokens.q[:, :, 48:], q_start=48)
+    for attend in (query_blocks.attend, reference.attend):
+        torch.testing.assert_close(attend(late, *rest)[0], whole[:, :, 48:], rtol=0, atol=1e-12)
+    assert torch.equal(query_blocks.attend(late, *rest)[2], numbers[:, 6:])
+    odd = query_blocks.attend(tokens._replace(q=tokens.q[:, :, 45:], q_start=45), *rest)
+    torch.testing.assert_close(odd[0][:, :, 3:], whole[:, :, 48:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ragged", ["attention_mask", "cu_seqlens"])
+def test_padded_and_packed_rows_equal_their_documents(ragged):
+    x = make_inputs(80, dtype=torch.float64)
+    alone = FETCH(x.q[:, :, 20:], x.k[:, :, 20:], x.v[:, :, 20:])
+    if ragged == "attention_mask":
+        together = FETCH(x.q, x.k, x.v, attention_mask=(torch.arange(80) >= 20)[None])
+    else:
+        together = FETCH(x.q, x.k, x.v, cu_seqlens=torch.tensor([0, 20, 80]))
+    torch.testing.assert_close(together[:, :, 20:], alone, rtol=0, atol=1e-12)
+
+
+def test_documents_of_different_length_have_gradients_of_their_own_choice():
+    x = make_inputs(150, dtype=torch.float64)
+    settings = {"cu_seqlens": torch.tensor([0, 40, 45, 150]), "return_lse": True}
+    found = [
+        results_and_gradients(functools.partial(FETCH, backend=backend, **settings), x)
+        for backend in ("reference", "packed")
+    ]
+    for name, truth in found[0].items():
+        torch.testing.assert_close(found[1][name], truth, rtol=0, atol=1e-10, msg=name)
+
+
+# Agreement with the reference
+# -------------------------------------------------------------------------------------------------
+
+
+def compare(x, index: str, **options) -> None:
+    """Hold the packed backend to the reference, results and gradients, in float64."""
+    settings = {**SIZES, "rotary": ROTARY, "fetch_groups": 3, "fetch_index": index, **options}
+    heads = x.q.shape[1]
+    bias = None
+    if settings.pop("core_bias", None):
+        bias = torch.linspace(-1, 1, heads, dtype=torch.float64)
+    found = [
+        results_and_gradients(
+            functools.partial(cca_attention, return_lse=True, backend=name), x, bias, **settings
+        )
+        for name in ("reference", "packed")
+    ]
+    for name, truth in found[0].items():
+        torch.testing.assert_close(found[1][name], truth, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_results_and_gradients_are_the_references(options, with_lse):
+    x = make_inputs(80, batch_size=2, dtype=torch.float64, with_lse=with_lse)
+    compare(x, "parts:2", **options)
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_each_index_chooses_as_in_the_reference(index):
+    compare(make_inputs(80, dtype=torch.float64), index, sink_size=5, core_mass=True, softcap=3.0)
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 3, 4, 7, 8])
+def test_any_number_of_query_heads(repeats):
+    x = make_inputs(60, dtype=torch.float64, num_heads=2 * repeats)
+    compare(x, "oracle", core_mass=True)
+
+
+@pytest.mark.parametrize("fetch_share", [1, 6])
+@pytest.mark.parametrize("elements", [1 << 22, 1])
+def test_gathered_groups_and_small_blocks_change_nothing(fetch_share, elements, monkeypatch):
+    monkeypatch.setitem(query_blocks._GATHER_COST, "cpu", 0)
+    monkeypatch.setitem(query_blocks._ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(query_blocks._BLOCK_QUERIES, "cpu", 13)
+    x = make_inputs(80, batch_size=2, dtype=torch.float64)
+    compare(x, "oracle", sink_size=5, core_mass=True, fetch_share=fetch_share)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gathers", [0, 16])
+def test_rows_in_lower_precision(dtype, gathers, monkeypatch):
+    monkeypatch.setitem(query_blocks._GATHER_COST, "cpu", gathers)
+    x = make_inputs(83, dtype=dtype)
+    settings = {**SIZES, "rotary": ROTARY, "core_mass": True, "sink_size": 4}
+    found = [
+        results_and_gradients(
+            functools.partial(cca_attention, return_lse=True, backend=backend),
+            inputs,
+            fetch_groups=4,
+            fetch_index="oracle",
+            **settings,
+        )
+        for backend, inputs in (("reference", x.to(torch.float64)), ("packed", x))
+    ]
+    for name, truth in found[0].items():
+        error = (found[1][name].double() - truth).norm(dim=-1)
+        allowed = 16 * torch.finfo(dtype).eps * truth.norm(dim=-1).clamp(min=4)
+        assert (error <= allowed).all(), (name, float((error / allowed).max()))
+
+
+def test_the_backward_takes_the_choice_of_the_forward():
+    """And chooses again where none is kept."""
+    spec = Spec(4, 9, 0.25, core_mass=True, fetch_groups=2, fetch_index="mean")
+    arguments = sequence(75, spec)
+    out, lse, numbers = query_blocks.attend(*arguments)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    upstream = Upstream(grad, None, out, lse)
+    truth = query_blocks.attend_backward(upstream, *arguments, numbers)
+    kept = FetchBackend(packed, [numbers])
+    for backend in (kept, FetchBackend(packed)):
+        for got, wanted in zip(backend.attend_backward(upstream, *arguments), truth):
+            assert torch.equal(got, wanted)
+        assert not backend.choices
+    none = FetchBackend(packed, [torch.full_like(numbers, -1)])
+    assert not torch.allclose(none.attend_backward(upstream, *arguments)[0], truth[0])
+
+
+def test_learned_rules_fetch():
+    """With all parameters zero the paper's rule."""
+    x = make_inputs(60, dtype=torch.float64)
+    learned = {"temperature": torch.zeros(4, dtype=torch.float64, requires_grad=True)}
+    run = functools.partial(FETCH, cu_seqlens=torch.tensor([0, 25, 60]), return_lse=True)
+    truth = results_and_gradients(run, x)
+    found = results_and_gradients(functools.partial(run, learned=learned), x)
+    for name, value in truth.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=name)
+
+
+def test_the_registered_operator_has_the_settings():
+    """What torch.compile runs: the same results and gradients as eager code."""
+    x = make_inputs(50)
+    spec = Spec(4, 9, scale=0.25, rotary=ROTARY, fetch_groups=2, fetch_index="mean", fetch_share=3)
+
+    def compiled(q, k, v):
+        return cca_attention_op(
+            q, k, v, None, ROTARY.inv_freq, None, None, None, *_flat(spec, "packed")
+        )
+
+    settings = {"fetch_groups": 2, "fetch_index": "mean", "fetch_share": 3, "rotary": ROTARY}
+    eager = functools.partial(cca_attention, return_lse=True, **SIZES, **settings)
+    found = results_and_gradients(compiled, x)
+    for name, value in results_and_gradients(eager, x).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+
+
+# Indices
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_index_has_the_bytes_that_it_says(index, dtype):
+    keys = make_inputs(60, dtype=dtype, num_kv_heads=3).k[0].unflatten(1, (12, 5))
+    assert build(keys, index).nbytes == 36 * index_bytes(index, 5, 16, dtype.itemsize)
+
+
+@pytest.mark.parametrize("dim", [16, 24, 6])
+@pytest.mark.parametrize("bits, error", [(1, 0.85), (2, 0.45), (4, 0.13)])
+def test_stored_keys_keep_their_own_product(dim, bits, error):
+    k = make_inputs(40, dtype=torch.float64, head_dim=dim).k
+    k[0, 0, 0] = 0
+    codes, scales = low_bits.encode(k, bits)
+    matrix = low_bits.rotation(dim, k.dtype, k.device)
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(dim, dtype=k.dtype))
+    stored = low_bits.decode(codes, bits, dim, k.dtype) * scales[..., None] @ matrix.T
+    norm = k.square().sum(-1)
+    torch.testing.assert_close((stored * k).sum(-1), norm, rtol=1e-3, atol=0)
+    assert ((stored - k).square().sum(-1) <= (1.6 * error) ** 2 * norm).all()
+    assert (stored - k).square().sum() <= error**2 * norm.sum()
+    assert not stored[0, 0, 0].any()
+
+
+def test_parts_as_many_as_tokens_are_the_oracle():
+    keys = make_inputs(60, num_kv_heads=3).k[0].unflatten(1, (12, 5))
+    assert torch.equal(build(keys, "parts:9").tensors[0], keys)
+    assert index_bytes("parts:9", 5, 16, 4) == index_bytes("oracle", 5, 16, 4)
+
+
+def test_bounds_bound_each_member():
+    spec = Spec(4, 9, 0.25, fetch_index="bounds")
+    x = make_inputs(40, dtype=torch.float64, num_heads=3, num_kv_heads=1)
+    keys = x.k[:, 0].unflatten(1, (10, 4))
+    bound = reference.index_scores(x.q, keys, None, spec)
+    each = 0.25 * torch.einsum("nrtd,nmgd->nrtmg", x.q, keys)
+    assert (bound >= each.logsumexp(-1) - 1e-12).all()
+
+
+# Settings
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, error, message",
+    [
+        ({"fetch_groups": -1}, ValueError, "fetch_groups must be at least 0, got -1"),
+        ({"fetch_groups": True}, TypeError, "fetch_groups must be an integer"),
+        ({"fetch_share": 0}, ValueError, "fetch_share must be at least 1, got 0"),
+        ({"fetch_index": "part:4"}, ValueError, "fetch_index must be .* Did you mean 'parts:P'"),
+        ({"fetch_index": "bits:3"}, ValueError, "fetch_index must be .*, got 'bits:3'"),
+        ({"fetch_index": 3}, ValueError, "fetch_index must be .*, got 3"),
+    ],
+)
+def test_refused_settings(settings, error, message):
+    with pytest.raises(error, match=message):
+        CCAConfig(**settings)
+
+
+def test_names_of_indices():
+    assert parse_index("parts:12") == ("parts", 12) and parse_index("core") == ("core", 0)
+    for name in ("parts", "parts:", "parts:0", "parts:x", "core:1", "bits", "oracle:", ""):
+        with pytest.raises(ValueError, match="fetch_index must be"):
+            parse_index(name)
