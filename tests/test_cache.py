@@ -756,3 +756,228 @@ def test_a_full_cache_of_full_attention_takes_no_more(fixed):
         with pytest.raises(ValueError, match="hold at most max_length 24 tokens, got 2[56]. Make"):
             layer.attend(*(x[:, :, 24 : 24 + count] for x in tensors))
     assert int(layer.seen) == 24
+
+
+def test_a_differentiated_first_append_has_every_setting_and_fills_the_cache():
+    config = CCAConfig(4, 9, core_bias=0.7, core_heads="query", pooling="mean", sink_size=4)
+    tensors, mask = qkv(3, 4, 2, 40), left_padding(3, 40)
+    weights = torch.randn(3, 4, 30, D, dtype=torch.float64)
+    options = {"scale": 0.31, "softcap": 5.0}
+    layer = CompactLayer(config, ROTARY)
+    first = [x[:, :, :30].clone().requires_grad_() for x in tensors]
+    out = layer.attend(*first, attention_mask=mask[:, :30], **options)
+    expected = reference(config, *first, attention_mask=mask[:, :30], **options)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+    grads, wanted = (torch.autograd.grad((x * weights).sum(), first) for x in (out, expected))
+    for grad, want in zip(grads, wanted):
+        torch.testing.assert_close(grad, want, rtol=0, atol=1e-11)
+    out = fed(layer, [x[:, :, 30:] for x in tensors], [3] + [1] * 7, **options)
+    expected = reference(config, *tensors, attention_mask=mask, **options)
+    torch.testing.assert_close(out, expected[:, :, 30:], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_no_gradient_is_asked_of_a_filled_cache_by_any_tensor(count):
+    layer = CompactLayer(CCAConfig(4, 9), ROTARY)
+    fed(layer, qkv(1, 2, 1, 20), [20])
+    for place in range(3):
+        tensors = qkv(1, 2, 1, count)
+        tensors[place].requires_grad_()
+        with pytest.raises(ValueError, match="gradients must not be asked"):
+            layer.attend(*tensors)
+        assert layer.seq_len == 20
+        with torch.no_grad():
+            layer.attend(*tensors)
+        layer.crop(count)
+    learned = {"temperature": torch.zeros(2, dtype=torch.float64, requires_grad=True)}
+    layer = CompactLayer(CCAConfig(4, 9, learned=("temperature",)), ROTARY, learned=learned)
+    layer.attend(*qkv(1, 2, 1, 20)).sum().backward()
+    assert learned["temperature"].grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="gradients must not be asked"):
+        layer.attend(*qkv(1, 2, 1, 3))
+
+
+def test_a_constant_number_of_groups_counts_no_padding():
+    config, tensors = CCAConfig(num_groups=5, window_size=9), qkv(2, 4, 2, 50)
+    mask = torch.ones(2, 50, dtype=torch.long)
+    mask[:, :11] = 0
+    layer = CompactLayer(config, ROTARY)
+    out = fed(layer, tensors, [50], mask)
+    assert layer.group_size == 6  # ceil((39 - 9) / 5)
+    expected = reference(config, *tensors, attention_mask=mask)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+
+
+def test_a_mask_may_be_of_the_new_tokens_only():
+    config, tensors, mask = CCAConfig(4, 9), qkv(3, 4, 2, 60), left_padding(3, 60)
+    layer = CompactLayer(config, ROTARY)
+    fed(layer, tensors, [40], mask)
+    new = [layer.attend(*(x[:, :, 40:47] for x in tensors), attention_mask=mask[:, 40:47])]
+    new.append(layer.attend(*(x[:, :, 47:] for x in tensors), attention_mask=mask[:, 47:].bool()))
+    expected = reference(config, *tensors, attention_mask=mask)[:, :, 40:]
+    torch.testing.assert_close(torch.cat(new, 2), expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_a_state_keeps_that_the_cache_is_closed(fixed):
+    config, tensors = CCAConfig(4, 9), qkv(2, 2, 1, 20)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, -3:] = 0
+    layer = CompactLayer(config, ROTARY)
+    layer.attend(*tensors, attention_mask=mask)
+    other = CompactLayer(config, ROTARY, max_length=30 if fixed else None)
+    other.load_state_dict(layer.state_dict())
+    for count in (1, 2):
+        with pytest.raises(ValueError, match="continued after a batch padded on the right"):
+            other.attend(*(x[:, :, :count] for x in tensors))
+    fresh = CompactLayer(config, ROTARY)
+    fresh.attend(*tensors)
+    other.load_state_dict(fresh.state_dict())  # open again
+    other.attend(*(x[:, :, :1] for x in tensors))
+    other.load_state_dict(CompactLayer(config, ROTARY).state_dict())  # of no tokens
+    assert other.is_empty and other.seq_len == 0
+    torch.testing.assert_close(fed(other, tensors, [9, 11]), reference(config, *tensors))
+    with pytest.raises(ValueError, match="rollback 0, got .* and 2"):
+        other.load_state_dict(CompactLayer(config, ROTARY, rollback=2).state_dict())
+
+
+@pytest.mark.parametrize("steps", [(1, 2), (2, 2, 1), (4, 1)])
+def test_a_draft_may_be_taken_back_bit_by_bit(steps):
+    """Then written again, and all of it taken back at once."""
+    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60)
+    expected = reference(config, *tensors)
+    layer = CompactLayer(config, ROTARY)
+    fed(layer, tensors, [41])
+    wrong = qkv(2, 4, 2, 5, seed=7)
+    layer.attend(*wrong)
+    lost = 2 * 2 * 2 * 5 * D * 8  # keys and values, rows, KV heads, tokens in float64
+    assert layer.allocated_bytes == sum(x.nbytes for x in layer.buffers) + lost
+    for count in steps:
+        layer.crop(count)
+    end = 46 - sum(steps)
+    layer.crop(end - 41)
+    out = fed(layer, [x[:, :, 41:] for x in tensors], [4, 1, 14])
+    torch.testing.assert_close(out, expected[:, :, 41:], rtol=0, atol=1e-11)
+    layer.attend(*wrong)
+    layer.attend(*(x[:, :, :1] for x in wrong))  # a step: the draft before it cannot be undone
+    with pytest.raises(ValueError, match="^crop must leave the window whole"):
+        layer.crop(6)
+
+
+def test_bytes_of_padded_rows_are_those_of_the_longest():
+    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60, dtype=torch.float32)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[0, :24] = 0
+    mask[1, :20] = 0
+    layer = CompactLayer(config, ROTARY)
+    assert layer.seq_len == layer.nbytes == layer.allocated_bytes == 0
+    fed(layer, tensors, [60], mask)
+    slot = 2 * 2 * 2 * D * 4
+    assert layer.nbytes == layer.allocated_bytes == slot * (40 // 4 + 9 + 4 - 1)
+    assert layer.raw_bytes == slot * (9 + 4 - 1)
+    cache = CompactKVCache(3, config.replace(sink_size=3), ROTARY)
+    for i in range(3):
+        cache.attend(i, *tensors, attention_mask=mask)
+    assert cache.raw_bytes == 3 * slot * (9 + 4 - 1 + 4)
+    assert cache.nbytes == cache.allocated_bytes == 3 * slot * (9 + 4 - 1 + 4 + 9)
+
+
+def test_a_fixed_cache_never_moves():
+    """A captured step finds buffers, length and padding where they were."""
+    layer = CompactLayer(CCAConfig(4, 9), ROTARY, max_length=60, rollback=2)
+    tensors = qkv(2, 4, 2, 60)
+
+    def places():
+        return [x.data_ptr() for x in (*layer.buffers, layer.seen, layer.pad)]
+
+    fed(layer, tensors, [30], left_padding(2, 30))
+    before, state = places(), copy.deepcopy(layer.state_dict())
+    layer.attend(*(x[:, :, 30:31] for x in tensors))
+    layer.attend(*(x[:, :, 31:40] for x in tensors))
+    layer.crop(2)
+    layer.reset()
+    assert layer.seq_len == 0 and not layer.pad.any() and not layer.buffers[0].any()
+    layer.attend(*(x[:, :, :7] for x in tensors))
+    layer.load_state_dict(state)
+    assert places() == before and layer.seq_len == 30 and layer.pad.tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("max_length", [None, 10, 15])
+def test_decoding_before_the_first_group_is_full(max_length):
+    config, tensors = CCAConfig(16, 3), qkv(2, 4, 2, 10)
+    out = fed(CompactLayer(config, ROTARY, max_length=max_length), tensors, [1] * 10)
+    torch.testing.assert_close(out, reference(config, *tensors), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_full_cache_decodes_rows_of_different_lengths(fixed, softcap):
+    tensors = qkv(3, 4, 2, 20)
+    lengths = (12, 5, 9)  # of each row before the steps
+    layer = FullLayer(16, fixed=fixed)
+    layer.attend(*(x[:, :, :1] for x in tensors))
+    layer.pads = [12 - length for length in lengths]
+    layer.pad = torch.tensor(layer.pads)
+    layer.seen = torch.tensor(12) if fixed else 12
+    for buffer, x in zip(layer.buffers, tensors[1:]):
+        buffer.fill_(100.0)  # of another request
+        for row, length in enumerate(lengths):
+            buffer[row, :, :length] = x[row, :, :length]
+    for step in range(3):
+        new = [
+            torch.stack([x[row, :, n + step : n + step + 1] for row, n in enumerate(lengths)])
+            for x in tensors
+        ]
+        out = layer.attend(*new, scale=0.4, softcap=softcap)
+        for row, length in enumerate(lengths):
+            end = length + step + 1
+            alone = [x[row : row + 1, :, :end] for x in tensors]
+            expected = reference(CCAConfig(1, 1), *alone, scale=0.4, softcap=softcap)
+            torch.testing.assert_close(out[row], expected[0, :, -1:], rtol=0, atol=1e-11)
+    assert int(layer.seen) == 15
+
+
+def test_a_full_cache_reads_one_prompt_in_chunks():
+    tensors = qkv(1, 4, 2, 20)
+    expected = reference(CCAConfig(1, 1), *tensors, scale=0.4)
+    for sizes in ([20], [7, 13], [1, 9, 1, 9]):
+        out = fed(FullLayer(20), tensors, sizes, scale=0.4)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+    out = fed(FullLayer(20), tensors, [8, 12])
+    torch.testing.assert_close(out, reference(CCAConfig(1, 1), *tensors), rtol=0, atol=1e-11)
+    two = qkv(2, 4, 2, 5)
+    mask = torch.ones(1, 5)
+    for wrong, options in ((tensors, {"softcap": 2.0}), (two, {})):
+        with pytest.raises(NotImplementedError, match="one prompt at a time"):
+            FullLayer(20).attend(*(x[:, :, :5] for x in wrong), **options)
+    for count in (1, 5):
+        with pytest.raises(NotImplementedError, match="without padding and softcap"):
+            new = [x[:, :, :count] for x in tensors]
+            FullLayer(20).attend(*new, attention_mask=mask[:, :count])
+
+
+def test_heads_of_several_group_sizes_are_one_layer():
+    config = CCAConfig(window_size=9, head_group_sizes=(4, 1))
+    layer, tensors = corecontext.cache.new_layer(config, ROTARY), qkv(2, 4, 2, 40)
+    assert type(corecontext.cache.new_layer(CCAConfig(4, 9), ROTARY)) is CompactLayer
+    fed(layer, [x[:, :, :30] for x in tensors], [30])
+    assert layer.raw_bytes == sum(part.raw_bytes for part in layer.parts)
+    assert layer.parts[0].raw_bytes != layer.parts[1].raw_bytes
+    other = corecontext.cache.new_layer(config.replace(window_size=8), ROTARY)
+    with pytest.raises(ValueError, match="the state must come from a cache with config"):
+        other.load_state_dict(layer.state_dict())
+    with pytest.raises(ValueError, match="one g for each of the 1 KV heads"):
+        layer.attend(*(x[:, :1, :1] for x in tensors))
+    with pytest.raises(ValueError, match="window_size must be at most 9"):
+        layer.shrink_window(10)
+    assert layer.config == config  # a refused change changes nothing
+    layer.shrink_window(8)
+    assert layer.config == config.replace(window_size=8)
+    other.load_state_dict(layer.state_dict())
+    layer.close("a test")
+    q, k, v = (x[:, :, :1] for x in tensors)
+    with pytest.raises(ValueError, match="must not be continued after a test"):
+        layer.attend(q, k, v)
+    for part in layer.parts:
+        with pytest.raises(ValueError, match="must not be continued after a test"):
+            part.attend(q[:, :2], k[:, :1], v[:, :1])

@@ -152,3 +152,53 @@ def test_settings_that_are_no_mapping_are_refused(values):
         TypeError, match=re.escape(f"CCA settings must map names to values, got {values!r}.")
     ):
         CCAConfig.from_dict(values)
+
+
+def test_bounds_are_the_last_that_are_taken():
+    for name in ("group_size", "window_size", "num_groups", "sink_size"):
+        assert getattr(CCAConfig(**{name: 2**31 - 1}), name) == 2**31 - 1
+        with pytest.raises(ValueError, match=f"^{name} must be at most 2147483647, got 2147483648"):
+            CCAConfig(**{name: 2**31})
+    assert CCAConfig(1, 1, 1, sink_size=0) == CCAConfig(group_size=1, window_size=1, num_groups=1)
+    assert CCAConfig(core_bias=-1.7e308).core_bias == -1.7e308
+    with pytest.raises(ValueError, match="core_bias must be finite, got -inf"):
+        CCAConfig(core_bias=float("-inf"))
+    with pytest.raises(TypeError, match="core_mass must be True or False, got 1"):
+        CCAConfig(core_mass=1)
+
+
+@pytest.mark.parametrize("pooling", ["cca", "mean", "max", "mean_query"])
+def test_what_needs_weights_is_refused_without_them(pooling):
+    for settings, allowed in (
+        ({"core_mass": True}, ("cca", "mean", "mean_query")),
+        ({"learned": ("bias",)}, ("cca", "mean_query")),
+    ):
+        if pooling in allowed:
+            CCAConfig(pooling=pooling, **settings)
+            continue
+        with pytest.raises(ValueError, match=f"must .* with pooling .*{pooling}"):
+            CCAConfig(pooling=pooling, **settings)
+
+
+def test_a_layer_has_its_own_group_size_and_all_else_of_the_model():
+    config = CCAConfig(7, 9, core_bias=0.5, layer_group_sizes=(3, (1, 4)), sink_size=2)
+    plain = CCAConfig(7, 9, core_bias=0.5, sink_size=2)
+    assert plain.of_layer(50) is plain and not plain.varies and config.varies
+    assert config.of_layer(0) == plain.replace(group_size=3)
+    assert config.of_layer(1) == plain.replace(head_group_sizes=(1, 4))
+    assert config.of_layer(1).varies
+    with pytest.raises(ValueError, match="one g for each full-attention layer, got 2"):
+        config.of_layer(2)
+    assert config.replace(window_size=5).layer_group_sizes == (3, (1, 4))
+    assert config.replace(group_size=7).layer_group_sizes == (3, (1, 4))
+
+
+def test_each_process_has_the_group_sizes_of_its_heads():
+    heads = CCAConfig(window_size=9, head_group_sizes=(4, 4, 4, 2, 1, 5))
+    assert heads.of_process(0, 1) is heads
+    assert heads.of_process(0, 3) == CCAConfig(4, 9)
+    assert heads.of_process(1, 3) == CCAConfig(window_size=9, head_group_sizes=(4, 2))
+    assert heads.of_process(2, 3) == CCAConfig(window_size=9, head_group_sizes=(1, 5))
+    assert heads.of_process(1, 2) == CCAConfig(window_size=9, head_group_sizes=(2, 1, 5))
+    one = CCAConfig(4, 9)
+    assert one.of_process(1, 2) is one

@@ -168,3 +168,57 @@ def test_llama_2_7b():
     found = cost.ModelCost.of(config)
     assert found.linear_weights == 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     assert found.cache_bytes(1) == 2**19
+
+
+@pytest.mark.parametrize("length, n", [(5, 8), (8, 8), (9, 8), (60, 8), (61, 40), (61, 44)])
+def test_first_tokens_count_as_seen_by_all_that_follow(length, n):
+    """Each query's visible entries, one by one: first tokens raw, the rest a sequence of its
+    own."""
+    g, s = 4, 9
+    pairs = 0
+    for t in range(length):
+        pairs += min(t + 1, n)
+        if t >= n:
+            pairs += num_visible_cores(t - n, g, s) + t - n + 1 - local_start(t - n, g, s)
+    settings = {"group_size": g, "window_size": s, "sinks": n}
+    attention = 4 * 8 * 6 * pairs
+    pooling = max(0, length - n) // g * g * 8 * (2 * 6 + 4 * 2)
+    assert cost.attention_flops(length, 6, 8, **settings) == attention
+    assert cost.operator_flops(length, 6, 2, 8, **settings) == attention + pooling
+    backward = cost.operator_flops(length, 6, 2, 8, **settings, backward=True)
+    assert 2 * backward == 5 * attention + 4 * pooling
+    model = cost.ModelCost(3, 6, 2, 8, linear_weights=100, head_weights=70, itemsize=2)
+    weights = 2 * (100 * length + 70)
+    assert model.prefill_flops(length, g, s, n) == weights + 3 * (attention + pooling)
+    entries = 2 * (max(0, length - n) // g) + n + s + g - 1
+    assert model.cache_bytes(length, g, s, 2, n) == 2 * 3 * 2 * 8 * 2 * entries
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_a_training_step_is_its_forwards_and_a_backward(forwards):
+    """A weight costs two operations for each token of a forward and four of a backward, the output
+    head no second forward."""
+    model = cost.ModelCost(3, 6, 2, 8, linear_weights=100, head_weights=70, windows=(5, 60))
+    length, g, s = 40, 4, 9
+    sizes = (length, 6, 2, 8, g, s)
+    layers = forwards * cost.operator_flops(*sizes) + cost.operator_flops(*sizes, backward=True)
+    banded = sum(min(t + 1, window) for t in range(length) for window in (5, 60))
+    sliding = 2 * (2 * forwards + 5) * 6 * 8 * banded
+    weights = length * (2 * (forwards + 2) * 100 + 6 * 70)
+    step = model.step_flops(length, g, s, checkpointing=forwards == 2)
+    assert step == 3 * layers + sliding + weights
+    if forwards == 2:
+        assert step == model.step_flops(length, g, s)
+    # A window holds no more tokens than there are.
+    assert model.cache_bytes(length) == 2 * 2 * 8 * 2 * (3 * 40 + 5 + 40)
+    assert model.weight_bytes() == 170 * 2
+
+
+def test_bytes_of_a_number_are_those_of_the_checkpoint():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    for dtype, size in (("float16", 2), (torch.bfloat16, 2), ("float64", 8), (None, 4)):
+        config = LlamaConfig(**sizes, **heads, dtype=dtype)
+        found = cost.ModelCost.of(config)
+        assert found.itemsize == size and (found.query_heads, found.kv_heads) == (2, 1)
+        assert found.head_dim == 4

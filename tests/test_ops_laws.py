@@ -4,12 +4,15 @@ few digits."""
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from budgets import Inputs, effective_map, make_inputs, results_and_gradients
 
+from corecontext.ops import merge, packed, partial
+from corecontext.ops import pooling as pooling_chunks
 from corecontext.ops.api import cca_attention, pool_core_tokens
 from corecontext.ops.batch import once_for_all_layers
 from corecontext.ops.rotary import Rotary
@@ -347,6 +350,41 @@ def test_law_5_packed_documents_do_not_see_each_other(device, how, num_groups, w
                 )
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shared", [True, False], ids=["one row of positions", "a row each"])
+def test_law_5_documents_of_several_rows(device, backend, shared):
+    """Positions [1, L] tell the documents of all rows, [B, L] those of each."""
+    x = make_inputs(60, batch_size=2, dtype=torch.float64, device=device)
+    edges = [(0, 23, 24, 60), (0, 23, 24, 60) if shared else (0, 41, 60)]
+    positions = torch.stack(
+        [torch.cat([torch.arange(b - a, device=device) for a, b in pairwise(row)]) for row in edges]
+    )
+    run = functools.partial(
+        cca_attention, group_size=4, window_size=9, rotary=rotary_on(device), backend=backend
+    )
+    out = run(*x[:3], position_ids=positions[:1] if shared else positions)
+    for row in range(2):
+        for a, b in pairwise(edges[row]):
+            alone = run(*(y[row : row + 1, :, a:b] for y in x[:3]))
+            torch.testing.assert_close(out[row : row + 1, :, a:b], alone, rtol=0, atol=1e-12)
+
+
+def test_law_5_masks_of_any_dtype_and_padding_on_both_sides(device):
+    x = make_inputs(45, batch_size=3, dtype=torch.float64, device=device)
+    mask = torch.ones(3, 45, device=device)
+    mask[0, :7] = 0
+    mask[0, 40:] = 0
+    mask[2, 44:] = 0
+    run = functools.partial(cca_attention, group_size=4, window_size=9, rotary=rotary_on(device))
+    outs = [run(*x[:3], attention_mask=mask.to(dtype)) for dtype in (torch.bool, torch.int32)]
+    outs.append(run(*x[:3], attention_mask=mask))
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    for row, span in ((0, slice(7, 40)), (1, slice(0, 45)), (2, slice(0, 44))):
+        alone = run(*(y[row : row + 1, :, span] for y in x[:3]))
+        torch.testing.assert_close(outs[0][row : row + 1, :, span], alone, rtol=0, atol=1e-12)
+    assert bool((outs[0][0, :, 40:] == 0).all() and (outs[0][0, :, :7] == 0).all())
+
+
 def test_num_groups_is_the_group_size_it_stands_for(device):
     for length in (9, 40, 97):
         x = make_inputs(length, device=device)
@@ -426,6 +464,90 @@ def test_a_batch_gives_what_its_rows_give_alone(device):
         torch.testing.assert_close(
             run(*(y[row : row + 1] for y in x[:3])), out[row : row + 1], rtol=0, atol=1e-14
         )
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {},
+        {"core_heads": "query", "softcap": 3.0},
+        {"core_mass": True},
+        {"core_mass": True, "core_heads": "query", "sink_size": 6},
+        {"softcap": 3.0, "sink_size": 4, "core_mass": True},
+    ],
+    ids=str,
+)
+def test_how_long_inputs_are_cut_changes_nothing(device, option, with_lse, monkeypatch):
+    """Long inputs are computed a few groups, heads and rows at a time; here so few that short ones
+    are cut, too, with a rest at every end."""
+    bias = torch.linspace(-1, 2, 4, dtype=torch.float64, device=device)
+    x = make_inputs(86, batch_size=2, dtype=torch.float64, device=device, with_lse=with_lse)
+    settings = {"group_size": 4, "window_size": 9, "rotary": rotary_on(device), **option}
+    run = functools.partial(cca_attention, return_lse=True, **settings)
+    expected = results_and_gradients(functools.partial(run, backend="reference"), x, bias)
+    monkeypatch.setattr(
+        pooling_chunks, "_CHUNK_ELEMENTS", 3 * 4 * 4 * 16
+    )  # 3 groups of 4 sequences
+    monkeypatch.setattr(packed, "_CORE_ELEMENTS", 3 * 2 * 86 * 16)  # 3 of these
+    monkeypatch.setattr(packed, "_BLOCK_QUERIES", {"cpu": 14})
+    monkeypatch.setattr(packed, "_BLOCK_QUERIES_DEFAULT", 14)
+    monkeypatch.setattr(partial, "_CHUNK_SCORES", 3 * 4 * 2 * 20)
+    monkeypatch.setattr(merge, "_ELEMENTS", {"cpu": 5 * 3 * 2 * 16})  # 5 rows
+    monkeypatch.setattr(merge, "_ELEMENTS_DEFAULT", 5 * 3 * 2 * 16)
+    found = results_and_gradients(functools.partial(run, backend="packed"), x, bias)
+    for name, value in found.items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=0, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("option", [{}, {"core_mass": True}, {"pooling": "mean_query"}], ids=str)
+def test_either_result_may_be_differentiated_alone(device, option):
+    x = make_inputs(50, batch_size=2, dtype=torch.float64, device=device)
+    bias = torch.linspace(-1, 2, 4, dtype=torch.float64, device=device)
+    settings = {"group_size": 4, "window_size": 9, "rotary": rotary_on(device), **option}
+    leaves = [y.clone().requires_grad_() for y in (*x[:3], bias)]
+    for result, upstream in ((0, x.grad_out), (1, x.grad_lse)):
+        found, expected = (
+            torch.autograd.grad(
+                cca_attention(
+                    *leaves[:3], core_bias=leaves[3], backend=backend, return_lse=True, **settings
+                )[result],
+                leaves,
+                upstream,
+                materialize_grads=True,
+            )
+            for backend in ("packed", "reference")
+        )
+        for grad, wanted in zip(found, expected):
+            torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-11)
+
+
+def test_autocast_rounds_the_inputs_and_nothing_else(device):
+    """Pooling and sums stay as wide as ever, forward and in a backward that is called inside; and
+    float64 stays float64."""
+    x = make_inputs(50, batch_size=2, device=device, with_lse=False)
+    for option in ({}, {"core_mass": True}, {"pooling": "mean_query"}):
+        settings = {"group_size": 4, "window_size": 9, "rotary": rotary_on(device), **option}
+        run = functools.partial(cca_attention, core_bias=0.7, **settings)
+        half = [y.bfloat16().requires_grad_() for y in x[:3]]
+        single = [y.clone().requires_grad_() for y in x[:3]]
+        expected = run(*half)
+        with torch.autocast(x.q.device.type, torch.bfloat16):
+            out = run(*single)
+            wide = run(*(y.double() for y in x[:3]))
+        assert_equal(out, expected)
+        assert_equal(wide, run(*(y.double() for y in x[:3])))
+        if option == {"pooling": "mean_query"}:
+            continue  # autograd's own products of the pooling are rounded
+        outside = torch.autograd.grad(expected, half, x.grad_out.bfloat16())
+        again = run(*half)
+        with torch.autocast(x.q.device.type, torch.bfloat16):
+            inside = torch.autograd.grad(again, half, x.grad_out.bfloat16())
+        for a, b in zip(inside, outside):
+            assert a.dtype == torch.bfloat16
+            assert_equal(a, b)
 
 
 def test_what_must_be_copied_is_copied_once_for_both_passes(device):
