@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import multiprocessing
+import pickle
 import random
 import re
 import shutil
@@ -317,7 +318,7 @@ def test_questions_come_with_passages(corpus, tmp_path):
 # ----
 
 
-def test_processes_share_a_folder_and_do_nothing_twice(tmp_path, monkeypatch):
+def test_processes_share_a_folder_and_do_nothing_twice(tmp_path, monkeypatch, capfd):
     out, stages_wanted = str(tmp_path / "o"), ("cca-0", "window-0", "mean-0", "maps")
     arguments = {
         "folder": out,
@@ -326,7 +327,15 @@ def test_processes_share_a_folder_and_do_nothing_twice(tmp_path, monkeypatch):
         "device": "cpu",
         "json_path": str(tmp_path / "all.jsonl"),
     }
-    assert run_on_gpus(2, arguments, stages_wanted)
+    # A copy of this process has imported what a new one would import for seconds; a new one gets
+    # its arguments pickled.
+    fork = multiprocessing.get_context("fork")
+    asked = []
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: asked.append(method) or fork)
+    assert pickle.loads(pickle.dumps(arguments)) == arguments
+    with capfd.disabled():  # copies write where they are told to
+        assert run_on_gpus(2, arguments, stages_wanted)
+    assert asked == ["spawn"]
     run = Miniature(**arguments)
     assert run.is_all_done(stages_wanted) and not run.is_all_done()
     assert [one.to_json() for one in sorted(read_records(tmp_path / "all.jsonl"), key=str)] == [
@@ -337,9 +346,6 @@ def test_processes_share_a_folder_and_do_nothing_twice(tmp_path, monkeypatch):
     assert sorted(begun) == sorted(
         {"prepare", "tune-full-0.001", "tune-full-0.002", "base-0", *stages_wanted}
     )
-    # A copy of this process has imported what a new one would import for seconds.
-    fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
     with pytest.raises(UserError, match="^reproducing failed on GPU 0: see .*gpu-0.log"):
         run_on_gpus(
             1,

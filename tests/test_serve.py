@@ -141,7 +141,7 @@ def test_32_at_once_get_the_tokens_that_each_gets_alone(server):
     for text in texts:
         made = engine.generate(
             loaded.tokenizer(text, return_tensors="pt")["input_ids"],
-            max_new_tokens=8,
+            max_new_tokens=5,
             eos_token_id=[],
         )[0]
         expected.append(loaded.tokenizer.decode(made, skip_special_tokens=True))
@@ -150,7 +150,7 @@ def test_32_at_once_get_the_tokens_that_each_gets_alone(server):
         answer = server.client.completions.create(
             model=NAME,
             prompt=text,
-            max_tokens=8,
+            max_tokens=5,
             temperature=0,
             stream=stream,
             extra_body={"ignore_eos": True},
