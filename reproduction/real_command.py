@@ -49,7 +49,10 @@ def real(
         list[int], typer.Option(help="Tokens of a needle's prompt; may be repeated.")
     ] = [4000, 7900],
     rows: Annotated[int, typer.Option(help="Windows of a training step.")] = 8,
-    rows_at_once: Annotated[int, typer.Option(help="Windows of a forward pass in training.")] = 8,
+    rows_at_once: Annotated[int, typer.Option(help="Windows of a forward pass in training.")] = 4,
+    checkpointing: Annotated[
+        bool, typer.Option(help="Recompute activations in training: less memory, more work.")
+    ] = False,
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-4,
     seed: Seed = 0,
     output: Annotated[str, typer.Option(help="File that records are appended to.")] = (
@@ -83,7 +86,9 @@ def real(
         sizes = Sizes(
             length, group_size, window_size, sink_size, core_mass, fetch_groups, fetch_index
         )
-        adaptation = Adaptation(steps, rows, rows_at_once, learning_rate, seed=seed)
+        adaptation = Adaptation(
+            steps, rows, rows_at_once, checkpointing, learning_rate=learning_rate, seed=seed
+        )
         protocol = Protocol(
             model,
             data,

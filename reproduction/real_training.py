@@ -25,8 +25,10 @@ class Adaptation:
     """0 leaves the model as it is."""
     rows: int = 8
     """Windows of a step."""
-    rows_at_once: int = 8
+    rows_at_once: int = 4
     """Windows of a forward pass."""
+    checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more work."""
     learning_rate: float = 1e-4
     warmup_steps: int = 10
     seed: int = 0
@@ -79,6 +81,7 @@ def adapt(
             accumulation=adaptation.rows // adaptation.rows_at_once,
             learning_rate=adaptation.learning_rate,
             warmup_steps=min(adaptation.warmup_steps, adaptation.steps // 2),
+            checkpointing=adaptation.checkpointing,
             log_every=max(1, adaptation.steps // 10),
             seed=adaptation.seed,
         )
