@@ -22,7 +22,8 @@ import torch
 
 from corecontext.baselines import enabled
 from corecontext.config import CCAConfig
-from corecontext.data.readers import find_file
+from corecontext.data.needles import ANSWER_TOKENS, Needle, make_needles
+from corecontext.data.readers import find_file, read_documents
 from corecontext.eval.runner import fingerprint
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError, cache_folder
@@ -52,10 +53,9 @@ from reproduction.real_methods import (
     describe,
     equal_heads,
 )
-from reproduction.real_texts import Needle, Window, cut_windows, make_needles
+from reproduction.real_texts import Window, cut_windows
 from reproduction.real_training import Adaptation, adapt
 
-ANSWER_TOKENS = 32
 SEARCH_WINDOWS = 2
 """Windows of the search for heads that keep every token."""
 
@@ -117,11 +117,14 @@ class RealModel:
     def needles(self) -> dict[int, list[Needle]]:
         """The prompts of each length."""
         count = self.protocol.needles
-        folder, tokenizer = self.protocol.data, self.original.tokenizer
+        if not count:
+            return {}
+        path = find_file(self.protocol.data, ("haystack_essays",))
+        essays = "\n\n".join(text for _, _, text in read_documents(path))
+        tokenizer = self.original.tokenizer
         return {
-            length: make_needles(folder, tokenizer, length, count, self.adaptation.seed)
+            length: make_needles(essays, tokenizer, length, count, self.adaptation.seed)
             for length in self.protocol.needle_lengths
-            if count
         }
 
     @cached_property

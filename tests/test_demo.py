@@ -159,6 +159,15 @@ def test_the_task_is_the_document_with_facts(settings):
         )
 
 
+@pytest.mark.parametrize("device, tokens", [("cpu", compare.CPU_TOKENS), ("cuda", 7936)])
+def test_another_model_reads_less_on_a_cpu(settings, tmp_path, monkeypatch, device, tokens):
+    monkeypatch.setattr(compare, "pick_device", lambda name: device)
+    (tmp_path / "long.txt").write_text(DOCUMENT * 4)
+    change = {"max_tokens": None, "document": str(tmp_path / "long.txt")}
+    task = plan(dataclasses.replace(settings, **change))
+    assert tokens - 8 <= len(task.token_ids) <= tokens
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -13,6 +13,8 @@ from tiny_model import save_tiny_model
 from transformers import AutoTokenizer
 
 from corecontext.config import CCAConfig
+from corecontext.data.needles import make_needles
+from corecontext.data.readers import read_lines
 from corecontext.files import UserError
 from corecontext.heads.budget import Shape, Unit
 from corecontext.loading import load
@@ -22,7 +24,7 @@ from reproduction.real import Protocol, RealModel, far_half
 from reproduction.real_gains import gain_kept, gain_records
 from reproduction.real_methods import METHODS, WITH_HEADS, Heads, Sizes, describe, equal_heads
 from reproduction.real_tables import real_markdown
-from reproduction.real_texts import cut_windows, make_needles
+from reproduction.real_texts import cut_windows
 from reproduction.real_training import Adaptation
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
@@ -88,7 +90,8 @@ def test_the_far_half_is_that_of_the_tokens_from_the_middle_on(data, model):
 @pytest.mark.parametrize("length", [320, 500])
 def test_needles_are_in_the_template_at_their_depth(data, model, length):
     tokenizer = AutoTokenizer.from_pretrained(model)
-    needles = make_needles(str(data), tokenizer, length, 5, seed=3)
+    essays = next(read_lines(data / "haystack_essays.jsonl"))["text"]
+    needles = make_needles(essays, tokenizer, length, 5, seed=3)
     assert [needle.depth for needle in needles] == [0, 0.25, 0.5, 0.75, 1]
     assert len({needle.number for needle in needles}) == 5
     for needle in needles:
@@ -102,7 +105,7 @@ def test_needles_are_in_the_template_at_their_depth(data, model, length):
         longest = 40  # of a sentence of the essays
         assert abs(len(before) - needle.depth * (len(before) + len(after))) <= longest
         assert needle.is_found(f"It is {needle.number}!") and not needle.is_found(needle.number[1:])
-    again = make_needles(str(data), tokenizer, length, 5, seed=4)
+    again = make_needles(essays, tokenizer, length, 5, seed=4)
     assert again[0].number != needles[0].number
 
 

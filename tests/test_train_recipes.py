@@ -26,6 +26,7 @@ from corecontext.heads import choose
 from corecontext.integrations.transformers import handle_of
 from corecontext.train import TrainConfig
 from corecontext.train.run import train
+from corecontext.train.student import best_settings
 
 
 @pytest.fixture(scope="module")
@@ -269,14 +270,16 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
 
     assert run("best") == (None, 0.5)
     assert (
-        "by default: KV heads that keep every token, the model as it was teaches. "
+        "by default: KV heads that keep every token, the model as it was teaches, rate 0.0001. "
         in capsys.readouterr().out
     )
     saved = corecontext.CCAConfig(
         **transformers.AutoConfig.from_pretrained(tmp_path / "best/model").cca
     )
     assert saved.layer_group_sizes == (16, (16, 1))
-    assert run("paper") == run("none", "--raw-heads", "0", "--distil", "0") == (0, 0.0)
+    assert run("paper") == (0, 0.0) and "by default" not in capsys.readouterr().out
+    assert run("none", "--raw-heads", "0", "--distil", "0") == (0, 0.0)
+    assert "by default: rate 0.0001. " in capsys.readouterr().out
     assert (
         run("window", "--method", "window") == (0, 0.0)
         and "by default" not in capsys.readouterr().out
@@ -296,6 +299,22 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
         0.0,
     )  # it cannot teach what it was not built for
     assert run("sized", "--layer-group-sizes", "8", "--layer-group-sizes", "8") == (0, 0.5)
+
+
+def test_the_default_schedule_is_for_trained_weights_and_the_models_length(tmp_path):
+    """120 steps of 8 rows of 8,192 tokens; options count more, and a model may be shorter."""
+    for length, rows in ((8192, 8192), (300, 300), (20_000, 8192)):
+        model = save_tiny_model(tmp_path / str(length), max_length=length)
+        best = best_settings(TrainConfig(model=model), {"steps"})
+        assert best["context_length"] == rows and "steps" not in best
+        assert (best["accumulation"], best["learning_rate"], best["distil"]) == (8, 1e-4, 0.5)
+    assert best_settings(TrainConfig(model=model), {})["steps"] == 120
+    assert "accumulation" not in best_settings(
+        TrainConfig(model=model, batch_size=2), {"batch_size"}
+    )
+    scratch = TrainConfig(model=model, strategy="scratch")
+    assert best_settings(scratch, {}) == {"raw_heads": None}
+    assert best_settings(TrainConfig(model=model, method="window"), {}) == {}
 
 
 def test_sizes_by_head_and_constant_groups_of_a_checkpoint_are_not_lost(setting, tmp_path, capsys):

@@ -44,7 +44,11 @@ def demo(
         str | None, typer.Option(help="Text of yours, or - for standard input. Default: a book's.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Cut the document to this many tokens. Default: all of it.")
+        int | None,
+        typer.Option(
+            help="Cut the document to this many tokens. Default: all of it; with --model on a CPU "
+            "4096."
+        ),
     ] = None,
     group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = DEFAULT_GROUP_SIZE,
     window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 512,

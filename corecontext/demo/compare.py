@@ -30,6 +30,9 @@ CHILD_COMMAND = [sys.executable, "-m", "corecontext.demo.measure_method"]
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 SPARE_TOKENS = 256
 """Room for a question, its answer and the timed tokens."""
+CPU_TOKENS = 4096
+"""Tokens of the document that another model than the bundled one reads on a CPU by default: within
+minutes, three methods each for itself."""
 MOST_QUESTIONS = 300
 """Most questions of a run: no two ask the same, and the supply of names is limited."""
 
@@ -42,7 +45,8 @@ class DemoSettings:
     window_size: int = 512
     num_questions: int = 6
     max_tokens: int | None = None
-    """Cut the document, facts included, to this many tokens; None means the model's limit."""
+    """Cut the document, facts included, to this many tokens; None means the model's limit, on a CPU
+    at most 4,096 tokens for another model than the bundled one."""
     sinks: int = 0
     """First tokens kept raw under CCA. With them a third method keeps only them and a window, in as
     many bytes."""
@@ -117,7 +121,10 @@ def plan(settings: DemoSettings) -> Task:
         raise UserError(f"questions must be at most {MOST_QUESTIONS}, got {count}.")
     text_config = load_config(settings.model).get_text_config(decoder=True)
     limit = text_config.max_position_embeddings - SPARE_TOKENS
-    max_tokens = limit if settings.max_tokens is None else settings.max_tokens
+    max_tokens = settings.max_tokens
+    if max_tokens is None:
+        is_slow = settings.model != DemoSettings.model and pick_device(settings.device) == "cpu"
+        max_tokens = min(limit, CPU_TOKENS) if is_slow else limit
     from transformers import AutoTokenizer
 
     with one_line(f"model '{settings.model}' cannot be loaded"):

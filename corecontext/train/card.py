@@ -10,6 +10,7 @@ from huggingface_hub import ModelCardData
 
 from corecontext.data.documents import HUB, HubName
 from corecontext.record import source_version, versions
+from corecontext.train.before_after import Comparison
 from corecontext.train.train_config import TrainConfig
 
 FIGURE = "loss.png"
@@ -32,7 +33,7 @@ model = from_pretrained("PATH/TO/THIS/FOLDER")  # with the attention it was trai
 
 Without corecontext it loads as the ordinary model it is, with full attention.
 
-## Training
+{comparison}## Training
 
 {facts}
 
@@ -43,6 +44,18 @@ Without corecontext it loads as the ordinary model it is, with full attention.
 ```json
 {settings}
 ```
+"""
+
+
+_COMPARISON = """\
+## Before and after
+
+| | far perplexity |{needle_title}
+|---|---:|{needle_rule}
+{lines}
+
+Far perplexity: of the second half of {windows}.{needle_text}
+
 """
 
 
@@ -57,6 +70,7 @@ def write(
     history: list[dict[str, Any]],
     metrics: dict[str, float],
     tokens: int,
+    comparison: Comparison | None = None,
 ) -> None:
     """Write README.md and the loss curve beside a final checkpoint."""
     curve = losses(history)
@@ -112,11 +126,37 @@ def write(
         strategy=config.strategy,
         origin="with the shape of" if config.strategy == "scratch" else "from",
         model=model,
+        comparison=_compared(comparison),
         facts="\n".join(f"- {fact}" for fact in facts),
         figure=FIGURE,
         settings=json.dumps(settings, indent=1),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _compared(comparison: Comparison | None) -> str:
+    """Return the card's table of the model before and after; "" without a comparison."""
+    if comparison is None:
+        return ""
+    has_needles = comparison.needles > 0
+    lines = []
+    for line in comparison.lines:
+        text = f"| {line.title} | {line.perplexity:.3f} |"
+        if has_needles:
+            text += f" {line.found} of {comparison.needles} |"
+        lines.append(text)
+    windows = f"{comparison.windows} windows of {comparison.window_tokens} tokens"
+    if comparison.windows == 1:
+        windows = f"a window of {comparison.window_tokens} tokens"
+    texts = {"needle_title": "", "needle_rule": "", "needle_text": ""}
+    if has_needles:
+        texts = {
+            "needle_title": " needles |",
+            "needle_rule": "---:|",
+            "needle_text": " Needles: numbers of seven digits hidden in "
+            f"{comparison.needle_tokens} tokens of a book, and asked for.",
+        }
+    return _COMPARISON.format(lines="\n".join(lines), windows=windows, **texts)
 
 
 def _attention(config: TrainConfig) -> str:

@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from corecontext.files import UserError
-from corecontext.train.train_config import TrainConfig, field_help, load_recipe
+from corecontext.train.train_config import SCHEDULE, TrainConfig, field_help, load_recipe
 
 _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _PANELS = {
@@ -66,7 +66,9 @@ def train_command() -> Callable[..., None]:
         print(f"{result.model}: {result.steps} steps, {text}")
 
     recipe = typer.Argument(
-        help="raw (some KV heads keep every token, and the original model teaches) or paper (its "
+        help="raw (some KV heads keep every token, and the original model teaches; "
+        f"{SCHEDULE['steps']} steps of {SCHEDULE['accumulation']} rows of "
+        f"{SCHEDULE['context_length']} tokens, rate {SCHEDULE['learning_rate']:g}) or paper (its "
         "rule alone); FILE.py:FUNCTION that returns a TrainConfig; or a run's "
         "train_config.json. Default: CCA's settings in the checkpoint, or else raw, as far as "
         "possible."
@@ -119,16 +121,18 @@ def _default_config(given: dict[str, Any]) -> TrainConfig:
     if saved:
         return config
     best = best_settings(config, given)
+    config = config.replace(**best)
     if best and _is_first_rank():
         titles = {
             "raw_heads": "KV heads that keep every token",
             "distil": "the model as it was teaches",
+            "steps": f"{config.steps} steps",
+            "context_length": f"rows of {config.context_length} tokens",
+            "learning_rate": f"rate {config.learning_rate:g}",
         }
-        print(
-            f"by default: {', '.join(titles[name] for name in best)}. The paper's rule: "
-            "corecontext train paper"
-        )
-    return config.replace(**best)
+        used = ", ".join(titles[name] for name in titles if name in best)
+        print(f"by default: {used}. The paper's rule: corecontext train paper")
+    return config
 
 
 def _parsed(name: str, text: str) -> Any:

@@ -28,6 +28,7 @@ from corecontext.files import UserError, write_text
 from corecontext.heads.choose import with_heads
 from corecontext.train import card, hub
 from corecontext.train.arguments import arguments_of
+from corecontext.train.before_after import compare
 from corecontext.train.checkpoint import (
     STAGING,
     STREAM,
@@ -227,7 +228,8 @@ def _export(config: TrainConfig, job: _Job, history: list, metrics: dict[str, fl
     export(config, last, staged, dtype)
     job.tokenizer.save_pretrained(staged)
     rows = config.steps * config.rows_per_step(job.arguments.world_size)
-    card.write(staged, config, history, metrics, rows * config.context_length)
+    comparison = compare(config, staged, job.tokenizer, job.eval_rows, job.arguments)
+    card.write(staged, config, history, metrics, rows * config.context_length, comparison)
     publish(staged, folder / MODEL)
 
 

@@ -21,7 +21,7 @@ from corecontext.loading import (
     pick_rival,
 )
 from corecontext.model_sizes import ModelSizes
-from corecontext.train.train_config import RECIPES, TrainConfig
+from corecontext.train.train_config import RECIPES, SCHEDULE, TrainConfig
 
 PARTIAL_LAYERS = ("q_proj", "k_proj", "v_proj")
 """Names of W^Q, W^K and W^V; models with a joint matrix call it qkv_proj."""
@@ -127,19 +127,25 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
 
     Rivals support none of them. Core tokens per query head and given sizes by layer exclude
     `raw_heads`. `distil` needs trained weights, rows within the model's length and one process a
-    row.
+    row. The schedule is for trained weights, and its rows are no longer than the model.
     """
+    from corecontext.inference.limits import position_limit
+
     if config.method != "cca" or not config.model:
         return {}
     best = dict(RECIPES["raw"])
     if "layer_group_sizes" in given or config.core_heads != "kv":
         del best["raw_heads"]
-    if (
-        config.strategy == "scratch"
-        or config.context_parallel > 1
-        or _teaching_limit(config, load_config(config.model)) is not None
-    ):
+    hf_config = load_config(config.model)
+    limit = position_limit(hf_config)
+    best["context_length"] = min(best["context_length"], limit or best["context_length"])
+    is_long = "context_length" in given and _teaching_limit(config, hf_config) is not None
+    if config.strategy == "scratch" or config.context_parallel > 1 or is_long:
         del best["distil"]
+    if config.strategy == "scratch":
+        best = {name: value for name, value in best.items() if name not in SCHEDULE}
+    if "batch_size" in given:
+        best.pop("accumulation", None)  # the user's count of rows
     return {name: value for name, value in best.items() if name not in given}
 
 

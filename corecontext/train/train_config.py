@@ -27,9 +27,20 @@ STRATEGIES = ("scratch", "full", "partial", "lora")
 METHODS = ("cca", "full", *offered("train"))
 REPORTS = ("tensorboard", "wandb")
 PRECISIONS = ("auto", "float32", "bfloat16")
-RECIPES: dict[str, dict[str, Any]] = {"raw": {"raw_heads": None, "distil": 0.5}, "paper": {}}
-"""The recipes of `corecontext train`: the best settings of docs/reproduction.md, and the paper's
-rule."""
+SCHEDULE = {
+    "steps": 120,
+    "accumulation": 8,
+    "context_length": 8192,
+    "learning_rate": 1e-4,
+    "warmup_steps": 10,
+}
+"""Length, rate and rows of an adaptation in minutes (docs/real-model.md)."""
+RECIPES: dict[str, dict[str, Any]] = {
+    "raw": {"raw_heads": None, "distil": 0.5, **SCHEDULE},
+    "paper": {},
+}
+"""The recipes of `corecontext train`: the best settings of docs/reproduction.md with the schedule
+of docs/real-model.md, and the paper's rule."""
 _LEAST = {
     **dict.fromkeys(("steps", "batch_size", "accumulation", "workers", "context_parallel"), 1),
     **dict.fromkeys(("lora_rank", "loss_chunk", "shuffle_documents", "long_tokens"), 1),

@@ -1,0 +1,138 @@
+"""Compare a trained model with the model that it was: far perplexity, and needles found."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from corecontext.data.needles import ANSWER_TOKENS, Needle, make_needles
+from corecontext.files import UserError, is_out_of_memory
+from corecontext.heads.search import far_loss
+from corecontext.inference.engine import Engine
+from corecontext.integrations.hf_weights import load_weights
+from corecontext.loading import load_config
+from corecontext.train.student import prepare_config, replace_attention
+from corecontext.train.train_config import TrainConfig
+
+_log = logging.getLogger(__name__)
+BOOK = Path(__file__).resolve().parent.parent / "assets/document.txt"
+"""Text around needles, and of the window where there is no evaluation data."""
+LEAST_TOKENS = 1024
+"""Shorter rows have no far half worth a comparison."""
+WINDOWS = 4
+"""Rows of a comparison, at most."""
+NEEDLES = 10
+
+
+class Line(NamedTuple):
+    """The values of one model under one attention."""
+
+    title: str
+    perplexity: float
+    """Of the second half of each window."""
+    found: int
+    """Of the needles."""
+
+
+class Comparison(NamedTuple):
+    """The lines of a card's table, and the texts that they were measured on."""
+
+    lines: list[Line]
+    windows: int
+    window_tokens: int
+    needles: int
+    needle_tokens: int
+
+
+class _Measurement:
+    """The texts of a comparison, and the measurement of one model on them."""
+
+    def __init__(self, config: TrainConfig, tokenizer: Any, rows: Any, arguments: Any) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.arguments = arguments
+        book = BOOK.read_text(encoding="utf-8")
+        ids = torch.tensor(tokenizer(book, verbose=False)["input_ids"])
+        length = min(config.context_length, len(ids))
+        self.windows: list[Tensor] = _windows(rows) or [ids[:length]]
+        self.needles: list[Needle] = []
+        with suppress(UserError):  # no room for a question
+            length -= ANSWER_TOKENS
+            self.needles = make_needles(book, tokenizer, length, NEEDLES, config.seed)
+
+    def line(self, title: str, folder: str | None = None, *, full: bool = False) -> Line:
+        """Measure the original model, or the one in a folder, under the run's attention or full
+        attention."""
+        config, arguments = self.config, self.arguments
+        hf_config = prepare_config(config) if folder is None else load_config(folder)
+        dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+        model = load_weights(folder or config.model, hf_config, dtype)
+        model.to(arguments.device).eval()
+        if not full:
+            replace_attention(model, config)
+        rows = [window[None].to(arguments.device) for window in self.windows]
+        perplexity = math.exp(far_loss(model, rows))
+        engine = Engine(model)
+        found = 0
+        for needle in self.needles:
+            ids = torch.tensor([needle.ids], device=arguments.device)
+            options = {"max_new_tokens": ANSWER_TOKENS, "tokenizer": self.tokenizer}
+            answer = self.tokenizer.decode(engine.generate(ids, **options)[0])
+            found += needle.is_found(answer)
+        return Line(title, perplexity, found)
+
+
+def compare(
+    config: TrainConfig, folder: Path, tokenizer: Any, rows: Any, arguments: Any
+) -> Comparison | None:
+    """Measure the original model under full attention and under the run's, and the trained one.
+
+    Args:
+        folder: The trained model.
+        rows: Rows of the evaluation data; without, a window of the bundled book is measured.
+        arguments: Of the trainer: device, bf16, processes.
+
+    Returns:
+        None for random weights, short rows and several processes, and where memory has no room for
+        another model beside the trainer's.
+    """
+    is_alone = arguments.world_size == 1
+    if config.strategy == "scratch" or config.context_length < LEAST_TOKENS or not is_alone:
+        return None
+    try:
+        return _compare(config, folder, _Measurement(config, tokenizer, rows, arguments))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        _log.warning("no memory for a comparison with the original model: the card has none.")
+        return None
+
+
+def _compare(config: TrainConfig, folder: Path, measurement: _Measurement) -> Comparison:
+    """Measure the lines of the table."""
+    name = Path(config.model).name
+    lines = [measurement.line(f"{name}, full attention", full=True)]
+    if config.method != "full":
+        lines.append(measurement.line(f"{name}, this model's attention"))
+    lines.append(measurement.line("this model, trained", str(folder)))
+    windows, needles = measurement.windows, measurement.needles
+    needle_tokens = max((len(needle.ids) for needle in needles), default=0)
+    return Comparison(lines, len(windows), len(windows[0]), len(needles), needle_tokens)
+
+
+def _windows(rows: Any) -> list[Tensor]:
+    """Return the first rows that one document fills; [] without rows."""
+    windows = []
+    for i in range(0 if rows is None else len(rows)):
+        row = rows[i]
+        if int((row["position_ids"] == 0).sum()) == 1:
+            windows.append(row["input_ids"])
+        if len(windows) == WINDOWS:
+            break
+    return windows
