@@ -11,9 +11,9 @@ import gc
 import math
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,16 @@ from typing import Any
 import torch
 
 from corecontext.baselines import enabled
-from corecontext.config import CCAConfig
-from corecontext.data.needles import ANSWER_TOKENS, Needle, make_needles
+from corecontext.data.needles import Needle, make_needles
 from corecontext.data.readers import find_file, read_documents
 from corecontext.eval.runner import fingerprint
-from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError, cache_folder
 from corecontext.heads.budget import Shape, Unit
 from corecontext.heads.search import find_units
 from corecontext.integrations.hf_attention import full_layers
-from corecontext.integrations.hf_cache import cache_bytes
 from corecontext.integrations.hf_gguf import local_model
 from corecontext.loading import Loaded, load, load_config, one_line
 from corecontext.model_sizes import ModelSizes
-from corecontext.perplexity import hidden_nll
 from corecontext.record import (
     Record,
     append_records,
@@ -44,6 +40,7 @@ from corecontext.record import (
     source_version,
 )
 from corecontext.terminal import progress
+from reproduction.real_attention import AttentionRun, tokens_of
 from reproduction.real_gains import gain_records
 from reproduction.real_methods import (
     METHODS,
@@ -139,9 +136,10 @@ class RealModel:
                 by_layer = find_heads(self.protocol.full_heads, self.hf_config)
             units = (Unit(layer, head) for layer in range(shape.layers) for head in by_layer[layer])
             return Heads(shape, tuple(units))
-        rows = [self._tensor(window.ids) for window in self.training_windows[:SEARCH_WINDOWS]]
-        options: dict[str, Any] = {"heads": True, "raw": True, "folder": cache_folder() / "heads"}
         model = self.original.model
+        windows = self.training_windows[:SEARCH_WINDOWS]
+        rows = [tokens_of(window.ids, model) for window in windows]
+        options: dict[str, Any] = {"heads": True, "raw": True, "folder": cache_folder() / "heads"}
         with enabled(model, self.sizes.cca()):
             count = equal_heads(self.sizes, shape)
             findings = find_units(model, rows, self.sizes.length, count, **options)
@@ -153,10 +151,6 @@ class RealModel:
 
     def _load(self, folder: str) -> Loaded:
         return load(folder, method="full", dtype=self.protocol.dtype, device=self.protocol.device)
-
-    def _tensor(self, ids: Iterable[int]) -> torch.Tensor:
-        device = self.original.model.device
-        return torch.tensor([list(ids)], dtype=torch.int64, device=device)
 
     # Measurements
     # ----------------------------------------------------------------------------------------------
@@ -228,65 +222,41 @@ class RealModel:
     def _records(self, loaded: Loaded, attention: Any, params: dict[str, Any]) -> list[Record]:
         """Return far perplexity and the share of needles found of a model under an attention."""
         device = device_name(loaded.model.device)
-        records = []
-        hold = nullcontext() if attention is None else enabled(loaded.model, attention)
-        with one_line(), hold:
-            nll, cache = self._far_nll(loaded.model)
-            far = {**params, "length": self.sizes.length, "task": "far", **cache}
-            records.append(make_record("real.perplexity", math.exp(nll), far, device=device))
+        with AttentionRun(loaded, attention) as run:
+            nll = self._far_nll(run)
+            far = {**params, "length": self.sizes.length, "task": "far", **run.cache}
+            records = [make_record("real.perplexity", math.exp(nll), far, device=device)]
             for length, needles in self.needles.items():
-                share, cache = self._found(_under(loaded, attention), needles)
-                hidden = {**params, "length": length, "task": "needles", **cache}
+                share = self._found(run, needles)
+                hidden = {**params, "length": length, "task": "needles", **run.cache}
                 records.append(make_record("real.accuracy", share, hidden, device=device))
         return records
 
-    def _far_nll(self, model: Any) -> tuple[float, dict[str, int]]:
+    def _far_nll(self, run: AttentionRun) -> float:
         """Return the mean negative log-likelihood of the second halves of the windows, in nats a
-        token, and the bytes of the cache."""
+        token."""
         losses = []
-        cache: dict[str, int] = {}
         with progress(f"windows of {self.sizes.length} tokens", len(self.test_windows)) as advance:
             for window in self.test_windows:
-                nll, cache = _read(model, self._tensor(window.ids))
-                losses.append(float(far_half(nll).double().mean()))
+                losses.append(float(far_half(run.nll(window.ids)).double().mean()))
                 advance(1)
-        return sum(losses) / len(losses), cache
+        return sum(losses) / len(losses)
 
-    def _found(self, loaded: Loaded, needles: list[Needle]) -> tuple[float, dict[str, int]]:
-        """Return the share of numbers found by greedy decoding, and the bytes of the cache."""
-        subject = ModelSubject(loaded)
-        _, cache = _read(loaded.model, self._tensor(needles[0].ids))
+    def _found(self, run: AttentionRun, needles: list[Needle]) -> float:
+        """Return the share of numbers found by greedy decoding."""
+        run.nll(needles[0].ids)  # for the bytes of a cache of this length
         found = 0
         with progress(f"needles in {len(needles[0].ids)} tokens", len(needles)) as advance:
             for needle in needles:
-                found += needle.is_found(subject.generate(needle.ids, ANSWER_TOKENS))
+                found += needle.is_found(run.answer(needle.ids))
                 advance(1)
-        return found / len(needles), cache
+        return found / len(needles)
 
 
 def far_half(nll: torch.Tensor) -> torch.Tensor:
     """Return the losses of a window's second half: of tokens L / 2 to L - 1, from those of tokens 1
     to L - 1."""
     return nll[(len(nll) + 1) // 2 - 1 :]
-
-
-def _read(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, int]]:
-    """Return the losses of tokens 1, 2, ... of a text [1, L], and the bytes of its cache."""
-    with torch.inference_mode():
-        output = model.get_decoder()(ids, use_cache=True)
-        nll = hidden_nll(model.get_output_embeddings(), output.last_hidden_state, ids)
-    if not nll.isfinite().all():
-        raise UserError("losses must be finite, got NaN or infinity. Take another --dtype.")
-    layers = output.past_key_values.layers
-    host = sum(getattr(layer, "host_bytes", 0) for layer in layers)
-    return nll, {"device_bytes": cache_bytes(output.past_key_values) - host, "host_bytes": host}
-
-
-def _under(loaded: Loaded, attention: Any) -> Loaded:
-    """Return a loaded model with the settings of the attention that it runs."""
-    if isinstance(attention, CCAConfig):
-        return replace(loaded, config=attention)
-    return replace(loaded, rival=attention)
 
 
 def _free_memory() -> None:

@@ -34,7 +34,9 @@ def real(
         bool, typer.Option("--core-mass", help="Add the entropy of its weights to a core's score.")
     ] = False,
     fetch_groups: Annotated[int, typer.Option(help="Groups that a query fetches.")] = 32,
-    fetch_index: Annotated[str, typer.Option(help="Index by which groups are chosen.")] = "parts:4",
+    fetch_index: Annotated[str, typer.Option(help="Index by which groups are chosen.")] = (
+        Sizes.fetch_index
+    ),
     full_heads: Annotated[
         str | None,
         typer.Option(

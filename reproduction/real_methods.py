@@ -28,7 +28,7 @@ class Sizes:
     sink_size: int = 16
     core_mass: bool = False
     fetch_groups: int = 32
-    fetch_index: str = "parts:4"
+    fetch_index: str = CCAConfig.fetch_index
 
     def cca(self) -> CCAConfig:
         """Return the settings of CCA."""

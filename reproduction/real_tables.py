@@ -83,7 +83,8 @@ def _title(line: Line) -> str:
 
 
 def _cache(line: Line, name: str) -> str:
-    return shown_mib(line.cache[name]).removesuffix(" MiB")
+    value = line.cache[name]
+    return "" if value is None else shown_mib(value).removesuffix(" MiB")
 
 
 def _mean(line: Line, name: str, form: str, scale: float) -> str:

@@ -3,6 +3,7 @@ training of one step."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -21,6 +22,7 @@ from corecontext.loading import load
 from corecontext.record import append_records, make_record, read_records
 from reproduction.command import main
 from reproduction.real import Protocol, RealModel, far_half
+from reproduction.real_attention import AttentionRun
 from reproduction.real_gains import gain_kept, gain_records
 from reproduction.real_methods import METHODS, WITH_HEADS, Heads, Sizes, describe, equal_heads
 from reproduction.real_tables import real_markdown
@@ -80,10 +82,11 @@ def test_the_far_half_is_that_of_the_tokens_from_the_middle_on(data, model):
         with torch.inference_mode():
             logits = loaded.model(ids[None]).logits[0]
         losses.append(F.cross_entropy(logits[47:95], ids[48:]))
-    nll, cache = real._far_nll(loaded.model)
+    with AttentionRun(loaded, None) as run:
+        nll = real._far_nll(run)
     assert nll == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
     # Keys and values of 2 layers, 2 KV heads of 16 numbers and 96 tokens, in float32.
-    assert cache == {"device_bytes": 2 * 2 * 2 * 16 * 96 * 4, "host_bytes": 0}
+    assert run.cache == {"device_bytes": 2 * 2 * 2 * 16 * 96 * 4, "host_bytes": 0}
     assert far_half(torch.arange(1, 8)).tolist() == [4, 5, 6, 7]
 
 
@@ -107,6 +110,39 @@ def test_needles_are_in_the_template_at_their_depth(data, model, length):
         assert needle.is_found(f"It is {needle.number}!") and not needle.is_found(needle.number[1:])
     again = make_needles(essays, tokenizer, length, 5, seed=4)
     assert again[0].number != needles[0].number
+
+
+def test_answers_without_a_cache_are_the_greedy_ones(model, monkeypatch):
+    """Under CCA, whose cache gives the right answer; drafts of full attention differ from it."""
+    loaded = load(model, method="full", device="cpu")
+    attention = CCAConfig(4, 8, sink_size=4, core_mass=False)
+    prompt = AutoTokenizer.from_pretrained(model)("A man went out to walk. " * 8)["input_ids"]
+    with AttentionRun(loaded, None) as run:
+        draft = run.answer(prompt)
+    with AttentionRun(loaded, attention) as run:
+        answer, losses = run.answer(prompt), run.nll(prompt)
+        assert run.has_cache and answer != draft
+    monkeypatch.setattr(AttentionRun, "_has_cache", lambda self: False)
+    with AttentionRun(loaded, attention) as run:
+        assert run.answer(prompt) == answer
+        torch.testing.assert_close(run.nll(prompt), losses)
+        assert run.cache == {"device_bytes": None, "host_bytes": None}
+
+
+def test_fetch_runs_without_its_cache(model):
+    loaded = load(model, method="full", device="cpu")
+    sizes = Sizes(96, 4, 8, 4, fetch_groups=2)
+    heads = Heads(Shape(2, 2), (Unit(1, 0),))
+    attention = METHODS["fetch"](sizes, heads)
+    params = describe(attention, heads)
+    assert (params["fetch_groups"], params["index"]) == (2, sizes.fetch_index)
+    every = METHODS["fetch"](dataclasses.replace(sizes, fetch_groups=1000), heads)
+    losses = []
+    for setting in (None, attention, every):
+        with AttentionRun(loaded, setting) as run:
+            losses.append(run.nll(range(96)))
+    assert (losses[1] - losses[0]).abs().max() > 1e-4
+    torch.testing.assert_close(losses[2], losses[0])
 
 
 def test_the_gain_is_that_of_the_logarithms():
