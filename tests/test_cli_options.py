@@ -144,7 +144,7 @@ def test_perplexity(monkeypatch, calls, here):
         ("records", ({"full": "measured"}, "f/m"), {}),
     ]
     calls.clear()
-    assert main(line, *SIZES, "--compare") == 0
+    assert main(line, *SIZES, "--compare", "--method", "window") == 0
     pairs = zip(calls[:10:2], calls[1:10:2])
     found = {measure[1][2]: load[2] for load, measure in pairs}
     plain = {**SIZE_VALUES, "cache_dtype": None, "full_heads": None}
@@ -266,8 +266,10 @@ def test_layers(monkeypatch, calls, here, capsys):
     assert calls[4] == ("convert", ("f/m/", "new", "config"), {})
     assert read_records("r.jsonl") == [record]
     assert capsys.readouterr().out == "wrote new\n"
-    assert main("layers text.txt --model m") == 0
-    assert calls[6][1] == (varied, "a text", 8192, 4, None, False, False)
+    for option, flags in (("", (False, False)), (" --heads", (True, False))):
+        calls.clear()
+        assert main(f"layers text.txt --model m{option}") == 0
+        assert calls[1][1] == (varied, "a text", 8192, 4, None, *flags)
     assert main("layers text.txt --model m --raw") == 2
     assert "window-size must be given with --raw" in capsys.readouterr().err
     for wrong in ("--rows 0", "--length 1", "--output text.txt"):
@@ -354,7 +356,8 @@ def test_a_command_ends_with_a_code_and_a_line(error, code, line, capsys):
 
 def test_closed_streams_are_replaced_and_the_arguments_are_the_process_s(monkeypatch):
     def command(number: int = 1) -> None:
-        print("text")
+        sys.stdout.write("text")
+        sys.stderr.write("text")
         raise typer.Exit(number)
 
     app = application({"one": command, "two": command}, lambda: None)

@@ -16,6 +16,11 @@ from corecontext.eval import scores
         ("no\nBeatles", ["Beatles"], 0),
         ("  beatles\nno", ["Beatles"], 1),
         ("", ["Beatles"], 0),
+        ("\nBeatles", ["Beatles"], 0),
+        ("An owl, a cat; the dog's", ["owl cat dogs"], 1),
+        ("cat", ["the cat sat"], 0),
+        ("theatre", ["atre"], 1),
+        ("a-b", ["ab"], 1),
     ],
 )
 def test_contains_answer(answer, references, score):
@@ -24,6 +29,7 @@ def test_contains_answer(answer, references, score):
 
 def test_ruler_matches():
     assert scores.match_all(" 12 and AB\x00c", ["12", "ab", "9", "x"]) == 0.5
+    assert scores.match_all("ab\x1fc", ["ab\nc", "abc"]) == 0.5
     assert scores.match_all("1 2", ["1", "2"]) == 1 and scores.match_all("", ["1"]) == 0
     assert (
         scores.match_any("the Answer", ["answer", "x"]) == 1
@@ -61,9 +67,13 @@ def test_number_match():
     assert scores.number_match("Paragraph 12", "Paragraph 12") == 1
     assert scores.number_match("12 or 3", "Paragraph 12") == 0.5
     assert scores.number_match("none", "3") == 0 and scores.number_match("30", "3") == 0
+    assert scores.number_match("7", "7 of 30") == 1 and scores.number_match("30", "7 of 30") == 0
+    assert scores.number_match("7", "none") == 0 and scores.number_match("3 3 4", "3") == 2 / 3
 
 
 def test_edit_similarity():
     assert scores.edit_similarity("\n# comment\n```\nreturn x\nmore", "return x") == 1
     assert scores.edit_similarity("abcd", "abxx") == 0.5
+    assert scores.edit_similarity("// a\nuse `x`\nx = 1 # b\ny\nz", "y") == 1
+    assert scores.edit_similarity("\n\n# only\n# comments", "comments") == 0
     assert scores.edit_similarity("", "abc") == 0 and scores.edit_similarity("zzz", "abc") == 0

@@ -12,6 +12,7 @@ import torch
 
 from corecontext import files, measure, terminal
 from corecontext.files import UserError, atomic_path, check_output, one_line, read_text
+from corecontext.record import device_name
 
 MIB = 2**20
 OF_A_LIBRARY = type("SafetensorError", (Exception,), {"__module__": "safetensors_rust.errors"})
@@ -172,6 +173,31 @@ def test_peak_memory_is_counted_in_bytes_above_the_start():
     del block
     assert 31 * MIB < peak.read() < 48 * MIB
     assert measure.PeakMemory().read() < 16 * MIB
+
+
+def test_memory_of_a_gpu_is_that_of_pytorchs_allocator(monkeypatch):
+    calls = []
+
+    def stand_in(name, result=None):
+        def call(device):
+            calls.append((name, device))
+            return result
+
+        monkeypatch.setattr(torch.cuda, name, call)
+
+    stand_in("synchronize")
+    stand_in("reset_peak_memory_stats")
+    stand_in("memory_allocated", 5)
+    stand_in("max_memory_allocated", 12)
+    stand_in("get_device_name", "a GPU")
+    measure.synchronize("cpu")
+    measure.synchronize("cuda:1")
+    assert calls == [("synchronize", "cuda:1")]
+    assert measure.PeakMemory("cuda:1").read() == 7
+    names = ["synchronize", "synchronize", "reset_peak_memory_stats", "memory_allocated"]
+    assert [name for name, _ in calls] == [*names, "synchronize", "max_memory_allocated"]
+    assert {device for _, device in calls} == {"cuda:1"}
+    assert device_name("cuda:1") == "a GPU"
 
 
 def test_a_child_imports_this_package(monkeypatch):

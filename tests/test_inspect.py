@@ -6,11 +6,13 @@ from __future__ import annotations
 import base64
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from budgets import effective_map
+from families import tiny_model
 from tiny_model import save_tiny_model
 
 from corecontext import CCAConfig, enable
@@ -104,6 +106,44 @@ def test_maps_are_the_weights_of_attention(model, settings):
             assert not one.core[:, i, seen_cores:].any() and not one.core[:, i, :without].any()
             assert (one.core[:, i, without:seen_cores] > 0).all()
         torch.testing.assert_close(one.pooling.sum(-1), torch.ones(one.pooling.shape[:2]))
+
+
+def test_maps_have_the_scale_and_the_softcap_of_the_model():
+    model = tiny_model("gemma2", query_pre_attn_scalar=9)
+    config = CCAConfig(4, 9)
+    handle = enable(model, config)
+    ids = torch.randint(2, 96, (1, 47), generator=torch.Generator().manual_seed(1))
+    [layer] = attention_maps(Loaded(model, None, config), ids, [46], layers=[0])
+    seen = []
+    handle.observer = lambda index, *call: seen.append(call)
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    q, k, _, scale, softcap, rotary, _ = seen[0]
+    assert scale != q.shape[3] ** -0.5 and softcap is not None
+    options = {"group_size": 4, "window_size": 9, "scale": scale, "softcap": softcap}
+    wanted = effective_map(q, k, rotary=rotary, **options)[0, :, 46]
+    for head in range(4):
+        torch.testing.assert_close(spread(layer, head, 0, 46), wanted[head], rtol=0, atol=2e-6)
+
+
+def test_a_page_names_the_layers_and_queries_that_are_asked(model, capsys):
+    loaded = load(model, group_size=4, window_size=8)
+    page = inspect_text(loaded, f"some/{model}", TEXT, 30, 4, positions=[9, 5, 9], layers=[1])
+    data = data_of(page)
+    assert data["queries"] == [5, 9] and data["title"] == f"Core tokens of {Path(model).name}"
+    assert [layer["name"] for layer in data["layers"]] == ["layer 1"]
+    settings = {"model": Path(model).name, "tokens": "30", "group_size": "4", "window_size": "8"}
+    assert settings.items() <= data["settings"].items() and "note" not in data["settings"]
+    assert data_of(inspect_text(loaded, model, TEXT[:5], 30, 99))["queries"] == [0, 1, 2, 3, 4]
+    assert "CCA was idle: at most 5 tokens" in capsys.readouterr().err
+    handle_of(loaded.model).configure(layer_group_sizes=(4, (4, 2)), core_heads="query")
+    data = data_of(inspect_text(loaded, model, TEXT, 30, 1))
+    assert [(x["name"], x["group_size"], x["heads"], x["shared"]) for x in data["layers"]] == [
+        ("layer 0", 4, 4, 1),
+        ("layer 1, heads with g = 4", 4, 2, 1),
+        ("layer 1, heads with g = 2", 2, 2, 1),
+    ]
+    assert [layer["numbers"] for layer in data["layers"]] == [[0, 1, 2, 3], [0, 1], [2, 3]]
 
 
 def spread(layer, head: int, query: int, position: int) -> torch.Tensor:
