@@ -196,8 +196,8 @@ def test_memory_of_a_gpu_is_that_of_pytorchs_allocator(monkeypatch):
     assert measure.PeakMemory("cuda:1").read() == 7
     names = ["synchronize", "synchronize", "reset_peak_memory_stats", "memory_allocated"]
     assert [name for name, _ in calls] == [*names, "synchronize", "max_memory_allocated"]
-    assert {device for _, device in calls} == {"cuda:1"}
     assert device_name("cuda:1") == "a GPU"
+    assert {device for _, device in calls} == {"cuda:1"}
 
 
 def test_a_child_imports_this_package(monkeypatch):

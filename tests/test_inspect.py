@@ -134,7 +134,9 @@ def test_a_page_names_the_layers_and_queries_that_are_asked(model, capsys):
     assert [layer["name"] for layer in data["layers"]] == ["layer 1"]
     settings = {"model": Path(model).name, "tokens": "30", "group_size": "4", "window_size": "8"}
     assert settings.items() <= data["settings"].items() and "note" not in data["settings"]
-    assert data_of(inspect_text(loaded, model, TEXT[:5], 30, 99))["queries"] == [0, 1, 2, 3, 4]
+    short = data_of(inspect_text(loaded, model, TEXT[:5], 30, 99))
+    assert short["queries"] == [0, 1, 2, 3, 4]
+    assert short["settings"]["note"].startswith("CCA was idle")
     assert "CCA was idle: at most 5 tokens" in capsys.readouterr().err
     handle_of(loaded.model).configure(layer_group_sizes=(4, (4, 2)), core_heads="query")
     data = data_of(inspect_text(loaded, model, TEXT, 30, 1))
