@@ -25,6 +25,7 @@ from corecontext.baselines import (
     pattern_search,
 )
 from corecontext.baselines.blocks import Scoring, masked_attention
+from corecontext.baselines.duo_attention import find_heads
 from corecontext.baselines.longlora import shifted_attention
 from corecontext.baselines.method import Call, Layer, left_padding
 from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, sparse_attention
@@ -216,23 +217,45 @@ def test_heads_that_see_all_tokens_are_checked_and_sorted():
         DuoAttention(((-1,),))
 
 
+@pytest.mark.parametrize(
+    "text, saved, heads",
+    [
+        ("0:1", None, {0: (1,)}),
+        ("10:1, 2:0,10:0 ", None, {10: (1, 0), 2: (0,)}),
+        (None, [4] * 10 + [1, [4, 1]], {10: (0, 1), 11: (1,)}),
+        ("3:0", [1] * 12, {3: (0,)}),
+    ],
+)
+def test_heads_that_see_all_tokens_are_given_or_the_checkpoints_own(text, saved, heads):
+    config = tiny_model().config
+    config.num_hidden_layers = 12
+    if saved is not None:
+        config.cca = {"layer_group_sizes": saved}
+    assert find_heads(text, config) == tuple(heads.get(layer, ()) for layer in range(12))
+    for wrong in ("12:0", "1:0,", "1", "a:1", "1:0 2:0", "-1:0"):
+        with pytest.raises(ValueError, match="with layers from 0 to 11, got"):
+            find_heads(wrong, config)
+
+
 # Patterns
 
 
 def test_each_head_and_row_attends_by_its_own_pattern():
-    kinds = (
+    patterns = (
         Pattern("a_shape", 2, 6),
         Pattern("vertical_slash", 5, 16),
         Pattern("block_sparse", 2, 0),
+        Pattern("a_shape", 1, 9),
         Pattern("a_shape", 2, 6),
+        Pattern("vertical_slash", 2, 8),
     )
     for new in (40, 33):
-        q, k, v = qkv(40, new=new)
-        out = sparse_attention(q, k, v, kinds, Scoring(0.3), 8, 8)
+        q, k, v = qkv(40, 6, 3, new=new)
+        out = sparse_attention(q, k, v, patterns, Scoring(0.3), 8, 8)
         for row in range(2):
-            for head, pattern in enumerate(kinds):
-                one = (q[row, head], k[row, head // 2], v[row, head // 2])
-                alone = [x[None, None] for x in one]
+            for head, pattern in enumerate(patterns):
+                tensors = (q[row, head], k[row, head // 2], v[row, head // 2])
+                alone = [x[None, None] for x in tensors]
                 wanted = sparse_attention(*alone, [pattern], Scoring(0.3), 8, 8)
                 torch.testing.assert_close(out[row, head], wanted[0, 0])
 
@@ -261,15 +284,10 @@ def test_columns_and_diagonals_are_those_with_most_attention_of_the_last_queries
 
 
 def test_blocks_are_picked_by_their_mean_beside_the_own_and_the_first():
-    rows = torch.tensor([[[[1.0, 0.0], [3.0, 2.0]]]])  # mean (2, 1)
+    rows = torch.tensor([[[[9.0, 0.0], [0.0, 2.0]]]])  # mean (4.5, 1)
     means = torch.tensor([[[[-9.0, 0.0], [1.0, 0.0], [0.0, 3.0], [1.0, 0.5], [-9.0, 0.0]]]])
-    for count, blocks in (
-        (1, [4]),
-        (2, [0, 4]),
-        (3, [0, 2, 4]),
-        (4, [0, 2, 3, 4]),
-        (9, [*range(5)]),
-    ):
+    picked = {1: [4], 2: [0, 4], 3: [0, 3, 4], 4: [0, 1, 3, 4], 9: [0, 1, 2, 3, 4]}
+    for count, blocks in picked.items():
         assert sorted(pick_blocks(rows, means.clone(), count).flatten().tolist()) == blocks
 
 
@@ -447,6 +465,11 @@ def test_documents_are_told_by_positions_or_by_their_edges():
         kept = layer.cache_of(cache)
         layer.attention(kept, module, q, k, v, None, position_ids=positions)
         assert kept.closed and kept.get_seq_length() == 0
+        growing = DynamicCache()  # which has no layers yet
+        second = hook.RivalHook(handle, None, Layer(1, 1, 4, 2)).cache_of(growing)
+        assert growing.layers[1] is second and type(growing.layers[0]) is not type(second)
+        first = layer.cache_of(growing)
+        assert growing.layers == [first, second] and layer.cache_of(growing) is first
 
 
 # The table

@@ -178,6 +178,33 @@ def test_kept_tokens_are_of_the_same_file_fields_and_tokenizer(tmp_path):
     assert read(text_field="a") == ("z", "")
 
 
+@pytest.mark.parametrize(
+    "files, workers, readers", [(1, 5, None), (3, 1, None), (3, 2, 2), (3, 5, 3)]
+)
+def test_workers_share_files_and_then_documents(files, workers, readers, tmp_path, monkeypatch):
+    for i in range(files):
+        (tmp_path / f"{i}.txt").write_text(str(i))
+    asked = []
+
+    class Rows:
+        _fingerprint = "f"
+
+        def map(self, function, **options):
+            asked.append((options["num_proc"], options["batched"]))
+            return self
+
+    monkeypatch.setattr(
+        datasets.Dataset,
+        "from_generator",
+        lambda function, **options: (asked.append(options), Rows())[1],
+    )
+    read_corpus([str(tmp_path)], _Tokenizer(0), workers=workers, cache_dir="c")
+    options, tokens = asked
+    assert options["num_proc"] == readers and options["cache_dir"] == "c"
+    assert options["gen_kwargs"]["paths"] == [str(tmp_path / f"{i}.txt") for i in range(files)]
+    assert tokens == (workers if workers > 1 else None, True)
+
+
 # Files
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from corecontext.data.retrieval import KINDS, make_fact, make_facts, nearest_boundary, plant
+from corecontext.data.retrieval import KINDS, Fact, make_fact, make_facts, nearest_boundary, plant
 
 TEXT = "\n".join(f"Line {i} says this. It goes on for a while, as lines do." for i in range(200))
 
@@ -61,6 +61,32 @@ def test_plant_checks_depths() -> None:
         plant(TEXT, facts, [])
     with pytest.raises(ValueError, match="between 0 and 1"):
         plant(TEXT, facts, [1.5])
+
+
+def test_plant_at_one_place_keeps_the_order_of_facts() -> None:
+    facts = make_facts(random.Random(3), KINDS, 3)
+    first, second, third = (fact.sentence for fact in facts)
+    assert plant("One. Two.", facts, [0.6, 0.5, 0.0]) == (f"{third}\nOne. {first} {second} Two.")
+    assert plant("a\nb", facts, [1.0, 1.0, 1.0]) == f"a\n{first}\n{second}\n{third}\nb"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "abc", "a\n", "ab\ncd", "One. Two", "A. B\nC. D", ". a", "a. ", "\n\na", "a.\nb"]
+)
+def test_of_two_boundaries_at_one_distance_the_first_is_taken(text: str) -> None:
+    starts = [0]
+    starts += [i for i in range(1, len(text) + 1) if text[i - 1] == "\n" or text[i - 2 : i] == ". "]
+    for position in range(len(text) + 1):
+        wanted = min(starts, key=lambda start: (abs(start - position), start))
+        assert nearest_boundary(text, position) == wanted, position
+
+
+def test_an_answer_ends_at_its_full_stop() -> None:
+    fact = Fact("place", "S in Oslo.", "Recall: S in", "Oslo")
+    for given in (" Oslo.", "Oslo", " Oslo . And", "\nOslo.\n"):
+        assert fact.is_correct(given)
+    for given in (" oslo.", " in Oslo.", "", ".", " Oslo, and"):
+        assert not fact.is_correct(given)
 
 
 @pytest.mark.parametrize("position", range(0, 400, 7))

@@ -42,18 +42,23 @@ def sharp(setting, tmp_path_factory) -> TrainConfig:
     return setting.replace(model=name, output=str(folder / "whole"), distil=1.0)
 
 
-def test_distilled_a_model_comes_to_predict_as_it_did_under_full_attention(sharp, tmp_path):
+def test_distilled_a_model_comes_to_predict_as_it_did_under_full_attention(sharp, tmp_path, caplog):
     def losses(name, **changes):
         result = train(sharp.replace(output=str(tmp_path / name), **changes))
+        parts.append(result.parts)
         return [loss for _, loss in result.losses], result.metrics
 
+    parts: list[dict[str, float]] = []
     wide, _ = losses("wide", window_size=96, steps=1)
+    assert "no query of a row of 96 tokens sees a core token: CCA is full attention" in caplog.text
     assert abs(wide[0]) < 1e-6  # CCA that sees every token is full attention
     based, _ = losses("based", window_size=96, steps=1, rope_theta=5e5)
     assert based[0] > 1e-3  # the base is the student's alone
+    caplog.clear()
     narrow, _ = losses(
         "narrow", steps=6, data=sharp.data[:1], batch_size=15, learning_rate=2e-4
     )  # always all rows
+    assert "no query of a row" not in caplog.text
     assert narrow[0] > 0.01 and narrow[-1] < 0.9 * narrow[0]
     # Nothing learns at rate 0: the loss is a mixture of both, and what is evaluated is none.
     still = {"learning_rate": 0.0, "steps": 2, "eval_data": sharp.data[:1]}
@@ -66,6 +71,8 @@ def test_distilled_a_model_comes_to_predict_as_it_did_under_full_attention(sharp
     for step, entry in enumerate(state["log_history"][:2]):
         assert entry["cross_entropy"] == pytest.approx(found[0][0][step], rel=1e-5)
         assert entry["divergence"] == pytest.approx(found[1][0][step], rel=1e-4)
+    last = {name: entry[name] for name in ("cross_entropy", "divergence")}
+    assert parts[-1] == last and parts[-3] == {}  # as the command prints them
     card = (tmp_path / "still0.25/model/README.md").read_text()
     assert (
         "- distilled: 0.25 of this loss is the divergence from the predictions of `model` as it was"

@@ -92,6 +92,7 @@ def test_sizes_by_head_survive_the_file_of_a_run(tmp_path):
     path.write_text(json.dumps({"config": config.to_dict()}))
     loaded = load_recipe(str(path))
     assert loaded == config and loaded.cca() == config.cca()
+    assert TrainConfig.from_dict({"data": ["a"]}).data == ("a",)
     assert not loaded.is_idle() and loaded.cca().layer_group_sizes == ((8, 1), 8)
 
 
@@ -146,6 +147,20 @@ def test_an_option_replaces_a_recipes_setting(options, settings, tmp_path, monke
     monkeypatch.setenv("RANK", "1")
     assert main(["train", str(path), *options]) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_the_help_shows_defaults_and_lists(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["train", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+    for text in (
+        "by the end of their names. May be repeated. Default: q_proj k_proj v_proj o_proj.",
+        "Tokens of a training row, L; raises the model's max_position_embeddings if less. Default: "
+        "4096.",
+        "a third more work. Default: True.",
+    ):
+        assert text in shown, text
+    assert "wandb. May be repeated. " in shown and "Default: False" not in shown
 
 
 # Trainer's arguments
@@ -406,8 +421,29 @@ def test_the_card_shows_data_losses_and_settings_but_no_paths(tmp_path, monkeypa
     text = (tmp_path / "README.md").read_text()
     assert "base_model: me/base" in text and "with window attention" in text
     assert "distilled" not in text and "evaluation" not in text
+    card.write(tmp_path, config.replace(data=("a.txt",)), history[::2], {}, 5)
+    assert "\ndatasets:" not in (tmp_path / "README.md").read_text()
     card.write(tmp_path, config.replace(strategy="scratch"), history[::2], {}, 5)
     text = (tmp_path / "README.md").read_text()
     assert "base_model" not in text and "`scratch` with the shape of `me/base`" in text
     card.write(tmp_path, config, [{"step": 2, "loss": 1.0}], {}, 5)
     assert drawn[-1] == (tmp_path / "loss.png", [(2, 1.0)], [])
+
+
+@pytest.mark.parametrize("evaluated", [[], [(2, 2.5), (4, 1.5)]])
+def test_the_curve_shows_every_loss_by_its_step(evaluated, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append((figure, path)))
+    curve = [(1, 4.0), (3, 3.0), (4, 2.0)]
+    card._draw(tmp_path / "loss.png", curve, evaluated)
+    ((figure, path),) = drawn
+    (axes,) = figure.axes
+    assert path == tmp_path / "loss.png"
+    points = [list(zip(*line.get_data())) for line in axes.lines]
+    assert points == ([curve, evaluated] if evaluated else [curve])
+    labels = [line.get_label() for line in axes.lines]
+    assert labels == ["training", "evaluation"][: len(labels)]
+    assert (axes.get_legend() is not None) == bool(evaluated)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "cross-entropy (nats per token)")

@@ -359,7 +359,7 @@ def test_a_number_that_is_not_finite_is_said_with_the_rows_of_this_step(tmp_path
         "the loss of step 7 must be finite, got inf, from rows 7, 8 (row 7: place 7; row 8: place "
         "8). Training stopped before this step could be kept; the last checkpoint is none."
     )
-    trainer._rows = []
+    norm(1.0)  # the optimizer step forgets its rows
     step(1, 2, 3, 4, 5, 6)
     with pytest.raises(UserError) as error:
         norm(torch.tensor(float("nan")))
@@ -464,6 +464,38 @@ def test_an_evaluation_shares_rows_among_groups_of_ranks():
         }
     assert seen == [[0, 2, 4], [0, 2, 4], [1, 3, 4], [1, 3, 4]]  # the last row again, in step
     assert [total.tolist() for total in totals] == [[18, 6]] * 2 + [[12, 4]] * 2
+
+
+def test_a_bug_in_saving_is_no_full_disk(tmp_path, monkeypatch, caplog):
+    settings = TrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = CCATrainer(torch.nn.Linear(2, 2), settings)
+    trainer.state.global_step = 3
+    save = mock.Mock(side_effect=[OSError(28, "No space left"), ValueError("a bug")])
+    monkeypatch.setattr(Trainer, "_save_checkpoint", save)
+    (tmp_path / "checkpoint-2").mkdir()
+    trainer._save_checkpoint(None, None)
+    assert isinstance(trainer.save_error, OSError) and trainer.args.output_dir == str(tmp_path)
+    assert "checkpoint-3 could not be written: [Errno 28] No space left. The last one is" in (
+        caplog.text
+    )
+    assert "is checkpoint-2; training goes on" in caplog.text
+    with pytest.raises(ValueError, match="a bug"):
+        trainer._save_checkpoint(None, None)
+    assert trainer.args.output_dir == str(tmp_path)
+
+
+def test_packages_of_training_and_of_every_report_are_asked_for(monkeypatch):
+    missing = set()
+    monkeypatch.setattr(
+        run.importlib.util, "find_spec", lambda name: None if name in missing else name
+    )
+    config = TrainConfig(report_to=("tensorboard", "wandb"))
+    run._check_packages(config)
+    for name in ("accelerate", "datasets", "matplotlib", "tensorboard", "wandb"):
+        missing.add(name)
+        with pytest.raises(UserError, match=f"needs the package {name}. Install"):
+            run._check_packages(config)
+        missing.remove(name)
 
 
 # The rows of a run
