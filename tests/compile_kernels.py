@@ -25,9 +25,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from corecontext.ops.triton import attend, decode, pool, pool_mass
+from corecontext.ops.triton import (
+    attend,
+    decode,
+    fetch_choose,
+    fetch_kernels,
+    fetch_scores,
+    marks,
+    pool,
+    pool_mass,
+)
 from corecontext.ops.triton.launch import power_of_2
-from corecontext.ops.triton.tiles import Chip, dkv_tiles, dq_tiles, forward_tiles, pool_tiles
+from corecontext.ops.triton.tiles import (
+    Chip,
+    choose_tiles,
+    dkv_tiles,
+    dq_tiles,
+    fetch_tiles,
+    forward_tiles,
+    pool_tiles,
+)
 
 CHIPS = {
     name: (GPUTarget(backend, arch, warp), Chip(kib * 1024, units))
@@ -45,6 +62,11 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FLOATS = ("scale", "softcap", "bias")  # arguments that are numbers with a fraction
 GRADIENTS = {f"{name}_ptr": "fp32" for name in ("dq", "dk", "dv", "dbias", "delta", "grad_lse")}
 ATTENTION = (attend._attend_fwd_kernel, attend._attend_dq_kernel, attend._attend_dkv_kernel)
+FETCH = (
+    fetch_kernels.fetch_fwd_kernel,
+    fetch_kernels.fetch_dq_kernel,
+    fetch_kernels.fetch_dkv_kernel,
+)
 HEADS = 4  # query heads that share a KV head
 
 
@@ -65,11 +87,17 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         (attend._attend_dkv_kernel, dkv_tiles, {"HAS_BIAS": False, "FAR": False}),
         (attend._attend_dkv_kernel, dkv_tiles, {"HAS_BIAS": True, "FAR": True}),
     ):
-        yield Kernel(
-            function,
-            {**attend._constants(tiles(chip, dtype, dim), dim, None), **more},
-            {"lse_ptr": "fp32", "bias_ptr": "fp32", **GRADIENTS},
-        )
+        for has_marks in (False, True) if more.get("FAR", True) else (False,):
+            yield Kernel(
+                function,
+                {
+                    **attend._constants(tiles(chip, dtype, dim), dim, None),
+                    **more,
+                    "HAS_MARKS": has_marks,
+                },
+                {"lse_ptr": "fp32", "bias_ptr": "fp32", "marks_ptr": "i32", **GRADIENTS},
+            )
+    yield from fetch_kernels_of(chip, dtype, dim)
     turn = {"HALF": dim // 2, "INTERLEAVED": False}
     settings = {"HEADS": HEADS, "HEAD_DIM": dim, "HAS_SOFTCAP": False, **turn}
     tables = {"cos_ptr": "fp32", "sin_ptr": "fp32"}
@@ -134,6 +162,39 @@ def pool_kernels(dim: int) -> Iterator[Kernel]:
             yield Kernel(kernel, sizes, dict.fromkeys(pointers, "fp32"))
 
 
+def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
+    """Those of fetch: index scores, the choice, its marks, raw tokens of the chosen groups; one
+    query or 16 choose together."""
+    plain = {"HAS_SOFTCAP": False, "HEADS": HEADS, "HEAD_DIM": dim, "BLOCK_D": power_of_2(dim)}
+    floats = ("lse_ptr", "bias_ptr", "scores_ptr", "chosen_scores_ptr")
+    numbers = ("numbers_ptr", "chosen_ptr", "words_ptr", "order_ptr", "begin_ptr")
+    types = {**dict.fromkeys(floats, "fp32"), **dict.fromkeys(numbers, "i32"), **GRADIENTS}
+    tiles = choose_tiles(chip, dtype, dim)
+    sizes = {
+        **plain,
+        "KEYS": 1,
+        "HAS_BIAS": False,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+    yield Kernel(fetch_scores._index_lse_kernel, sizes, types)
+    sizes = {**sizes, "ADD": True, "SEGMENT": 1024}
+    yield Kernel(fetch_scores._group_scores_kernel, sizes, types)
+    flags = {"FROM_CANDIDATES": False, "TO_CANDIDATES": True}
+    sizes = {**flags, "BLOCK": 8192, "BLOCK_K": 64, "num_warps": 8}
+    yield Kernel(fetch_choose._select_kernel, sizes, types)
+    yield Kernel(marks._mark_kernel, {"BLOCK": 64, "num_warps": 1}, types)
+    tiles = fetch_tiles(chip, dtype, dim)
+    for rows in (16, 64):
+        sizes = {**plain, "BLOCK_M": min(rows, tiles.block_m), "BLOCK_N": tiles.block_n}
+        sizes.update(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+        for function in FETCH:
+            more = {"HAS_GRAD_LSE": True} if "_dq_" in function.__name__ else {}
+            yield Kernel(function, {**sizes, **more}, types)
+
+
 def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     """Whether a kernel is compiled without `all`: each once on each chip, each variant on one.
 
@@ -141,8 +202,12 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     memory. The kernels with a bias hold the code of those without.
     """
     function, constants = kernel.function, kernel.constants
+    if constants.get("HAS_MARKS"):
+        return False  # holds little more than without
     if function is attend._attend_dkv_kernel:
         return constants["FAR"] == (chip == "sm_86")
+    if function in FETCH:
+        return dim == 128 and constants["BLOCK_M"] == (64 if chip == "sm_86" else 16)
     if dim != 128:
         return function in ATTENTION
     if function in (pool_mass.mass_fwd_kernel, pool_mass.mass_bwd_kernel):
@@ -247,8 +312,8 @@ def num_strides(function: Any, name: str) -> int:
     length."""
     if function is decode._step_kernel:
         return 2
-    is_raw = function in (attend._attend_fwd_kernel, attend._attend_dq_kernel)
-    return 2 if is_raw and name in ("k_strides", "v_strides") else 3
+    from_raw = (attend._attend_fwd_kernel, attend._attend_dq_kernel, *FETCH)
+    return 2 if function in from_raw and name in ("k_strides", "v_strides") else 3
 
 
 def spilled(binary: bytes) -> int | None:

@@ -42,6 +42,7 @@ SCHEDULER, INFERENCE, SINKS, SINK_MODELS = (
     "tests/test_sinks.py",
     "tests/test_sinks_models.py",
 )
+FETCH = "tests/test_triton_fetch.py"
 SECURITY = "tests/test_serve_security.py"
 TRAIN_LAWS = "tests/test_train_laws.py"
 
@@ -440,6 +441,40 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
         "sinks: their gradient from later queries dropped",
         "sink_dk = among_dk",
         f"{SINKS}::test_rows_and_gradients_are_those_of_the_dense_mask",
+    ),
+    Fault(
+        "fetch: of equal scores the last groups are chosen",
+        """
+is_chosen = (bits >= high) | (
+    is_last & (tl.sum(is_last.to(tl.int32), 0) - before < num_chosen - at_high)
+)
+""",
+        f"{FETCH}::test_equal_scores_go_to_the_lower_number",
+    ),
+    Fault(
+        "fetch: a fetched group keeps its core token, Triton",
+        "scores = tl.where(marked_entries(marks, start, BLOCK_N), scores, scores)",
+        f"{FETCH}::test_attention",
+    ),
+    Fault(
+        "fetch: a group of the window comes twice, Triton",
+        "seen = (group >= 0)[None, :] & (visible >= 0)[:, None]",
+        f"{FETCH}::test_attention",
+    ),
+    Fault(
+        "fetch: raw tokens merged without their weight, Triton",
+        "out = (acc / running_sum[:, None] + out) / 2",
+        f"{FETCH}::test_attention",
+    ),
+    Fault(
+        "fetch: the gradient of queries through core tokens is lost, Triton",
+        "total = dq * scale",
+        f"{FETCH}::test_gradients",
+    ),
+    Fault(
+        "fetch: the gradient of keys in the window is lost, Triton",
+        "dk = dk * scale",
+        f"{FETCH}::test_gradients",
     ),
     Fault(
         "sinks: their gradient from later queries dropped, Triton",

@@ -30,6 +30,13 @@ PLAIN = {
     "pool_long_bwd_kernel",
     "_step_kernel",
     "_merge_kernel",
+    "_index_lse_kernel",
+    "_group_scores_kernel",
+    "_select_kernel",
+    "_mark_kernel",
+    "fetch_fwd_kernel",
+    "fetch_dq_kernel",
+    "fetch_dkv_kernel",
 }
 MASS = {"mass_fwd_kernel", "mass_bwd_kernel"}
 HOPPER = {"_attend_fwd_hopper", "_attend_bwd_hopper", "_prepare_kernel", "_finish_kernel"}

@@ -18,6 +18,7 @@ from torch import Tensor
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.ops.triton.far_past import add_to_sinks, bias_gradient, far_past, near_past
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.marks import Marks, marked_entries, marked_keys, marks_of_rows
 from corecontext.ops.triton.primitives import (
     LN2,
     LOG2E,
@@ -64,16 +65,17 @@ def _attend_keys(state, q, keys, begin, end, scale, softcap, MASKED: tl.constexp
     Args:
         state: Output so far, running sum and running maximum of each row.
         keys: Pointers and strides of k and v, their number, the rows' bounds low and high, used
-            where MASKED, and a pointer to the keys' biases.
-        sizes: HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N.
+            where MASKED, a pointer to the keys' biases, and one to each row's marks.
+        sizes: HAS_BIAS, HAS_MARKS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N.
     """
     acc, running_sum, running_max = state
-    k_ptr, v_ptr, stride_k, stride_v, num_keys, low, high, bias_ptr = keys
+    k_ptr, v_ptr, stride_k, stride_v, num_keys, low, high, bias_ptr, marks = keys
     HAS_BIAS: tl.constexpr = sizes[0]
-    HAS_SOFTCAP: tl.constexpr = sizes[1]
-    HEAD_DIM: tl.constexpr = sizes[2]
-    BLOCK_D: tl.constexpr = sizes[3]
-    BLOCK_N: tl.constexpr = sizes[4]
+    HAS_MARKS: tl.constexpr = sizes[1]
+    HAS_SOFTCAP: tl.constexpr = sizes[2]
+    HEAD_DIM: tl.constexpr = sizes[3]
+    BLOCK_D: tl.constexpr = sizes[4]
+    BLOCK_N: tl.constexpr = sizes[5]
     offs = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     k_tile = k_ptr + begin.to(tl.int64) * stride_k + offs[None, :] * stride_k + dims[:, None]
@@ -88,8 +90,11 @@ def _attend_keys(state, q, keys, begin, end, scale, softcap, MASKED: tl.constexp
         if MASKED:
             seen = (index[None, :] >= low[:, None]) & (index[None, :] < high[:, None])
             scores = tl.where(seen, scores, -float("inf"))
+        if HAS_MARKS:
+            # planted: fetch: a fetched group keeps its core token, Triton
+            scores = tl.where(marked_entries(marks, start, BLOCK_N), -float("inf"), scores)
         weights, fade, running_max, running_sum = softmax_step(
-            scores, running_max, running_sum, MASKED
+            scores, running_max, running_sum, MASKED or HAS_MARKS
         )
         v = load_tile(v_tile, index, num_keys, dims, MASKED, False, HEAD_DIM, BLOCK_D)
         acc = acc * fade[:, None] + dot(weights.to(v.dtype), v)
@@ -98,7 +103,12 @@ def _attend_keys(state, q, keys, begin, end, scale, softcap, MASKED: tl.constexp
     return acc, running_sum, running_max
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_entries", "q_start", "k_start"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_queries", "num_keys", "num_entries", "q_start", "k_start"),
+        *("num_shares", "num_words"),
+    ]
+)
 def _attend_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -106,6 +116,7 @@ def _attend_fwd_kernel(
     far_k_ptr,
     far_v_ptr,
     bias_ptr,
+    marks_ptr,
     out_ptr,
     lse_ptr,
     num_queries,
@@ -113,6 +124,8 @@ def _attend_fwd_kernel(
     num_entries,
     q_start,
     k_start,
+    num_shares,
+    num_words,
     scale,
     softcap,
     q_strides,
@@ -126,7 +139,9 @@ def _attend_fwd_kernel(
     group_size,
     window_size,
     sink_groups,
+    share,
     HAS_BIAS: tl.constexpr,
+    HAS_MARKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -165,7 +180,7 @@ def _attend_fwd_kernel(
         tl.zeros([BLOCK_M], tl.float32),
         tl.full([BLOCK_M], -float("inf"), tl.float32),
     )
-    sizes: tl.constexpr = (HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
+    sizes: tl.constexpr = (HAS_BIAS, HAS_MARKS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
 
     # The far past: entries that all rows see, then those that some do.
     core = r // heads_per_core
@@ -173,17 +188,21 @@ def _attend_fwd_kernel(
     v_base = far_v_ptr + n * far_v_strides[0] + core * far_v_strides[1]
     high = visible_entries(groups, group_size, sink_groups)
     biases = bias_ptr + head * num_entries
-    keys = (k_base, v_base, far_k_strides[2], far_v_strides[2], num_entries, high * 0, high, biases)
+    steps = (far_k_strides[2], far_v_strides[2], num_entries)
+    marks = marks_ptr
+    if HAS_MARKS:
+        marks = marks_of_rows(marks_ptr, n, position, q_start, (share, num_shares, num_words))
+    keys = (k_base, v_base) + steps + (high * 0, high, biases, marks)
     state = _attend_keys(state, q, keys, whole * 0, whole, scale, softcap, False, sizes)
     state = _attend_keys(state, q, keys, whole, far_end, scale, softcap, True, sizes)
 
     # Raw tokens: the oldest, which some rows see as core tokens; the middle; the causal end.
-    raw_sizes: tl.constexpr = (False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
+    raw_sizes: tl.constexpr = (False, False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
     k_base = k_ptr + n * k_strides[0] - k_start.to(tl.int64) * k_strides[1]
     v_base = v_ptr + n * v_strides[0] - k_start.to(tl.int64) * v_strides[1]
     low = groups * group_size
     limit = k_start + num_keys
-    keys = (k_base, v_base, k_strides[1], v_strides[1], limit, low, position + 1, biases)
+    keys = (k_base, v_base, k_strides[1], v_strides[1], limit, low, position + 1, biases, marks)
     first_end = tl.minimum(middle, end)
     state = _attend_keys(state, q, keys, local, first_end, scale, softcap, True, raw_sizes)
     state = _attend_keys(state, q, keys, middle, causal, scale, softcap, False, raw_sizes)
@@ -208,12 +227,13 @@ def _query_gradients(dq, queries, keys, begin, end, scale, softcap, MASKED: tl.c
         keys, sizes: As in `_attend_keys`.
     """
     q, grad, lse, delta = queries
-    k_ptr, v_ptr, stride_k, stride_v, num_keys, low, high, bias_ptr = keys
+    k_ptr, v_ptr, stride_k, stride_v, num_keys, low, high, bias_ptr, marks = keys
     HAS_BIAS: tl.constexpr = sizes[0]
-    HAS_SOFTCAP: tl.constexpr = sizes[1]
-    HEAD_DIM: tl.constexpr = sizes[2]
-    BLOCK_D: tl.constexpr = sizes[3]
-    BLOCK_N: tl.constexpr = sizes[4]
+    HAS_MARKS: tl.constexpr = sizes[1]
+    HAS_SOFTCAP: tl.constexpr = sizes[2]
+    HEAD_DIM: tl.constexpr = sizes[3]
+    BLOCK_D: tl.constexpr = sizes[4]
+    BLOCK_N: tl.constexpr = sizes[5]
     offs = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     k_tile = k_ptr + begin.to(tl.int64) * stride_k + offs[:, None] * stride_k + dims[None, :]
@@ -230,6 +250,8 @@ def _query_gradients(dq, queries, keys, begin, end, scale, softcap, MASKED: tl.c
         if MASKED:
             seen = (index[None, :] >= low[:, None]) & (index[None, :] < high[:, None])
             weights = tl.where(seen, weights, 0.0)
+        if HAS_MARKS:
+            weights = tl.where(marked_entries(marks, start, BLOCK_N), 0.0, weights)
         grad_scores = weights * (dot(grad, tl.trans(v)) - delta[:, None])
         if HAS_SOFTCAP:
             grad_scores = grad_scores * slope
@@ -239,7 +261,7 @@ def _query_gradients(dq, queries, keys, begin, end, scale, softcap, MASKED: tl.c
     return dq
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_entries"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_entries", "num_shares", "num_words"])
 def _attend_dq_kernel(
     q_ptr,
     k_ptr,
@@ -247,6 +269,7 @@ def _attend_dq_kernel(
     far_k_ptr,
     far_v_ptr,
     bias_ptr,
+    marks_ptr,
     out_ptr,
     lse_ptr,
     grad_ptr,
@@ -256,6 +279,8 @@ def _attend_dq_kernel(
     num_queries,
     num_keys,
     num_entries,
+    num_shares,
+    num_words,
     scale,
     softcap,
     q_strides,
@@ -270,7 +295,9 @@ def _attend_dq_kernel(
     group_size,
     window_size,
     sink_groups,
+    share,
     HAS_BIAS: tl.constexpr,
+    HAS_MARKS: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -312,7 +339,7 @@ def _attend_dq_kernel(
     rule = (group_size, window_size, sink_groups)
     whole, far_end, local, middle, causal, end = _key_ranges(tile * BLOCK_M, last, 0, rule, BLOCK_N)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    sizes: tl.constexpr = (HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
+    sizes: tl.constexpr = (HAS_BIAS, HAS_MARKS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
 
     # Through the far past: entries that all rows see, then those that some do.
     core = r // heads_per_core
@@ -320,16 +347,20 @@ def _attend_dq_kernel(
     v_base = far_v_ptr + n * far_v_strides[0] + core * far_v_strides[1]
     high = visible_entries(groups, group_size, sink_groups)
     biases = bias_ptr + head * num_entries
-    keys = (k_base, v_base, far_k_strides[2], far_v_strides[2], num_entries, high * 0, high, biases)
+    steps = (far_k_strides[2], far_v_strides[2], num_entries)
+    marks = marks_ptr
+    if HAS_MARKS:
+        marks = marks_of_rows(marks_ptr, n, rows, 0, (share, num_shares, num_words))
+    keys = (k_base, v_base) + steps + (high * 0, high, biases, marks)
     dq = _query_gradients(dq, queries, keys, whole * 0, whole, scale, softcap, False, sizes)
     dq = _query_gradients(dq, queries, keys, whole, far_end, scale, softcap, True, sizes)
 
     # Through raw tokens: the oldest, the middle, the causal end.
-    raw_sizes: tl.constexpr = (False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
+    raw_sizes: tl.constexpr = (False, False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
     k_base = k_ptr + n * k_strides[0]
     v_base = v_ptr + n * v_strides[0]
     low = groups * group_size
-    keys = (k_base, v_base, k_strides[1], v_strides[1], num_keys, low, rows + 1, biases)
+    keys = (k_base, v_base, k_strides[1], v_strides[1], num_keys, low, rows + 1, biases, marks)
     first_end = tl.minimum(middle, end)
     dq = _query_gradients(dq, queries, keys, local, first_end, scale, softcap, True, raw_sizes)
     dq = _query_gradients(dq, queries, keys, middle, causal, scale, softcap, False, raw_sizes)
@@ -348,21 +379,23 @@ def _key_gradients(
     Args:
         state: The gradients of k, v and the keys' biases so far.
         keys: k, v, the keys' indices and their biases, [keys, 1] or 0.
-        queries: Pointers to q, grad out, log-sum-exp and delta, strides of the first two, and their
-            number.
+        queries: Pointers to q, grad out, log-sum-exp and delta, strides of the first two, their
+            number, and the marks: a pointer to those of the first query, and share, num_shares and
+            num_words.
         rule: group_size, window_size and sink_groups.
-        sizes: FAR, HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N.
+        sizes: FAR, HAS_BIAS, HAS_MARKS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N.
     """
     dk, dv, dbias = state
     k, v, index, bias = keys
-    q_ptr, grad_ptr, lse_ptr, delta_ptr, stride_q, stride_g, num_queries = queries
+    q_ptr, grad_ptr, lse_ptr, delta_ptr, stride_q, stride_g, num_queries, marks, shares = queries
     group_size, window_size, sink_groups = rule
     FAR: tl.constexpr = sizes[0]
     HAS_BIAS: tl.constexpr = sizes[1]
-    HAS_SOFTCAP: tl.constexpr = sizes[2]
-    HEAD_DIM: tl.constexpr = sizes[3]
-    BLOCK_D: tl.constexpr = sizes[4]
-    BLOCK_N: tl.constexpr = sizes[5]
+    HAS_MARKS: tl.constexpr = sizes[2]
+    HAS_SOFTCAP: tl.constexpr = sizes[3]
+    HEAD_DIM: tl.constexpr = sizes[4]
+    BLOCK_D: tl.constexpr = sizes[5]
+    BLOCK_N: tl.constexpr = sizes[6]
     offs = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     q_tile = q_ptr + begin.to(tl.int64) * stride_q + offs[:, None] * stride_q + dims[None, :]
@@ -388,6 +421,9 @@ def _key_gradients(
                 is_raw = index[:, None] >= (groups * group_size)[None, :]
                 seen = is_raw & (index[:, None] <= rows[None, :])
             weights = tl.where(seen & (rows < num_queries)[None, :], weights, 0.0)
+        if HAS_MARKS:
+            words = marks_of_rows(marks, 0, rows, 0, shares)
+            weights = tl.where(marked_keys(words, index), 0.0, weights)
         dv += dot(weights.to(grad.dtype), grad)
         grad_scores = weights * (dot(v, tl.trans(grad)) - delta[None, :])
         if HAS_BIAS:
@@ -400,12 +436,13 @@ def _key_gradients(
     return dk, dv, dbias
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_shares", "num_words"])
 def _attend_dkv_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     bias_ptr,
+    marks_ptr,
     lse_ptr,
     grad_ptr,
     delta_ptr,
@@ -414,6 +451,8 @@ def _attend_dkv_kernel(
     dbias_ptr,
     num_queries,
     num_keys,
+    num_shares,
+    num_words,
     scale,
     softcap,
     q_strides,
@@ -426,8 +465,10 @@ def _attend_dkv_kernel(
     group_size,
     window_size,
     sink_groups,
+    share,
     FAR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_MARKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -477,7 +518,7 @@ def _attend_dkv_kernel(
     dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     rule = (group_size, window_size, sink_groups)
-    sizes: tl.constexpr = (FAR, HAS_BIAS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
+    sizes: tl.constexpr = (FAR, HAS_BIAS, HAS_MARKS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
     for i in range(heads_per_key):
         r = h * heads_per_key + i
         head = n * heads_per_n + r
@@ -494,6 +535,8 @@ def _attend_dkv_kernel(
             q_strides[2],
             grad_strides[2],
             num_queries,
+            marks_ptr + n * num_shares * num_words,
+            (share, num_shares, num_words),
         )
         state = (dk, dv, tl.zeros([BLOCK_M], tl.float32))
         begin_end = tl.minimum(low, end)
@@ -530,10 +573,14 @@ def rule_of(spec: Spec) -> tuple[int, int, int]:
 
 
 def attend(
-    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None = None,
+    marks: Marks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend as `packed.attend` does: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in
-    float32."""
+    float32; to no core token that is marked for the query's share."""
     far = far_past(tokens, cores, spec, core_bias)
     tokens = near_past(tokens, spec)
     q, k, v, far_k, far_v = map(contiguous_rows, (*tokens[:3], far.k, far.v))
@@ -547,25 +594,40 @@ def attend(
         _attend_fwd_kernel,
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
-            *(q, k, v, far_k, far_v, lse if far.bias is None else far.bias, out, lse),
+            *(q, k, v, far_k, far_v, lse if far.bias is None else far.bias),
+            *(lse if marks is None else marks.words, out, lse),
             *(num_queries, k.shape[1], far_k.shape[2], tokens.q_start, tokens.k_start),
+            *_shape(marks),
             *(float(spec.scale), float(spec.softcap or 1.0)),
         ),
         (
             *(x.stride()[:-1] for x in (q, k, v, far_k, far_v)),
             *(n * r, r, r // far_k.shape[1]),
             *rule_of(spec),
+            1 if marks is None else marks.share,
         ),
         HAS_BIAS=core_bias is not None,
+        HAS_MARKS=marks is not None,
         **_constants(tiles, dim, spec.softcap),
     )
     return out, lse
 
 
+def _shape(marks: Marks | None) -> tuple[int, int]:
+    """Return the number of shares and of words of each."""
+    return (1, 1) if marks is None else marks.words.shape[1:]
+
+
 def attend_backward(
-    upstream: Upstream, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+    upstream: Upstream,
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None = None,
+    marks: Marks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return gradients as `packed.attend_backward` does, in float32, the same from run to run."""
+    """Return gradients as `packed.attend_backward` does, in float32, the same from run to run; of
+    the attention to core tokens that are not marked."""
     far = far_past(tokens, cores, spec, core_bias)
     q, k, v, far_k, far_v = map(contiguous_rows, (*tokens[:3], far.k, far.v))
     grad_out = contiguous_rows(upstream.grad_out)
@@ -577,22 +639,25 @@ def attend_backward(
     delta = torch.empty_like(lse)
     bias = lse if far.bias is None else far.bias  # not read without biases: a launch needs pointers
     dbias = torch.empty_like(bias)
+    words = lse if marks is None else marks.words
     numbers = (float(spec.scale), float(spec.softcap or 1.0))
     tiles = dq_tiles(chip_of(q.device), q.dtype, dim)
     launch(
         _attend_dq_kernel,
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
-            *(q, k, v, far_k, far_v, bias, upstream.out.contiguous(), lse, grad_out),
+            *(q, k, v, far_k, far_v, bias, words, upstream.out.contiguous(), lse, grad_out),
             lse if upstream.grad_lse is None else upstream.grad_lse.contiguous(),
-            *(dq, delta, num_queries, k.shape[1], far_k.shape[2], *numbers),
+            *(dq, delta, num_queries, k.shape[1], far_k.shape[2], *_shape(marks), *numbers),
         ),
         (
             *(x.stride()[:-1] for x in (q, k, v, far_k, far_v, grad_out)),
             *(n * r, r, r // far_k.shape[1]),
             *rule_of(spec),
+            1 if marks is None else marks.share,
         ),
         HAS_BIAS=core_bias is not None,
+        HAS_MARKS=marks is not None,
         HAS_GRAD_LSE=upstream.grad_lse is not None,
         **_constants(tiles, dim, spec.softcap),
     )
@@ -608,16 +673,18 @@ def attend_backward(
             _attend_dkv_kernel,
             (ceil_div(count, tiles.block_m) * n * heads,),
             (
-                *(q, key, value, bias, lse, grad_out, delta, dkey, dvalue, dbias),
-                *(num_queries, count, *numbers),
+                *(q, key, value, bias, words, lse, grad_out, delta, dkey, dvalue, dbias),
+                *(num_queries, count, *_shape(marks), *numbers),
             ),
             (
                 *(x.stride()[:-1] for x in (q, key, value, grad_out)),
                 *(n * heads, r, r // heads),
                 *rule_of(spec),
+                1 if marks is None else marks.share,
             ),
             FAR=is_far,
             HAS_BIAS=is_far and far.bias is not None,
+            HAS_MARKS=is_far and marks is not None,
             **_constants(tiles, dim, spec.softcap),
         )
     dcore_k = add_to_sinks(dfar_k, dk, spec.sinks)

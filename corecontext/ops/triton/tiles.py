@@ -80,6 +80,33 @@ def dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
     return dq_tiles(chip, dtype, dim)
 
 
+def choose_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
+    """For the scores of a choice: block_m queries of up to four heads, block_n groups."""
+    shared = chip.shared_memory
+    if shared == 0:
+        return Tiles(32, 32, 4, 1)
+    if dtype == torch.float32 or dim > 128:
+        return Tiles(16, 32, 4, 1)
+    if shared < 160 * 1024:
+        return Tiles(32, 64, 4, 2)
+    return Tiles(64, 64, 4, 2)
+
+
+def fetch_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
+    """For raw tokens of chosen groups: at most block_m rows that see the same tokens, block_n
+    tokens."""
+    shared = chip.shared_memory
+    if shared == 0:
+        return Tiles(32, 32, 4, 1)
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1) if dim <= 128 else Tiles(16, 16, 4, 1)
+    if dim > 128:
+        return Tiles(32, 32, 4, 1)
+    if shared < 160 * 1024:
+        return Tiles(64, 32, 4, 2)
+    return Tiles(64, 64, 4, 3)
+
+
 class PoolTiles(NamedTuple):
     """Groups, tokens and columns of a pooling tile, and how Triton compiles the kernel."""
 

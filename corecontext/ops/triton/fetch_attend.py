@@ -1,0 +1,223 @@
+"""Attend to the raw tokens of chosen groups, in one softmax with all else that a query sees.
+
+`attend.py` attends to first tokens, to the core tokens of groups that are not chosen (`marks.py`)
+and to the window. `fetch_kernels.py` attends to the raw tokens of chosen groups and takes the
+results of the first part into one softmax.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
+from corecontext.ops.triton import attend as unfetched
+from corecontext.ops.triton.fetch_kernels import (
+    fetch_dkv_kernel,
+    fetch_dq_kernel,
+    fetch_fwd_kernel,
+)
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.marks import Marks, mark
+from corecontext.ops.triton.tiles import chip_of, fetch_tiles
+
+_MARK_BYTES = 256 << 20  # marks in memory at a time, of some KV heads
+
+
+class Fetched(NamedTuple):
+    """Hold a choice."""
+
+    chosen: Tensor
+    """[N, C, k] in int32: for each share that the queries touch the numbers of the chosen groups
+    behind the first tokens that stay raw, ascending, then -1."""
+    share: int
+    """Neighbouring queries that chose together (n): those of positions a n .. a n + n - 1."""
+
+
+class _Call(NamedTuple):
+    """Hold a call to the kernels of this file for some sequences of KV heads."""
+
+    tokens: Tokens
+    cores: Cores
+    spec: Spec
+    core_bias: Tensor | None
+    fetched: Fetched
+
+    def specialized(self) -> tuple[int, ...]:
+        """Return the last arguments of every kernel."""
+        share = self.fetched.share
+        sizes = (self.fetched.chosen.shape[2], share, power_of_2(share))
+        return *sizes, *unfetched.rule_of(self.spec)
+
+    def numbers(self) -> tuple[float, float]:
+        """Return scale and softcap."""
+        return float(self.spec.scale), float(self.spec.softcap or 1.0)
+
+    def constants(self, transposed: bool = False) -> dict[str, int | bool]:
+        """Return what the kernels are compiled for; transposed: keys are the rows."""
+        r, _, dim = self.tokens.q.shape[1:]
+        rows = r * power_of_2(self.fetched.share)
+        tiles = fetch_tiles(chip_of(self.tokens.q.device), self.tokens.q.dtype, dim)
+        block_m = max(16, min(tiles.block_m, power_of_2(rows)))
+        block_n = tiles.block_n
+        if transposed:
+            block_m = max(16, min(tiles.block_m, power_of_2(self.spec.group_size)))
+        return {
+            "HEADS": r,
+            "HAS_SOFTCAP": self.spec.softcap is not None,
+            "HEAD_DIM": dim,
+            "BLOCK_D": max(16, power_of_2(dim)),
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+        }
+
+    def row_blocks(self) -> int:
+        """Return how many programs the rows of a share take."""
+        rows = self.tokens.q.shape[1] * power_of_2(self.fetched.share)
+        return ceil_div(rows, self.constants()["BLOCK_M"])
+
+    def marks(self) -> Marks:
+        """Mark the core tokens that no query of a share sees."""
+        tokens, cores, spec = self.tokens, self.cores, self.spec
+        first = min(spec.sinks, tokens.k.shape[1])
+        entries = first + cores.k.shape[2]
+        return mark(self.fetched.chosen, self.fetched.share, entries, first)
+
+
+def _calls(
+    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None, fetched: Fetched
+) -> list[tuple[slice, _Call]]:
+    """Return the call for some sequences at a time, whose marks fit into their memory."""
+    n, count = fetched.chosen.shape[:2]
+    size = max(1, _MARK_BYTES // max(1, count * (spec.sinks + cores.k.shape[2]) // 8))
+    calls = []
+    for low in range(0, n, size):
+        heads = slice(low, low + size)
+        call = _Call(
+            Tokens(*(x[heads] for x in tokens[:3]), tokens.q_start),
+            Cores(*(x[heads] for x in cores)),
+            spec,
+            None if core_bias is None else core_bias[heads],
+            Fetched(fetched.chosen[heads], fetched.share),
+        )
+        calls.append((heads, call))
+    return calls
+
+
+def _together(results: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Concatenate the results of parts."""
+    if len(results) == 1:
+        return results[0]
+    return tuple(None if x[0] is None else torch.cat(x) for x in zip(*results))
+
+
+def attend(
+    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None, fetched: Fetched
+) -> tuple[Tensor, Tensor]:
+    """Attend to first tokens, raw tokens of chosen groups, core tokens of the other groups and the
+    window, in one softmax.
+
+    Args:
+        tokens: Raw tokens from position 0 on.
+        cores: Core tokens of the groups behind the first tokens that stay raw.
+        core_bias: [N, r], or [N, r, M], or None.
+
+    Returns:
+        out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32.
+    """
+    results = [_attend(call) for _, call in _calls(tokens, cores, spec, core_bias, fetched)]
+    return _together(results)
+
+
+def _attend(call: _Call) -> tuple[Tensor, Tensor]:
+    """`attend` for sequences whose marks fit into their memory."""
+    tokens, cores, spec, core_bias, fetched = call
+    out, lse = unfetched.attend(tokens, cores, spec, core_bias, call.marks())
+    q, k, v = map(contiguous_rows, tokens[:3])
+    n, count, k_groups = fetched.chosen.shape
+    if not (out.numel() and k_groups):
+        return out, lse
+    launch(
+        fetch_fwd_kernel,
+        (n * count * call.row_blocks(),),
+        (
+            *(q, k, v, fetched.chosen.contiguous(), out, lse),
+            *(q.shape[2], cores.k.shape[2], count),
+            *(tokens.q_start // fetched.share, tokens.q_start, *call.numbers()),
+        ),
+        (*(x.stride()[:-1] for x in (q, k, v, out)), *call.specialized()),
+        **call.constants(),
+    )
+    return out, lse
+
+
+def attend_backward(
+    upstream: Upstream,
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
+    fetched: Fetched,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v, core_k, core_v and core_bias of a whole sequence, in
+    float32, the same from run to run; the choice has none."""
+    results = [
+        _attend_backward(upstream.map(lambda x, heads=heads: x[heads]), call)
+        for heads, call in _calls(tokens, cores, spec, core_bias, fetched)
+    ]
+    return _together(results)
+
+
+def _attend_backward(upstream: Upstream, call: _Call) -> tuple[Tensor | None, ...]:
+    """`attend_backward` for sequences whose marks fit into their memory."""
+    tokens, cores, spec, core_bias, fetched = call
+    grads = unfetched.attend_backward(upstream, tokens, cores, spec, core_bias, call.marks())
+    dq, dk, dv = grads[:3]
+    q, k, v, grad_out = map(contiguous_rows, (*tokens[:3], upstream.grad_out))
+    n, count, k_groups = fetched.chosen.shape
+    num_groups = cores.k.shape[2]
+    if not (q.numel() and k_groups and num_groups):
+        return grads
+    lse = upstream.lse.contiguous()
+    delta = torch.empty_like(lse)
+    chosen = fetched.chosen.contiguous()
+    launch(
+        fetch_dq_kernel,
+        (n * count * call.row_blocks(),),
+        (
+            *(q, k, v, chosen, upstream.out.contiguous(), lse, grad_out),
+            lse if upstream.grad_lse is None else upstream.grad_lse.contiguous(),
+            *(dq, delta, q.shape[2], num_groups, count, *call.numbers()),
+        ),
+        (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
+        HAS_GRAD_LSE=upstream.grad_lse is not None,
+        **call.constants(),
+    )
+    order, begin = _shares_by_group(chosen, num_groups)
+    constants = call.constants(transposed=True)
+    launch(
+        fetch_dkv_kernel,
+        (ceil_div(spec.group_size, constants["BLOCK_M"]) * num_groups * n,),
+        (
+            *(q, k, v, lse, grad_out, delta, order, begin, dk, dv),
+            *(q.shape[2], k.shape[1], num_groups, order.shape[1], *call.numbers()),
+        ),
+        (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
+        **constants,
+    )
+    return grads
+
+
+def _shares_by_group(chosen: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Return the places [N, C k] of a choice [N, C, k], sorted by group, and where the places of
+    each group begin, [N, M + 1]; both in int32."""
+    flat = chosen.flatten(1)
+    flat = torch.where(flat < 0, num_groups, flat)
+    ordered, order = flat.sort(dim=1, stable=True)
+    groups = torch.arange(num_groups + 1, dtype=torch.int32, device=chosen.device)
+    begin = torch.searchsorted(ordered, groups.expand(chosen.shape[0], -1).contiguous())
+    return order.to(torch.int32), begin.to(torch.int32)

@@ -1,0 +1,404 @@
+"""Score groups by index keys: for each share of queries the parts that groups have of the softmax
+over all index scores of its far past, summed over the query heads of a KV head.
+
+Two kernels read the index keys, one for each row's log-sum-exp, one for the scores.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from corecontext.ops.triton.fetch_rule import Choosing, groups_of_share
+from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
+from corecontext.ops.triton.primitives import dot, load_tile, log2_scores, softmax_step
+from corecontext.ops.triton.tiles import chip_of, choose_tiles
+
+_HEADS = 4  # query heads whose queries one program holds
+_SEGMENT = 1024  # groups that one program scores
+
+
+@triton.jit
+def _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS: tl.constexpr, sizes):
+    """Load the query tiles of HEADS heads, [rows, columns] each."""
+    HEAD_DIM: tl.constexpr = sizes[0]
+    BLOCK_D: tl.constexpr = sizes[1]
+    dims = tl.arange(0, BLOCK_D)
+    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    tile = q_ptr + n * q_strides[0] + first_head * q_strides[1]
+    tile += rows.to(tl.int64)[:, None] * q_strides[2] + dims[None, :]
+    heads = (tl.load(tile, mask=mask, other=0.0),)
+    for i in tl.static_range(1, HEADS):
+        heads = heads + (tl.load(tile + i * q_strides[1], mask=mask, other=0.0),)
+    return heads
+
+
+@triton.jit
+def _index_scores(q, k, groups, num_groups, bias_ptr, scale, softcap, sizes):
+    """Return the scores [rows, groups] of one head, in units of log 2."""
+    HAS_BIAS: tl.constexpr = sizes[2]
+    HAS_SOFTCAP: tl.constexpr = sizes[3]
+    bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + groups, mask=groups < num_groups, other=0.0)[None, :]
+    scores, _ = log2_scores(dot(q, k), scale, bias, softcap, HAS_SOFTCAP)
+    return scores
+
+
+@triton.jit
+def _continue_lse(
+    state, queries, index, begin, end, visible, scale, softcap, MASKED: tl.constexpr, sizes
+):
+    """Continue the log-sum-exp of every row over index keys of groups begin .. end-1.
+
+    Args:
+        state: Running maxima of all heads, then their running sums.
+        queries: The query tile of each head.
+        index: Pointer to the index keys of a KV head, strides of groups and keys, number of groups,
+            pointer to the biases of the first head.
+        visible: Groups that each row sees, used where MASKED.
+        sizes: HEAD_DIM, BLOCK_D, HAS_BIAS, HAS_SOFTCAP, HEADS, KEYS, BLOCK_N.
+    """
+    index_ptr, stride_group, stride_key, num_groups, bias_ptr = index
+    HEAD_DIM: tl.constexpr = sizes[0]
+    BLOCK_D: tl.constexpr = sizes[1]
+    HEADS: tl.constexpr = sizes[4]
+    KEYS: tl.constexpr = sizes[5]
+    BLOCK_N: tl.constexpr = sizes[6]
+    offs = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    num_tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
+    for step in tl.range(0, num_tiles * KEYS):
+        groups = begin + step // KEYS * BLOCK_N + offs
+        tile = index_ptr + (step % KEYS) * stride_key + dims[:, None]
+        tile += groups.to(tl.int64)[None, :] * stride_group
+        k = load_tile(tile, groups, num_groups, dims, MASKED, True, HEAD_DIM, BLOCK_D)
+        maxima = ()
+        sums = ()
+        for i in tl.static_range(HEADS):
+            biases = bias_ptr + i * num_groups
+            scores = _index_scores(queries[i], k, groups, num_groups, biases, scale, softcap, sizes)
+            if MASKED:
+                scores = tl.where(groups[None, :] < visible[:, None], scores, -float("inf"))
+            _, _, running_max, running_sum = softmax_step(
+                scores, state[i], state[HEADS + i], MASKED
+            )
+            maxima = maxima + (running_max,)
+            sums = sums + (running_sum,)
+        state = maxima + sums
+    return state
+
+
+@triton.jit(do_not_specialize=["num_shares", "num_groups", "first_share", "q_end", "first_head"])
+def _index_lse_kernel(
+    q_ptr,
+    index_ptr,
+    bias_ptr,
+    lse_ptr,
+    num_shares,
+    num_groups,
+    first_share,
+    q_end,
+    first_head,
+    scale,
+    softcap,
+    q_strides,
+    index_strides,
+    num_sequences,
+    heads_per_n,
+    share,
+    group_size,
+    window_size,
+    sink_groups,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write the log-sum-exp of each row's index scores over its far past, in units of log 2.
+
+    Grid: (tiles of shares x N,). A program owns BLOCK_M shares of HEADS heads, so that an index key
+    is read once for all of them.
+    """
+    pid = tl.program_id(0)
+    tile = tl.num_programs(0) // num_sequences - 1 - pid // num_sequences
+    n = (pid % num_sequences).to(tl.int64)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = rows < num_shares
+    rule = (group_size, window_size, sink_groups)
+    shares = (first_share, share, q_end)
+    sizes: tl.constexpr = (HEAD_DIM, BLOCK_D, HAS_BIAS, HAS_SOFTCAP, HEADS, KEYS, BLOCK_N)
+    queries = _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS, sizes)
+    visible = groups_of_share(rows, shares, rule, num_groups)
+    end = groups_of_share(tile * BLOCK_M + BLOCK_M - 1, shares, rule, num_groups)
+    first = groups_of_share(tile * BLOCK_M, shares, rule, num_groups)
+    whole = first // BLOCK_N * BLOCK_N
+    head = n * heads_per_n + first_head
+    index = (
+        index_ptr + n * index_strides[0],
+        index_strides[1],
+        index_strides[2],
+        num_groups,
+        bias_ptr + head * num_groups,
+    )
+    state = ()
+    for _ in tl.static_range(HEADS):
+        state = state + (tl.full([BLOCK_M], -float("inf"), tl.float32),)
+    for _ in tl.static_range(HEADS):
+        state = state + (tl.zeros([BLOCK_M], tl.float32),)
+    state = _continue_lse(
+        state, queries, index, whole * 0, whole, visible, scale, softcap, False, sizes
+    )
+    state = _continue_lse(state, queries, index, whole, end, visible, scale, softcap, True, sizes)
+    for i in tl.static_range(HEADS):
+        lse = state[i] + tl.log2(state[HEADS + i])
+        tl.store(lse_ptr + (head + i) * num_shares + rows, lse, mask=exists)
+
+
+@triton.jit
+def _store_scores(
+    scores_ptr,
+    queries,
+    log_sums,
+    index,
+    begin,
+    end,
+    rows,
+    scale,
+    softcap,
+    MASKED: tl.constexpr,
+    sizes,
+):
+    """Store the scores of groups begin .. end-1 for the shares that a program owns.
+
+    Args:
+        log_sums: The log-sum-exp of each row, for each head.
+        rows: Rows of the scores, which of them exist, elements between them, and groups that each
+            of them sees.
+        sizes: As in `_continue_lse`; then ADD and BLOCK_M.
+    """
+    index_ptr, stride_group, stride_key, num_groups, bias_ptr = index
+    row, exists, stride_row, visible = rows
+    HEAD_DIM: tl.constexpr = sizes[0]
+    BLOCK_D: tl.constexpr = sizes[1]
+    HEADS: tl.constexpr = sizes[4]
+    KEYS: tl.constexpr = sizes[5]
+    BLOCK_N: tl.constexpr = sizes[6]
+    ADD: tl.constexpr = sizes[7]
+    BLOCK_M: tl.constexpr = sizes[8]
+    offs = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    for start in tl.range(begin, end, BLOCK_N):
+        groups = start + offs
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for key in range(KEYS):
+            tile = index_ptr + key * stride_key + dims[:, None]
+            tile += groups.to(tl.int64)[None, :] * stride_group
+            k = load_tile(tile, groups, num_groups, dims, MASKED, True, HEAD_DIM, BLOCK_D)
+            for i in tl.static_range(HEADS):
+                biases = bias_ptr + i * num_groups
+                scores = _index_scores(
+                    queries[i], k, groups, num_groups, biases, scale, softcap, sizes
+                )
+                total += tl.exp2(scores - log_sums[i][:, None])
+        place = scores_ptr + row[:, None] * stride_row + groups[None, :]
+        kept = exists[:, None]
+        if MASKED:
+            kept = kept & (groups[None, :] < visible[:, None])
+        if ADD:
+            total += tl.load(place, mask=kept, other=0.0)
+        tl.store(place, total, mask=kept)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_shares", "num_groups", "first_share", "q_end", "first_head"),
+        *("first_row", "num_rows", "stride_row"),
+    ]
+)
+def _group_scores_kernel(
+    q_ptr,
+    index_ptr,
+    bias_ptr,
+    lse_ptr,
+    scores_ptr,
+    num_shares,
+    num_groups,
+    first_share,
+    q_end,
+    first_head,
+    first_row,
+    num_rows,
+    stride_row,
+    scale,
+    softcap,
+    q_strides,
+    index_strides,
+    num_sequences,
+    heads_per_n,
+    share,
+    group_size,
+    window_size,
+    sink_groups,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ADD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write the scores of the groups that each share sees, [N, num_rows, stride_row] in float32:
+    of the shares first_row .. first_row + num_rows - 1 of the call.
+
+    Grid: (tiles of shares x N, segments of groups). A program owns BLOCK_M shares of HEADS heads
+    and SEGMENT groups.
+    """
+    tile = tl.program_id(0) // num_sequences
+    n = (tl.program_id(0) % num_sequences).to(tl.int64)
+    own = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = first_row + own
+    exists = own < num_rows
+    rule = (group_size, window_size, sink_groups)
+    shares = (first_share, share, q_end)
+    last = first_row + tl.minimum(tile * BLOCK_M + BLOCK_M, num_rows) - 1
+    begin = tl.program_id(1) * SEGMENT
+    end = tl.minimum(begin + SEGMENT, groups_of_share(last, shares, rule, num_groups))
+    if begin < end:
+        sizes: tl.constexpr = (
+            HEAD_DIM,
+            BLOCK_D,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            HEADS,
+            KEYS,
+            BLOCK_N,
+            ADD,
+            BLOCK_M,
+        )
+        queries = _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS, sizes)
+        head = n * heads_per_n + first_head
+        log_sums = ()
+        for i in tl.static_range(HEADS):
+            place = lse_ptr + (head + i) * num_shares + rows
+            log_sums = log_sums + (tl.load(place, mask=exists, other=0.0),)
+        index = (
+            index_ptr + n * index_strides[0],
+            index_strides[1],
+            index_strides[2],
+            num_groups,
+            bias_ptr + head * num_groups,
+        )
+        visible = groups_of_share(rows, shares, rule, num_groups)
+        places = (n * num_rows + own, exists, stride_row, visible)
+        first = groups_of_share(first_row + tile * BLOCK_M, shares, rule, num_groups)
+        whole = begin + tl.maximum(tl.minimum(first, end) - begin, 0) // BLOCK_N * BLOCK_N
+        _store_scores(
+            scores_ptr, queries, log_sums, index, begin, whole, places, scale, softcap, False, sizes
+        )
+        _store_scores(
+            scores_ptr, queries, log_sums, index, whole, end, places, scale, softcap, True, sizes
+        )
+
+
+class Queries(NamedTuple):
+    """Hold the queries of a choice, the index and the settings; shapes as in `choose`."""
+
+    q: Tensor
+    index: Tensor
+    bias: Tensor | None
+    settings: Choosing
+
+    def head_blocks(self) -> list[tuple[int, int]]:
+        """Return the first head and the number of heads of each launch."""
+        r = self.q.shape[1]
+        return [(first, min(_HEADS, r - first)) for first in range(0, r, _HEADS)]
+
+    def positions(self) -> tuple[int, int, int]:
+        """Return the number of groups, the number of the first share and the position behind the
+        last query."""
+        return self.index.shape[1], self.settings.first_share, self.settings.q_end
+
+    def numbers(self) -> tuple[float, float]:
+        """Return scale and softcap."""
+        return float(self.settings.scale), float(self.settings.softcap or 1.0)
+
+    def specialized(self) -> tuple:
+        """Return the arguments for whose values the kernels that score are compiled."""
+        settings = self.settings
+        n, r = self.q.shape[:2]
+        strides = (self.q.stride()[:-1], self.index.stride()[:-1])
+        return *strides, n, r, settings.share, *settings.rule
+
+    def constants(self, heads: int) -> dict[str, int | bool]:
+        """Return the constants of the kernels that score."""
+        dim = self.q.shape[3]
+        tiles = choose_tiles(chip_of(self.q.device), self.q.dtype, dim)
+        return {
+            "HEADS": heads,
+            "KEYS": self.index.shape[2],
+            "HEAD_DIM": dim,
+            "BLOCK_D": max(16, power_of_2(dim)),
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+        }
+
+
+def log_sums(call: Queries) -> Tensor:
+    """Return the log-sum-exp of each row's index scores, [N, r, C], in units of log 2."""
+    q, index, bias, settings = call
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    for first_head, heads in call.head_blocks():
+        constants = call.constants(heads)
+        launch(
+            _index_lse_kernel,
+            (ceil_div(q.shape[2], constants["BLOCK_M"]) * q.shape[0],),
+            (
+                *(q, index, lse if bias is None else bias, lse),
+                *(q.shape[2], *call.positions(), first_head, *call.numbers()),
+            ),
+            call.specialized(),
+            HAS_BIAS=bias is not None,
+            HAS_SOFTCAP=settings.softcap is not None,
+            **constants,
+        )
+    return lse
+
+
+def score_groups(call: Queries, lse: Tensor, scores: Tensor, first_row: int) -> None:
+    """Fill the scores [N, rows, groups] of the shares from first_row on."""
+    q, index, bias, settings = call
+    rows, visible = scores.shape[1:]
+    for first_head, heads in call.head_blocks():
+        constants = call.constants(heads)
+        launch(
+            _group_scores_kernel,
+            (
+                ceil_div(rows, constants["BLOCK_M"]) * q.shape[0],
+                ceil_div(visible, _SEGMENT),
+            ),
+            (
+                *(q, index, lse if bias is None else bias, lse, scores),
+                *(q.shape[2], *call.positions(), first_head, first_row, rows, visible),
+                *call.numbers(),
+            ),
+            call.specialized(),
+            HAS_BIAS=bias is not None,
+            HAS_SOFTCAP=settings.softcap is not None,
+            ADD=first_head > 0,
+            SEGMENT=_SEGMENT,
+            **constants,
+        )

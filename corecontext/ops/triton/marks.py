@@ -1,0 +1,96 @@
+"""Mark the entries of the far past that a share of queries does not see as core tokens: one bit
+each.
+
+The raw tokens of chosen groups come back, so their core tokens leave the softmax. A row of 32-bit
+words for each share holds a bit for each entry of `far_past.far_past`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
+
+
+class Marks(NamedTuple):
+    """Hold the marks of N sequences."""
+
+    words: Tensor
+    """[N, C, W] in int32; bit e % 32 of word e // 32 is that of entry e. Whole tiles of 64 entries,
+    so that a kernel reads two words at once."""
+    share: int
+    """Neighbouring queries with the same marks."""
+
+
+@triton.jit
+def marks_of_rows(marks_ptr, n, position, q_start, shares):
+    """Return a pointer to the words of each row.
+
+    Args:
+        position: Of each row's query; behind the last query, those of its share.
+        shares: Queries of a share, number of shares, words of each.
+    """
+    share, num_shares, num_words = shares
+    number = tl.minimum(position // share - q_start // share, num_shares - 1)
+    return marks_ptr + (n * num_shares + number).to(tl.int64) * num_words
+
+
+@triton.jit
+def marked_entries(marks, start, BLOCK: tl.constexpr):
+    """Return which of BLOCK entries from start on are marked, [rows, entries]; start is a multiple
+    of BLOCK, which is at most 64."""
+    offs = tl.arange(0, BLOCK)
+    words = tl.load(marks + start // 32)[:, None]
+    if BLOCK > 32:
+        words = tl.where(offs[None, :] < 32, words, tl.load(marks + start // 32 + 1)[:, None])
+    return (words >> ((start + offs) % 32)[None, :]) & 1 != 0
+
+
+@triton.jit
+def marked_keys(marks, entries):
+    """Return which of the entries, at most 64 from a multiple of their number on, are marked,
+    [entries, rows]."""
+    word = tl.min(entries, 0) // 32
+    words = tl.load(marks + word)[None, :]
+    if entries.shape[0] > 32:
+        words = tl.where(
+            (entries // 32 == word)[:, None], words, tl.load(marks + word + 1)[None, :]
+        )
+    return (words >> (entries % 32)[:, None]) & 1 != 0
+
+
+@triton.jit(do_not_specialize=["num_words", "first_entry"])
+def _mark_kernel(chosen_ptr, words_ptr, num_words, first_entry, num_chosen, BLOCK: tl.constexpr):
+    """Set the bits of one share's groups; grid: (N C,)."""
+    row = tl.program_id(0).to(tl.int64)
+    slots = tl.arange(0, BLOCK)
+    group = tl.load(chosen_ptr + row * num_chosen + slots, mask=slots < num_chosen, other=-1)
+    entry = tl.maximum(group, 0) + first_entry
+    bit = tl.full([BLOCK], 1, tl.int32) << (entry % 32)
+    tl.atomic_or(words_ptr + row * num_words + entry // 32, bit, mask=group >= 0, sem="relaxed")
+
+
+def mark(chosen: Tensor, share: int, num_entries: int, first_entry: int) -> Marks:
+    """Mark chosen groups.
+
+    Args:
+        chosen: [N, C, k] in int32, -1 where there is none.
+        num_entries: Entries of the far past, of which the first are first_entry raw tokens.
+    """
+    n, count, k = chosen.shape
+    num_words = 2 * ceil_div(max(1, num_entries), 64)
+    words = torch.zeros((n, count, num_words), dtype=torch.int32, device=chosen.device)
+    launch(
+        _mark_kernel,
+        (n * count,),
+        (chosen, words, num_words, first_entry),
+        (k,),
+        BLOCK=power_of_2(k),
+        num_warps=1,
+    )
+    return Marks(words, share)

@@ -1,0 +1,245 @@
+"""The Triton kernels of fetch against dense float64: the choice of groups, attention to raw tokens
+of the chosen and core tokens of the other groups, its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the triton backend needs triton")
+
+from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
+from corecontext.ops.triton import fetch_attend, fetch_choose, fetch_scores
+from corecontext.ops.triton.fetch_attend import Fetched
+from corecontext.ops.triton.fetch_rule import Choosing
+from corecontext.visibility import sees_core, sees_token
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+DTYPES = [torch.float32] + ([torch.float16, torch.bfloat16] if GPU else [])
+
+
+def normal(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE)
+
+
+# The choice
+# -------------------------------------------------------------------------------------------------
+
+
+def dense_scores(q, index, settings, bias=None):
+    """Scores of groups [N, C, M] in float64, -1 for groups that a share does not see."""
+    q, index = q.double(), index.double()
+    scores = torch.einsum("nrcd,nmpd->nrcmp", q, index) * settings.scale
+    if settings.softcap is not None:
+        scores = settings.softcap * torch.tanh(scores / settings.softcap)
+    if bias is not None:
+        scores = scores + bias.double()[:, :, None, :, None]
+    count, num_groups = q.shape[2], index.shape[1]
+    seen = [settings.visible_groups(share, num_groups) for share in range(count)]
+    numbers = torch.arange(num_groups, device=q.device)
+    is_seen = numbers < torch.tensor(seen, device=q.device)[:, None]
+    parts = scores.logsumexp(-1).masked_fill(~is_seen, -torch.inf).softmax(-1).nan_to_num(0)
+    return parts.sum(1).masked_fill(~is_seen, -1)
+
+
+def best(scores, k):
+    """The k best groups of scores [..., M], ties to the lower number, ascending, then -1."""
+    num_groups = scores.shape[-1]
+    value, order = scores.sort(dim=-1, descending=True, stable=True)
+    kept = torch.where(value < 0, num_groups, order)[..., :k].sort(-1).values
+    kept = torch.where(kept == num_groups, -1, kept)
+    return torch.nn.functional.pad(kept, (0, k - kept.shape[-1]), value=-1)
+
+
+#        N  r  T   D   g  s  n / g M   p  k  share start
+CHOICES = [
+    (2, 4, 41, 16, 4, 9, 0, 10, 1, 3, 1, 0),
+    (1, 3, 70, 20, 4, 9, 1, 14, 2, 3, 5, 0),
+    (1, 7, 61, 16, 3, 5, 0, 16, 1, 4, 16, 0),
+    (2, 1, 40, 80, 4, 5, 0, 20, 4, 30, 2, 37),
+    (1, 5, 33, 16, 2, 5, 2, 20, 1, 2, 4, 11),
+    (1, 2, 9, 16, 4, 9, 0, 0, 1, 3, 1, 0),
+]
+
+
+@pytest.mark.parametrize("case", CHOICES, ids=str)
+@pytest.mark.parametrize("extra", ["", "softcap bias"])
+def test_choice(case, extra):
+    n, r, t, d, g, s, sinks, m, p, k, share, start = case
+    softcap = 3.0 if "softcap" in extra else None
+    settings = Choosing((g, s, sinks), d**-0.5, softcap, k, share, start, start + t)
+    q, index = normal(n, r, settings.num_shares, d), normal(n, m, p, d)
+    bias = normal(n, r, m) if "bias" in extra else None
+    got = fetch_choose.choose(q, index, settings, bias)
+    assert got.dtype == torch.int32
+    assert got.tolist() == best(dense_scores(q, index, settings, bias), k).tolist()
+
+
+@pytest.mark.parametrize("k", [3, 20])
+def test_choice_in_pieces(k, monkeypatch):
+    """Scores of a few shares at a time, and more groups than one program holds."""
+    monkeypatch.setattr(fetch_choose, "_SCORE_BYTES", 2000)
+    monkeypatch.setattr(fetch_scores, "_SEGMENT", 32)
+    monkeypatch.setattr(fetch_choose, "_MOST_SELECTED", 16)
+    settings = Choosing((2, 5, 0), 0.25, None, k, 8, 11, 101)
+    q, index = normal(1, 2, settings.num_shares, 16), normal(1, 48, 1, 16)
+    got = fetch_choose.choose(q, index, settings)
+    assert got.tolist() == best(dense_scores(q, index, settings), k).tolist()
+
+
+def test_equal_scores_go_to_the_lower_number():
+    settings = Choosing((2, 3, 0), 0.25, None, 5, 1, 0, 40)
+    index = normal(1, 4, 1, 16).repeat_interleave(5, 1)  # every key five times
+    got = fetch_choose.choose(normal(1, 2, 40, 16), index, settings)
+    for share, groups in enumerate(got[0].tolist()):
+        visible = settings.visible_groups(share, 20)
+        chosen = [group for group in groups if group >= 0]
+        assert len(chosen) == min(visible, 5)
+        for group in chosen:
+            copies = range(group - group % 5, group)
+            assert all(copy in chosen for copy in copies), (share, groups)
+
+
+# Attention
+# -------------------------------------------------------------------------------------------------
+
+
+def dense(inputs, fetched, spec, q_start=0, bias=None):
+    """out [N, r, T, D] and log-sum-exp [N, r, T] over first tokens, core tokens of groups not
+    chosen, raw tokens of chosen groups and the window; differentiable."""
+    q, k, v, core_k, core_v = inputs
+    n, r, t, _ = q.shape
+    g, s = spec.group_size, spec.window_size
+    first = spec.sinks // g
+    m = core_k.shape[2]
+    position = torch.arange(q_start, q_start + t, device=q.device)
+    token = torch.arange(k.shape[1], device=q.device)
+    share = position // fetched.share - q_start // fetched.share
+    chosen = torch.zeros(n, fetched.chosen.shape[1], m + 1, dtype=torch.bool, device=q.device)
+    groups = torch.where(fetched.chosen < 0, m, fetched.chosen).long()
+    chosen.scatter_(2, groups, True)
+    chosen = chosen[:, share, :m]  # [N, T, M]
+    core = torch.arange(m, device=q.device)
+    far = sees_core(core + first, position[:, None], g, s)
+    see_core = far & ~chosen
+    group_of = (token // g - first).clamp(0, max(0, m - 1))
+    fetched_raw = torch.zeros(n, t, k.shape[1], dtype=torch.bool, device=q.device)
+    if m:
+        in_group = (token // g >= first) & (token // g < first + m)
+        fetched_raw = (far & chosen)[:, :, group_of] & in_group
+    see_raw = sees_token(token, position[:, None], g, s, spec.sinks) | fetched_raw
+    keys = torch.cat((core_k.expand(-1, r, -1, -1), k[:, None].expand(-1, r, -1, -1)), 2)
+    values = torch.cat((core_v.expand(-1, r, -1, -1), v[:, None].expand(-1, r, -1, -1)), 2)
+    scores = q @ keys.mT * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if bias is not None:
+        each = bias if bias.dim() == 3 else bias[:, :, None].expand(-1, -1, m)
+        scores = scores + torch.nn.functional.pad(each, (0, k.shape[1]))[:, :, None]
+    seen = torch.cat((see_core, see_raw), 2)[:, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ values, scores.logsumexp(-1)
+
+
+#        N  r  T   D   g  s  sinks heads k share
+CASES = [
+    (2, 4, 29, 16, 4, 9, 0, 1, 3, 1),
+    (1, 3, 55, 20, 5, 7, 6, 1, 2, 4),
+    (1, 7, 36, 16, 3, 5, 0, 7, 30, 3),
+    (2, 1, 60, 64, 4, 6, 4, 1, 4, 16),
+    (1, 2, 67, 16, 16, 10, 0, 2, 2, 5),
+    (1, 2, 12, 16, 4, 9, 0, 1, 3, 1),
+]
+if GPU:
+    CASES += [(2, 4, 1500, 128, 16, 64, 16, 1, 8, 16), (1, 3, 700, 80, 16, 100, 0, 1, 5, 1)]
+
+
+def case_of(case, dtype=torch.float32, extra="", q_start=0):
+    """Tensors, choice, spec and bias of a case; the choice is that of random index scores."""
+    n, r, t, d, g, s, sinks, heads, k, share = case
+    spec = Spec(g, s, d**-0.5, sink_size=sinks, softcap=4.0 if "softcap" in extra else None)
+    total = q_start + t
+    m = max(0, total // g - spec.sinks // g)
+    shapes = ((n, r, t, d), (n, total, d), (n, total, d), (n, heads, m, d), (n, heads, m, d))
+    tensors = [normal(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
+    settings = Choosing((g, s, spec.sinks // g), 1.0, None, k, share, q_start, total)
+    scores = normal(n, settings.num_shares, m).abs()
+    for number in range(settings.num_shares):
+        scores[:, number, settings.visible_groups(number, m) :] = -1
+    bias = None
+    if "bias" in extra:
+        bias = normal(n, r) if heads == 1 else normal(n, r, m)
+    return tensors, Fetched(best(scores, k).to(torch.int32), share), spec, bias
+
+
+def assert_rows(got, expected, dtype, message):
+    """Every row is right; one bound for a tensor would hide a wrong row."""
+    assert got.shape == expected.shape, message
+    got, expected = got.double(), expected.double()
+    error = (got - expected).flatten(0, -2).norm(dim=-1)
+    size = expected.flatten(0, -2).norm(dim=-1).clamp(min=1)
+    assert bool((error <= ERROR[dtype] * size).all()), (message, float((error / size).max()))
+
+
+@pytest.mark.parametrize("extra", ["", "softcap bias"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention(dtype, case, extra):
+    tensors, fetched, spec, bias = case_of(case, dtype, extra)
+    tokens, cores = Tokens(*tensors[:3]), Cores(*tensors[3:])
+    out, lse = fetch_attend.attend(tokens, cores, spec, bias, fetched)
+    wide = None if bias is None else bias.double()
+    expected, expected_lse = dense([x.double() for x in tensors], fetched, spec, bias=wide)
+    assert_rows(out, expected, dtype, "out")
+    assert_rows(lse[..., None], expected_lse[..., None], dtype, "lse")
+
+
+@pytest.mark.parametrize("q_start", [1, 33])
+def test_a_later_chunk(q_start):
+    case = (1, 3, 21, 16, 4, 9, 4, 1, 3, 8)
+    tensors, fetched, spec, _ = case_of(case, q_start=q_start)
+    tokens, cores = Tokens(*tensors[:3], q_start), Cores(*tensors[3:])
+    out, lse = fetch_attend.attend(tokens, cores, spec, None, fetched)
+    expected, expected_lse = dense([x.double() for x in tensors], fetched, spec, q_start)
+    assert_rows(out, expected, torch.float32, "out")
+    assert_rows(lse[..., None], expected_lse[..., None], torch.float32, "lse")
+
+
+@pytest.mark.parametrize("extra", ["", "softcap bias"])
+@pytest.mark.parametrize("case", CASES[:5], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients(dtype, case, extra):
+    tensors, fetched, spec, bias = case_of(case, dtype, extra)
+    out, lse = fetch_attend.attend(Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, bias, fetched)
+    grad_out, grad_lse = normal(*out.shape, seed=7).to(dtype), normal(*lse.shape, seed=8)
+    leaves = [x.double().requires_grad_() for x in tensors]
+    wide = None if bias is None else bias.double().requires_grad_()
+    expected, expected_lse = dense(leaves, fetched, spec, bias=wide)
+    wanted = torch.autograd.grad(
+        (expected * grad_out.double()).sum() + (expected_lse * grad_lse.double()).sum(),
+        [*leaves, *([] if wide is None else [wide])],
+    )
+    got = fetch_attend.attend_backward(
+        Upstream(grad_out, grad_lse, out, lse),
+        Tokens(*tensors[:3]),
+        Cores(*tensors[3:]),
+        spec,
+        bias,
+        fetched,
+    )
+    for name, grad, right in zip(("q", "k", "v", "core_k", "core_v"), got, wanted):
+        assert_rows(grad, right, dtype, name)
+    if bias is not None:
+        assert torch.allclose(got[5].double(), wanted[5], atol=20 * ERROR[dtype])
+
+
+def test_marks_of_some_heads_at_a_time(monkeypatch):
+    tensors, fetched, spec, _ = case_of(CASES[0])
+    arguments = (Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, None, fetched)
+    whole = fetch_attend.attend(*arguments)
+    monkeypatch.setattr(fetch_attend, "_MARK_BYTES", 1)
+    for got, expected in zip(fetch_attend.attend(*arguments), whole):
+        assert torch.equal(got, expected)
