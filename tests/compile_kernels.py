@@ -67,6 +67,12 @@ FETCH = (
     fetch_kernels.fetch_dq_kernel,
     fetch_kernels.fetch_dkv_kernel,
 )
+CHOICE = (
+    fetch_scores._index_lse_kernel,
+    fetch_scores._group_scores_kernel,
+    fetch_choose._select_kernel,
+    marks._mark_kernel,
+)
 HEADS = 4  # query heads that share a KV head
 
 
@@ -206,12 +212,10 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
         return False  # holds little more than without
     if function is attend._attend_dkv_kernel:
         return constants["FAR"] == (chip == "sm_86")
-    if function in FETCH:
-        return dim == 128 and constants["BLOCK_M"] == (64 if chip == "sm_86" else 16)
     if dim != 128:
         return function in ATTENTION
-    if function in (pool_mass.mass_fwd_kernel, pool_mass.mass_bwd_kernel):
-        return chip == "sm_86"
+    if function in (*FETCH, *CHOICE, pool_mass.mass_fwd_kernel, pool_mass.mass_bwd_kernel):
+        return chip == "sm_86" and constants.get("BLOCK_M") != 16
     if function is decode._step_kernel:
         is_plain = constants["KIND"] == "auto" and constants["SINKS"] == 0
         return is_plain == (chip == "gfx942")
