@@ -797,6 +797,17 @@ def test_no_gradient_is_asked_of_a_filled_cache_by_any_tensor(count):
         layer.attend(*qkv(1, 2, 1, 3))
 
 
+@pytest.mark.parametrize("sizes", [[5, 30, 1, 1, 23], [60]], ids=str)
+@pytest.mark.parametrize("max_length", [None, 60])
+def test_every_part_of_a_cache_has_the_scale(sizes, max_length):
+    """Prompts too short for a core token, chunks, steps and pooling."""
+    tensors, config = qkv(2, 4, 2, 60), CCAConfig(4, 9, sink_size=2)
+    expected = reference(config, *tensors, scale=0.7)
+    layer = CompactLayer(config, ROTARY, max_length=max_length)
+    out = fed(layer, tensors, sizes, scale=0.7)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+
+
 def test_a_constant_number_of_groups_counts_no_padding():
     config, tensors = CCAConfig(num_groups=5, window_size=9), qkv(2, 4, 2, 50)
     mask = torch.ones(2, 50, dtype=torch.long)

@@ -1,5 +1,7 @@
 """Cost formulas, against counting and against PyTorch's own counter."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_model import save_tiny_model
@@ -14,6 +16,8 @@ from transformers import (
 
 from benchmarks import floor
 from corecontext import cost
+from corecontext.files import UserError
+from corecontext.model_sizes import ModelSizes, check_counts
 from corecontext.visibility import local_start, num_visible_cores
 
 
@@ -222,3 +226,33 @@ def test_bytes_of_a_number_are_those_of_the_checkpoint():
         found = cost.ModelCost.of(config)
         assert found.itemsize == size and (found.query_heads, found.kv_heads) == (2, 1)
         assert found.head_dim == 4
+
+
+def test_sizes_that_a_config_leaves_out():
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 3}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, head_dim=16)
+    assert ModelSizes.of(config) == (6, 2, 16, 3)
+    config.num_key_value_heads = None
+    config.head_dim = None
+    assert ModelSizes.of(config) == (6, 6, 8, 3)
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "multiple of its 4 KV heads .* 6"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers of at least 1 in its config.json, got 0"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads of at least 1 in its config.json"),
+        ({"vocab_size": 0}, "vocab_size of at least 1"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, None),
+        ({"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}, None),
+        ({}, None),
+    ],
+)
+def test_counts_that_no_model_has_are_refused(sizes, message):
+    config = SimpleNamespace(**sizes)
+    if message is None:
+        check_counts("tiny", config)
+        return
+    with pytest.raises(UserError, match=f"model 'tiny' must have a {message}"):
+        check_counts("tiny", config)

@@ -307,6 +307,20 @@ def test_sizes_that_hold_nothing(device, backend):
     assert core_k.shape == core_v.shape == (1, 2, 0, 16)
 
 
+def test_the_smallest_and_largest_heads_are_taken(device):
+    for head_dim in (2, 512):
+        x = make_inputs(7, head_dim=head_dim, device=device)
+        rotary = Rotary.from_theta(10000.0, head_dim, device)
+        assert cca_attention(*x[:3], rotary=rotary, group_size=2, window_size=1).shape == x.q.shape
+        wide = Rotary.from_theta(10000.0, head_dim + 2, device)
+        for operator in (cca_attention, pool_core_tokens):
+            with pytest.raises(ValueError, match=f"must rotate at most head_dim {head_dim} dim"):
+                operator(*x[:3], rotary=wide, group_size=2)
+    x = make_inputs(3, head_dim=514, device=device)
+    with pytest.raises(ValueError, match="head_dim must be even and at most 512, got 514"):
+        cca_attention(*x[:3], core_position="token")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "packed"])
 def test_dtypes_of_results(device, dtype, backend):

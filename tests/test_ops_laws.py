@@ -429,6 +429,50 @@ def test_laws_6_and_8_backends_agree_in_float64(device, option, group_size, wind
             )
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {},
+        {"softcap": 3.0},
+        {"core_mass": True, "core_heads": "query"},
+        {"sink_size": 6},
+        {"pooling": "mean_query", "softcap": 3.0},
+        {"learned": "temperature"},
+        {"group_size": (1, 4)},
+    ],
+    ids=str,
+)
+def test_every_part_has_the_scale_and_the_softcap(device, option):
+    """Also short rows, which are PyTorch's attention without a softcap, and pooling alone."""
+    if "learned" in option:
+        option = {"learned": {"temperature": torch.linspace(-1, 1, 4, device=device)}}
+    for length in (5, 12, 61):
+        x = make_inputs(length, batch_size=2, dtype=torch.float64, device=device, with_lse=False)
+        settings = {"group_size": 4, "window_size": 9, "rotary": rotary_on(device), **option}
+        run = functools.partial(cca_attention, **settings)
+        for scale in (0.7, 1):
+            scaled = x._replace(q=x.q * (4 * scale))  # the default is 1 / sqrt(16)
+            found = results_and_gradients(
+                lambda q, k, v: (run(q, k, v, scale=scale), q[..., 0]),
+                x,
+            )
+            expected = results_and_gradients(lambda q, k, v: (run(q, k, v), q[..., 0]), scaled)
+            expected["grad_q"] *= 4 * scale
+            for name in ("out", "grad_q", "grad_k", "grad_v"):
+                torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-11)
+            reference = run(*x[:3], scale=scale, backend="reference")
+            torch.testing.assert_close(found["out"], reference, rtol=0, atol=1e-11)
+    if option in ({}, {"softcap": 3.0}):
+        for backend in BACKENDS:
+            pool = functools.partial(
+                pool_core_tokens, group_size=4, rotary=rotary_on(device), backend=backend, **option
+            )
+            cores = pool(*x[:3], scale=0.7)
+            for core, expected in zip(cores, pool(x.q * 2.8, *x[1:3])):
+                torch.testing.assert_close(core, expected, rtol=0, atol=1e-12)
+            assert not torch.allclose(cores[0], pool(*x[:3])[0])
+
+
 def test_law_6_gradients_reach_through_the_pooling_weights(device):
     """Only core tokens of the group are seen by the last query, so the group's query moves it only
     as a weight."""
