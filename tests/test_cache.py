@@ -808,6 +808,19 @@ def test_every_part_of_a_cache_has_the_scale(sizes, max_length):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
 
 
+def test_under_autocast_a_cache_is_one_of_rounded_tokens():
+    """Pooled and attended to as without autocast."""
+    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60, dtype=torch.float32)
+    half = [x.bfloat16() for x in tensors]
+    plain, inside = (CompactLayer(config, ROTARY) for _ in range(2))
+    sizes = [30, 1, 1, 8, 20]
+    expected = fed(plain, half, sizes)
+    with torch.autocast(tensors[0].device.type, torch.bfloat16):
+        out = fed(inside, [tensors[0], half[1], tensors[2]], sizes)
+    assert torch.equal(out, expected) and out.dtype == torch.bfloat16
+    assert all(map(torch.equal, inside.buffers, plain.buffers))
+
+
 def test_a_constant_number_of_groups_counts_no_padding():
     config, tensors = CCAConfig(num_groups=5, window_size=9), qkv(2, 4, 2, 50)
     mask = torch.ones(2, 50, dtype=torch.long)

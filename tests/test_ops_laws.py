@@ -350,18 +350,18 @@ def test_law_5_packed_documents_do_not_see_each_other(device, how, num_groups, w
                 )
 
 
+@pytest.mark.parametrize("group_size", [4, (1, 4)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shared", [True, False], ids=["one row of positions", "a row each"])
-def test_law_5_documents_of_several_rows(device, backend, shared):
+def test_law_5_documents_of_several_rows(device, backend, shared, group_size):
     """Positions [1, L] tell the documents of all rows, [B, L] those of each."""
     x = make_inputs(60, batch_size=2, dtype=torch.float64, device=device)
     edges = [(0, 23, 24, 60), (0, 23, 24, 60) if shared else (0, 41, 60)]
     positions = torch.stack(
         [torch.cat([torch.arange(b - a, device=device) for a, b in pairwise(row)]) for row in edges]
     )
-    run = functools.partial(
-        cca_attention, group_size=4, window_size=9, rotary=rotary_on(device), backend=backend
-    )
+    settings = {"group_size": group_size, "window_size": 9, "rotary": rotary_on(device)}
+    run = functools.partial(cca_attention, backend=backend, **settings)
     out = run(*x[:3], position_ids=positions[:1] if shared else positions)
     for row in range(2):
         for a, b in pairwise(edges[row]):
@@ -369,13 +369,15 @@ def test_law_5_documents_of_several_rows(device, backend, shared):
             torch.testing.assert_close(out[row : row + 1, :, a:b], alone, rtol=0, atol=1e-12)
 
 
-def test_law_5_masks_of_any_dtype_and_padding_on_both_sides(device):
+@pytest.mark.parametrize("group_size", [4, (1, 4)], ids=str)
+def test_law_5_masks_of_any_dtype_and_padding_on_both_sides(device, group_size):
     x = make_inputs(45, batch_size=3, dtype=torch.float64, device=device)
     mask = torch.ones(3, 45, device=device)
     mask[0, :7] = 0
     mask[0, 40:] = 0
     mask[2, 44:] = 0
-    run = functools.partial(cca_attention, group_size=4, window_size=9, rotary=rotary_on(device))
+    settings = {"group_size": group_size, "window_size": 9, "rotary": rotary_on(device)}
+    run = functools.partial(cca_attention, **settings)
     outs = [run(*x[:3], attention_mask=mask.to(dtype)) for dtype in (torch.bool, torch.int32)]
     outs.append(run(*x[:3], attention_mask=mask))
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
@@ -383,6 +385,9 @@ def test_law_5_masks_of_any_dtype_and_padding_on_both_sides(device):
         alone = run(*(y[row : row + 1, :, span] for y in x[:3]))
         torch.testing.assert_close(outs[0][row : row + 1, :, span], alone, rtol=0, atol=1e-12)
     assert bool((outs[0][0, :, 40:] == 0).all() and (outs[0][0, :, :7] == 0).all())
+    mask[1, 30] = 0
+    with pytest.raises(ValueError, match="got a hole in row 1. Pass packed"):
+        run(*x[:3], attention_mask=mask)
 
 
 def test_num_groups_is_the_group_size_it_stands_for(device):
