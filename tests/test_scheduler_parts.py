@@ -530,6 +530,44 @@ def test_a_queue_of_none_still_takes_what_can_start(model):
         scheduler.submit(Request([1, 2], 3))
 
 
+def test_the_queue_is_locked_and_no_request_is_ever_missing(model, monkeypatch):
+    """Other threads submit requests and count them meanwhile."""
+    scheduler = Scheduler(model)
+    lock, start = mock.MagicMock(), scheduler._start_reading
+    scheduler._lock = lock
+
+    class Queue(deque):
+        def append(self, slot):
+            assert lock.__enter__.call_count == lock.__exit__.call_count + 1
+            super().append(slot)
+
+        def clear(self):
+            assert lock.__enter__.call_count == lock.__exit__.call_count + 1
+            super().clear()
+
+    def start_reading(slot, pool):
+        start(slot, pool)
+        assert slot in scheduler.waiting and slot in scheduler.active()
+
+    scheduler.waiting = Queue()
+    monkeypatch.setattr(scheduler, "_start_reading", start_reading)
+    slot = scheduler.submit(Request([1, 2], 3))
+    scheduler.run_turn()
+    assert slot.made and lock.__enter__.call_count == lock.__exit__.call_count == 2
+    scheduler.abandon(RuntimeError("gone"))
+    assert lock.__enter__.call_count == 3
+
+
+def test_a_device_that_is_broken_ends_no_request_alone(model, monkeypatch):
+    scheduler = Scheduler(model)
+    slot = scheduler.submit(Request([1, 2], 3))
+    broken = mock.Mock(side_effect=torch.AcceleratorError("device-side assert triggered"))
+    monkeypatch.setattr(scheduler_module, "read_next_chunk", broken)
+    with pytest.raises(torch.AcceleratorError):
+        scheduler.run_turn()
+    assert slot.end_reason is None
+
+
 def test_four_prompts_are_read_at_once_in_alternation(model, monkeypatch):
     scheduler = Scheduler(model)
     order = []

@@ -28,12 +28,13 @@ from corecontext.serve import connection, guard, logs, protocol  # noqa: E402
 from corecontext.serve import http as server_module  # noqa: E402
 from corecontext.serve.errors import Code, RequestError  # noqa: E402
 from corecontext.serve.http import create_app  # noqa: E402
+from corecontext.serve.logprobs_writer import LogprobsWriter  # noqa: E402
 from corecontext.serve.metrics import Metrics, labels_of, sizes_of  # noqa: E402
-from corecontext.serve.reply import Events, unless_gone  # noqa: E402
+from corecontext.serve.reply import Choice, Events, Reply, unless_gone  # noqa: E402
 from corecontext.serve.request import Request, Slot, TokenLogprobs  # noqa: E402
 from corecontext.serve.settings import BUNDLED, Serving  # noqa: E402
 from corecontext.serve.text import TextStream  # noqa: E402
-from corecontext.serve.token_text import LogprobsWriter, TokenText  # noqa: E402
+from corecontext.serve.token_text import TokenText  # noqa: E402
 from corecontext.serve.worker import Answer, Worker, _failure  # noqa: E402
 
 CONFIG = CCAConfig(4, 8)
@@ -49,8 +50,9 @@ class Letters:
     def __call__(self, text, **options):
         return {"input_ids": [ord(letter) for letter in text]}
 
-    def decode(self, ids, skip_special_tokens=True, **options):
-        return "".join(chr(i) for i in ids if not (skip_special_tokens and i == 3))
+    def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=True):
+        text = "".join(chr(i) for i in ids if not (skip_special_tokens and i == 3))
+        return text.replace(" .", ".") if clean_up_tokenization_spaces else text
 
 
 class Scripted:
@@ -593,6 +595,9 @@ def test_a_texts_context_is_its_prompt_and_a_chats_is_none():
     server = Scripted("x", "x")
     server.ask(stop=["q"])
     server.ask("/v1/chat/completions")
+    spaced = Scripted("x .").ask(prompt=[97, 32, 46], echo=True, logprobs=0, max_tokens=3).json()
+    assert spaced["choices"][0]["text"] == "a .x ."
+    assert spaced["choices"][0]["logprobs"]["tokens"] == ["x", " ", "."]
     assert server.texts[0]._ids[:2] == [97, 98] and server.texts[0].stops == ["q"]
     assert server.texts[1]._ids == [ord("x")] and server.texts[1].stops == []
 
@@ -638,6 +643,7 @@ def test_paths_and_methods_that_are_not_there():
     wrong = server.ask("/v1/completions", "GET")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
     assert wrong.json()["error"]["message"] == "the method is not allowed here."
+    assert {server.ask(path, "GET").status_code for path in ("/docs", "/redoc", "/v1")} == {404}
     nothing = server.ask("/v1/nothing", "GET")
     assert nothing.status_code == 404 and nothing.json()["error"] == {
         "message": "there is no such path. See /openapi.json.",
@@ -670,6 +676,23 @@ def test_probes_tell_the_workers_state(alive, draining, health, ready):
     assert [response.json()["status"] for response in found] == words
 
 
+def test_the_worker_starts_and_ends_with_the_application(caplog):
+    server = Scripted()
+    server.service.worker.start, server.service.worker.stop = mock.Mock(), mock.Mock()
+    logger = logging.getLogger("corecontext.serve")
+
+    async def run():
+        async with server.app.router.lifespan_context(server.app):
+            assert server.service.worker.start.call_count == 1
+            assert not server.service.worker.stop.called
+
+    with mock.patch.object(logger, "propagate", True), caplog.at_level(logging.INFO, logger.name):
+        asyncio.run(run())
+    server.service.worker.stop.assert_called_once_with()
+    assert [record.message for record in caplog.records] == ["started", "stopped"]
+    assert caplog.records[0].fields == {"model": "m"}
+
+
 def test_the_page_of_metrics_is_prometheus_text():
     server = Scripted("x")
     memory = SimpleNamespace(budget=9, used=0, allocated=3, prefixes=SimpleNamespace(nbytes=2))
@@ -691,6 +714,11 @@ def test_the_schema_names_the_model_and_the_refusals():
     assert set(schema["paths"]["/v1/models/{name}"]["get"]["responses"]) == {
         *("200", "400", "401", "404")
     }
+    refused = schema["paths"]["/v1/completions"]["post"]["responses"]["429"]
+    assert refused["description"] == "The queue is full."
+    assert "Error" in str(refused["content"]["application/json"]["schema"])
+    unready = schema["paths"]["/ready"]["get"]["responses"]["503"]
+    assert "Status" in str(unready["content"]["application/json"]["schema"])
     store = schema["components"]["schemas"]["ChatRequest"]["properties"]["store"]
     assert {"const": False} in [{"const": kind.get("const")} for kind in store["anyOf"]]
 
@@ -979,6 +1007,20 @@ def test_work_ends_with_its_client():
     with pytest.raises(RuntimeError):
         asyncio.run(response({}, stay, mock.AsyncMock(side_effect=RuntimeError("gone"))))
     assert closed == [True, True]
+
+
+def test_a_stream_that_is_left_waits_for_no_answer():
+    async def leave():
+        answer = Answer(Request([1], 9), TextStream(Letters()), lambda slot: None)
+        answer.slot = Slot(answer.request)
+        events = Reply([Choice(answer, 0, "")], "m", "replica-1", False).events(False)
+        answer.on_token(ord("x"))
+        assert '"text": "x"' in await events.__anext__()
+        await events.aclose()
+        await asyncio.sleep(0)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(leave()) == set()
 
 
 # Logs and metrics

@@ -26,13 +26,14 @@ from corecontext.inference.sampling import Sampling
 from corecontext.serve import protocol
 from corecontext.serve.errors import Code, InvalidRequest, RequestError, invalid_body
 from corecontext.serve.guard import Guard, error_response, is_loopback
+from corecontext.serve.logprobs_writer import LogprobsWriter
 from corecontext.serve.metrics import Metrics, sizes_of
 from corecontext.serve.reply import Choice, Events, Reply, unless_gone
 from corecontext.serve.request import Request, Slot
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.settings import Serving
 from corecontext.serve.text import TextStream, token_numbers
-from corecontext.serve.token_text import LogprobsWriter, TokenText
+from corecontext.serve.token_text import TokenText
 from corecontext.serve.worker import Answer, Worker, error_of
 
 log = logging.getLogger("corecontext.serve")

@@ -14,9 +14,9 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 
 from corecontext.serve.errors import RequestError
+from corecontext.serve.logprobs_writer import LogprobsWriter
 from corecontext.serve.metrics import sizes_of
 from corecontext.serve.request import Slot
-from corecontext.serve.token_text import LogprobsWriter
 from corecontext.serve.worker import Answer
 
 
