@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="the triton backend needs triton")
 
+from corecontext.ops.api import cca_attention
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.ops.triton import fetch_attend, fetch_choose, fetch_scores
 from corecontext.ops.triton.fetch_attend import Fetched
@@ -243,3 +244,31 @@ def test_marks_of_some_heads_at_a_time(monkeypatch):
     monkeypatch.setattr(fetch_attend, "_MARK_BYTES", 1)
     for got, expected in zip(fetch_attend.attend(*arguments), whole):
         assert torch.equal(got, expected)
+
+
+# The operator
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", ["core", "mean", "bounds", "parts:2", "oracle", "bits:4"])
+@pytest.mark.parametrize("share", [1])
+def test_operator(index, share):
+    """The plug-in of the kernels: out and gradients are the reference's."""
+    settings = {
+        "group_size": 4,
+        "window_size": 9,
+        "sink_size": 4,
+        "core_position": "token",
+        "fetch_groups": 2,
+        "fetch_index": index,
+        "fetch_share": share,
+        "core_mass": True,
+    }
+    q, k, v = normal(1, 4, 33, 16), normal(1, 2, 33, 16, seed=1), normal(1, 2, 33, 16, seed=2)
+    results = {}
+    for backend in ("reference", "triton"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = cca_attention(*leaves, backend=backend, **settings)
+        results[backend] = (out, *torch.autograd.grad(out.square().sum(), leaves))
+    for name, got, right in zip(("out", "q", "k", "v"), results["triton"], results["reference"]):
+        assert_rows(got.detach(), right.detach(), torch.float32, name)

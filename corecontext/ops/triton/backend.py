@@ -20,9 +20,10 @@ from corecontext.ops import compose
 from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.ops.triton import attend as anywhere
+from corecontext.ops.triton import fetch_backend, pool_mass
 from corecontext.ops.triton import pool as pooling
-from corecontext.ops.triton import pool_mass
 from corecontext.ops.triton.decode import decode_step
+from corecontext.ops.triton.fetch_backend import fetch_unsupported_reason
 from corecontext.ops.triton.pool import rotation_tables
 
 try:  # Gluon is young: a Triton without it, or with another, has the other kernels
@@ -34,6 +35,9 @@ __all__ = [
     "attend",
     "attend_backward",
     "decode_step",
+    "fetch_attend",
+    "fetch_attend_backward",
+    "fetch_unsupported_reason",
     "gradients",
     "mass",
     "mass_backward",
@@ -85,6 +89,27 @@ def attend_backward(
     """Return gradients as `packed.attend_backward` does, in float32, the same from run to run."""
     with _on(tokens.q):
         return anywhere.attend_backward(upstream, tokens, cores, spec, core_bias)
+
+
+def fetch_attend(
+    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fetch as `fetch_backend.fetch_attend` does."""
+    with _on(tokens.q):
+        return fetch_backend.fetch_attend(tokens, cores, spec, core_bias)
+
+
+def fetch_attend_backward(
+    upstream: Upstream,
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
+    choice: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return gradients as `fetch_backend.fetch_attend_backward` does."""
+    with _on(tokens.q):
+        return fetch_backend.fetch_attend_backward(upstream, tokens, cores, spec, core_bias, choice)
 
 
 def gradients(

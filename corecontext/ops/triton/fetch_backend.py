@@ -1,0 +1,116 @@
+"""Fetch by kernels: index keys as the kernels read them, the choice, attention and gradients on one
+sequence."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from corecontext.config import parse_index
+from corecontext.ops.fetch import index as fetch_index
+from corecontext.ops.fetch import low_bits
+from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
+from corecontext.ops.triton import fetch_attend as attention
+from corecontext.ops.triton.attend import rule_of
+from corecontext.ops.triton.fetch_attend import Fetched
+from corecontext.ops.triton.fetch_choose import choose
+from corecontext.ops.triton.fetch_rule import Choosing
+
+_MAX_DIM = 256  # elements of an index key
+
+
+def fetch_unsupported_reason(spec: Spec, tokens: Tokens) -> str | None:
+    """Return why the kernels cannot take the call, or None."""
+    if spec.fetch_share > 1:
+        return "queries share a choice"
+    kind, number = parse_index(spec.fetch_index)
+    if kind == "core" and spec.core_heads == "query":
+        return "the index is the core tokens of query heads"
+    if kind == "parts" and number < spec.group_size and spec.group_size % number:
+        return f"{number} parts of {spec.group_size} tokens differ in size"
+    if kind == "bounds" and 2 * tokens.q.shape[3] > _MAX_DIM:
+        return f"bounds of head_dim {tokens.q.shape[3]} are more than {_MAX_DIM} elements"
+    return None
+
+
+def fetch_attend(
+    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose groups and attend to their raw tokens, the core tokens of the other groups, first
+    tokens and the window.
+
+    Args:
+        tokens: Raw tokens from position 0 on.
+
+    Returns:
+        out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32, and the choice [N, C,
+        k] in int32: for each of the C shares that the queries touch the numbers of the chosen
+        groups, counted as core tokens are, ascending, then -1.
+    """
+    start, end = tokens.q_start, tokens.q_start + tokens.q.shape[2]
+    count = min(spec.fetch_groups, cores.k.shape[2])
+    numbers = (spec.softcap, count, spec.fetch_share, start, end)
+    settings = Choosing(rule_of(spec), spec.scale, *numbers)
+    q, keys = _index(mean_queries(tokens.q, settings), tokens, cores, spec)
+    bias = None
+    if spec.fetch_index == "core" and core_bias is not None:
+        bias = core_bias.float()
+        if bias.dim() == 2:
+            bias = bias[:, :, None].expand(-1, -1, cores.k.shape[2])
+        bias = bias.contiguous()
+    choice = choose(q, keys, settings, bias)
+    fetched = Fetched(choice, spec.fetch_share)
+    return *attention.attend(tokens, cores, spec, core_bias, fetched), choice
+
+
+def fetch_attend_backward(
+    upstream: Upstream,
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
+    choice: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return gradients as `packed.attend_backward` does, in float32, the same from run to run, for
+    the choice of a forward."""
+    fetched = Fetched(choice, spec.fetch_share)
+    return attention.attend_backward(upstream, tokens, cores, spec, core_bias, fetched)
+
+
+def mean_queries(q: Tensor, settings: Choosing) -> Tensor:
+    """Return the mean query of each share, [N, r, C, D] in the dtype of q, from q [N, r, T, D]."""
+    share = settings.share
+    if share == 1:
+        return q
+    before = settings.q_start % share
+    after = -settings.q_end % share
+    total = F.pad(q, (0, 0, before, after)).unflatten(2, (-1, share)).sum(3, dtype=torch.float32)
+    first = torch.arange(settings.num_shares, device=q.device) * share - before
+    # Queries of each share that are in the call.
+    end = (first + share).clamp(max=q.shape[2])
+    count = end - first.clamp(min=0)
+    return (total / count[:, None]).to(q.dtype)
+
+
+def _index(q: Tensor, tokens: Tokens, cores: Cores, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Return queries and index keys [N, M, p, D] whose products are the index scores, up to a
+    constant."""
+    kind, number = parse_index(spec.fetch_index)
+    if kind == "core":
+        return q, cores.k[:, 0, :, None]
+    g, first = spec.group_size, spec.sinks
+    groups = tokens.k[:, first : first + cores.k.shape[2] * g].unflatten(1, (-1, g))
+    tensors = fetch_index.build(groups, spec.fetch_index).tensors
+    if kind == "mean":
+        return q, tensors[0][:, :, None]
+    if kind == "bounds":
+        # Of each product with the least and the largest element the larger one.
+        bounds = torch.cat((tensors[1], tensors[0]), -1)
+        return torch.cat((q.clamp(min=0), q.clamp(max=0)), -1), bounds[:, :, None]
+    if kind == "bits":
+        codes, scales = tensors
+        dim = q.shape[3]
+        keys = low_bits.decode(codes, number, dim, torch.float32) * scales[..., None]
+        return q @ low_bits.rotation(dim, q.dtype, q.device), keys.to(q.dtype)
+    return q, tensors[0]
