@@ -163,7 +163,7 @@ def filled_layer(
     Args:
         like: Keys of one step, [B, Hkv, 1, D].
     """
-    config = CCAConfig(group_size, window_size)
+    config = CCAConfig.paper(group_size, window_size)
     layer = CompactLayer(config, rotary_for(like), max_length=max_length)
     batch, heads, _, dim = like.shape
     entries = layer.ring_size + seen
@@ -213,7 +213,7 @@ def check_decode(sizes: Sizes, group_size: int, window_size: int) -> None:
     float64."""
     length = window_size + 4 * group_size + 3
     q, k, v = make_inputs(length, sizes._replace(batch=1))
-    layer = CompactLayer(CCAConfig(group_size, window_size), rotary_for(q), max_length=length)
+    layer = CompactLayer(CCAConfig.paper(group_size, window_size), rotary_for(q), max_length=length)
     layer.attend(*(x[:, :, :-1] for x in (q, k, v)))
     out = layer.attend(*(x[:, :, -1:] for x in (q, k, v)))[:, :, 0].double()
     wide = (q.double(), k.double(), v.double())

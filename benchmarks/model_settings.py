@@ -96,7 +96,7 @@ class ModelBench:
 
     def config(self, group_size: int | None = None, window_size: int | None = None) -> CCAConfig:
         """Return CCA's settings."""
-        return CCAConfig(
+        return CCAConfig.paper(
             group_size or self.group_size,
             window_size or self.window_size,
             cache_dtype=self.cache_dtype,

@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.request_load import Seen, arrivals, day_rate, prompt_of, replay
 from benchmarks.serving_settings import SERVED_SHAPES, ServeBench
+from corecontext.config import CCAConfig
 from corecontext.files import UserError
 from corecontext.loading import pick_device
 from corecontext.measure import package_path
@@ -46,7 +47,8 @@ def served(bench: ServeBench, variant: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         options = bench.server_options(variant)
         if bench.shape is not None:
-            (Path(folder) / "config.json").write_text(json.dumps(SERVED_SHAPES[bench.shape]))
+            shape = SERVED_SHAPES[bench.shape] | {"cca": CCAConfig.paper().to_dict()}
+            (Path(folder) / "config.json").write_text(json.dumps(shape))
             options += ["--model", folder, "--random-weights"]
         options += bench.options("model", "cache_mib", "max_running", "rows_per_pool")
         options += bench.options("chunk_size", "dtype", "device")

@@ -111,7 +111,7 @@ class _Trial:
         self.teacher: Any = None
         compute_loss_in_chunks(self.model, LOSS_CHUNK, self._taught)
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.config = CCAConfig(bench.group_size, bench.window_size)
+        self.config = CCAConfig.paper(bench.group_size, bench.window_size)
         self.handle: Any = None
         self.wire: Any = None
         if bench.context_parallel:
@@ -239,7 +239,7 @@ class _Trial:
             expected = self._loss(CHECK_LENGTH, whole=True)
             dist.all_reduce(share)
         else:
-            wide = CCAConfig(self.config.group_size, CHECK_LENGTH)
+            wide = CCAConfig.paper(self.config.group_size, CHECK_LENGTH)
             with self._attention("full", wide):
                 expected = self._loss(CHECK_LENGTH)
             with self._attention("cca", wide):

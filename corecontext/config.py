@@ -12,6 +12,12 @@ from typing import Any
 
 DEFAULT_GROUP_SIZE = 16
 DEFAULT_WINDOW_SIZE = 1024
+DEFAULT_SINK_SIZE = 16
+"""One group of the default size. Pretrained models direct much of their attention at the first
+tokens, and lose most of what they know where these are pooled."""
+PAPER_RULE = {"sink_size": 0, "core_mass": False}
+"""Values of the fields whose defaults are not the paper's. A saved config without one of these
+fields was written when its default was this value."""
 POOLINGS = ("cca", "mean", "max", "mean_query")
 LEARNED_WEIGHTS = ("temperature", "probe", "distance", "key_gain")
 LEARNED = (*LEARNED_WEIGHTS, "bias")
@@ -27,7 +33,11 @@ MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class CCAConfig:
-    """Core Context Aware attention, as docs/math.md defines it."""
+    """Core Context Aware attention, as docs/math.md defines it.
+
+    The defaults keep the first tokens raw, which pretrained models need; `CCAConfig.paper()` is the
+    paper's rule exactly.
+    """
 
     group_size: int = DEFAULT_GROUP_SIZE
     """Tokens per core token (g), at least 1. With 1 the attention is full attention."""
@@ -55,7 +65,7 @@ class CCAConfig:
     layer_group_sizes: tuple[int | tuple[int, ...], ...] | None = None
     """g of each full-attention layer, in order, instead of group_size for all; or for each KV head
     of a layer, a tuple. A head whose g is 1 keeps every token."""
-    sink_size: int = 0
+    sink_size: int = DEFAULT_SINK_SIZE
     """First tokens of a sequence that every query sees uncompressed, rounded up to a multiple of g
     (each layer's own); their groups are not pooled. 0, the paper's rule, keeps none."""
     cache_dtype: str = "auto"
@@ -110,8 +120,23 @@ class CCAConfig:
         return dataclasses.asdict(self)
 
     @classmethod
+    def paper(
+        cls,
+        group_size: int = DEFAULT_GROUP_SIZE,
+        window_size: int = DEFAULT_WINDOW_SIZE,
+        **changes: Any,
+    ) -> CCAConfig:
+        """Make a config of the paper's rule, whatever the defaults are: no first tokens are kept
+        raw, and nothing is added to the scores of core tokens. `changes` replace other fields."""
+        return cls(group_size, window_size, **PAPER_RULE | changes)
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CCAConfig:
-        """Make a config from the dict of `to_dict`; unknown keys are errors."""
+        """Make a config from the dict of `to_dict`; unknown keys are errors.
+
+        A dict without `sink_size` or `core_mass` was saved before these existed, and its model was
+        trained by the paper's rule: it means `PAPER_RULE`, not today's defaults.
+        """
         if not isinstance(values, Mapping):
             raise TypeError(f"CCA settings must map names to values, got {values!r}.")
         names = cls.__dataclass_fields__
@@ -119,7 +144,15 @@ class CCAConfig:
             if key not in names:
                 hint = did_you_mean(key, names) or f" Known: {', '.join(names)}."
                 raise ValueError(f"unknown CCA setting {key!r}.{hint}")
-        return cls(**values)
+        # planted: config: an old checkpoint gets today's default
+        return cls(**{**PAPER_RULE, **values})
+
+    @classmethod
+    def saved_in(cls, hf_config: Any) -> CCAConfig:
+        """Return the settings in a checkpoint's config.json, or the defaults if it has none."""
+        saved = getattr(hf_config, "cca", None)
+        # planted: config: a checkpoint without settings gets the paper's rule
+        return cls.from_dict(saved) if saved else cls()
 
     def replace(self, **changes: Any) -> CCAConfig:
         """Return a copy with some fields changed, validated again; a new group_size is that of

@@ -89,8 +89,8 @@ def cache_entries(
     cores_per_group: int = 1,
     sinks: int = 0,
 ) -> int:
-    """Count cached tokens per layer, sequence and KV head: L // g + s + g - 1, or L for full
-    attention (group_size=1). First tokens kept raw take n (1 - 1 / g) more."""
+    """Count cached tokens per layer, sequence and KV head: (L - n) // g + n + s + g - 1, of which
+    n = `sinks` are first tokens kept raw; or L for full attention (group_size=1)."""
     if group_size == 1:
         return seq_len
     cores = num_complete_groups(seq_len - sinks, group_size)

@@ -83,7 +83,7 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
     for length in lengths:
         if config.num_groups:  # g follows from the length
             shares = {group_size_for(length, config.window_size, config.num_groups): 1.0}
-        full = _costs(cost, length, CCAConfig(group_size=1, window_size=1))
+        full = _costs(cost, length, CCAConfig.paper(1, 1))
         compact = [0.0, 0.0, 0.0]
         for g, share in shares.items():
             costs = _costs(cost, length, config.replace(group_size=g, num_groups=None))

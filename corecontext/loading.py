@@ -320,7 +320,7 @@ def cca_config(
     names = ("group_size", "window_size", "cache_dtype", "sink_size")
     given = zip(names, (group_size, window_size, cache_dtype, sinks))
     with one_line():
-        config = CCAConfig.from_dict(getattr(hf_config, "cca", None) or {})
+        config = CCAConfig.saved_in(hf_config)
         config = config.replace(**{name: value for name, value in given if value is not None})
         if hf_config is not None and config.varies:
             from corecontext.integrations.hf_attention import full_layers, layer_configs

@@ -14,6 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
+from corecontext.config import DEFAULT_SINK_SIZE
 from corecontext.files import UserError
 from corecontext.loading import WHOLE, Loaded, encode
 from corecontext.record import Record, make_record
@@ -152,7 +153,7 @@ def print_table(results: Mapping[str, Perplexity]) -> None:
     far = ", ".join(f"{titles[name]} {loss}" for name, loss in losses.items())
     console().print(f"positions from {window_size} on: {far}")
     if not cca.adapted:
-        sinks = "" if cca.sizes.get("sinks") else "--sinks 16; "
+        sinks = "" if cca.sizes.get("sinks") else f"--sinks {DEFAULT_SINK_SIZE}; "
         console().print(f"not adapted: try {sinks}corecontext layers; corecontext train")
 
 

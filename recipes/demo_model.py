@@ -62,7 +62,7 @@ PLAIN = str.maketrans(
         "\0": "",
     }
 )
-CCA = CCAConfig(group_size=16, window_size=512)
+CCA = CCAConfig.paper(group_size=16, window_size=512)
 FULL_STEP_EVERY = 4  # in the cca stage
 ANSWERED = 0.97  # share of right answer bytes at which a context length ends
 EVAL_LENGTHS = (1024, 4096, 16384, 36864)

@@ -16,6 +16,7 @@ _PAPER = TrainConfig(
     strategy="full",
     group_size=16,
     window_size=1024,
+    sink_size=0,
     steps=1000,
     batch_size=1,
     accumulation=8,

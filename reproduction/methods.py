@@ -83,7 +83,7 @@ def _entries(size: Size, group_size: int) -> int:
 
 
 def _cca(size: Size) -> CCAConfig:
-    return CCAConfig(group_size=size.group, window_size=size.window)
+    return CCAConfig.paper(group_size=size.group, window_size=size.window)
 
 
 def _paper(size: Size) -> Iterator[Method]:

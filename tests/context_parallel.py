@@ -64,9 +64,9 @@ def sharded_attention(q, k, v, shard, *, core_bias=0.0, learned=None, **settings
     softcap, rotary = settings.pop("softcap", None), settings.pop("rotary", None)
     group_size = settings.pop("group_size", 16)
     if isinstance(group_size, tuple):
-        config = CCAConfig(head_group_sizes=group_size, **settings)
+        config = CCAConfig.paper(head_group_sizes=group_size, **settings)
     else:
-        config = CCAConfig(group_size, **settings)
+        config = CCAConfig.paper(group_size, **settings)
     spec = Spec.of(config, rotary, q.shape[-1] ** -0.5, softcap)
     inputs = Inputs(q, k, v, core_bias, learned or {})
     return context_parallel_attention(inputs, shard, spec, config.backend)
@@ -205,7 +205,7 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "context"))
     ids = torch.randint(2, 96, (world // 2, 90), generator=torch.Generator().manual_seed(1))
     labels = torch.cat((ids[:, 1:], torch.full((len(ids), 1), -100)), 1)
-    plain = CCAConfig(group_size=4, window_size=9)
+    plain = CCAConfig.paper(group_size=4, window_size=9)
     for checkpointing, documents in itertools.product((False, True), ((), (0, 20, 90))):
         positions = torch.arange(90)[None].repeat(len(ids), 1)
         if documents:
@@ -269,7 +269,7 @@ def parts_of(cache: Cache) -> list[CompactLayer]:
 def prefilled(pair: dist.ProcessGroup) -> None:
     """A prompt read by two processes leaves each the cache that one process makes, and the same
     next tokens."""
-    config, wire = CCAConfig(group_size=4, window_size=9), Wire(pair)
+    config, wire = CCAConfig.paper(group_size=4, window_size=9), Wire(pair)
     cases = [
         (config, 157, {}),
         (config, 160, {"max_length": 200}),

@@ -412,6 +412,16 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
         f"{CACHE}::test_a_shrunk_window_is_exact_from_then_on",
     ),
     Fault(
+        "config: an old checkpoint gets today's default",
+        "return cls(**values)",
+        "tests/test_config.py::test_settings_saved_before_a_field_existed_are_the_papers",
+    ),
+    Fault(
+        "config: a checkpoint without settings gets the paper's rule",
+        "return cls.from_dict(saved or {})",
+        "tests/test_config.py::test_a_checkpoint_without_settings_gets_the_defaults",
+    ),
+    Fault(
         "sinks: a group too many stays raw",
         "return (sink_size // group_size + 1) * group_size",
         f"{SINKS}::test_the_integer_rules_are_the_definition",

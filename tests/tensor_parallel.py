@@ -31,8 +31,8 @@ def main(folder: str, output: str) -> None:
     ids, mask = ids.to(model.device), mask.to(model.device)
     found = {}
     for name, config in (
-        ("equal", CCAConfig(4, 10)),
-        ("by head", CCAConfig(8, 10, layer_group_sizes=(4, (8, 1)))),
+        ("equal", CCAConfig.paper(4, 10)),
+        ("by head", CCAConfig.paper(8, 10, layer_group_sizes=(4, (8, 1)))),
     ):
         with corecontext.enabled(model, config):
             with torch.no_grad():

@@ -25,7 +25,7 @@ from corecontext.serve.request import Request
 from corecontext.serve.scheduler import Scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = CCAConfig(4, 9)
+CONFIG = CCAConfig.paper(4, 9)
 ALL = {**FAMILIES, **MORE_FAMILIES}
 FIRST = {kind.model_type: family for family, (kind, _) in reversed(ALL.items())}
 """A family of each architecture, without sliding-window layers where there is one."""
@@ -59,7 +59,7 @@ def test_more_families_equal_the_dense_oracle(family):
 def test_architectures_train_and_are_served(family):
     model, ids = tiny_model(family), tokens(1, 20)
     expected = gradients(model, ids)
-    with corecontext.enabled(model, CCAConfig(1, 5)):
+    with corecontext.enabled(model, CCAConfig.paper(1, 5)):
         torch.testing.assert_close(gradients(model, ids), expected, rtol=1e-4, atol=1e-5)
         if transformers.handle_of(model).hybrid:
             return  # served by full attention only
@@ -125,6 +125,9 @@ def test_a_model_that_was_never_adapted_says_so_once():
     with pytest.warns(UserWarning, match="not trained with CCA.*train.*sink_size=16") as caught:
         corecontext.enable(model, CONFIG).disable()
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
+    with pytest.warns(UserWarning, match="`corecontext train`. warn=False") as caught:
+        corecontext.enable(model, CONFIG.replace(sink_size=4)).disable()
+    assert len(caught) == 1 and "sink" not in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         corecontext.enable(model, CONFIG, warn=False).disable()

@@ -432,7 +432,7 @@ def test_duo_in_models(family):
 
 def enable_and_count(model):
     """The full-attention layers of a model."""
-    with corecontext.enabled(model, CCAConfig(4, 8)) as handle:
+    with corecontext.enabled(model, CCAConfig.paper(4, 8)) as handle:
         return handle.full
 
 
@@ -461,8 +461,9 @@ def test_pooling_rivals_are_our_own_operators(name):
         found = logits(model, ids)
     with corecontext.enabled(model, CCAConfig(4, 9, pooling=name)):
         assert torch.equal(logits(model, ids), found)
-    with corecontext.enabled(model, CCAConfig(4, 9)):
-        assert not torch.allclose(logits(model, ids), found)
+    for other in (CCAConfig(4, 9), CCAConfig.paper(4, 9, pooling=name)):
+        with corecontext.enabled(model, other):
+            assert not torch.allclose(logits(model, ids), found)
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])

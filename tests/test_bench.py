@@ -720,8 +720,8 @@ def test_the_default_recipe_is_timed_with_its_heads_and_its_teacher(monkeypatch)
 def test_a_training_step_that_is_wrong_is_not_timed(monkeypatch):
     from benchmarks import training
 
-    real = training.CCAConfig
-    monkeypatch.setattr(training, "CCAConfig", lambda g, s: real(g, 3))
+    real = training.CCAConfig.paper
+    monkeypatch.setattr(training.CCAConfig, "paper", lambda g, s: real(g, 3))
     with pytest.raises(AssertionError, match="a step's loss is wrong, nothing was timed"):
         training.run_training_bench(TrainingBench((64,), "tiny"))
 

@@ -146,7 +146,7 @@ def test_a_prompt_over_the_limit_is_left_out(monkeypatch):
 def test_nothing_is_timed_where_decoding_is_wrong(monkeypatch):
     one, _ = shapes.make_model("tiny", "float32", "cpu")
     for kind in ("auto", "int8"):
-        model_check.check_model(one, CCAConfig(4, 32, cache_dtype=kind))
+        model_check.check_model(one, CCAConfig.paper(4, 32, cache_dtype=kind))
     from corecontext.cache import CompactLayer
 
     real = CompactLayer._decode
@@ -181,7 +181,9 @@ def more() -> list[Record]:
 def test_the_raw_heads_are_so_many_heads_also_where_there_are_more_than_layers(
     layers, kv_heads, count
 ):
-    config, found = model_methods.raw_config(Shape(layers, kv_heads), CCAConfig(16, 1024), 4096)
+    config, found = model_methods.raw_config(
+        Shape(layers, kv_heads), CCAConfig.paper(16, 1024), 4096
+    )
     assert found == count
     assert (
         sum(size.count(1) for size in config.layer_group_sizes if isinstance(size, tuple)) == count

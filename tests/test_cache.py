@@ -126,7 +126,7 @@ def test_any_way_of_appending_equals_one_pass(g, s, sinks, sizes, padded):
 )
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_every_setting_decodes_as_it_prefills(options, softcap):
-    config, tensors = CCAConfig(4, 9, **options), qkv(2, 4, 2, 70)
+    config, tensors = CCAConfig.paper(4, 9, **options), qkv(2, 4, 2, 70)
     expected = reference(config, *tensors, softcap=softcap)
     for max_length, sizes in itertools.product(
         (None, 70), ([30] + [1] * 40, [1] * 70, [25, 25, 20])
@@ -138,7 +138,7 @@ def test_every_setting_decodes_as_it_prefills(options, softcap):
 
 
 def test_a_cache_that_was_closed_takes_tokens_again_after_a_reset():
-    layer = CompactLayer(CCAConfig(4, 8), ROTARY)
+    layer = CompactLayer(CCAConfig.paper(4, 8), ROTARY)
     tensors = qkv(2, 2, 1, 20)
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[1, -3:] = 0
@@ -146,7 +146,7 @@ def test_a_cache_that_was_closed_takes_tokens_again_after_a_reset():
     with pytest.raises(ValueError, match="padded on the right"):
         layer.attend(*(x[:, :, :1] for x in tensors))
     layer.reset()
-    expected = CompactLayer(CCAConfig(4, 8), ROTARY).attend(*tensors)
+    expected = CompactLayer(CCAConfig.paper(4, 8), ROTARY).attend(*tensors)
     torch.testing.assert_close(fed(layer, tensors, [12, 1, 7]), expected, rtol=0, atol=1e-11)
 
 
@@ -181,7 +181,7 @@ def test_random_appends_and_crops_agree_with_the_reference():
 
 
 def test_crop_refuses_what_has_left_the_window():
-    layer = CompactLayer(CCAConfig(4, 9), ROTARY)
+    layer = CompactLayer(CCAConfig.paper(4, 9), ROTARY)
     tensors = qkv(1, 2, 1, 60)
     fed(layer, tensors, [30] + [1] * 30)
     with pytest.raises(ValueError, match="Give it a larger rollback"):
@@ -192,7 +192,7 @@ def test_crop_refuses_what_has_left_the_window():
     layer.crop(0)
     layer.crop(60)  # back to the beginning is always possible
     torch.testing.assert_close(
-        fed(layer, tensors, [60]), reference(CCAConfig(4, 9), *tensors), rtol=0, atol=1e-11
+        fed(layer, tensors, [60]), reference(CCAConfig.paper(4, 9), *tensors), rtol=0, atol=1e-11
     )
     long = UNDO_LIMIT + 50
     tensors = qkv(1, 2, 1, 50 + long)
@@ -206,8 +206,8 @@ def test_crop_of_fixed_length_knows_what_steps_pushed_out():
     """Such steps count on the device only; what they wrote over must not be taken for the
     window."""
     tensors = qkv(1, 2, 1, 60)
-    expected = reference(CCAConfig(4, 9), *tensors)
-    layer = CompactLayer(CCAConfig(4, 9), ROTARY, max_length=60, rollback=6)
+    expected = reference(CCAConfig.paper(4, 9), *tensors)
+    layer = CompactLayer(CCAConfig.paper(4, 9), ROTARY, max_length=60, rollback=6)
     fed(layer, tensors, [30] + [1] * 30)
     with pytest.raises(ValueError, match="Give it a larger rollback"):
         layer.crop(10)
@@ -247,7 +247,10 @@ def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixe
 
 
 def test_growth_is_geometric_not_per_token():
-    layer, tensors = CompactLayer(CCAConfig(2, 4), ROTARY), qkv(1, 1, 1, 1, dtype=torch.float32)
+    layer, tensors = (
+        CompactLayer(CCAConfig.paper(2, 4), ROTARY),
+        qkv(1, 1, 1, 1, dtype=torch.float32),
+    )
     buffers = set()
     for _ in range(2000):
         layer.attend(*tensors)
@@ -350,7 +353,7 @@ def test_nan_in_fresh_memory_never_shows(sinks):
 
 
 def test_padding_may_reach_over_whole_chunks():
-    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60)
+    config, tensors = CCAConfig.paper(4, 9), qkv(2, 4, 2, 60)
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[0, :33] = 0
     out = fed(CompactLayer(config, ROTARY), tensors, [10, 10, 10, 10, 20], mask)
@@ -364,7 +367,7 @@ def test_padding_may_reach_over_whole_chunks():
 @pytest.mark.parametrize("max_length", [None, 60])
 def test_padding_is_never_guessed(max_length, n):
     """Without a mask nobody can tell a row's first token from more of its padding."""
-    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60)
+    config, tensors = CCAConfig.paper(4, 9), qkv(2, 4, 2, 60)
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[0, :33] = 0
     expected = reference(config, *tensors, attention_mask=mask)
@@ -388,7 +391,7 @@ def test_padding_is_never_guessed(max_length, n):
 
 
 def test_what_changes_the_rows_or_the_length_knows_the_padding():
-    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60)
+    config, tensors = CCAConfig.paper(4, 9), qkv(2, 4, 2, 60)
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[0, :33] = 0
     layer = CompactLayer(config, ROTARY)
@@ -417,11 +420,14 @@ def test_what_changes_the_rows_or_the_length_knows_the_padding():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: CompactLayer(CCAConfig()), "rotary must be given"),
-        (lambda: CompactLayer(CCAConfig(), ROTARY, rollback=-1), "rollback must be at least 0"),
+        (lambda: CompactLayer(CCAConfig.paper()), "rotary must be given"),
+        (
+            lambda: CompactLayer(CCAConfig.paper(), ROTARY, rollback=-1),
+            "rollback must be at least 0",
+        ),
         (
             lambda: fed(
-                CompactLayer(CCAConfig(4, 9), ROTARY, max_length=9), qkv(1, 1, 1, 10), [10]
+                CompactLayer(CCAConfig.paper(4, 9), ROTARY, max_length=9), qkv(1, 1, 1, 10), [10]
             ),
             "at most max_length 9",
         ),
@@ -433,7 +439,7 @@ def test_bad_arguments(call, message):
 
 
 def test_the_batch_and_its_padding_must_not_change():
-    layer = CompactLayer(CCAConfig(4, 9), ROTARY)
+    layer = CompactLayer(CCAConfig.paper(4, 9), ROTARY)
     tensors = qkv(3, 2, 2, 40)
     fed(layer, [x[:, :, :20] for x in tensors], [20], left_padding(3, 20))
     for n in (1, 3):
@@ -492,14 +498,14 @@ def test_a_shrunk_window_is_exact_from_then_on(g, s, smaller, sinks, max_length,
 
 
 def test_a_shrunk_window_can_be_cropped_and_saved():
-    config, tensors = CCAConfig(4, 18), qkv(1, 4, 2, 90)
+    config, tensors = CCAConfig.paper(4, 18), qkv(1, 4, 2, 90)
     layer = CompactLayer(config, ROTARY, rollback=6)
     fed(layer, [x[:, :, :60] for x in tensors], [60])
     layer.shrink_window(9)
     layer.crop(5)
-    other = CompactLayer(CCAConfig(4, 9), ROTARY, rollback=6)
+    other = CompactLayer(CCAConfig.paper(4, 9), ROTARY, rollback=6)
     other.load_state_dict(layer.state_dict())
-    expected = reference(CCAConfig(4, 9), *tensors)[:, :, 55:]
+    expected = reference(CCAConfig.paper(4, 9), *tensors)[:, :, 55:]
     for one in (layer, other):
         torch.testing.assert_close(
             one.attend(*(x[:, :, 55:] for x in tensors)), expected, rtol=0, atol=1e-11
@@ -514,7 +520,7 @@ def test_a_shrunk_window_can_be_cropped_and_saved():
     empty = CompactLayer(config, ROTARY)
     empty.shrink_window(3)
     torch.testing.assert_close(
-        empty.attend(*tensors), reference(CCAConfig(4, 3), *tensors), rtol=0, atol=1e-11
+        empty.attend(*tensors), reference(CCAConfig.paper(4, 3), *tensors), rtol=0, atol=1e-11
     )
 
 
@@ -523,7 +529,9 @@ def test_an_expected_length_is_used_once(fixed):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 60, 16) for _ in range(3))
     layer, plain = (
-        CompactLayer(CCAConfig(4, 8), Rotary.from_theta(1e4, 16), max_length=60 if fixed else None)
+        CompactLayer(
+            CCAConfig.paper(4, 8), Rotary.from_theta(1e4, 16), max_length=60 if fixed else None
+        )
         for _ in range(2)
     )
     for start, end in ((0, 20), (20, 40), (40, 41), (41, 60)):
@@ -564,7 +572,7 @@ def test_a_full_cache_of_fixed_length_refuses_steps(sinks):
 def test_steps_that_run_later_are_not_counted(monkeypatch):
     """Recording a step runs nothing; its replays count on the device."""
     tensors = qkv(1, 2, 1, 30, dtype=torch.float32)
-    layer = CompactLayer(CCAConfig(4, 9), ROTARY, max_length=12)
+    layer = CompactLayer(CCAConfig.paper(4, 9), ROTARY, max_length=12)
     fed(layer, tensors, [10])
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -578,10 +586,10 @@ def test_steps_that_run_later_are_not_counted(monkeypatch):
 def test_a_loaded_cache_knows_from_where_its_ring_is_whole():
     """A crop takes tokens from the ring's other end: the state says so, and a load keeps it."""
     tensors = qkv(1, 2, 1, 60)
-    layer = CompactLayer(CCAConfig(4, 9), ROTARY, rollback=6)
+    layer = CompactLayer(CCAConfig.paper(4, 9), ROTARY, rollback=6)
     fed(layer, tensors, [50])
     layer.crop(4)
-    other = CompactLayer(CCAConfig(4, 9), ROTARY, rollback=6)
+    other = CompactLayer(CCAConfig.paper(4, 9), ROTARY, rollback=6)
     other.load_state_dict(layer.state_dict())
     for cache in (layer, other):
         with pytest.raises(ValueError, match="^crop must leave the window whole, got 7 tokens"):
@@ -589,7 +597,7 @@ def test_a_loaded_cache_knows_from_where_its_ring_is_whole():
         cache.crop(6)
     torch.testing.assert_close(
         fed(other, [x[:, :, 40:] for x in tensors], [1] * 20),
-        reference(CCAConfig(4, 9), *tensors)[:, :, 40:],
+        reference(CCAConfig.paper(4, 9), *tensors)[:, :, 40:],
         rtol=0,
         atol=1e-11,
     )
@@ -628,7 +636,7 @@ def test_crop_is_refused_exactly_where_the_window_is_broken(rollback, fixed, sin
 
 def test_a_draft_from_before_a_shrink_cannot_be_taken_back():
     """What it pushed out had its place in the larger ring."""
-    layer, tensors = CompactLayer(CCAConfig(4, 18), ROTARY), qkv(1, 4, 2, 70)
+    layer, tensors = CompactLayer(CCAConfig.paper(4, 18), ROTARY), qkv(1, 4, 2, 70)
     fed(layer, tensors, [50, 5])
     layer.check_crop(5)
     layer.shrink_window(9)
@@ -636,7 +644,7 @@ def test_a_draft_from_before_a_shrink_cannot_be_taken_back():
         layer.crop(5)
     torch.testing.assert_close(
         fed(layer, [x[:, :, 55:] for x in tensors], [15]),
-        reference(CCAConfig(4, 9), *tensors)[:, :, 55:],
+        reference(CCAConfig.paper(4, 9), *tensors)[:, :, 55:],
         rtol=0,
         atol=1e-11,
     )
@@ -646,13 +654,16 @@ def test_a_draft_from_before_a_shrink_cannot_be_taken_back():
 def test_a_cache_reset_within_padding_is_as_new(fixed):
     tensors, mask = qkv(2, 4, 2, 60), torch.ones(2, 60, dtype=torch.long)
     mask[0, :33] = 0
-    layer = CompactLayer(CCAConfig(4, 9), ROTARY, max_length=60 if fixed else None)
+    layer = CompactLayer(CCAConfig.paper(4, 9), ROTARY, max_length=60 if fixed else None)
     fed(layer, [x[:, :, :30] for x in tensors], [30], mask)
     assert not layer.padding_known
     layer.reset()
     assert layer.padding_known
     torch.testing.assert_close(
-        fed(layer, tensors, [1] * 60), reference(CCAConfig(4, 9), *tensors), rtol=0, atol=1e-11
+        fed(layer, tensors, [1] * 60),
+        reference(CCAConfig.paper(4, 9), *tensors),
+        rtol=0,
+        atol=1e-11,
     )
 
 
@@ -661,13 +672,13 @@ def test_a_cache_reset_within_padding_is_as_new(fixed):
 def test_decoding_does_not_round_the_core_bias(dtype, tensor):
     """16 bits hold neither 4.0156 (bfloat16) nor 4.001 (float16)."""
     bias = {torch.bfloat16: 4.0156, torch.float16: 4.001}[dtype]
-    config, learned = CCAConfig(16, 64, core_bias=bias), {}
+    config, learned = CCAConfig.paper(16, 64, core_bias=bias), {}
     if tensor:
         learned = {"bias": torch.full((4,), bias)}
-        config = CCAConfig(16, 64, learned=("bias",))
+        config = CCAConfig.paper(16, 64, learned=("bias",))
     tensors = qkv(1, 4, 2, 400)
     rounded = [x.to(dtype) for x in tensors]
-    exact = reference(CCAConfig(16, 64, core_bias=bias), *(x.double() for x in rounded))
+    exact = reference(CCAConfig.paper(16, 64, core_bias=bias), *(x.double() for x in rounded))
     once = cca_attention(
         *rounded, group_size=16, window_size=64, rotary=ROTARY, core_bias=bias, backend="packed"
     )
@@ -687,7 +698,7 @@ def test_a_captured_step_finds_the_tables_of_changed_frequencies(monkeypatch):
     monkeypatch.setattr(module, "choose_backend", lambda *_: "triton")
     monkeypatch.setattr(module, "backend_module", lambda *_: backend)
     rotary = Rotary(ROTARY.inv_freq.clone())
-    layer, places = CompactLayer(CCAConfig(4, 9), rotary, max_length=60), []
+    layer, places = CompactLayer(CCAConfig.paper(4, 9), rotary, max_length=60), []
     for factor in (1.0, 0.5, 1.0):
         rotary.inv_freq.mul_(factor)
         layer.reset()
@@ -701,7 +712,7 @@ def test_a_captured_step_finds_the_tables_of_changed_frequencies(monkeypatch):
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
 def test_a_longer_request_leaves_nothing_behind_in_its_row(fixed):
     """A step may read what no query sees, and 0 x NaN is NaN."""
-    config, shape = CCAConfig(4, 9), RowShape(ModelSizes(4, 2, D, layers=1), 8)
+    config, shape = CCAConfig.paper(4, 9), RowShape(ModelSizes(4, 2, D, layers=1), 8)
     pool = RowPool(config, 2, 60, shape, fixed=fixed)
     tensors = qkv(1, 4, 2, 60)
     expected = reference(config, *tensors)
@@ -722,7 +733,7 @@ def test_a_longer_request_leaves_nothing_behind_in_its_row(fixed):
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
 def test_a_cache_may_load_its_own_state(fixed):
     """A fixed cache keeps its buffers, for captured steps; what was behind the tokens is gone."""
-    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60)
+    config, tensors = CCAConfig.paper(4, 9), qkv(2, 4, 2, 60)
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[0, :3] = 0
     layer = CompactLayer(config, ROTARY, max_length=60 if fixed else None)
@@ -749,7 +760,7 @@ def test_a_full_cache_of_full_attention_takes_no_more(fixed):
     layer = FullLayer(24, fixed=fixed)
     if fixed:
         layer.seen = torch.zeros((), dtype=torch.long)
-    expected = reference(CCAConfig(1, 1), *tensors)
+    expected = reference(CCAConfig.paper(1, 1), *tensors)
     steps = fed(layer, tensors, [20, *[1] * 4])
     torch.testing.assert_close(steps, expected[:, :, :24], rtol=0, atol=1e-11)
     for count in (1, 2):

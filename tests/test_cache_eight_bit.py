@@ -100,7 +100,7 @@ def test_codes_are_the_nearest():
     ids=str,
 )
 def test_any_way_of_appending_is_the_truth_of_rounded_tokens(kind, settings):
-    config, tensors = CCAConfig(4, 9, cache_dtype=kind, **settings), qkv(3, 4, 2, 70)
+    config, tensors = CCAConfig.paper(4, 9, cache_dtype=kind, **settings), qkv(3, 4, 2, 70)
     mask = torch.ones(3, 70, dtype=torch.long)
     mask[1, :3], mask[2, :25] = 0, 0
     expected = truth(config, *tensors, mask)
@@ -114,7 +114,7 @@ def test_any_way_of_appending_is_the_truth_of_rounded_tokens(kind, settings):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_tell_the_truth(kind):
-    config, tensors = CCAConfig(4, 9, cache_dtype=kind), qkv(2, 4, 2, 70, dtype=torch.float32)
+    config, tensors = CCAConfig.paper(4, 9, cache_dtype=kind), qkv(2, 4, 2, 70, dtype=torch.float32)
     for max_length in (None, 70):
         layer = CompactLayer(config, ROTARY, max_length=max_length)
         fed(layer, tensors, [70])
@@ -161,7 +161,7 @@ def test_models_generate_with_it(kind):
     model = tiny_model()
     ids = torch.cat([pad(tokens(1, n, seed=n), (41 - n, 0)) for n in (41, 22, 3)])
     mask = torch.cat([pad(torch.ones_like(tokens(1, n)), (41 - n, 0)) for n in (41, 22, 3)])
-    with corecontext.enabled(model, CCAConfig(5, 13, cache_dtype=kind)):
+    with corecontext.enabled(model, CCAConfig.paper(5, 13, cache_dtype=kind)):
         made = [
             Engine(model, static=static, chunk_size=size).generate(ids, mask, max_new_tokens=12)
             for static, size in ((False, None), (True, 7), (True, 1))
@@ -184,7 +184,7 @@ def test_unknown_kinds_are_refused():
     with pytest.raises(
         ValueError, match="^cache_dtype must be one of 'auto', 'int8', 'fp8', got 'int4'"
     ):
-        CCAConfig(cache_dtype="int4")
+        CCAConfig.paper(cache_dtype="int4")
 
 
 CASES = [
@@ -205,7 +205,7 @@ CASES = [
 def test_the_triton_step_stores_and_sees_the_same(kind, case):
     pytest.importorskip("triton", reason="the triton backend needs triton")
     g, s, heads, kv_heads, prefill, length, settings = case
-    config = CCAConfig(g, s, cache_dtype=kind, **settings)
+    config = CCAConfig.paper(g, s, cache_dtype=kind, **settings)
     qkv32 = qkv(2, heads, kv_heads, length, dtype=torch.float32)
     outs = []
     for backend, max_length in (("packed", None), ("triton", length + 2)):
@@ -226,7 +226,7 @@ def test_the_triton_step_in_half_precision(kind):
         torch.bfloat16 if torch.cuda.is_available() else torch.float16
     )  # the interpreter gets bfloat16 wrong
     config, tensors = (
-        CCAConfig(4, 9, cache_dtype=kind, backend="triton"),
+        CCAConfig.paper(4, 9, cache_dtype=kind, backend="triton"),
         qkv(1, 4, 2, 34, dtype=dtype),
     )
     layer = CompactLayer(config, ROTARY, max_length=50)

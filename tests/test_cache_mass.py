@@ -57,7 +57,7 @@ def near(x, expected):
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_way_of_appending_equals_one_pass(kind, fixed):
-    config = CCAConfig(4, 9, core_mass=True, **KINDS[kind])
+    config = CCAConfig.paper(4, 9, core_mass=True, **KINDS[kind])
     learned = {name: torch.tensor([0.3, -0.2, 0.1, 0.5]).double() for name in config.learned}
     tensors = inputs()
     expected = one_pass(config, tensors, learned)
@@ -84,7 +84,7 @@ def test_any_way_of_appending_equals_one_pass(kind, fixed):
 @pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
 def test_masses_are_not_rounded_to_8_bits(cache_dtype):
     """They are those of the rounded keys."""
-    config = CCAConfig(4, 9, core_mass=True, cache_dtype=cache_dtype)
+    config = CCAConfig.paper(4, 9, core_mass=True, cache_dtype=cache_dtype)
     tensors = inputs()
     layers = [CompactLayer(config, ROTARY) for _ in range(2)]
     once = fed(layers[0], tensors, 0, [LENGTH])

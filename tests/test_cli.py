@@ -275,6 +275,8 @@ def test_perplexity_of_both_methods(model, here, capfd):
         "32",
         "--group-size",
         "8",
+        "--sinks",
+        "0",
     ]
     assert main([*argv, "--json", "r.jsonl"]) == 0
     shown = capfd.readouterr().out
@@ -415,6 +417,8 @@ def test_info_needs_no_weights(model, here, capfd):
                 "10",
                 "--window-size",
                 "91",
+                "--sinks",
+                "0",
             ]
         )
         == 0

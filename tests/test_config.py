@@ -5,14 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
-from corecontext.config import CCAConfig
+from corecontext.config import PAPER_RULE, CCAConfig
 
 
-def test_defaults_are_those_of_the_paper():
-    config = CCAConfig()
+def test_defaults_keep_the_first_tokens_of_a_pretrained_model():
+    assert CCAConfig().sink_size == CCAConfig().group_size == 16
+    assert CCAConfig().replace(sink_size=0, core_mass=False) == CCAConfig.paper()
+
+
+def test_the_papers_rule_has_a_name():
+    config = CCAConfig.paper()
+    assert (config.sink_size, config.core_mass) == (0, False)
     assert (config.group_size, config.window_size, config.pooling, config.core_position) == (
         16,
         1024,
@@ -39,6 +46,29 @@ def test_dict_round_trip_through_json():
         backend="reference",
     )
     assert CCAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("key", PAPER_RULE)
+def test_settings_saved_before_a_field_existed_are_the_papers(key):
+    """A checkpoint was trained without sinks if its config.json does not know them."""
+    saved = CCAConfig.paper(4, 9, core_bias=1.5).to_dict()
+    assert saved.pop(key) == PAPER_RULE[key]
+    checkpoint = SimpleNamespace(cca=saved)
+    for read in (CCAConfig.from_dict(saved), CCAConfig.saved_in(checkpoint)):
+        assert read == CCAConfig.paper(4, 9, core_bias=1.5)
+        assert read.replace(window_size=5) == CCAConfig.paper(4, 5, core_bias=1.5)
+    assert CCAConfig.from_dict({}) == CCAConfig.paper()
+
+
+def test_settings_that_were_saved_are_kept():
+    for config in (CCAConfig(4, 9), CCAConfig.paper(4, 9), CCAConfig(4, 9, core_mass=True)):
+        checkpoint = SimpleNamespace(cca=json.loads(json.dumps(config.to_dict())))
+        assert CCAConfig.saved_in(checkpoint) == config
+
+
+@pytest.mark.parametrize("checkpoint", [None, SimpleNamespace(), SimpleNamespace(cca=None)])
+def test_a_checkpoint_without_settings_gets_the_defaults(checkpoint):
+    assert CCAConfig.saved_in(checkpoint) == CCAConfig()
 
 
 def test_every_field_has_a_string_under_it():

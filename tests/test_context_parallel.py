@@ -141,12 +141,12 @@ def test_shards_refuse_what_does_not_fit():
         context_parallel_attention(Inputs(x, x, x), shard, spec)
     x = torch.zeros(1, 2, 20, 8)
     with pytest.raises(ValueError, match="rotary must be given for core_position='middle'"):
-        Spec.of(CCAConfig(4, 9), None, 1.0)
+        Spec.of(CCAConfig.paper(4, 9), None, 1.0)
     with pytest.raises(
         NotImplementedError, match="backend 'reference' cannot run context parallelism"
     ):
         context_parallel_attention(Inputs(x, x, x), shard, spec, "reference")
-    hybrid = corecontext.enable(tiny_model("qwen2-hybrid"), CCAConfig(4, 9))
+    hybrid = corecontext.enable(tiny_model("qwen2-hybrid"), CCAConfig.paper(4, 9))
     with pytest.raises(
         NotImplementedError, match="sliding-window layers cannot run on parts of a sequence"
     ):
@@ -174,7 +174,7 @@ def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
     model, ids = tiny_model(), tokens(1, 40)
     with pytest.raises(ValueError, match="model must have CCA enabled"):
         context_parallel_prefill(model, ids, wire)
-    handle = corecontext.enable(model, CCAConfig(4, 9))
+    handle = corecontext.enable(model, CCAConfig.paper(4, 9))
     for wrong in (tokens(2, 40), ids[0], ids[:, :0]):
         with pytest.raises(
             ValueError, match=r"input_ids must be \[1, L\], one prompt without padding"
@@ -204,7 +204,7 @@ def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
         ("llama", {"sink_size": 4}, "sink_size 4 cannot be spread over processes"),
     ):
         model = tiny_model(family)
-        corecontext.enable(model, CCAConfig(4, 9, **settings))
+        corecontext.enable(model, CCAConfig.paper(4, 9, **settings))
         with pytest.raises(NotImplementedError, match=message):
             context_parallel_prefill(model, ids, wire)
     for layout, documents in (
@@ -222,7 +222,7 @@ def test_a_prefill_on_one_process_is_a_prefill():
     from corecontext.inference.sharded_prefill import context_parallel_prefill
 
     model = tiny_model()
-    corecontext.enable(model, CCAConfig(4, 9))
+    corecontext.enable(model, CCAConfig.paper(4, 9))
     got = context_parallel_prefill(
         model, tokens(1, 40), SimpleNamespace(rank=0, size=1), max_length=50
     )

@@ -230,7 +230,7 @@ def test_the_command_writes_what_it_shows(result, tmp_path, capfd, monkeypatch):
     chosen = ("demo", "--model", "some/model", "--document", "mine.txt", "--group-size", "4")
     assert main(chosen) == main([*chosen, "--sinks", "2"]) == 0
     assert [(s.model, s.document, s.sinks) for s in asked[1:]] == [
-        ("some/model", "mine.txt", sinks) for sinks in (4, 2)
+        ("some/model", "mine.txt", sinks) for sinks in (16, 2)
     ]
 
 

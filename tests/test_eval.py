@@ -895,7 +895,8 @@ def test_progress_says_the_time_left(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "method, sizes, full, beyond",
     [
-        ("cca", {"group_size": 4, "window_size": 20}, 23, 24),
+        ("cca", {"group_size": 4, "window_size": 20}, 39, 40),
+        ("cca", {"group_size": 4, "window_size": 20, "sinks": 0}, 23, 24),
         ("cca", {"group_size": 4, "window_size": 20, "sinks": 5}, 31, 32),
         ("window", {"window_size": 20}, 20, 21),
         ("streaming_llm", {"window_size": 20, "sinks": 5}, 25, 26),
@@ -961,7 +962,7 @@ def test_duo_attention_is_a_method_with_heads_of_its_own(model, data, tmp_path, 
 def test_poolings_keep_first_tokens_raw_as_cca_does(name):
     config = make_rival(name, group_size=4, window_size=9, sinks=5)
     assert config == CCAConfig(4, 9, pooling=name, sink_size=5)
-    assert make_rival(name).sink_size == CCAConfig().sink_size
+    assert make_rival(name).sink_size == CCAConfig().sink_size == 16
 
 
 def test_losses_that_are_no_numbers_are_an_error():

@@ -49,7 +49,7 @@ MODEL, TEXT = "corecontext/assets/demo_model", "corecontext/assets/document.txt"
 )
 def test_the_cache_stays_as_large_and_groups_as_small_as_it_allows(shape, chosen, g, s, length):
     shape, chosen = Shape(*shape), [Unit(*one) for one in chosen]
-    config = at_equal_cache(shape, chosen, CCAConfig(g, s), length)
+    config = at_equal_cache(shape, chosen, CCAConfig.paper(g, s), length)
 
     def entries(sizes, window):
         return sum(
@@ -78,7 +78,7 @@ def test_the_cache_stays_as_large_and_groups_as_small_as_it_allows(shape, chosen
 
 def test_what_keeps_every_token_takes_it_from_the_window():
     shape, chosen = Shape(8, 2), [Unit(4, 1)]
-    config = at_equal_cache(shape, chosen, CCAConfig(16, 256), 4096, raw=True)
+    config = at_equal_cache(shape, chosen, CCAConfig.paper(16, 256), 4096, raw=True)
     assert config.layer_group_sizes == (64,) * 4 + ((64, 1),) + (64,) * 3
 
     def entries(window):
@@ -86,7 +86,7 @@ def test_what_keeps_every_token_takes_it_from_the_window():
 
     assert 128 <= config.window_size < 256
     assert entries(config.window_size) <= 1.05 * 16 * 527 < entries(config.window_size + 1)
-    many = at_equal_cache(Shape(32, 8), [Unit(3, 1)], CCAConfig(16, 1024), 131072, raw=True)
+    many = at_equal_cache(Shape(32, 8), [Unit(3, 1)], CCAConfig.paper(16, 1024), 131072, raw=True)
     assert many.window_size == 1024  # of many heads one costs little
 
 
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(
         ValueError, match="16 fit the same cache; got 2 of 16 KV heads and 600 tokens"
     ):
-        at_equal_cache(Shape(8, 2), [Unit(1)], CCAConfig(16, 256), 600)
+        at_equal_cache(Shape(8, 2), [Unit(1)], CCAConfig.paper(16, 256), 600)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused():
     [(2, 2, 4096, 1), (8, 9, 4096, 4), (8, 9, 65536, 3), (1, 2, 65536, 0)],
 )
 def test_so_many_heads_may_keep_every_token(kv_heads, chosen, length, room):
-    shape, config = Shape(8, kv_heads), CCAConfig(16, 256)
+    shape, config = Shape(8, kv_heads), CCAConfig.paper(16, 256)
     units = [Unit(layer, head) for layer in range(8) for head in range(kv_heads)]
     with pytest.raises(
         ValueError,
@@ -172,7 +172,7 @@ def test_a_layer_that_alone_attends_makes_good_the_whole_loss():
             model(ids).logits[0, :-1], ids[0, 1:], reduction="none"
         )
     assert full == pytest.approx(float(nll[59:].mean()), abs=1e-5)
-    with corecontext.enabled(model, CCAConfig(4, 8)) as handle:
+    with corecontext.enabled(model, CCAConfig.paper(4, 8)) as handle:
 
         def loss(units):
             handle.configure(layer_group_sizes=spread(Shape(2, 2), units, 1, 16))
@@ -238,7 +238,10 @@ def test_heads_that_keep_every_token_fit_where_nobody_says_how_many():
         (131072, 1024, 9),
         (2**20, 1024, 8),
     ):
-        shape, config = (Shape(8, 2) if length == 4096 else Shape(32, 8)), CCAConfig(16, window)
+        shape, config = (
+            (Shape(8, 2) if length == 4096 else Shape(32, 8)),
+            CCAConfig.paper(16, window),
+        )
         assert raw_heads(shape, config, length) == count
         some = [Unit(i % shape.layers, i // shape.layers) for i in range(count)]
         assert at_equal_cache(shape, some, config, length, raw=True).window_size > window // 2
@@ -356,7 +359,7 @@ def test_an_interrupted_search_goes_on_where_it_was(tmp_path, monkeypatch, capsy
 
 
 def test_a_search_is_of_its_model_rows_and_settings():
-    model, rows, config = tiny_model(), [tokens(1, 60)], CCAConfig(4, 8)
+    model, rows, config = tiny_model(), [tokens(1, 60)], CCAConfig.paper(4, 8)
     names = [search.identify(model, rows, config)]
     assert names == [search.identify(model, rows, config)]
     names.append(search.identify(model, [tokens(1, 60, seed=1)], config))

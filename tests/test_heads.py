@@ -18,7 +18,7 @@ from corecontext.ops.head_split import gather_heads, heads_of_each, split_heads
 
 pytestmark = pytest.mark.usefixtures("default_device")
 SIZES = (5, 1, 5, 9)
-MIXED = CCAConfig(5, 13, layer_group_sizes=(7, (1, 5)))
+MIXED = CCAConfig.paper(5, 13, layer_group_sizes=(7, (1, 5)))
 
 
 def inputs(length=90, repeats=2, dtype=torch.float64, batch=2):
@@ -133,7 +133,7 @@ def test_a_head_with_groups_of_one_keeps_every_token():
 @pytest.mark.parametrize("chunks", [(90,), (1,) * 40, (33, 20, 1, 1, 7), (30, 1, 1, 1, 28)])
 def test_a_cache_gives_what_one_pass_gives(chunks, max_length):
     q, k, v = (x.detach() for x in inputs())
-    config = CCAConfig(5, 13, head_group_sizes=SIZES)
+    config = CCAConfig.paper(5, 13, head_group_sizes=SIZES)
     wanted = cca_attention(q, k, v, group_size=SIZES, window_size=13, rotary=rotary())
     cache = CompactKVCache(1, config, rotary(), max_length=max_length)
     start = 0
@@ -144,7 +144,7 @@ def test_a_cache_gives_what_one_pass_gives(chunks, max_length):
         )
         start += new
         assert cache.seq_len == start
-    alone = [CompactLayer(CCAConfig(g, 13), rotary(), max_length=max_length) for g in SIZES]
+    alone = [CompactLayer(CCAConfig.paper(g, 13), rotary(), max_length=max_length) for g in SIZES]
     for head, layer in enumerate(alone):
         layer.attend(
             q[:, 2 * head : 2 * head + 2, :start],
@@ -156,7 +156,10 @@ def test_a_cache_gives_what_one_pass_gives(chunks, max_length):
 
 def test_padded_rows_take_back_select_and_save():
     q, k, v = (x.detach() for x in inputs())
-    config, mask = CCAConfig(5, 13, head_group_sizes=SIZES), torch.ones(2, 60, dtype=torch.long)
+    config, mask = (
+        CCAConfig.paper(5, 13, head_group_sizes=SIZES),
+        torch.ones(2, 60, dtype=torch.long),
+    )
     mask[1, :11] = 0
     cache, other = (CompactKVCache(1, config, rotary(), rollback=4).layers[0] for _ in range(2))
     cache.attend(*(x[:, :, :60] for x in (q, k, v)), attention_mask=mask)
@@ -192,7 +195,7 @@ def test_a_crop_that_one_group_size_refuses_changes_no_part():
     left the ring."""
     q, k, v = (x.detach()[:1, :, :13] for x in inputs())
     cache = CompactKVCache(
-        1, CCAConfig(window_size=1, head_group_sizes=(3, 5, 5, 3)), rotary()
+        1, CCAConfig.paper(window_size=1, head_group_sizes=(3, 5, 5, 3)), rotary()
     ).layers[0]
     for t in range(12):
         cache.attend(*(x[:, :, t : t + 1] for x in (q, k, v)))
@@ -221,7 +224,7 @@ def test_a_model_generates_what_it_generates_without_a_cache(tmp_path):
         )
         with torch.no_grad():
             full = model(ids[:1], use_cache=True).past_key_values
-        one = CCAConfig(5, 13)
+        one = CCAConfig.paper(5, 13)
         handle.configure(**one.to_dict())
         with torch.no_grad():
             assert cache_bytes(full) != cache_bytes(model(ids[:1], use_cache=True).past_key_values)
@@ -235,8 +238,10 @@ def test_a_model_generates_what_it_generates_without_a_cache(tmp_path):
 
 def test_settings_survive_json_and_are_checked():
     assert CCAConfig.from_dict(json.loads(json.dumps(MIXED.to_dict()))) == MIXED
-    assert MIXED.of_layer(1).head_group_sizes == (1, 5) and MIXED.of_layer(0) == CCAConfig(7, 13)
-    assert MIXED.replace(group_size=6) == CCAConfig(6, 13)
+    assert MIXED.of_layer(1).head_group_sizes == (1, 5) and MIXED.of_layer(0) == CCAConfig.paper(
+        7, 13
+    )
+    assert MIXED.replace(group_size=6) == CCAConfig.paper(6, 13)
     for changes, message in (
         ({"layer_group_sizes": (4, ())}, "must not be empty"),
         ({"layer_group_sizes": (4, (0, 2))}, "must be at least 1"),
@@ -259,7 +264,7 @@ def test_what_cannot_be_had_is_refused():
         cca_attention(q, k, v, group_size=(4, 0, 1, 1), rotary=rotary())
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="one for each of the 2 KV heads"):
-        corecontext.enable(model, CCAConfig(5, 13, layer_group_sizes=(7, (1, 5, 3))))
+        corecontext.enable(model, CCAConfig.paper(5, 13, layer_group_sizes=(7, (1, 5, 3))))
 
 
 @pytest.mark.parametrize("dtype,max_length", [(torch.float32, None), (torch.float16, 100)])
@@ -280,7 +285,7 @@ def test_kernels_take_slices_of_heads(dtype, max_length, default_device):
         torch.testing.assert_close(ours, plain, rtol=0, atol=4 * tolerance)
     cache = CompactKVCache(
         1,
-        CCAConfig(5, 13, head_group_sizes=SIZES, backend="triton"),
+        CCAConfig.paper(5, 13, head_group_sizes=SIZES, backend="triton"),
         rotary(),
         max_length=max_length,
     )

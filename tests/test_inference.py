@@ -26,7 +26,7 @@ from corecontext.inference.sampling import InvalidLogits
 from corecontext.integrations.transformers import handle_of
 
 pytestmark = pytest.mark.usefixtures("default_device")
-CONFIG = CCAConfig(5, 13)
+CONFIG = CCAConfig.paper(5, 13)
 LENGTHS = (41, 22, 3, 30)
 
 
@@ -146,7 +146,7 @@ def test_a_chunk_does_not_wait_for_the_device_in_every_layer(default_device, sta
     def waits(layers):
         with corecontext.enabled(
             model := tiny_model("llama", num_hidden_layers=layers, max_position_embeddings=1000),
-            CCAConfig(8, 64),
+            CCAConfig.paper(8, 64),
         ):
             cache = (
                 StaticCache(model.config, max_cache_len=1000)
@@ -169,7 +169,7 @@ def test_a_chunk_does_not_wait_for_the_device_in_every_layer(default_device, sta
 
 def test_num_groups_becomes_the_group_size_of_the_prompt():
     model = tiny_model()
-    with corecontext.enabled(model, CCAConfig(window_size=13, num_groups=4)):
+    with corecontext.enabled(model, CCAConfig.paper(window_size=13, num_groups=4)):
         ids = tokens(2, 41)
         stream = Engine(model, static=True, chunk_size=6).stream(ids, max_new_tokens=12)
         assert (stream.group_size, stream.window_size) == (7, 13)

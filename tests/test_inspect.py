@@ -51,7 +51,7 @@ def model(tmp_path_factory) -> str:
 )
 def test_maps_are_the_weights_of_attention(model, settings):
     loaded = load(model, method="full", device="cpu")
-    config = CCAConfig(**{"group_size": 4, "window_size": 9, **settings})
+    config = CCAConfig.paper(**{"group_size": 4, "window_size": 9, **settings})
     handle = enable(loaded.model, config)
     for name, parameter in loaded.model.named_parameters():
         if ".cca." in name:

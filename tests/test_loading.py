@@ -71,7 +71,7 @@ def test_weights_are_those_that_the_config_describes(variant, change, config, me
 def test_python_refuses_them_too(variant):
     folder = variant(num_hidden_layers=1)
     with pytest.raises(ValueError, match="got 9 not in the model"):
-        from_pretrained(folder, CCAConfig())
+        from_pretrained(folder, CCAConfig.paper())
 
 
 def test_harmless_keys_are_no_fault(variant):

@@ -189,7 +189,7 @@ def test_the_registered_operator_has_the_setting():
 def test_refusals():
     x = make_inputs(20)
     with pytest.raises(ValueError, match="core_mass must be False with pooling 'max', got True"):
-        CCAConfig(core_mass=True, pooling="max")
+        CCAConfig.paper(core_mass=True, pooling="max")
     with pytest.raises(TypeError, match="core_mass must be True or False, got 1"):
         cca_attention(x.q, x.k, x.v, core_mass=1, core_position="token")
 

@@ -10,7 +10,7 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.integrations.transformers import handle_of
 
-CONFIG = CCAConfig(group_size=4, window_size=9)
+CONFIG = CCAConfig.paper(group_size=4, window_size=9)
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
 

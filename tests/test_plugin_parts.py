@@ -26,7 +26,7 @@ from corecontext.integrations.hf_rotary import check_rope_type, layer_type_of
 from corecontext.integrations.transformers import handle_of
 from corecontext.ops.rotary import Rotary
 
-CONFIG = CCAConfig(4, 9)
+CONFIG = CCAConfig.paper(4, 9)
 POOLED_AS_THEY_ARE = CONFIG.replace(core_position="token")
 
 
@@ -125,7 +125,7 @@ def test_a_cache_gets_a_compact_layer_with_its_options():
     assert layer.compact.config == CONFIG and layer.compact.spec.rotary is rotary
     assert layer.compact.learned is learned and layer.compact.rollback == 7
     assert compact_layer(cache, 2, CONFIG, rotary) is layer
-    other = CCAConfig(5, 9)
+    other = CCAConfig.paper(5, 9)
     static = StaticCache(config, max_cache_len=30)
     assert compact_layer(static, 0, CONFIG, rotary).get_max_length() == 30
     again = compact_layer(static, 0, other, rotary)  # still empty: other settings may be used
@@ -191,13 +191,13 @@ def test_a_rotation_is_that_of_the_kind_of_layer():
 
 def test_a_model_is_left_as_it_was():
     model = tiny_model()
-    saved = CCAConfig(3, 7).to_dict()
+    saved = CCAConfig.paper(3, 7).to_dict()
     model.config.cca = saved
     with pytest.raises(KeyError), corecontext.enabled(model, CONFIG) as handle:
         assert handle_of(model) is handle and model.config.cca == CONFIG.to_dict()
         raise KeyError
     assert handle_of(model) is None and model.config.cca == saved
-    assert corecontext.enable(model).config == CCAConfig(3, 7)  # those saved with the model
+    assert corecontext.enable(model).config == CCAConfig.paper(3, 7)  # those saved with the model
 
 
 def test_a_wrapped_model_is_enabled_inside():

@@ -41,7 +41,7 @@ def test_generates_the_same_however_it_is_run(kind, folder, tmp_path):
     ids = torch.randint(2, 256, (1, 60), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         before = model(ids).logits
-    with corecontext.enabled(model, CCAConfig(4, 10)):
+    with corecontext.enabled(model, CCAConfig.paper(4, 10)):
         expected = recompute(model, ids, 12)
         for static, cache_dtype in ((False, "auto"), (True, "auto"), (True, "int8")):
             handle_of(model).configure(cache_dtype=cache_dtype)

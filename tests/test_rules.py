@@ -247,7 +247,7 @@ def test_causal_ragged_and_full_where_it_must_be(rule):
 def test_prefill_is_decoding(rule, max_length):
     settings, x = settings_of(rule, torch.float32), make_inputs(61, batch_size=2)
     learned = settings.pop("learned")
-    config = CCAConfig(
+    config = CCAConfig.paper(
         group_size=4,
         window_size=7,
         pooling=rule["pooling"],
@@ -281,7 +281,7 @@ def test_groups_of_one_are_full_attention_unless_weighed():
             x.q, x.k, x.v, group_size=1, window_size=5, rotary=ROTARY, learned=learned
         )
         layer = CompactLayer(
-            CCAConfig(group_size=1, window_size=5, learned=(name,)), ROTARY, learned=learned
+            CCAConfig.paper(group_size=1, window_size=5, learned=(name,)), ROTARY, learned=learned
         )
         torch.testing.assert_close(layer.attend(x.q, x.k, x.v), one, rtol=0, atol=2e-6)
         assert (name in ("key_gain", "bias")) == bool((one - full).abs().max() > 1e-3), name
@@ -337,7 +337,7 @@ def randomise(model) -> None:
             parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator)
 
 
-CONFIG = CCAConfig(group_size=4, window_size=8, learned=LEARNED)
+CONFIG = CCAConfig.paper(group_size=4, window_size=8, learned=LEARNED)
 
 
 def test_checkpoints_carry_learned_parameters(folder, tmp_path):
@@ -405,8 +405,8 @@ def test_checkpoints_carry_learned_parameters(folder, tmp_path):
     "config",
     [
         CONFIG,
-        CCAConfig(window_size=8, layer_group_sizes=(2, 4, 8)),
-        CCAConfig(group_size=4, window_size=8, pooling="mean_query"),
+        CCAConfig.paper(window_size=8, layer_group_sizes=(2, 4, 8)),
+        CCAConfig.paper(group_size=4, window_size=8, pooling="mean_query"),
     ],
     ids=["learned", "by layer", "mean_query"],
 )
@@ -431,7 +431,7 @@ def test_models_generate_what_they_would_recompute(folder, config):
 
 def test_sizes_by_layer_are_sizes_of_layers(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
-    config = CCAConfig(window_size=8, layer_group_sizes=(1, 4, 8))
+    config = CCAConfig.paper(window_size=8, layer_group_sizes=(1, 4, 8))
     with enabled(model, config) as handle, torch.no_grad():
         cache = model(ids(64), use_cache=True).past_key_values
         assert [layer.compact.group_size for layer in cache.layers] == [1, 4, 8]
@@ -452,7 +452,7 @@ class enabled_same:
         self.model = AutoModelForCausalLM.from_pretrained(folder)
 
     def __enter__(self):
-        enable(self.model, CCAConfig(group_size=4, window_size=8))
+        enable(self.model, CCAConfig.paper(group_size=4, window_size=8))
         return self.model
 
     def __exit__(self, *error):
@@ -469,9 +469,9 @@ def test_mistakes_are_said(folder):
         ({"layer_group_sizes": (4,), "num_groups": 3}, "both set g"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
-            CCAConfig(**settings)
+            CCAConfig.paper(**settings)
     with pytest.raises(ValueError, match="each of the 3 full-attention layers, got 2"):
-        enable(model, CCAConfig(layer_group_sizes=(4, 4)))
+        enable(model, CCAConfig.paper(layer_group_sizes=(4, 4)))
     assert "_corecontext" not in model.__dict__
     with enabled(model, CONFIG) as handle, pytest.raises(ValueError, match="learned must stay"):
         handle.configure(learned=())

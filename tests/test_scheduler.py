@@ -34,7 +34,7 @@ from corecontext.serve.warm_up import warm_up
 from corecontext.serve.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("default_device")
-CONFIG = CCAConfig(5, 13)
+CONFIG = CCAConfig.paper(5, 13)
 
 
 @pytest.fixture
@@ -754,7 +754,7 @@ COMBINED = ("fp8-per-query-head", "heads-all", "all")
     ],
 )
 def test_eight_bits_learned_core_tokens_and_a_g_for_each_layer(setting, fixed):
-    draw, config = random.Random(3), CCAConfig(5, 13, **SETTINGS[setting])
+    draw, config = random.Random(3), CCAConfig.paper(5, 13, **SETTINGS[setting])
     with corecontext.enabled(model := tiny_model(), config):
         learn(model)
         scheduler = Scheduler(model, chunk_size=16, rows_per_pool=3, capture=False)
@@ -791,7 +791,7 @@ def test_eight_bits_learned_core_tokens_and_a_g_for_each_layer(setting, fixed):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_branched_cache_is_the_same_bits_under_every_setting(setting):
-    with corecontext.enabled(model := tiny_model(), CCAConfig(5, 13, **SETTINGS[setting])):
+    with corecontext.enabled(model := tiny_model(), CCAConfig.paper(5, 13, **SETTINGS[setting])):
         learn(model)
         shared, fresh = (Scheduler(model, chunk_size=16) for _ in range(2))
         first, branched, again = (ask(0, 20, prompt=prompt(60) + prompt(9, n)) for n in (0, 1, 1))
@@ -810,7 +810,9 @@ def test_a_branched_cache_is_the_same_bits_under_every_setting(setting):
 
 
 def test_a_g_for_each_layer_leaves_only_s_to_choose():
-    with corecontext.enabled(model := tiny_model(), CCAConfig(5, 13, layer_group_sizes=(3, 8))):
+    with corecontext.enabled(
+        model := tiny_model(), CCAConfig.paper(5, 13, layer_group_sizes=(3, 8))
+    ):
         scheduler = Scheduler(model, chunk_size=16, policy=lambda load: (40, 6))
         row = scheduler.memory.shape.row_bytes(scheduler.handle.config, 64)
         assert row == 2 * 2 * 16 * 4 * ((13 + 2 + 64 // 3) + (13 + 7 + 64 // 8))
@@ -825,9 +827,9 @@ def test_a_g_for_each_layer_leaves_only_s_to_choose():
         one = ask(30)
         one.submit(scheduler)
         finish(scheduler)
-        assert one.config == CCAConfig(5, 6, layer_group_sizes=(3, 8)) and one.tokens == alone(
-            model, one
-        )
+        assert one.config == CCAConfig.paper(
+            5, 6, layer_group_sizes=(3, 8)
+        ) and one.tokens == alone(model, one)
 
 
 def test_beginnings_are_dropped_in_one_pass_the_least_recently_used_leaf_first():

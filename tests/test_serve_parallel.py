@@ -135,7 +135,7 @@ def raw_head(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel") / "raw"
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
-    config["cca"] = CCAConfig(8, 16, layer_group_sizes=(4, (8, 1))).to_dict()
+    config["cca"] = CCAConfig.paper(8, 16, layer_group_sizes=(4, (8, 1))).to_dict()
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -147,7 +147,7 @@ def learned(model, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("parallel") / "learned")
     loaded = LlamaForCausalLM.from_pretrained(model)
     generator = torch.Generator().manual_seed(0)
-    config = CCAConfig(8, 16, layer_group_sizes=(4, (8, 1)), learned=LEARNED)
+    config = CCAConfig.paper(8, 16, layer_group_sizes=(4, (8, 1)), learned=LEARNED)
     with corecontext.enabled(loaded, config):
         with torch.no_grad():
             for name, parameter in loaded.named_parameters():
@@ -360,7 +360,7 @@ def test_a_row_is_as_large_as_in_the_process_that_has_most():
         num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=2, head_dim=2
     )
     hf_config.get_text_config = lambda decoder: hf_config
-    config = CCAConfig(8, 16, layer_group_sizes=((8, 8, 8, 1), (8, 1, 8, 1)))
+    config = CCAConfig.paper(8, 16, layer_group_sizes=((8, 8, 8, 1), (8, 1, 8, 1)))
     whole, half, quarter = (
         RowShape.of(hf_config, torch.float16, processes) for processes in (1, 2, 4)
     )

@@ -422,7 +422,7 @@ def test_answers_that_are_errors_are_counted_from_400_on():
 
 
 def test_clients_do_not_make_metrics_without_limit():
-    own = CCAConfig(group_size=8, window_size=32)
+    own = CCAConfig.paper(group_size=8, window_size=32)
 
     def series(own: CCAConfig, *requests: Request, policy=None) -> set[tuple[str, str]]:
         scheduler = mock.MagicMock(policy=policy)
@@ -445,7 +445,7 @@ def test_clients_do_not_make_metrics_without_limit():
     assert series(own, plain, *chosen) == {("8", "32"), ("other", "other")}
     assert series(own, plain, policy=TablePolicy(table_rows(16, 512))) == {("16", "512")}
     lengths = [Request([1] * length, 1) for length in (100, 300, 900)]
-    by_length = CCAConfig(window_size=32, num_groups=4)
+    by_length = CCAConfig.paper(window_size=32, num_groups=4)
     assert series(by_length, *lengths) == {("other", "other")}
 
 

@@ -315,16 +315,12 @@ def test_without_it_nothing_of_it_runs(monkeypatch):
     for learned in (None, {"probe": torch.zeros(4, 16)}):
         out = cca_attention(*leaves, group_size=4, window_size=6, rotary=ROTARY, learned=learned)
         torch.autograd.grad(out.sum(), leaves)
-    layer = CompactLayer(CCAConfig(4, 6), ROTARY)
+    layer = CompactLayer(CCAConfig.paper(4, 6), ROTARY)
     layer.attend(*(y[:, :, :40] for y in x[:3]))
     layer.attend(*(y[:, :, 40:41] for y in x[:3]))
     with pytest.raises(AssertionError, match="the first tokens"):
         cca_attention(*leaves, group_size=4, window_size=6, sink_size=8, rotary=ROTARY)
-    assert (
-        inspect.signature(cca_attention).parameters["sink_size"].default
-        == CCAConfig().sink_size
-        == 0
-    )
+    assert inspect.signature(cca_attention).parameters["sink_size"].default == 0
 
 
 def test_a_constant_number_of_groups_rounds_up_to_its_own_groups():
@@ -393,9 +389,9 @@ def test_bad_sizes(value, error, message):
 
 
 def test_settings_saved_before_it_existed_are_read():
-    old = {k: v for k, v in CCAConfig(4, 9).to_dict().items() if k != "sink_size"}
-    assert CCAConfig.from_dict(old) == CCAConfig(4, 9)
-    layer, other = (CompactLayer(CCAConfig(4, 9), ROTARY) for _ in "ab")
+    old = {k: v for k, v in CCAConfig.paper(4, 9).to_dict().items() if k != "sink_size"}
+    assert CCAConfig.from_dict(old) == CCAConfig.paper(4, 9)
+    layer, other = (CompactLayer(CCAConfig.paper(4, 9), ROTARY) for _ in "ab")
     layer.attend(*(y[:, :, :20] for y in make_inputs(20, device=torch.get_default_device())[:3]))
     other.load_state_dict({**layer.state_dict(), "config": old})
     assert other.seq_len == 20

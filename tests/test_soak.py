@@ -83,7 +83,7 @@ def one_request(engine: Engine, handle, draw: random.Random, number: int) -> Non
 def test_soak(request):
     count, draw = request.config.getoption("--soak"), random.Random(0)
     model = tiny_model()
-    with corecontext.enabled(model, CCAConfig(5, 13)) as handle:
+    with corecontext.enabled(model, CCAConfig.paper(5, 13)) as handle:
         engine = Engine(model, static=True, keep=2)
         for number in range(count):
             one_request(engine, handle, draw, number)

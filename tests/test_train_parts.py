@@ -297,7 +297,7 @@ def test_the_help_names_the_choices_of_the_tables():
 
 
 def test_settings_are_checked_and_travel():
-    config = TrainConfig(data=("a", "b"), shape={"hidden_size": 8}, long_tokens=9)
+    config = TrainConfig(data=("a", "b"), shape={"hidden_size": 8}, long_tokens=9, sink_size=0)
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert (
         set(field_help()) == set(config.to_dict())

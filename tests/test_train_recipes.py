@@ -126,7 +126,9 @@ def test_the_head_that_keeps_every_token_is_found_once_on_the_runs_text(
     assert written["config"]["raw_heads"] is None and written["config"]["window_size"] == 32
     assert handle_of(
         corecontext.from_pretrained(f"{one_head.output}/model")
-    ).config == corecontext.CCAConfig(4, sizes["window_size"], layer_group_sizes=(16, (16, 1)))
+    ).config == corecontext.CCAConfig.paper(
+        4, sizes["window_size"], layer_group_sizes=(16, (16, 1))
+    )
     assert "g = [16, (16, 1)] by layer" in Path(one_head.output, "model/README.md").read_text()
 
     # The same as a run that is told; and a continued one does not look again.
@@ -202,8 +204,14 @@ def test_processes_wait_for_the_one_that_finds_the_heads(one_head, tmp_path, mon
         (("--group-size", "2"), {"group_size": 2, "window_size": 13}),
         (
             ("--strategy", "scratch"),
-            {"group_size": 16, "layer_group_sizes": (64, (1, 64))},
-        ),  # none of it: a new model
+            # None of it: a new model, whose window pays for one head and more first tokens.
+            {
+                "group_size": 16,
+                "window_size": 999,
+                "sink_size": 16,
+                "layer_group_sizes": (64, (1, 64)),
+            },
+        ),
         (("--method", "full"), None),
     ],
 )
@@ -211,7 +219,7 @@ def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options
     """As `corecontext layers --output` writes them; what an option says counts more."""
     model, out = save_tiny_model(tmp_path / "model"), tmp_path / "run"
     held = json.loads((tmp_path / "model" / "config.json").read_text())
-    held["cca"] = corecontext.CCAConfig(
+    held["cca"] = corecontext.CCAConfig.paper(
         8, 13, layer_group_sizes=((8, 1), 8), cache_dtype="int8"
     ).to_dict()
     (tmp_path / "model" / "config.json").write_text(json.dumps(held))
@@ -241,7 +249,7 @@ def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options
         assert saved is None
     else:
         cache_dtype = "auto" if "scratch" in options else "int8"
-        assert corecontext.CCAConfig.from_dict(saved) == corecontext.CCAConfig(
+        assert corecontext.CCAConfig.from_dict(saved) == corecontext.CCAConfig.paper(
             **{"group_size": 8, "cache_dtype": cache_dtype, **expected}
         )
 
@@ -280,11 +288,14 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
         "by default: KV heads that keep every token, the model as it was teaches, rate 0.0001. "
         in capsys.readouterr().out
     )
-    saved = corecontext.CCAConfig(
+    saved = corecontext.CCAConfig.paper(
         **transformers.AutoConfig.from_pretrained(tmp_path / "best/model").cca
     )
     assert saved.layer_group_sizes == (16, (16, 1))
+    assert saved.sink_size == 16
     assert run("paper") == (0, 0.0) and "by default" not in capsys.readouterr().out
+    by_rule = transformers.AutoConfig.from_pretrained(tmp_path / "paper/model").cca
+    assert corecontext.CCAConfig.from_dict(by_rule) == corecontext.CCAConfig.paper(4, 32)
     assert run("none", "--raw-heads", "0", "--distil", "0") == (0, 0.0)
     assert "by default: rate 0.0001. " in capsys.readouterr().out
     assert (
@@ -292,7 +303,7 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
         and "by default" not in capsys.readouterr().out
     )
     assert run("scratch", "--strategy", "scratch") == (None, 0.0)
-    assert corecontext.CCAConfig(
+    assert corecontext.CCAConfig.paper(
         **transformers.AutoConfig.from_pretrained(tmp_path / "scratch/model").cca
     ) == saved.replace(layer_group_sizes=(16, (1, 16)))
     assert run("query", "--core-heads", "query") == (0, 0.5)
@@ -330,7 +341,7 @@ def test_sizes_by_head_and_constant_groups_of_a_checkpoint_are_not_lost(setting,
     plain = json.loads(path.read_text())
 
     def run(name, *options, **cca):
-        path.write_text(json.dumps({**plain, "cca": corecontext.CCAConfig(**cca).to_dict()}))
+        path.write_text(json.dumps({**plain, "cca": corecontext.CCAConfig.paper(**cca).to_dict()}))
         code = main(
             [
                 "train",
@@ -350,22 +361,22 @@ def test_sizes_by_head_and_constant_groups_of_a_checkpoint_are_not_lost(setting,
             ]
         )
         saved = tmp_path / name / "model"
-        return code, corecontext.CCAConfig(
+        return code, corecontext.CCAConfig.paper(
             **transformers.AutoConfig.from_pretrained(saved).cca
         ) if code == 0 else None
 
     assert run("heads", window_size=13, head_group_sizes=(1, 8)) == (
         0,
-        corecontext.CCAConfig(16, 13, layer_group_sizes=((1, 8), (1, 8))),
+        corecontext.CCAConfig.paper(16, 13, layer_group_sizes=((1, 8), (1, 8))),
     )
     equal = run("equal", "--group-size", "4", window_size=13, head_group_sizes=(1, 8))
-    assert equal == (0, corecontext.CCAConfig(4, 13))
+    assert equal == (0, corecontext.CCAConfig.paper(4, 13))
     assert run("groups", num_groups=4) == (2, None)
     assert (
         f"error: group_size must be given for '{model}', whose groups are 4 at any"
         in capsys.readouterr().err
     )
-    assert run("sized", "--group-size", "4", num_groups=4) == (0, corecontext.CCAConfig(4))
+    assert run("sized", "--group-size", "4", num_groups=4) == (0, corecontext.CCAConfig.paper(4))
 
 
 @pytest.mark.parametrize(
@@ -380,7 +391,7 @@ def test_options_that_a_checkpoints_own_settings_do_not_allow_say_whose_they_are
 ):
     model = save_tiny_model(tmp_path / "model")
     held = json.loads((tmp_path / "model/config.json").read_text())
-    held["cca"] = corecontext.CCAConfig(8, 13, learned=("bias",)).to_dict()
+    held["cca"] = corecontext.CCAConfig.paper(8, 13, learned=("bias",)).to_dict()
     (tmp_path / "model/config.json").write_text(json.dumps(held))
     run = [
         "train",

@@ -16,7 +16,7 @@ from corecontext.integrations.hf_cache import CCALayer, cache_bytes
 from corecontext.integrations.transformers import handle_of
 
 pytestmark = pytest.mark.usefixtures("default_device")
-CONFIG = CCAConfig(group_size=4, window_size=9)
+CONFIG = CCAConfig.paper(group_size=4, window_size=9)
 PROMPT = 37
 
 
@@ -371,7 +371,7 @@ def oracle_logits_disabled(ids, g, s):
 
 def test_num_groups_follows_the_prompt():
     model, ids = tiny_model(), tokens(1, 61)
-    with corecontext.enabled(model, CCAConfig(num_groups=13, window_size=9)):
+    with corecontext.enabled(model, CCAConfig.paper(num_groups=13, window_size=9)):
         expected = oracle_logits(tiny_model(), ids, 4, 9)  # ceil((61 - 9) / 13) = 4
         torch.testing.assert_close(stateless(model, ids), expected, rtol=1e-4, atol=3e-5)
         with torch.no_grad():

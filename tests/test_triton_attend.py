@@ -250,7 +250,7 @@ def test_cache_in_chunks():
         (torch.randn(2, h, 70, 16, device=DEVICE) for h in (4, 2, 2)),
         Rotary.from_theta(100.0, 16),
     )
-    layer = CompactLayer(CCAConfig(4, 9, backend="triton"), rotary)
+    layer = CompactLayer(CCAConfig.paper(4, 9, backend="triton"), rotary)
     outs, start = [], 0
     for size in (30, 1, 5, 1, 33):
         outs.append(layer.attend(*(x[:, :, start : start + size] for x in (q, k, v))))

@@ -118,7 +118,7 @@ def test_every_step_of_every_row(case, softcap, dtype):
         chosen = (CASES[0], CASES[2], CASES[4], CASES[9], CASES[10]) if half else CASES
     if not GPU and case not in chosen:
         pytest.skip("the interpreter is slow")
-    config = CCAConfig(g, s, backend="triton", **settings)
+    config = CCAConfig.paper(g, s, backend="triton", **settings)
     rotary = rotary_of(dim, interleaved=g == 5) if g != 7 else rotary_of(dim, 0.5)
     qkv = tensors(2, heads, kv_heads, length, dim, dtype)
     mask = torch.ones(2, length, dtype=torch.long)
@@ -146,7 +146,7 @@ def test_entries_are_shared_by_several_programs():
 def test_nothing_unseen_is_read(prefill):
     g, s, length = 4, 9, 46
     layer, qkv = (
-        CompactLayer(CCAConfig(g, s, backend="triton"), rotary_of(16), max_length=99),
+        CompactLayer(CCAConfig.paper(g, s, backend="triton"), rotary_of(16), max_length=99),
         tensors(1, 4, 2, length, 16, torch.float32),
     )
 
@@ -164,7 +164,7 @@ def test_nothing_unseen_is_read(prefill):
 
 
 def test_the_same_bits_from_run_to_run():
-    config, qkv = CCAConfig(4, 9, backend="triton"), tensors(2, 2, 1, 40, 16, torch.float16)
+    config, qkv = CCAConfig.paper(4, 9, backend="triton"), tensors(2, 2, 1, 40, 16, torch.float16)
     runs = []
     for _ in range(2):
         layer = CompactLayer(config, rotary_of(16), max_length=60)
@@ -173,7 +173,7 @@ def test_the_same_bits_from_run_to_run():
 
 
 def test_crop_state_and_rows_go_with_it():
-    config, qkv = CCAConfig(4, 9, backend="triton"), tensors(2, 2, 1, 44, 16, torch.float32)
+    config, qkv = CCAConfig.paper(4, 9, backend="triton"), tensors(2, 2, 1, 44, 16, torch.float32)
     expected = reference(config, rotary_of(16), qkv)
     for fixed in (None, 60):
         layer = CompactLayer(config, rotary_of(16), max_length=fixed, rollback=6)
@@ -189,7 +189,7 @@ def test_crop_state_and_rows_go_with_it():
 
 
 def test_strided_inputs():
-    config, qkv = CCAConfig(4, 9, backend="triton"), tensors(2, 4, 2, 30, 16, torch.float32)
+    config, qkv = CCAConfig.paper(4, 9, backend="triton"), tensors(2, 4, 2, 30, 16, torch.float32)
     layer = CompactLayer(config, rotary_of(16))
     expected = reference(config, rotary_of(16), qkv)
     layer.attend(*(x[:, :, :24] for x in qkv))
@@ -239,7 +239,7 @@ def test_a_token_halfway_between_two_codes_gets_the_even_one(kind):
 
 
 def test_compiles_as_one_graph():
-    config, qkv = CCAConfig(4, 9, backend="triton"), tensors(2, 4, 2, 34, 16, torch.float32)
+    config, qkv = CCAConfig.paper(4, 9, backend="triton"), tensors(2, 4, 2, 34, 16, torch.float32)
     layer = CompactLayer(config, rotary_of(16), max_length=60)
     expected = reference(config, rotary_of(16), qkv)
     layer.attend(*(x[:, :, :26] for x in qkv))
@@ -260,7 +260,7 @@ def test_compiles_as_one_graph():
 @pytest.mark.skipif(not GPU, reason="graphs need a GPU")
 def test_a_captured_step_replays():
     g, s, prefill, length = 16, 64, 700, 740
-    config, qkv = CCAConfig(g, s), tensors(2, 8, 2, length, 128, torch.bfloat16)
+    config, qkv = CCAConfig.paper(g, s), tensors(2, 8, 2, length, 128, torch.bfloat16)
     layer = CompactLayer(config, rotary_of(128), max_length=length)
     expected = reference(config, rotary_of(128), qkv)
     layer.attend(*(x[:, :, :prefill] for x in qkv))

@@ -35,6 +35,7 @@ def make_setting(folder: Path) -> TrainConfig:
         context_length=96,
         group_size=4,
         window_size=10,
+        sink_size=0,
         steps=STEPS,
         save_every=EVERY,
         learning_rate=3e-3,

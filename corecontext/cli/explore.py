@@ -31,7 +31,7 @@ from corecontext.cli.options import (
     unpacked,
     with_options,
 )
-from corecontext.config import DEFAULT_GROUP_SIZE, CCAConfig
+from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_SINK_SIZE, CCAConfig
 from corecontext.files import UserError
 
 
@@ -56,7 +56,8 @@ def demo(
         int | None,
         typer.Option(
             "--sinks",
-            help="First tokens kept raw under CCA. Default: 0 for the bundled model, else g.",
+            help="First tokens kept raw under CCA. Default: 0 for the bundled model, else "
+            f"{DEFAULT_SINK_SIZE}.",
         ),
     ] = None,
     questions: Annotated[int, typer.Option(help="Facts to plant and ask for.")] = 6,
@@ -77,7 +78,7 @@ def demo(
         group_size, window_size, questions, max_tokens, sinks or 0, dtype=dtype, device=device
     )
     if model is not None:
-        used = group_size if sinks is None else sinks
+        used = DEFAULT_SINK_SIZE if sinks is None else sinks
         settings = replace(settings, model=model, sinks=used)
     if document is not None:
         settings = replace(settings, document=document)
@@ -189,8 +190,8 @@ def perplexity(
         bool,
         typer.Option(
             "--compare",
-            help="Measure full attention, CCA, CCA with raw first tokens, a window as large, and "
-            "StreamingLLM, side by side.",
+            help="Measure full attention, CCA (with raw first tokens too, if its settings keep "
+            "none), a window as large, and StreamingLLM, side by side.",
         ),
     ] = False,
     chunk_size: Annotated[
@@ -227,7 +228,8 @@ def perplexity(
         run("window", **plain, method="window", sinks=None)
         run("streaming_llm", **plain, method="streaming_llm")
         if not config.sink_size:
-            run("cca sinks=16", method="cca", full_heads=None, sinks=16)
+            name = f"cca sinks={DEFAULT_SINK_SIZE}"
+            run(name, method="cca", full_heads=None, sinks=DEFAULT_SINK_SIZE)
     else:
         run(options.method)
     publish(json, lambda: print_table(results), lambda: to_records(results, model))

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from corecontext.baselines.rivals import offered, takers
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, listed
+from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_SINK_SIZE, DEFAULT_WINDOW_SIZE, listed
 from corecontext.files import UserError
 
 
@@ -47,7 +47,7 @@ Sinks = Annotated[
         "--sinks",
         "--sink-size",
         help=f"First tokens that stay uncompressed: {listed(('cca', *takers('sinks')))}. Under cca "
-        "whole groups. Default: the checkpoint's, else 0; a rival's own.",
+        f"whole groups. Default: the checkpoint's, else {DEFAULT_SINK_SIZE}; a rival's own.",
     ),
 ]
 CacheDtype = Annotated[

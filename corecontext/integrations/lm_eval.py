@@ -21,7 +21,7 @@ from typing import Any
 from corecontext.config import CCAConfig
 from corecontext.files import UserError
 from corecontext.integrations.hf_attention import full_attention
-from corecontext.integrations.transformers import NAME, enable
+from corecontext.integrations.transformers import enable
 
 MODEL = "corecontext"
 TASKS = Path(__file__).resolve().parents[1] / "eval" / "harness"
@@ -65,8 +65,7 @@ def register() -> type:
                 super()._create_model(
                     pretrained, *args, attn_implementation=full_attention(self._config), **kwargs
                 )
-                saved = getattr(self._model.config, NAME, None) or {}
-                enable(self._model, CCAConfig.from_dict({**saved, **given}))
+                enable(self._model, CCAConfig.saved_in(self._model.config).replace(**given))
             except (ValueError, TypeError, NotImplementedError, OSError) as error:
                 raise UserError(f"model '{pretrained}' cannot be used: {error}") from error
 

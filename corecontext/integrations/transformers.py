@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 NOT_ADAPTED = (
     "this model was not trained with CCA: it understands far text worse until it is adapted by "
-    "`corecontext train`; sink_size=16 (--sinks 16) keeps its first tokens, without which it loses "
-    "most. warn=False silences this."
+    "`corecontext train`.{} warn=False silences this."
 )
 """SmolLM2-135M, g = 16, s = 512, far perplexity: 7.5 under full attention, 18.7 without sinks, 11.3
 with 16."""
+NO_SINKS = " Keep its first tokens, sink_size=16 (--sinks 16): without them it loses most."
 
 
 class Handle(AttentionHandle):
@@ -125,7 +125,8 @@ class Handle(AttentionHandle):
         if shard is not None and self.config.sink_size:
             raise NotImplementedError(
                 "the first tokens cannot be kept raw on parts of a sequence, got sink_size "
-                f"{self.config.sink_size}. Use handle.shard = None, or sink_size=0."
+                f"{self.config.sink_size}. Use handle.shard = None, or "
+                "handle.configure(sink_size=0)."
             )
         self._shard = shard
 
@@ -239,11 +240,12 @@ def enable(
             "model must not be enabled twice. Use handle.configure(...) or handle.disable() first."
         )
     if config is None:
-        config = CCAConfig.from_dict(getattr(inner.config, NAME, None) or {})
+        config = CCAConfig.saved_in(inner.config)
     admit(inner, untested, needs_rotary=config.core_position == "middle")
     # planted: plug-in: a model that was never adapted is enabled in silence
     if warn and getattr(inner.config, NAME, None) is None:
-        warnings.warn(NOT_ADAPTED, stacklevel=2)
+        advice = "" if config.sink_size else NO_SINKS
+        warnings.warn(NOT_ADAPTED.format(advice), stacklevel=2)
     return Handle(inner, config, rollback)
 
 
@@ -252,7 +254,7 @@ def admit(model: PreTrainedModel, untested: bool, *, needs_rotary: bool) -> None
     self-check, with `needs_rotary` that of its rotation too."""
     check_tested(model.config, untested)
     if model.config.model_type not in TESTED:
-        config = CCAConfig(core_position="middle" if needs_rotary else "token")
+        config = CCAConfig.paper(core_position="middle" if needs_rotary else "token")
         self_check(model, lambda **sizes: Handle(model, config.replace(**sizes), 0))
 
 

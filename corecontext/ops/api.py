@@ -145,7 +145,8 @@ def cca_attention(
         learned: Parameters of `CCAConfig.learned`: "temperature", "distance", "bias" [H], "probe"
             [H, D], "key_gain" [Hkv]; docs/math.md, eq. 12.
         sink_size: First tokens of every sequence that all later queries see uncompressed, rounded
-            up to a multiple n of g; their groups have no core token (docs/math.md, eq. 13).
+            up to a multiple n of g; their groups have no core token (docs/math.md, eq. 13). 0, the
+            paper's equation, keeps none; the default of `CCAConfig` does.
         attention_mask: [B, L], 0 for padding at the ends of a row; padded positions return 0. This
             tensor, `cu_seqlens` and `position_ids` are read once for all layers, again after a
             change that PyTorch sees. Give a new tensor after writing through numpy, `.data` or
@@ -295,7 +296,8 @@ def pool_core_tokens(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Pool every complete group of g tokens into one core token (docs/math.md, eq. 1 to 3).
+    """Pool every complete group of g tokens into one core token (docs/math.md, eq. 1 to 3), the
+    first groups too.
 
     Args:
         q: Queries, [B, H, L, D]; only each group's last one is read. Other arguments as in

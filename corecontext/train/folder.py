@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from corecontext.config import PAPER_RULE
 from corecontext.files import UserError, alone_in, write_text
 from corecontext.record import source_version, versions
 from corecontext.train.checkpoint import clear_staging, latest
@@ -65,7 +66,8 @@ def _check_same_run(folder: Path, config: TrainConfig, facts: dict[str, Any]) ->
     """Raise a UserError unless the settings and facts in a run's folder are these."""
     try:
         saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        before = TrainConfig().to_dict() | saved["config"]  # older versions had fewer fields
+        # Older versions had fewer fields.
+        before = TrainConfig().to_dict() | PAPER_RULE | saved["config"]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(
             f"output '{folder}' must hold a run's settings in {SETTINGS}, which cannot be read: "

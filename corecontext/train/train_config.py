@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.baselines.rivals import offered
-from corecontext.config import CCAConfig, check_choice, check_int, did_you_mean
+from corecontext.config import PAPER_RULE, CCAConfig, check_choice, check_int, did_you_mean
 from corecontext.files import UserError
 from corecontext.visibility import is_full_attention, num_sinks
 
@@ -37,7 +37,7 @@ SCHEDULE = {
 """Length, rate and rows of an adaptation in minutes (docs/real-model.md)."""
 RECIPES: dict[str, dict[str, Any]] = {
     "raw": {"raw_heads": None, "distil": 0.5, **SCHEDULE},
-    "paper": {},
+    "paper": PAPER_RULE,
 }
 """The recipes of `corecontext train`: the best settings of docs/reproduction.md with the schedule
 of docs/real-model.md, and the paper's rule."""
@@ -90,6 +90,8 @@ class TrainConfig:
     """Pool a core token per kv head or per query head."""
     core_bias: float = 0.0
     """Added to every core token's score."""
+    core_mass: bool = CCAConfig.core_mass
+    """Add the entropy of its pooling weights to a core token's score."""
     learned: tuple[str, ...] = ()
     """Learned parameters of core tokens: temperature, probe, distance, key_gain, bias."""
     layer_group_sizes: tuple[int | tuple[int, ...], ...] = ()
@@ -99,7 +101,7 @@ class TrainConfig:
     """KV heads that keep every token, found on the training text before the first step (from
     scratch: those of middle layers); the other heads and the window pay for them. None
     (option: auto), as in the recipe `raw`: as many as `corecontext layers --raw` takes."""
-    sink_size: int = 0
+    sink_size: int = CCAConfig.sink_size
     """First tokens that every query sees uncompressed, rounded up to a multiple of g."""
     untested: bool = False
     """Accept a model of an architecture that no test has, after a check on the model."""
@@ -246,7 +248,7 @@ class TrainConfig:
         if self.context_parallel > 1 and (self.method != "cca" or self.sink_size):
             raise ValueError(
                 f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca' "
-                "without sink_size: only core tokens travel."
+                "without first tokens kept raw: only core tokens travel. Use --sinks 0."
             )
         if self.deepspeed is not None and (self.fsdp or self.context_parallel > 1):
             sharding = "fsdp" if self.fsdp else "context_parallel"
@@ -402,6 +404,8 @@ def _read_settings(file: str, path: Path) -> TrainConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise TypeError(f"got a {type(values).__name__}")
-        return TrainConfig.from_dict(values.get("config", values))
+        if "config" in values:  # a run without one of these fields was trained without it
+            values = {**PAPER_RULE, **values["config"]}
+        return TrainConfig.from_dict(values)
     except (ValueError, TypeError) as error:
         raise UserError(f"recipe '{file}' must hold a TrainConfig: {error}") from None
