@@ -6,14 +6,17 @@ import html
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.tables import Column
+from corecontext.config import PAPER_RULE
 from corecontext.eval import ruler
 from corecontext.eval.evaluate import ModelOptions, evaluate, of_task
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import TASKS, data_hashes
 from corecontext.eval.summary import Row, shown_value, summarise, to_records
 from corecontext.files import UserError, make_folder, write_text
+from corecontext.loading import load_config
 from corecontext.record import Record, append_records
 from corecontext.terminal import console
 from reproduction import paper
@@ -75,14 +78,16 @@ def reproduce_checkpoint(
         settings = settings._replace(subtasks=(*settings.subtasks, *subtasks))
     results = str(folder / "items.jsonl")
     items: list[Record] = []
+    rule = _paper_rule(model)
     for method in METHODS:
         console().print(f"{method}: {', '.join(tasks)}")
-        items += evaluate(model, [method], tasks, [data], settings, options, results)
+        sized = options._replace(sizes=rule) if method == "cca" else options
+        items += evaluate(model, [method], tasks, [data], settings, sized, results)
     rows = summarise(items)
     grid: list[Row] = []
     for g, s in GRID if "perplexity" in tasks else ():
         console().print(f"cca, g = {g}, s = {s}: perplexity")
-        sized = options._replace(sizes={"group_size": g, "window_size": s})
+        sized = options._replace(sizes={"group_size": g, "window_size": s, **rule})
         grid += summarise(
             evaluate(model, ["cca"], ["perplexity"], [data], settings, sized, results)
         )
@@ -92,6 +97,14 @@ def reproduce_checkpoint(
     out = folder / "report.html"
     write_text(out, _page(model, rows, grid, records))
     return out
+
+
+def _paper_rule(model: str) -> dict[str, Any]:
+    """Return the sizes that make CCA the paper's rule; none for a checkpoint with settings of its
+    own."""
+    if getattr(load_config(model), "cca", None):
+        return {}
+    return {"sinks": PAPER_RULE["sink_size"]}
 
 
 def _has_files(task: str, data: str) -> bool:

@@ -251,7 +251,7 @@ def test_inspect(monkeypatch, calls, here):
 def test_layers(monkeypatch, calls, here, capsys):
     record = make_record("quality.perplexity", 2.0, {})
     choice = SimpleNamespace(search=SimpleNamespace(trials="trials"), config="config")
-    varied = loaded(CCAConfig(layer_group_sizes=(1, 2), window_size=77))
+    varied = loaded(CCAConfig.paper(layer_group_sizes=(1, 2), window_size=77))
     monkeypatch.setattr("corecontext.loading.load", calls.keep("load", varied))
     monkeypatch.setattr(findings, "find_layers", calls.keep("find", choice))
     monkeypatch.setattr(findings, "print_layers", calls.keep("print"))

@@ -71,6 +71,7 @@ def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
         data=tuple(str(path) for path in sorted(tmp_path.glob("*.txt"))),
         group_size=4,
         window_size=9,
+        sink_size=0,
         steps=3,
         learning_rate=1e-3,
         accumulation=2,

@@ -64,7 +64,7 @@ def attention(length: int, g: int = 1, s: int = 1, sinks: int = 0) -> int:
     ids=str,
 )
 def test_a_row_has_the_mean_cost_of_the_heads(sizes, shares):
-    config = CCAConfig(window_size=10, **sizes)
+    config = CCAConfig.paper(window_size=10, **sizes)
     row = cells(config, 1000)
     full = attention(1000)
     compact = sum(share * attention(1000, g, 10, config.sink_size) for g, share in shares.items())
@@ -77,7 +77,7 @@ def test_a_row_has_the_mean_cost_of_the_heads(sizes, shares):
     ids=str,
 )
 def test_a_cache_has_core_tokens_first_tokens_and_the_window(settings, entries):
-    row = cells(CCAConfig(4, 10, **settings), 1000)
+    row = cells(CCAConfig.paper(4, 10, **settings), 1000)
     full, compact = (2 * 2 * 2 * 16 * 4 * count for count in (1000, entries))
     assert row[-3:] == [info._bytes(full), info._bytes(compact), f"{full / compact:.1f}x"]
 

@@ -165,7 +165,7 @@ def test_a_text_and_its_answer_fit_the_model_exactly():
     ids=str,
 )
 def test_cca_is_idle_until_one_head_sees_a_core_token(settings, most):
-    loaded = Loaded(None, None, CCAConfig(window_size=20, **settings))
+    loaded = Loaded(None, None, CCAConfig.paper(window_size=20, **settings))
     note = f"CCA was idle: at most {most or 999} tokens, within its window (s = 20): its numbers"
     assert loaded.idle_note(most or 999).startswith(note)
     if most is not None:
@@ -189,6 +189,7 @@ def test_sizes_name_what_differs_from_the_default(model):
         "dtype": "float32",
         "group_size": 16,
         "window_size": 1024,
+        "sinks": 16,
     }
     loaded = load(model, cache_dtype="int8", sinks=3, device="cpu")
     assert loaded.sizes() == {**plain, "cache_dtype": "int8", "sinks": 3}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from families import tiny_model, tokens
 
 from corecontext.cli import main
-from corecontext.config import LEARNED, POOLINGS, listed
+from corecontext.config import LEARNED, PAPER_RULE, POOLINGS, CCAConfig, listed
 from corecontext.files import UserError
 from corecontext.inference.fuse import MOST_PARTS, Fused
 from corecontext.train import loss as loss_module
@@ -334,6 +334,17 @@ def test_settings_are_checked_and_travel():
         config.replace(steps=1.5)
 
 
+def test_first_tokens_are_raw_but_under_the_papers_rule_and_in_old_runs(tmp_path):
+    assert load_recipe("paper").cca() == CCAConfig.paper()
+    assert load_recipe("raw").sink_size == TrainConfig().sink_size == CCAConfig().sink_size
+    saved = tmp_path / "train_config.json"
+    old = {name: x for name, x in TrainConfig().to_dict().items() if name not in PAPER_RULE}
+    saved.write_text(json.dumps(old))  # of a user: today's defaults
+    assert load_recipe(str(saved)).cca() == CCAConfig()
+    saved.write_text(json.dumps({"config": old}))  # of a run before these fields existed
+    assert load_recipe(str(saved)).cca() == CCAConfig.paper()
+
+
 def test_recipes_are_what_the_paper_says(tmp_path, capsys):
     pytest.importorskip("datasets")  # asked for before the recipe is read
     for name, length in (
@@ -358,6 +369,7 @@ def test_recipes_are_what_the_paper_says(tmp_path, capsys):
         json.dumps({"config": config.to_dict(), "commit": "abc"})
     )  # as a run leaves it
     assert load_recipe(str(saved)) == config
+    assert config.cca() == CCAConfig.paper()
     (tmp_path / "wrong.py").write_text("def wrong(:\n")
     (tmp_path / "list.json").write_text("[3]")
     (tmp_path / "mine.py").write_text("def mine():\n    return 3\n")

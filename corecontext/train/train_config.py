@@ -404,7 +404,9 @@ def _read_settings(file: str, path: Path) -> TrainConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise TypeError(f"got a {type(values).__name__}")
-        if "config" in values:  # a run without one of these fields was trained without it
+        if "config" in values:
+            # A run without one of these fields was trained before it existed.
+            # planted: training: the settings of an old run get today's defaults
             values = {**PAPER_RULE, **values["config"]}
         return TrainConfig.from_dict(values)
     except (ValueError, TypeError) as error:
