@@ -369,9 +369,9 @@ def test_the_search_takes_each_heads_nearest_pattern_of_full_attention(family, m
 
 def test_a_model_has_one_attention_at_a_time(monkeypatch):
     model = tiny_model()
-    for first in (CCAConfig(4, 8), StreamingLLM(2, 6)):
+    for first in (CCAConfig.paper(4, 8), StreamingLLM(2, 6)):
         with baselines.enabled(model, first):
-            for second in (CCAConfig(4, 8), WindowOnly(0, 6)):
+            for second in (CCAConfig.paper(4, 8), WindowOnly(0, 6)):
                 with pytest.raises(
                     ValueError, match="must not be enabled twice, got one whose att"
                 ):
@@ -384,7 +384,7 @@ def test_a_model_has_one_attention_at_a_time(monkeypatch):
     monkeypatch.setattr(
         hook.cca_plugin, "enable", lambda *args, **options: asked.append((args, options))
     )
-    config = CCAConfig(4, 8, pooling="mean")
+    config = CCAConfig.paper(4, 8, pooling="mean")
     baselines.enable(model, config, untested=True, warn=True)
     baselines.enable(model, WindowOnly(0, 6), untested=True).disable()
     baselines.enable(model, StreamingLLM(1, 6)).disable()

@@ -377,7 +377,7 @@ def test_bounds_bound_each_member():
 )
 def test_refused_settings(settings, error, message):
     with pytest.raises(error, match=message):
-        CCAConfig(**settings)
+        CCAConfig.paper(**settings)
 
 
 def test_names_of_indices():

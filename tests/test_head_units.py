@@ -56,7 +56,7 @@ def test_of_equal_units_the_first_is_chosen():
     ],
 )
 def test_units_to_choose_by_default(shape, heads, raw, count):
-    shape, config = Shape(*shape), CCAConfig(16, 1024)
+    shape, config = Shape(*shape), CCAConfig.paper(16, 1024)
     assert search._default_count(shape, config, 8192, heads, raw) == count
     if raw and heads:
         assert count == raw_heads(shape, config, 8192)
@@ -85,7 +85,7 @@ def test_heads_are_looked_for_in_the_best_quarter_of_the_layers(raw, monkeypatch
     """With the losses of a table: layers 6 and 2 are best alone, of their heads 2.1, and beside it
     6.0."""
     model = tiny_model("llama", num_hidden_layers=8)
-    config = CCAConfig(16, 256, layer_group_sizes=(4,) * 8)
+    config = CCAConfig.paper(16, 256, layer_group_sizes=(4,) * 8)
     measured, totals, advanced = [], [], []
 
     def loss(measured_model, rows):
@@ -165,7 +165,7 @@ def rows_of(*rows):
     ],
 )
 def test_the_longest_documents_are_looked_at(rows, limit, shapes):
-    config = CCAConfig(2, 2)  # of which a search needs 20 tokens
+    config = CCAConfig.paper(2, 2)  # of which a search needs 20 tokens
     texts = choose._longest_documents(rows_of(*rows), config, limit)
     assert {int(text[0, 0]): text.shape[1] for text in texts} == shapes
     assert all(text.shape[0] == 1 and bool((text == text[0, 0]).all()) for text in texts)
@@ -175,7 +175,7 @@ def test_documents_too_short_for_a_search_are_refused():
     with pytest.raises(
         UserError, match="20 tokens or more in a row, .* 19 tokens at most in 2 row"
     ):
-        choose._longest_documents(rows_of((19,), (3, 16)), CCAConfig(2, 2), None)
+        choose._longest_documents(rows_of((19,), (3, 16)), CCAConfig.paper(2, 2), None)
 
 
 def test_a_run_with_random_weights_or_known_sizes_does_not_search():
@@ -197,7 +197,7 @@ def test_a_run_with_random_weights_or_known_sizes_does_not_search():
 def test_the_search_of_a_run_is_on_the_checkpoint_as_it_is(tmp_path, monkeypatch, capsys):
     name = save_tiny_model(tmp_path / "model")
     path = tmp_path / "model/config.json"
-    cca = CCAConfig(4, 32, learned=("bias",)).to_dict()
+    cca = CCAConfig.paper(4, 32, learned=("bias",)).to_dict()
     path.write_text(json.dumps({**json.loads(path.read_text()), "cca": cca}))
     run = TrainConfig(model=name, group_size=4, window_size=8, context_length=99, raw_heads=2)
     run = run.replace(rope_theta=5e5, learned=("bias",))
@@ -209,7 +209,7 @@ def test_the_search_of_a_run_is_on_the_checkpoint_as_it_is(tmp_path, monkeypatch
         assert handle.config == run.cca().replace(learned=())
         assert model.dtype == torch.bfloat16 and not model.training
         assert model.config.rope_parameters["rope_theta"] == 10_000.0
-        config = CCAConfig(4, 7, layer_group_sizes=((16, 1), 16))
+        config = CCAConfig.paper(4, 7, layer_group_sizes=((16, 1), 16))
         return Findings(Search([], (Unit(0, 1),)), config, 1.0, 2.0, 3.0)
 
     monkeypatch.setattr(choose, "find_units", find_units)
@@ -242,7 +242,7 @@ def test_rows_of_the_text_have_the_length_asked_for(length, most_rows, rows, mon
         findings, "find_units", lambda *given, **options: asked.append((given, options))
     )
     loaded = SimpleNamespace(
-        config=CCAConfig(2, 2),
+        config=CCAConfig.paper(2, 2),
         max_length=100,
         tokenizer=lambda text, **_: {"input_ids": torch.arange(100)[None]},
         model=SimpleNamespace(device="cpu"),
@@ -268,7 +268,7 @@ def test_every_trial_is_reported_beside_those_before_it(capsys, monkeypatch):
     rounds = (((), (a, b, c, d)), ((b,), (a, c, d)), ((b, d), (a, c)))
     losses = iter(math.log(value) for value in (10, 11, 12, 13, 5, 6, 7, 2, 3))
     trials = [Trial(unit, before, next(losses)) for before, units in rounds for unit in units]
-    config = CCAConfig(16, 48, layer_group_sizes=((64, 1), 64))
+    config = CCAConfig.paper(16, 48, layer_group_sizes=((64, 1), 64))
     result = Findings(Search(trials, (b, d, a)), config, math.log(4), math.log(20), math.log(8))
     findings.print_layers(result)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

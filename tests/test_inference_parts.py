@@ -28,7 +28,7 @@ from corecontext.inference.stream import Generation
 # The package has the function by the module's name.
 prefilled = importlib.import_module("corecontext.inference.prefill")
 pytestmark = pytest.mark.usefixtures("default_device")
-CONFIG = CCAConfig(5, 13)
+CONFIG = CCAConfig.paper(5, 13)
 
 
 @pytest.fixture
@@ -53,21 +53,22 @@ def test_settings_are_the_requests_else_the_policys_else_the_models():
     def chosen(g=None, s=None, config=CONFIG, policy=policy, length=30):
         return settings_for(config, g, s, length, policy, load)
 
-    assert chosen(policy=None) == CONFIG and chosen() == CCAConfig(2, 6) and asked == [load]
-    assert chosen(3) == CCAConfig(3, 6) and chosen(None, 9) == CCAConfig(2, 9)
-    assert len(asked) == 3 and chosen(3, 9) == CCAConfig(3, 9) and len(asked) == 3
+    assert chosen(policy=None) == CONFIG and chosen() == CCAConfig.paper(2, 6) and asked == [load]
+    assert chosen(3) == CCAConfig.paper(3, 6) and chosen(None, 9) == CCAConfig.paper(2, 9)
+    assert len(asked) == 3 and chosen(3, 9) == CCAConfig.paper(3, 9) and len(asked) == 3
     assert (
-        chosen(3, policy=None) == CCAConfig(3, 13) and chosen(None, 4, policy=None).group_size == 5
+        chosen(3, policy=None) == CCAConfig.paper(3, 13)
+        and chosen(None, 4, policy=None).group_size == 5
     )
-    varied = CCAConfig(5, 13, layer_group_sizes=(2, 3))
+    varied = CCAConfig.paper(5, 13, layer_group_sizes=(2, 3))
     assert chosen(config=varied) == varied.replace(window_size=6)
-    by_length = CCAConfig(window_size=10, num_groups=4)
+    by_length = CCAConfig.paper(window_size=10, num_groups=4)
     found = chosen(config=by_length, policy=None)
     assert (found.group_size, found.window_size, found.num_groups) == (5, 10, None)
     found = chosen(None, 2, config=by_length, policy=None)  # g follows the request's own s
     assert (found.group_size, found.window_size, found.num_groups) == (7, 2, None)
-    assert chosen(9, config=by_length, policy=None) == CCAConfig(9, 10)
-    assert chosen(config=by_length) == CCAConfig(2, 6)
+    assert chosen(9, config=by_length, policy=None) == CCAConfig.paper(9, 10)
+    assert chosen(config=by_length) == CCAConfig.paper(2, 6)
     with pytest.raises(ValueError, match="^num_groups must be used with rows of one length"):
         chosen(config=by_length, policy=None, length=None)
 
@@ -76,7 +77,7 @@ def test_sizes_are_cut_to_the_text_and_a_table_gives_its_rows():
     large = CCAConfig(50, 60, sink_size=70)
     assert cut_to(large, 55) == CCAConfig(50, 55, sink_size=55)
     assert cut_to(large, 40) == CCAConfig(40, 40, sink_size=40) and cut_to(large, 99) == large
-    varied = CCAConfig(50, 60, layer_group_sizes=(90, 3))
+    varied = CCAConfig.paper(50, 60, layer_group_sizes=(90, 3))
     assert cut_to(varied, 20) == varied.replace(window_size=20)
     assert table_rows(3, 10) == ((0.5, 3, 10), (0.8, 6, 5), (1.0, 12, 2))
     assert table_rows(1, 2) == ((0.5, 1, 2), (0.8, 2, 1), (1.0, 4, 1))
@@ -283,7 +284,9 @@ def test_a_prompts_chunks_positions_and_masks(model, monkeypatch):
         prefill(model, ids)
     assert [call[:2] for call in calls] == [(0, 6), (6, 10)]
     assert chosen.call_args.args == (model.config, model.dtype, ids.device, 2)
-    with corecontext.enabled(by_length := tiny_model(), CCAConfig(window_size=4, num_groups=2)):
+    with corecontext.enabled(
+        by_length := tiny_model(), CCAConfig.paper(window_size=4, num_groups=2)
+    ):
         calls.clear()
         with mock.patch.object(prefilled, "choose_chunk_size", mock.Mock(return_value=6)):
             prefill(by_length, ids)
@@ -484,7 +487,7 @@ def test_a_request_is_keyed_by_all_that_its_buffers_depend_on(model):
         model, policy=lambda load: by_load.append(load) or (3, 9), cache_bytes_budget=99
     )
     engine.time_to_first_token = 1.5
-    assert key(mask, queue_length=4)[0].config == CCAConfig(3, 9)
+    assert key(mask, queue_length=4)[0].config == CCAConfig.paper(3, 9)
     assert by_load == [Load(4, 0, 99, 1.5, 30)]  # of the longest row
 
 
@@ -512,10 +515,10 @@ def test_a_models_settings_are_set_and_put_back():
     for args in ((None, CONFIG), (handle, None), (handle, CONFIG)):
         with configured(*args):
             assert changes == []
-    with configured(handle, CCAConfig(2, 3)):
-        assert changes == [CCAConfig(2, 3).to_dict()]
+    with configured(handle, CCAConfig.paper(2, 3)):
+        assert changes == [CCAConfig.paper(2, 3).to_dict()]
     assert changes[1:] == [CONFIG.to_dict()]
-    with pytest.raises(KeyError), configured(handle, CCAConfig(2, 3)):
+    with pytest.raises(KeyError), configured(handle, CCAConfig.paper(2, 3)):
         raise KeyError
     assert changes[3:] == [CONFIG.to_dict()]
 
@@ -605,7 +608,7 @@ def test_a_window_shrinks_before_the_prompt_is_read_and_equal_sizes_change_nothi
     stream.configure(group_size=5, window_size=13)
     assert stream.key is key and (stream.group_size, stream.window_size) == (5, 13)
     stream.configure(window_size=12)
-    assert stream.window_size == 12 and stream.key == key._replace(config=CCAConfig(5, 12))
+    assert stream.window_size == 12 and stream.key == key._replace(config=CCAConfig.paper(5, 12))
     next(stream)
     with mock.patch.object(stream.session, "shrink_window") as shrink:
         stream.configure(window_size=12)

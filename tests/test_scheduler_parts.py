@@ -40,9 +40,9 @@ from corecontext.serve.tensor_parallel import Follower
 from corecontext.serve.warm_up import warm_up
 
 pytestmark = pytest.mark.usefixtures("default_device")
-CONFIG = CCAConfig(5, 13)
-A = CCAConfig(4, 8)
-B = CCAConfig(4, 9)
+CONFIG = CCAConfig.paper(5, 13)
+A = CCAConfig.paper(4, 8)
+B = CCAConfig.paper(4, 9)
 
 
 @pytest.fixture
@@ -436,7 +436,7 @@ def test_a_request_is_checked_by_its_own_settings_and_without_the_policy():
     with pytest.raises(InvalidRequest, match="got 12 tokens for a budget of 3 MiB") as refused:
         rules.check(Request([1] * 9, 3, window_size=4))
     assert refused.value.code is Code.TOO_LONG
-    assert asked == [(CONFIG, 12), (CCAConfig(2, 4), 12), (CCAConfig(5, 4), 12)]
+    assert asked == [(CONFIG, 12), (CCAConfig.paper(2, 4), 12), (CCAConfig.paper(5, 4), 12)]
 
 
 def test_settings_follow_the_request_the_policy_and_the_prompt():
@@ -444,16 +444,16 @@ def test_settings_follow_the_request_the_policy_and_the_prompt():
     policy = lambda load: loads.append(load) or (2, 7)  # noqa: E731
     load = Load(3)
     rules = admission(policy=policy)
-    assert rules.settings_for(Request([1], 1), load) == CCAConfig(2, 7) and loads == [load]
+    assert rules.settings_for(Request([1], 1), load) == CCAConfig.paper(2, 7) and loads == [load]
     assert rules.settings_for(Request([1], 1), None) == CONFIG and loads == [load]
-    by_length = admission(CCAConfig(window_size=4, num_groups=2))
+    by_length = admission(CCAConfig.paper(window_size=4, num_groups=2))
     assert by_length.settings_for(Request([1] * 24, 1), load).group_size == 10
     full = admission(full=True, policy=policy)
     assert full.settings_for(Request([1], 1), load) is None
     for sizes in ({"group_size": 2}, {"window_size": 2}):
         with pytest.raises(ValueError, match="^group_size and window_size must be left out"):
             full.settings_for(Request([1], 1, **sizes), load)
-    varied = admission(CCAConfig(5, 13, head_group_sizes=(3, 8)), policy=policy)
+    varied = admission(CCAConfig.paper(5, 13, head_group_sizes=(3, 8)), policy=policy)
     assert varied.settings_for(Request([1], 1), load).window_size == 7
     with pytest.raises(ValueError, match=r"^group_size must be left out, got 5 .*\(3, 8\)"):
         varied.settings_for(Request([1], 1, group_size=5), load)
@@ -747,7 +747,7 @@ def test_warming_up_sends_a_request_for_each_size(monkeypatch):
     assert sent([(4, 8), (8, 4), (4, 8)]) == [own, (4, 8, 13, 4), (8, 4, 13, 4)]
     assert sent([(8, 30)], chunk_size=20) == [(None, None, 21, 4), (8, 30, 39, 4)]
     assert sent([(8, 30)], full=True) == [own]
-    varied = CCAConfig(4, 8, layer_group_sizes=(2, 4))
+    varied = CCAConfig.paper(4, 8, layer_group_sizes=(2, 4))
     assert sent([(8, 30)], config=varied) == [own]
     assert sent([(90, 90)], max_length=50) == [own, (90, 90, 46, 4)]
     assert sent((), max_length=2) == [(None, None, 1, 1)]

@@ -37,7 +37,7 @@ from corecontext.serve.text import TextStream  # noqa: E402
 from corecontext.serve.token_text import TokenText  # noqa: E402
 from corecontext.serve.worker import Answer, Worker, _failure  # noqa: E402
 
-CONFIG = CCAConfig(4, 8)
+CONFIG = CCAConfig.paper(4, 8)
 END = "\x03"
 
 
@@ -449,9 +449,9 @@ def test_a_prompt_that_is_refused_cancels_those_before_it(error, status):
 def test_sizes_are_named_where_all_prompts_have_them():
     for configs, sizes in (
         ([CONFIG, CONFIG], (4, 8)),
-        ([CONFIG, CCAConfig(4, 9)], (None, None)),
+        ([CONFIG, CCAConfig.paper(4, 9)], (None, None)),
         ([None, None], (None, None)),
-        ([CCAConfig(4, 8, layer_group_sizes=(2, 4))] * 2, (None, 8)),
+        ([CCAConfig.paper(4, 8, layer_group_sizes=(2, 4))] * 2, (None, 8)),
     ):
         server = Scripted("x", "y")
         submit, left = server.service.worker.submit, list(configs)
@@ -1081,7 +1081,10 @@ def gauges(scheduler, policy=None, config=CONFIG):
 def test_metrics_count_the_requests_that_ended():
     memory = SimpleNamespace(budget=90, used=30, allocated=50, prefixes=SimpleNamespace(nbytes=7))
     running = [Slot(Request([1], 1), config=CONFIG) for _ in range(2)]
-    running += [Slot(Request([1], 1, group_size=2), config=CCAConfig(2, 8)), Slot(Request([1], 1))]
+    running += [
+        Slot(Request([1], 1, group_size=2), config=CCAConfig.paper(2, 8)),
+        Slot(Request([1], 1)),
+    ]
     metrics = gauges({"memory": memory, "waiting": [1, 2, 3], "active": lambda: running})
     request = Request([1] * 10, 9, arrived=100.0)
     whole = Slot(request, config=CONFIG, end_reason="stop", read=10, cached_tokens=4, made=5)
@@ -1117,7 +1120,7 @@ def test_metrics_count_the_requests_that_ended():
 
 
 def test_labels_are_sizes_that_the_operator_chose():
-    varied = CCAConfig(4, 8, layer_group_sizes=(2, 4))
+    varied = CCAConfig.paper(4, 8, layer_group_sizes=(2, 4))
     plain, own = Request([1], 1), Request([1], 1, window_size=8)
     assert sizes_of(Slot(plain, config=varied)) == (None, 8) and sizes_of(Slot(plain)) == (
         None,
@@ -1132,7 +1135,7 @@ def test_labels_are_sizes_that_the_operator_chose():
     ):
         assert labels_of(Slot(request, config=config), by_length) == labels
     for num_groups, policy, by_length in ((3, None, True), (3, "some", False), (None, None, False)):
-        config = CCAConfig(window_size=8, num_groups=num_groups)
+        config = CCAConfig.paper(window_size=8, num_groups=num_groups)
         scheduler = {"memory": mock.MagicMock(), "waiting": [], "active": list}
         assert gauges(scheduler, policy, config).by_length is by_length
 
