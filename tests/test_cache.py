@@ -789,7 +789,7 @@ def test_a_differentiated_first_append_has_every_setting_and_fills_the_cache():
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_no_gradient_is_asked_of_a_filled_cache_by_any_tensor(count):
-    layer = CompactLayer(CCAConfig(4, 9), ROTARY)
+    layer = CompactLayer(CCAConfig.paper(4, 9), ROTARY)
     fed(layer, qkv(1, 2, 1, 20), [20])
     for place in range(3):
         tensors = qkv(1, 2, 1, count)
@@ -801,7 +801,7 @@ def test_no_gradient_is_asked_of_a_filled_cache_by_any_tensor(count):
             layer.attend(*tensors)
         layer.crop(count)
     learned = {"temperature": torch.zeros(2, dtype=torch.float64, requires_grad=True)}
-    layer = CompactLayer(CCAConfig(4, 9, learned=("temperature",)), ROTARY, learned=learned)
+    layer = CompactLayer(CCAConfig.paper(4, 9, learned=("temperature",)), ROTARY, learned=learned)
     layer.attend(*qkv(1, 2, 1, 20)).sum().backward()
     assert learned["temperature"].grad.abs().sum() > 0
     with pytest.raises(ValueError, match="gradients must not be asked"):
@@ -833,7 +833,7 @@ def test_under_autocast_a_cache_is_one_of_rounded_tokens():
 
 
 def test_a_constant_number_of_groups_counts_no_padding():
-    config, tensors = CCAConfig(num_groups=5, window_size=9), qkv(2, 4, 2, 50)
+    config, tensors = CCAConfig.paper(num_groups=5, window_size=9), qkv(2, 4, 2, 50)
     mask = torch.ones(2, 50, dtype=torch.long)
     mask[:, :11] = 0
     layer = CompactLayer(config, ROTARY)
@@ -844,7 +844,7 @@ def test_a_constant_number_of_groups_counts_no_padding():
 
 
 def test_a_mask_may_be_of_the_new_tokens_only():
-    config, tensors, mask = CCAConfig(4, 9), qkv(3, 4, 2, 60), left_padding(3, 60)
+    config, tensors, mask = CCAConfig.paper(4, 9), qkv(3, 4, 2, 60), left_padding(3, 60)
     layer = CompactLayer(config, ROTARY)
     fed(layer, tensors, [40], mask)
     new = [layer.attend(*(x[:, :, 40:47] for x in tensors), attention_mask=mask[:, 40:47])]
@@ -855,7 +855,7 @@ def test_a_mask_may_be_of_the_new_tokens_only():
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
 def test_a_state_keeps_that_the_cache_is_closed(fixed):
-    config, tensors = CCAConfig(4, 9), qkv(2, 2, 1, 20)
+    config, tensors = CCAConfig.paper(4, 9), qkv(2, 2, 1, 20)
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[1, -3:] = 0
     layer = CompactLayer(config, ROTARY)
@@ -879,7 +879,7 @@ def test_a_state_keeps_that_the_cache_is_closed(fixed):
 @pytest.mark.parametrize("steps", [(1, 2), (2, 2, 1), (4, 1)])
 def test_a_draft_may_be_taken_back_bit_by_bit(steps):
     """Then written again, and all of it taken back at once."""
-    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60)
+    config, tensors = CCAConfig.paper(4, 9), qkv(2, 4, 2, 60)
     expected = reference(config, *tensors)
     layer = CompactLayer(config, ROTARY)
     fed(layer, tensors, [41])
@@ -900,7 +900,7 @@ def test_a_draft_may_be_taken_back_bit_by_bit(steps):
 
 
 def test_bytes_of_padded_rows_are_those_of_the_longest():
-    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60, dtype=torch.float32)
+    config, tensors = CCAConfig.paper(4, 9), qkv(2, 4, 2, 60, dtype=torch.float32)
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[0, :24] = 0
     mask[1, :20] = 0
@@ -919,7 +919,7 @@ def test_bytes_of_padded_rows_are_those_of_the_longest():
 
 def test_a_fixed_cache_never_moves():
     """A captured step finds buffers, length and padding where they were."""
-    layer = CompactLayer(CCAConfig(4, 9), ROTARY, max_length=60, rollback=2)
+    layer = CompactLayer(CCAConfig.paper(4, 9), ROTARY, max_length=60, rollback=2)
     tensors = qkv(2, 4, 2, 60)
 
     def places():
@@ -939,7 +939,7 @@ def test_a_fixed_cache_never_moves():
 
 @pytest.mark.parametrize("max_length", [None, 10, 15])
 def test_decoding_before_the_first_group_is_full(max_length):
-    config, tensors = CCAConfig(16, 3), qkv(2, 4, 2, 10)
+    config, tensors = CCAConfig.paper(16, 3), qkv(2, 4, 2, 10)
     out = fed(CompactLayer(config, ROTARY, max_length=max_length), tensors, [1] * 10)
     torch.testing.assert_close(out, reference(config, *tensors), rtol=0, atol=1e-11)
 
@@ -967,19 +967,19 @@ def test_a_full_cache_decodes_rows_of_different_lengths(fixed, softcap):
         for row, length in enumerate(lengths):
             end = length + step + 1
             alone = [x[row : row + 1, :, :end] for x in tensors]
-            expected = reference(CCAConfig(1, 1), *alone, scale=0.4, softcap=softcap)
+            expected = reference(CCAConfig.paper(1, 1), *alone, scale=0.4, softcap=softcap)
             torch.testing.assert_close(out[row], expected[0, :, -1:], rtol=0, atol=1e-11)
     assert int(layer.seen) == 15
 
 
 def test_a_full_cache_reads_one_prompt_in_chunks():
     tensors = qkv(1, 4, 2, 20)
-    expected = reference(CCAConfig(1, 1), *tensors, scale=0.4)
+    expected = reference(CCAConfig.paper(1, 1), *tensors, scale=0.4)
     for sizes in ([20], [7, 13], [1, 9, 1, 9]):
         out = fed(FullLayer(20), tensors, sizes, scale=0.4)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
     out = fed(FullLayer(20), tensors, [8, 12])
-    torch.testing.assert_close(out, reference(CCAConfig(1, 1), *tensors), rtol=0, atol=1e-11)
+    torch.testing.assert_close(out, reference(CCAConfig.paper(1, 1), *tensors), rtol=0, atol=1e-11)
     two = qkv(2, 4, 2, 5)
     mask = torch.ones(1, 5)
     for wrong, options in ((tensors, {"softcap": 2.0}), (two, {})):
@@ -992,9 +992,9 @@ def test_a_full_cache_reads_one_prompt_in_chunks():
 
 
 def test_heads_of_several_group_sizes_are_one_layer():
-    config = CCAConfig(window_size=9, head_group_sizes=(4, 1))
+    config = CCAConfig.paper(window_size=9, head_group_sizes=(4, 1))
     layer, tensors = corecontext.cache.new_layer(config, ROTARY), qkv(2, 4, 2, 40)
-    assert type(corecontext.cache.new_layer(CCAConfig(4, 9), ROTARY)) is CompactLayer
+    assert type(corecontext.cache.new_layer(CCAConfig.paper(4, 9), ROTARY)) is CompactLayer
     fed(layer, [x[:, :, :30] for x in tensors], [30])
     assert layer.raw_bytes == sum(part.raw_bytes for part in layer.parts)
     assert layer.parts[0].raw_bytes != layer.parts[1].raw_bytes

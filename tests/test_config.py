@@ -189,7 +189,7 @@ def test_bounds_are_the_last_that_are_taken():
         assert getattr(CCAConfig(**{name: 2**31 - 1}), name) == 2**31 - 1
         with pytest.raises(ValueError, match=f"^{name} must be at most 2147483647, got 2147483648"):
             CCAConfig(**{name: 2**31})
-    assert CCAConfig(1, 1, 1, sink_size=0) == CCAConfig(group_size=1, window_size=1, num_groups=1)
+    assert CCAConfig(1, 1, 1, sink_size=0) == CCAConfig.paper(1, 1, num_groups=1)
     assert CCAConfig(core_bias=-1.7e308).core_bias == -1.7e308
     with pytest.raises(ValueError, match="core_bias must be finite, got -inf"):
         CCAConfig(core_bias=float("-inf"))
