@@ -821,7 +821,7 @@ def test_every_part_of_a_cache_has_the_scale(sizes, max_length):
 
 def test_under_autocast_a_cache_is_one_of_rounded_tokens():
     """Pooled and attended to as without autocast."""
-    config, tensors = CCAConfig(4, 9), qkv(2, 4, 2, 60, dtype=torch.float32)
+    config, tensors = CCAConfig.paper(4, 9), qkv(2, 4, 2, 60, dtype=torch.float32)
     half = [x.bfloat16() for x in tensors]
     plain, inside = (CompactLayer(config, ROTARY) for _ in range(2))
     sizes = [30, 1, 1, 8, 20]
