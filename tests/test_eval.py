@@ -810,6 +810,7 @@ def test_mistakes_in_files(data, tmp_path):
         ),
         ("longbench", "longbench_config", [{}], "qasper must have its template .* KeyError"),
         ("ruler", "haystack_essays", [{"text": " "}], "must hold words in haystack_essays"),
+        ("ruler", "haystack_essays", [{"essay": "a"}], "line 1: must be an object with text"),
         (
             "ruler",
             "squad",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -329,6 +330,26 @@ def test_each_item_is_recorded_with_all_that_makes_it_differ(tmp_path, monkeypat
     monkeypatch.setitem(runner.TASKS, "mmlu", runner.Task(lambda *given: items(*given)[:1] * 2, ()))
     with pytest.raises(UserError, match="must have names of their own, got 1 twice"):
         run_task("mmlu", tmp_path, settings, subject, {})
+
+
+def test_progress_counts_every_item_whether_asked_done_before_or_too_long(tmp_path, monkeypatch):
+    def items(data, settings, subject):
+        return [Window(f"{n}", {}, list(range(n)), n) for n in (3, 4, 9)]
+
+    shown = []
+
+    @contextlib.contextmanager
+    def progress(title, total):
+        shown.append((title, total))
+        yield shown.append
+
+    monkeypatch.setattr(runner, "progress", progress)
+    monkeypatch.setitem(runner.TASKS, "mmlu", runner.Task(items, ()))
+    subject = Words()
+    subject.limit = 5
+    for _ in range(2):
+        run_task("mmlu", "", Settings(), subject, {"method": "cca"}, results=tmp_path / "r")
+    assert shown == [("cca mmlu", 3), 1, 1, 1] * 2
 
 
 def test_a_method_is_described_by_the_content_of_its_patterns():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from tiny_model import save_tiny_model
 from corecontext import CCAConfig, from_pretrained
 from corecontext.cli import main
 from corecontext.files import UserError, first_line
+from corecontext.integrations import hf_attention, transformers
 from corecontext.integrations.hf_weights import check_keys
 from corecontext.loading import Loaded, encode, load, load_config, load_weights, pick_device
 
@@ -197,6 +199,48 @@ def test_sizes_name_what_differs_from_the_default(model):
         config = CCAConfig(**{name: (4, 8)})
         sizes = Loaded(loaded.model, None, config).sizes()
         assert sizes == {**plain, name: [4, 8]}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"method": "full", "sinks": 0}, "sinks must be given for a method that has them"),
+        ({"patterns": "p"}, "patterns must be given for minference, got method 'cca'."),
+        ({"method": "window", "full_heads": "0:1"}, "full-heads must be given for duo_attention"),
+        ({"method": "full", "cache_dtype": "int8"}, "cache-dtype must be given for method cca"),
+        ({"method": "mean", "cache_dtype": "int8"}, "got method 'mean'."),
+        ({"cache_dtype": "int4"}, "cache_dtype must be one of 'auto', 'int8', 'fp8', got 'int4'"),
+        ({"method": "window", "window_size": 0}, "window_size must be at least 1"),
+        ({"group_size": 0}, "group_size must be at least 1, got 0."),
+        ({"sinks": -1}, "sink_size must be at least 0, got -1."),
+        ({"dtype": "half"}, "dtype must be auto, float32, bfloat16 or float16, got 'half'."),
+        ({"method": "dense"}, "method must be cca, full, window, "),
+    ],
+    ids=str,
+)
+def test_settings_are_refused_before_the_model_is_looked_for(options, message):
+    with pytest.raises(UserError) as error:
+        load("./no/such/model", device="cpu", **options)
+    assert message in str(error.value)
+
+
+def test_a_model_is_accepted_and_warned_of_as_asked(model, variant, monkeypatch):
+    with pytest.warns(UserWarning, match="not trained with CCA"):
+        assert not load(model, device="cpu").adapted
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not load(model, device="cpu", warn=False).adapted
+        assert load(model, device="cpu", method="window").method == "window"
+        adapted = variant(cca={"group_size": 4})
+        assert load(adapted, device="cpu").adapted
+        assert load(adapted, device="cpu", method="window").adapted
+    monkeypatch.setattr(hf_attention, "TESTED", ())
+    monkeypatch.setattr(transformers, "TESTED", ())
+    for method in ("cca", "window"):
+        with pytest.raises(UserError, match="'llama' is not tested"):
+            load(model, device="cpu", method=method)
+        assert load(model, device="cpu", method=method, untested=True).method == method
+    assert load(model, device="cpu", method="full").config is None
 
 
 def test_gpus_are_counted_from_0(monkeypatch):
