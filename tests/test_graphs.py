@@ -93,6 +93,19 @@ def test_a_step_is_recorded_after_its_warm_up_and_then_replayed(cuda):
     assert cuda.registered == ["random"] and cuda.modes == [("pool", "thread_local")]
 
 
+def test_streams_wait_for_each_other_around_a_warm_up(cuda, monkeypatch):
+    """And the memory of the results is not reused before the current stream has read them."""
+    order, kept = [], []
+    monkeypatch.setattr(Stream, "wait_stream", lambda self, other: order.append((self, other)))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append(stream))
+    x = torch.zeros(1)
+    assert CapturedStep(lambda: order.append("run") or (x, None, x + 1))()[0] is x
+    side = cuda.used[0]
+    assert order == [(side, cuda.current), "run", (cuda.current, side)]
+    assert kept == [cuda.current] * 2
+    assert CapturedStep(lambda: x)() is x and len(kept) == 3
+
+
 def test_all_steps_of_a_stream_share_one_side_stream(cuda):
     for _ in range(3):
         step = CapturedStep(counter()[0])

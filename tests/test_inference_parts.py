@@ -19,11 +19,13 @@ from corecontext.files import UserError
 from corecontext.generation import PLAIN, Continuation
 from corecontext.inference import Engine, Load, Sampling, TablePolicy, limits, prefill
 from corecontext.inference import engine as engine_module
+from corecontext.inference import session as sessions
 from corecontext.inference.policy import cut_to, settings_for, table_rows
 from corecontext.inference.prefill import read_left_padding
 from corecontext.inference.sampling import INVALID, Sampler, choose_rows
 from corecontext.inference.session import SessionKey, configured
 from corecontext.inference.stream import Generation
+from corecontext.integrations.transformers import handle_of
 
 # The package has the function by the module's name.
 prefilled = importlib.import_module("corecontext.inference.prefill")
@@ -521,6 +523,39 @@ def test_a_models_settings_are_set_and_put_back():
     with pytest.raises(KeyError), configured(handle, CCAConfig.paper(2, 3)):
         raise KeyError
     assert changes[3:] == [CONFIG.to_dict()]
+
+
+def test_each_kind_of_sampling_has_its_captured_step(model, monkeypatch):
+    made, run = [], []
+
+    def capture(function, **options):
+        made.append((function.args, options))
+        return lambda: run.append(function.args[0])
+
+    monkeypatch.setattr(sessions, "CapturedStep", capture)
+    key = SessionKey(2, 64, CONFIG, 1)
+    options = {"static": True, "capture": True, "forward": model}
+    session = sessions.Session(model, handle_of(model), key, **options)
+    assert session.fixed and session.capture == session.tokens.is_cuda
+    session.capture = True
+    for kind in ("greedy", "plain", "greedy"):
+        session.step(kind)
+    assert run == ["greedy", "plain", "greedy"] and session.length == 3
+    assert [kinds for kinds, _ in made] == [("greedy",), ("plain",)]
+    assert made[0][1] == {
+        "name": "a step of LlamaForCausalLM",
+        "generators": session.sampler.generators,
+        "device": session.tokens.device,
+    }
+    session.reset()
+    assert session.length == 0 and len(session._captured) == 2  # its buffers stay in place
+    growing = sessions.Session(model, handle_of(model), key, **{**options, "static": False})
+    assert not growing.fixed and not growing.capture
+    cache = growing.cache
+    growing.reset()
+    assert growing.cache is not cache
+    plain = sessions.Session(model, None, key._replace(config=None), **options)
+    assert not plain.fixed
 
 
 @pytest.mark.parametrize(

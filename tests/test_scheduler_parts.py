@@ -7,9 +7,10 @@ import asyncio
 import json
 import signal
 import subprocess
+import sys
 from collections import deque
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -24,6 +25,7 @@ from corecontext.inference import Load, Sampling, TablePolicy
 from corecontext.inference.sampling import INVALID, InvalidLogits
 from corecontext.model_sizes import ModelSizes
 from corecontext.serve import build, prefix, ranks, reading, step, tensor_parallel
+from corecontext.serve import ray as ray_module
 from corecontext.serve import scheduler as scheduler_module
 from corecontext.serve.admission import Admission
 from corecontext.serve.errors import Code, InvalidRequest, RequestError
@@ -1163,3 +1165,62 @@ def test_another_rank_follows_until_the_first_closes(monkeypatch, capsys):
     assert build.run(Serving(tensor_parallel=2)) == 1
     assert capsys.readouterr().err == "error: rank 0 is gone\n"
     assert ignored[:2] == [(signal.SIGTERM, signal.SIG_IGN), (signal.SIGINT, signal.SIG_IGN)]
+
+
+def test_a_deployment_on_ray_has_its_scale_and_its_server(monkeypatch):
+    """With a stand-in for Ray, which is not installed everywhere."""
+    options, made = {}, []
+
+    def deployment(**given):
+        options.update(given)
+        return lambda replica: replica
+
+    def ingress():
+        def add_bind(replica):
+            replica.bind = classmethod(lambda cls: cls)
+            return replica
+
+        return add_bind
+
+    ray = ModuleType("ray")
+    ray.serve = SimpleNamespace(deployment=deployment, ingress=ingress)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    worker = SimpleNamespace(alive=True)
+    asgi = SimpleNamespace(state=SimpleNamespace(worker=worker))
+    monkeypatch.setattr(ray_module, "make_app", lambda serving: made.append(serving) or asgi)
+    monkeypatch.setattr("corecontext.serve.logs.start_logging", lambda: None)
+    replica = ray_module.app(
+        {"model": "m", "max_running": "10", "queue_limit": 5, "untested": "true"}
+    )
+    assert options == {
+        "name": "corecontext",
+        "ray_actor_options": {"num_cpus": 1.0, "num_gpus": 0.0},
+        "max_ongoing_requests": 15,
+        "health_check_period_s": 2,
+        "graceful_shutdown_timeout_s": 600.0,
+        "autoscaling_config": {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 16},
+    }
+    running = replica()
+    assert made == [Serving("m", host="", max_running=10, queue_limit=5, untested=True)]
+    assert running.__serve_build_asgi_app__() is asgi and running.check_health() is None
+    worker.alive = False
+    with pytest.raises(RuntimeError, match="^the model's thread has ended"):
+        running.check_health()
+    scale = {"min_replicas": "2", "max_replicas": 3, "target_requests": "4"}
+    ray_module.app({**scale, "num_cpus": "0.5", "num_gpus": 1, "time_limit_s": "9.5"})
+    assert options["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 1.0}
+    assert [*options["autoscaling_config"].values()] == [2, 3, 4]
+    for arguments, message in (
+        ({"modle": "x"}, "unknown argument 'modle'. Known: model, name"),
+        ({"host": "x"}, "unknown argument 'host'"),
+        ({"port": 1}, "unknown argument 'port'"),
+        ({"max_replicas": "many"}, "max_replicas must be a number, got 'many'"),
+        ({"untested": "perhaps"}, "untested must be true or false, got 'perhaps'"),
+        ({"model": 5}, "model must be a text, got 5"),
+        ({"cache_mib": "0"}, "cache-mib must be at least 1, got 0"),
+    ):
+        with pytest.raises(UserError, match=f"^{message}"):
+            ray_module.app(arguments)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match="^the Ray deployment needs ray, which is not installed"):
+        ray_module.app({})
