@@ -540,6 +540,10 @@ def test_an_expected_length_is_used_once(fixed):
             layer.expect(start)
         torch.testing.assert_close(layer.attend(*new), plain.attend(*new), rtol=0, atol=0)
         assert layer.seq_len == plain.seq_len == end
+    layer.expect(60)
+    layer.crop(1)
+    assert layer.seq_len == 59
+    layer.expect(59)
     layer.reset()
     assert layer.seq_len == 0
 

@@ -124,6 +124,65 @@ def test_layouts_refuse_what_is_none():
         Layout((3, 1), (0,), 0)
 
 
+def test_the_nth_announcement_is_the_nth_of_every_process(monkeypatch):
+    """Of one topic; and a wait has no time limit to speak of."""
+    from corecontext.distributed.announcement import Announcement
+
+    texts, counts, waits = {}, {}, []
+
+    def add(key, value):
+        counts[key] = counts.get(key, 0) + value
+        return counts[key]
+
+    store = SimpleNamespace(
+        add=add,
+        set=lambda key, text: texts.update({key: text.encode()}),
+        wait=lambda keys, limit: waits.append((keys, limit.days)),
+        get=texts.__getitem__,
+    )
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    first, second = (Announcement("model", 0) for _ in range(2))
+    other_topic = Announcement("rows", 1)
+    waiting = [Announcement("model", 1) for _ in range(2)]
+    second.publish("path é")
+    other_topic.publish("others")
+    first.publish()
+    assert [one.wait() for one in waiting] == ["", "path é"] and second.wait() == "path é"
+    assert all(days >= 30 for _, days in waits) and [keys for keys, _ in waits[:1]] == [[first.key]]
+
+
+def test_chunks_get_what_they_see_once_and_make_each_group_once():
+    """Every token that a chunk sees before its own comes in one message from the chunk that holds
+    it; every group is made where its last token is."""
+    g, s = 4, 9
+    for lengths in ((40, 3, 1, 59), (0, 70, 2, 0, 5), (13,), (5, 0, 30)):
+        layout = Layout(lengths, tuple(i % 2 for i in range(len(lengths))), 1)
+        length = sum(lengths)
+        assert layout.seq_len == length and layout.starts[0] == 0
+        holder = [i for i, n in enumerate(lengths) for _ in range(n)]
+        made = [range(*layout.groups(i, g)) for i in range(len(lengths))]
+        assert [i for groups in made for i in groups] == list(range(length // g))
+        assert all(holder[j * g + g - 1] == i for i, groups in enumerate(made) for j in groups)
+        messages = layout.messages(g, s)
+        for target, (start, end) in enumerate(map(layout.span, range(len(lengths)))):
+            seen = [max(0, t + 1 - s) // g * g for t in range(start, end)]
+            received = [m for m in messages if m.target == target]
+            tokens = [(m.source, t) for m in received for t in range(m.low, m.high)]
+            wanted = range(min(seen), start) if seen else ()
+            assert tokens == [(holder[t], t) for t in wanted]
+            assert all(m.low < m.high for m in received)
+        whole = torch.arange(length)
+        mine = [t for t in range(length) if holder[t] % 2 == 1]
+        assert layout.take(whole, 0).tolist() == layout.positions()[0].tolist() == mine
+        cut = layout.clip(3, length - 2)
+        assert cut.seq_len == max(0, length - 5) and cut.owners == layout.owners
+        assert [t + 3 for t in cut.positions()[0].tolist()] == [
+            t for t in mine if 3 <= t < length - 2
+        ]
+        held = {holder[t] % 2 for t in range(length)}
+        assert layout.is_shared == (len(held) == 2)
+
+
 def test_shards_refuse_what_does_not_fit():
     from corecontext.distributed.context_parallel import Shard, context_parallel_attention
 

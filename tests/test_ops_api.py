@@ -611,6 +611,64 @@ def test_every_generation_has_kernels_that_it_can_run(
         chips._capability.cache_clear()
 
 
+def test_each_kernel_gets_the_parts_that_it_takes(monkeypatch):
+    """On one GPU, at the bounds of dtype, head size, keys and masks."""
+    capability = [(9, 0)]
+    monkeypatch.setattr(partial, "nvidia_capability", lambda device: capability[0])
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+
+    def kernel(dim=64, keys=2000, bias=None, softcap=None, dtype=torch.bfloat16, kind="cuda"):
+        q = SimpleNamespace(device=torch.device(kind), dtype=dtype, shape=(1, 2, 32, dim))
+        return partial._kernel(q, SimpleNamespace(shape=(1, 2, keys, dim)), bias, softcap)
+
+    mask, masks = torch.zeros(32, 40), torch.zeros(1, 1, 32, 40)
+    assert [kernel(dim) for dim in (8, 12, 128, 136, 256, 264)] == [
+        *("cudnn", "plain", "cudnn", "flash", "flash", "plain")
+    ]
+    assert [kernel(keys=keys) for keys in (1, 1023, 1024)] == ["flash", "flash", "cudnn"]
+    assert [kernel(dtype=dtype) for dtype in (torch.float16, torch.float32, torch.float64)] == [
+        *("cudnn", "plain", "plain")
+    ]
+    assert kernel(softcap=3.0) == kernel(softcap=3.0, kind="cpu") == "plain"
+    assert kernel(kind="cpu") == kernel(kind="cpu", bias=mask, dtype=torch.float64) == "cpu"
+    assert kernel(bias=torch.zeros(1, 2, 40), kind="cpu") == kernel(bias=mask) == "plain"
+    assert kernel(bias=masks) == "efficient" and kernel(bias=masks, dim=20) == "plain"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernel() == "flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for capability[0], found in (((8, 0), "flash"), (None, "flash"), ((7, 5), "plain")):
+        assert kernel() == found
+    for capability[0], found in (((8, 0), "efficient"), (None, "plain"), ((7, 5), "plain")):
+        assert kernel(bias=masks) == found
+        few = SimpleNamespace(
+            device=torch.device("cuda"), dtype=torch.float16, shape=(1, 2, 31, 64)
+        )
+        assert partial._kernel(few, few, masks, None) == "plain"
+
+
+@pytest.mark.parametrize("option", [{}, {"core_heads": "query", "sink_size": 3}], ids=str)
+def test_plain_products_are_the_fused_kernels(device, option, monkeypatch):
+    """What takes every device and head size, with causal and other masks."""
+    x = make_inputs(61, batch_size=2, dtype=torch.float64, device=device, with_lse=False)
+    settings = {"group_size": 4, "window_size": 9, "core_position": "token", **option}
+    run = functools.partial(cca_attention, return_lse=True, backend="packed", **settings)
+    expected = results_and_gradients(run, x)
+    monkeypatch.setattr(partial, "_kernel", lambda *_: "plain")
+    monkeypatch.setattr(partial, "_CHUNK_SCORES", 5 * 8 * 20)
+    for name, value in results_and_gradients(run, x).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [5, 16, 40])
+def test_masks_of_queries_begin_at_multiples_of_16(size):
+    q, masks = torch.zeros(6, 3, 4, 8), torch.randn(6, 1, 4, size)
+    aligned = partial._aligned(masks, q)
+    assert aligned.stride(2) % 16 == 0 and aligned.stride(3) == 1
+    assert torch.equal(aligned, masks.expand(6, 3, 4, size))
+
+
 def test_the_kind_of_a_gpu_is_no_node_of_a_compiled_graph(monkeypatch):
     if not torch.cuda.is_available():
         monkeypatch.setattr(
