@@ -73,6 +73,11 @@ FAULTS = [
         f"{LAWS}::test_law_1_the_first_core_query_is_the_first_to_differ",
     ),
     Fault(
+        "1: short rows forget the scale",
+        "out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)",
+        f"{LAWS}::test_every_part_has_the_scale_and_the_softcap",
+    ),
+    Fault(
         "1: groups of one token are turned",
         """
 return rotary.rotate(
@@ -644,6 +649,11 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         "4: a loaded ring passes for whole",
         "self._intact_from = 0",
         f"{CACHE}::test_a_loaded_cache_knows_from_where_its_ring_is_whole",
+    ),
+    Fault(
+        "4: a loaded cache forgets that it is closed",
+        "self._closed = None",
+        f"{CACHE}::test_a_state_keeps_that_the_cache_is_closed",
     ),
     Fault(
         "4: crop accepts a window without its first token",

@@ -310,6 +310,7 @@ class LayerState(Entries):
         )
         # planted: 4: a loaded ring passes for whole
         self._intact_from = state["intact_from"]
+        # planted: 4: a loaded cache forgets that it is closed
         self._closed = state["ended"]
 
     def _set_sizes(self, group_size: int, core_width: int, dtype: torch.dtype) -> None:

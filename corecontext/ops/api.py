@@ -268,6 +268,7 @@ def _attend(
         sized = spec.for_length(length)
         # planted: 1: full attention for one token too many
         if sized.is_full(length):
+            # planted: 1: short rows forget the scale
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=spec.scale, enable_gqa=k.shape[1] != q.shape[1]
             )
