@@ -11,7 +11,7 @@ from families import tiny_model, tokens
 from transformers import DynamicCache
 
 import corecontext
-from corecontext import CCAConfig, baselines
+from corecontext import CCAConfig, Rotary, baselines
 from corecontext.baselines import (
     DuoAttention,
     LMInfinite,
@@ -24,12 +24,14 @@ from corecontext.baselines import (
     minference,
     pattern_search,
 )
+from corecontext.baselines import blocks as blocks_module
 from corecontext.baselines.blocks import Scoring, masked_attention
 from corecontext.baselines.duo_attention import find_heads
 from corecontext.baselines.longlora import shifted_attention
 from corecontext.baselines.method import Call, Layer, left_padding
 from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, sparse_attention
 from corecontext.baselines.rivals import offered, takers
+from corecontext.baselines.sink_cache import SinkCacheLayer
 
 LAYER = Layer(0, 0, 4, 2)
 
@@ -144,15 +146,33 @@ def test_a_method_is_full_attention_up_to_its_full_length(config, length):
 # Sinks and windows
 
 
+@pytest.mark.parametrize("far_position", ["none", "cache", "ceiling"])
+@pytest.mark.parametrize("rows", [5, 8, 20])
+def test_blocks_of_padded_rows_equal_one_block(far_position, rows, monkeypatch):
+    q, k, v = qkv(20)
+    mask = torch.ones(2, 20)
+    mask[1, :7] = 0
+    whole, blocks = (SinkCacheLayer(2, 4) for _ in range(2))
+    rotary = Rotary.from_theta(1e4, 8)
+    wanted = whole.attend(call(q, k, v, attention_mask=mask, rotary=rotary), far_position)
+    alone = [x[1:, :, 7:] for x in (q, k, v)]
+    single = SinkCacheLayer(2, 4).attend(call(*alone, rotary=rotary), far_position)
+    torch.testing.assert_close(wanted[1:, :, 7:], single)
+    assert wanted.isfinite().all()  # of padded queries, too: later layers have them as values
+    monkeypatch.setattr(blocks_module, "ROWS", rows)
+    got = blocks.attend(call(q, k, v, attention_mask=mask, rotary=rotary), far_position)
+    torch.testing.assert_close(got, wanted)
+
+
 def test_a_cache_that_is_reset_begins_anew():
     q, k, v = qkv(30)
     mask = torch.ones(2, 30)
     mask[1, :5] = 0
-    for config in (StreamingLLM(0, 6), WindowOnly(0, 6), DuoAttention(((0,),), 3, 6)):
-        config = config if config.name != "streaming_llm" else LMInfinite(0, 6)
-        wanted = config.attend(call(q, k, v))
+    for config in (StreamingLLM(3, 6), WindowOnly(0, 6), DuoAttention(((0,),), 3, 6)):
+        wanted = config.make_cache(LAYER).attend(call(q, k, v), "none")
         cache = config.make_cache(LAYER)
-        cache.attend(call(q, k, v, attention_mask=mask), "none")
+        first = [x[:1] for x in (q, k, v)]  # of another number of rows
+        cache.attend(call(*first, attention_mask=mask[1:]), "none")
         cache.reset()
         assert cache.get_seq_length() == 0
         parts = [x[:, :, :11] for x in (q, k, v)], [x[:, :, 11:] for x in (q, k, v)]

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,17 @@ def test_a_loss_is_the_mean_over_all_tokens_of_second_halves(monkeypatch):
     rows = [torch.arange(8)[None], torch.arange(100, 105)[None]]
     counted = [*range(4, 8), *range(102, 105)]  # from the middle on
     assert search.far_loss(None, rows) == sum(counted) / len(counted)
+
+
+def test_losses_that_cannot_be_kept_do_no_harm(tmp_path):
+    """Not at the end of a search, either, which may have taken hours."""
+    (tmp_path / "file").write_text("")
+    for path in (None, tmp_path / "none/a.json", tmp_path / "file/a.json", tmp_path / ("x" * 300)):
+        kept = search.Losses(path)
+        assert kept.get("a", lambda: 2.0) == kept.get("a", lambda: 3.0) == 2.0
+        kept.forget()
+        kept.forget()
+    assert not (tmp_path / "none/a.json").exists()
 
 
 def test_of_equal_units_the_first_is_chosen():
@@ -86,6 +98,8 @@ def test_heads_are_looked_for_in_the_best_quarter_of_the_layers(raw, monkeypatch
     6.0."""
     model = tiny_model("llama", num_hidden_layers=8)
     config = CCAConfig.paper(16, 256, layer_group_sizes=(4,) * 8)
+    if raw:
+        config = CCAConfig.paper(16, 256, head_group_sizes=(4, 2))
     measured, totals, advanced = [], [], []
 
     def loss(measured_model, rows):
@@ -131,7 +145,7 @@ def test_heads_are_looked_for_in_the_best_quarter_of_the_layers(raw, monkeypatch
         *((unit, chosen[:1]) for unit in units[:3]),
     ]
     assert (result.full, result.equal, result.chosen) == (1.0, 2.0, 9.0)
-    equal = config.replace(layer_group_sizes=None)
+    equal = CCAConfig.paper(16, 256)
     assert result.config == at_equal_cache(Shape(8, 2), chosen, equal, length, raw)
     # Full attention, equal groups, 8 layers, 4 and 3 heads, and the result.
     assert len(measured) == 18 and measured[-1] == result.config
@@ -224,6 +238,14 @@ def test_the_search_of_a_run_is_on_the_checkpoint_as_it_is(tmp_path, monkeypatch
     assert options == {"heads": True, "raw": True, "folder": folder}
     line = "(layer.head): 0.1; s = 7 for all, g = 16 for the others"
     assert line in capsys.readouterr().out
+    refusal = mock.Mock(side_effect=NotImplementedError("a layer of another kind\nat length"))
+    with monkeypatch.context() as patch:
+        patch.setattr(choose, "enable", refusal)
+        with pytest.raises(UserError, match="^a layer of another kind$"):
+            choose.with_heads(run, None, settings, rows, None)
+    monkeypatch.setattr(choose, "find_units", mock.Mock(side_effect=UserError("too few heads.")))
+    with pytest.raises(UserError, match=r"^raw_heads: too few heads\. .* --raw-heads 0\.$"):
+        choose.with_heads(run, None, settings, rows, None)
     saved = {"window_size": 5, "layer_group_sizes": [[16, 1], 16]}
     kept = choose.with_heads(run, None, settings, rows, saved)
     assert (kept.window_size, len(asked)) == (5, 1)

@@ -91,9 +91,10 @@ class Losses:
         return self.known[name]
 
     def forget(self) -> None:
-        """Remove the file."""
+        """Remove the file; where it cannot be removed, it is found and used by the next search."""
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.unlink()
 
 
 def identify(model: Any, rows: Sequence[Tensor], config: CCAConfig) -> str:
