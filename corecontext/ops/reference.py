@@ -108,19 +108,14 @@ def attend(
         sink_position = torch.arange(tokens.sink_k.shape[1], device=q.device)
         key_position = torch.cat((sink_position, key_position))
     heads = q.shape[1]
-    core_scores = q @ core_k.expand(-1, heads, -1, -1).mT * spec.scale  # [N, r, T, M]
-    core_scores = _softcap(core_scores, spec.softcap)
-    if core_bias is not None:
-        bias = core_bias.to(q.dtype).reshape(*core_bias.shape[:2], 1, -1)
-        core_scores = core_scores + bias
+    core_scores = _core_scores(q, core_k, spec, core_bias)
     local_scores = _softcap(q @ k[:, None].mT * spec.scale, spec.softcap)  # [N, r, T, S]
     position = torch.arange(q.shape[2], device=q.device) + tokens.q_start
     see_core, see_local = visible(position, key_position, core_k.shape[2], spec)
     if spec.fetch_groups and core_k.shape[2]:
         if choice is None:
             with torch.no_grad():
-                sigma = index_scores(q, group_keys(k, spec, core_k.shape[2]), core_scores, spec)
-                choice = choose(sigma, see_core, position, spec)
+                choice = choose(q, position, see_core, k, core_k, spec, core_bias)
         see_core, see_local = fetched(choice, see_core, see_local, spec)
     scores = torch.cat(
         (
@@ -134,6 +129,15 @@ def attend(
         weights_local, see_local, v[:, None].expand(-1, heads, -1, -1)
     )
     return out, scores.logsumexp(-1)
+
+
+def _core_scores(q: Tensor, core_k: Tensor, spec: Spec, core_bias: Tensor | None) -> Tensor:
+    """Scores of core tokens, [N, r, T, M]."""
+    scores = q @ core_k.expand(-1, q.shape[1], -1, -1).mT * spec.scale
+    scores = _softcap(scores, spec.softcap)
+    if core_bias is not None:
+        scores = scores + core_bias.to(q.dtype).reshape(*core_bias.shape[:2], 1, -1)
+    return scores
 
 
 # Fetch
@@ -176,27 +180,38 @@ def index_scores(q: Tensor, keys: Tensor, core_scores: Tensor, spec: Spec) -> Te
     return (scores + sizes.log()).logsumexp(-1)
 
 
-def choose(sigma: Tensor, see_core: Tensor, position: Tensor, spec: Spec) -> Tensor:
+def choose(
+    q: Tensor,
+    position: Tensor,
+    see_core: Tensor,
+    k: Tensor,
+    core_k: Tensor,
+    spec: Spec,
+    core_bias: Tensor | None,
+) -> Tensor:
     """Return the k groups that each query fetches, [N, T, M], True where it does: of the groups
     visible to it those with the largest sums over the query heads of their shares, of equal sums
-    the lower; with fetch_share the sums over a share's queries, too.
+    the lower. Queries that share a choice have that of their mean, among the groups that the last
+    of them sees, and drop those that they do not see themselves.
 
     Args:
-        sigma: Index scores [N, r, T, M].
+        q: [N, r, T, D], at `position` [T].
         see_core: Groups that each query sees, [T, M].
-        position: Of the queries, [T].
+        k: Raw keys from position 0 on, [N, S, D].
+        core_k: [N, 1 or r, M, D].
+        core_bias: As in `attend`.
     """
-    log_shares = sigma.masked_fill(~see_core, -torch.inf).log_softmax(-1)
-    log_shares = log_shares.masked_fill(~see_core, -torch.inf)
+    keys = group_keys(k, spec, core_k.shape[2])
+    choice = torch.zeros_like(see_core).repeat(len(q), 1, 1)
     number = position // spec.fetch_share
-    choice = torch.zeros_like(log_shares[:, 0], dtype=torch.bool)
     for share in number.unique():
         rows = (number == share).nonzero()[:, 0]
-        total = log_shares[:, :, rows].logsumexp((1, 2))  # [N, M]
-        order = total.sort(stable=True, dim=-1, descending=True).indices
-        choice[:, rows] = torch.zeros_like(total, dtype=torch.bool).scatter(
-            1, order[:, : spec.fetch_groups], True
-        )[:, None]
+        query = q[:, :, rows].mean(2, keepdim=True)
+        sigma = index_scores(query, keys, _core_scores(query, core_k, spec, core_bias), spec)
+        log_shares = sigma[:, :, 0, see_core[rows[-1]]].log_softmax(-1)  # [N, r, groups seen]
+        total = log_shares.logsumexp(1)
+        order = total.sort(stable=True, dim=-1, descending=True).indices[:, : spec.fetch_groups]
+        choice[:, rows] = choice[:, rows].scatter(2, order[:, None].expand(-1, len(rows), -1), True)
     # planted: fetch: a group not seen yet is fetched, reference
     return choice & see_core
 

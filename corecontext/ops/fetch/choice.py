@@ -11,25 +11,20 @@ WITH_LOCAL = False
 between query heads only."""
 
 
-def choose(
-    scores: Tensor, visible: Tensor, local_lse: Tensor, first: int, num_groups: int, share: int
-) -> Tensor:
+def choose(scores: Tensor, visible: Tensor, local_lse: Tensor, num_groups: int) -> Tensor:
     """Mark the k groups with the largest sums, over the query heads, of their shares of a softmax
     over the scores of visible groups; of equal sums the lower group.
 
     Sums are compared by their logs, which do not underflow.
 
     Args:
-        scores: Index scores, [N, r, T, M] in float32 or wider.
-        visible: [T, M], True where the query sees the group.
-        local_lse: Log-sum-exp of the query's raw tokens, [N, r, T].
-        first: Position of the first query.
+        scores: Index scores, [N, r, C, M] in float32 or wider.
+        visible: [C, M], True where the query sees the group.
+        local_lse: Log-sum-exp of the query's raw tokens, [N, r, C].
         num_groups: k.
-        share: Neighbouring queries, from a multiple of it on, that share one choice; the sums are
-            over all of them that see the group.
 
     Returns:
-        [N, C, M], True for at most k groups of each of the C choices; C = T for share = 1.
+        [N, C, M], True for at most k groups of each of the C choices.
     """
     scores = scores.masked_fill(~visible, -torch.inf)
     total = scores.logsumexp(-1)
@@ -38,14 +33,34 @@ def choose(
     # A query that sees no group has no share of -inf - -inf.
     shares = scores - total.masked_fill(total == -torch.inf, 0)[..., None]
     # planted: fetch: the first query head chooses for all
-    shares = shares.logsumexp(1)  # [N, T, M]
-    if share > 1:
-        # planted: fetch: a shared choice starts with the call, not at a multiple
-        before = first % share
-        after = -(before + shares.shape[1]) % share
-        shares = F.pad(shares, (0, 0, before, after), value=-torch.inf)
-        shares = shares.unflatten(1, (-1, share)).logsumexp(2)
+    shares = shares.logsumexp(1)  # [N, C, M]
     return best(shares, num_groups)
+
+
+def mean_of_shares(x: Tensor, first: int, share: int) -> Tensor:
+    """Return the means over the queries of each share, [N, r, C, ...] of x [N, r, T, ...], summed
+    in float32 or wider; `first` is the position of the first query."""
+    if share == 1:
+        return x
+    wide = torch.promote_types(x.dtype, torch.float32)
+    # planted: fetch: a shared choice starts with the call, not at a multiple
+    before = first % share
+    after = -(before + x.shape[2]) % share
+    padding = (0, 0) * (x.dim() - 3) + (before, after)
+    total = F.pad(x.to(wide), padding).unflatten(2, (-1, share)).sum(3)
+    ones = torch.ones(x.shape[2], dtype=wide, device=x.device)
+    sizes = F.pad(ones, (before, after)).unflatten(0, (-1, share)).sum(1)
+    return (total / sizes.view(-1, *[1] * (x.dim() - 3))).to(x.dtype)
+
+
+def last_of_shares(x: Tensor, first: int, share: int) -> Tensor:
+    """Return the rows of the last query of each share, [C, ...] of x [T, ...]."""
+    if share == 1:
+        return x
+    before = first % share
+    count = -(-(before + x.shape[0]) // share)
+    rows = torch.arange(count, device=x.device) * share + share - 1 - before
+    return x[rows.clamp(max=x.shape[0] - 1)]
 
 
 def expand(choice: Tensor, first: int, length: int, share: int) -> Tensor:

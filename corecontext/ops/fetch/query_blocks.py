@@ -20,7 +20,14 @@ from torch import Tensor
 
 from corecontext.ops import partial
 from corecontext.ops.fetch import core_part, gathered
-from corecontext.ops.fetch.choice import choose, expand, to_indices, to_mask
+from corecontext.ops.fetch.choice import (
+    choose,
+    expand,
+    last_of_shares,
+    mean_of_shares,
+    to_indices,
+    to_mask,
+)
 from corecontext.ops.fetch.index import Index, build, keys_per_group, scores
 from corecontext.ops.merge import merge
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
@@ -227,16 +234,19 @@ class _Block:
         grad_q += self._raw_backward(upstream, fetched, choice, grads)
 
     def _choose(self, index: Index, local_lse: Tensor) -> Tensor:
-        """Mark the groups of each choice, [n, C, M]."""
+        """Mark the groups of each choice, [n, C, M]: of each query, or of the mean query of a share
+        and the groups that its last query sees."""
+        sharing = (self.start, self.spec.fetch_share)
         estimates = scores(
             index.sequences(self.heads).first(self.num_groups),
-            self.q,
+            mean_of_shares(self.q, *sharing),
             self.cores,
             self.spec,
             self.core_bias,
         )
-        k, share = self.spec.fetch_groups, self.spec.fetch_share
-        return choose(estimates, self.visible, local_lse, self.start, k, share)
+        visible = last_of_shares(self.visible, *sharing)
+        local_lse = mean_of_shares(local_lse, *sharing)
+        return choose(estimates, visible, local_lse, self.spec.fetch_groups)
 
     def _fetched(self, marks: Tensor) -> Tensor:
         """Mark the groups that each query fetches, [n, T, M]; of a shared choice those that it
