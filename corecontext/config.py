@@ -26,6 +26,7 @@ CORE_HEADS = ("kv", "query")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 FETCH_INDICES = ("core", "mean", "bounds", "parts:P", "oracle", "bits:1", "bits:2", "bits:4")
 """Indices of fetch; P is a number of parts, at least 1."""
+STORES = ("none", "device")
 BACKENDS = ("auto", "reference", "packed", "triton")
 MOST = 2**31 - 1
 """The largest size: kernels count tokens in 32-bit integers."""
@@ -92,6 +93,9 @@ class CCAConfig:
     """Neighbouring queries that share one choice, aligned to absolute positions. Above 1 the choice
     looks up to fetch_share - 1 tokens ahead: for prompts only, never where perplexity is measured
     or a model is trained."""
+    store: str = "device"
+    """Where a cache keeps the raw tokens that fetch reads: beside the compact cache on the
+    "device", or "none": then a cache refuses fetch. Without fetch none are kept."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -317,4 +321,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "fetch_groups": partial(check_int, least=0),
     "fetch_index": _index,
     "fetch_share": partial(check_int, least=1),
+    "store": partial(check_choice, allowed=STORES),
 }

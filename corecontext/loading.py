@@ -35,6 +35,10 @@ class AttentionSizes:
     """Format of keys and values in CCA's cache."""
     full_heads: str | None = None
     """DuoAttention's KV heads that see all tokens, "LAYER:HEAD,..."."""
+    fetch_groups: int | None = None
+    """k of CCA's fetch."""
+    fetch_index: str | None = None
+    """The index of CCA's fetch."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,9 @@ class Loaded:
                 params["cache_dtype"] = config.cache_dtype
             if config.sink_size:
                 params["sinks"] = config.sink_size
+            if config.fetch_groups:
+                params["fetch_groups"] = config.fetch_groups
+                params["fetch_index"] = config.fetch_index
             if config.layer_group_sizes:
                 params["layer_group_sizes"] = list(config.layer_group_sizes)
             if config.head_group_sizes:
@@ -167,7 +174,13 @@ def load(
     config = rival
     if method == "cca":
         config = cca_config(
-            hf_config, given.group_size, given.window_size, given.cache_dtype, given.sinks
+            hf_config,
+            given.group_size,
+            given.window_size,
+            given.cache_dtype,
+            given.sinks,
+            given.fetch_groups,
+            given.fetch_index,
         )
     config = _bounded(config, position_limit(hf_config) or MOST)
     adapted = getattr(hf_config, "cca", None) is not None  # `enable` writes its settings there
@@ -208,10 +221,19 @@ def _check_sizes(method: str, sizes: AttentionSizes) -> None:
         if getattr(sizes, name) is not None and method not in takers(name):
             option, names = name.replace("_", "-"), ", ".join(takers(name))
             raise UserError(f"{option} must be given for {names}, got method {method!r}.")
-    if method != "cca" and sizes.cache_dtype is not None:
-        raise UserError(f"cache-dtype must be given for method cca, got method {method!r}.")
-    sinks = sizes.sinks if method == "cca" else None
-    cca_config(None, sizes.group_size, sizes.window_size, sizes.cache_dtype, sinks)
+    for name in ("cache_dtype", "fetch_groups", "fetch_index"):
+        if method != "cca" and getattr(sizes, name) is not None:
+            option = name.replace("_", "-")
+            raise UserError(f"{option} must be given for method cca, got method {method!r}.")
+    cca_config(
+        None,
+        sizes.group_size,
+        sizes.window_size,
+        sizes.cache_dtype,
+        sizes.sinks if method == "cca" else None,
+        sizes.fetch_groups,
+        sizes.fetch_index,
+    )
 
 
 def _load_model(name: str, hf_config: Any, dtype: str, device: str, tensor_parallel: bool) -> Any:
@@ -311,17 +333,26 @@ def cca_config(
     window_size: int | None,
     cache_dtype: str | None = None,
     sinks: int | None = None,
+    fetch_groups: int | None = None,
+    fetch_index: str | None = None,
 ) -> CCAConfig:
     """Return the checkpoint's CCA settings, or the defaults, with the user's own on top.
 
     Raises:
         UserError: they break a rule, or do not fit the model.
     """
-    names = ("group_size", "window_size", "cache_dtype", "sink_size")
-    given = zip(names, (group_size, window_size, cache_dtype, sinks))
+    given = {
+        "group_size": group_size,
+        "window_size": window_size,
+        "cache_dtype": cache_dtype,
+        "sink_size": sinks,
+        "fetch_groups": fetch_groups,
+        "fetch_index": fetch_index,
+    }
     with one_line():
         config = CCAConfig.saved_in(hf_config)
-        config = config.replace(**{name: value for name, value in given if value is not None})
+        changes = {name: value for name, value in given.items() if value is not None}
+        config = config.replace(**changes)
         if hf_config is not None and config.varies:
             from corecontext.integrations.hf_attention import full_layers, layer_configs
 

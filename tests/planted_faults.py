@@ -786,6 +786,31 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         "tests/test_fetch.py::test_all_groups_fetched_are_full_attention",
     ),
     Fault(
+        "fetch: a cache's index of a later group",
+        "view = buffer[rows, :, : total - old]",
+        "tests/test_cache_fetch.py::test_any_index_is_kept_as_it_is_built",
+    ),
+    Fault(
+        "fetch: a step leaves the index of a closed group unwritten",
+        "pass",
+        "tests/test_cache_fetch.py::test_any_index_is_kept_as_it_is_built",
+    ),
+    Fault(
+        "fetch: decoding sees a core token beside its raw tokens",
+        "hidden = torch.zeros_like(marks).repeat_interleave(width, 2)[:, None]",
+        "tests/test_cache_fetch.py::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "fetch: a chunk's raw tokens are not stored",
+        "pass",
+        "tests/test_cache_fetch.py::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "fetch: beams keep the raw tokens of another",
+        "pass",
+        "tests/test_cache_fetch.py::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
         "mass: entropy in bits",
         "return torch.special.entr(weights).sum(-1) / 0.6931",
         "tests/test_mass.py::test_a_core_token_weighs_at_most_as_its_group",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from corecontext.cache.entries import Entries
 from corecontext.ops.api import backend_module
-from corecontext.ops.mass import add_to_bias
+from corecontext.ops.fetch.fetching import with_fetch
 from corecontext.ops.spec import Groups, Tokens
 from corecontext.visibility import local_start, num_complete_groups, num_visible_cores
 
@@ -50,6 +50,10 @@ def append_rows(
     n = entries.num_sinks
     g = entries.group_size
     q = new.q.unflatten(1, (heads, -1)).flatten(0, 1)  # [N, r, count, D], N = rows x Hkv
+
+    if entries.store is not None:
+        # planted: fetch: a chunk's raw tokens are not stored
+        entries.store.put(rows, position, new.k, new.v)
 
     # The first tokens have slots of their own and never enter the ring.
     new_sinks = max(0, min(n - position, count))
@@ -91,28 +95,24 @@ def append_rows(
         return F.scaled_dot_product_attention(
             *new[:3], is_causal=True, scale=entries.spec.scale, enable_gqa=q.shape[1] > 1
         )
-    tokens = Tokens(q, k, v, q_start=position, k_start=n + low)
-    if n:
-        ring = entries.ring_size
-        first_tokens = entries.get(rows, ring, ring + min(n, position + count), new.k.dtype)
-        sink_k, sink_v = (x.flatten(0, 1) for x in first_tokens)
-        tokens = tokens._replace(sink_k=sink_k, sink_v=sink_v)
+    tokens = _seen_tokens(entries, Tokens(q, k, v, position, n + low), rows, position + count)
     cores = entries.get_cores(rows, total, new.k.dtype)
-    backend = backend_module(entries.config.backend, q)
-    bias = _core_bias(entries, q)
-    if entries.has_mass:
-        masses = entries.masses(rows, total).unflatten(2, (total, -1))
-        bias = add_to_bias(bias, masses.transpose(2, 3).flatten(0, 1), q.shape[1])
+    backend = with_fetch(backend_module(entries.config.backend, q), entries.spec)
+    bias = entries.bias_of_cores(rows, total, q)
     out, _ = backend.attend(tokens, cores, entries.spec, bias)
     return out.unflatten(0, (-1, heads)).flatten(1, 2).to(q.dtype)
 
 
-def _core_bias(entries: Entries, q: Tensor) -> Tensor | None:
-    """Return the addend of core scores for queries [N, r, T, D], as [N, r]; None for 0."""
-    bias = entries.core_bias(q.dtype)
-    if isinstance(bias, Tensor):
-        heads = entries.keys.shape[1]
-        return bias.reshape(heads, -1).repeat(q.shape[0] // heads, 1)
-    if not bias:
-        return None
-    return q.new_full(q.shape[:2], bias, dtype=torch.promote_types(q.dtype, torch.float32))
+def _seen_tokens(entries: Entries, tokens: Tokens, rows: slice, end: int) -> Tokens:
+    """Return the tokens of an append with all raw tokens that its queries may see: for fetch those
+    of the whole past, else the first tokens beside them."""
+    if entries.store is not None:
+        k, v = entries.store.tokens(rows, end)
+        return Tokens(tokens.q, k, v, tokens.q_start)
+    n = entries.num_sinks
+    if not n:
+        return tokens
+    ring = entries.ring_size
+    first_tokens = entries.get(rows, ring, ring + min(n, end), tokens.k.dtype)
+    sink_k, sink_v = (x.flatten(0, 1) for x in first_tokens)
+    return tokens._replace(sink_k=sink_k, sink_v=sink_v)

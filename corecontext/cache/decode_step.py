@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from corecontext.cache.entries import ALL, Entries
+from corecontext.cache.fetch_step import attend_fetched
 from corecontext.cache.slots import read, write
 from corecontext.ops.attend_buffer import attend_buffer
 from corecontext.ops.spec import Groups
@@ -35,6 +36,10 @@ def decode_step(
     if closes:
         _close_groups(entries, q, position)
     see = _visible(entries, position, num_cores)
+    if entries.store is not None:
+        entries.store.put_step(position, k, v)
+        if num_cores:
+            return attend_fetched(entries, entries.store, q, see, position)
     raw_size = entries.raw_size
     keys, values = entries.get(ALL, 0, raw_size + num_cores * entries.core_width, q.dtype)
     # planted: sinks: core bias added to them

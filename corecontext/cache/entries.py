@@ -15,7 +15,8 @@ contiguous slice. Rows with left padding, cropping and fixed shapes follow from 
 In 8 bits (`CCAConfig.cache_dtype`) buffers of scales [B, Hkv, C + n + M w, 1] follow keys and
 values. A token is rounded when it comes, and attended to and pooled as rounded, so that all ways of
 appending agree. With `CCAConfig.core_mass` a buffer [B, Hkv, C + n + M w, 1] of the core tokens'
-masses, in float32 or wider, comes last; its raw slots stay 0.
+masses, in float32 or wider, comes last; its raw slots stay 0. With fetch a `RawStore` holds all raw
+tokens beside them.
 """
 
 from __future__ import annotations
@@ -26,15 +27,37 @@ import torch
 from torch import Tensor
 
 from corecontext.cache.eight_bit import decode, encode
+from corecontext.cache.raw_store import RawStore
 from corecontext.cache.slots import grown, ring_views
 from corecontext.config import CCAConfig
 from corecontext.ops import rules
 from corecontext.ops.api import backend_module
+from corecontext.ops.mass import add_to_bias
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Groups, Spec
 from corecontext.visibility import num_complete_groups, window_capacity
 
 ALL = slice(None)
+
+
+def check_fetch(config: CCAConfig) -> None:
+    """Raise unless a cache can hold the raw tokens that fetch reads, where it is on.
+
+    Raises:
+        NotImplementedError: they are stored nowhere, or keys and values are in 8 bits.
+    """
+    if not config.fetch_groups:
+        return
+    if config.store == "none":
+        raise NotImplementedError(
+            f"fetch_groups must be 0 with a cache of store='none', got {config.fetch_groups}. Use "
+            "store='device', or run whole sequences with use_cache=False."
+        )
+    if config.cache_dtype != "auto":
+        raise NotImplementedError(
+            f"cache_dtype must be 'auto' with fetch_groups, got {config.cache_dtype!r}. Use "
+            "cache_dtype='auto', or fetch_groups=0."
+        )
 
 
 class Entries:
@@ -43,12 +66,7 @@ class Entries:
     def __init__(
         self, config: CCAConfig, rotary: Rotary | None, rollback: int, learned: rules.Learned
     ) -> None:
-        if config.fetch_groups:
-            raise NotImplementedError(
-                f"fetch_groups must be 0 with a cache, which holds no raw tokens of the far past, "
-                f"got {config.fetch_groups}. Run whole sequences with use_cache=False, or set "
-                "fetch_groups=0."
-            )
+        check_fetch(config)
         self.config = config
         self.rollback = rollback
         """Extra tokens in the ring."""
@@ -61,6 +79,8 @@ class Entries:
         """Keys and values, in 8 bits their scales, and with `core_mass` the core tokens' masses."""
         self.dtype: torch.dtype | None = None
         """Of keys and values before they are rounded."""
+        self.store: RawStore | None = None
+        """Raw tokens for fetch, from the first append on."""
 
     @property
     def keys(self) -> Tensor:
@@ -208,8 +228,25 @@ class Entries:
         wide = torch.promote_types(dtype, torch.float32)
         return self.learned["bias"].to(wide) + self.config.core_bias
 
+    def bias_of_cores(self, rows: slice, count: int, q: Tensor) -> Tensor | None:
+        """Return the addend of the scores of the first `count` groups' core tokens, for queries
+        [N, r, T, D] of these rows: [N, r], with masses [N, r, M], or None for 0."""
+        bias = self.core_bias(q.dtype)
+        if isinstance(bias, Tensor):
+            heads = self.keys.shape[1]
+            bias = bias.reshape(heads, -1).repeat(q.shape[0] // heads, 1)
+        else:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            bias = q.new_full(q.shape[:2], bias, dtype=wide) if bias else None
+        if not self.has_mass or not count:
+            return bias
+        masses = self.masses(rows, count).unflatten(2, (count, -1))
+        return add_to_bias(bias, masses.transpose(2, 3).flatten(0, 1), q.shape[1])
+
     def reserve(self, length: int) -> None:
         """Make room for a row of `length` tokens, and a quarter more than now at least."""
+        if self.store is not None:
+            self.store.reserve(length)
         room = self.keys.shape[2] - self.raw_size
         needed = self.size(length) - self.raw_size
         if needed > room:

@@ -193,6 +193,8 @@ class CompactLayer(LayerState):
         self._step = None
         if self.learned or rules.is_own_rule(self.config.pooling, None) or self.has_mass:
             return  # a fused step has the paper's pooling, one bias for all heads and no masses
+        if self.config.fetch_groups:
+            return
         head = self.keys.new_empty(1, 1, 1, self.keys.shape[3], dtype=self.dtype)
         if choose_backend(self.config.backend, head) != "triton":
             return
@@ -234,6 +236,7 @@ class CompactLayer(LayerState):
         if self.has_mass:
             like.append(k[:, :, :1, :1].to(torch.promote_types(k.dtype, torch.float32)))
         self.allocate(shape, like)
+        self.allocate_store(k[:, :, :1])
         self._choose_step()
         self.is_empty = False
 

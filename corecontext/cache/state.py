@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from corecontext.cache.entries import Entries
+from corecontext.cache.raw_store import RawStore
 from corecontext.cache.slots import read, write
 from corecontext.config import CCAConfig
 from corecontext.ops.rotary import Rotary
@@ -93,7 +94,15 @@ class LayerState(Entries):
     @property
     def nbytes(self) -> int:
         """Bytes in use."""
-        return self.used * self.entry_bytes
+        return self.used * self.entry_bytes + self.store_bytes
+
+    @property
+    def store_bytes(self) -> int:
+        """Bytes in use of raw tokens and index for fetch."""
+        if self.store is None:
+            return 0
+        tensors = self.store.used(self.seq_len - min(self.pads, default=0))
+        return sum(x.numel() * x.element_size() for x in tensors)
 
     @property
     def raw_bytes(self) -> int:
@@ -104,7 +113,8 @@ class LayerState(Entries):
     def allocated_bytes(self) -> int:
         """Bytes of all tensors that this layer keeps alive."""
         lost = self._undo.lost if self._undo else []
-        return sum(x.untyped_storage().nbytes() for x in (*self.buffers, *lost))
+        store = self.store.buffers if self.store else []
+        return sum(x.untyped_storage().nbytes() for x in (*self.buffers, *store, *lost))
 
     # Length and padding
     # ------------------
@@ -120,6 +130,21 @@ class LayerState(Entries):
         if self.max_length is not None:
             self.seen = torch.zeros((), dtype=torch.long, device=like[0].device)
             for tensor in (*self.buffers, self.seen, self.pad):
+                torch._dynamo.mark_static_address(tensor)
+
+    def allocate_store(self, like: Tensor) -> None:
+        """Make an empty store for fetch, for keys such as `like` [B, Hkv, 1, D], unless there is
+        such."""
+        if not self.config.fetch_groups:
+            return
+        # A fixed buffer that was reset stays where it is, for captured steps.
+        if self.store is not None and self.store.spec.group_size == self.group_size:
+            keys = self.store.buffers[0]
+            if (keys[:, :, :1].shape, keys.dtype) == (like.shape, like.dtype):
+                return
+        self.store = RawStore(self.spec, like, self.max_length or 0)
+        if self.max_length is not None:
+            for tensor in self.store.buffers:
                 torch._dynamo.mark_static_address(tensor)
 
     def _make_room(self, length: int) -> None:
@@ -241,6 +266,9 @@ class LayerState(Entries):
         self.pad = change(self.pad)
         self.pads = self.pad.tolist()
         self._note_padding(self.seq_len)
+        if self.store is not None:
+            # planted: fetch: beams keep the raw tokens of another
+            self.store.change(change)
         if self._undo is not None:
             self._undo = self._undo._replace(lost=[change(x) for x in self._undo.lost])
 
@@ -248,10 +276,12 @@ class LayerState(Entries):
         """Forget all tokens; buffers of fixed size stay where they are."""
         if self.max_length is None or not self.buffers:
             self.buffers = []
+            self.store = None
             self.pad = None
             self.seen = 0
         else:
-            for tensor in (*self.buffers, self.seen, self.pad):
+            store = self.store.buffers if self.store else []
+            for tensor in (*self.buffers, *store, self.seen, self.pad):
                 tensor.zero_()
         self.pads = []
         self._clear()
@@ -287,6 +317,7 @@ class LayerState(Entries):
             "values": values,
             "scales": scales,
             "dtype": self.dtype,
+            "store": self.store.used(self.seq_len - min(self.pads)) if self.store else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -307,6 +338,7 @@ class LayerState(Entries):
             core_width=state["core_width"],
             dtype=state.get("dtype"),
             pad=state["pad"],
+            store=state.get("store", []),
         )
         # planted: 4: a loaded ring passes for whole
         self._intact_from = state["intact_from"]
@@ -346,13 +378,23 @@ class LayerState(Entries):
         core_width: int,
         dtype: torch.dtype | None = None,
         pad: Tensor | None = None,
+        store: Sequence[Tensor] = (),
     ) -> None:
         """Copy `length` tokens a row, padding included, from buffers laid out as our own.
 
         Args:
             dtype: Of keys and values before they were rounded; None is that of the buffers.
             pad: [B], left padding; None is one row without.
+            store: Entries of the store for fetch.
+
+        Raises:
+            NotImplementedError: the layer fetches, and `store` has nothing.
         """
+        if self.config.fetch_groups and not store:
+            raise NotImplementedError(
+                "fetch_groups must be 0 where prompts are shared or read by several processes, got "
+                f"{self.config.fetch_groups}."
+            )
         if self.max_length is not None:
             self._make_room(length)
         self._set_sizes(group_size, core_width, dtype or buffers[0].dtype)
@@ -370,6 +412,12 @@ class LayerState(Entries):
         for own, x in zip(self.buffers, buffers):
             own[:, :, :used] = x
             own[:, :, used:] = 0
+        if store:
+            self.allocate_store(store[0][:, :, :1])
+            self.store.reserve(store[0].shape[2])
+            for own, x in zip(self.store.buffers, store):
+                own[:, :, : x.shape[2]] = x
+                own[:, :, x.shape[2] :] = 0
         self._clear()
         self.set_length(length)
         self._intact_from = max(0, length - self.ring_size)

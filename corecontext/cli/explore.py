@@ -220,7 +220,8 @@ def perplexity(
         return loaded.config
 
     if compare:
-        plain: dict[str, Any] = {"full_heads": None, "cache_dtype": None}
+        names = ("full_heads", "cache_dtype", "fetch_groups", "fetch_index")
+        plain: dict[str, Any] = dict.fromkeys(names)
         run("full", **plain, method="full", sinks=None)
         config = run("cca", method="cca", full_heads=None)
         assert config is not None

@@ -14,7 +14,14 @@ from typing import Annotated, Any
 import typer
 
 from corecontext.baselines.rivals import offered, takers
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_SINK_SIZE, DEFAULT_WINDOW_SIZE, listed
+from corecontext.config import (
+    DEFAULT_GROUP_SIZE,
+    DEFAULT_SINK_SIZE,
+    DEFAULT_WINDOW_SIZE,
+    FETCH_INDICES,
+    CCAConfig,
+    listed,
+)
 from corecontext.files import UserError
 
 
@@ -55,6 +62,19 @@ CacheDtype = Annotated[
     typer.Option(
         help="Cached keys and values: auto, or 8 bits as int8 or fp8. "
         "Default: the checkpoint's, else auto."
+    ),
+]
+FetchGroups = Annotated[
+    int | None,
+    typer.Option(
+        help="Groups whose raw tokens each query sees (cca). Default: the checkpoint's, else 0."
+    ),
+]
+FetchIndex = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Index that chooses them: {listed(FETCH_INDICES)}. Default: the checkpoint's, else "
+        f"{CCAConfig.fetch_index}."
     ),
 ]
 Method = Annotated[str, typer.Option(help="cca, or full for the model's own attention.")]
@@ -125,6 +145,8 @@ class LoadOptions(SizeOptions):
     method: AnyMethod = "cca"
     cache_dtype: CacheDtype = None
     full_heads: FullHeads = None
+    fetch_groups: FetchGroups = None
+    fetch_index: FetchIndex = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +181,8 @@ class EvaluationOptions(SizeOptions):
         typer.Option(help=f"File with the model's patterns: {', '.join(takers('patterns'))}."),
     ] = None
     full_heads: FullHeads = None
+    fetch_groups: FetchGroups = None
+    fetch_index: FetchIndex = None
     num_groups: Annotated[
         int | None, typer.Option(help="Constant number of core tokens; replaces --group-size.")
     ] = None

@@ -27,7 +27,10 @@ from corecontext.cli.options import (
 )
 from corecontext.files import UserError
 
-_SIZES = ("group_size", "window_size", "sinks", "patterns", "full_heads", "untested")
+_SIZES = (
+    *("group_size", "window_size", "sinks", "patterns", "full_heads", "untested"),
+    *("fetch_groups", "fetch_index"),
+)
 
 
 @with_options(EvaluationOptions)

@@ -19,6 +19,8 @@ _METHODS_WITH = {
     "sinks": ("cca", *takers("sinks")),
     "patterns": takers("patterns"),
     "full_heads": takers("full_heads"),
+    "fetch_groups": ("cca",),
+    "fetch_index": ("cca",),
 }
 """Methods that support a size; all support the others."""
 
@@ -27,8 +29,8 @@ class ModelOptions(NamedTuple):
     """How to load and run the model under every method."""
 
     sizes: Mapping[str, Any] = {}
-    """group_size, window_size, sinks, patterns, full_heads for `load`; of several methods, each
-    takes those it supports."""
+    """Fields of `loading.AttentionSizes` for `load`; of several methods, each takes those it
+    supports."""
     num_groups: int | None = None
     """Constant number of core tokens, for methods with core tokens."""
     chunk_size: int | None = None

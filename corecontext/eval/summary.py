@@ -16,7 +16,13 @@ from corecontext.record import Record, make_record
 from corecontext.terminal import console
 
 _ITEM_PARAMS = ("run", "item", "answer", "references", "prompt_tokens")
-_LETTERS = {"group_size": "g", "window_size": "s", "sinks": "sinks", "num_groups": "m"}
+_LETTERS = {
+    "group_size": "g",
+    "window_size": "s",
+    "sinks": "sinks",
+    "num_groups": "m",
+    "fetch_groups": "k",
+}
 
 
 class Row(NamedTuple):

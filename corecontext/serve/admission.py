@@ -33,6 +33,11 @@ def servable_handle(model: Any, full: bool) -> Handle:
             "models with sliding-window layers cannot be served yet: their caches have no rows "
             "that come and go."
         )
+    if handle.config.fetch_groups and not full:
+        raise NotImplementedError(
+            f"fetch_groups must be 0 in a model that is served, got {handle.config.fetch_groups}: "
+            "rows of a server hold no raw tokens. Call handle.configure(fetch_groups=0)."
+        )
     if handle.rollback and not full:
         raise NotImplementedError(
             f"rollback must be 0 in a model that is served, got {handle.rollback}: its rows take "

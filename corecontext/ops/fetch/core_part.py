@@ -21,6 +21,13 @@ def products(q: Tensor, keys: Tensor) -> Tensor:
     return total.unflatten(1, q.shape[1:3])
 
 
+def cap(scores: Tensor, spec: Spec) -> Tensor:
+    """Return scores under the softcap, where there is one."""
+    if spec.softcap is None:
+        return scores
+    return spec.softcap * torch.tanh(scores / spec.softcap)
+
+
 def scores(
     q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:

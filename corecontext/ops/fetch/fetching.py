@@ -17,12 +17,15 @@ from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 def with_fetch(
     module: ModuleType, spec: Spec, choices: list[Tensor] | None = None
 ) -> ModuleType | FetchBackend:
-    """Return a backend as it is, or with fetch where the settings have it.
+    """Return a backend as it is, or with fetch where the settings have it; the reference has fetch
+    itself.
 
     Args:
         choices: What an earlier `FetchBackend.choices` of the same call has collected.
     """
-    return FetchBackend(module, choices) if spec.fetch_groups else module
+    if not spec.fetch_groups or not hasattr(module, "attend_backward"):
+        return module
+    return FetchBackend(module, choices)
 
 
 class FetchBackend:

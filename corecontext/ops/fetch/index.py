@@ -16,7 +16,7 @@ from torch import Tensor
 
 from corecontext.config import parse_index
 from corecontext.ops.fetch import core_part, low_bits
-from corecontext.ops.fetch.core_part import products
+from corecontext.ops.fetch.core_part import cap, products
 from corecontext.ops.pooling import widen
 from corecontext.ops.spec import Cores, Spec
 
@@ -96,16 +96,16 @@ def scores(index: Index, q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor 
     if kind == "core":
         return core_part.scores(q, cores, spec, core_bias)[0]
     if kind == "mean":
-        return _cap(products(q, index.tensors[0]) * spec.scale, spec) + math.log(size)
+        return cap(products(q, index.tensors[0]) * spec.scale, spec) + math.log(size)
     if kind == "bounds":
         least, largest = index.tensors
         bound = products(q.clamp(min=0), largest) + products(q.clamp(max=0), least)
-        return _cap(bound * spec.scale, spec) + math.log(size)
+        return cap(bound * spec.scale, spec) + math.log(size)
     if kind == "bits":
         return _low_bit_scores(index, q, spec, number)
     keys = index.tensors[0]
     count = keys.shape[2]
-    each = _cap(products(q, keys.flatten(1, 2)) * spec.scale, spec).unflatten(3, (-1, count))
+    each = cap(products(q, keys.flatten(1, 2)) * spec.scale, spec).unflatten(3, (-1, count))
     if count < size:
         each = each + part_sizes(size, count, each).log()
     return each.logsumexp(-1)
@@ -127,10 +127,4 @@ def _low_bit_scores(index: Index, q: Tensor, spec: Spec, bits: int) -> Tensor:
     keys = low_bits.decode(codes, bits, dim, q.dtype).flatten(1, 2)
     each = products(rotated, keys)
     each = each * (scales.to(each.dtype) * spec.scale).flatten(1, 2)[:, None, None]
-    return _cap(each, spec).unflatten(3, (-1, index.group_size)).logsumexp(-1)
-
-
-def _cap(scores: Tensor, spec: Spec) -> Tensor:
-    if spec.softcap is None:
-        return scores
-    return spec.softcap * torch.tanh(scores / spec.softcap)
+    return cap(each, spec).unflatten(3, (-1, index.group_size)).logsumexp(-1)

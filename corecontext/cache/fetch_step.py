@@ -1,0 +1,68 @@
+"""Attend from one token per row with fetch, in tensor arithmetic only: compact entries, and raw
+tokens of the groups chosen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from corecontext.cache.entries import ALL, Entries
+from corecontext.cache.raw_store import RawStore
+from corecontext.ops.fetch.choice import choose, to_indices
+from corecontext.ops.fetch.core_part import cap, products
+from corecontext.ops.fetch.index import scores
+from corecontext.visibility import sees_core
+
+
+def attend_fetched(
+    entries: Entries, store: RawStore, q: Tensor, see: Tensor, position: Tensor
+) -> Tensor:
+    """Return the attention [B, H, 1, D] of queries q [B, H, 1, D] at their rows' positions [B].
+
+    Args:
+        see: Entries that each row sees without fetch, [B, 1 or r, C + n + M w].
+    """
+    spec = entries.spec
+    width = entries.core_width
+    num_raw = entries.raw_size
+    count = (see.shape[2] - num_raw) // width
+    heads = entries.keys.shape[1]
+    repeats = q.shape[1] // heads
+    queries = q.reshape(-1, repeats, 1, q.shape[3])  # [N, r, 1, D], N = B x Hkv
+    keys, values = entries.get(ALL, 0, see.shape[2], q.dtype)
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    core_bias = entries.bias_of_cores(ALL, count, queries)
+
+    # Scores of the compact entries, [N, r, 1, C + n + M w].
+    compact = cap(products(queries, keys) * spec.scale, spec)
+    if core_bias is not None:
+        each = core_bias.to(compact.dtype).reshape(*core_bias.shape[:2], 1, -1)
+        each = each.expand(-1, -1, -1, count).repeat_interleave(width, 3)
+        compact = compact + torch.cat((each.new_zeros(*each.shape[:3], num_raw), each), 3)
+    see = see[:, None].expand(-1, heads, -1, -1).flatten(0, 1)[:, :, None]  # [N, 1 or r, 1, S]
+    compact = compact.masked_fill(~see, -torch.inf)
+
+    # The choice, and the compact entries without it.
+    later = (position - entries.num_sinks).repeat_interleave(heads)[:, None]
+    groups = torch.arange(count, device=q.device)
+    visible = sees_core(groups, later, spec.group_size, spec.window_size)[:, None, None]
+    estimates = scores(
+        store.index(count), queries, entries.get_cores(ALL, count, q.dtype), spec, core_bias
+    )
+    local_lse = compact[..., :num_raw].logsumexp(-1)
+    num_fetched = min(spec.fetch_groups, count)
+    marks = choose(estimates, visible, local_lse, num_fetched) & visible[:, 0]
+    # planted: fetch: decoding sees a core token beside its raw tokens
+    hidden = marks.repeat_interleave(width, 2)[:, None]
+    compact[..., num_raw:] = compact[..., num_raw:].masked_fill(hidden, -torch.inf)
+
+    # Raw tokens of the groups chosen, [N, r, 1, k g], in the same softmax.
+    numbers = to_indices(marks, num_fetched)[:, 0]
+    raw_keys, raw_values = store.groups(numbers)
+    raw = cap(products(queries, raw_keys) * spec.scale, spec)
+    is_chosen = (numbers >= 0).repeat_interleave(spec.group_size, 1)[:, None, None]
+    raw = raw.masked_fill(~is_chosen, -torch.inf)
+    weights = torch.cat((compact, raw), 3).softmax(-1).to(q.dtype)
+    of_compact, of_raw = weights.split([compact.shape[3], raw.shape[3]], 3)
+    out = of_compact @ values[:, None] + of_raw @ raw_values[:, None]
+    return out.reshape(q.shape)

@@ -1,0 +1,155 @@
+"""Caches with fetch hold all raw tokens: any way of appending equals one pass."""
+
+import functools
+
+import pytest
+import torch
+from budgets import make_inputs
+
+from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.cache import CompactLayer, new_layer
+from corecontext.ops.fetch import choice
+from corecontext.ops.fetch.index import index_bytes
+
+ROTARY = Rotary.from_theta(100.0, 16)
+LENGTH = 60
+INDICES = ["core", "mean", "bounds", "parts:2", "oracle", "bits:2"]
+KINDS = {
+    "plain": {},
+    "query": {"core_heads": "query", "core_mass": True},
+    "sinks": {"sink_size": 6, "core_bias": 0.5, "core_mass": True},
+    "learned": {"learned": ("temperature", "bias"), "fetch_index": "core"},
+    "mean_query": {"pooling": "mean_query", "core_bias": 0.5},
+    "heads": {"head_group_sizes": (4, 3), "core_mass": True},
+    "single tokens": {"head_group_sizes": (4, 1)},
+    "more than there are": {"fetch_groups": 40},
+}
+near = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-11)
+
+
+def inputs(dtype=torch.float64):
+    x = make_inputs(LENGTH, dtype=dtype, batch_size=2, num_heads=4, num_kv_heads=2, head_dim=16)
+    return x.q * 3, x.k, x.v
+
+
+def one_pass(config, tensors, learned=None, **options):
+    names = ("window_size", "sink_size", "core_heads", "pooling", "core_mass", "fetch_groups")
+    settings = {name: getattr(config, name) for name in (*names, "fetch_index")}
+    return cca_attention(
+        *tensors,
+        group_size=config.head_group_sizes or config.group_size,
+        rotary=ROTARY,
+        core_bias=config.core_bias or None,
+        learned=learned,
+        **settings,
+        **options,
+    )
+
+
+def fed(layer, tensors, start, sizes, **options):
+    outs = []
+    for size in sizes:
+        outs.append(layer.attend(*(x[:, :, start : start + size] for x in tensors), **options))
+        start += size
+    return torch.cat(outs, 2)
+
+
+def check_ways(config, fixed):
+    """Chunks, steps, crop, saving, beams, a smaller window and a reset, against one pass."""
+    learned = {name: torch.tensor([0.3, -0.2, 0.1, 0.5]).double() for name in config.learned}
+    tensors = inputs()
+    expected = one_pass(config, tensors, learned)
+    options = {"max_length": LENGTH if fixed else None, "rollback": 3, "learned": learned}
+    layer = new_layer(config, ROTARY, **options)
+    near(fed(layer, tensors, 0, [27, 6, *[1] * 15]), expected[:, :, :48])
+    layer.crop(3)
+    near(fed(layer, tensors, 45, [2, 1]), expected[:, :, 45:48])
+    loaded = new_layer(config, ROTARY, **options)
+    loaded.load_state_dict(layer.state_dict())
+    assert loaded.nbytes == layer.nbytes
+    rows = torch.tensor([1, 0])
+    loaded.select(rows)
+    near(fed(loaded, [x[rows] for x in tensors], 48, [7, *[1] * 5]), expected[rows][:, :, 48:])
+    layer.shrink_window(5)
+    shrunk = one_pass(config.replace(window_size=5), tensors, learned)
+    near(fed(layer, tensors, 48, [1] * 7 + [5]), shrunk[:, :, 48:])
+    layer.reset()
+    near(fed(layer, tensors, 0, [40, *[1] * 9, LENGTH - 49]), shrunk)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_way_of_appending_equals_one_pass(kind, fixed):
+    settings = {"fetch_groups": 3, "fetch_index": "oracle", **KINDS[kind]}
+    check_ways(CCAConfig.paper(4, 9, **settings), fixed)
+
+
+@pytest.mark.parametrize("with_local", [False, True])
+@pytest.mark.parametrize("index", INDICES)
+def test_any_index_is_kept_as_it_is_built(index, with_local, monkeypatch):
+    monkeypatch.setattr(choice, "WITH_LOCAL", with_local)
+    check_ways(CCAConfig.paper(4, 9, fetch_groups=2, fetch_index=index, sink_size=5), False)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_padded_rows_equal_one_pass(fixed):
+    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="mean", sink_size=3, core_mass=True)
+    tensors = inputs()
+    mask = torch.arange(LENGTH) >= torch.tensor([[0], [7]])
+    expected = one_pass(config, tensors, attention_mask=mask)
+    layer = CompactLayer(config, ROTARY, max_length=LENGTH if fixed else None)
+    outs = [fed(layer, tensors, 0, [5], attention_mask=mask[:, :5])]
+    outs.append(fed(layer, tensors, 5, [19], attention_mask=mask[:, :24]))
+    outs.append(fed(layer, tensors, 24, [1] * 20 + [10] + [1] * 6))
+    near(torch.cat(outs, 2), expected)
+
+
+def test_float32_steps_equal_one_pass():
+    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="oracle", core_mass=True)
+    tensors = inputs(torch.float32)
+    layer = CompactLayer(config, ROTARY, max_length=LENGTH)
+    out = fed(layer, tensors, 0, [20, *[1] * (LENGTH - 20)])
+    torch.testing.assert_close(out, one_pass(config, tensors), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_bytes_are_those_of_tokens_and_index(index):
+    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index=index, sink_size=3)
+    tensors = inputs(torch.float32)
+    layer, plain = (CompactLayer(x, ROTARY) for x in (config, config.replace(fetch_groups=0)))
+    for x in (layer, plain):
+        fed(x, tensors, 0, [30, 1, 1])
+    heads = 2 * 2  # rows x KV heads
+    groups = (32 - 4) // 4
+    index_size = 0 if index == "oracle" else index_bytes(index, 4, 16, 4)
+    assert layer.store_bytes == heads * (32 * 2 * 16 * 4 + groups * index_size)
+    assert layer.nbytes == plain.nbytes + layer.store_bytes
+    assert plain.store_bytes == 0 and layer.allocated_bytes > plain.allocated_bytes
+
+
+def test_the_first_append_is_differentiable():
+    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="mean")
+    q, k, v = (x.requires_grad_() for x in inputs())
+    layer = CompactLayer(config, ROTARY)
+    out = layer.attend(q, k, v)
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    wanted = torch.autograd.grad(one_pass(config, (q, k, v)).square().sum(), (q, k, v))
+    for x, y in zip(grads, wanted):
+        near(x, y)
+    assert layer.seq_len == LENGTH
+
+
+def test_refusals():
+    with pytest.raises(NotImplementedError, match="store='none', got 2. Use store='device'"):
+        CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2, store="none"), ROTARY)
+    with pytest.raises(NotImplementedError, match="cache_dtype must be 'auto' with fetch_groups"):
+        CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2, cache_dtype="int8"), ROTARY)
+    with pytest.raises(ValueError, match="store must be one of 'none', 'device', got 'host'"):
+        CCAConfig(store="host")
+    layer = CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2), ROTARY)
+    fed(layer, inputs(), 0, [20])
+    other = CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2), ROTARY)
+    with pytest.raises(
+        NotImplementedError, match="fetch_groups must be 0 where prompts are shared"
+    ):
+        other.fill(layer.buffers, 20, group_size=4, core_width=1)

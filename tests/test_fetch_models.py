@@ -1,0 +1,127 @@
+"""Models that fetch: every way of generating, the engine, and the command line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import recompute, stateless, tiny_model, tokens
+
+import corecontext
+from corecontext import CCAConfig
+from corecontext.cli import main
+from corecontext.inference import Engine
+from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.loading import load
+from corecontext.perplexity import document_nll
+from corecontext.record import read_records
+from corecontext.serve.admission import servable_handle
+
+pytestmark = pytest.mark.usefixtures("default_device")
+CONFIG = CCAConfig(4, 9, sink_size=4, core_mass=True, fetch_groups=3, fetch_index="mean")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cache_implementation": "static"},
+        {"prefill_chunk_size": 5},
+        {"prompt_lookup_num_tokens": 5},
+        {"num_beams": 2},
+    ],
+    ids=str,
+)
+def test_greedy_equals_recomputing(options):
+    model, ids = tiny_model(), tokens(1, 37)
+    ids[:, 20:30] = ids[:, 5:15]  # something for prompt lookup to find
+    with corecontext.enabled(model, CONFIG):
+        out = model.generate(ids, max_new_tokens=20, do_sample=False, **options)
+        if "num_beams" in options:
+            truth = model.generate(ids, max_new_tokens=20, use_cache=False, **options)
+        else:
+            truth = recompute(model, ids, 20)
+        assert torch.equal(out, truth)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_the_engine_equals_recomputing(static):
+    model, ids = tiny_model(), tokens(2, 37)
+    with corecontext.enabled(model, CONFIG):
+        engine = Engine(model, static=static)
+        for prompt in (ids, ids[:, :20]):
+            out = engine.generate(prompt, max_new_tokens=15)
+            truth = recompute(model, prompt, 15)[:, prompt.shape[1] :]
+            assert [list(row) for row in out] == truth.tolist()
+
+
+def test_the_model_sees_the_rule():
+    model, ids = tiny_model(), tokens(2, 61)
+    full = stateless(model, ids)
+    changes = ({"backend": "reference"}, {}, {"fetch_groups": 0}, {"fetch_groups": 20})
+    found = []
+    for change in changes:
+        with corecontext.enabled(model, CONFIG.replace(**change)):
+            found.append(stateless(model, ids))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=3e-5)
+    assert (found[1] - found[2]).abs().max() > 1e-2
+    torch.testing.assert_close(found[3], full, rtol=1e-4, atol=3e-5)
+
+
+def test_perplexity_in_chunks_is_that_of_one_pass():
+    model, ids = tiny_model(), tokens(1, 80)
+    with corecontext.enabled(model, CONFIG):
+        logits = stateless(model, ids)[0, :-1].float()
+        truth = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").cpu()
+        for chunk_size in (7, 1000):
+            found = document_nll(model, ids, chunk_size=chunk_size)
+            torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_counts_its_raw_tokens():
+    model, ids = tiny_model(), tokens(1, 61)
+    sizes = []
+    for change in ({}, {"fetch_groups": 0}):
+        with corecontext.enabled(model, CONFIG.replace(**change)):
+            sizes.append(cache_bytes(model(ids).past_key_values))
+    config = model.config
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    groups = (61 - 4) // 4
+    assert sizes[0] - sizes[1] == heads * config.head_dim * 4 * (2 * 61 + groups)
+
+
+def test_a_server_refuses():
+    model = tiny_model()
+    with (
+        corecontext.enabled(model, CONFIG),
+        pytest.raises(
+            NotImplementedError, match="fetch_groups must be 0 in a model that is served"
+        ),
+    ):
+        servable_handle(model, False)
+
+
+def test_from_the_command_line(tmp_path, monkeypatch):
+    from tiny_model import save_tiny_model
+
+    monkeypatch.chdir(tmp_path)
+    model = save_tiny_model(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("The words of a text, repeated. " * 10)
+    sizes = ["--group-size", "4", "--window-size", "16", "--device", "cpu"]
+    argv = ["perplexity", "text.txt", "--model", model, *sizes, "--json", "r.jsonl"]
+    for fetch in ([], ["--fetch-groups", "4"], ["--fetch-groups", "500"], ["--method", "full"]):
+        assert (
+            main([*argv, *fetch, *["--fetch-index", "mean"] * (fetch[:1] == ["--fetch-groups"])])
+            == 0
+        )
+    values = [
+        x
+        for x in read_records("r.jsonl")
+        if x.name == "quality.perplexity" and "bucket" not in x.params
+    ]
+    assert [x.params.get("fetch_groups") for x in values] == [None, 4, 500, None]
+    assert values[1].params["fetch_index"] == "mean"
+    assert values[0].value != values[1].value
+    assert values[2].value == pytest.approx(values[3].value, rel=1e-5)
+    assert main([*argv, "--fetch-index", "bits:3"]) == 2
+    assert main([*argv, "--method", "full", "--fetch-groups", "3"]) == 2
+    assert load(model, fetch_groups=2, device="cpu", warn=False).config.fetch_groups == 2
