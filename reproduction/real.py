@@ -26,6 +26,7 @@ from corecontext.data.readers import find_file, read_documents
 from corecontext.eval.runner import fingerprint
 from corecontext.files import UserError, cache_folder
 from corecontext.heads.budget import Shape, Unit
+from corecontext.heads.findings import needle_rows
 from corecontext.heads.search import find_units
 from corecontext.integrations.hf_attention import full_layers
 from corecontext.integrations.hf_gguf import local_model
@@ -71,6 +72,8 @@ class Protocol:
     needle_lengths: tuple[int, ...] = (4000, 7900)
     full_heads: str | None = None
     """KV heads that keep every token, "LAYER:HEAD,..."; None searches for them."""
+    head_needles: int = 0
+    """Prompts by whose answers heads are searched for; 0 searches by the far halves of windows."""
     save: str | None = None
     """Folder for trained models; one that is there is measured, not trained again."""
     dtype: str = "auto"
@@ -111,16 +114,20 @@ class RealModel:
         return windows
 
     @cached_property
+    def essays(self) -> str:
+        """The text around needles."""
+        path = find_file(self.protocol.data, ("haystack_essays",))
+        return "\n\n".join(text for _, _, text in read_documents(path))
+
+    @cached_property
     def needles(self) -> dict[int, list[Needle]]:
         """The prompts of each length."""
         count = self.protocol.needles
         if not count:
             return {}
-        path = find_file(self.protocol.data, ("haystack_essays",))
-        essays = "\n\n".join(text for _, _, text in read_documents(path))
         tokenizer = self.original.tokenizer
         return {
-            length: make_needles(essays, tokenizer, length, count, self.adaptation.seed)
+            length: make_needles(self.essays, tokenizer, length, count, self.adaptation.seed)
             for length in self.protocol.needle_lengths
         }
 
@@ -137,9 +144,14 @@ class RealModel:
             units = (Unit(layer, head) for layer in range(shape.layers) for head in by_layer[layer])
             return Heads(shape, tuple(units))
         model = self.original.model
-        windows = self.training_windows[:SEARCH_WINDOWS]
-        rows = [tokens_of(window.ids, model) for window in windows]
         options: dict[str, Any] = {"heads": True, "raw": True, "folder": cache_folder() / "heads"}
+        if self.protocol.head_needles:
+            rows, options["starts"] = needle_rows(
+                self.original, self.essays, self.sizes.length, self.protocol.head_needles
+            )
+        else:
+            windows = self.training_windows[:SEARCH_WINDOWS]
+            rows = [tokens_of(window.ids, model) for window in windows]
         with enabled(model, self.sizes.cca()):
             count = equal_heads(self.sizes, shape)
             findings = find_units(model, rows, self.sizes.length, count, **options)

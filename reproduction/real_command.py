@@ -44,6 +44,9 @@ def real(
             "Default: found on lm_train, as many as the bytes of CCA allow."
         ),
     ] = None,
+    head_needles: Annotated[
+        int, typer.Option(help="Search for these heads by so many needles; 0: by far perplexity.")
+    ] = 0,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 8192,
     windows: Annotated[int, typer.Option(help="Windows, each of another document.")] = 32,
     needles: Annotated[int, typer.Option(help="Needles of each length.")] = 25,
@@ -79,7 +82,7 @@ def real(
     for name in method:
         if name not in METHODS:
             raise UserError(f"method must be {listed(tuple(METHODS))}, got {name!r}.")
-    check_least(0, steps=steps, needles=needles)
+    check_least(0, steps=steps, needles=needles, head_needles=head_needles)
     check_least(1, windows=windows, rows=rows, rows_at_once=rows_at_once)
     check_least(2, length=length)
     if not gains:
@@ -99,6 +102,7 @@ def real(
             needles=needles,
             needle_lengths=tuple(needle_length),
             full_heads=full_heads,
+            head_needles=head_needles,
             save=save,
             dtype=dtype,
             device=device,

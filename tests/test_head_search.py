@@ -27,10 +27,11 @@ from corecontext.heads.budget import (
     spread,
     untrained_heads,
 )
-from corecontext.heads.findings import find_layers
+from corecontext.heads.findings import find_layers, needle_rows
 from corecontext.heads.search import Trial, far_loss, num_trials, rounds_of, search_units
 from corecontext.integrations.transformers import handle_of
 from corecontext.loading import load
+from corecontext.perplexity import document_nll
 from corecontext.record import read_records
 from corecontext.visibility import num_complete_groups, window_capacity
 
@@ -251,6 +252,37 @@ def test_random_weights_have_their_heads_in_the_middle():
     assert untrained_heads(Shape(8, 2), 1) == (Unit(5, 0),)
     assert untrained_heads(Shape(2, 2), 3) == (Unit(1, 0), Unit(1, 1), Unit(0, 0))
     assert {unit.layer for unit in untrained_heads(Shape(32, 8), 16)} == {20, 21}
+
+
+def test_heads_are_found_by_the_answers_to_needles(tmp_path, capsys):
+    """The loss counts the number's tokens alone, at the end of prompts with the answer."""
+    tiny = save_tiny_model(tmp_path / "tiny")
+    text = Path(TEXT).read_text(encoding="utf-8")[:2000]
+    loaded = load(tiny, group_size=4, window_size=32, sinks=4, device="cpu")
+    rows, starts = needle_rows(loaded, text, 400, 2)
+    numbers = []
+    for row, start in zip(rows, starts):
+        shown = loaded.tokenizer.decode(row[0, start:])
+        numbers.append(shown.strip())
+        assert loaded.tokenizer.decode(row[0, :start]).endswith("The secret number is")
+        assert loaded.tokenizer.decode(row[0]).count(numbers[-1]) == 2 and row.shape[1] <= 400
+    assert len(set(numbers)) == 2 and all(len(number) == 7 for number in numbers)
+    nll = [document_nll(loaded.model, row)[start - 1 :] for row, start in zip(rows, starts)]
+    loss = float(torch.cat(nll).double().mean())
+    found = find_layers(loaded, text, 400, 2, 1, heads=True, needles=True)
+    assert found.equal == pytest.approx(loss) != far_loss(loaded.model, rows)
+    assert search.identify(loaded.model, rows, loaded.config, starts) != search.identify(
+        loaded.model, rows, loaded.config
+    )
+
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    command = ["layers", str(tmp_path / "text.txt"), "--model", tiny, "--length", "400"]
+    command += ["--rows", "2", "--count", "1", "--heads", "--needles", "--device", "cpu"]
+    command += ["--group-size", "4", "--window-size", "32", "--sinks", "4"]
+    assert main([*command, "--json", str(tmp_path / "layers.jsonl")]) == 0
+    assert "Perplexity of numbers in answers, where one keeps" in capsys.readouterr().out
+    records = read_records(tmp_path / "layers.jsonl")
+    assert {record.params["by"] for record in records} == {"needles"}
 
 
 def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, capsys):

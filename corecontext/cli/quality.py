@@ -166,6 +166,14 @@ def layers(
     raw: Annotated[
         bool, typer.Option("--raw", help="The chosen keep every token; the window shrinks for it.")
     ] = False,
+    needles: Annotated[
+        bool,
+        typer.Option(
+            "--needles",
+            help="Search by the answers to rows that ask for a number hidden in the text, in place "
+            "of the second halves of rows.",
+        ),
+    ] = False,
     output: Annotated[
         str | None,
         typer.Option(help="New folder: a copy of the checkpoint that loads with these sizes."),
@@ -193,13 +201,15 @@ def layers(
             f"head, whose window of {loaded.config.window_size} may have paid for heads already; "
             "got none. Use --window-size."
         )
-    choice = find_layers(loaded, text, length, rows, count, heads, raw)
+    choice = find_layers(loaded, text, length, rows, count, heads, raw, needles)
     name = os.path.basename(os.path.normpath(model))
     params = {"model": name, **loaded.sizes(), "length": length}
+    if needles:
+        params["by"] = "needles"
     device = device_name(str(loaded.model.device))
     publish(
         json,
-        lambda: print_layers(choice),
+        lambda: print_layers(choice, needles=needles),
         lambda: layer_records(choice.search.trials, params, device),
     )
     if output is not None:

@@ -26,6 +26,15 @@ class Needle(NamedTuple):
     depth: float
     """Place of the number in the text, from 0 (the beginning) to 1 (the end)."""
 
+    def answered(self, tokenizer: Any) -> tuple[list[int], int]:
+        """Return the prompt with the right answer, and the place of the number's first token."""
+        options = {"add_special_tokens": False, "verbose": False}
+        sentence = SENTENCE.format(number=self.number).removesuffix(".")
+        before = sentence.removesuffix(f" {self.number}")
+        answer = tokenizer(sentence, **options)["input_ids"]
+        start = len(self.ids) + len(tokenizer(before, **options)["input_ids"])
+        return [*self.ids, *answer], start
+
     def is_found(self, answer: str) -> bool:
         """Whether an answer has all digits."""
         return self.number in answer

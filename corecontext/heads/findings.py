@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from torch import Tensor
 
+from corecontext.data.needles import ANSWER_TOKENS, make_needles
 from corecontext.files import UserError, cache_folder
 from corecontext.heads.search import Findings, Trial, find_units, least_length, rounds_of
 from corecontext.loading import Loaded
@@ -25,11 +28,13 @@ def find_layers(
     count: int | None,
     heads: bool = False,
     raw: bool = False,
+    needles: bool = False,
 ) -> Findings:
     """Search with rows of `length` tokens of a text; other arguments as of `find_units`.
 
     Args:
         loaded: With CCA enabled, whose settings are the model's again afterwards.
+        needles: Search by the loss of answers: rows ask for a number hidden in the text.
 
     Raises:
         UserError: the text or the length is too short, or `find_units` raises.
@@ -46,10 +51,28 @@ def find_layers(
             f"length must be at most the text's {ids.shape[1]} tokens, and at least {least}, so "
             f"that the second half of a row has core tokens to see; got {length}."
         )
-    rows = ids.to(loaded.model.device).split(length, 1)[:most_rows]
-    rows = [row for row in rows if row.shape[1] == length]
-    folder = cache_folder() / "heads"
-    return find_units(loaded.model, rows, length, count, heads=heads, raw=raw, folder=folder)
+    options: dict[str, Any] = {"heads": heads, "raw": raw, "folder": cache_folder() / "heads"}
+    if needles:
+        rows, options["starts"] = needle_rows(loaded, text, length, most_rows)
+    else:
+        pieces = ids.to(loaded.model.device).split(length, 1)[:most_rows]
+        rows = [row for row in pieces if row.shape[1] == length]
+    return find_units(loaded.model, rows, length, count, **options)
+
+
+def needle_rows(
+    loaded: Loaded, text: str, length: int, count: int
+) -> tuple[list[Tensor], list[int]]:
+    """Return prompts with their answers, rows [1, n] of at most `length` tokens, and the place of
+    each answer's number."""
+    room = length - ANSWER_TOKENS
+    rows = []
+    starts = []
+    for needle in make_needles(text, loaded.tokenizer, room, count, seed=0):
+        ids, start = needle.answered(loaded.tokenizer)
+        rows.append(torch.tensor([ids], device=loaded.model.device))
+        starts.append(start)
+    return rows, starts
 
 
 def layer_records(trials: Sequence[Trial], params: dict[str, Any], device: str) -> list[Record]:
@@ -64,7 +87,7 @@ def layer_records(trials: Sequence[Trial], params: dict[str, Any], device: str) 
     return records
 
 
-def print_layers(findings: Findings) -> None:
+def print_layers(findings: Findings, *, needles: bool = False) -> None:
     """Print every trial, the chosen units marked, and the setting to use."""
     trials, chosen = findings.search
     # Units chosen before each round; the rounds are the columns.
@@ -84,7 +107,8 @@ def print_layers(findings: Findings) -> None:
             mark = " <" if unit in chosen[before:after] else ""
             cells.append("" if loss is None else f"{math.exp(loss):.3f}{mark}")
         table.add_row(str(unit), *cells)
-    print("Perplexity of the second halves of rows, where one keeps every token:")
+    counted = "numbers in answers" if needles else "the second halves of rows"
+    print(f"Perplexity of {counted}, where one keeps every token:")
     console().print(table)
     config = findings.config
     print(

@@ -97,9 +97,14 @@ class Losses:
                 self.path.unlink()
 
 
-def identify(model: Any, rows: Sequence[Tensor], config: CCAConfig) -> str:
+def identify(
+    model: Any, rows: Sequence[Tensor], config: CCAConfig, starts: Sequence[int] | None = None
+) -> str:
     """Return the name of a search: the same model, rows and settings give the same losses."""
-    digest = hashlib.sha256(json.dumps([model.config.to_dict(), config.to_dict()]).encode())
+    settings = [model.config.to_dict(), config.to_dict()]
+    if starts is not None:
+        settings.append(list(starts))
+    digest = hashlib.sha256(json.dumps(settings).encode())
     samples = [parameter.detach().flatten()[:16].float() for parameter in model.parameters()]
     # planted: heads: a search goes on with the losses of other weights
     for tensor in (*rows, *samples):
@@ -129,11 +134,19 @@ def least_length(config: CCAConfig) -> int:
 def far_loss(model: Any, rows: Sequence[Tensor], chunk_size: int = 1024) -> float:
     """Return the mean negative log-likelihood over the second half of each row [1, L], in nats per
     token."""
-    halves = [
-        document_nll(model, row, chunk_size=chunk_size)[row.shape[1] // 2 - 1 :].double()
-        for row in rows
+    return end_loss(model, rows, [row.shape[1] // 2 for row in rows], chunk_size)
+
+
+def end_loss(
+    model: Any, rows: Sequence[Tensor], starts: Sequence[int], chunk_size: int = 1024
+) -> float:
+    """Return the mean negative log-likelihood of the tokens from starts[i] on of each row [1, L],
+    in nats per token."""
+    ends = [
+        document_nll(model, row, chunk_size=chunk_size)[start - 1 :].double()
+        for row, start in zip(rows, starts)
     ]
-    return float(sum(half.sum() for half in halves) / sum(map(len, halves)))
+    return float(sum(end.sum() for end in ends) / sum(map(len, ends)))
 
 
 def search_units(
@@ -180,6 +193,7 @@ def find_units(
     heads: bool = False,
     raw: bool = False,
     folder: Path | None = None,
+    starts: Sequence[int] | None = None,
 ) -> Findings:
     """Find the layers of a model that need small groups, or KV heads of these.
 
@@ -192,6 +206,7 @@ def find_units(
         heads: Choose KV heads, of the quarter of the layers that are best.
         raw: Let the chosen units keep every token, and shrink the window of all to pay for it.
         folder: For a file of the trials, which an interrupted search finds again.
+        starts: First token of each row that the loss counts; None for the second halves.
 
     Raises:
         UserError: there is not as much to choose from, or the cache has no room for it.
@@ -212,7 +227,9 @@ def find_units(
         trials += num_trials(shape.layers, 1)
     longest = max(row.shape[1] for row in rows)
     title = f"{len(rows)} rows of up to {longest} tokens"
-    kept = Losses(None if folder is None else folder / f"{identify(model, rows, equal)}.json")
+    kept = Losses(
+        None if folder is None else folder / f"{identify(model, rows, equal, starts)}.json"
+    )
     with one_line(), progress(title, trials + 3) as advance:
         # Refuse a count that does not fit before the long part.
         any_units = [Unit(0, i) if heads else Unit(i) for i in range(count)]
@@ -221,7 +238,9 @@ def find_units(
         def measure(trial_config: CCAConfig) -> float:
             def measure_now() -> float:
                 _configure(handle, trial_config)
-                return far_loss(model, rows)
+                if starts is None:
+                    return far_loss(model, rows)
+                return end_loss(model, rows, starts)
 
             return kept.get(repr(trial_config), measure_now)
 
