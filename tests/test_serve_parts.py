@@ -4,6 +4,7 @@ model runs: answers are scripted."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import re
@@ -121,6 +122,20 @@ class Scripted:
                 return await client.request(method, path, headers=headers, **options)
 
         return asyncio.run(send())
+
+
+@functools.cache
+def one_server():
+    """Make a server once for the tests that only ask it."""
+    return Scripted("x" * 64, eos=[7], time_limit_s=5.0)
+
+
+@pytest.fixture
+def server():
+    server = one_server()
+    server.requests.clear()
+    server.texts.clear()
+    return server
 
 
 # Fields
@@ -272,8 +287,7 @@ def test_fields_that_have_two_forms_are_read_as_one():
     ],
     ids=str,
 )
-def test_a_refusal_is_one_plain_line_that_names_the_field(body, message, param):
-    server = Scripted()
+def test_a_refusal_is_one_plain_line_that_names_the_field(server, body, message, param):
     body = {**COMPLETION, **body}
     content = json.dumps({name: value for name, value in body.items() if value is not ...})
 
@@ -535,8 +549,9 @@ def test_the_text_of_a_token_is_its_bytes_where_it_is_no_character():
 # ------------------------------------------------------------------------------------------------
 
 
-def translated(path="/v1/completions", eos=(7,), **body):
-    server = Scripted("x" * 64, eos=list(eos), time_limit_s=5.0)
+def translated(path="/v1/completions", **body):
+    server = one_server()
+    server.requests.clear()
     before = time.monotonic()
     assert server.ask(path, **body).status_code == 200
     request = server.requests[0]
@@ -629,8 +644,7 @@ def test_a_texts_context_is_its_prompt_and_a_chats_is_none():
     ],
     ids=str,
 )
-def test_a_refused_request_reaches_no_worker(body, status, message, param):
-    server = Scripted("x")
+def test_a_refused_request_reaches_no_worker(server, body, status, message, param):
     response = server.ask(**body)
     error = response.json()["error"]
     assert (response.status_code, error["message"], error["param"]) == (status, message, param)
