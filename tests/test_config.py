@@ -232,3 +232,29 @@ def test_each_process_has_the_group_sizes_of_its_heads():
     assert heads.of_process(1, 2) == CCAConfig(window_size=9, head_group_sizes=(2, 1, 5))
     one = CCAConfig(4, 9)
     assert one.of_process(1, 2) is one
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"layer_group_sizes": (4, 0)}, "layer_group_sizes must be at least 1, got 0."),
+        ({"layer_group_sizes": (4, (2, 0))}, "layer_group_sizes must be at least 1, got 0."),
+        ({"layer_group_sizes": ()}, "layer_group_sizes must not be empty, got ()."),
+        ({"layer_group_sizes": (4, ())}, "layer_group_sizes must not be empty, got ()."),
+        ({"layer_group_sizes": 4}, "layer_group_sizes must be a tuple, got 4."),
+        ({"head_group_sizes": (4, 0)}, "head_group_sizes must be at least 1, got 0."),
+        ({"head_group_sizes": []}, "head_group_sizes must not be empty, got ()."),
+        ({"sink_size": -1}, "sink_size must be at least 0, got -1."),
+    ],
+    ids=str,
+)
+def test_messages_about_several_sizes_name_the_field(settings, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
+        CCAConfig(**settings)
+
+
+def test_lists_of_sizes_become_tuples_and_may_be_one():
+    config = CCAConfig(layer_group_sizes=[1, [1, 4]], learned=["bias"])
+    assert config.layer_group_sizes == (1, (1, 4)) and config.learned == ("bias",)
+    assert CCAConfig(head_group_sizes=[1, 1]).head_group_sizes == (1, 1)
+    assert hash(config) == hash(CCAConfig.from_dict(json.loads(json.dumps(config.to_dict()))))

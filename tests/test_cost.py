@@ -256,3 +256,34 @@ def test_counts_that_no_model_has_are_refused(sizes, message):
         return
     with pytest.raises(UserError, match=f"model 'tiny' must have a {message}"):
         check_counts("tiny", config)
+
+
+@pytest.mark.parametrize("name", ["num_local_experts", "num_experts", "n_routed_experts"])
+def test_of_routed_experts_those_that_a_token_uses_count(name):
+    """Whatever a family calls their number; a router and shared experts count whole, embeddings
+    and vectors not at all."""
+    model = torch.nn.Module()
+    model.embed, model.head = (torch.nn.Linear(4, 9, bias=False) for _ in range(2))
+    model.get_input_embeddings = lambda: model.embed
+    model.get_output_embeddings = lambda: model.head
+    model.norm = torch.nn.LayerNorm(4)
+    model.shared_experts = torch.nn.Linear(4, 5)
+    model.router = torch.nn.Linear(4, 3)
+    model.mlp = torch.nn.Module()
+    model.mlp.experts = torch.nn.Linear(4, 7, bias=False)
+    text = SimpleNamespace(**{name: 3, "num_experts_per_tok": 2})
+    assert cost._weights_per_token(model, text) == 20 + 12 + 28 * 2 // 3
+    text.num_experts_per_tok = None
+    assert cost._weights_per_token(model, text) == 20 + 12 + 28
+    assert cost._weights_per_token(model, SimpleNamespace()) == 20 + 12 + 28
+
+
+def test_sizes_are_those_of_the_text_decoder():
+    """Of a model that also sees or encodes."""
+    text = SimpleNamespace(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=5, num_hidden_layers=3
+    )
+    config = SimpleNamespace(get_text_config=lambda decoder=False: text if decoder else None)
+    assert ModelSizes.of(config) == ModelSizes(query_heads=6, kv_heads=2, head_dim=5, layers=3)
+    for dtype, size in (("bfloat16", 2), ("float64", 8), (torch.float16, 2), ("unknown", 4)):
+        assert cost._itemsize(SimpleNamespace(dtype=dtype)) == size
