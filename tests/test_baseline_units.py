@@ -32,6 +32,7 @@ from corecontext.baselines.method import Call, Layer, left_padding
 from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, sparse_attention
 from corecontext.baselines.rivals import offered, takers
 from corecontext.baselines.sink_cache import SinkCacheLayer
+from corecontext.files import UserError
 
 LAYER = Layer(0, 0, 4, 2)
 
@@ -252,7 +253,7 @@ def test_heads_that_see_all_tokens_are_given_or_the_checkpoints_own(text, saved,
     if saved is not None:
         config.cca = {"layer_group_sizes": saved}
     assert find_heads(text, config) == tuple(heads.get(layer, ()) for layer in range(12))
-    for wrong in ("12:0", "1:0,", "1", "a:1", "1:0 2:0", "-1:0"):
+    for wrong in ("12:0", "1:0,12:0", "1:0,", "1", "a:1", "1:0 2:0", "-1:0"):
         with pytest.raises(ValueError, match="with layers from 0 to 11, got"):
             find_heads(wrong, config)
 
@@ -382,6 +383,19 @@ def test_the_search_takes_each_heads_nearest_pattern_of_full_attention(family, m
         model(ids)
     baselines.search_patterns(model, ids, candidates, block_size=16, probe=9)
     torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-4)
+
+
+def test_patterns_are_read_as_they_were_written_or_refused(tmp_path):
+    path = tmp_path / "patterns.json"
+    patterns = ((Pattern("a_shape", 0, 1), Pattern()), (Pattern("block_sparse", 3, 0),))
+    baselines.write_patterns(path, patterns)
+    assert baselines.read_patterns(path) == patterns
+    for wrong in ("{", "3", "[[3]]", '[[{"kind": "diagonal"}]]', '[[{"third": 1}]]'):
+        path.write_text(wrong)
+        with pytest.raises(UserError, match="patterns.json' must hold patterns by layer and head"):
+            baselines.read_patterns(path)
+    with pytest.raises(UserError, match="does not exist"):
+        baselines.read_patterns(tmp_path / "none")
 
 
 # How they are attached

@@ -59,6 +59,8 @@ def test_of_equal_units_the_first_is_chosen():
     [
         ((16, 4), False, False, 2),
         ((7, 4), False, False, 1),
+        ((15, 4), False, False, 1),
+        ((5, 4), True, False, 1),
         ((16, 4), True, False, 4),
         ((3, 4), True, False, 1),
         ((32, 8), True, True, 16),
