@@ -76,6 +76,8 @@ class Protocol:
     """Prompts by whose answers heads are searched for; 0 searches by the far halves of windows."""
     save: str | None = None
     """Folder for trained models; one that is there is measured, not trained again."""
+    cache: bool = True
+    """Whether methods run with their caches; without, on whole texts."""
     dtype: str = "auto"
     device: str = "auto"
 
@@ -234,7 +236,7 @@ class RealModel:
     def _records(self, loaded: Loaded, attention: Any, params: dict[str, Any]) -> list[Record]:
         """Return far perplexity and the share of needles found of a model under an attention."""
         device = device_name(loaded.model.device)
-        with AttentionRun(loaded, attention) as run:
+        with AttentionRun(loaded, attention, use_cache=self.protocol.cache) as run:
             nll = self._far_nll(run)
             far = {**params, "length": self.sizes.length, "task": "far", **run.cache}
             records = [make_record("real.perplexity", math.exp(nll), far, device=device)]

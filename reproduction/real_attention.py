@@ -26,9 +26,10 @@ class AttentionRun:
     Args:
         loaded: The model under full attention.
         attention: A CCAConfig, a rival's settings, or None for full attention.
+        use_cache: False runs whole texts, as where the attention has no cache.
     """
 
-    def __init__(self, loaded: Loaded, attention: Any) -> None:
+    def __init__(self, loaded: Loaded, attention: Any, *, use_cache: bool = True) -> None:
         self.model = loaded.model
         self.attention = attention
         self.loaded = replace(loaded, rival=attention)
@@ -36,7 +37,7 @@ class AttentionRun:
             self.loaded = replace(loaded, config=attention)
         self.cache: dict[str, int | None] = {"device_bytes": None, "host_bytes": None}
         """Bytes of the cache after the last text of `nll`; None where there is no cache."""
-        self.has_cache = self._has_cache()
+        self.has_cache = use_cache and self._has_cache()
         self._exit = ExitStack()
 
     def __enter__(self) -> AttentionRun:

@@ -70,6 +70,9 @@ def real(
     gains: Annotated[
         bool, typer.Option("--gains", help="Only compute gains from the records in the output.")
     ] = False,
+    cache: Annotated[
+        bool, typer.Option(help="Run methods with their caches, or on whole texts.")
+    ] = (True),
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
@@ -104,6 +107,7 @@ def real(
             full_heads=full_heads,
             head_needles=head_needles,
             save=save,
+            cache=cache,
             dtype=dtype,
             device=device,
         )

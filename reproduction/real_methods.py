@@ -128,11 +128,10 @@ def describe(attention: Any, heads: Heads) -> dict[str, Any]:
         params["sink_size"] = attention.sink_size
         params["core_mass"] = attention.core_mass
         with_heads = attention.layer_group_sizes is not None
-        if getattr(attention, "fetch_groups", 0):
-            settings = attention.to_dict()
-            params["fetch_groups"] = settings["fetch_groups"]
-            params["index"] = settings["fetch_index"]
-            params["store"] = settings.get("fetch_store", "device")
+        if attention.fetch_groups:
+            params["fetch_groups"] = attention.fetch_groups
+            params["index"] = attention.fetch_index
+            params["store"] = attention.store
     else:
         params["sink_size"] = attention.sinks
     if with_heads:

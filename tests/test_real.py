@@ -112,7 +112,7 @@ def test_needles_are_in_the_template_at_their_depth(data, model, length):
     assert again[0].number != needles[0].number
 
 
-def test_answers_without_a_cache_are_the_greedy_ones(model, monkeypatch):
+def test_answers_without_a_cache_are_the_greedy_ones(model):
     """Under CCA, whose cache gives the right answer; drafts of full attention differ from it."""
     loaded = load(model, method="full", device="cpu")
     attention = CCAConfig(4, 8, sink_size=4, core_mass=False)
@@ -122,14 +122,13 @@ def test_answers_without_a_cache_are_the_greedy_ones(model, monkeypatch):
     with AttentionRun(loaded, attention) as run:
         answer, losses = run.answer(prompt), run.nll(prompt)
         assert run.has_cache and answer != draft
-    monkeypatch.setattr(AttentionRun, "_has_cache", lambda self: False)
-    with AttentionRun(loaded, attention) as run:
+    with AttentionRun(loaded, attention, use_cache=False) as run:
         assert run.answer(prompt) == answer
         torch.testing.assert_close(run.nll(prompt), losses)
         assert run.cache == {"device_bytes": None, "host_bytes": None}
 
 
-def test_fetch_runs_without_its_cache(model):
+def test_fetch_with_and_without_its_cache(model):
     loaded = load(model, method="full", device="cpu")
     sizes = Sizes(96, 4, 8, 4, fetch_groups=2)
     heads = Heads(Shape(2, 2), (Unit(1, 0),))
@@ -143,6 +142,12 @@ def test_fetch_runs_without_its_cache(model):
             losses.append(run.nll(range(96)))
     assert (losses[1] - losses[0]).abs().max() > 1e-4
     torch.testing.assert_close(losses[2], losses[0])
+    with AttentionRun(loaded, attention) as run:
+        answer = run.answer(list(range(96)))
+        assert run.has_cache and params["store"] == "device"
+    with AttentionRun(loaded, attention, use_cache=False) as run:
+        torch.testing.assert_close(run.nll(range(96)), losses[1])
+        assert run.answer(list(range(96))) == answer
 
 
 def test_the_gain_is_that_of_the_logarithms():
