@@ -110,7 +110,7 @@ def test_maps_are_the_weights_of_attention(model, settings):
 
 def test_maps_have_the_scale_and_the_softcap_of_the_model():
     model = tiny_model("gemma2", query_pre_attn_scalar=9)
-    config = CCAConfig(4, 9)
+    config = CCAConfig(4, 9, sink_size=0)
     handle = enable(model, config)
     ids = torch.randint(2, 96, (1, 47), generator=torch.Generator().manual_seed(1))
     [layer] = attention_maps(Loaded(model, None, config), ids, [46], layers=[0])
