@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import pickle
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -144,6 +145,14 @@ def test_a_child_answers_in_lines_of_json(error, answer, monkeypatch, capsys):
         assert lines == [{"advance": 0.25}, answer]
     else:
         assert lines[0]["error"].startswith(answer["error"]) and len(lines) == 1
+
+
+def test_a_childs_result_is_kept_whatever_it_says_after_it(monkeypatch):
+    lines = ['{"advance": 0.5}', '{"result": {"tokens": 3}}', '{"advance": 0.5}']
+    code = "".join(f"print({line!r});" for line in lines)
+    monkeypatch.setattr(compare, "CHILD_COMMAND", [sys.executable, "-S", "-c", code])
+    result = compare._run_in_subprocess("cca", DemoSettings(), Task([1], [True], []))
+    assert result == {"tokens": 3}
 
 
 def test_a_window_with_first_tokens_holds_as_many_bytes_as_cca():

@@ -169,6 +169,8 @@ def test_a_subject_passes_its_settings_on(monkeypatch, chunk_size):
     loaded.idle_note = lambda length: f"idle at {length}"
     subject = ModelSubject(loaded, chunk_size=chunk_size)
     assert subject.limit == 9 and subject.idle_note(4) == "idle at 4"
+    subject.has_num_groups = True  # g grows with the text
+    assert subject.idle_note(4) == ""
     assert subject.encode("hi") == [0, 104, 105]
     assert subject.encode_prompt("hi", chat=False) == [0, 104, 105]
     assert subject.encode_prompt("hi") == [33, 104, 105, 33]
@@ -350,6 +352,11 @@ def test_progress_counts_every_item_whether_asked_done_before_or_too_long(tmp_pa
     for _ in range(2):
         run_task("mmlu", "", Settings(), subject, {"method": "cca"}, results=tmp_path / "r")
     assert shown == [("cca mmlu", 3), 1, 1, 1] * 2
+
+
+def test_a_fingerprint_does_not_depend_on_the_order_of_parameters():
+    assert runner.fingerprint({"a": 1, "b": 2}) == runner.fingerprint({"b": 2, "a": 1})
+    assert runner.fingerprint({"a": 1}) != runner.fingerprint({"a": 2})
 
 
 def test_a_method_is_described_by_the_content_of_its_patterns():
