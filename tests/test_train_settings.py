@@ -151,6 +151,11 @@ def test_an_option_replaces_a_recipes_setting(options, settings, tmp_path, monke
     assert capsys.readouterr().out == ""
 
 
+def test_an_option_that_is_no_json_is_named_as_it_was_given(capsys):
+    assert main(["train", "paper", "--raw-heads", "{2"]) == 2
+    assert "error: raw-heads must be JSON, got '{2': " in capsys.readouterr().err
+
+
 def test_the_help_shows_defaults_and_lists(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     assert main(["train", "--help"]) == 0
