@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from sys import float_info
-from typing import Any
+from typing import Any, NamedTuple
 
 DEFAULT_GROUP_SIZE = 16
 DEFAULT_WINDOW_SIZE = 1024
@@ -24,8 +24,8 @@ LEARNED = (*LEARNED_WEIGHTS, "bias")
 CORE_POSITIONS = ("middle", "token")
 CORE_HEADS = ("kv", "query")
 CACHE_DTYPES = ("auto", "int8", "fp8")
-FETCH_INDICES = ("core", "mean", "bounds", "parts:P", "oracle", "bits:1", "bits:2", "bits:4")
-"""Indices of fetch; P is a number of parts, at least 1."""
+FETCH_INDICES = ("core", "mean", "bounds", "parts:P", "parts:P:B", "pairs:B", "bits:B", "oracle")
+"""Indices of fetch; P is a number of parts, at least 1, and B of bits, 1, 2 or 4."""
 STORES = ("none", "device")
 BACKENDS = ("auto", "reference", "packed", "triton")
 MOST = 2**31 - 1
@@ -85,10 +85,11 @@ class CCAConfig:
     """Groups whose raw tokens each query sees instead of their core tokens (k), the best by the
     index, chosen by KV head; each head's own g counts. 0 is CCA; with all groups that a query sees,
     this is full attention (docs/fetch.md)."""
-    fetch_index: str = "parts:4"
+    fetch_index: str = "pairs:2"
     """Scores that choose the groups: of the "core" token, the "mean" key, "bounds" (least and
-    largest value of each channel), "parts:P" (means of P parts of a group), "oracle" (all keys), or
-    "bits:B" (all keys in B = 1, 2 or 4 bits)."""
+    largest value of each channel), "parts:P" (means of P parts of a group), "parts:P:B" (these in
+    B = 1, 2 or 4 bits), "pairs:B" (parts of two tokens), "bits:B" (all keys), or "oracle" (all keys
+    as they are)."""
     fetch_share: int = 1
     """Neighbouring queries that share one choice, aligned to absolute positions. Above 1 the choice
     looks up to fetch_share - 1 tokens ahead: for prompts only, never where perplexity is measured
@@ -211,20 +212,35 @@ def check_int(name: str, value: Any, least: int, why: str = "") -> int:
     return value
 
 
-def parse_index(name: str) -> tuple[str, int]:
-    """Return the kind of an index of fetch and its number: of parts or bits, 0 without one.
+class IndexKind(NamedTuple):
+    """Describe an index of fetch by the parts of its name."""
+
+    kind: str
+    """"core", "mean", "bounds", "parts", "pairs", "bits" or "oracle"."""
+    parts: int = 0
+    """P of "parts"."""
+    bits: int = 0
+    """B, or 0 for keys as they are."""
+
+
+def parse_index(name: str) -> IndexKind:
+    """Return the parts of the name of an index.
 
     Raises:
         ValueError: no index has this name.
     """
-    kind, _, number = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if kind in ("core", "mean", "bounds", "oracle") and name == kind:
-        return kind, 0
-    is_number = number.isascii() and number.isdigit() and len(number) < 10
-    if kind == "parts" and is_number and int(number) >= 1:
-        return kind, int(number)
-    if kind == "bits" and number in ("1", "2", "4"):
-        return kind, int(number)
+    kind, *numbers = name.split(":") if isinstance(name, str) else [""]
+    are_numbers = all(x.isascii() and x.isdigit() and len(x) < 10 for x in numbers)
+    values = [int(x) for x in numbers] if are_numbers else [-1]
+    if kind in ("core", "mean", "bounds", "oracle") and not values:
+        return IndexKind(kind)
+    if kind == "parts" and len(values) == 1 and values[0] >= 1:
+        return IndexKind(kind, values[0])
+    has_bits = bool(values) and values[-1] in (1, 2, 4)
+    if kind == "parts" and len(values) == 2 and values[0] >= 1 and has_bits:
+        return IndexKind(kind, *values)
+    if kind in ("pairs", "bits") and len(values) == 1 and has_bits:
+        return IndexKind(kind, 0, values[0])
     raise ValueError(
         f"fetch_index must be {listed(tuple(map(repr, FETCH_INDICES)))}, got {name!r}."
         + did_you_mean(name, FETCH_INDICES)

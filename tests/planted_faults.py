@@ -752,7 +752,7 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     ),
     Fault(
         "fetch: scale of the least squared error",
-        "correction = (x * stored).sum(-1) / stored.square().sum(-1)",
+        "correction = (x * stored).sum(dims) / stored.square().sum(dims)",
         "tests/test_fetch.py::test_stored_keys_keep_their_own_product",
     ),
     Fault(
@@ -809,6 +809,16 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         "fetch: beams keep the raw tokens of another",
         "pass",
         "tests/test_cache_fetch.py::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "fetch: keys are centred by tokens to come",
+        "return min(_MOST_CENTRED, 2 * spec.window_size) // g * g",
+        "tests/test_fetch.py::test_low_bits_are_centred_by_tokens_that_every_query_sees",
+    ),
+    Fault(
+        "fetch: an index centred for the window of before",
+        "spec = self.spec",
+        "tests/test_cache_fetch.py::test_any_index_is_kept_as_it_is_built",
     ),
     Fault(
         "mass: entropy in bits",

@@ -4,6 +4,7 @@ others; its laws, its gradients, its indices."""
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -16,14 +17,24 @@ from corecontext.ops.autograd import _flat, cca_attention_op
 from corecontext.ops.batch import complete_groups
 from corecontext.ops.fetch import choice, low_bits, query_blocks
 from corecontext.ops.fetch.fetching import FetchBackend
-from corecontext.ops.fetch.index import build, index_bytes
+from corecontext.ops.fetch.index import (
+    as_products,
+    build,
+    centre_of,
+    index_bytes,
+    num_centred,
+    scores,
+)
 from corecontext.ops.mass import add_to_bias
 from corecontext.ops.spec import Spec, Tokens, Upstream
 from corecontext.visibility import num_visible_cores
 
 ROTARY = Rotary.from_theta(100.0, 16)
 SIZES = {"group_size": 4, "window_size": 9, "sink_size": 0}
-INDICES = ["core", "mean", "bounds", "parts:2", "parts:3", "oracle", "bits:1", "bits:2", "bits:4"]
+INDICES = [
+    *("core", "mean", "bounds", "parts:2", "parts:3", "oracle", "bits:1", "bits:2", "bits:4"),
+    *("pairs:2", "parts:3:4"),
+]
 OPTIONS = [
     {},
     {"core_heads": "query", "core_bias": True},
@@ -345,6 +356,53 @@ def test_stored_keys_keep_their_own_product(dim, bits, error):
     assert not stored[0, 0, 0].any()
 
 
+@pytest.mark.parametrize("bits, error", [(1, 0.85), (2, 0.45), (4, 0.13)])
+def test_keys_may_share_a_scale(bits, error):
+    """Their products with themselves add up; the scale is of the whole group."""
+    k = make_inputs(40, dtype=torch.float64, head_dim=16).k.unflatten(2, (10, 4))
+    codes, scales = low_bits.encode(k, bits, shared=True)
+    assert scales.shape == k.shape[:-2]
+    matrix = low_bits.rotation(16, k.dtype, k.device)
+    stored = low_bits.decode(codes, bits, 16, k.dtype) * scales[..., None, None] @ matrix.T
+    norm = k.square().sum((-2, -1))
+    torch.testing.assert_close((stored * k).sum((-2, -1)), norm, rtol=1e-3, atol=0)
+    assert (stored - k).square().sum() <= error**2 * norm.sum()
+
+
+@pytest.mark.parametrize("window", [3, 9, 600])
+def test_low_bits_are_centred_by_tokens_that_every_query_sees(window):
+    """Keys far from 0 lose nothing, and no query with a group sees a token that came later."""
+    spec = Spec(4, window, 0.25, sink_size=3, fetch_index="pairs:4")
+    count = num_centred(spec)
+    assert count % 4 == 0 and count <= min(window, 512)
+    x = make_inputs(700, dtype=torch.float64, num_heads=1, num_kv_heads=1)
+    found = []
+    for k in (x.k[:, 0], x.k[:, 0] + 100):
+        groups = k[:, 4:].unflatten(1, (174, 4))
+        index = build(groups, spec.fetch_index, centre_of(k, spec))
+        found.append(scores(index, x.q, None, spec, None).log_softmax(-1))
+    error = float((found[1] - found[0]).abs().max())
+    assert (error < 1e-6) == (window > 3)
+
+
+def test_products_for_kernels_are_those_of_the_scores():
+    """Up to the product with the centre, of each index in low bits."""
+    spec = Spec(4, 9, 1.0)
+    x = make_inputs(60, dtype=torch.float64, num_heads=3, num_kv_heads=1)
+    groups = x.k[:, 0].unflatten(1, (15, 4))
+    for name in ("pairs:2", "bits:1", "parts:3:4"):
+        index = build(groups, name, x.k[:, 0].mean(1))
+        q, keys = as_products(index, x.q)
+        each = torch.einsum("nrtd,nmpd->nrtmp", q, keys)
+        if name == "parts:3:4":
+            each = each + torch.tensor([2.0, 1.0, 1.0], dtype=each.dtype).log()
+        elif name == "pairs:2":
+            each = each + math.log(2)
+        centre = x.q @ index.centre[:, None, :, None]
+        truth = scores(index, x.q, None, spec, None)
+        torch.testing.assert_close(each.logsumexp(-1) + centre, truth, rtol=0, atol=1e-9)
+
+
 def test_parts_as_many_as_tokens_are_the_oracle():
     keys = make_inputs(60, num_kv_heads=3).k[0].unflatten(1, (12, 5))
     assert torch.equal(build(keys, "parts:9").tensors[0], keys)
@@ -355,7 +413,7 @@ def test_bounds_bound_each_member():
     spec = Spec(4, 9, 0.25, fetch_index="bounds")
     x = make_inputs(40, dtype=torch.float64, num_heads=3, num_kv_heads=1)
     keys = x.k[:, 0].unflatten(1, (10, 4))
-    bound = reference.index_scores(x.q, keys, None, spec)
+    bound = reference.index_scores(x.q, x.k[:, 0], torch.zeros(1, 3, 40, 10), spec)
     each = 0.25 * torch.einsum("nrtd,nmgd->nrtmg", x.q, keys)
     assert (bound >= each.logsumexp(-1) - 1e-12).all()
 
@@ -381,7 +439,17 @@ def test_refused_settings(settings, error, message):
 
 
 def test_names_of_indices():
-    assert parse_index("parts:12") == ("parts", 12) and parse_index("core") == ("core", 0)
-    for name in ("parts", "parts:", "parts:0", "parts:x", "core:1", "bits", "oracle:", ""):
+    assert parse_index("parts:12") == ("parts", 12, 0) and parse_index("core") == ("core", 0, 0)
+    assert parse_index("parts:3:4") == ("parts", 3, 4) and parse_index("pairs:2") == ("pairs", 0, 2)
+    refused = ("parts", "parts:", "parts:0", "parts:x", "core:1", "bits", "oracle:", "", "pairs")
+    for name in (
+        *refused,
+        "parts:0:2",
+        "parts:2:3",
+        "parts:2:2:2",
+        "pairs:3",
+        "bits:16",
+        "bits:2:2",
+    ):
         with pytest.raises(ValueError, match="fetch_index must be"):
             parse_index(name)

@@ -250,8 +250,13 @@ def test_marks_of_some_heads_at_a_time(monkeypatch):
 # -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", ["core", "mean", "bounds", "parts:2", "oracle", "bits:4"])
-@pytest.mark.parametrize("share", [1])
+@pytest.mark.parametrize(
+    "index, share",
+    [
+        *(("core", 1), ("mean", 8), ("bounds", 1), ("parts:2", 1), ("oracle", 8), ("bits:4", 1)),
+        *(("pairs:2", 1), ("pairs:2", 8)),
+    ],
+)
 def test_operator(index, share):
     """The plug-in of the kernels: out and gradients are the reference's."""
     settings = {

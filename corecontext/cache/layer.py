@@ -361,6 +361,8 @@ class CompactLayer(LayerState):
         old_ring = self.ring_size
         self.config = config
         self.spec = self.spec.replace(window_size=window_size)
+        if self.store is not None:
+            self.store.shrink_window(self.spec)
         ring = self.ring_size
         if not self.buffers or ring == old_ring:
             return

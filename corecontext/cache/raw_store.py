@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from corecontext.cache.slots import grown, read, write
-from corecontext.ops.fetch.index import Index, build
+from corecontext.ops.fetch.index import Index, build, centre_of, num_centred
 from corecontext.ops.spec import Spec
 from corecontext.visibility import num_complete_groups
 
@@ -45,9 +45,14 @@ class RawStore:
     def _num_groups(self, length: int) -> int:
         return num_complete_groups(length - self.spec.sinks, self.spec.group_size)
 
+    def _num_indexed(self, length: int) -> int:
+        """Groups that have an index: those in low bits wait for the tokens that centre them, as no
+        query sees a group that is younger."""
+        return self._num_groups(length - num_centred(self.spec))
+
     def used(self, length: int) -> list[Tensor]:
         """Return the buffers' entries of rows of `length` tokens."""
-        sizes = [length] * 2 + [self._num_groups(length)] * len(self._shapes)
+        sizes = [length] * 2 + [self._num_indexed(length)] * len(self._shapes)
         return [x[:, :, :size] for x, size in zip(self.buffers, sizes)]
 
     def reserve(self, length: int) -> None:
@@ -76,13 +81,18 @@ class RawStore:
         first = self.spec.sinks
         size = self.spec.group_size
         tensors = [
-            x[:, :, :count].flatten(0, 1).unflatten(2, shape)
+            x[:, :, :count].reshape(x.shape[0] * x.shape[1], count, *shape)
             for x, shape in zip(self.buffers[2:], self._shapes)
         ]
         if not self._shapes:
             keys = self.tokens(slice(None), first + count * size)[0][:, first:]
             tensors = [keys.unflatten(1, (count, size))]
-        return Index(self.spec.fetch_index, size, tuple(tensors))
+        return Index(self.spec.fetch_index, size, tuple(tensors), self._centre(slice(None)))
+
+    def _centre(self, rows: slice) -> Tensor | None:
+        """The mean key [N, D] that centres the index of these rows."""
+        end = self.spec.sinks + num_centred(self.spec)
+        return centre_of(self.tokens(rows, end)[0], self.spec)
 
     def groups(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [N, k g, D] of groups [N, k], the first group for -1."""
@@ -103,17 +113,34 @@ class RawStore:
         end = position + k.shape[2]
         for buffer, x in zip(self.buffers, (k, v)):
             buffer[rows, :, position:end] = x
-        old, total = self._num_groups(position), self._num_groups(end)
+        old, total = self._num_indexed(position), self._num_indexed(end)
         if total == old or not self._shapes:
             return
         first = self.spec.sinks
         size = self.spec.group_size
         keys = self.tokens(rows, first + total * size)[0][:, first + old * size :]
-        index = build(keys.unflatten(1, (total - old, size)), self.spec.fetch_index)
+        keys = keys.unflatten(1, (total - old, size))
+        index = build(keys, self.spec.fetch_index, self._centre(rows))
         for buffer, x in zip(self.buffers[2:], index.tensors):
             # planted: fetch: a cache's index of a later group
             view = buffer[rows, :, old:total]
-            view.copy_(x.flatten(2).view(view.shape))
+            view.copy_(x.reshape(view.shape))
+
+    def shrink_window(self, spec: Spec) -> None:
+        """Build the index anew under the settings of a smaller window, which may centre keys by
+        fewer tokens."""
+        # planted: fetch: an index centred for the window of before
+        self.spec = spec
+        groups = self._num_groups(self.buffers[0].shape[2])
+        if not self._shapes or not groups:
+            return
+        first = spec.sinks
+        size = spec.group_size
+        keys = self.tokens(slice(None), first + groups * size)[0][:, first:]
+        keys = keys.unflatten(1, (groups, size))
+        index = build(keys, spec.fetch_index, self._centre(slice(None)))
+        for buffer, x in zip(self.buffers[2:], index.tensors):
+            buffer.copy_(x.reshape(buffer.shape))
 
     def put_step(self, position: Tensor, k: Tensor, v: Tensor) -> None:
         """Store a token [B, Hkv, 1, D] of each row at its position [B], in tensor arithmetic, and
@@ -123,18 +150,19 @@ class RawStore:
             write(buffer, slot, x)
         if not self._shapes or not self.buffers[2].shape[2]:
             return
-        # The index of the newest token's group, of all rows; rows that close none keep theirs.
+        # The index of the newest group that may have one; rows that close no group keep theirs.
         size = self.spec.group_size
+        position = position - num_centred(self.spec)
         start = (position // size * size).clamp(min=0)
         slots = start[:, None] + torch.arange(size, device=position.device)
         last_slot = self.buffers[0].shape[2] - 1
         keys = read(self.buffers[0], slots.clamp(max=last_slot)).flatten(0, 1)[:, None]
-        index = build(keys, self.spec.fetch_index)
+        index = build(keys, self.spec.fetch_index, self._centre(slice(None)))
         is_last = ((position + 1) % size == 0)[:, None, None, None]
         group = (position - self.spec.sinks) // size
         # Groups of first tokens write to the first group, which is written again before it is seen.
         target = group.clamp(0, self.buffers[2].shape[2] - 1)[:, None]
         for buffer, x in zip(self.buffers[2:], index.tensors):
-            x = x.flatten(2).view(*buffer.shape[:2], 1, buffer.shape[3])
+            x = x.reshape(*buffer.shape[:2], 1, buffer.shape[3])
             # planted: fetch: a step leaves the index of a closed group unwritten
             write(buffer, target, torch.where(is_last, x, read(buffer, target)))

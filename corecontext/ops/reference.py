@@ -150,34 +150,47 @@ def group_keys(k: Tensor, spec: Spec, num_cores: int) -> Tensor:
     return k.unflatten(1, (num_cores, spec.group_size))
 
 
-def index_scores(q: Tensor, keys: Tensor, core_scores: Tensor, spec: Spec) -> Tensor:
+def index_scores(q: Tensor, k: Tensor, core_scores: Tensor, spec: Spec) -> Tensor:
     """Estimate the log mass of each group for each query, [N, r, T, M] (docs/fetch.md).
 
     Args:
         q: [N, r, T, D].
-        keys: Raw keys of the groups, [N, M, g, D].
+        k: Raw keys from position 0 on, [N, S, D].
         core_scores: Scores of their core tokens with bias and mass, [N, r, T, M].
     """
-    kind, number = parse_index(spec.fetch_index)
-    size = keys.shape[2]
+    kind, parts, bits = parse_index(spec.fetch_index)
+    size = spec.group_size
     if kind == "core":
         return core_scores
+    keys = group_keys(k, spec, core_scores.shape[3])
     if kind == "bounds":
         q = q[:, :, :, None]
         bound = torch.maximum(q * keys.amin(2)[:, None, None], q * keys.amax(2)[:, None, None])
         return _softcap(bound.sum(-1) * spec.scale, spec.softcap) + math.log(size)
-    if kind == "bits":
-        dim = keys.shape[3]
-        codes, scales = low_bits.encode(keys, number)
-        stored = low_bits.decode(codes, number, dim, keys.dtype) * scales.to(keys.dtype)[..., None]
-        keys = stored @ low_bits.rotation(dim, keys.dtype, keys.device).mT
     # Means of parts of consecutive keys, each weighing as its keys; a part may be a single key.
-    count = {"mean": 1, "parts": min(number, size)}.get(kind, size)
-    parts = keys.tensor_split(count, 2)
-    means = torch.stack([part.mean(2) for part in parts], 2)  # [N, M, P, D]
-    sizes = torch.tensor([part.shape[2] for part in parts], dtype=q.dtype, device=q.device)
+    count = {"mean": 1, "parts": min(parts, size), "pairs": (size + 1) // 2}.get(kind, size)
+    split = keys.tensor_split(count, 2)
+    means = torch.stack([part.mean(2) for part in split], 2)  # [N, M, P, D]
+    sizes = torch.tensor([part.shape[2] for part in split], dtype=q.dtype, device=q.device)
+    if bits:
+        means = _in_low_bits(means, k, spec, bits, kind != "bits")
     scores = _softcap(torch.einsum("nrtd,nmpd->nrtmp", q, means) * spec.scale, spec.softcap)
     return (scores + sizes.log()).logsumexp(-1)
+
+
+def _in_low_bits(means: Tensor, k: Tensor, spec: Spec, bits: int, shared: bool) -> Tensor:
+    """The keys [N, M, P, D] as an index in low bits stores them, centred by the mean of raw keys
+    that every query with a group of its own sees, at most 512."""
+    count = min(512, spec.window_size) // spec.group_size * spec.group_size
+    centre = torch.zeros_like(k[:, 0])
+    if count:
+        centre = k[:, spec.sinks : spec.sinks + count].mean(1)
+    centre = centre[:, None, None]
+    dim = k.shape[2]
+    codes, scales = low_bits.encode(means - centre, bits, shared)
+    scales = scales.to(k.dtype).view(*scales.shape, *[1] * (4 - scales.dim()))
+    stored = low_bits.decode(codes, bits, dim, k.dtype) * scales
+    return stored @ low_bits.rotation(dim, k.dtype, k.device).mT + centre
 
 
 def choose(
@@ -201,13 +214,12 @@ def choose(
         core_k: [N, 1 or r, M, D].
         core_bias: As in `attend`.
     """
-    keys = group_keys(k, spec, core_k.shape[2])
     choice = torch.zeros_like(see_core).repeat(len(q), 1, 1)
     number = position // spec.fetch_share
     for share in number.unique():
         rows = (number == share).nonzero()[:, 0]
         query = q[:, :, rows].mean(2, keepdim=True)
-        sigma = index_scores(query, keys, _core_scores(query, core_k, spec, core_bias), spec)
+        sigma = index_scores(query, k, _core_scores(query, core_k, spec, core_bias), spec)
         log_shares = sigma[:, :, 0, see_core[rows[-1]]].log_softmax(-1)  # [N, r, groups seen]
         total = log_shares.logsumexp(1)
         order = total.sort(stable=True, dim=-1, descending=True).indices[:, : spec.fetch_groups]

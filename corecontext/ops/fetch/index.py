@@ -20,6 +20,9 @@ from corecontext.ops.fetch.core_part import cap, products
 from corecontext.ops.pooling import widen
 from corecontext.ops.spec import Cores, Spec
 
+_MOST_CENTRED = 512
+"""Most tokens whose mean key centres keys in low bits."""
+
 
 class Index(NamedTuple):
     """Hold the stored tensors of an index, each [N, M, ...]."""
@@ -30,7 +33,10 @@ class Index(NamedTuple):
     """Tokens of a group: g."""
     tensors: tuple[Tensor, ...]
     """"mean": keys [N, M, D]. "bounds": least and largest, [N, M, D] each. "parts:P" and "oracle":
-    keys [N, M, P, D]. "bits:B": codes [N, M, g, D B / 8], scales [N, M, g]. "core": none."""
+    keys [N, M, P, D]. In B bits: codes [N, M, P, D B / 8], then scales, [N, M, g] of "bits" and
+    [N, M] of the others. "core": none."""
+    centre: Tensor | None = None
+    """Subtracted from keys before they are stored in low bits, [N, D]."""
 
     def first(self, count: int) -> Index:
         """Return the index of the first `count` groups."""
@@ -38,49 +44,86 @@ class Index(NamedTuple):
 
     def sequences(self, rows: slice) -> Index:
         """Return the index of some of the N sequences."""
-        return self._replace(tensors=tuple(x[rows] for x in self.tensors))
+        centre = None if self.centre is None else self.centre[rows]
+        return self._replace(tensors=tuple(x[rows] for x in self.tensors), centre=centre)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Bytes of the tensors by group."""
         return sum(x.numel() * x.element_size() for x in self.tensors)
+
+
+def num_parts(name: str, group_size: int) -> int:
+    """Count the keys of a group that an index has: P."""
+    kind, parts, _ = parse_index(name)
+    if kind == "parts":
+        return min(parts, group_size)
+    return {"pairs": -(-group_size // 2), "bits": group_size, "oracle": group_size}.get(kind, 1)
 
 
 def index_bytes(name: str, group_size: int, head_dim: int, itemsize: int) -> int:
     """Count the bytes that an index stores for a group and KV head, keys having `itemsize` bytes an
     element; those of "oracle" are the raw keys themselves."""
-    kind, number = parse_index(name)
-    if kind == "bits":
-        return group_size * low_bits.num_bytes(number, head_dim)
-    keys = {"core": 0, "mean": 1, "bounds": 2, "parts": min(number, group_size)}
-    return keys.get(kind, group_size) * head_dim * itemsize
+    kind, _, bits = parse_index(name)
+    parts = num_parts(name, group_size)
+    if bits:
+        num_scales = parts if kind == "bits" else 1
+        return parts * low_bits.num_bytes(bits, head_dim) + 2 * num_scales
+    return {"core": 0, "bounds": 2}.get(kind, parts) * head_dim * itemsize
 
 
-def keys_per_group(name: str, group_size: int) -> int:
-    """Count the scores that a query has with one group under an index."""
-    kind, number = parse_index(name)
-    return {"parts": min(number, group_size), "oracle": group_size, "bits": group_size}.get(kind, 1)
+def num_centred(spec: Spec) -> int:
+    """Count the tokens, after the first tokens kept raw, whose mean key centres an index in low
+    bits: whole groups, and at most the window, so that each query that sees a group is behind
+    them."""
+    _, _, bits = parse_index(spec.fetch_index)
+    if not bits:
+        return 0
+    g = spec.group_size
+    # planted: fetch: keys are centred by tokens to come
+    return min(_MOST_CENTRED, spec.window_size) // g * g
 
 
-def build(keys: Tensor, name: str) -> Index:
+def centre_of(keys: Tensor, spec: Spec) -> Tensor | None:
+    """Return the mean key [N, D], in float32 or wider, that centres an index in low bits, None for
+    none, from raw keys [N, S, D] from position 0 on."""
+    count = num_centred(spec)
+    if not count:
+        return None
+    return widen(keys[:, spec.sinks : spec.sinks + count]).mean(1)
+
+
+def build(keys: Tensor, name: str, centre: Tensor | None = None) -> Index:
     """Build an index from the raw keys [N, M, g, D] of groups, rotary applied; its tensors have the
-    dtype of the keys, or `low_bits`' own."""
-    kind, number = parse_index(name)
+    dtype of the keys, or `low_bits`' own.
+
+    Args:
+        centre: From `centre_of`; low bits alone read it.
+    """
+    kind, _, bits = parse_index(name)
     size = keys.shape[2]
+    count = num_parts(name, size)
     if kind == "core":
-        tensors: tuple[Tensor, ...] = ()
-    elif kind == "mean":
-        tensors = (widen(keys).mean(2).to(keys.dtype),)
-    elif kind == "bounds":
-        tensors = (keys.amin(2), keys.amax(2))
-    elif kind == "parts" and number < size:
-        means = [widen(part).mean(2) for part in keys.tensor_split(number, 2)]
-        tensors = (torch.stack(means, 2).to(keys.dtype),)
-    elif kind == "bits":
-        tensors = low_bits.encode(keys, number)
-    else:
-        tensors = (keys,)
-    return Index(name, size, tensors)
+        return Index(name, size, ())
+    if kind == "bounds":
+        return Index(name, size, (keys.amin(2), keys.amax(2)))
+    if bits:
+        means = part_means(widen(keys), count)
+        if centre is not None:
+            means = means - centre[:, None, None]
+        return Index(name, size, low_bits.encode(means, bits, kind != "bits"), centre)
+    if kind == "mean":
+        return Index(name, size, (widen(keys).mean(2).to(keys.dtype),))
+    if count == size:
+        return Index(name, size, (keys,))
+    return Index(name, size, (part_means(widen(keys), count).to(keys.dtype),))
+
+
+def part_means(keys: Tensor, count: int) -> Tensor:
+    """Return the means [N, M, P, D] of `count` parts of consecutive keys [N, M, g, D]."""
+    if count == keys.shape[2]:
+        return keys
+    return torch.stack([part.mean(2) for part in keys.tensor_split(count, 2)], 2)
 
 
 def scores(index: Index, q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor | None) -> Tensor:
@@ -91,7 +134,7 @@ def scores(index: Index, q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor 
         cores: Core tokens of the same groups, [N, 1 or r, M, D]; "core" alone reads them.
         core_bias: Added to their scores, [N, r] or [N, r, M], or None.
     """
-    kind, number = parse_index(index.name)
+    kind, _, bits = parse_index(index.name)
     size = index.group_size
     if kind == "core":
         return core_part.scores(q, cores, spec, core_bias)[0]
@@ -101,11 +144,9 @@ def scores(index: Index, q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor 
         least, largest = index.tensors
         bound = products(q.clamp(min=0), largest) + products(q.clamp(max=0), least)
         return cap(bound * spec.scale, spec) + math.log(size)
-    if kind == "bits":
-        return _low_bit_scores(index, q, spec, number)
-    keys = index.tensors[0]
-    count = keys.shape[2]
-    each = cap(products(q, keys.flatten(1, 2)) * spec.scale, spec).unflatten(3, (-1, count))
+    each = _low_bit_products(index, q) if bits else products(q, index.tensors[0].flatten(1, 2))
+    count = num_parts(index.name, size)
+    each = cap(each * spec.scale, spec).unflatten(3, (-1, count))
     if count < size:
         each = each + part_sizes(size, count, each).log()
     return each.logsumexp(-1)
@@ -119,12 +160,29 @@ def part_sizes(group_size: int, count: int, like: Tensor) -> Tensor:
     return (least + (number < more)).to(like.dtype)
 
 
-def _low_bit_scores(index: Index, q: Tensor, spec: Spec, bits: int) -> Tensor:
-    """Log mass of the tokens as stored."""
+def as_products(index: Index, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries [N, r, T, D] and keys [N, M, P, D], both in the dtype of q, whose products are
+    those of an index in low bits, up to that with the centre, which all keys share."""
+    bits = parse_index(index.name).bits
     codes, scales = index.tensors
     dim = q.shape[3]
-    rotated = q @ low_bits.rotation(dim, q.dtype, q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys = low_bits.decode(codes, bits, dim, wide)
+    keys = keys * scales.to(wide).view(*scales.shape, *[1] * (4 - scales.dim()))
+    return q @ low_bits.rotation(dim, q.dtype, q.device), keys.to(q.dtype)
+
+
+def _low_bit_products(index: Index, q: Tensor) -> Tensor:
+    """Products of queries with the keys as stored, [N, r, T, M P]."""
+    bits = parse_index(index.name).bits
+    codes, scales = index.tensors
+    dim = q.shape[3]
+    count = codes.shape[2]
     keys = low_bits.decode(codes, bits, dim, q.dtype).flatten(1, 2)
-    each = products(rotated, keys)
-    each = each * (scales.to(each.dtype) * spec.scale).flatten(1, 2)[:, None, None]
-    return cap(each, spec).unflatten(3, (-1, index.group_size)).logsumexp(-1)
+    each = products(q @ low_bits.rotation(dim, q.dtype, q.device), keys)
+    if scales.dim() == 2:
+        scales = scales[..., None].expand(-1, -1, count)
+    each = each * scales.flatten(1, 2).to(each.dtype)[:, None, None]
+    if index.centre is not None:
+        each = each + products(q, index.centre[:, None].to(q.dtype))
+    return each

@@ -1,10 +1,10 @@
-"""Store keys in 1, 2 or 4 bits for an index: a fixed rotation, then codes with a scale for each
-token.
+"""Store keys in 1, 2 or 4 bits for an index: a fixed rotation, then codes with a scale for each key
+or each group of them.
 
 The rotation, a Hadamard matrix after random signs, spreads channels of large values over all
 channels and changes no inner product. Its results are close to normal, so the codes stand for the
-levels of least squared error of a normal variable. The scale makes the inner product of a key with
-its stored form exact, which removes the bias of rounding towards 0.
+levels of least squared error of a normal variable. The scale makes the inner product of the keys
+with their stored form exact, which removes the bias of rounding towards 0.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LEVELS = {
 
 
 def num_bytes(bits: int, head_dim: int) -> int:
-    """Count the bytes of one stored key: its codes and a scale in float16."""
-    return -(-head_dim * bits // 8) + 2
+    """Count the bytes of one stored key without its scale, which has two."""
+    return -(-head_dim * bits // 8)
 
 
 @functools.lru_cache(maxsize=8)
@@ -54,20 +54,27 @@ def levels(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.cat((-upper.flip(0), upper))
 
 
-def encode(k: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return codes, 8 / bits of them in each byte, [..., ceil(D bits / 8)] in uint8, and scales
-    [...] in float16, of keys [..., D]."""
+def encode(k: Tensor, bits: int, shared: bool = False) -> tuple[Tensor, Tensor]:
+    """Return codes, 8 / bits of them in each byte, [..., P, ceil(D bits / 8)] in uint8, and scales
+    in float16, of keys [..., P, D].
+
+    Args:
+        shared: One scale for all P keys, [...]; else one for each, [..., P].
+    """
     wide = torch.promote_types(k.dtype, torch.float32)
+    dims = (-2, -1) if shared else (-1,)
     x = k.to(wide) @ rotation(k.shape[-1], wide, k.device)
-    size = x.square().mean(-1, keepdim=True).sqrt()
-    x = x / size.clamp(min=torch.finfo(wide).tiny)
+    least = torch.finfo(wide).tiny
+    size = x.square().mean(dims, keepdim=True).sqrt()
+    x = x / size.clamp(min=least)
     table = levels(bits, wide, k.device)
     codes = torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2)
     stored = table[codes]
     # The inner product of x with its stored form becomes that with itself.
     # planted: fetch: scale of the least squared error
-    correction = x.square().sum(-1) / (x * stored).sum(-1).clamp(min=torch.finfo(wide).tiny)
-    scale = (size[..., 0] * correction).clamp(max=torch.finfo(torch.float16).max)
+    correction = x.square().sum(dims) / (x * stored).sum(dims).clamp(min=least)
+    scale = size.view(correction.shape) * correction
+    scale = scale.clamp(max=torch.finfo(torch.float16).max)
     each = 8 // bits
     codes = F.pad(codes, (0, -codes.shape[-1] % each)).unflatten(-1, (-1, each))
     shifts = bits * torch.arange(each, device=k.device)

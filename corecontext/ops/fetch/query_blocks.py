@@ -28,7 +28,7 @@ from corecontext.ops.fetch.choice import (
     to_indices,
     to_mask,
 )
-from corecontext.ops.fetch.index import Index, build, keys_per_group, scores
+from corecontext.ops.fetch.index import Index, build, centre_of, num_parts, scores
 from corecontext.ops.merge import merge
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.visibility import local_start, num_visible_cores, sees_core, sees_token
@@ -77,7 +77,7 @@ def attend(
     """
     call = _Call(tokens, cores, spec, core_bias)
     q = tokens.q
-    index = build(call.group_keys(), spec.fetch_index)
+    index = build(call.group_keys(), spec.fetch_index, centre_of(tokens.k, spec))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
@@ -149,7 +149,7 @@ class _Call:
         share = self.spec.fetch_share
         kind = q.device.type
         size = share * max(1, _BLOCK_QUERIES.get(kind, _BLOCK_QUERIES_DEFAULT) // share)
-        width = max(1, q.shape[1] * keys_per_group(self.spec.fetch_index, self.spec.group_size))
+        width = max(1, q.shape[1] * num_parts(self.spec.fetch_index, self.spec.group_size))
         width = max(self.spec.group_size, width) * self.cores.k.shape[2] + self.spec.window_size
         elements = _ELEMENTS.get(kind, _ELEMENTS_DEFAULT)
         heads = max(1, elements // (min(size, q.shape[2]) * width))

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from corecontext.config import parse_index
 from corecontext.ops.fetch import index as fetch_index
-from corecontext.ops.fetch import low_bits
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.ops.triton import fetch_attend as attention
 from corecontext.ops.triton.attend import rule_of
@@ -22,12 +21,13 @@ _MAX_DIM = 256  # elements of an index key
 
 def fetch_unsupported_reason(spec: Spec, tokens: Tokens) -> str | None:
     """Return why the kernels cannot take the call, or None."""
-    if spec.fetch_share > 1:
-        return "queries share a choice"
-    kind, number = parse_index(spec.fetch_index)
+    kind, _, bits = parse_index(spec.fetch_index)
+    number = fetch_index.num_parts(spec.fetch_index, spec.group_size)
     if kind == "core" and spec.core_heads == "query":
         return "the index is the core tokens of query heads"
-    if kind == "parts" and number < spec.group_size and spec.group_size % number:
+    if bits and spec.softcap is not None:
+        return "a softcap acts on low bits with their centre"
+    if kind in ("parts", "pairs") and spec.group_size % number:
         return f"{number} parts of {spec.group_size} tokens differ in size"
     if kind == "bounds" and 2 * tokens.q.shape[3] > _MAX_DIM:
         return f"bounds of head_dim {tokens.q.shape[3]} are more than {_MAX_DIM} elements"
@@ -96,21 +96,20 @@ def mean_queries(q: Tensor, settings: Choosing) -> Tensor:
 def _index(q: Tensor, tokens: Tokens, cores: Cores, spec: Spec) -> tuple[Tensor, Tensor]:
     """Return queries and index keys [N, M, p, D] whose products are the index scores, up to a
     constant."""
-    kind, number = parse_index(spec.fetch_index)
+    kind, _, bits = parse_index(spec.fetch_index)
     if kind == "core":
         return q, cores.k[:, 0, :, None]
     g, first = spec.group_size, spec.sinks
     groups = tokens.k[:, first : first + cores.k.shape[2] * g].unflatten(1, (-1, g))
-    tensors = fetch_index.build(groups, spec.fetch_index).tensors
+    centre = fetch_index.centre_of(tokens.k, spec)
+    index = fetch_index.build(groups, spec.fetch_index, centre)
+    tensors = index.tensors
     if kind == "mean":
         return q, tensors[0][:, :, None]
     if kind == "bounds":
         # Of each product with the least and the largest element the larger one.
         bounds = torch.cat((tensors[1], tensors[0]), -1)
         return torch.cat((q.clamp(min=0), q.clamp(max=0)), -1), bounds[:, :, None]
-    if kind == "bits":
-        codes, scales = tensors
-        dim = q.shape[3]
-        keys = low_bits.decode(codes, number, dim, torch.float32) * scales[..., None]
-        return q @ low_bits.rotation(dim, q.dtype, q.device), keys.to(q.dtype)
+    if bits:
+        return fetch_index.as_products(index, q)
     return q, tensors[0]
