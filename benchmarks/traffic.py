@@ -25,8 +25,8 @@ class Traffic(NamedTuple):
 def context_parallel_traffic(
     layout: Layout, num_processes: int, spec: Spec, shape: Shape, item_bytes: int = 2
 ) -> Traffic:
-    """Return the bytes that `layout.rank` receives: the others' core tokens, and its halos, the raw
-    tokens of others that its queries see.
+    """Return the bytes that `layout.rank` receives: the others' core tokens and first tokens kept
+    raw, and its halos, the raw tokens of others that its queries see.
 
     Forward: keys, values and group-end queries, `item_bytes` an element. Backward: gradients of the
     same elements in float32, from all others for its core tokens, and from the receivers of its raw
@@ -35,6 +35,13 @@ def context_parallel_traffic(
     g = spec.group_size
     assert isinstance(g, int)  # heads of another size are counted by another call
     batch_size, num_heads, num_kv_heads, head_dim = shape
+    # First tokens: every rank's share is padded to the largest. The others are a sequence of their
+    # own.
+    sinks = min(spec.sinks, layout.seq_len)
+    among = layout.clip(0, sinks)
+    held = [sum(among.lengths[i] for i in among.chunks(rank)) for rank in range(num_processes)]
+    first = (num_processes - 1) * 2 * batch_size * num_kv_heads * max(held) * head_dim
+    layout = layout.clip(sinks, layout.seq_len)
     # Halos: tokens go forward to the rank that sees them, gradients back to the rank that holds
     # them.
     forward_elements = 0
@@ -57,8 +64,8 @@ def context_parallel_traffic(
     heads = num_heads if spec.core_heads == "query" else num_kv_heads
     cores = (num_processes - 1) * 2 * batch_size * heads * max(made) * head_dim
     return Traffic(
-        (cores + forward_elements) * item_bytes,
-        (cores + backward_elements) * max(4, item_bytes),
+        (first + cores + forward_elements) * item_bytes,
+        (first + cores + backward_elements) * max(4, item_bytes),
     )
 
 

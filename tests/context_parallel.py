@@ -148,6 +148,9 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         {**base, "group_size": (1, 5), "learned": parameters()},
         {**base, "pooling": "mean_query"},
         {**base, "learned": {"key_gain": parameters()["key_gain"]}, "group_size": 1},
+        {**base, "sink_size": 16, "core_bias": 1.3, "softcap": 3.0},
+        {**base, "sink_size": 9, "learned": parameters(), "core_heads": "query"},
+        {"num_groups": 7, "window_size": 8, "rotary": rotary, "sink_size": 50},
     ]
     for group in (dist.group.WORLD, pair):
         size, here = group.size(), group.rank()
@@ -157,12 +160,15 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         # all.
         for lengths in ((40, 3, 1, 59), (0, 70, 2, 5)):
             owners = tuple(i % size for i in range(4))
-            for settings in (base, {**base, "learned": parameters()}):
+            for settings in (base, {**base, "learned": parameters(), "sink_size": 7}):
                 check(group, Layout(lengths, owners, here), inputs(sum(lengths)), settings)
-        check(group, Layout.contiguous((13,) * size, here), inputs(13 * size, heads=2), base)
+        for sink_size in (0, 16, 200):  # none, those of two processes, all tokens
+            settings = {**base, "sink_size": sink_size}
+            layout = Layout.contiguous((13,) * size, here)
+            check(group, layout, inputs(13 * size, heads=2), settings)
         tensors = inputs(120, batch=1)
         for documents in ((0, 31, 33, 120), (0, 5, 100, 110, 120), (0, 60, 120)):
-            for settings in (base, {**base, "learned": parameters()}):
+            for settings in ({**base, "sink_size": 4}, {**base, "learned": parameters()}):
                 check(group, Layout.balanced(120, size, here), tensors, settings, documents)
         for documents in ((), (0, 30, 40)):  # all of it on one process
             check(group, Layout((40,), (1,), here), inputs(40, batch=1), base, documents)
@@ -175,9 +181,11 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         )
         layout = Layout.contiguous((64,) * size, here)
         sizes = {"batch_size": 2, "num_kv_heads": 2, "head_dim": D, "item_bytes": 8}
-        moved = check(group, layout, inputs(64 * size), base)
-        spec, shape = Spec(4, 9, 1.0), Shape(2, 4, 2, D)
-        assert moved == context_parallel_traffic(layout, size, spec, shape, item_bytes=8)
+        shape = Shape(2, 4, 2, D)
+        for sink_size in (7, 0):
+            moved = check(group, layout, inputs(64 * size), {**base, "sink_size": sink_size})
+            spec = Spec(4, 9, 1.0, sink_size=sink_size)
+            assert moved == context_parallel_traffic(layout, size, spec, shape, item_bytes=8)
         ring = ring_traffic(64 * size, size, **sizes)
         assert moved[0] < ring.forward_bytes and sum(moved) < ring.total_bytes
 
@@ -213,7 +221,7 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         whole = tiny_model()
         parallel = copy.deepcopy(whole)
         config = (
-            plain.replace(learned=("probe", "bias"), layer_group_sizes=(4, (1, 8)))
+            plain.replace(learned=("probe", "bias"), layer_group_sizes=(4, (1, 8)), sink_size=5)
             if checkpointing
             else plain
         )
@@ -272,10 +280,10 @@ def prefilled(pair: dist.ProcessGroup) -> None:
     config, wire = CCAConfig.paper(group_size=4, window_size=9), Wire(pair)
     cases = [
         (config, 157, {}),
-        (config, 160, {"max_length": 200}),
-        (config, 6, {}),
+        (config.replace(sink_size=5), 160, {"max_length": 200}),
+        (config.replace(sink_size=16), 6, {}),
         (config, 3, {}),
-        (config.replace(core_heads="query", core_bias=0.7), 90, {"process": 1}),
+        (config.replace(core_heads="query", core_bias=0.7, sink_size=4), 90, {"process": 1}),
         (
             config.replace(group_size=5, window_size=40),
             67,
@@ -285,7 +293,7 @@ def prefilled(pair: dist.ProcessGroup) -> None:
         (config.replace(core_position="token", layer_group_sizes=(4, 8)), 75, {}),
         (config.replace(layer_group_sizes=((1, 4), 8)), 70, {}),
         (config.replace(learned=LEARNED, head_group_sizes=(5, 1)), 80, {"max_length": 200}),
-        (config.replace(learned=LEARNED), 90, {}),
+        (config.replace(learned=LEARNED, sink_size=16), 90, {}),
         (config.replace(pooling="mean_query"), 93, {}),
     ]
     # What a process sends does not depend on the dtype: three cases show float32.

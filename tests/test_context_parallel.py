@@ -71,7 +71,6 @@ def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
         data=tuple(str(path) for path in sorted(tmp_path.glob("*.txt"))),
         group_size=4,
         window_size=9,
-        sink_size=0,
         steps=3,
         learning_rate=1e-3,
         accumulation=2,
@@ -214,15 +213,6 @@ def test_shards_refuse_what_does_not_fit():
     with pytest.raises(ValueError, match=r"learned 'bias' must have shape \[2\], got \[3\]"):
         inputs = Inputs(x, x, x, learned={"bias": x[0, 0, :3, 0]})
         context_parallel_attention(inputs, shard, spec)
-    with pytest.raises(
-        NotImplementedError, match="sink_size must be 0 in context parallelism, got 8. Use one"
-    ):
-        context_parallel_attention(Inputs(x, x, x), shard, spec.replace(sink_size=8))
-    first = corecontext.enable(tiny_model("llama"), CCAConfig(4, 9, sink_size=8))
-    with pytest.raises(
-        NotImplementedError, match="the first tokens cannot be kept raw on parts .* got sink_size 8"
-    ):
-        first.shard = shard
 
 
 def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
@@ -261,7 +251,6 @@ def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
             context_parallel_prefill(model, ids, wire)
     for family, settings, message in (
         ("qwen2-hybrid", {}, "sliding-window layers cannot be spread"),
-        ("llama", {"sink_size": 4}, "sink_size 4 cannot be spread over processes"),
     ):
         model = tiny_model(family)
         corecontext.enable(model, CCAConfig.paper(4, 9, **settings))

@@ -80,10 +80,10 @@ def test_settings_that_exclude_each_other_are_refused_in_both_forms():
         {"raw_heads": None, "layer_group_sizes": (4,)},
     ):
         with pytest.raises(ValueError, match="must be (left out|0)"):
-            TrainConfig(**{"sink_size": 0, **settings})
+            TrainConfig(**settings)
         for name in settings:
             if name != "method" and (name, settings[name]) != ("raw_heads", None):
-                TrainConfig(**{name: settings[name], "sink_size": 0})
+                TrainConfig(**{name: settings[name]})
 
 
 def test_sizes_by_head_survive_the_file_of_a_run(tmp_path):
@@ -100,9 +100,7 @@ def test_sizes_by_head_survive_the_file_of_a_run(tmp_path):
     "processes, context_parallel, rows", [(1, 1, 6), (8, 1, 48), (8, 2, 24), (8, 8, 6), (1, 2, 6)]
 )
 def test_processes_that_share_a_row_count_once(processes, context_parallel, rows):
-    config = TrainConfig(
-        accumulation=3, batch_size=2, context_parallel=context_parallel, sink_size=0
-    )
+    config = TrainConfig(accumulation=3, batch_size=2, context_parallel=context_parallel)
     assert config.rows_per_step(processes) == rows
 
 

@@ -205,7 +205,7 @@ def test_a_tokenizer_has_no_more_entries_than_the_model(tiny):
     [
         ({}, (), {"raw_heads", "distil"}),
         ({}, ("distil",), {"raw_heads"}),
-        ({"context_parallel": 2, "sink_size": 0}, (), {"raw_heads"}),
+        ({"context_parallel": 2}, (), {"raw_heads"}),
         ({"strategy": "scratch"}, (), {"raw_heads"}),
         ({"context_length": 8192}, ("context_length",), {"raw_heads", "distil"}),
         ({"context_length": 8193}, ("context_length",), {"raw_heads"}),

@@ -44,7 +44,8 @@ class Call(NamedTuple):
 
     @property
     def spec(self) -> Spec:
-        """The settings, with one group size and no first tokens kept raw."""
+        """The settings, with one group size and no first tokens kept raw: these are not a part of
+        the sequence."""
         return self.halo.spec
 
     def far(self, chunk: int) -> int:
@@ -82,10 +83,10 @@ class Call(NamedTuple):
         return Groups(q_last, k, v)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    """Attend from this process's queries [B, H, T, D], T the share that the layout gives it. A
-    collective call."""
-    return _Attend.apply(q, k, v, call)
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, first: Tensor | None) -> Tensor:
+    """Attend from this process's queries [B, H, T, D], T the share that the layout gives it; with
+    `first`, keys and values [2, B, Hkv, n, D], to all of these too. A collective call."""
+    return _Attend.apply(q, k, v, call, first)
 
 
 class _Attend(torch.autograd.Function):
@@ -93,7 +94,7 @@ class _Attend(torch.autograd.Function):
     the merged result."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Call, first: Tensor | None) -> Tensor:
         kv_heads = k.shape[1]
         tokens = by_chunk(call, q, k, v)
         # Pool the near parts: each chunk's tokens behind those of its halo.
@@ -127,19 +128,22 @@ class _Attend(torch.autograd.Function):
             if call.far(chunk):
                 far = all_cores[:, :, :, : call.far(chunk)]
                 _merge_far(call, queries[chunk], far, out, lse)
+            if first is not None:
+                # planted: context parallelism: later chunks do not see the first tokens
+                _merge_first(call, queries[chunk], first, out, lse)
         ctx.call = call
         ctx.kv_heads = kv_heads
         saved = [x for chunk in tokens for x in (*near[chunk], *results[chunk])]
-        ctx.save_for_backward(q, all_cores, *saved)
+        ctx.save_for_backward(q, all_cores, first, *saved)
         outs = [out.reshape(*q.shape[:2], -1, q.shape[3]) for out, _ in results.values()]
         return torch.cat([q[:, :, :0], *outs], 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
         kv_heads = ctx.kv_heads
-        q, all_cores, *saved = ctx.saved_tensors
+        q, all_cores, first, *saved = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32)
         chunks = call.layout.chunks()
         near = {chunk: saved[7 * i : 7 * i + 7] for i, chunk in enumerate(chunks)}
@@ -151,12 +155,15 @@ class _Attend(torch.autograd.Function):
             # The far parts first: their gradients of core tokens have to travel.
             far_dq = {}
             core_grads = torch.zeros_like(all_cores, dtype=wide)
+            first_grads = None if first is None else torch.zeros_like(first, dtype=wide)
             for chunk, (queries, grad) in rows.items():
                 far = slice(0, call.far(chunk))
                 upstream = Upstream(grad, None, *near[chunk][5:])
                 far_dq[chunk] = _far_backward(
                     call, upstream, queries, all_cores[:, :, :, far], core_grads[:, :, :, far]
                 )
+                if first is not None:
+                    far_dq[chunk] += _first_backward(call, upstream, queries, first, first_grads)
             scattering = scatter_core_grads(call, core_grads)
             # The near parts. Their halos' queries belong to other chunks: zeros without gradient
             # add nothing to any sum.
@@ -174,8 +181,7 @@ class _Attend(torch.autograd.Function):
                     call.bias(queries),
                 )
                 grads[chunk] = [x.to(wide) for x in (dq, dk, dv)]
-                if far_dq[chunk] is not None:
-                    grads[chunk][0][:, :, halo:] += far_dq[chunk]
+                grads[chunk][0][:, :, halo:] += far_dq[chunk]
             _add_pool_gradients(call, scattering.wait(), near, grads)
             # [N, ...] to [B, H or Hkv, halo + T, D]
             near_grads = {
@@ -184,7 +190,9 @@ class _Attend(torch.autograd.Function):
             }
             chunk_grads = call.halo.give_back(near_grads)
         like = (q[:, :, :0], q[:, :kv_heads, :0], q[:, :kv_heads, :0])
-        return *joined_chunks(chunk_grads, like), None
+        if first is not None:
+            first_grads = first_grads.to(first.dtype)
+        return *joined_chunks(chunk_grads, like), None, first_grads
 
 
 def _merge_far(call: Call, q: Tensor, far: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -197,13 +205,32 @@ def _merge_far(call: Call, q: Tensor, far: Tensor, out: Tensor, lse: Tensor) -> 
     merge_into(out, lse, (far_out.reshape(out.shape), far_lse))
 
 
+def _merge_first(call: Call, q: Tensor, first: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge attention to the first tokens [2, B, Hkv, n, D] into out [N, r, T, D] and lse [N, r,
+    T], in place."""
+    results = partial.forward(q, *far_keys(first), scale=call.spec.scale, softcap=call.spec.softcap)
+    merge_into(out, lse, results)
+
+
+def _first_backward(
+    call: Call, upstream: Upstream, q: Tensor, first: Tensor, first_grads: Tensor
+) -> Tensor:
+    """Add to the gradients of the first tokens; returns those of a chunk's queries [N, r, T, D]."""
+    dq, *grads = partial.backward(
+        upstream, q, *far_keys(first), scale=call.spec.scale, softcap=call.spec.softcap
+    )
+    for total, grad in zip(first_grads, grads):
+        total += grad.reshape(total.shape)
+    return dq
+
+
 def _far_backward(
     call: Call, upstream: Upstream, q: Tensor, far: Tensor, core_grads: Tensor
-) -> Tensor | None:
+) -> Tensor:
     """Add to the gradients of the core tokens that a chunk sees far away; returns those of its
-    queries [N, r, T, D]."""
+    queries [N, r, T, D] in float32 or wider."""
     if not far.shape[3]:
-        return None
+        return torch.zeros_like(q, dtype=core_grads.dtype)
     # A bias on all core scores only shifts the far part's log-sum-exp.
     grad_out, _, out, lse = upstream
     grad_out, out, lse = (by_head(x, far.shape[2]) for x in (grad_out, out, lse - call.core_bias))
@@ -216,7 +243,7 @@ def _far_backward(
     )
     for total, grad in zip(core_grads, grads):
         total += grad.reshape(total.shape)
-    return dq.reshape(q.shape)
+    return dq.reshape(q.shape).to(core_grads.dtype)
 
 
 def _add_pool_gradients(call: Call, core_grads: Tensor, near: dict, grads: dict) -> None:
@@ -269,7 +296,8 @@ def in_order(call: Call, messages: Tensor) -> Tensor:
     pieces: dict[int, Tensor] = {}
     for rank, message in enumerate(messages):
         pieces |= split_message(call, message, rank)
-    return torch.cat([pieces[chunk] for chunk in sorted(pieces)], 3)
+    none = messages[0][:, :, :, :0]  # where no group is complete
+    return torch.cat([none, *(pieces[chunk] for chunk in sorted(pieces))], 3)
 
 
 def scatter_core_grads(call: Call, grads: Tensor) -> Gathering:
@@ -313,5 +341,6 @@ def after_zeros(count: int, x: Tensor) -> Tensor:
 
 
 def far_keys(far: Tensor) -> list[Tensor]:
-    """Core keys and values [N Hc, 1, M, D]."""
+    """Keys and values [N Hc, 1, M, D] of core tokens [2, N, Hc, M, D]; of first tokens [2, B, Hkv,
+    n, D], N being B Hkv."""
     return [x.flatten(0, 1)[:, None] for x in far.unbind()]

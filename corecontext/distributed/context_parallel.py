@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from corecontext.distributed import first_tokens
 from corecontext.distributed.attention import Call, attend
 from corecontext.distributed.halo import Halo, Shape
 from corecontext.distributed.kept import Keeper
@@ -67,8 +68,7 @@ def context_parallel_attention(
         inputs: Queries, keys and values of this process's tokens, [B, H or Hkv, T, D], rotary
             applied at their positions in their document; T is the layout's share of this process.
             bias is a number. learned is the same on every process.
-        spec, backend: The same on every process; `spec.sink_size` must be 0, first tokens kept raw
-            are not sent.
+        spec, backend: The same on every process.
 
     Returns:
         [B, H, T, D] in the dtype of q; differentiable in q, k and v, whose gradients are those of
@@ -77,7 +77,7 @@ def context_parallel_attention(
 
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
-        NotImplementedError: sink_size; backend="reference", which has no backward in parts.
+        NotImplementedError: core_mass; backend="reference", which has no backward in parts.
     """
     q, k, v, bias, learned = inputs
     _check(inputs, shard.layout, spec)
@@ -101,10 +101,6 @@ def context_parallel_attention(
 def _check(inputs: Inputs, layout: Layout, spec: Spec) -> None:
     """Raise unless the inputs are a process's share, under settings that can be spread."""
     q, k, _, _, learned = inputs
-    if spec.sink_size:
-        raise NotImplementedError(
-            f"sink_size must be 0 in context parallelism, got {spec.sink_size}. Use one process."
-        )
     if spec.core_mass:
         raise NotImplementedError(
             "core_mass must be False in context parallelism, got True. Use one process."
@@ -167,12 +163,27 @@ def _attend_document(
     if not layout.is_shared:
         out, _ = api.attend(inputs._replace(q=q, k=k, v=v), spec, backend=backend)
         return out
+    spec = spec.for_length(layout.seq_len)
+    # The first tokens are on every process; those after them are a sequence of their own.
+    n = min(spec.sinks, layout.seq_len)
+    first = None
+    outs = []
+    if n:
+        among = layout.clip(0, n)
+        count = sum(among.lengths[i] for i in among.chunks())
+        first = first_tokens.gather(k[:, :, :count], v[:, :, :count], among, shard.wire)
+        positions = among.positions(q.device)[0]
+        outs.append(first_tokens.attend(q[:, :, :count], first, positions, spec))
+        q, k, v = (x[:, :, count:] for x in (q, k, v))
+        layout = layout.clip(n, layout.seq_len)
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3])
-    halo = Halo(shard.wire, layout, spec.for_length(layout.seq_len), shape)
+    halo = Halo(shard.wire, layout, spec.replace(sink_size=0), shape)
     keep = None
     if shard.keeper is not None:
-        keep = functools.partial(shard.keeper.keep, halo, k, v)
+        keep = functools.partial(shard.keeper.keep, halo, k, v, first, spec.sinks)
     call = Call(halo, api.backend_module(backend, q), float(inputs.bias or 0.0), keep)
     if learned or rules.is_own_rule(spec.pooling, learned):
-        return attend_by_rule(q, k, v, call, learned)
-    return attend(q, k, v, call)
+        outs.append(attend_by_rule(q, k, v, call, first, learned))
+    else:
+        outs.append(attend(q, k, v, call, first))
+    return torch.cat(outs, 2)

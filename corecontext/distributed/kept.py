@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from corecontext.distributed.halo import Halo
@@ -20,10 +21,11 @@ from corecontext.visibility import window_capacity
 
 class Kept(NamedTuple):
     """Hold one layer's entries as `CompactLayer` does: the token at position p in slot p mod C,
-    core tokens behind."""
+    first tokens kept raw and core tokens behind."""
 
     keys: Tensor
-    """[B, Hkv, C + M w, D]; C the ring's slots, M the core tokens, w their heads for each of k."""
+    """[B, Hkv, C + n + M w, D]; C the ring's slots, n the first tokens' slots, M the core tokens, w
+    their heads for each of k."""
     values: Tensor
     """As keys."""
     group_size: int
@@ -52,11 +54,22 @@ class Keeper:
         """Return the processes that will hold the caches, of `size` processes."""
         return list(range(size)) if self.process is None else [self.process]
 
-    def keep(self, halo: Halo, k: Tensor, v: Tensor, cores: Tensor) -> None:
+    def keep(
+        self,
+        halo: Halo,
+        k: Tensor,
+        v: Tensor,
+        first: Tensor | None,
+        sinks: int,
+        cores: Tensor,
+    ) -> None:
         """Append one layer. A collective call.
 
         Args:
-            k, v: This process's tokens, [B, Hkv, T, D].
+            halo: Of the tokens after the first ones.
+            k, v: This process's tokens among them, [B, Hkv, T, D].
+            first: Keys and values of the first tokens kept raw, [2, B, Hkv, at most n, D].
+            sinks: Slots for these, n.
             cores: Keys and values of all core tokens, [2, B Hkv, w, M, D].
         """
         spec = halo.spec
@@ -65,12 +78,15 @@ class Keeper:
         if tail is None:
             return
         length = halo.layout.seq_len
-        slots = torch.arange(length - tail.shape[3], length, device=k.device) % ring
+        slots = (sinks + torch.arange(length - tail.shape[3], length, device=k.device)) % ring
+        if first is None:
+            first = tail[:, :, :, :0]
+        first = F.pad(first, (0, 0, 0, sinks - first.shape[3]))
         buffers = []
-        for raw, core in zip(tail, cores):
+        for raw, first_raw, core in zip(tail, first, cores):
             core = core.transpose(1, 2).reshape(*k.shape[:2], -1, k.shape[3])
             empty_ring = k.new_zeros(*k.shape[:2], ring, k.shape[3])
-            buffer = torch.cat((empty_ring, core.to(k.dtype)), 2)
+            buffer = torch.cat((empty_ring, first_raw, core.to(k.dtype)), 2)
             buffer[:, :, slots] = raw
             buffers.append(buffer)
         self.layers.append(Kept(*buffers, spec.group_size, cores.shape[2], spec.rotary))
@@ -82,7 +98,7 @@ class Keeper:
         layout = halo.layout
         targets = self.targets(halo.wire.size)
         first = max(0, layout.seq_len - count)
-        pieces = []
+        pieces = [k.new_empty(2, *k.shape[:2], 0, k.shape[3])]
         sent = []
         received = []
         end = 0  # of a chunk, among this process's tokens

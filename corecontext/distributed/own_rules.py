@@ -30,9 +30,16 @@ from corecontext.ops.merge import merge
 from corecontext.ops.spec import Cores, Groups, Tokens, Upstream
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Tensor]) -> Tensor:
-    """Attend from this process's queries [B, H, T, D]; differentiable in `learned`, too. A
-    collective call."""
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    first: Tensor | None,
+    learned: Mapping[str, Tensor],
+) -> Tensor:
+    """Attend from this process's queries [B, H, T, D], with `first` to the first tokens [2, B, Hkv,
+    n, D] too; differentiable in `learned` as well. A collective call."""
     kv_heads = k.shape[1]
     spec = call.spec
     g = spec.group_size
@@ -57,21 +64,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Mapping[str, Te
         call.keep(all_cores)
     # A process without tokens of this document takes part in the backward's exchanges all the same.
     outs = [q[:, :, :0] + all_cores[:, :, :, :0].sum().to(q.dtype)]
+    if first is not None:
+        outs[0] = outs[0] + first[:, :, :, :0].sum()
     for chunk, (near_k, near_v) in near.items():
         halo = call.halo.size(chunk)
         far = call.far(chunk)
         near_cores = all_cores[:, :, :, far : far + near_k.shape[1] // g]
         tokens = Tokens(after_zeros(halo, queries[chunk]), near_k, near_v)
         out, lse = rules.attend(call.module, tokens, Cores(*near_cores.unbind()), spec, bias)
-        out, lse = (x[:, :, halo:] for x in (out, lse))
+        outs_of_parts = [out[:, :, halo:]]
+        lses = [lse[:, :, halo:]]
+        options = {"scale": spec.scale, "softcap": spec.softcap}
         if far:
             far_out, far_lse = _Far.apply(
                 by_head(queries[chunk], all_cores.shape[2]),
                 *far_keys(all_cores[:, :, :, :far]),
-                {"scale": spec.scale, "softcap": spec.softcap},
+                options,
             )
-            far_lse = far_lse.reshape(lse.shape) + bias[..., None].to(lse.dtype)
-            out, _ = merge([out, far_out.reshape(out.shape)], [lse, far_lse])
+            far_lse = far_lse.reshape(lses[0].shape) + bias[..., None].to(lse.dtype)
+            outs_of_parts.append(far_out.reshape(outs_of_parts[0].shape))
+            lses.append(far_lse)
+        if first is not None:
+            first_out, first_lse = _Far.apply(queries[chunk], *far_keys(first), options)
+            outs_of_parts.append(first_out)
+            lses.append(first_lse)
+        out, _ = merge(outs_of_parts, lses)
         outs.append(out.reshape(*q.shape[:2], -1, q.shape[3]).to(q.dtype))
     return torch.cat(outs, 2)
 

@@ -53,7 +53,7 @@ def context_parallel_prefill(
         ValueError: CCA is not enabled or already sharded, the prompt is not one row without
             padding, it exceeds max_length or the model's positions, or ranks were given different
             prompts.
-        NotImplementedError: sliding-window layers, sink_size, backend="reference" or a cache in 8
+        NotImplementedError: sliding-window layers, backend="reference" or a cache in 8
             bits, which several ranks cannot have.
     """
     handle = handle_of(model)
@@ -134,7 +134,6 @@ def _check(
     unsupported = {
         "a model with sliding-window layers cannot be spread: these layers would see parts of the "
         "prompt only. Use prefill on one process.": handle.hybrid,
-        f"sink_size {config.sink_size} {way_out}": config.sink_size,
         f"backend 'reference' {way_out}": config.backend == "reference",
         f"a cache in {config.cache_dtype} cannot be filled by several processes: they attend to "
         "tokens before these are rounded. Use cache_dtype='auto'.": config.cache_dtype != "auto",

@@ -122,12 +122,6 @@ class Handle(AttentionHandle):
                 "a model with sliding-window layers cannot run on parts of a sequence: these "
                 "layers see the part only. Use handle.shard = None."
             )
-        if shard is not None and self.config.sink_size:
-            raise NotImplementedError(
-                "the first tokens cannot be kept raw on parts of a sequence, got sink_size "
-                f"{self.config.sink_size}. Use handle.shard = None, or "
-                "handle.configure(sink_size=0)."
-            )
         self._shard = shard
 
     def configure(self, **changes: Any) -> None:

@@ -245,10 +245,10 @@ class TrainConfig:
             )
 
     def _check_processes(self) -> None:
-        if self.context_parallel > 1 and (self.method != "cca" or self.sink_size):
+        if self.context_parallel > 1 and (self.method != "cca" or self.core_mass):
             raise ValueError(
                 f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca' "
-                "without first tokens kept raw: only core tokens travel. Use --sinks 0."
+                "without core_mass: only its core tokens travel, and no masses."
             )
         if self.deepspeed is not None and (self.fsdp or self.context_parallel > 1):
             sharding = "fsdp" if self.fsdp else "context_parallel"
