@@ -61,7 +61,7 @@ def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
         return
     from corecontext.train import TrainConfig, run
 
-    text = Path(__file__).resolve().parents[1].joinpath("LICENSE").read_text()
+    text = (Path(corecontext.__file__).parent / "assets/document.txt").read_text(encoding="utf-8")
     for i in range(4):
         (tmp_path / f"text{i}.txt").write_text(text[i * 700 : i * 700 + 300 * i + 100])
     one = TrainConfig(
