@@ -3,7 +3,8 @@
 Full causal attention: "full" (PyTorch's choice), "sdpa_flash" and "sdpa_cudnn" (PyTorch's two fast
 kernels by name), "flash_attn_4" (the package flash-attn-4). CCA: "cca" (the backend that this
 package chooses), "packed" (queries packed into PyTorch's kernels), "flex" (PyTorch's FlexAttention,
-pooling included) and "cca_sinks" (the first SINKS tokens raw).
+pooling included) and "cca_sinks" (the first SINKS tokens raw). Fetch, raw tokens of 64 groups that
+mean keys choose: "fetch" (each query by itself) and "fetch_shared" (16 neighbours together).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,17 @@ from corecontext.ops.spec import Spec
 
 THETA = 10_000.0
 FULL = ("full", "sdpa_flash", "sdpa_cudnn", "flash_attn_4")
-COMPRESSED = ("flex", "packed", "cca_sinks", "cca")
 SINKS = 16
+FETCH: dict[str, Any] = {"fetch_groups": 64, "fetch_index": "mean"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "packed": {"backend": "packed"},
+    "cca_sinks": {"sink_size": SINKS},
+    "fetch": {**FETCH, "fetch_share": 1},
+    "fetch_shared": {**FETCH, "fetch_share": 16},
+    "cca": {},
+}
+"""Settings of `cca_attention` by method."""
+COMPRESSED = ("flex", *SETTINGS)
 METHODS = FULL + COMPRESSED
 KERNELS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 PASSES = ("forward", "backward", "forward_backward")
@@ -55,7 +65,8 @@ def default_methods(device: str, dtype: str) -> tuple[str, ...]:
     """Return the methods compared by default; the fast kernels take no float32."""
     if torch.device(device).type != "cuda" or dtype == "float32":
         return "full", "cca"
-    return tuple(method for method in METHODS if method not in ("full", "packed", "cca_sinks"))
+    usual = (*FULL[1:], "flex", "cca")
+    return tuple(method for method in METHODS if method in usual)
 
 
 def attend_with(method: str) -> Attend:
@@ -64,12 +75,8 @@ def attend_with(method: str) -> Attend:
     Raises:
         ImportError: the method's package is not installed.
     """
-    if method == "cca":
-        return attend_cca
-    if method == "packed":
-        return functools.partial(attend_cca, backend="packed")
-    if method == "cca_sinks":
-        return functools.partial(attend_cca, sink_size=SINKS)
+    if method in SETTINGS:
+        return functools.partial(attend_cca, **SETTINGS[method])
     if method == "flex":
         from benchmarks.flex import flex_cca  # loads a compiler
 
@@ -87,9 +94,9 @@ def attend_cca(
     group_size: int,
     window_size: int,
     backend: str = "auto",
-    sink_size: int = 0,
+    **settings: Any,
 ) -> Tensor:
-    """Compute CCA with the default settings."""
+    """Compute CCA with the default settings but for those given."""
     out = cca_attention(
         q,
         k,
@@ -98,7 +105,7 @@ def attend_cca(
         window_size=window_size,
         rotary=rotary_for(q),
         backend=backend,
-        sink_size=sink_size,
+        **settings,
     )
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out

@@ -13,7 +13,13 @@ from benchmarks.floor import operator_bytes, pass_flops
 from corecontext.record import Record
 
 SIZES = ("query_heads", "kv_heads", "head_dim", "batch", "dtype")
-OTHERS = {"flex": "FlexAttention", "packed": "packed", "cca_sinks": "CCA, 16 first tokens raw"}
+OTHERS = {
+    "flex": "FlexAttention",
+    "packed": "packed",
+    "cca_sinks": "CCA, 16 first tokens raw",
+    "fetch": "fetch, 64 groups a query",
+    "fetch_shared": "fetch, 64 groups of 16 queries",
+}
 """Titles of other methods that compute CCA."""
 KERNEL_TITLES = {"flash": "FlashAttention-2", "cudnn": "cuDNN", "flash_attn_4": "FlashAttention-4"}
 """Titles of full attention's backends in figures."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.floor import pass_flops
-from benchmarks.methods import COMPRESSED, METHODS, PASSES, Sizes, default_methods
+from benchmarks.methods import COMPRESSED, METHODS, PASSES, SETTINGS, Sizes, default_methods
 from benchmarks.options import DTYPES, check_choices, check_positive, no_option, option
 from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
 from corecontext.ops.api import choose_backend
@@ -48,8 +48,9 @@ class OperatorBench:
     """Timed calls; on a GPU, timed queues of calls."""
     methods: tuple[str, ...] = option((), name="method")
     """full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex, packed (CCA by PyTorch's kernels),
-    cca_sinks (its first 16 tokens raw) or cca.
-    Default: full and cca; on a GPU all but full and packed."""
+    cca_sinks (its first 16 tokens raw), fetch (raw tokens of the 64 best groups of each query),
+    fetch_shared (of 16 queries together) or cca.
+    Default: full and cca; on a GPU the fast kernels of full attention, flex and cca."""
     baseline_limit_s: float = 30.0
     """Leave full attention out where a call is estimated to take longer than this."""
     flex_lengths: tuple[int, ...] = option((8192, 32768), name="flex-length")
@@ -131,11 +132,13 @@ class OperatorBench:
         del params["device"]
         if method in COMPRESSED:
             params |= {"group_size": self.group_size, "window_size": self.window_size}
+        if "fetch" in method:
+            params |= {**SETTINGS[method], "store": "device"}
         return params
 
     def backend(self, method: str) -> str:
         """Name the kernel of a method: for CCA, the choice of `backend="auto"` here."""
-        if method == "cca":
+        if method == "cca" or "fetch" in method:
             return backend_of_cca(self.head_dim, self.dtype, self.device)
         names = {"full": "sdpa", "sdpa_flash": "flash", "sdpa_cudnn": "cudnn"}
         return names.get(method, method)

@@ -202,6 +202,31 @@ def test_a_wrong_baseline_is_left_out(monkeypatch):
     )
 
 
+def test_fetch_is_checked_with_fewer_groups_than_there_are(monkeypatch):
+    calls = []
+    right = methods.cca_attention
+
+    def wrong(*args, **settings):
+        calls.append(settings)
+        is_wrong = "fetch_groups" in settings and settings["backend"] != "reference"
+        return right(*args, **settings) + is_wrong
+
+    names = ("fetch", "fetch_shared", "cca")
+    assert check.check_correct(names, SIZES, 8, 40, longest=100) == {}
+    monkeypatch.setattr(methods, "cca_attention", wrong)
+    assert list(check.check_correct(names[:2], SIZES, 8, 40, longest=30)) == [
+        "fetch",
+        "fetch_shared",
+    ]
+    assert {call["fetch_groups"] for call in calls if "fetch_groups" in call} == {1}
+
+
+def test_records_of_fetch_have_its_settings():
+    bench = operator_settings.OperatorBench(methods=("fetch_shared",), device="cpu")
+    params = bench.params("fetch_shared", "forward", 2, 32768)
+    assert (params["fetch_groups"], params["fetch_share"], params["store"]) == (64, 16, "device")
+
+
 @pytest.mark.parametrize("length", [1, 30, 47, 48, 200])
 def test_the_true_rows_are_the_references(length):
     q, k, v = methods.make_inputs(length, SIZES._replace(dtype="float64"))
@@ -516,7 +541,7 @@ def test_the_check_passes_in_every_dtype(dtype):
         (
             {"methods": ("sdpa",)},
             "method must be one of 'full', 'sdpa_flash', 'sdpa_cudnn', 'flash_attn_4', 'flex', "
-            "'packed', 'cca_sinks', 'cca', got 'sdpa'.",
+            "'packed', 'cca_sinks', 'fetch', 'fetch_shared', 'cca', got 'sdpa'.",
         ),
         (
             {"passes": ("back",)},
