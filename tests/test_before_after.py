@@ -14,6 +14,7 @@ from tiny_model import save_tiny_model
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 pytest.importorskip("datasets", reason="training reads its data with datasets")
 
+import corecontext
 from corecontext.train import TrainConfig, before_after, card
 from corecontext.train.before_after import BOOK, Comparison, Line, _windows, compare
 from corecontext.train.run import train
@@ -33,6 +34,7 @@ def test_a_card_compares_the_model_with_the_one_it_was(tmp_path, monkeypatch):
         group_size=8,
         window_size=64,
         sink_size=16,
+        fetch_groups=2,
         steps=2,
         learning_rate=3e-3,
         warmup_steps=0,
@@ -44,6 +46,8 @@ def test_a_card_compares_the_model_with_the_one_it_was(tmp_path, monkeypatch):
     titles = ["Tiny, full attention", "Tiny, this model's attention", "this model, trained"]
     assert [row[0] for row in rows] == titles
     assert "the second half of a window of 1024 tokens" in page
+    assert f"raw tokens of 2 groups fetched by {config.fetch_index}" in page
+    assert corecontext.from_pretrained(str(tmp_path / "run/model")).config.cca["fetch_groups"] == 2
 
     # Far perplexity of the first line by hand, in one pass over the book's beginning.
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)

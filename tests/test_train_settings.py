@@ -104,6 +104,17 @@ def test_processes_that_share_a_row_count_once(processes, context_parallel, rows
     assert config.rows_per_step(processes) == rows
 
 
+def test_fetch_is_a_part_of_the_attention_and_of_cca_alone():
+    cca = TrainConfig(fetch_groups=3, fetch_index="mean").cca()
+    assert (cca.fetch_groups, cca.fetch_index, cca.fetch_share) == (3, "mean", 1)
+    with pytest.raises(ValueError, match="fetch_groups must be 0 with method 'window'"):
+        TrainConfig(fetch_groups=3, method="window")
+    with pytest.raises(ValueError, match="fetch_groups must be 0 with context_parallel 2"):
+        TrainConfig(fetch_groups=3, context_parallel=2, sink_size=0)
+    with pytest.raises(ValueError, match="fetch_groups must be at least 0"):
+        TrainConfig(fetch_groups=-1)
+
+
 # The command
 
 
@@ -126,6 +137,10 @@ def test_processes_that_share_a_row_count_once(processes, context_parallel, rows
         ),
         (("--shape", '{"hidden_size": 8}'), {"shape": {"hidden_size": 8}}),
         (("--seed", "7", "--deterministic"), {"seed": 7, "deterministic": True}),
+        (
+            ("--fetch-groups", "3", "--fetch-index", "mean"),
+            {"fetch_groups": 3, "fetch_index": "mean"},
+        ),
     ],
 )
 def test_an_option_replaces_a_recipes_setting(options, settings, tmp_path, monkeypatch, capsys):

@@ -1,5 +1,8 @@
 """A whole training run in one frozen, validated dataclass; every field is an option of
-`corecontext train`."""
+`corecontext train`.
+
+The file is over 400 lines long because each field has its help.
+"""
 
 from __future__ import annotations
 
@@ -92,6 +95,10 @@ class TrainConfig:
     """Added to every core token's score."""
     core_mass: bool = CCAConfig.core_mass
     """Add the entropy of its pooling weights to a core token's score."""
+    fetch_groups: int = CCAConfig.fetch_groups
+    """Groups whose raw tokens each query sees in place of their core tokens, k; 0 is CCA."""
+    fetch_index: str = CCAConfig.fetch_index
+    """Index that chooses these groups: core, mean, bounds, parts:P, oracle or bits:B."""
     learned: tuple[str, ...] = ()
     """Learned parameters of core tokens: temperature, probe, distance, key_gain, bias."""
     layer_group_sizes: tuple[int | tuple[int, ...], ...] = ()
@@ -271,6 +278,10 @@ class TrainConfig:
         """Raise where heads that keep every token cannot be looked for, or have been already."""
         if self.method != "cca":
             self._refuse("raw_heads", f"method {self.method!r}, which has no core tokens")
+            self._refuse("fetch_groups", f"method {self.method!r}, which has no core tokens")
+        if self.context_parallel > 1:
+            reason = f"context_parallel {self.context_parallel}: only core tokens travel"
+            self._refuse("fetch_groups", reason)
         if self.layer_group_sizes:
             reason = "layer_group_sizes, which say which heads keep every token"
             self._refuse("raw_heads", reason)
