@@ -30,7 +30,7 @@ def _share_rows(lanes, number, shares, num_queries, HEADS: tl.constexpr):
     within = lanes % padded
     row = (first_share + number) * share + within - q_start
     exists = (head < HEADS) & (within < share) & (row >= 0) & (row < num_queries)
-    return head, row, exists
+    return head.to(tl.int64), row, exists
 
 
 @triton.jit

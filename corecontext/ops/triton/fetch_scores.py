@@ -29,7 +29,7 @@ def _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS: tl.constex
     BLOCK_D: tl.constexpr = sizes[1]
     dims = tl.arange(0, BLOCK_D)
     mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    tile = q_ptr + n * q_strides[0] + first_head * q_strides[1]
+    tile = q_ptr + n * q_strides[0] + first_head.to(tl.int64) * q_strides[1]
     tile += rows.to(tl.int64)[:, None] * q_strides[2] + dims[None, :]
     heads = (tl.load(tile, mask=mask, other=0.0),)
     for i in tl.static_range(1, HEADS):
