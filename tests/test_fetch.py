@@ -264,10 +264,11 @@ def test_gathered_groups_and_small_blocks_change_nothing(fetch_share, elements, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gathers", [0, 16])
-def test_rows_in_lower_precision(dtype, gathers, monkeypatch):
-    monkeypatch.setitem(query_blocks._GATHER_COST, "cpu", gathers)
-    x = make_inputs(83, dtype=dtype)
-    settings = {**SIZES, "rotary": ROTARY, "core_mass": True, "sink_size": 4}
+def test_rows_in_lower_precision(dtype, gathers, monkeypatch, device):
+    monkeypatch.setitem(query_blocks._GATHER_COST, device.type, gathers)
+    x = make_inputs(83, dtype=dtype, device=device)
+    rotary = Rotary.from_theta(100.0, 16, device)
+    settings = {**SIZES, "rotary": rotary, "core_mass": True, "sink_size": 4}
     found = [
         results_and_gradients(
             functools.partial(cca_attention, return_lse=True, backend=backend),
