@@ -423,6 +423,9 @@ def operator_arguments(device, **changes):
         "core_heads": "kv",
         "softcap": None,
         "core_mass": False,
+        "fetch_groups": 0,
+        "fetch_index": "pairs:2",
+        "fetch_share": 1,
         "interleaved": False,
         "backend": "packed",
         **changes,
@@ -430,12 +433,13 @@ def operator_arguments(device, **changes):
     return list(arguments.values()), x
 
 
-def test_registered_operators_describe_themselves_truly(device):
-    arguments, x = operator_arguments(device)
+@pytest.mark.parametrize("fetch_groups", [0, 2])
+def test_registered_operators_describe_themselves_truly(device, fetch_groups):
+    arguments, x = operator_arguments(device, fetch_groups=fetch_groups)
     for tensor in arguments[:4]:
         tensor.requires_grad_()
     torch.library.opcheck(cca_attention_op, arguments)
-    arguments, x = operator_arguments(device)
+    arguments, x = operator_arguments(device, fetch_groups=fetch_groups)
     out, lse = cca_attention_op(*arguments)
     torch.library.opcheck(
         cca_attention_backward_op,
