@@ -28,9 +28,9 @@ def context_parallel_traffic(
     """Return the bytes that `layout.rank` receives: the others' core tokens and first tokens kept
     raw, and its halos, the raw tokens of others that its queries see.
 
-    Forward: keys, values and group-end queries, `item_bytes` an element. Backward: gradients of the
-    same elements in float32, from all others for its core tokens, and from the receivers of its raw
-    tokens for these.
+    Forward: keys, values and group-end queries, `item_bytes` an element, and masses in float32.
+    Backward: gradients of the same elements in float32, from all others for its core tokens, and
+    from the receivers of its raw tokens for these.
     """
     g = spec.group_size
     assert isinstance(g, int)  # heads of another size are counted by another call
@@ -63,9 +63,13 @@ def context_parallel_traffic(
     ]
     heads = num_heads if spec.core_heads == "query" else num_kv_heads
     cores = (num_processes - 1) * 2 * batch_size * heads * max(made) * head_dim
+    wide_bytes = max(4, item_bytes)
+    mass_bytes = 0
+    if spec.core_mass and g > 1:
+        mass_bytes = (num_processes - 1) * batch_size * heads * max(made) * wide_bytes
     return Traffic(
-        (first + cores + forward_elements) * item_bytes,
-        (first + cores + backward_elements) * max(4, item_bytes),
+        (first + cores + forward_elements) * item_bytes + mass_bytes,
+        (first + cores + backward_elements) * wide_bytes + mass_bytes,
     )
 
 

@@ -148,8 +148,9 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         {**base, "group_size": (1, 5), "learned": parameters()},
         {**base, "pooling": "mean_query"},
         {**base, "learned": {"key_gain": parameters()["key_gain"]}, "group_size": 1},
-        {**base, "sink_size": 16, "core_bias": 1.3, "softcap": 3.0},
-        {**base, "sink_size": 9, "learned": parameters(), "core_heads": "query"},
+        {**base, "sink_size": 16, "core_bias": 1.3, "softcap": 3.0, "core_mass": True},
+        {**base, "sink_size": 9, "learned": parameters(), "core_heads": "query", "core_mass": True},
+        {**base, "core_heads": "query", "core_mass": True},
         {"num_groups": 7, "window_size": 8, "rotary": rotary, "sink_size": 50},
     ]
     for group in (dist.group.WORLD, pair):
@@ -160,7 +161,10 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         # all.
         for lengths in ((40, 3, 1, 59), (0, 70, 2, 5)):
             owners = tuple(i % size for i in range(4))
-            for settings in (base, {**base, "learned": parameters(), "sink_size": 7}):
+            for settings in (
+                {**base, "core_mass": True},
+                {**base, "learned": parameters(), "sink_size": 7, "core_mass": True},
+            ):
                 check(group, Layout(lengths, owners, here), inputs(sum(lengths)), settings)
         for sink_size in (0, 16, 200):  # none, those of two processes, all tokens
             settings = {**base, "sink_size": sink_size}
@@ -182,9 +186,9 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         layout = Layout.contiguous((64,) * size, here)
         sizes = {"batch_size": 2, "num_kv_heads": 2, "head_dim": D, "item_bytes": 8}
         shape = Shape(2, 4, 2, D)
-        for sink_size in (7, 0):
-            moved = check(group, layout, inputs(64 * size), {**base, "sink_size": sink_size})
-            spec = Spec(4, 9, 1.0, sink_size=sink_size)
+        for more in ({"sink_size": 7, "core_mass": True}, {}):
+            moved = check(group, layout, inputs(64 * size), {**base, **more})
+            spec = Spec(4, 9, 1.0, **more)
             assert moved == context_parallel_traffic(layout, size, spec, shape, item_bytes=8)
         ring = ring_traffic(64 * size, size, **sizes)
         assert moved[0] < ring.forward_bytes and sum(moved) < ring.total_bytes
@@ -221,7 +225,12 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         whole = tiny_model()
         parallel = copy.deepcopy(whole)
         config = (
-            plain.replace(learned=("probe", "bias"), layer_group_sizes=(4, (1, 8)), sink_size=5)
+            plain.replace(
+                learned=("probe", "bias"),
+                layer_group_sizes=(4, (1, 8)),
+                sink_size=5,
+                core_mass=True,
+            )
             if checkpointing
             else plain
         )
@@ -280,7 +289,7 @@ def prefilled(pair: dist.ProcessGroup) -> None:
     config, wire = CCAConfig.paper(group_size=4, window_size=9), Wire(pair)
     cases = [
         (config, 157, {}),
-        (config.replace(sink_size=5), 160, {"max_length": 200}),
+        (config.replace(sink_size=5, core_mass=True), 160, {"max_length": 200}),
         (config.replace(sink_size=16), 6, {}),
         (config, 3, {}),
         (config.replace(core_heads="query", core_bias=0.7, sink_size=4), 90, {"process": 1}),
@@ -293,7 +302,7 @@ def prefilled(pair: dist.ProcessGroup) -> None:
         (config.replace(core_position="token", layer_group_sizes=(4, 8)), 75, {}),
         (config.replace(layer_group_sizes=((1, 4), 8)), 70, {}),
         (config.replace(learned=LEARNED, head_group_sizes=(5, 1)), 80, {"max_length": 200}),
-        (config.replace(learned=LEARNED, sink_size=16), 90, {}),
+        (config.replace(learned=LEARNED, sink_size=16, core_mass=True), 90, {}),
         (config.replace(pooling="mean_query"), 93, {}),
     ]
     # What a process sends does not depend on the dtype: three cases show float32.
@@ -325,7 +334,7 @@ def prefilled(pair: dist.ProcessGroup) -> None:
         for one, other in zip(parts_of(got.cache), parts_of(want.cache), strict=True):
             state, expected = one.state_dict(), other.state_dict()
             for name, value in expected.items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor | list):
                     same(
                         state[name],
                         value,

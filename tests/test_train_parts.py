@@ -310,7 +310,6 @@ def test_settings_are_checked_and_travel():
         ({"min_learning_rate": 1.0}, "min_learning_rate must be at most learning_rate"),
         ({"long_share": 1.0}, "long_share must lie between 0 and 1"),
         ({"method": "full", "context_parallel": 2}, "context_parallel must be 1, got 2, but"),
-        ({"core_mass": True, "context_parallel": 2}, "context_parallel must be 1, got 2, but"),
         ({"sink_size": -1}, "sink_size must be at least 0"),
         ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
         ({"seed": 2**32}, "seed must be below 2"),

@@ -23,6 +23,7 @@ from corecontext.distributed.halo import Halo
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.wire import Gathering
 from corecontext.ops import partial
+from corecontext.ops.mass import add_gradients, add_to_bias
 from corecontext.ops.merge import merge_into
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 
@@ -34,8 +35,9 @@ class Call(NamedTuple):
     module: ModuleType
     """The backend."""
     core_bias: float
-    keep: Callable[[Tensor], None] | None = None
-    """Called with the keys and values of all core tokens, [2, N, Hc, M, D]."""
+    keep: Callable[[Tensor, Tensor | None], None] | None = None
+    """Called with the keys and values of all core tokens, [2, N, Hc, M, D], and their masses, [1,
+    N, Hc, M, 1] or None."""
 
     @property
     def layout(self) -> Layout:
@@ -47,6 +49,11 @@ class Call(NamedTuple):
         """The settings, with one group size and no first tokens kept raw: these are not a part of
         the sequence."""
         return self.halo.spec
+
+    @property
+    def has_mass(self) -> bool:
+        """Whether masses are added to the scores of core tokens; that of one token is 0."""
+        return self.spec.core_mass and self.spec.group_size > 1
 
     def far(self, chunk: int) -> int:
         """Return how many core tokens every query of a chunk sees: its near part begins after
@@ -101,40 +108,55 @@ class _Attend(torch.autograd.Function):
         halos = call.halo.fetch(tokens)
         near: dict[int, tuple[Tensor, ...]] = {}
         made = []
+        made_masses = []
         for chunk, (chunk_q, chunk_k, chunk_v) in tokens.items():
             halo_k, halo_v, halo_ends = halos[chunk]
             chunk_ends = chunk_q[:, :, call.halo.ends(*call.layout.span(chunk))]
             q_last = by_head(torch.cat((halo_ends, chunk_ends), 2), kv_heads)
             near_k = torch.cat((halo_k, chunk_k), 2).flatten(0, 1)
             near_v = torch.cat((halo_v, chunk_v), 2).flatten(0, 1)
-            cores = call.module.pool(call.groups(q_last, near_k, near_v), call.spec)
-            near[chunk] = (q_last, near_k, near_v, *cores)
+            groups = call.groups(q_last, near_k, near_v)
+            cores = call.module.pool(groups, call.spec)
+            mass = None
+            if call.has_mass:
+                mass = no_masses(call, k)[0, ..., 0]
+                if groups.k.shape[1]:
+                    mass = call.module.mass(groups, call.spec)
+                made_masses.append(mass[None, :, :, call.made(chunk), None])
+            near[chunk] = (q_last, near_k, near_v, *cores, mass)
             made.append(torch.stack([x[:, :, call.made(chunk)] for x in cores]))
         # Attend to them while the core tokens travel.
-        gathering = gather_cores(call, made, k)
+        gathering = gather_entries(call, made, no_cores(call, k))
+        gathering_masses = None
+        if call.has_mass:
+            gathering_masses = gather_entries(call, made_masses, no_masses(call, k))
         queries = {chunk: by_head(chunk_q, kv_heads) for chunk, (chunk_q, *_) in tokens.items()}
         results = {}
-        for chunk, (_, near_k, near_v, *cores) in near.items():
+        for chunk, (_, near_k, near_v, *cores, mass) in near.items():
             results[chunk] = call.module.attend(
                 Tokens(queries[chunk], near_k, near_v, q_start=call.halo.size(chunk)),
                 Cores(*cores),
                 call.spec,
-                call.bias(queries[chunk]),
+                add_to_bias(call.bias(queries[chunk]), mass, queries[chunk].shape[1]),
             )
         all_cores = in_order(call, gathering.wait())  # [2, N, Hc, M, D], M of the whole sequence
+        all_masses = None
+        if gathering_masses is not None:
+            all_masses = in_order(call, gathering_masses.wait())  # [1, N, Hc, M, 1]
         if call.keep is not None:
-            call.keep(all_cores)
+            call.keep(all_cores, all_masses)
         for chunk, (out, lse) in results.items():
             if call.far(chunk):
                 far = all_cores[:, :, :, : call.far(chunk)]
-                _merge_far(call, queries[chunk], far, out, lse)
+                mass = far_mass(call, chunk, all_masses)
+                _merge_far(call, queries[chunk], far, mass, out, lse)
             if first is not None:
                 # planted: context parallelism: later chunks do not see the first tokens
                 _merge_first(call, queries[chunk], first, out, lse)
         ctx.call = call
         ctx.kv_heads = kv_heads
         saved = [x for chunk in tokens for x in (*near[chunk], *results[chunk])]
-        ctx.save_for_backward(q, all_cores, first, *saved)
+        ctx.save_for_backward(q, all_cores, all_masses, first, *saved)
         outs = [out.reshape(*q.shape[:2], -1, q.shape[3]) for out, _ in results.values()]
         return torch.cat([q[:, :, :0], *outs], 2)
 
@@ -143,10 +165,10 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
         kv_heads = ctx.kv_heads
-        q, all_cores, first, *saved = ctx.saved_tensors
+        q, all_cores, all_masses, first, *saved = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32)
         chunks = call.layout.chunks()
-        near = {chunk: saved[7 * i : 7 * i + 7] for i, chunk in enumerate(chunks)}
+        near = {chunk: saved[8 * i : 8 * i + 8] for i, chunk in enumerate(chunks)}
         rows = {
             chunk: [by_head(x, kv_heads) for x in tensors]
             for chunk, tensors in by_chunk(call, q, grad_out).items()
@@ -155,34 +177,52 @@ class _Attend(torch.autograd.Function):
             # The far parts first: their gradients of core tokens have to travel.
             far_dq = {}
             core_grads = torch.zeros_like(all_cores, dtype=wide)
+            mass_grads = None if all_masses is None else torch.zeros_like(all_masses)
             first_grads = None if first is None else torch.zeros_like(first, dtype=wide)
             for chunk, (queries, grad) in rows.items():
                 far = slice(0, call.far(chunk))
-                upstream = Upstream(grad, None, *near[chunk][5:])
-                far_dq[chunk] = _far_backward(
-                    call, upstream, queries, all_cores[:, :, :, far], core_grads[:, :, :, far]
+                upstream = Upstream(grad, None, *near[chunk][6:])
+                far_dq[chunk], grad_mass = _far_backward(
+                    call,
+                    upstream,
+                    queries,
+                    all_cores[:, :, :, far],
+                    far_mass(call, chunk, all_masses),
+                    core_grads[:, :, :, far],
                 )
+                if grad_mass is not None:
+                    mass_grads[0, :, :, far, 0] += grad_mass
                 if first is not None:
                     far_dq[chunk] += _first_backward(call, upstream, queries, first, first_grads)
-            scattering = scatter_core_grads(call, core_grads)
+            scattering = scatter_grads(call, core_grads)
+            scattering_masses = None
+            if mass_grads is not None:
+                scattering_masses = scatter_grads(call, mass_grads)
             # The near parts. Their halos' queries belong to other chunks: zeros without gradient
             # add nothing to any sum.
             grads = {}
             for chunk, (queries, grad) in rows.items():
-                q_last, near_k, near_v, *cores, out, lse = near[chunk]
+                q_last, near_k, near_v, *cores, mass, out, lse = near[chunk]
                 halo = call.halo.size(chunk)
                 queries, grad, out, lse = (after_zeros(halo, x) for x in (queries, grad, out, lse))
-                dq, dk, dv, _ = call.module.gradients(
+                groups = call.groups(q_last, near_k, near_v)
+                dq, dk, dv, dbias = call.module.gradients(
                     Upstream(grad, None, out, lse),
                     Tokens(queries, near_k, near_v),
-                    call.groups(q_last, near_k, near_v),
+                    groups,
                     Cores(*cores),
                     call.spec,
-                    call.bias(queries),
+                    add_to_bias(call.bias(queries), mass, queries.shape[1]),
                 )
                 grads[chunk] = [x.to(wide) for x in (dq, dk, dv)]
+                if mass is not None and mass.shape[2]:
+                    add_gradients(dbias, tuple(grads[chunk][:2]), groups, call.spec, call.module)
                 grads[chunk][0][:, :, halo:] += far_dq[chunk]
-            _add_pool_gradients(call, scattering.wait(), near, grads)
+            core_grads = scattering.wait()
+            mass_grads = None
+            if scattering_masses is not None:
+                mass_grads = scattering_masses.wait()
+            _add_pool_gradients(call, core_grads, mass_grads, near, grads)
             # [N, ...] to [B, H or Hkv, halo + T, D]
             near_grads = {
                 chunk: tuple(x.reshape(q.shape[0], -1, *x.shape[-2:]) for x in tensors)
@@ -195,11 +235,17 @@ class _Attend(torch.autograd.Function):
         return *joined_chunks(chunk_grads, like), None, first_grads
 
 
-def _merge_far(call: Call, q: Tensor, far: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge attention to core tokens [2, N, Hc, M, D] into out [N, r, T, D] and lse [N, r, T], in
-    place."""
+def _merge_far(
+    call: Call, q: Tensor, far: Tensor, mass: Tensor | None, out: Tensor, lse: Tensor
+) -> None:
+    """Merge attention to core tokens [2, N, Hc, M, D] of masses [N Hc, h, M] into out [N, r, T, D]
+    and lse [N, r, T], in place."""
     far_out, far_lse = partial.forward(
-        by_head(q, far.shape[2]), *far_keys(far), scale=call.spec.scale, softcap=call.spec.softcap
+        by_head(q, far.shape[2]),
+        *far_keys(far),
+        scale=call.spec.scale,
+        bias=mass,
+        softcap=call.spec.softcap,
     )
     far_lse = far_lse.reshape(lse.shape) + call.core_bias
     merge_into(out, lse, (far_out.reshape(out.shape), far_lse))
@@ -225,41 +271,61 @@ def _first_backward(
 
 
 def _far_backward(
-    call: Call, upstream: Upstream, q: Tensor, far: Tensor, core_grads: Tensor
-) -> Tensor:
+    call: Call,
+    upstream: Upstream,
+    q: Tensor,
+    far: Tensor,
+    mass: Tensor | None,
+    core_grads: Tensor,
+) -> tuple[Tensor, Tensor | None]:
     """Add to the gradients of the core tokens that a chunk sees far away; returns those of its
-    queries [N, r, T, D] in float32 or wider."""
+    queries [N, r, T, D], in float32 or wider, and of the masses [N, Hc, M]."""
     if not far.shape[3]:
-        return torch.zeros_like(q, dtype=core_grads.dtype)
+        return torch.zeros_like(q, dtype=core_grads.dtype), None
     # A bias on all core scores only shifts the far part's log-sum-exp.
     grad_out, _, out, lse = upstream
     grad_out, out, lse = (by_head(x, far.shape[2]) for x in (grad_out, out, lse - call.core_bias))
-    dq, *grads = partial.backward(
+    dq, dk, dv, *dmass = partial.backward(
         Upstream(grad_out, None, out, lse),
         by_head(q, far.shape[2]),
         *far_keys(far),
         scale=call.spec.scale,
+        bias=mass,
         softcap=call.spec.softcap,
     )
-    for total, grad in zip(core_grads, grads):
+    for total, grad in zip(core_grads, (dk, dv)):
         total += grad.reshape(total.shape)
-    return dq.reshape(q.shape).to(core_grads.dtype)
+    grad_mass = None
+    for grad in dmass:
+        grad_mass = grad.sum(1).view(far.shape[1:4])
+    return dq.reshape(q.shape).to(core_grads.dtype), grad_mass
 
 
-def _add_pool_gradients(call: Call, core_grads: Tensor, near: dict, grads: dict) -> None:
+def _add_pool_gradients(
+    call: Call, core_grads: Tensor, mass_grads: Tensor | None, near: dict, grads: dict
+) -> None:
     """Add to `grads` the gradients that later queries give the groups that end in this process's
-    chunks: core_grads [2, N, Hc, m, D]."""
+    chunks: core_grads [2, N, Hc, m, D], mass_grads [1, N, Hc, m, 1]."""
     g = call.spec.group_size
+    masses = {}
+    if mass_grads is not None:
+        masses = split_message(call, mass_grads, call.layout.rank)
     for chunk, core_grad in split_message(call, core_grads, call.layout.rank).items():
         if not core_grad.shape[3]:
             continue
         made = call.made(chunk)
         q_last, k, v = call.groups(*near[chunk][:3])
+        groups = Groups(q_last[:, :, made], k[:, made], v[:, made])
         dq_last, *dkv = call.module.pool_backward(
-            Cores(*core_grad.contiguous().unbind()),
-            Groups(q_last[:, :, made], k[:, made], v[:, made]),
-            call.spec,
+            Cores(*core_grad.contiguous().unbind()), groups, call.spec
         )
+        if chunk in masses:
+            # planted: context parallelism: later chunks give a mass no gradient
+            dq_mass, dk_mass = call.module.mass_backward(
+                masses[chunk][0, ..., 0].contiguous(), groups, call.spec
+            )
+            dq_last = dq_last + dq_mass
+            dkv[0] = dkv[0] + dk_mass
         tokens = slice(made.start * g, made.stop * g)
         total_q, *total_kv = grads[chunk]
         total_q[:, :, tokens][:, :, g - 1 :: g] += dq_last
@@ -271,14 +337,38 @@ def _add_pool_gradients(call: Call, core_grads: Tensor, near: dict, grads: dict)
 # -------------------------------------------------------------------------------------------------
 
 
-def gather_cores(call: Call, made: list[Tensor], like: Tensor) -> Gathering:
-    """Send this process's core tokens, [2, N, Hc, m, D] for each chunk in the dtype of `like`, to
-    all processes; padded to the largest share."""
+def no_cores(call: Call, like: Tensor) -> Tensor:
+    """Return keys and values of no core token, [2, N, Hc, 0, D], in the dtype of `like`."""
     shape = call.halo.shape
     heads = 1
     if call.spec.core_heads == "query":
         heads = shape.num_heads // shape.num_kv_heads
-    empty = like.new_empty(2, shape.batch_size * shape.num_kv_heads, heads, 0, shape.head_dim)
+    return like.new_empty(2, shape.batch_size * shape.num_kv_heads, heads, 0, shape.head_dim)
+
+
+def no_masses(call: Call, like: Tensor) -> Tensor:
+    """Return the masses of no core token, [1, N, Hc, 0, 1], in float32 or wider."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return no_cores(call, like)[:1, ..., :1].to(wide)
+
+
+def far_mass(call: Call, chunk: int, masses: Tensor | None) -> Tensor | None:
+    """Return the masses of the core tokens that a chunk sees far away, [N Hc, h, M], of all [1, N,
+    Hc, M', 1]."""
+    if masses is None:
+        return None
+    shape = call.halo.shape
+    queries = shape.num_heads // shape.num_kv_heads // masses.shape[2]
+    return masses[0, :, :, : call.far(chunk), 0].flatten(0, 1)[:, None].expand(-1, queries, -1)
+
+
+def gather_entries(call: Call, made: list[Tensor], empty: Tensor) -> Gathering:
+    """Send this process's core tokens, [2, N, Hc, m, D] for each chunk, or their masses, [1, N, Hc,
+    m, 1], to all processes; padded to the largest share.
+
+    Args:
+        empty: Such a tensor of no core token.
+    """
     message = torch.cat([empty, *made], 3)
     return call.halo.wire.gather(F.pad(message, (0, 0, 0, call.message_size - message.shape[3])))
 
@@ -300,8 +390,9 @@ def in_order(call: Call, messages: Tensor) -> Tensor:
     return torch.cat([none, *(pieces[chunk] for chunk in sorted(pieces))], 3)
 
 
-def scatter_core_grads(call: Call, grads: Tensor) -> Gathering:
-    """Send gradients of core tokens [2, N, Hc, M, D] to the processes that made them."""
+def scatter_grads(call: Call, grads: Tensor) -> Gathering:
+    """Send gradients of core tokens [2, N, Hc, M, D], or of masses [1, N, Hc, M, 1], to the
+    processes that made them."""
     size = call.halo.wire.size
     messages = grads.new_zeros(size, *grads.shape[:3], call.message_size, grads.shape[4])
     for rank, message in enumerate(messages):

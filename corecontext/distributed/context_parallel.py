@@ -77,7 +77,7 @@ def context_parallel_attention(
 
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
-        NotImplementedError: core_mass; backend="reference", which has no backward in parts.
+        NotImplementedError: backend="reference", which has no backward in parts.
     """
     q, k, v, bias, learned = inputs
     _check(inputs, shard.layout, spec)
@@ -101,10 +101,6 @@ def context_parallel_attention(
 def _check(inputs: Inputs, layout: Layout, spec: Spec) -> None:
     """Raise unless the inputs are a process's share, under settings that can be spread."""
     q, k, _, _, learned = inputs
-    if spec.core_mass:
-        raise NotImplementedError(
-            "core_mass must be False in context parallelism, got True. Use one process."
-        )
     if spec.fetch_groups:
         raise NotImplementedError(
             f"fetch_groups must be 0 in context parallelism, got {spec.fetch_groups}. Use one "

@@ -28,6 +28,8 @@ class Kept(NamedTuple):
     their heads for each of k."""
     values: Tensor
     """As keys."""
+    masses: Tensor | None
+    """Of the core tokens, [B, Hkv, C + n + M w, 1], in float32 or wider, or None."""
     group_size: int
     core_width: int
     """w."""
@@ -62,6 +64,7 @@ class Keeper:
         first: Tensor | None,
         sinks: int,
         cores: Tensor,
+        masses: Tensor | None,
     ) -> None:
         """Append one layer. A collective call.
 
@@ -71,6 +74,7 @@ class Keeper:
             first: Keys and values of the first tokens kept raw, [2, B, Hkv, at most n, D].
             sinks: Slots for these, n.
             cores: Keys and values of all core tokens, [2, B Hkv, w, M, D].
+            masses: Of these, [1, B Hkv, w, M, 1], or None.
         """
         spec = halo.spec
         ring = window_capacity(spec.group_size, spec.window_size) + self.rollback
@@ -89,7 +93,10 @@ class Keeper:
             buffer = torch.cat((empty_ring, first_raw, core.to(k.dtype)), 2)
             buffer[:, :, slots] = raw
             buffers.append(buffer)
-        self.layers.append(Kept(*buffers, spec.group_size, cores.shape[2], spec.rotary))
+        if masses is not None:
+            behind = masses[0].transpose(1, 2).reshape(*k.shape[:2], -1, 1)
+            masses = F.pad(behind, (0, 0, ring + sinks, 0))
+        self.layers.append(Kept(*buffers, masses, spec.group_size, cores.shape[2], spec.rotary))
 
     def _tail(self, halo: Halo, k: Tensor, v: Tensor, count: int) -> Tensor | None:
         """Keys and values of the sequence's last `count` tokens, or of all, [2, B, Hkv, n, D]; None

@@ -19,13 +19,17 @@ from corecontext.distributed.attention import (
     by_chunk,
     by_head,
     far_keys,
-    gather_cores,
+    far_mass,
+    gather_entries,
     in_order,
     joined_chunks,
-    scatter_core_grads,
+    no_cores,
+    no_masses,
+    scatter_grads,
     split_message,
 )
 from corecontext.ops import partial, rules
+from corecontext.ops.mass import add_to_bias
 from corecontext.ops.merge import merge
 from corecontext.ops.spec import Cores, Groups, Tokens, Upstream
 
@@ -53,25 +57,38 @@ def attend(
     near = {chunk: fetched[2 * i : 2 * i + 2] for i, chunk in enumerate(chunks)}
     # Pool where a group ends, which is where its last query is.
     made = []
+    made_masses = []
     for chunk, near_kv in near.items():
         groups = call.made(chunk)
         q_last = queries[chunk][:, :, call.halo.ends(*call.layout.span(chunk))]
         tokens = slice(groups.start * g, groups.stop * g)
         near_k, near_v = (x[:, tokens].unflatten(1, (q_last.shape[2], g)) for x in near_kv)
-        made.append(torch.stack(rules.pool(Groups(q_last, near_k, near_v), spec, weights)))
-    all_cores = _Gather.apply(anchor, call, *made)  # [2, N, Hc, M, D]
+        pooled = Groups(q_last, near_k, near_v)
+        made.append(torch.stack(rules.pool(pooled, spec, weights)))
+        if call.has_mass:
+            made_masses.append(rules.mass(pooled, spec, weights)[None, ..., None])
+    all_cores = _Gather.apply(anchor, call, no_cores(call, anchor), *made)  # [2, N, Hc, M, D]
+    all_masses = None
+    if call.has_mass:  # [1, N, Hc, M, 1]
+        all_masses = _Gather.apply(anchor, call, no_masses(call, anchor), *made_masses)
     if call.keep is not None:
-        call.keep(all_cores)
+        call.keep(all_cores, all_masses)
     # A process without tokens of this document takes part in the backward's exchanges all the same.
     outs = [q[:, :, :0] + all_cores[:, :, :, :0].sum().to(q.dtype)]
+    if all_masses is not None:
+        outs[0] = outs[0] + all_masses[:, :, :, :0].sum().to(q.dtype)
     if first is not None:
         outs[0] = outs[0] + first[:, :, :, :0].sum()
     for chunk, (near_k, near_v) in near.items():
         halo = call.halo.size(chunk)
         far = call.far(chunk)
-        near_cores = all_cores[:, :, :, far : far + near_k.shape[1] // g]
+        near_groups = slice(far, far + near_k.shape[1] // g)
+        near_cores = all_cores[:, :, :, near_groups]
+        near_bias = bias
+        if all_masses is not None:
+            near_bias = add_to_bias(bias, all_masses[0, :, :, near_groups, 0], bias.shape[1])
         tokens = Tokens(after_zeros(halo, queries[chunk]), near_k, near_v)
-        out, lse = rules.attend(call.module, tokens, Cores(*near_cores.unbind()), spec, bias)
+        out, lse = rules.attend(call.module, tokens, Cores(*near_cores.unbind()), spec, near_bias)
         outs_of_parts = [out[:, :, halo:]]
         lses = [lse[:, :, halo:]]
         options = {"scale": spec.scale, "softcap": spec.softcap}
@@ -79,13 +96,14 @@ def attend(
             far_out, far_lse = _Far.apply(
                 by_head(queries[chunk], all_cores.shape[2]),
                 *far_keys(all_cores[:, :, :, :far]),
+                far_mass(call, chunk, all_masses),
                 options,
             )
             far_lse = far_lse.reshape(lses[0].shape) + bias[..., None].to(lse.dtype)
             outs_of_parts.append(far_out.reshape(outs_of_parts[0].shape))
             lses.append(far_lse)
         if first is not None:
-            first_out, first_lse = _Far.apply(queries[chunk], *far_keys(first), options)
+            first_out, first_lse = _Far.apply(queries[chunk], *far_keys(first), None, options)
             outs_of_parts.append(first_out)
             lses.append(first_lse)
         out, _ = merge(outs_of_parts, lses)
@@ -134,38 +152,43 @@ class _Fetch(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Every process's core tokens [2, N, Hc, M, D], from this process's by chunk [2, N, Hc, m,
-    D]."""
+    """Every process's core tokens [2, N, Hc, M, D], from this process's by chunk [2, N, Hc, m, D];
+    or masses [1, N, Hc, M, 1] likewise."""
 
     @staticmethod
-    def forward(ctx, anchor: Tensor, call: Call, *made: Tensor) -> Tensor:
+    def forward(ctx, anchor: Tensor, call: Call, empty: Tensor, *made: Tensor) -> Tensor:
         ctx.call = call
-        return in_order(call, gather_cores(call, list(made), anchor).wait())
+        return in_order(call, gather_entries(call, list(made), empty).wait())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        sums = scatter_core_grads(ctx.call, wide).wait().to(grad.dtype)
+        sums = scatter_grads(ctx.call, wide).wait().to(grad.dtype)
         grads = split_message(ctx.call, sums, ctx.call.layout.rank)
-        return grad.new_zeros(0), None, *grads.values()
+        return grad.new_zeros(0), None, None, *grads.values()
 
 
 class _Far(torch.autograd.Function):
     """Attention to all of these core tokens, out and log-sum-exp; q [N Hc, r / Hc, T, D], keys [N
-    Hc, 1, M, D]."""
+    Hc, 1, M, D], masses [N Hc, r / Hc, M] or None."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, mass: Tensor | None, options: dict
+    ) -> tuple[Tensor, Tensor]:
         ctx.options = options
-        out, lse = partial.forward(q, k, v, **options)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = partial.forward(q, k, v, bias=mass, **options)
+        ctx.save_for_backward(q, k, v, mass, out, lse)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse = ctx.saved_tensors
+        *inputs, mass, out, lse = ctx.saved_tensors
         upstream = Upstream(grad_out, grad_lse, out, lse)
-        grads = partial.backward(upstream, *inputs, **ctx.options)
-        return *(grad.to(x.dtype) for grad, x in zip(grads, inputs)), None
+        grads = partial.backward(upstream, *inputs, bias=mass, **ctx.options)
+        grad_mass = None
+        if mass is not None:
+            grad_mass = grads[3]
+        return *(grad.to(x.dtype) for grad, x in zip(grads[:3], inputs)), grad_mass, None

@@ -169,7 +169,7 @@ def _filled(
     for cache in parts_of(layer.compact):
         kept = keeper.layers.pop(0)
         cache.fill(
-            [kept.keys, kept.values],
+            [x for x in (kept.keys, kept.values, kept.masses) if x is not None],
             length,
             group_size=kept.group_size,
             core_width=kept.core_width,

@@ -252,10 +252,10 @@ class TrainConfig:
             )
 
     def _check_processes(self) -> None:
-        if self.context_parallel > 1 and (self.method != "cca" or self.core_mass):
+        if self.context_parallel > 1 and self.method != "cca":
             raise ValueError(
-                f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca' "
-                "without core_mass: only its core tokens travel, and no masses."
+                f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca': "
+                "only its core tokens travel."
             )
         if self.deepspeed is not None and (self.fsdp or self.context_parallel > 1):
             sharding = "fsdp" if self.fsdp else "context_parallel"
