@@ -11,83 +11,25 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from corecontext.distributed.halo import Halo
-from corecontext.distributed.layout import Layout
-from corecontext.distributed.wire import Gathering
+from corecontext.distributed.call import Call
+from corecontext.distributed.core_tokens import (
+    far_mass,
+    gather_entries,
+    in_order,
+    no_cores,
+    no_masses,
+    scatter_grads,
+    split_message,
+)
 from corecontext.ops import partial
 from corecontext.ops.mass import add_gradients, add_to_bias
 from corecontext.ops.merge import merge_into
-from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
-
-
-class Call(NamedTuple):
-    """Hold the settings that forward and backward of one document share."""
-
-    halo: Halo
-    module: ModuleType
-    """The backend."""
-    core_bias: float
-    keep: Callable[[Tensor, Tensor | None], None] | None = None
-    """Called with the keys and values of all core tokens, [2, N, Hc, M, D], and their masses, [1,
-    N, Hc, M, 1] or None."""
-
-    @property
-    def layout(self) -> Layout:
-        """The document's chunks."""
-        return self.halo.layout
-
-    @property
-    def spec(self) -> Spec:
-        """The settings, with one group size and no first tokens kept raw: these are not a part of
-        the sequence."""
-        return self.halo.spec
-
-    @property
-    def has_mass(self) -> bool:
-        """Whether masses are added to the scores of core tokens; that of one token is 0."""
-        return self.spec.core_mass and self.spec.group_size > 1
-
-    def far(self, chunk: int) -> int:
-        """Return how many core tokens every query of a chunk sees: its near part begins after
-        them."""
-        return self.halo.start(chunk) // self.spec.group_size
-
-    def made(self, chunk: int) -> slice:
-        """Return which groups of the near part end in the chunk itself."""
-        first, end = self.layout.groups(chunk, self.spec.group_size)
-        return slice(first - self.far(chunk), end - self.far(chunk))
-
-    def counts(self, rank: int) -> list[int]:
-        """Return how many core tokens each chunk of a process makes."""
-        spans = [self.layout.groups(i, self.spec.group_size) for i in self.layout.chunks(rank)]
-        return [end - first for first, end in spans]
-
-    @property
-    def message_size(self) -> int:
-        """Core tokens in a message: those of the process that makes most."""
-        return max(sum(self.counts(rank)) for rank in range(self.halo.wire.size))
-
-    def bias(self, queries: Tensor) -> Tensor | None:
-        """Return the bias [N, r] of queries [N, r, T, D]."""
-        if not self.core_bias:
-            return None
-        wide = torch.promote_types(queries.dtype, torch.float32)
-        return torch.full(queries.shape[:2], self.core_bias, device=queries.device, dtype=wide)
-
-    def groups(self, q_last: Tensor, k: Tensor, v: Tensor) -> Groups:
-        """Return the groups of a near part, from its group-end queries [N, r, M, D] and its keys
-        and values [N, S, D]."""
-        shape = (q_last.shape[2], self.spec.group_size)
-        k, v = (x[:, : shape[0] * shape[1]].unflatten(1, shape) for x in (k, v))
-        return Groups(q_last, k, v)
+from corecontext.ops.spec import Cores, Groups, Tokens, Upstream
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, first: Tensor | None) -> Tensor:
@@ -331,74 +273,6 @@ def _add_pool_gradients(
         total_q[:, :, tokens][:, :, g - 1 :: g] += dq_last
         for total, grad in zip(total_kv, dkv):
             total[:, tokens] += grad.flatten(1, 2)
-
-
-# Core tokens between processes
-# -------------------------------------------------------------------------------------------------
-
-
-def no_cores(call: Call, like: Tensor) -> Tensor:
-    """Return keys and values of no core token, [2, N, Hc, 0, D], in the dtype of `like`."""
-    shape = call.halo.shape
-    heads = 1
-    if call.spec.core_heads == "query":
-        heads = shape.num_heads // shape.num_kv_heads
-    return like.new_empty(2, shape.batch_size * shape.num_kv_heads, heads, 0, shape.head_dim)
-
-
-def no_masses(call: Call, like: Tensor) -> Tensor:
-    """Return the masses of no core token, [1, N, Hc, 0, 1], in float32 or wider."""
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return no_cores(call, like)[:1, ..., :1].to(wide)
-
-
-def far_mass(call: Call, chunk: int, masses: Tensor | None) -> Tensor | None:
-    """Return the masses of the core tokens that a chunk sees far away, [N Hc, h, M], of all [1, N,
-    Hc, M', 1]."""
-    if masses is None:
-        return None
-    shape = call.halo.shape
-    queries = shape.num_heads // shape.num_kv_heads // masses.shape[2]
-    return masses[0, :, :, : call.far(chunk), 0].flatten(0, 1)[:, None].expand(-1, queries, -1)
-
-
-def gather_entries(call: Call, made: list[Tensor], empty: Tensor) -> Gathering:
-    """Send this process's core tokens, [2, N, Hc, m, D] for each chunk, or their masses, [1, N, Hc,
-    m, 1], to all processes; padded to the largest share.
-
-    Args:
-        empty: Such a tensor of no core token.
-    """
-    message = torch.cat([empty, *made], 3)
-    return call.halo.wire.gather(F.pad(message, (0, 0, 0, call.message_size - message.shape[3])))
-
-
-def split_message(call: Call, message: Tensor, rank: int) -> dict[int, Tensor]:
-    """Split the core tokens that a process made, [2, N, Hc, m, D], by chunk; views."""
-    counts = call.counts(rank)
-    pieces = message[:, :, :, : sum(counts)].split(counts, 3)
-    return dict(zip(call.layout.chunks(rank), pieces))
-
-
-def in_order(call: Call, messages: Tensor) -> Tensor:
-    """Return the core tokens of the whole sequence, [2, N, Hc, M, D], from all processes'
-    messages."""
-    pieces: dict[int, Tensor] = {}
-    for rank, message in enumerate(messages):
-        pieces |= split_message(call, message, rank)
-    none = messages[0][:, :, :, :0]  # where no group is complete
-    return torch.cat([none, *(pieces[chunk] for chunk in sorted(pieces))], 3)
-
-
-def scatter_grads(call: Call, grads: Tensor) -> Gathering:
-    """Send gradients of core tokens [2, N, Hc, M, D], or of masses [1, N, Hc, M, 1], to the
-    processes that made them."""
-    size = call.halo.wire.size
-    messages = grads.new_zeros(size, *grads.shape[:3], call.message_size, grads.shape[4])
-    for rank, message in enumerate(messages):
-        for chunk, target in split_message(call, message, rank).items():
-            target.copy_(grads[:, :, :, slice(*call.layout.groups(chunk, call.spec.group_size))])
-    return call.halo.wire.scatter_sum(messages)
 
 
 # Shapes

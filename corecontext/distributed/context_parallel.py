@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from corecontext.distributed import first_tokens
-from corecontext.distributed.attention import Call, attend
+from corecontext.distributed.attention import attend
+from corecontext.distributed.call import Call
 from corecontext.distributed.halo import Halo, Shape
 from corecontext.distributed.kept import Keeper
 from corecontext.distributed.layout import Layout

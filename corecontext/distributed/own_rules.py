@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from corecontext.distributed.attention import (
-    Call,
     after_zeros,
     by_chunk,
     by_head,
     far_keys,
+    joined_chunks,
+)
+from corecontext.distributed.call import Call
+from corecontext.distributed.core_tokens import (
     far_mass,
     gather_entries,
     in_order,
-    joined_chunks,
     no_cores,
     no_masses,
     scatter_grads,
