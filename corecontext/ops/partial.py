@@ -11,7 +11,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from corecontext.ops.capability import nvidia_capability
@@ -19,8 +18,6 @@ from corecontext.ops.spec import Upstream
 
 _aten = torch.ops.aten
 _CHUNK_SCORES = 1 << 24  # scores held at once by the plain path: 64 MiB in float32
-_EFFICIENT_QUERIES = 32
-_LSE_TILE = 32
 # Keys from which cuDNN's faster kernels are worth the plan that it makes for each new shape.
 _CUDNN_KEYS = 1024
 
@@ -63,11 +60,6 @@ def forward(
             q, k, v, 0.0, is_causal, False, scale=scale
         )
         return out, lse
-    if kernel == "efficient":
-        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            q, k, v, _aligned(bias, q), True, scale=scale
-        )
-        return out, lse[:, :, : q.shape[2]]
     return _plain_forward(q, k, v, _Scoring(scale, bias, is_causal, softcap))
 
 
@@ -104,8 +96,6 @@ def backward(
         )
     elif kernel == "flash":
         grads = _flash_backward(upstream, q, k, v, scale, is_causal)
-    elif kernel == "efficient":
-        grads = _efficient_backward(upstream, q, k, v, bias, scale)
     else:
         grads = _plain_backward(upstream, q, k, v, _Scoring(scale, bias, is_causal, softcap))
     grad_q, grad_k, grad_v, *grad_bias = grads
@@ -149,43 +139,17 @@ def _flash_backward(
     )
 
 
-def _efficient_backward(
-    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
-) -> tuple[Tensor, ...]:
-    """The gradients by the kernel that takes a mask for each query."""
-    grad_out, _, out, lse = upstream
-    # The kernel reads the log-sum-exp in tiles; infinity makes probabilities of 0.
-    lse = F.pad(lse, (0, -lse.shape[2] % _LSE_TILE), value=torch.inf)
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # serves dropout, which is 0
-    return _aten._scaled_dot_product_efficient_attention_backward(
-        *(grad_out, q, k, v, _aligned(bias, q), out, lse, seed, seed, 0.0),
-        [True, True, True, False],
-        scale=scale,
-    )[:3]
-
-
-def _aligned(bias: Tensor, q: Tensor) -> Tensor:
-    """The masks [N, 1, T, S] for all heads, rows starting at multiples of 16 elements."""
-    size = bias.shape[3]
-    if size % 16:
-        bias = F.pad(bias, (0, -size % 16))[..., :size]
-    return bias.expand(q.shape[0], q.shape[1], -1, -1)
-
-
 def _kernel(q: Tensor, k: Tensor, bias: Tensor | None, softcap: float | None) -> str:
     """Which implementation takes the call: "cpu"; "cudnn" (Hopper and later) or "flash" (Ampere and
-    later, AMD), in half precision and without a bias; "efficient" (NVIDIA, from Ampere on), in half
-    precision, for a mask of each query; or "plain"."""
+    later, AMD), in half precision and without a bias; or "plain"."""
     dim = q.shape[-1]
     if softcap is not None or (bias is not None and bias.dim() == 3):
         return "plain"
     if q.device.type == "cpu":
         return "cpu"
     is_half = q.dtype in (torch.float16, torch.bfloat16)
-    if q.device.type != "cuda" or not is_half or dim > 256 or dim % 8:
+    if q.device.type != "cuda" or not is_half or dim > 256 or dim % 8 or bias is not None:
         return "plain"
-    if bias is not None:
-        return "efficient" if _takes_masks(q, bias) else "plain"
     capability = nvidia_capability(q.device)
     if capability is None:
         return "flash"
@@ -196,13 +160,6 @@ def _kernel(q: Tensor, k: Tensor, bias: Tensor | None, softcap: float | None) ->
     if is_hopper and may_vary and dim <= 128 and k.shape[2] >= _CUDNN_KEYS:
         return "cudnn"
     return "flash"
-
-
-def _takes_masks(q: Tensor, bias: Tensor) -> bool:
-    """Whether the kernel "efficient" takes the masks; few queries of a sequence waste its tiles."""
-    capability = nvidia_capability(q.device)
-    is_supported = capability is not None and capability >= (8, 0)
-    return is_supported and bias.dim() == 4 and q.shape[2] >= _EFFICIENT_QUERIES
 
 
 @functools.cache
