@@ -100,7 +100,10 @@ def test_padded_rows_equal_one_pass(fixed):
     layer = CompactLayer(config, ROTARY, max_length=LENGTH if fixed else None)
     outs = [fed(layer, tensors, 0, [5], attention_mask=mask[:, :5])]
     outs.append(fed(layer, tensors, 5, [19], attention_mask=mask[:, :24]))
-    outs.append(fed(layer, tensors, 24, [1] * 20 + [10] + [1] * 6))
+    outs.append(fed(layer, tensors, 24, [1] * 20))
+    loaded = CompactLayer(config, ROTARY, max_length=LENGTH if fixed else None)
+    loaded.load_state_dict(layer.state_dict())
+    outs.append(fed(loaded, tensors, 44, [10] + [1] * 6))
     near(torch.cat(outs, 2), expected)
 
 

@@ -530,6 +530,8 @@ def test_too_long_prompts_are_refused(model):
         ValueError, match="^input_ids must fit the model's 256 positions, got 257 tokens. Shorten"
     ):
         prefill(model, tokens(1, 257))
+    with pytest.raises(ValueError, match="256 positions, got 257 tokens"):  # of the longest row
+        prefill(model, tokens(2, 257), torch.arange(257) >= torch.tensor([[0], [9]]))
     with pytest.raises(
         ValueError, match="^input_ids must fit the model's 256 positions, got 250 tokens and 7 new"
     ):

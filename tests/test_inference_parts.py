@@ -615,6 +615,16 @@ def test_each_row_looks_for_stop_texts_in_its_own_newest_tokens(model):
     assert len(stream._tails[0]) == 2 + 8 and stream._tails[1] == []
 
 
+def test_a_stop_text_of_a_token_for_each_byte_is_found(model):
+    def decode(ids, **options):
+        return bytes(ids).decode(errors="replace")
+
+    options = {"stop_strings": ["\N{FIRE}" * 3], "tokenizer": SimpleNamespace(decode=decode)}
+    stream = Engine(model).stream(tokens(1, 5), max_new_tokens=40, **options)
+    text = "ab" + "\N{FIRE}" * 3
+    assert [stream._stops(0, byte) for byte in text.encode()] == [False] * 13 + [True]
+
+
 def test_a_stream_that_was_closed_or_failed_gives_no_token(model, monkeypatch):
     engine, ids = Engine(model, static=True), tokens(1, 9)
     unread = engine.stream(ids, max_new_tokens=3)

@@ -35,6 +35,7 @@ from budgets import (  # noqa: E402
 
 from corecontext import Rotary, cca_attention, pool_core_tokens  # noqa: E402
 from corecontext.ops import compose  # noqa: E402
+from corecontext.ops.batch import complete_groups  # noqa: E402
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
 
@@ -464,6 +465,44 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
     torch.testing.assert_close(stats[:, :, 0], -some_lse / math.log(2), rtol=1e-6, atol=1e-6)
     delta = some_grad_lse - (some["out"].float() * some["grad_out"].float()).sum(-1)
     torch.testing.assert_close(stats[:, :, 1], delta, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(backend.hopper_backward is None, reason="this Triton has no Gluon")
+def test_pooling_for_hopper_has_the_tokens_after_the_first(monkeypatch):
+    """Gradients of the far past, given here, reach the first tokens as they are, and by pooling the
+    tokens and group-end queries behind them."""
+    from corecontext.ops.triton import hopper_backward, pool
+
+    dim, length, g, first = 40, 45, 7, 14
+    spec = Spec(group_size=g, window_size=10, scale=0.2, sink_size=first)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    q, grad_out, out = torch.randn(3, 2, 2, length, dim, device=DEVICE, generator=generator)
+    k, v = torch.randn(2, 2, length, dim, device=DEVICE, generator=generator)
+    tokens = Tokens(q, k, v)
+    groups = complete_groups(tokens, g, first)
+    count = groups.k.shape[1]
+    far = torch.randn(2, 2, 2, first + count, dim, device=DEVICE, generator=generator)
+
+    def attend_backward(chunk, *args):
+        chunk.dk.zero_()
+        chunk.dv.zero_()
+        return far.clone()
+
+    monkeypatch.setattr(hopper_backward, "_attend_backward", attend_backward)
+    upstream = Upstream(grad_out, None, out, torch.zeros(2, 2, length, device=DEVICE))
+    cores = Cores(*torch.zeros(2, 2, 1, count, dim, device=DEVICE))
+    dq, *grads, _ = hopper_backward.gradients(upstream, tokens, groups, cores, spec)
+
+    of_entries = far.sum(2)
+    expected = pool.pool_backward(Cores(*of_entries[:, :, None, first:]), groups, spec)
+    ends = torch.zeros_like(dq)
+    ends[:, :, first + g - 1 : first + count * g : g] = expected[0]
+    torch.testing.assert_close(dq, ends, rtol=1e-5, atol=1e-5)
+    for grad, to_first, pooled in zip(grads, of_entries, expected[1:]):
+        wanted = torch.zeros_like(grad)
+        wanted[:, :first] = to_first[:, :first]
+        wanted[:, first : first + count * g] = pooled.flatten(1, 2)
+        torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-5)
 
 
 class _OneChip:
