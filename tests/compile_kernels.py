@@ -41,6 +41,8 @@ from corecontext.ops.triton.tiles import (
     choose_tiles,
     dkv_tiles,
     dq_tiles,
+    fetch_dkv_tiles,
+    fetch_dq_tiles,
     fetch_tiles,
     forward_tiles,
     pool_tiles,
@@ -189,14 +191,17 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     sizes = {**sizes, "ADD": True, "SEGMENT": 1024}
     yield Kernel(fetch_scores._group_scores_kernel, sizes, types)
     flags = {"FROM_CANDIDATES": False, "TO_CANDIDATES": True}
-    sizes = {**flags, "BLOCK": 8192, "BLOCK_K": 64, "num_warps": 8}
+    sizes = {**flags, "BLOCK": 2048, "BLOCK_K": 64, "num_warps": 1}
     yield Kernel(fetch_choose._select_kernel, sizes, types)
     yield Kernel(marks._mark_kernel, {"BLOCK": 64, "num_warps": 1}, types)
-    tiles = fetch_tiles(chip, dtype, dim)
     for rows in (16, 64):
-        sizes = {**plain, "BLOCK_M": min(rows, tiles.block_m), "BLOCK_N": tiles.block_n}
-        sizes.update(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-        for function in FETCH:
+        for function, tiles in (
+            (fetch_kernels.fetch_fwd_kernel, fetch_tiles(chip, dtype, dim, rows)),
+            (fetch_kernels.fetch_dq_kernel, fetch_dq_tiles(chip, dtype, dim, rows)),
+            (fetch_kernels.fetch_dkv_kernel, fetch_dkv_tiles(chip, dtype, dim, rows)),
+        ):
+            sizes = {**plain, "BLOCK_M": min(rows, tiles.block_m), "BLOCK_N": tiles.block_n}
+            sizes.update(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
             more = {"HAS_GRAD_LSE": True} if "_dq_" in function.__name__ else {}
             yield Kernel(function, {**sizes, **more}, types)
 

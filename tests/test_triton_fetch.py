@@ -93,7 +93,8 @@ def test_choice_in_pieces(k, monkeypatch):
     """Scores of a few shares at a time, and more groups than one program holds."""
     monkeypatch.setattr(fetch_choose, "_SCORE_BYTES", 2000)
     monkeypatch.setattr(fetch_scores, "_SEGMENT", 32)
-    monkeypatch.setattr(fetch_choose, "_MOST_SELECTED", 16)
+    monkeypatch.setattr(fetch_choose, "_SELECTED", 16)
+    monkeypatch.setattr(fetch_choose, "_MOST_SELECTED", 32)
     settings = Choosing((2, 5, 0), 0.25, None, k, 8, 11, 101)
     q, index = normal(1, 2, settings.num_shares, 16), normal(1, 48, 1, 16)
     got = fetch_choose.choose(q, index, settings)

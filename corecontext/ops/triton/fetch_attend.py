@@ -21,7 +21,14 @@ from corecontext.ops.triton.fetch_kernels import (
 )
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.marks import Marks, mark
-from corecontext.ops.triton.tiles import chip_of, fetch_tiles
+from corecontext.ops.triton.tiles import (
+    Chip,
+    Tiles,
+    chip_of,
+    fetch_dkv_tiles,
+    fetch_dq_tiles,
+    fetch_tiles,
+)
 
 _MARK_BYTES = 256 << 20  # marks in memory at a time, of some KV heads
 
@@ -55,30 +62,29 @@ class _Call(NamedTuple):
         """Return scale and softcap."""
         return float(self.spec.scale), float(self.spec.softcap or 1.0)
 
-    def constants(self, transposed: bool = False) -> dict[str, int | bool]:
-        """Return what the kernels are compiled for; transposed: keys are the rows."""
+    @property
+    def rows(self) -> int:
+        """Rows of a share: queries, rounded up to a power of 2, of all heads of a KV head."""
+        return self.tokens.q.shape[1] * power_of_2(self.fetched.share)
+
+    def constants(self, tiles: Tiles, rows: int) -> dict[str, int | bool]:
+        """Return what a kernel is compiled for whose tiles have at most `rows` rows."""
         r, _, dim = self.tokens.q.shape[1:]
-        rows = r * power_of_2(self.fetched.share)
-        tiles = fetch_tiles(chip_of(self.tokens.q.device), self.tokens.q.dtype, dim)
-        block_m = max(16, min(tiles.block_m, power_of_2(rows)))
-        block_n = tiles.block_n
-        if transposed:
-            block_m = max(16, min(tiles.block_m, power_of_2(self.spec.group_size)))
         return {
             "HEADS": r,
             "HAS_SOFTCAP": self.spec.softcap is not None,
             "HEAD_DIM": dim,
             "BLOCK_D": max(16, power_of_2(dim)),
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
+            "BLOCK_M": max(16, min(tiles.block_m, power_of_2(rows))),
+            "BLOCK_N": tiles.block_n,
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
         }
 
-    def row_blocks(self) -> int:
-        """Return how many programs the rows of a share take."""
-        rows = self.tokens.q.shape[1] * power_of_2(self.fetched.share)
-        return ceil_div(rows, self.constants()["BLOCK_M"])
+    def chip(self) -> tuple[Chip, torch.dtype, int]:
+        """Return the first arguments of the tables of tiles."""
+        q = self.tokens.q
+        return chip_of(q.device), q.dtype, q.shape[3]
 
     def marks(self) -> Marks:
         """Mark the core tokens that no query of a share sees."""
@@ -141,16 +147,17 @@ def _attend(call: _Call) -> tuple[Tensor, Tensor]:
     n, count, k_groups = fetched.chosen.shape
     if not (out.numel() and k_groups):
         return out, lse
+    constants = call.constants(fetch_tiles(*call.chip(), call.rows), call.rows)
     launch(
         fetch_fwd_kernel,
-        (n * count * call.row_blocks(),),
+        (n * count * ceil_div(call.rows, constants["BLOCK_M"]),),
         (
             *(q, k, v, fetched.chosen.contiguous(), out, lse),
             *(q.shape[2], cores.k.shape[2], count),
             *(tokens.q_start // fetched.share, tokens.q_start, *call.numbers()),
         ),
         (*(x.stride()[:-1] for x in (q, k, v, out)), *call.specialized()),
-        **call.constants(),
+        **constants,
     )
     return out, lse
 
@@ -185,9 +192,10 @@ def _attend_backward(upstream: Upstream, call: _Call) -> tuple[Tensor | None, ..
     lse = upstream.lse.contiguous()
     delta = torch.empty_like(lse)
     chosen = fetched.chosen.contiguous()
+    constants = call.constants(fetch_dq_tiles(*call.chip(), call.rows), call.rows)
     launch(
         fetch_dq_kernel,
-        (n * count * call.row_blocks(),),
+        (n * count * ceil_div(call.rows, constants["BLOCK_M"]),),
         (
             *(q, k, v, chosen, upstream.out.contiguous(), lse, grad_out),
             lse if upstream.grad_lse is None else upstream.grad_lse.contiguous(),
@@ -195,10 +203,11 @@ def _attend_backward(upstream: Upstream, call: _Call) -> tuple[Tensor | None, ..
         ),
         (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         HAS_GRAD_LSE=upstream.grad_lse is not None,
-        **call.constants(),
+        **constants,
     )
     order, begin = _shares_by_group(chosen, num_groups)
-    constants = call.constants(transposed=True)
+    tiles = fetch_dkv_tiles(*call.chip(), spec.group_size)
+    constants = call.constants(tiles, spec.group_size)
     launch(
         fetch_dkv_kernel,
         (ceil_div(spec.group_size, constants["BLOCK_M"]) * num_groups * n,),

@@ -85,10 +85,13 @@ def mean_queries(q: Tensor, settings: Choosing) -> Tensor:
         return q
     before = settings.q_start % share
     after = -settings.q_end % share
-    total = F.pad(q, (0, 0, before, after)).unflatten(2, (-1, share)).sum(3, dtype=torch.float32)
+    num_queries = q.shape[2]
+    if before or after:  # else no copy
+        q = F.pad(q, (0, 0, before, after))
+    total = q.unflatten(2, (-1, share)).sum(3, dtype=torch.float32)
     first = torch.arange(settings.num_shares, device=q.device) * share - before
     # Queries of each share that are in the call.
-    end = (first + share).clamp(max=q.shape[2])
+    end = (first + share).clamp(max=num_queries)
     count = end - first.clamp(min=0)
     return (total / count[:, None]).to(q.dtype)
 

@@ -19,7 +19,8 @@ from corecontext.ops.triton.fetch_scores import Queries, log_sums, score_groups
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 
 _SCORE_BYTES = 256 << 20  # scores of groups in memory at a time
-_MOST_SELECTED = 8192  # scores that one program holds in registers
+_SELECTED = 2048  # scores that a warp holds in registers
+_MOST_SELECTED = 8192  # candidates that one program holds
 _INFINITY_BITS = tl.constexpr(0x7F800001)  # the bits of NaN are cut to these
 
 
@@ -163,7 +164,7 @@ def _select(call: Queries, scores: Tensor, first_row: int, chosen: Tensor) -> No
     """Write the choice of the shares from first_row on into these rows of chosen."""
     n, rows, visible = scores.shape
     k = chosen.shape[2]
-    segments = ceil_div(visible, _MOST_SELECTED)
+    segments = ceil_div(visible, _SELECTED)
     output = _Output(chosen, None, first_row)
     if segments == 1:
         _launch_select(call, (scores, None), first_row, output)
@@ -191,7 +192,7 @@ def _launch_select(
     scores, numbers = candidates
     n, rows, width = scores.shape
     settings = call.settings
-    block = _MOST_SELECTED if segments > 1 else max(16, power_of_2(width))
+    block = _SELECTED if segments > 1 else max(16, power_of_2(width))
     chosen = output.chosen
     launch(
         _select_kernel,
@@ -209,5 +210,5 @@ def _launch_select(
         TO_CANDIDATES=output.scores is not None,
         BLOCK=block,
         BLOCK_K=power_of_2(settings.num_chosen),
-        num_warps=max(1, min(8, block // 1024)),
+        num_warps=max(1, min(4, block // _SELECTED)),
     )

@@ -92,9 +92,9 @@ def choose_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
     return Tiles(64, 64, 4, 2)
 
 
-def fetch_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
-    """For raw tokens of chosen groups: at most block_m rows that see the same tokens, block_n
-    tokens."""
+def fetch_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
+    """For raw tokens of chosen groups: at most block_m of the `rows` rows that see the same tokens,
+    block_n tokens."""
     shared = chip.shared_memory
     if shared == 0:
         return Tiles(32, 32, 4, 1)
@@ -104,7 +104,21 @@ def fetch_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
         return Tiles(32, 32, 4, 1)
     if shared < 160 * 1024:
         return Tiles(64, 32, 4, 2)
-    return Tiles(64, 64, 4, 3)
+    # Few rows wait for their tokens, so the more programs the better.
+    return Tiles(16, 32, 1, 3) if rows <= 16 else Tiles(64, 64, 4, 2)
+
+
+def fetch_dq_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
+    """For the gradient of queries through raw tokens of chosen groups, as `fetch_tiles`."""
+    tiles = fetch_tiles(chip, dtype, dim, rows)
+    return Tiles(16, 64, 2, 2) if tiles == (16, 32, 1, 3) else tiles
+
+
+def fetch_dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int, group_size: int) -> Tiles:
+    """For the gradients of raw tokens of chosen groups: at most block_m tokens of a group, block_n
+    rows."""
+    tiles = fetch_tiles(chip, dtype, dim, group_size)
+    return Tiles(16, 128, 4, 2) if tiles == (16, 32, 1, 3) else tiles
 
 
 class PoolTiles(NamedTuple):
