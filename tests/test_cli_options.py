@@ -268,13 +268,17 @@ def test_layers(monkeypatch, calls, here, capsys):
     line = "layers text.txt --model f/m/ --length 64 --rows 2 --count 3 --output new --json r.jsonl"
     assert main(f"{line} --heads --raw", *SIZES) == 0
     assert calls[0] == ("load", ("f/m/",), SIZE_VALUES)
-    assert calls[1][1] == (varied, "a text", 64, 2, 3, True, True)
+    assert calls[1][1] == (varied, "a text", 64, 2, 3, True, True, False)
     params = {"model": "m", "layers": 2, "length": 64}
     assert calls[3][1][:2] == ("trials", params)
     assert calls[4] == ("convert", ("f/m/", "new", "config"), {})
     assert read_records("r.jsonl") == [record]
     assert capsys.readouterr().out == "wrote new\n"
-    for option, flags in (("", (False, False)), (" --heads", (True, False))):
+    for option, flags in (
+        ("", (False, False, False)),
+        (" --heads", (True, False, False)),
+        (" --needles", (False, False, True)),
+    ):
         calls.clear()
         assert main(f"layers text.txt --model m{option}") == 0
         assert calls[1][1] == (varied, "a text", 8192, 4, None, *flags)

@@ -659,14 +659,6 @@ def test_plain_products_are_the_fused_kernels(device, option, monkeypatch):
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [5, 16, 40])
-def test_masks_of_queries_begin_at_multiples_of_16(size):
-    q, masks = torch.zeros(6, 3, 4, 8), torch.randn(6, 1, 4, size)
-    aligned = partial._aligned(masks, q)
-    assert aligned.stride(2) % 16 == 0 and aligned.stride(3) == 1
-    assert torch.equal(aligned, masks.expand(6, 3, 4, size))
-
-
 def test_the_kind_of_a_gpu_is_no_node_of_a_compiled_graph(monkeypatch):
     if not torch.cuda.is_available():
         monkeypatch.setattr(
