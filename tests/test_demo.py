@@ -46,7 +46,17 @@ def value(result, name: str, method: str) -> float:
 
 @pytest.fixture(scope="module")
 def result(settings):
-    return run_demo(settings)
+    """CCA is measured in a process of its own, as always; full attention here, which saves the
+    imports of another."""
+    in_subprocess = compare._run_in_subprocess
+
+    def run(method, settings, task):
+        measure = in_subprocess if method == "cca" else in_process
+        return measure(method, settings, task)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "_run_in_subprocess", run)
+        return run_demo(settings)
 
 
 def test_a_chat_model_is_asked_in_its_own_words(settings, tmp_path, monkeypatch, capsys):
