@@ -394,8 +394,7 @@ def convert(source: str, target: str, config: CCAConfig | None) -> None:
         write_text(staged / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
         publish(staged, new)
     except OSError as error:
-        raise UserError(
-            f"output '{target}' cannot be written: {error.strerror or error}."
-        ) from None
+        reason = error.strerror or error
+        raise UserError(f"output '{target}' cannot be written: {reason}.") from None
     finally:
         shutil.rmtree(staged, ignore_errors=True)

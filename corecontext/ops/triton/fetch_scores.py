@@ -326,8 +326,7 @@ class Queries(NamedTuple):
         return [(first, min(_HEADS, r - first)) for first in range(0, r, _HEADS)]
 
     def positions(self) -> tuple[int, int, int]:
-        """Return the number of groups, the number of the first share and the position behind the
-        last query."""
+        """Return the number of groups, the first share's number and the end of the queries."""
         return self.index.shape[1], self.settings.first_share, self.settings.q_end
 
     def numbers(self) -> tuple[float, float]:
@@ -336,10 +335,9 @@ class Queries(NamedTuple):
 
     def specialized(self) -> tuple:
         """Return the arguments for whose values the kernels that score are compiled."""
-        settings = self.settings
         n, r = self.q.shape[:2]
         strides = (self.q.stride()[:-1], self.index.stride()[:-1])
-        return *strides, n, r, settings.share, *settings.rule
+        return *strides, n, r, self.settings.share, *self.settings.rule
 
     def constants(self, heads: int) -> dict[str, int | bool]:
         """Return the constants of the kernels that score."""
@@ -384,12 +382,10 @@ def score_groups(call: Queries, lse: Tensor, scores: Tensor, first_row: int) -> 
     rows, visible = scores.shape[1:]
     for first_head, heads in call.head_blocks():
         constants = call.constants(heads)
+        tiles = ceil_div(rows, constants["BLOCK_M"]) * q.shape[0]
         launch(
             _group_scores_kernel,
-            (
-                ceil_div(rows, constants["BLOCK_M"]) * q.shape[0],
-                ceil_div(visible, _SEGMENT),
-            ),
+            (tiles, ceil_div(visible, _SEGMENT)),
             (
                 *(q, index, lse if bias is None else bias, lse, scores),
                 *(q.shape[2], *call.positions(), first_head, first_row, rows, visible),
