@@ -279,6 +279,27 @@ def test_a_prefill_on_one_process_is_a_prefill():
     assert torch.equal(got.logits, want.logits) and got.cache.layers[0].compact.max_length == 50
 
 
+def test_a_prompt_in_another_order_is_another_prompt():
+    from corecontext.inference.sharded_prefill import _check_same
+
+    ids = tokens(1, 20)
+
+    def others_have(prompt: torch.Tensor) -> SimpleNamespace:
+        """A wire on which the other rank was given this prompt."""
+        sent = []
+        _check_same(prompt, SimpleNamespace(gather=lambda x: sent.append(x) or Done(x)))
+        return SimpleNamespace(gather=lambda x: Done(torch.stack((x, sent[0]))))
+
+    class Done(SimpleNamespace):
+        def __init__(self, value: torch.Tensor) -> None:
+            super().__init__(wait=lambda: value)
+
+    _check_same(ids, others_have(ids.clone()))
+    for other in (ids.flip(1), ids[:, 1:], ids + 1):
+        with pytest.raises(ValueError, match="the same on every process, got lengths"):
+            _check_same(ids, others_have(other))
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gpus_equal_one():

@@ -242,6 +242,9 @@ def test_settings_survive_json_and_are_checked():
         7, 13
     )
     assert MIXED.replace(group_size=6) == CCAConfig.paper(6, 13)
+    of_heads = CCAConfig.paper(4, 13, head_group_sizes=(4, 8))
+    assert of_heads.replace(group_size=6) == CCAConfig.paper(6, 13)
+    assert of_heads.replace(window_size=9).head_group_sizes == (4, 8)
     for changes, message in (
         ({"layer_group_sizes": (4, ())}, "must not be empty"),
         ({"layer_group_sizes": (4, (0, 2))}, "must be at least 1"),

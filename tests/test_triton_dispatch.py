@@ -407,6 +407,26 @@ def test_gradients_of_a_part_of_a_row_are_those_of_the_part_alone(how, dtype):
             )
 
 
+@pytest.mark.skipif(backend.hopper_forward is None, reason="this Triton has no Gluon")
+def test_the_calls_that_hoppers_kernels_refuse(monkeypatch):
+    """Any other takes the portable kernels, which cap scores and take other sizes."""
+    chip = [(9, 0)]
+    monkeypatch.setattr(backend.hopper_forward, "nvidia_capability", lambda device: chip[0])
+
+    def takes(dim: int = 64, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> bool:
+        spec = Spec(16, 64, **{"scale": 0.1, **settings})
+        q = torch.empty(1, 1, 4, dim, dtype=dtype)
+        return backend.hopper_forward.unsupported_reason(q, spec) is None
+
+    assert [takes(dim) for dim in (32, 36, 40, 128, 256, 264)] == [
+        *(False, False, True, True, True, False)
+    ]
+    assert takes(dtype=torch.float16) and not takes(dtype=torch.float32)
+    assert not takes(softcap=20.0) and not takes(scale=0.0) and not takes(scale=-0.1)
+    for chip[0] in ((8, 0), (10, 0), None):
+        assert not takes()
+
+
 @pytest.mark.skipif(backend.hopper_backward is None, reason="this Triton has no Gluon")
 @DTYPE
 def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch):
