@@ -37,8 +37,11 @@ def model(tmp_path_factory) -> str:
     [
         {},
         {"pooling": "mean"},
+        {"pooling": "mean", "core_mass": True},
         {"pooling": "mean_query"},
         {"core_heads": "query"},
+        {"core_mass": True, "sink_size": 8, "core_bias": 0.7},
+        {"core_mass": True, "core_heads": "query", "learned": ("temperature",)},
         {"num_groups": 5},
         {"core_bias": 0.7},
         {"layer_group_sizes": (3, 5)},
@@ -87,6 +90,7 @@ def test_maps_are_the_weights_of_attention(model, settings):
                     "pooling",
                     "core_heads",
                     "core_bias",
+                    "core_mass",
                     "sink_size",
                 )
             },
@@ -215,6 +219,9 @@ def test_mistakes_are_said(model, monkeypatch):
             inspect_text(loaded, model, TEXT, 30, 4, **options)
     handle_of(loaded.model).configure(pooling="max")
     with pytest.raises(UserError, match="no weights to show"):
+        inspect_text(loaded, model, TEXT, 30, 4)
+    handle_of(loaded.model).configure(pooling="cca", fetch_groups=2)
+    with pytest.raises(UserError, match="fetch_groups must be 0"):
         inspect_text(loaded, model, TEXT, 30, 4)
     with pytest.raises(UserError, match="method must be cca"):
         inspect_text(load(model, method="full"), model, TEXT, 30, 4)

@@ -12,6 +12,7 @@ from corecontext.files import UserError
 from corecontext.loading import Loaded
 from corecontext.ops import reference, rules
 from corecontext.ops.head_split import heads_of_each, split_heads, split_inputs
+from corecontext.ops.mass import entropy
 from corecontext.ops.spec import Groups, Inputs, Spec
 from corecontext.visibility import local_start, num_complete_groups, num_visible_cores
 
@@ -62,6 +63,11 @@ def attention_maps(
     if handle.config.pooling == "max":
         raise UserError(
             "pooling 'max' has no weights to show: each element comes from a token of its own."
+        )
+    if handle.config.fetch_groups:
+        raise UserError(
+            "fetch_groups must be 0 to look at core tokens: groups that a query fetches have none. "
+            "Set it to 0 in the settings of the model's config.json."
         )
     length = input_ids.shape[1]
     for position in queries:
@@ -148,6 +154,8 @@ def _map(
     if "bias" in inputs.learned:
         bias = inputs.bias + inputs.learned["bias"].float()[:, None]
 
+    mass = entropy(used) if spec.core_mass else torch.zeros_like(used[..., 0])  # [H, M]
+
     starts = [local_start(t, g, spec.window_size) for t in queries]
     reach = max((t + 1 - start for t, start in zip(queries, starts)), default=1)
     core = torch.zeros(len(q), len(queries), num_groups)
@@ -163,7 +171,7 @@ def _map(
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         num_cores = cores.stop - cores.start
         num_local = t + 1 - start
-        scores[:, :num_cores] += bias
+        scores[:, :num_cores] += bias + mass[:, cores]
         weights = scores.softmax(-1).cpu()
         core[:, i, cores] = weights[:, :num_cores]
         first[:, i, :num_first] = weights[:, num_cores : num_cores + num_first]
