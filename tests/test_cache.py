@@ -607,6 +607,26 @@ def test_a_loaded_cache_knows_from_where_its_ring_is_whole():
     )
 
 
+def assert_crops(layer, length, oldest, tensors, expected, pad=0):
+    """Assert that each crop is taken and exact where the ring has what the next query sees from
+    position `oldest`, and refused elsewhere."""
+    g, s, sinks = (getattr(layer.config, x) for x in ("group_size", "window_size", "sink_size"))
+    state = copy.deepcopy(layer.state_dict())
+    for crop in range(1, 15):
+        layer.load_state_dict(state)
+        left = length - crop
+        # The next query is at left - pad of its row; core tokens stand for whole groups.
+        position = left - pad - sinks
+        needed = pad + sinks + max(0, position - s + 1) // g * g
+        if needed < oldest:
+            with pytest.raises(ValueError, match="^crop must leave the window whole"):
+                layer.crop(crop)
+            continue
+        layer.crop(crop)
+        out = fed(layer, [x[:, :, left:] for x in tensors], [1] * 3)
+        torch.testing.assert_close(out, expected[:, :, left : left + 3], rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("rollback", [0, 3, 6])
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
 @pytest.mark.parametrize("sinks, pad", [(0, 0), (8, 0), (0, 3)])
@@ -621,21 +641,20 @@ def test_crop_is_refused_exactly_where_the_window_is_broken(rollback, fixed, sin
     for length in range(45, 50):
         layer = CompactLayer(config, ROTARY, max_length=60 if fixed else None, rollback=rollback)
         fed(layer, tensors, [length], mask)
-        state = copy.deepcopy(layer.state_dict())
-        oldest = length - (s + g - 1 + rollback)  # that the ring still has
-        for crop in range(1, 15):
-            layer.load_state_dict(state)
-            left = length - crop
-            # The next query is at left - pad of its row; core tokens stand for whole groups.
-            position = left - pad - sinks
-            needed = pad + sinks + max(0, position - s + 1) // g * g
-            if needed < oldest:
-                with pytest.raises(ValueError, match="^crop must leave the window whole"):
-                    layer.crop(crop)
-                continue
-            layer.crop(crop)
-            out = fed(layer, [x[:, :, left:] for x in tensors], [1] * 3)
-            torch.testing.assert_close(out, expected[:, :, left : left + 3], rtol=0, atol=1e-11)
+        assert_crops(layer, length, length - (s + g - 1 + rollback), tensors, expected, pad)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_the_longest_length_counts_after_a_crop_a_chunk_and_a_step(fixed):
+    """46 tokens were cached, then 42, 44 and 45: the ring is whole as after 46, not after 45."""
+    g, s, rollback = 3, 7, 6
+    config, tensors = CCAConfig.paper(g, s), qkv(1, 2, 1, 60)
+    layer = CompactLayer(config, ROTARY, max_length=60 if fixed else None, rollback=rollback)
+    fed(layer, tensors, [45, 1])
+    layer.crop(4)
+    fed(layer, [x[:, :, 42:] for x in tensors], [2, 1])
+    expected = reference(config, *tensors)
+    assert_crops(layer, 45, 46 - (s + g - 1 + rollback), tensors, expected)
 
 
 def test_a_draft_from_before_a_shrink_cannot_be_taken_back():

@@ -392,6 +392,23 @@ def test_learned_parameters_are_read_from_the_files_that_hold_them(tmp_path):
     assert all(torch.equal(found[key], tensors[key]) for key in tensors)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_has_the_learned_parameters_of_its_heads(rank, monkeypatch):
+    model = tiny_model(num_attention_heads=4, num_key_value_heads=2)
+    modules = [layer.self_attn for layer in model.model.layers]
+    shapes = {"probe": (4, modules[0].head_dim), "key_gain": (2,)}
+    saved = {
+        f"model.layers.{index}.self_attn.cca.{name}": torch.randn(shape)
+        for index in range(len(modules))
+        for name, shape in shapes.items()
+    }
+    monkeypatch.setattr(hf_learned, "read_learned", lambda checkpoint: saved)
+    hf_learned.add_learned(model, modules, tuple(shapes), True, rank, processes=2)
+    for key, value in saved.items():
+        heads = slice(rank * len(value) // 2, (rank + 1) * len(value) // 2)
+        assert torch.equal(model.get_parameter(key), value[heads])
+
+
 # lm-evaluation-harness
 # -------------------------------------------------------------------------------------------------
 

@@ -238,22 +238,29 @@ def test_a_token_halfway_between_two_codes_gets_the_even_one(kind):
         assert torch.equal(stored[0, 0, 0], encode(token, kind)[0].flatten())
 
 
-def test_compiles_as_one_graph():
-    config, qkv = CCAConfig.paper(4, 9, backend="triton"), tensors(2, 4, 2, 34, 16, torch.float32)
-    layer = CompactLayer(config, rotary_of(16), max_length=60)
-    expected = reference(config, rotary_of(16), qkv)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_compiles_as_one_graph(interleaved):
+    """The step at 27 closes a group: its core token is the one that an append pools."""
+    config, qkv = CCAConfig.paper(4, 9, backend="triton"), tensors(2, 4, 2, 29, 16, torch.float32)
+    rotary = rotary_of(16, interleaved=interleaved)
+    layer, appended = (CompactLayer(config, rotary, max_length=40) for _ in range(2))
+    expected = reference(config, rotary, qkv)
+    appended.attend(*qkv)
     layer.attend(*(x[:, :, :26] for x in qkv))
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     step = torch.compile(lambda q, k, v: 2 * layer.attend(q, k, v), fullgraph=True, backend=counter)
     with torch.no_grad():
-        for t in range(26, 34):
+        for t in range(26, 29):
             assert_rows(
                 step(*(x[:, :, t : t + 1] for x in qkv)) / 2,
                 expected[:, :, t : t + 1],
                 torch.float32,
             )
-    assert counter.frame_count == 1 and layer.seq_len == 34
+    assert counter.frame_count == 1 and layer.seq_len == 29
+    for stored, whole in zip(layer.buffers, appended.buffers):
+        cores = slice(layer.ring_size, layer.ring_size + 7)
+        assert_rows(stored[:, :, cores], whole[:, :, cores].double(), torch.float32)
 
 
 @pytest.mark.gpu

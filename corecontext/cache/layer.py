@@ -114,6 +114,7 @@ class CompactLayer(LayerState):
             tokens = NewTokens(q, *self.decode(stored, k.dtype), stored)
             out = self._append_spans(tokens, start, stops, store_only=needs_grad)
             self.set_length(end)
+            # planted: 4: a chunk forgets the longest length
             self._intact_from = max(self._intact_from, end - self.ring_size)
         if not needs_grad:
             return q.new_zeros(q.shape) if out is None else out

@@ -814,6 +814,7 @@ def decode_step(
     scales = [] if slots.key_scales is None else [slots.key_scales, slots.value_scales]
     on_device = isinstance(slots.seen, Tensor)
     sizes = (spec.group_size, spec.window_size, spec.sink_size, slots.ring_size)
+    # planted: decoding: a compiled step takes interleaved pairs for halves
     choices = (spec.core_heads == "query", spec.rotary is not None and spec.rotary.interleaved)
     return _decode_op(
         [q, k, v],
