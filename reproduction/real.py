@@ -1,5 +1,5 @@
-"""Measure attentions on a pretrained model, as it is or trained for a few steps: far perplexity and
-needles.
+"""Measure attentions on a pretrained model, as it is or trained for a few steps: far perplexity,
+needles and lists.
 
 Each method's records are appended together, once it is measured. A method whose records are there,
 of the same code and settings, is not measured again.
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from corecontext.baselines import enabled
-from corecontext.data.needles import Needle, make_needles
+from corecontext.data.needles import WORDING
 from corecontext.data.readers import find_file, read_documents
 from corecontext.eval.runner import fingerprint
 from corecontext.files import UserError, cache_folder
@@ -51,6 +51,7 @@ from reproduction.real_methods import (
     describe,
     equal_heads,
 )
+from reproduction.real_tasks import LIST_TOKENS, Question, list_questions, needle_questions
 from reproduction.real_texts import Window, cut_windows
 from reproduction.real_training import Adaptation, adapt
 
@@ -72,6 +73,10 @@ class Protocol:
     needle_lengths: tuple[int, ...] = (4000, 7900)
     full_heads: str | None = None
     """KV heads that keep every token, "LAYER:HEAD,..."; None searches for them."""
+    wording: str = WORDING
+    """Of needles."""
+    lists: int = 10
+    """Lists of values, of one length."""
     head_needles: int = 0
     """Prompts by whose answers heads are searched for; 0 searches by the far halves of windows."""
     save: str | None = None
@@ -122,16 +127,21 @@ class RealModel:
         return "\n\n".join(text for _, _, text in read_documents(path))
 
     @cached_property
-    def needles(self) -> dict[int, list[Needle]]:
-        """The prompts of each length."""
-        count = self.protocol.needles
-        if not count:
-            return {}
+    def questions(self) -> dict[tuple[str, int], list[Question]]:
+        """The questions of each task and length."""
+        protocol, seed = self.protocol, self.adaptation.seed
         tokenizer = self.original.tokenizer
-        return {
-            length: make_needles(self.essays, tokenizer, length, count, self.adaptation.seed)
-            for length in self.protocol.needle_lengths
-        }
+        questions = {}
+        if protocol.needles:
+            for length in protocol.needle_lengths:
+                questions["needles", length] = needle_questions(
+                    self.essays, tokenizer, length, protocol.needles, seed, protocol.wording
+                )
+        if protocol.lists:
+            questions["list", LIST_TOKENS] = list_questions(
+                self.essays, tokenizer, protocol.lists, seed
+            )
+        return questions
 
     @cached_property
     def heads(self) -> Heads:
@@ -197,6 +207,7 @@ class RealModel:
             "seed": adaptation.seed,
             "windows": len(self.test_windows),
             "needles": self.protocol.needles,
+            "lists": self.protocol.lists,
         }
         if adaptation.steps:
             params["learning_rate"] = adaptation.learning_rate
@@ -234,16 +245,17 @@ class RealModel:
         return records
 
     def _records(self, loaded: Loaded, attention: Any, params: dict[str, Any]) -> list[Record]:
-        """Return far perplexity and the share of needles found of a model under an attention."""
+        """Return far perplexity of a model under an attention, and its share of right answers in
+        each task."""
         device = device_name(loaded.model.device)
         with AttentionRun(loaded, attention, use_cache=self.protocol.cache) as run:
             nll = self._far_nll(run)
             far = {**params, "length": self.sizes.length, "task": "far", **run.cache}
             records = [make_record("real.perplexity", math.exp(nll), far, device=device)]
-            for length, needles in self.needles.items():
-                share = self._found(run, needles)
-                hidden = {**params, "length": length, "task": "needles", **run.cache}
-                records.append(make_record("real.accuracy", share, hidden, device=device))
+            for (task, length), questions in self.questions.items():
+                share = sum(question.share_right(run) for question in questions) / len(questions)
+                asked = {**params, "length": length, "task": task, **run.cache}
+                records.append(make_record("real.accuracy", share, asked, device=device))
         return records
 
     def _far_nll(self, run: AttentionRun) -> float:
@@ -255,16 +267,6 @@ class RealModel:
                 losses.append(float(far_half(run.nll(window.ids)).double().mean()))
                 advance(1)
         return sum(losses) / len(losses)
-
-    def _found(self, run: AttentionRun, needles: list[Needle]) -> float:
-        """Return the share of numbers found by greedy decoding."""
-        run.nll(needles[0].ids)  # for the bytes of a cache of this length
-        found = 0
-        with progress(f"needles in {len(needles[0].ids)} tokens", len(needles)) as advance:
-            for needle in needles:
-                found += needle.is_found(run.answer(needle.ids))
-                advance(1)
-        return found / len(needles)
 
 
 def far_half(nll: torch.Tensor) -> torch.Tensor:

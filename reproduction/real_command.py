@@ -8,6 +8,7 @@ import typer
 
 from corecontext.cli.options import MODEL_HELP, Device, Dtype, Seed
 from corecontext.config import DEFAULT_GROUP_SIZE, listed
+from corecontext.data.needles import WORDING, WORDINGS
 from corecontext.files import UserError
 from reproduction.real_methods import METHODS, WITH_HEADS, Sizes
 from reproduction.real_training import Adaptation
@@ -53,6 +54,10 @@ def real(
     needle_length: Annotated[
         list[int], typer.Option(help="Tokens of a needle's prompt; may be repeated.")
     ] = [4000, 7900],
+    needle_wording: Annotated[
+        str, typer.Option(help=f"Wording of needles: {listed(tuple(WORDINGS))}.")
+    ] = WORDING,
+    lists: Annotated[int, typer.Option(help="Lists of values to be given back.")] = 10,
     rows: Annotated[int, typer.Option(help="Windows of a training step.")] = 8,
     rows_at_once: Annotated[int, typer.Option(help="Windows of a forward pass in training.")] = 4,
     checkpointing: Annotated[
@@ -70,14 +75,12 @@ def real(
     gains: Annotated[
         bool, typer.Option("--gains", help="Only compute gains from the records in the output.")
     ] = False,
-    cache: Annotated[
-        bool, typer.Option(help="Run methods with their caches, or on whole texts.")
-    ] = (True),
+    cache: Annotated[bool, typer.Option(help="Run methods with their caches.")] = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Attentions on a pretrained model: far perplexity and needles, as it is or trained for some
-    steps (docs/real-model.md)."""
+    """Attentions on a pretrained model: far perplexity, needles and lists, as it is or trained
+    for some steps (docs/real-model.md)."""
     from corecontext.cli.options import check_appended, check_least
     from reproduction.real import Protocol, RealModel, append_gains
 
@@ -85,7 +88,11 @@ def real(
     for name in method:
         if name not in METHODS:
             raise UserError(f"method must be {listed(tuple(METHODS))}, got {name!r}.")
-    check_least(0, steps=steps, needles=needles, head_needles=head_needles)
+    if needle_wording not in WORDINGS:
+        raise UserError(
+            f"needle-wording must be {listed(tuple(WORDINGS))}, got {needle_wording!r}."
+        )
+    check_least(0, steps=steps, needles=needles, lists=lists, head_needles=head_needles)
     check_least(1, windows=windows, rows=rows, rows_at_once=rows_at_once)
     check_least(2, length=length)
     if not gains:
@@ -104,6 +111,8 @@ def real(
             windows=windows,
             needles=needles,
             needle_lengths=tuple(needle_length),
+            wording=needle_wording,
+            lists=lists,
             full_heads=full_heads,
             head_needles=head_needles,
             save=save,

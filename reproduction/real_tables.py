@@ -12,7 +12,7 @@ from corecontext.record import Record
 from reproduction.real_gains import ENDS, MEASURED, SAME
 from reproduction.real_methods import METHODS, TITLES
 
-APART = (*SAME, *MEASURED, "task", "needles", "over", "of")
+APART = (*SAME, *MEASURED, "task", "needles", "lists", "over", "of")
 """Params that do not make another line."""
 
 

@@ -4,6 +4,7 @@ training of one step."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -13,25 +14,30 @@ from test_eval import write_lines
 from tiny_model import save_tiny_model
 from transformers import AutoTokenizer
 
+from corecontext.baselines import enabled
 from corecontext.config import CCAConfig
-from corecontext.data.needles import make_needles
+from corecontext.data.needles import WORDING, WORDINGS, make_needles
 from corecontext.data.readers import read_lines
 from corecontext.files import UserError
 from corecontext.heads.budget import Shape, Unit
+from corecontext.inference.engine import Engine
 from corecontext.loading import load
 from corecontext.record import append_records, make_record, read_records
+from reproduction import real_tasks
 from reproduction.command import main
 from reproduction.real import Protocol, RealModel, far_half
 from reproduction.real_attention import AttentionRun
 from reproduction.real_gains import gain_kept, gain_records
 from reproduction.real_methods import METHODS, WITH_HEADS, Heads, Sizes, describe, equal_heads
 from reproduction.real_tables import real_markdown
+from reproduction.real_tasks import Question, list_questions
 from reproduction.real_texts import cut_windows
 from reproduction.real_training import Adaptation
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
 SIZES = ["--length", "96", "--group-size", "4", "--window-size", "16", "--sink-size", "4"]
-COUNTS = ["--windows", "2", "--needles", "2", "--needle-length", "320", "--device", "cpu"]
+COUNTS = ["--windows", "2", "--needles", "2", "--needle-length", "320"]
+COUNTS += ["--lists", "0", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +101,18 @@ def test_needles_are_in_the_template_at_their_depth(data, model, length):
     tokenizer = AutoTokenizer.from_pretrained(model)
     essays = next(read_lines(data / "haystack_essays.jsonl"))["text"]
     needles = make_needles(essays, tokenizer, length, 5, seed=3)
+    wording = WORDINGS[WORDING]
+    before_text, after_text = wording.question.split("{text}")
     assert [needle.depth for needle in needles] == [0, 0.25, 0.5, 0.75, 1]
     assert len({needle.number for needle in needles}) == 5
     for needle in needles:
         assert length - 3 <= len(needle.ids) <= length
         prompt = tokenizer.decode(needle.ids)
-        assert prompt.startswith("<user>") and prompt.endswith("</><assistant>")
-        assert len(needle.number) == 7 and prompt.count(needle.number) == 1
-        sentence = f"The secret number is {needle.number}."
-        text = prompt.partition("follows the text.\n\n")[2].partition("\n\nWhat is")[0]
+        assert prompt.startswith("<user>") and prompt.endswith(f"</><assistant>{wording.answer}")
+        sentence = wording.sentence.format(number=needle.number)
+        assert len(needle.number) == 7 and prompt.count(sentence) == 1
+        assert tokenizer.decode(needle.answer).strip() == needle.number
+        text = prompt.partition(before_text)[2].partition(after_text)[0]
         before, _, after = text.partition(sentence)
         longest = 40  # of a sentence of the essays
         assert abs(len(before) - needle.depth * (len(before) + len(after))) <= longest
@@ -112,20 +121,38 @@ def test_needles_are_in_the_template_at_their_depth(data, model, length):
     assert again[0].number != needles[0].number
 
 
-def test_answers_without_a_cache_are_the_greedy_ones(model):
-    """Under CCA, whose cache gives the right answer; drafts of full attention differ from it."""
+def test_lists_have_their_values_in_the_text_and_in_the_answer(data, model, monkeypatch):
+    monkeypatch.setattr(real_tasks, "LIST_TOKENS", 600)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    essays = next(read_lines(data / "haystack_essays.jsonl"))["text"]
+    for question in list_questions(essays, tokenizer, 2, seed=3, records=4):
+        text, answer = tokenizer.decode(question.ids).split("</><assistant>")
+        values = json.loads(answer.rstrip(",\n") + "}")
+        assert len(values) == len(question.parts) == 4
+        for (name, value), part in zip(values.items(), question.parts):
+            assert text.count(f"The value of {name} is {value}.") == 1
+            assert tokenizer.decode(question.ids[part]).strip() == str(value)
+    with pytest.raises(UserError, match="must have at least 600 tokens"):
+        list_questions("Too short.", tokenizer, 1, seed=3)
+
+
+def test_first_choices_are_those_of_greedy_decoding(model):
+    """Under CCA, from its cache; those of full attention differ."""
     loaded = load(model, method="full", device="cpu")
     attention = CCAConfig(4, 8, sink_size=4, core_mass=False)
     prompt = AutoTokenizer.from_pretrained(model)("A man went out to walk. " * 8)["input_ids"]
-    with AttentionRun(loaded, None) as run:
-        draft = run.answer(prompt)
+    with enabled(loaded.model, attention):
+        answer = Engine(loaded.model).generate(torch.tensor([prompt]), max_new_tokens=8)[0]
+    text = [*prompt, *answer]
     with AttentionRun(loaded, attention) as run:
-        answer, losses = run.answer(prompt), run.nll(prompt)
-        assert run.has_cache and answer != draft
-    with AttentionRun(loaded, attention, use_cache=False) as run:
-        assert run.answer(prompt) == answer
-        torch.testing.assert_close(run.nll(prompt), losses)
-        assert run.cache == {"device_bytes": None, "host_bytes": None}
+        assert run.is_first_choice(text, len(prompt)).tolist() == [True] * len(answer)
+        assert Question(text, (slice(len(prompt), len(text)),)).share_right(run) == 1
+        halves = (slice(len(prompt), len(prompt) + 4), slice(len(prompt) + 4, len(text)))
+        text[-1] = (text[-1] + 1) % 256
+        assert run.is_first_choice(text, len(prompt)).tolist() == [True] * 7 + [False]
+        assert Question(text, halves).share_right(run) == 0.5
+    with AttentionRun(loaded, None) as run:
+        assert not run.is_first_choice([*prompt, *answer], len(prompt)).all()
 
 
 def test_fetch_with_and_without_its_cache(model):
@@ -143,11 +170,12 @@ def test_fetch_with_and_without_its_cache(model):
     assert (losses[1] - losses[0]).abs().max() > 1e-4
     torch.testing.assert_close(losses[2], losses[0])
     with AttentionRun(loaded, attention) as run:
-        answer = run.answer(list(range(96)))
+        right = run.is_first_choice(range(96), 1)
         assert run.has_cache and params["store"] == "device"
     with AttentionRun(loaded, attention, use_cache=False) as run:
         torch.testing.assert_close(run.nll(range(96)), losses[1])
-        assert run.answer(list(range(96))) == answer
+        assert run.is_first_choice(range(96), 1).equal(right)
+        assert run.cache == {"device_bytes": None, "host_bytes": None}
 
 
 def test_the_gain_is_that_of_the_logarithms():

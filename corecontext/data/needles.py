@@ -3,44 +3,95 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from corecontext.data.chat import chat_prompt
 from corecontext.data.retrieval import Fact, plant
 from corecontext.files import UserError
 
-SENTENCE = "The secret number is {number}."
-QUESTION = (
-    "A secret number is hidden in the text below. Memorize it: a question follows the text.\n\n"
-    "{text}\n\nWhat is the secret number?"
-)
 ANSWER_TOKENS = 32
 """Most tokens of an answer."""
+
+
+class Wording(NamedTuple):
+    """How a number is hidden and asked for."""
+
+    sentence: str
+    """In the text, with {number}."""
+    question: str
+    """The user's message, with {text}."""
+    answer: str
+    """The beginning of the answer, which the prompt ends with."""
+
+
+WORDINGS = {
+    "secret": Wording(
+        "The secret number is {number}.",
+        "A secret number is hidden in the text below. Memorize it: a question follows the text."
+        "\n\n{text}\n\nWhat is the secret number?",
+        "The secret number is",
+    ),
+    "quiz": Wording(
+        "The special magic number is {number}.",
+        "A special magic number is hidden within the following text. Make sure to memorize it. I "
+        "will quiz you about the number afterwards.\n\n{text}\n\nWhat is the special magic number "
+        "mentioned in the provided text?",
+        "The special magic number mentioned in the provided text is",
+    ),
+    "magic": Wording(
+        "The special magic number is {number}.",
+        "A special magic number is hidden within the following text. Make sure to memorize it. I "
+        "will quiz you about the number afterwards.\n\n{text}\n\nWhat is the special magic number?",
+        "The special magic number is",
+    ),
+    "key": Wording(
+        "The pass key is {number}. Remember it. {number} is the pass key.",
+        "There is a pass key hidden in a lot of irrelevant text. Find it and memorize it."
+        "\n\n{text}\n\nWhat is the pass key?",
+        "The pass key is",
+    ),
+    "code": Wording(
+        "The access code of the vault is {number}.",
+        "Read the text below. It has the access code of the vault.\n\n{text}\n\nWhat is the access "
+        "code of the vault?",
+        "The access code of the vault is",
+    ),
+    "one": Wording(
+        "One of the special magic numbers for long-context is: {number}.",
+        "A special magic number is hidden within the following text. Make sure to memorize it. I "
+        "will quiz you about the number afterwards.\n\n{text}\n\nWhat is the special magic number "
+        "for long-context mentioned in the provided text?",
+        "The special magic number for long-context mentioned in the provided text is:",
+    ),
+    "after": Wording(
+        "The secret number is {number}.",
+        "{text}\n\nWhat is the secret number in the text above?",
+        "The secret number is",
+    ),
+}
+WORDING = "secret"
 
 
 class Needle(NamedTuple):
     """A prompt in the model's chat template whose answer is a number hidden in it."""
 
     ids: list[int]
+    answer: list[int]
+    """The tokens of the number."""
     number: str
     depth: float
     """Place of the number in the text, from 0 (the beginning) to 1 (the end)."""
-
-    def answered(self, tokenizer: Any) -> tuple[list[int], int]:
-        """Return the prompt with the right answer, and the place of the number's first token."""
-        options = {"add_special_tokens": False, "verbose": False}
-        sentence = SENTENCE.format(number=self.number).removesuffix(".")
-        before = sentence.removesuffix(f" {self.number}")
-        answer = tokenizer(sentence, **options)["input_ids"]
-        start = len(self.ids) + len(tokenizer(before, **options)["input_ids"])
-        return [*self.ids, *answer], start
 
     def is_found(self, answer: str) -> bool:
         """Whether an answer has all digits."""
         return self.number in answer
 
 
-def make_needles(text: str, tokenizer: Any, length: int, count: int, seed: int) -> list[Needle]:
+def make_needles(
+    text: str, tokenizer: Any, length: int, count: int, seed: int, wording: str = WORDING
+) -> list[Needle]:
     """Return prompts of at most `length` tokens, and only a few fewer, at `count` even depths.
 
     Each has another piece of the text and another number of seven digits.
@@ -61,21 +112,35 @@ def make_needles(text: str, tokenizer: Any, length: int, count: int, seed: int) 
         start = rng.randrange(len(offsets) - length + 1)
         depth = i / max(1, count - 1)
         tokens = length
-        ids: list[int] = []
+        needle = None
         # Cut the text until the prompt fits: its question and template take tokens, too.
-        while not ids or len(ids) > length:
-            tokens -= max(0, len(ids) - length)
+        while needle is None or len(needle.ids) > length:
+            tokens -= 0 if needle is None else len(needle.ids) - length
             if tokens < 1:
                 raise UserError(f"length must have room for a question, got {length} tokens.")
             piece = text[offsets[start][0] : offsets[start + tokens - 1][1]]
-            ids = _prompt(tokenizer, piece, number, depth)
-        needles.append(Needle(ids, number, depth))
+            needle = _needle(tokenizer, piece, number, depth, WORDINGS[wording])
+        needles.append(needle)
     return needles
 
 
-def _prompt(tokenizer: Any, text: str, number: str, depth: float) -> list[int]:
-    """Return the token ids of a chat that asks for the number hidden in a text."""
-    fact = Fact("passkey", SENTENCE.format(number=number), "", number)
-    question = QUESTION.format(text=plant(text, [fact], [depth]))
-    prompt = chat_prompt(tokenizer, [("user", question)])
-    return tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+def _needle(tokenizer: Any, text: str, number: str, depth: float, wording: Wording) -> Needle:
+    """Return a chat that asks for the number hidden in a text."""
+    fact = Fact("passkey", wording.sentence.format(number=number), "", number)
+    question = wording.question.format(text=plant(text, [fact], [depth]))
+    prompt = chat_prompt(tokenizer, [("user", question)]) + wording.answer
+    ids, (place,) = find_tokens(tokenizer, f"{prompt} {number}", [(len(prompt), len(prompt) + 8)])
+    return Needle(ids[: place.start], ids[place], number, depth)
+
+
+def find_tokens(
+    tokenizer: Any, text: str, places: Sequence[tuple[int, int]]
+) -> tuple[list[int], list[slice]]:
+    """Return the tokens of a text, and which of them hold the characters of some places in it."""
+    options = {"return_offsets_mapping": True, "add_special_tokens": False, "verbose": False}
+    encoded = tokenizer(text, **options)
+    offsets = encoded["offset_mapping"]
+    ends = [end for _, end in offsets]
+    starts = [start for start, _ in offsets]
+    found = [slice(bisect_right(ends, start), bisect_left(starts, end)) for start, end in places]
+    return encoded["input_ids"], found

@@ -69,9 +69,9 @@ def needle_rows(
     rows = []
     starts = []
     for needle in make_needles(text, loaded.tokenizer, room, count, seed=0):
-        ids, start = needle.answered(loaded.tokenizer)
+        ids = [*needle.ids, *needle.answer]
         rows.append(torch.tensor([ids], device=loaded.model.device))
-        starts.append(start)
+        starts.append(len(needle.ids))
     return rows, starts
 
 

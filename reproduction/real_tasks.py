@@ -1,0 +1,96 @@
+"""Ask a pretrained model for facts in a long text: one number (needles), or a list of many numbers.
+
+The right answer follows the prompt, and each of its tokens is compared with the model's first
+choice, all tokens before it given. For a needle this is whether greedy decoding gives the number,
+in one pass; in a list, a record follows the right records before it.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+from corecontext.data.chat import chat_prompt
+from corecontext.data.needles import find_tokens, make_needles
+from corecontext.data.retrieval import Fact, make_facts, plant
+from corecontext.files import UserError
+from reproduction.real_attention import AttentionRun
+
+LIST_RECORDS = 40
+"""Records of a list."""
+LIST_TOKENS = 4000
+"""Tokens of its prompt."""
+QUESTION = (
+    "The text below has the values of {count} things. Memorize them: a question follows the text."
+    "\n\n{text}\n\nReturn the values of all {count} things as JSON, in the order of the text."
+)
+
+
+class Question(NamedTuple):
+    """A prompt with its right answer."""
+
+    ids: list[int]
+    parts: tuple[slice, ...]
+    """Tokens of each fact in the answer; one is right where all its tokens are."""
+
+    def share_right(self, run: AttentionRun) -> float:
+        """Return the share of the facts that a model under an attention knows."""
+        first = self.parts[0].start
+        right = run.is_first_choice(self.ids, first)
+        return sum(
+            bool(right[part.start - first : part.stop - first].all()) for part in self.parts
+        ) / len(self.parts)
+
+
+def needle_questions(
+    text: str, tokenizer: Any, length: int, count: int, seed: int, wording: str
+) -> list[Question]:
+    """Return questions for a number that is hidden at even depths."""
+    needles = make_needles(text, tokenizer, length, count, seed, wording)
+    return [
+        Question(
+            [*needle.ids, *needle.answer],
+            (slice(len(needle.ids), len(needle.ids) + len(needle.answer)),),
+        )
+        for needle in needles
+    ]
+
+
+def list_questions(
+    text: str, tokenizer: Any, count: int, seed: int, records: int = LIST_RECORDS
+) -> list[Question]:
+    """Return questions for the numbers of many things, spread evenly over a text of about
+    LIST_TOKENS tokens.
+
+    Raises:
+        UserError: the text is too short.
+    """
+    options = {"return_offsets_mapping": True, "add_special_tokens": False, "verbose": False}
+    offsets = tokenizer(text, **options)["offset_mapping"]
+    if len(offsets) < LIST_TOKENS:
+        raise UserError(
+            f"the text around lists must have at least {LIST_TOKENS} tokens, got {len(offsets)}."
+        )
+    rng = random.Random(f"{seed}-list")
+    questions = []
+    for _ in range(count):
+        facts = make_facts(rng, ["value"], records)
+        taken = sum(len(tokenizer(fact.sentence, **options)["input_ids"]) for fact in facts)
+        tokens = max(1, LIST_TOKENS - taken)
+        start = rng.randrange(len(offsets) - tokens + 1)
+        piece = text[offsets[start][0] : offsets[start + tokens - 1][1]]
+        questions.append(_list_question(tokenizer, piece, facts))
+    return questions
+
+
+def _list_question(tokenizer: Any, text: str, facts: list[Fact]) -> Question:
+    """Return the question for the values of facts in a text, and its answer in JSON."""
+    depths = [(i + 0.5) / len(facts) for i in range(len(facts))]
+    question = QUESTION.format(count=len(facts), text=plant(text, facts, depths))
+    asked = chat_prompt(tokenizer, [("user", question)]) + "{"
+    places = []
+    for fact in facts:
+        asked += f'"{fact.sentence.split()[3]}": {fact.answer},\n'
+        places.append((len(asked) - len(fact.answer) - 2, len(asked) - 2))
+    ids, parts = find_tokens(tokenizer, asked, places)
+    return Question(ids, tuple(parts))
