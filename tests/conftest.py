@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import gc
-import inspect
 import os
-from typing import Any
 
 import pytest
 
@@ -23,31 +21,11 @@ if not torch.cuda.is_available():
     )  # read once, when triton is first imported by whatever test
 
 
-class FasterInspect:
-    """The module inspect for Triton's interpreter, which looks for operators among a module's
-    members at each call of a kernel or of a function in it: a quarter of its time. Here the names
-    of the operators are found once."""
-
-    def __init__(self, is_operator: Any) -> None:
-        self.operators = functools.cache(
-            lambda owner: [name for name, x in inspect.getmembers(owner) if is_operator(x)]
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(inspect, name)
-
-    def getmembers(self, owner: Any) -> list[tuple[str, Any]]:
-        """Return the operators of a module or class as they are now."""
-        return [(name, getattr(owner, name)) for name in self.operators(owner)]
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
-        pass
-    else:
-        interpreter.inspect = FasterInspect(interpreter.tl.core.is_builtin)
+    with contextlib.suppress(ImportError):
+        import faster_interpreter
+
+        faster_interpreter.install()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

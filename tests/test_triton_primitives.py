@@ -92,3 +92,29 @@ def test_capped_scores_and_their_slope():
     capped = torch.tanh(x.double() * 0.25 / 5)
     expected = torch.stack([(5 * capped + 0.5) * primitives.LOG2E.value, 1 - capped.square()])
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def _arithmetic_kernel(x_ptr, out_ptr, y, KIND: tl.constexpr):
+    x = tl.load(x_ptr)
+    if KIND == "sum":
+        tl.store(out_ptr, x + y)
+    elif KIND == "difference":
+        tl.store(out_ptr, x - y)
+    else:
+        tl.store(out_ptr, x * y)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU does not look for overflows")
+@pytest.mark.parametrize(
+    "kind, x, y",
+    [("sum", 2**31 - 8, 7), ("difference", 7 - 2**31, 7), ("product", 2**30 - 1, 2)],
+)
+def test_the_interpreter_finds_what_32_bits_do_not_hold(kind, x, y):
+    """So that the kernels' offsets are right wherever their tests pass."""
+    out = torch.empty(1, dtype=torch.int32)
+    number = torch.tensor([x], dtype=torch.int32)
+    _arithmetic_kernel[(1,)](number, out, y, KIND=kind)
+    assert out.item() == {"sum": x + y, "difference": x - y, "product": x * y}[kind]
+    with pytest.raises(Exception, match="int32 overflow detected"):
+        _arithmetic_kernel[(1,)](number, out, y + 2, KIND=kind)
