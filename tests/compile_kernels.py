@@ -174,8 +174,8 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     """Those of fetch: index scores, the choice, its marks, raw tokens of the chosen groups; one
     query or 16 choose together."""
     plain = {"HAS_SOFTCAP": False, "HEADS": HEADS, "HEAD_DIM": dim, "BLOCK_D": power_of_2(dim)}
-    floats = ("lse_ptr", "bias_ptr", "scores_ptr", "chosen_scores_ptr")
-    numbers = ("numbers_ptr", "chosen_ptr", "words_ptr", "order_ptr", "begin_ptr")
+    floats = ("lse_ptr", "bias_ptr", "scores_ptr", "best_ptr")
+    numbers = ("runs_ptr", "chosen_ptr", "words_ptr", "order_ptr", "begin_ptr")
     types = {**dict.fromkeys(floats, "fp32"), **dict.fromkeys(numbers, "i32"), **GRADIENTS}
     tiles = choose_tiles(chip, dtype, dim)
     sizes = {
@@ -188,10 +188,9 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
         "num_stages": tiles.num_stages,
     }
     yield Kernel(fetch_scores._index_lse_kernel, sizes, types)
-    sizes = {**sizes, "ADD": True, "SEGMENT": 1024}
+    sizes = {**sizes, "ADD": True, "SEGMENT": 1024, "RUN": 16}
     yield Kernel(fetch_scores._group_scores_kernel, sizes, types)
-    flags = {"FROM_CANDIDATES": False, "TO_CANDIDATES": True}
-    sizes = {**flags, "BLOCK": 2048, "BLOCK_K": 64, "num_warps": 1}
+    sizes = {"RUN": 16, "FROM_RUNS": True, "BLOCK": 1024, "BLOCK_K": 64, "num_warps": 1}
     yield Kernel(fetch_choose._select_kernel, sizes, types)
     yield Kernel(marks._mark_kernel, {"BLOCK": 64, "num_warps": 1}, types)
     for rows in (16, 64):
@@ -243,13 +242,13 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
     keys, kind = 128 if dim <= 128 else 64, {"DTYPE": tensor_memory.DTYPES[dtype]}
     queries = dict.fromkeys(("q_desc", "out_desc", "grad_desc"), tile(64, dim))
-    types = {"lse_ptr": "fp32", "bias_ptr": "fp32", **queries}
+    types = {"lse_ptr": "fp32", "bias_ptr": "fp32", "marks_ptr": "i32", **queries}
     kinds = ("k_desc", "v_desc", "far_k_desc", "far_v_desc")
-    for bias in (False, True):
+    for bias, marked in itertools.product((False, True), repeat=2):
         sizes = {"BLOCK_D": dim, "BLOCK_N": keys, "STAGES": 2, **kind}
         yield Kernel(
             hopper_forward._attend_fwd_hopper,
-            {"HAS_BIAS": bias, **sizes},
+            {"HAS_BIAS": bias, "HAS_MARKS": marked, **sizes},
             {**types, **dict.fromkeys(kinds, tile(keys, dim))},
         )
     if dim > 128:

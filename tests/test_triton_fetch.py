@@ -90,11 +90,13 @@ def test_choice(case, extra):
 
 @pytest.mark.parametrize("k", [3, 20])
 def test_choice_in_pieces(k, monkeypatch):
-    """Scores of a few shares at a time, and more groups than one program holds."""
+    """Scores of a few shares at a time, the best runs of groups first, and more groups than one
+    program holds."""
     monkeypatch.setattr(fetch_choose, "_SCORE_BYTES", 2000)
     monkeypatch.setattr(fetch_scores, "_SEGMENT", 32)
-    monkeypatch.setattr(fetch_choose, "_SELECTED", 16)
     monkeypatch.setattr(fetch_choose, "_MOST_SELECTED", 32)
+    for module in (fetch_choose, fetch_scores):
+        monkeypatch.setattr(module, "RUN", 4)
     settings = Choosing((2, 5, 0), 0.25, None, k, 8, 11, 101)
     q, index = normal(1, 2, settings.num_shares, 16), normal(1, 48, 1, 16)
     got = fetch_choose.choose(q, index, settings)

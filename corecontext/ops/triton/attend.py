@@ -597,7 +597,7 @@ def attend(
             *(q, k, v, far_k, far_v, lse if far.bias is None else far.bias),
             *(lse if marks is None else marks.words, out, lse),
             *(num_queries, k.shape[1], far_k.shape[2], tokens.q_start, tokens.k_start),
-            *_shape(marks),
+            *shape_of(marks),
             *(float(spec.scale), float(spec.softcap or 1.0)),
         ),
         (
@@ -613,8 +613,8 @@ def attend(
     return out, lse
 
 
-def _shape(marks: Marks | None) -> tuple[int, int]:
-    """Return the number of shares and of words of each."""
+def shape_of(marks: Marks | None) -> tuple[int, int]:
+    """Return the number of shares of marks and of words of each."""
     return (1, 1) if marks is None else marks.words.shape[1:]
 
 
@@ -648,7 +648,7 @@ def attend_backward(
         (
             *(q, k, v, far_k, far_v, bias, words, upstream.out.contiguous(), lse, grad_out),
             lse if upstream.grad_lse is None else upstream.grad_lse.contiguous(),
-            *(dq, delta, num_queries, k.shape[1], far_k.shape[2], *_shape(marks), *numbers),
+            *(dq, delta, num_queries, k.shape[1], far_k.shape[2], *shape_of(marks), *numbers),
         ),
         (
             *(x.stride()[:-1] for x in (q, k, v, far_k, far_v, grad_out)),
@@ -674,7 +674,7 @@ def attend_backward(
             (ceil_div(count, tiles.block_m) * n * heads,),
             (
                 *(q, key, value, bias, words, lse, grad_out, delta, dkey, dvalue, dbias),
-                *(num_queries, count, *_shape(marks), *numbers),
+                *(num_queries, count, *shape_of(marks), *numbers),
             ),
             (
                 *(x.stride()[:-1] for x in (q, key, value, grad_out)),

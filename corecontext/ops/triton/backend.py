@@ -24,6 +24,7 @@ from corecontext.ops.triton import fetch_backend, pool_mass
 from corecontext.ops.triton import pool as pooling
 from corecontext.ops.triton.decode import decode_step
 from corecontext.ops.triton.fetch_backend import fetch_unsupported_reason
+from corecontext.ops.triton.marks import Marks
 from corecontext.ops.triton.pool import rotation_tables
 
 try:  # Gluon is young: a Triton without it, or with another, has the other kernels
@@ -71,16 +72,27 @@ def attend(
     """Attend as `packed.attend` does: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in
     float32."""
     with _on(tokens.q):
-        if (
-            hopper_forward is not None
-            and tokens.q.numel()
-            and hopper_forward.unsupported_reason(tokens.q, spec) is None
-        ):
-            try:
-                return hopper_forward.attend(tokens, cores, spec, core_bias)
-            except triton.CompilationError as error:
-                _do_without_hopper(error)
-        return anywhere.attend(tokens, cores, spec, core_bias)
+        return _attend(tokens, cores, spec, core_bias)
+
+
+def _attend(
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
+    marks: Marks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend`, by the kernels that suit the device, to no core token that is marked."""
+    if (
+        hopper_forward is not None
+        and tokens.q.numel()
+        and hopper_forward.unsupported_reason(tokens.q, spec) is None
+    ):
+        try:
+            return hopper_forward.attend(tokens, cores, spec, core_bias, marks)
+        except triton.CompilationError as error:
+            _do_without_hopper(error)
+    return anywhere.attend(tokens, cores, spec, core_bias, marks)
 
 
 def attend_backward(
@@ -96,7 +108,7 @@ def fetch_attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fetch as `fetch_backend.fetch_attend` does."""
     with _on(tokens.q):
-        return fetch_backend.fetch_attend(tokens, cores, spec, core_bias)
+        return fetch_backend.fetch_attend(tokens, cores, spec, core_bias, _attend)
 
 
 def fetch_attend_backward(

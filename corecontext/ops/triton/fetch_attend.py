@@ -7,6 +7,7 @@ results of the first part into one softmax.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -122,7 +123,12 @@ def _together(results: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def attend(
-    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None, fetched: Fetched
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
+    fetched: Fetched,
+    attend_unfetched: Callable[..., tuple[Tensor, Tensor]] = unfetched.attend,
 ) -> tuple[Tensor, Tensor]:
     """Attend to first tokens, raw tokens of chosen groups, core tokens of the other groups and the
     window, in one softmax.
@@ -131,18 +137,22 @@ def attend(
         tokens: Raw tokens from position 0 on.
         cores: Core tokens of the groups behind the first tokens that stay raw.
         core_bias: [N, r], or [N, r, M], or None.
+        attend_unfetched: What attends to all but raw tokens of chosen groups, with the arguments
+            of `attend.attend`.
 
     Returns:
         out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32.
     """
-    results = [_attend(call) for _, call in _calls(tokens, cores, spec, core_bias, fetched)]
-    return _together(results)
+    calls = _calls(tokens, cores, spec, core_bias, fetched)
+    return _together([_attend(call, attend_unfetched) for _, call in calls])
 
 
-def _attend(call: _Call) -> tuple[Tensor, Tensor]:
+def _attend(
+    call: _Call, attend_unfetched: Callable[..., tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
     """`attend` for sequences whose marks fit into their memory."""
     tokens, cores, spec, core_bias, fetched = call
-    out, lse = unfetched.attend(tokens, cores, spec, core_bias, call.marks())
+    out, lse = attend_unfetched(tokens, cores, spec, core_bias, call.marks())
     q, k, v = map(contiguous_rows, tokens[:3])
     n, count, k_groups = fetched.chosen.shape
     if not (out.numel() and k_groups):

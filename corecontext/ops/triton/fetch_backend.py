@@ -3,6 +3,8 @@ sequence."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,13 +37,18 @@ def fetch_unsupported_reason(spec: Spec, tokens: Tokens) -> str | None:
 
 
 def fetch_attend(
-    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
+    attend_unfetched: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose groups and attend to their raw tokens, the core tokens of the other groups, first
     tokens and the window.
 
     Args:
         tokens: Raw tokens from position 0 on.
+        attend_unfetched: As in `fetch_attend.attend`.
 
     Returns:
         out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32, and the choice [N, C,
@@ -61,7 +68,8 @@ def fetch_attend(
         bias = bias.contiguous()
     choice = choose(q, keys, settings, bias)
     fetched = Fetched(choice, spec.fetch_share)
-    return *attention.attend(tokens, cores, spec, core_bias, fetched), choice
+    out, lse = attention.attend(tokens, cores, spec, core_bias, fetched, attend_unfetched)
+    return out, lse, choice
 
 
 def fetch_attend_backward(

@@ -2,12 +2,11 @@
 
 The mean of a share's queries chooses, among the groups that the last of them sees. Scores of groups
 are kept for a few shares at a time (`_SCORE_BYTES`); the k best are found by bisection of the bits
-of a float.
+of a float. Of many groups, first the k runs of neighbours with the largest scores are found: the k
+best groups are in them.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -15,67 +14,70 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.triton.fetch_rule import Choosing, groups_of_share
-from corecontext.ops.triton.fetch_scores import Queries, log_sums, score_groups
+from corecontext.ops.triton.fetch_scores import RUN, Queries, log_sums, score_groups
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 
 _SCORE_BYTES = 256 << 20  # scores of groups in memory at a time
 _SELECTED = 2048  # scores that a warp holds in registers
-_MOST_SELECTED = 8192  # candidates that one program holds
+_MOST_SELECTED = 8192  # scores that one program holds
 _INFINITY_BITS = tl.constexpr(0x7F800001)  # the bits of NaN are cut to these
 
 
 @triton.jit(
     do_not_specialize=[
         *("num_groups", "first_share", "q_end", "first_row", "num_rows"),
-        *("stride_row", "first_out", "num_out"),
+        *("stride_row", "stride_n"),
     ]
 )
 def _select_kernel(
     scores_ptr,
-    numbers_ptr,
+    runs_ptr,
     chosen_ptr,
-    chosen_scores_ptr,
     num_groups,
     first_share,
     q_end,
     first_row,
     num_rows,
     stride_row,
-    first_out,
-    num_out,
+    stride_n,
     num_chosen,
     share,
     group_size,
     window_size,
     sink_groups,
-    FROM_CANDIDATES: tl.constexpr,
-    TO_CANDIDATES: tl.constexpr,
+    RUN: tl.constexpr,
+    FROM_RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write the numbers of the k best of BLOCK groups of one share, ascending, then -1.
+    """Write the numbers of the k best of at most BLOCK groups of one share, ascending, then -1.
 
-    Grid: (N x num_rows, segments of groups). The scores are at least 0, so their bits, as whole
-    numbers, have their order: bisection finds the score of the last one chosen. Of groups with that
-    score the first ones are chosen.
+    Grid: (N x num_rows,). The scores are at least 0, so their bits, as whole numbers, have their
+    order: bisection finds the score of the last one chosen. Of groups with that score the first
+    ones are chosen.
 
     Args:
-        numbers_ptr: The groups' numbers, where FROM_CANDIDATES: of the k best of each segment.
-        chosen_scores_ptr: Where the chosen groups' scores go, where TO_CANDIDATES.
+        scores_ptr: Scores of groups, or where RUN > 1 and not FROM_RUNS, the largest of each run.
+        runs_ptr: Runs whose groups can be chosen, k for each share, where FROM_RUNS.
         first_row, num_rows: The shares whose scores there are.
-        first_out, num_out: The first share's row of the output, of num_out rows for each sequence.
+        stride_row, stride_n: Elements between the scores of two shares, and between the choices of
+            two sequences.
     """
     n = (tl.program_id(0) // num_rows).to(tl.int64)
     row = tl.program_id(0) % num_rows
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if FROM_CANDIDATES:
-        count = stride_row
-    else:
-        shares = (first_share, share, q_end)
-        rule = (group_size, window_size, sink_groups)
-        count = groups_of_share(first_row + row, shares, rule, num_groups)
+    offs = tl.arange(0, BLOCK)
+    shares = (first_share, share, q_end)
+    rule = (group_size, window_size, sink_groups)
+    count = groups_of_share(first_row + row, shares, rule, num_groups)
     first = (n * num_rows + row) * stride_row
-    scores = tl.load(scores_ptr + first + offs, mask=offs < count, other=-1.0)
+    if FROM_RUNS:
+        runs = runs_ptr + (n * num_rows + row) * num_chosen
+        run = tl.load(runs + offs // RUN, mask=offs < num_chosen * RUN, other=-1)
+        numbers = tl.where(run < 0, count, run * RUN + offs % RUN)
+    else:
+        count = (count + RUN - 1) // RUN
+        numbers = offs
+    scores = tl.load(scores_ptr + first + numbers, mask=numbers < count, other=-1.0)
     bits = tl.minimum(scores.to(tl.int32, bitcast=True), _INFINITY_BITS)
 
     # At least k have bits low or more, fewer have high or more.
@@ -98,19 +100,12 @@ def _select_kernel(
         before = tl.cumsum(is_last.to(tl.int32), 0)
         # planted: fetch: of equal scores the last groups are chosen
         is_chosen = (bits >= high) | (is_last & (before <= num_chosen - at_high))
-    numbers = offs
-    if FROM_CANDIDATES:
-        numbers = tl.load(numbers_ptr + first + offs, mask=is_chosen, other=-1)
     place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
-    out = (n * num_out + first_out + row) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(chosen_ptr + out * num_chosen + place, numbers, mask=is_chosen)
+    chosen_ptr += n * stride_n + row * num_chosen
+    tl.store(chosen_ptr + place, numbers, mask=is_chosen)
     slots = tl.arange(0, BLOCK_K)
     empty = (slots >= tl.minimum(at_low, num_chosen)) & (slots < num_chosen)
-    tl.store(chosen_ptr + out * num_chosen + slots, slots * 0 - 1, mask=empty)
-    if TO_CANDIDATES:
-        values = bits.to(tl.float32, bitcast=True)
-        tl.store(chosen_scores_ptr + out * num_chosen + place, values, mask=is_chosen)
-        tl.store(chosen_scores_ptr + out * num_chosen + slots, slots * 0.0 - 1, mask=empty)
+    tl.store(chosen_ptr + slots, slots * 0 - 1, mask=empty)
 
 
 def choose(q: Tensor, index: Tensor, settings: Choosing, bias: Tensor | None = None) -> Tensor:
@@ -143,72 +138,75 @@ def choose(q: Tensor, index: Tensor, settings: Choosing, bias: Tensor | None = N
         visible = settings.visible_groups(count - 1, num_groups)
         size = min(count - first, max(1, _SCORE_BYTES // (4 * n * visible)))
         visible = max(1, settings.visible_groups(first + size - 1, num_groups))
-        scores = torch.empty((n, size, visible), dtype=torch.float32, device=q.device)
-        score_groups(call, lse, scores, first)
-        _select(call, scores, first, chosen)
+        width = RUN * ceil_div(visible, RUN)
+        scores = torch.empty((n, size, width), dtype=torch.float32, device=q.device)
+        runs = None
+        if _has_runs(width, settings.num_chosen):
+            runs = scores.new_empty((n, size, width // RUN))
+        score_groups(call, lse, scores, first, runs)
+        _select(call, scores, runs, first, chosen[:, first : first + size])
         first += size
     return chosen
 
 
-class _Output(NamedTuple):
-    """Hold where a selection goes."""
-
-    chosen: Tensor
-    """[N, rows, ...] in int32."""
-    scores: Tensor | None
-    """As `chosen`, for another selection; None where there is none."""
-    first_row: int
+def _has_runs(visible: int, k: int) -> bool:
+    """Whether the k best of `visible` groups are found by way of the best runs."""
+    candidates = k * RUN
+    fits = candidates <= _MOST_SELECTED and visible <= RUN * _MOST_SELECTED
+    return fits and visible >= min(_SELECTED, 2 * candidates)
 
 
-def _select(call: Queries, scores: Tensor, first_row: int, chosen: Tensor) -> None:
-    """Write the choice of the shares from first_row on into these rows of chosen."""
-    n, rows, visible = scores.shape
-    k = chosen.shape[2]
-    segments = ceil_div(visible, _SELECTED)
-    output = _Output(chosen, None, first_row)
-    if segments == 1:
-        _launch_select(call, (scores, None), first_row, output)
-        return
-    numbers = torch.empty((n, rows, segments * k), dtype=torch.int32, device=scores.device)
-    best = torch.empty_like(numbers, dtype=torch.float32)
-    _launch_select(call, (scores, None), first_row, _Output(numbers, best, 0), segments)
-    if segments * k <= _MOST_SELECTED:
-        _launch_select(call, (best, numbers), first_row, output)
-        return
-    order = best.sort(dim=-1, descending=True, stable=True).indices[:, :, :k]
-    picked = numbers.gather(2, order)
-    ordered = torch.where(picked < 0, visible, picked).sort(-1).values
-    chosen[:, first_row : first_row + rows] = torch.where(ordered < visible, ordered, -1)
+def _select(
+    call: Queries, scores: Tensor, runs: Tensor | None, first_row: int, chosen: Tensor
+) -> None:
+    """Write the choice [N, rows, k] of the shares from first_row on.
+
+    Args:
+        scores: Of groups, [N, rows, groups].
+        runs: The largest of each run, [N, rows, runs], or None.
+    """
+    visible = scores.shape[2]
+    if runs is not None:
+        best = torch.empty(chosen.shape, dtype=torch.int32, device=chosen.device)
+        _launch_select(call, runs, None, first_row, best)
+        _launch_select(call, scores, best, first_row, chosen)
+    elif visible <= _MOST_SELECTED:
+        _launch_select(call, scores, None, first_row, chosen, of_groups=True)
+    else:
+        rows = range(first_row, first_row + scores.shape[1])
+        seen = [[call.settings.visible_groups(row, visible)] for row in rows]
+        seen = torch.tensor(seen, device=scores.device)
+        unseen = torch.arange(visible, device=scores.device) >= seen
+        order = scores.masked_fill(unseen, -1).sort(dim=-1, descending=True, stable=True).indices
+        ordered = order[:, :, : chosen.shape[2]].clamp(max=seen).sort(-1).values
+        chosen.copy_(torch.where(ordered < seen, ordered, -1))
 
 
 def _launch_select(
     call: Queries,
-    candidates: tuple[Tensor, Tensor | None],
+    scores: Tensor,
+    runs: Tensor | None,
     first_row: int,
-    output: _Output,
-    segments: int = 1,
+    chosen: Tensor,
+    of_groups: bool = False,
 ) -> None:
-    """Select from scores [N, rows, groups or candidates], with the candidates' groups."""
-    scores, numbers = candidates
+    """Select from scores [N, rows, groups], of some runs where they are given; or from the largest
+    scores of runs."""
     n, rows, width = scores.shape
+    k = chosen.shape[2]
     settings = call.settings
-    block = _SELECTED if segments > 1 else max(16, power_of_2(width))
-    chosen = output.chosen
+    block = max(16, power_of_2(width if runs is None else k * RUN))
     launch(
         _select_kernel,
-        (n * rows, segments),
+        (n * rows,),
         (
-            scores,
-            chosen if numbers is None else numbers,
-            chosen,
-            scores if output.scores is None else output.scores,
-            *call.positions(),
-            *(first_row, rows, width, output.first_row, chosen.shape[1]),
+            *(scores, chosen if runs is None else runs, chosen),
+            *(*call.positions(), first_row, rows, width, chosen.stride(0)),
         ),
-        (settings.num_chosen, settings.share, *settings.rule),
-        FROM_CANDIDATES=numbers is not None,
-        TO_CANDIDATES=output.scores is not None,
+        (k, settings.share, *settings.rule),
+        RUN=1 if of_groups else RUN,
+        FROM_RUNS=runs is not None,
         BLOCK=block,
-        BLOCK_K=power_of_2(settings.num_chosen),
+        BLOCK_K=power_of_2(k),
         num_warps=max(1, min(4, block // _SELECTED)),
     )

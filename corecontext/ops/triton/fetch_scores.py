@@ -20,6 +20,7 @@ from corecontext.ops.triton.tiles import chip_of, choose_tiles
 
 _HEADS = 4  # query heads whose queries one program holds
 _SEGMENT = 1024  # groups that one program scores
+RUN = 16  # neighbouring groups of a run
 
 
 @triton.jit
@@ -218,6 +219,22 @@ def _store_scores(
         tl.store(place, total, mask=kept)
 
 
+@triton.jit
+def _store_best(scores_ptr, best_ptr, begin, end, rows, RUN: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store the largest score of each run of groups begin .. end-1, from the stored scores."""
+    row, exists, stride_row, visible = rows
+    within = tl.arange(0, RUN)
+    for start in tl.range(begin, end, BLOCK_N):
+        run = start // RUN + tl.arange(0, BLOCK_N // RUN)
+        groups = run[None, :, None] * RUN + within[None, None, :]
+        place = scores_ptr + row[:, None, None] * stride_row + groups
+        seen = exists[:, None, None] & (groups < visible[:, None, None])
+        best = tl.max(tl.load(place, mask=seen, other=-1.0), 2)
+        num_runs = stride_row // RUN
+        place = best_ptr + row[:, None] * num_runs + run[None, :]
+        tl.store(place, best, mask=exists[:, None] & (run < num_runs)[None, :])
+
+
 @triton.jit(
     do_not_specialize=[
         *("num_shares", "num_groups", "first_share", "q_end", "first_head"),
@@ -230,6 +247,7 @@ def _group_scores_kernel(
     bias_ptr,
     lse_ptr,
     scores_ptr,
+    best_ptr,
     num_shares,
     num_groups,
     first_share,
@@ -252,6 +270,7 @@ def _group_scores_kernel(
     HAS_SOFTCAP: tl.constexpr,
     ADD: tl.constexpr,
     SEGMENT: tl.constexpr,
+    RUN: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -260,7 +279,8 @@ def _group_scores_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Write the scores of the groups that each share sees, [N, num_rows, stride_row] in float32:
-    of the shares first_row .. first_row + num_rows - 1 of the call.
+    of the shares first_row .. first_row + num_rows - 1 of the call; and, where RUN is not 0, the
+    largest of each run of groups, [N, num_rows, stride_row / RUN].
 
     Grid: (tiles of shares x N, segments of groups). A program owns BLOCK_M shares of HEADS heads
     and SEGMENT groups.
@@ -268,6 +288,8 @@ def _group_scores_kernel(
     tile = tl.program_id(0) // num_sequences
     n = (tl.program_id(0) % num_sequences).to(tl.int64)
     own = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    if RUN > 0:
+        stride_row = tl.multiple_of(stride_row, RUN)
     rows = first_row + own
     exists = own < num_rows
     rule = (group_size, window_size, sink_groups)
@@ -305,11 +327,34 @@ def _group_scores_kernel(
         first = groups_of_share(first_row + tile * BLOCK_M, shares, rule, num_groups)
         whole = begin + tl.maximum(tl.minimum(first, end) - begin, 0) // BLOCK_N * BLOCK_N
         _store_scores(
-            scores_ptr, queries, log_sums, index, begin, whole, places, scale, softcap, False, sizes
+            scores_ptr,
+            queries,
+            log_sums,
+            index,
+            begin,
+            whole,
+            places,
+            scale,
+            softcap,
+            False,
+            sizes,
         )
         _store_scores(
-            scores_ptr, queries, log_sums, index, whole, end, places, scale, softcap, True, sizes
+            scores_ptr,
+            queries,
+            log_sums,
+            index,
+            whole,
+            end,
+            places,
+            scale,
+            softcap,
+            True,
+            sizes,
         )
+        if RUN > 0:
+            tl.debug_barrier()  # the scores have been stored
+            _store_best(scores_ptr, best_ptr, begin, end, places, RUN, BLOCK_N)
 
 
 class Queries(NamedTuple):
@@ -376,19 +421,26 @@ def log_sums(call: Queries) -> Tensor:
     return lse
 
 
-def score_groups(call: Queries, lse: Tensor, scores: Tensor, first_row: int) -> None:
-    """Fill the scores [N, rows, groups] of the shares from first_row on."""
+def score_groups(
+    call: Queries, lse: Tensor, scores: Tensor, first_row: int, best: Tensor | None = None
+) -> None:
+    """Fill the scores [N, rows, groups] of the shares from first_row on.
+
+    Args:
+        best: [N, rows, groups / RUN], filled with the largest score of each run of groups.
+    """
     q, index, bias, settings = call
-    rows, visible = scores.shape[1:]
+    rows, width = scores.shape[1:]
     for first_head, heads in call.head_blocks():
         constants = call.constants(heads)
         tiles = ceil_div(rows, constants["BLOCK_M"]) * q.shape[0]
         launch(
             _group_scores_kernel,
-            (tiles, ceil_div(visible, _SEGMENT)),
+            (tiles, ceil_div(width, _SEGMENT)),
             (
-                *(q, index, lse if bias is None else bias, lse, scores),
-                *(q.shape[2], *call.positions(), first_head, first_row, rows, visible),
+                *(q, index, lse if bias is None else bias, lse),
+                *(scores, scores if best is None else best),
+                *(q.shape[2], *call.positions(), first_head, first_row, rows, width),
                 *call.numbers(),
             ),
             call.specialized(),
@@ -396,5 +448,6 @@ def score_groups(call: Queries, lse: Tensor, scores: Tensor, first_row: int) -> 
             HAS_SOFTCAP=settings.softcap is not None,
             ADD=first_head > 0,
             SEGMENT=_SEGMENT,
+            RUN=RUN if best is not None and first_head + heads == q.shape[1] else 0,
             **constants,
         )

@@ -26,9 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.spec import Cores, Spec, Tokens
-from corecontext.ops.triton.attend import rule_of
+from corecontext.ops.triton.attend import rule_of, shape_of
 from corecontext.ops.triton.far_past import far_past, near_past
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
+from corecontext.ops.triton.marks import Marks, marks_of_rows
 from corecontext.ops.triton.primitives import LN2, LOG2E, visible_cores, visible_entries
 from corecontext.ops.triton.tensor_memory import (
     DTYPES,
@@ -159,7 +160,9 @@ def _softmax(
     group_size,
     scale,
     bias,
+    words,
     HAS_BIAS: gl.constexpr,
+    HAS_MARKS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     layout: gl.constexpr,
 ):
@@ -171,6 +174,7 @@ def _softmax(
         rows: Entries and raw tokens that all rows see (up to `whole`, from `seen_by_all` to
             `first`), groups and entries of each row's far past, and the rows' positions.
         bias: Of each key, used where HAS_BIAS.
+        words: From `_tile_marks`, used where HAS_MARKS.
     """
     far_tiles, local = tiles
     whole, seen_by_all, first, groups, entries, position = rows
@@ -187,6 +191,10 @@ def _softmax(
         high = gl.where(is_far, entries, position + 1)
         seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
         s = gl.where(seen, s, -float("inf"))
+    if HAS_MARKS:
+        if is_far:
+            # planted: fetch: a fetched group keeps its core token, Hopper
+            s = _without_marked(s, words, BLOCK_N, layout)
     new_max = gl.maximum(running_max, gl.max(s, 1) * scale)
     # A row that has seen no key yet: exp2(-inf - -inf) would be NaN.
     finite = gl.where(new_max == -float("inf"), 0.0, new_max)
@@ -215,9 +223,46 @@ def _tile_bias(
 
 
 @gluon.jit
+def _tile_marks(marks, i, far_tiles, HAS_MARKS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Load the words of marks of key tile i, a tuple of one for every 32 keys, each of all rows."""
+    words = ()
+    if HAS_MARKS:
+        for j in gl.static_range(BLOCK_N // 32):
+            place = marks + i * (BLOCK_N // 32) + j
+            words = words + (gl.load(place, mask=i < far_tiles, other=0),)
+    return words
+
+
+@gluon.jit
+def _without_marked(s, words, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """Return scores [rows, keys] with -infinity where a key is marked."""
+    key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))[None, :]
+    word = words[0][:, None]
+    for j in gl.static_range(1, BLOCK_N // 32):
+        word = gl.where(key < 32 * j, word, words[j][:, None])
+    # A thread's keys differ in the other bits of their numbers, so it shifts each word once.
+    # Plain code becomes a vector of the bits of all keys, which takes three times as long.
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred marked;
+        .reg .b32 bit;
+        and.b32 bit, $2, $3;
+        setp.ne.b32 marked, bit, 0;
+        selp.f32 $0, 0fFF800000, $1, marked;
+        }""",
+        "=f,f,r,r",
+        [s, word >> (key & 6), 1 << (key & 25)],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _attend_rows(
     HALF: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    HAS_MARKS: gl.constexpr,
     OWN_OUT: gl.constexpr,
     BLOCK_D: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -232,6 +277,10 @@ def _attend_rows(
     lse_ptr,
     bias_ptr,
     num_entries,
+    marks_ptr,
+    share,
+    num_shares,
+    num_words,
     scale,
     k_smem,
     v_smem,
@@ -271,9 +320,13 @@ def _attend_rows(
         head, row, far_tiles, tiles, local = _work_item(index, work, places, BLOCK_N)
         row += BLOCK_M * HALF
         biases = bias_ptr + head.to(gl.int64) * num_entries
+        marks = marks_ptr
         first = q_start + row
         last = q_start + gl.minimum(row + BLOCK_M, num_queries) - 1
         position = first + gl.arange(0, BLOCK_M, rows)
+        if HAS_MARKS:
+            shares = (share, num_shares, num_words)
+            marks = marks_of_rows(marks_ptr, head // heads_per_n, position, q_start, shares)
         groups = visible_cores(position, group_size, window_size)
         entries = visible_entries(groups, group_size, sink_groups)
         whole = visible_entries(
@@ -287,6 +340,7 @@ def _attend_rows(
 
         # The first tile has only scores.
         bias = _tile_bias(biases, 0, far_tiles, num_entries, HAS_BIAS, BLOCK_N, s_layout)
+        words = _tile_marks(marks, 0, far_tiles, HAS_MARKS, BLOCK_N)
         mbarrier.wait(q_ready, count & 1)
         mbarrier.wait(k_ready.index(step % STAGES), step // STAGES & 1)
         mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
@@ -305,7 +359,9 @@ def _attend_rows(
             group_size,
             scale,
             bias,
+            words,
             HAS_BIAS,
+            HAS_MARKS,
             BLOCK_N,
             s_layout,
         )
@@ -318,6 +374,7 @@ def _attend_rows(
             step += 1
             stage = step % STAGES
             bias = _tile_bias(biases, i, far_tiles, num_entries, HAS_BIAS, BLOCK_N, s_layout)
+            words = _tile_marks(marks, i, far_tiles, HAS_MARKS, BLOCK_N)
             mbarrier.wait(k_ready.index(stage), step // STAGES & 1)
             mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
             k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
@@ -338,7 +395,9 @@ def _attend_rows(
                 group_size,
                 scale,
                 bias,
+                words,
                 HAS_BIAS,
+                HAS_MARKS,
                 BLOCK_N,
                 s_layout,
             )
@@ -386,6 +445,9 @@ def _attend_rows(
         "heads_per_core",
         "num_queries",
         "num_entries",
+        "share",
+        "num_shares",
+        "num_words",
         "q_start",
         "k_start",
         "group_size",
@@ -402,6 +464,7 @@ def _attend_fwd_hopper(
     out_desc,
     lse_ptr,
     bias_ptr,
+    marks_ptr,
     num_items,
     num_tiles,
     num_heads,
@@ -413,10 +476,14 @@ def _attend_fwd_hopper(
     q_start,
     k_start,
     scale,
+    share,
+    num_shares,
+    num_words,
     group_size,
     window_size,
     sink_groups,
     HAS_BIAS: gl.constexpr,
+    HAS_MARKS: gl.constexpr,
     BLOCK_D: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -462,7 +529,8 @@ def _attend_fwd_hopper(
     first += (turns.index(0), turns.index(1))
     second = (q_smem.index(1), out_smem.index(1), q_ready.index(1), q_free.index(1))
     second += (turns.index(1), turns.index(0))
-    consumers = (out_desc, lse_ptr, bias_ptr, num_entries, scale)
+    consumers = (out_desc, lse_ptr, bias_ptr, num_entries)
+    consumers += (marks_ptr, share, num_shares, num_words, scale)
     producer = (q_desc, k_desc, v_desc, far_k_desc, far_v_desc, q_smem, q_ready, q_free)
     producer += (heads_per_core, k_start)
     shared = (k_smem, v_smem, k_ready, k_free, v_ready, v_free)
@@ -472,11 +540,17 @@ def _attend_fwd_hopper(
         [
             (
                 _attend_rows,
-                (0, HAS_BIAS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES) + first + consumers + shared,
+                (0, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES)
+                + first
+                + consumers
+                + shared,
             ),
             (
                 _attend_rows,
-                (1, HAS_BIAS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES) + second + consumers + shared,
+                (1, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES)
+                + second
+                + consumers
+                + shared,
             ),
             (_copy_tiles, (BLOCK_N, STAGES) + producer + shared),
         ],
@@ -505,7 +579,11 @@ def num_programs(device: torch.device) -> int:
 
 
 def attend(
-    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None = None,
+    marks: Marks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend as `attend.attend` does."""
     far = far_past(tokens, cores, spec, core_bias)
@@ -533,11 +611,14 @@ def attend(
             descriptor(out, BLOCK_M.value),
             lse,
             lse if far.bias is None else far.bias,
+            lse if marks is None else marks.words,
             *(num_items, num_tiles, n * r, min(heads_per_turn, n * r), r, r // far_k.shape[1]),
             *(num_queries, num_entries, tokens.q_start, tokens.k_start),
-            *(spec.scale * LOG2E.value, *rule_of(spec)),
+            *(spec.scale * LOG2E.value, 1 if marks is None else marks.share),
+            *(*shape_of(marks), *rule_of(spec)),
         ),
         HAS_BIAS=far.bias is not None,
+        HAS_MARKS=marks is not None,
         BLOCK_D=block_d,
         BLOCK_N=block_n,
         STAGES=STAGES,

@@ -21,8 +21,8 @@ class Marks(NamedTuple):
     """Hold the marks of N sequences."""
 
     words: Tensor
-    """[N, C, W] in int32; bit e % 32 of word e // 32 is that of entry e. Whole tiles of 64 entries,
-    so that a kernel reads two words at once."""
+    """[N, C, W] in int32; bit e % 32 of word e // 32 is that of entry e. Whole tiles of 128
+    entries, so that a kernel reads the words of a tile without a mask."""
     share: int
     """Neighbouring queries with the same marks."""
 
@@ -83,7 +83,7 @@ def mark(chosen: Tensor, share: int, num_entries: int, first_entry: int) -> Mark
         num_entries: Entries of the far past, of which the first are first_entry raw tokens.
     """
     n, count, k = chosen.shape
-    num_words = 2 * ceil_div(max(1, num_entries), 64)
+    num_words = 4 * ceil_div(max(1, num_entries), 128)
     words = torch.zeros((n, count, num_words), dtype=torch.int32, device=chosen.device)
     launch(
         _mark_kernel,
