@@ -30,7 +30,7 @@ from corecontext.ops.triton import (
     decode,
     fetch_choose,
     fetch_kernels,
-    fetch_scores,
+    fetch_score_kernels,
     marks,
     pool,
     pool_mass,
@@ -70,8 +70,8 @@ FETCH = (
     fetch_kernels.fetch_dkv_kernel,
 )
 CHOICE = (
-    fetch_scores._index_lse_kernel,
-    fetch_scores._group_scores_kernel,
+    fetch_score_kernels.index_lse_kernel,
+    fetch_score_kernels.group_scores_kernel,
     fetch_choose._select_kernel,
     marks._mark_kernel,
 )
@@ -187,9 +187,9 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
-    yield Kernel(fetch_scores._index_lse_kernel, sizes, types)
+    yield Kernel(fetch_score_kernels.index_lse_kernel, sizes, types)
     sizes = {**sizes, "ADD": True, "SEGMENT": 1024, "RUN": 16}
-    yield Kernel(fetch_scores._group_scores_kernel, sizes, types)
+    yield Kernel(fetch_score_kernels.group_scores_kernel, sizes, types)
     sizes = {"RUN": 16, "FROM_RUNS": True, "BLOCK": 1024, "BLOCK_K": 64, "num_warps": 1}
     yield Kernel(fetch_choose._select_kernel, sizes, types)
     yield Kernel(marks._mark_kernel, {"BLOCK": 64, "num_warps": 1}, types)

@@ -32,8 +32,8 @@ PLAIN = {
     "_merge_kernel",
 }
 FETCH = {
-    "_index_lse_kernel",
-    "_group_scores_kernel",
+    "index_lse_kernel",
+    "group_scores_kernel",
     "_select_kernel",
     "_mark_kernel",
     "fetch_fwd_kernel",

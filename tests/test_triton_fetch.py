@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext.ops.api import cca_attention
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
-from corecontext.ops.triton import fetch_attend, fetch_choose, fetch_scores
+from corecontext.ops.triton import attend, backend, fetch_attend, fetch_choose, fetch_scores
 from corecontext.ops.triton.fetch_attend import Fetched
 from corecontext.ops.triton.fetch_rule import Choosing
 from corecontext.visibility import sees_core, sees_token
@@ -20,6 +20,8 @@ from corecontext.visibility import sees_core, sees_token
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and backend.hopper_forward is not None
+WAYS = {"anywhere": attend.attend, **({"hopper": backend._attend} if HOPPER else {})}
 DTYPES = [torch.float32] + ([torch.float16, torch.bfloat16] if GPU else [])
 
 
@@ -202,11 +204,12 @@ def assert_rows(got, expected, dtype, message):
 def test_attention(dtype, case, extra):
     tensors, fetched, spec, bias = case_of(case, dtype, extra)
     tokens, cores = Tokens(*tensors[:3]), Cores(*tensors[3:])
-    out, lse = fetch_attend.attend(tokens, cores, spec, bias, fetched)
     wide = None if bias is None else bias.double()
     expected, expected_lse = dense([x.double() for x in tensors], fetched, spec, bias=wide)
-    assert_rows(out, expected, dtype, "out")
-    assert_rows(lse[..., None], expected_lse[..., None], dtype, "lse")
+    for name, way in WAYS.items():
+        out, lse = fetch_attend.attend(tokens, cores, spec, bias, fetched, way)
+        assert_rows(out, expected, dtype, f"out, {name}")
+        assert_rows(lse[..., None], expected_lse[..., None], dtype, f"lse, {name}")
 
 
 @pytest.mark.parametrize("q_start", [1, 33])

@@ -193,7 +193,6 @@ def _softmax(
         s = gl.where(seen, s, -float("inf"))
     if HAS_MARKS:
         if is_far:
-            # planted: fetch: a fetched group keeps its core token, Hopper
             s = _without_marked(s, words, BLOCK_N, layout)
     new_max = gl.maximum(running_max, gl.max(s, 1) * scale)
     # A row that has seen no key yet: exp2(-inf - -inf) would be NaN.
