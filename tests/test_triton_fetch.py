@@ -284,11 +284,11 @@ def test_operator(index, share):
     }
     q, k, v = normal(1, 4, 33, 16), normal(1, 2, 33, 16, seed=1), normal(1, 2, 33, 16, seed=2)
     results = {}
-    for backend in ("reference", "triton"):
+    for name in ("reference", "triton"):
         leaves = [x.clone().requires_grad_(index == "pairs:2") for x in (q, k, v)]
-        out = cca_attention(*leaves, backend=backend, **settings)
-        results[backend] = [out.detach()]
+        out = cca_attention(*leaves, backend=name, **settings)
+        results[name] = [out.detach()]
         if out.requires_grad:
-            results[backend] += torch.autograd.grad(out.square().sum(), leaves)
+            results[name] += torch.autograd.grad(out.square().sum(), leaves)
     for got, right in zip(results["triton"], results["reference"]):
         assert_rows(got, right, torch.float32, "out, q, k or v")
