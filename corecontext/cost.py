@@ -184,11 +184,16 @@ class ModelCost:
         window_size: int = 1,
         cores_per_group: int = 1,
         sinks: int = 0,
+        *,
+        core_mass: bool = False,
     ) -> int:
-        """Count bytes cached after seq_len tokens, sliding-window layers included."""
+        """Count bytes cached after seq_len tokens, sliding-window layers included; with `core_mass`
+        each compact entry has room for a mass in float32."""
         sizes = (self.kv_heads, self.head_dim, self.itemsize)
         entries = cache_entries(seq_len, group_size, window_size, cores_per_group, sinks)
         total = cache_bytes(entries, self.num_layers, *sizes)
+        if core_mass and group_size > 1:
+            total += 4 * self.num_layers * self.kv_heads * entries
         for window in self.windows:
             total += cache_bytes(min(seq_len, window), 1, *sizes)
         return total

@@ -106,7 +106,7 @@ def _costs(cost: ModelCost, length: int, config: CCAConfig) -> tuple[float, floa
     return (
         cost.num_layers * attention,
         cost.prefill_flops(length, g, s, sinks),
-        cost.cache_bytes(length, g, s, width, sinks),
+        cost.cache_bytes(length, g, s, width, sinks, core_mass=config.core_mass),
     )
 
 

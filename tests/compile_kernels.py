@@ -112,6 +112,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     yield from pool_kernels(dim)
     plan = decode._plan(chip, dtype, 8, HEADS, dim, 4096, 16)
     parts = {"acc_ptr": "fp32", "lse_ptr": "fp32", "seen_ptr": "i64", "pad_ptr": "i64"}
+    parts["mass_ptr"] = "fp32"
     codes = {"keys_ptr": "i8", "values_ptr": "i8", "ks_ptr": "fp32", "vs_ptr": "fp32"}
     for kind, sinks in (("auto", 0), ("auto", 16), ("int8", 0), ("fp8", 0)):
         yield Kernel(
@@ -125,6 +126,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 "WIDTH": 1,
                 "POOLS": True,
                 "HAS_BIAS": False,
+                "HAS_MASS": sinks > 0,
             },
             {**parts, **tables, **(codes if kind != "auto" else {})},
         )

@@ -732,6 +732,21 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         "tests/test_triton_decode.py::test_compiles_as_one_graph",
     ),
     Fault(
+        "mass: read in the order of a cache, Triton",
+        "bias = core_bias.float()",
+        "tests/test_cache_eight_bit.py::test_the_triton_step_stores_and_sees_the_same",
+    ),
+    Fault(
+        "mass: of the weights' last block alone, decoding",
+        "mass = -tl.sum(weights * tl.log(tl.maximum(weights, TINY)), 1)",
+        "tests/test_triton_decode.py::test_masses_are_computed_and_added",
+    ),
+    Fault(
+        "mass: that of the entry before, in a fused step",
+        "mass = tl.load(mass_ptr + entries - 1, mask=seen & is_core, other=0.0)",
+        "tests/test_triton_decode.py::test_masses_are_computed_and_added",
+    ),
+    Fault(
         "offsets: 32 bits in a decoding step",
         "n = row",
         "tests/test_triton_far.py::test_decoding",

@@ -193,13 +193,14 @@ CASES = [
     (5, 8, 2, 1, 13, 21, {}),
     (1, 5, 2, 1, 7, 15, {}),
     (4, 5, 2, 1, 6, 18, {"sink_size": 8}),
+    (5, 6, 2, 1, 13, 21, {"core_mass": True, "core_heads": "query"}),
 ]
 
 
 # How codes are read and where rows lie are apart in the kernel: one kind has every case.
 @pytest.mark.parametrize(
     "kind, case",
-    [*(("int8", case) for case in CASES), ("fp8", CASES[0]), ("fp8", CASES[4])],
+    [*(("int8", case) for case in CASES), ("fp8", CASES[0]), ("fp8", CASES[4]), ("fp8", CASES[5])],
     ids=str,
 )
 def test_the_triton_step_stores_and_sees_the_same(kind, case):
@@ -214,6 +215,8 @@ def test_the_triton_step_stores_and_sees_the_same(kind, case):
     (plain, a), (ours, b) = outs
     assert b._step is not None
     used = a.used
+    if config.core_mass:
+        torch.testing.assert_close(*(x.mass_buffer[:, :, :used] for x in (a, b)), rtol=0, atol=1e-5)
     same = [(x[:, :, :used] == y[:, :, :used]).float().mean() for x, y in zip(a.buffers, b.buffers)]
     assert same[0] > 0.99 and same[1] > 0.99  # a sum in another order may round to the next code
     torch.testing.assert_close(plain, ours, rtol=0, atol=2e-3)

@@ -145,6 +145,7 @@ def test_the_bytes_of_a_token():
         ({"group_size": 4, "core_heads": "query"}, 2 * 3 * 8 * 32 / 4),
         ({"group_size": 4, "cache_dtype": "int8"}, 2 * 3 * 2 * 20 / 4),
         ({"group_size": 4, "cache_dtype": "auto"}, 2 * 3 * 2 * 32 / 4),
+        ({"group_size": 4, "core_mass": True}, 3 * 2 * (2 * 32 + 4) / 4),
     ):
         assert limits.cache_bytes_per_token(config_of(cca=cca), torch.float16) == expected
 

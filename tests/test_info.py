@@ -73,7 +73,13 @@ def test_a_row_has_the_mean_cost_of_the_heads(sizes, shares):
 
 @pytest.mark.parametrize(
     "settings, entries",
-    [({}, 250 + 13), ({"sink_size": 6}, 248 + 8 + 13), ({"core_heads": "query"}, 500 + 13)],
+    [
+        ({}, 250 + 13),
+        ({"sink_size": 6}, 248 + 8 + 13),
+        ({"core_heads": "query"}, 500 + 13),
+        # A mass has the bytes of one number in float32, beside 2 x 16 of them.
+        ({"core_mass": True}, 263 + 263 / 32),
+    ],
     ids=str,
 )
 def test_a_cache_has_core_tokens_first_tokens_and_the_window(settings, entries):

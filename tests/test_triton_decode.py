@@ -53,6 +53,7 @@ def reference(config, rotary, qkv, mask=None, softcap=None):
         core_position=c.core_position,
         core_heads=c.core_heads,
         core_bias=c.core_bias,
+        core_mass=c.core_mass,
         sink_size=c.sink_size,
         rotary=rotary,
         attention_mask=mask,
@@ -131,6 +132,25 @@ def test_every_step_of_every_row(case, softcap, dtype):
     expected = reference(config, rotary, qkv, mask, softcap)
     assert_rows(out, expected, dtype)
     assert layer.seq_len == length
+
+
+# The second walks its groups in two blocks. The group that closes at the first step is seen.
+@pytest.mark.parametrize(
+    "g, heads, kv_heads, dim, dtype, settings",
+    [
+        (5, 4, 2, 16, DTYPES[-1], {"sink_size": 5}),
+        (12, 3, 1, 96, torch.float32, {"core_heads": "query", "core_bias": 0.7}),
+    ],
+)
+def test_masses_are_computed_and_added(g, heads, kv_heads, dim, dtype, settings):
+    config = CCAConfig.paper(g, 3, backend="triton", core_mass=True, **settings)
+    qkv = tensors(1, heads, kv_heads, 2 * g + 6, dim, dtype)
+    layer = CompactLayer(config, rotary_of(dim), max_length=2 * g + 6)
+    out = decoded(layer, qkv, 2 * g - 1)
+    assert_rows(out, reference(config, rotary_of(dim), qkv), dtype)
+    without = reference(config.replace(core_mass=False), rotary_of(dim), qkv)
+    with pytest.raises(AssertionError, match="off by"):
+        assert_rows(out, without, dtype)
 
 
 def test_entries_are_shared_by_several_programs():

@@ -92,6 +92,18 @@ class Entries:
         """[B, Hkv, C + n + M w, D]."""
         return self.buffers[1]
 
+    @property
+    def scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of keys and of values, [B, Hkv, C + n + M w, 1] in 8 bits, else None."""
+        if self.config.cache_dtype == "auto":
+            return None, None
+        return self.buffers[2], self.buffers[3]
+
+    @property
+    def mass_buffer(self) -> Tensor | None:
+        """[B, Hkv, C + n + M w, 1], None without masses."""
+        return self.buffers[-1] if self.has_mass else None
+
     # Sizes
     # -----
 

@@ -170,8 +170,9 @@ class CompactLayer(LayerState):
                 self.pad,
                 self.ring_size,
                 self._tables,
-                *self.buffers[2:],
-                cache_dtype=self.config.cache_dtype,
+                *self.scales,
+                self.config.cache_dtype,
+                self.mass_buffer,
             )
             out = self._step(q, k, v, slots, self.spec, self.config.core_bias)
             if is_fixed:
@@ -192,8 +193,8 @@ class CompactLayer(LayerState):
     def _choose_step(self) -> None:
         """Find the fused step for the buffers' dtype and device, if the backend has one."""
         self._step = None
-        if self.learned or rules.is_own_rule(self.config.pooling, None) or self.has_mass:
-            return  # a fused step has the paper's pooling, one bias for all heads and no masses
+        if self.learned or rules.is_own_rule(self.config.pooling, None):
+            return  # a fused step has the paper's pooling and one bias for all heads
         if self.config.fetch_groups:
             return
         head = self.keys.new_empty(1, 1, 1, self.keys.shape[3], dtype=self.dtype)

@@ -79,7 +79,10 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     vector = sizes.head_dim * dtype.itemsize
     if settings.get("cache_dtype", "auto") != "auto":
         vector = sizes.head_dim + torch.float32.itemsize  # codes and a scale
-    return 2 * sizes.layers * heads * vector / settings.get("group_size", 1)
+    entry = 2 * vector
+    if settings.get("core_mass"):
+        entry += torch.float32.itemsize
+    return sizes.layers * heads * entry / settings.get("group_size", 1)
 
 
 def free_bytes(device: torch.device) -> int | None:

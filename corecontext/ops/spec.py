@@ -243,3 +243,5 @@ class Slots(NamedTuple):
     """As key_scales."""
     cache_dtype: str = "auto"
     """The codes, one of `config.CACHE_DTYPES`."""
+    masses: Tensor | None = None
+    """Of core tokens, [B, Hkv, C + n + M w, 1] in float32; None for none."""

@@ -29,6 +29,7 @@ from corecontext.ops.spec import Slots, Spec
 from corecontext.ops.triton.launch import contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.pool_tile import load_tables, pool_keys, rotation_pairs, token_scores
 from corecontext.ops.triton.primitives import (
+    TINY,
     dot,
     log2_scores,
     softmax_step,
@@ -151,6 +152,7 @@ def _pool_group(
     k_ring,
     v_ring,
     tables,
+    mass_ptr,
     place,
     scale,
     softcap,
@@ -161,13 +163,15 @@ def _pool_group(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    HAS_MASS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Write the WIDTH core tokens of the group that the new token closes (docs/math.md, eq. 1 to
-    3), reading the group in blocks: once for the softmax's sums, once for the weighted tokens.
+    3), and their masses (eq. 14), reading the group in blocks: once for the softmax's sums, once
+    for the weighted tokens.
 
     Args:
         k_ring, v_ring: As `ring` of `_load_group`.
@@ -195,6 +199,7 @@ def _pool_group(
     heads = tl.arange(0, BLOCK_R)
     core_k = tl.zeros([BLOCK_W, BLOCK_D], tl.float32)
     core_v = tl.zeros([BLOCK_W, BLOCK_D], tl.float32)
+    mass = tl.zeros([BLOCK_W], tl.float32)
     for start in range(0, group_size, BLOCK_G):
         rows = start + tl.arange(0, BLOCK_G)
         cos, sin = load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
@@ -207,6 +212,9 @@ def _pool_group(
             weights = tl.sum(weights, 0)[None, :] / HEADS
         core_k += pool_keys(weights, k, (cos, sin, partner, sign), BLOCK_W, BLOCK_D, HALF)
         core_v += tl.sum(weights[:, :, None] * v, 1)
+        if HAS_MASS:
+            # planted: mass: of the weights' last block alone, decoding
+            mass -= tl.sum(weights * tl.log(tl.maximum(weights, TINY)), 1)
 
     # Store them behind the ring and the first tokens.
     k_buffer, k_scales, _, _ = k_ring
@@ -216,6 +224,8 @@ def _pool_group(
     at = entries[:, None] * HEAD_DIM + cols[None, :]
     in_dims = (cols < HEAD_DIM)[None, :]
     mask = (wide < WIDTH)[:, None] & in_dims
+    if HAS_MASS:
+        tl.store(mass_ptr + entries, mass, mask=wide < WIDTH)
     if KIND != "auto":
         core_k = tl.where(in_dims, core_k, 0.0)
         core_v = tl.where(in_dims, core_v, 0.0)
@@ -244,6 +254,7 @@ def _attend_entries(
     SINKS: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_MASS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -257,10 +268,10 @@ def _attend_entries(
     are not read, so their contents have no effect.
 
     Args:
-        buffers: Pointers to keys, values and their scales.
+        buffers: Pointers to keys, values, their scales and the core tokens' masses.
         place: Position and slot of the new token, reach and ring_size.
     """
-    keys_ptr, values_ptr, ks_ptr, vs_ptr = buffers
+    keys_ptr, values_ptr, ks_ptr, vs_ptr, mass_ptr = buffers
     position, slot, reach, ring_size = place
     offs = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
@@ -296,6 +307,10 @@ def _attend_entries(
         shift = 0.0
         if HAS_BIAS:
             shift = tl.where(is_core, bias, 0.0)[None, :]
+        if HAS_MASS:
+            # planted: mass: that of the entry before, in a fused step
+            mass = tl.load(mass_ptr + entries, mask=seen & is_core, other=0.0)
+            shift += mass[None, :]
         scores, _ = log2_scores(products, scale, shift, softcap, HAS_SOFTCAP)
         visible = seen[None, :]
         if WIDTH > 1:  # query head i sees the core tokens made for it
@@ -328,6 +343,7 @@ def _append(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    HAS_MASS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -338,12 +354,12 @@ def _append(
 
     Args:
         tokens: Pointer to q, the stride of its heads, pointers to k and v.
-        buffers: Pointers to keys, values and their scales.
+        buffers: Pointers to keys, values, their scales and the core tokens' masses.
         parts: Pointers to this program's output and log-sum-exp.
         place: Position and slot of the new token, capacity, ring_size and group_size.
     """
     q_ptr, q_stride, k_ptr, v_ptr = tokens
-    keys_ptr, values_ptr, ks_ptr, vs_ptr = buffers
+    keys_ptr, values_ptr, ks_ptr, vs_ptr, mass_ptr = buffers
     acc_ptr, lse_ptr = parts
     position, slot, capacity, ring_size, group_size = place
     dims = tl.arange(0, BLOCK_D)
@@ -396,6 +412,7 @@ def _append(
                 (keys_ptr, ks_ptr, k_ptr, new_ks),
                 (values_ptr, vs_ptr, v_ptr, new_vs),
                 tables,
+                mass_ptr,
                 (core, slot, ring_size, group_size),
                 scale,
                 softcap,
@@ -406,6 +423,7 @@ def _append(
                 HEAD_DIM,
                 HALF,
                 INTERLEAVED,
+                HAS_MASS,
                 HAS_SOFTCAP,
                 BLOCK_R,
                 BLOCK_G,
@@ -428,6 +446,7 @@ def _attend_share(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_MASS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -476,6 +495,7 @@ def _attend_share(
         SINKS,
         WIDTH,
         HAS_BIAS,
+        HAS_MASS,
         HAS_SOFTCAP,
         HEAD_DIM,
         BLOCK_M,
@@ -502,6 +522,7 @@ def _step_kernel(
     values_ptr,
     ks_ptr,
     vs_ptr,
+    mass_ptr,
     seen_ptr,
     pad_ptr,
     cos_ptr,
@@ -530,6 +551,7 @@ def _step_kernel(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_MASS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -561,10 +583,11 @@ def _step_kernel(
     values_ptr += n * capacity * HEAD_DIM
     ks_ptr += n * capacity  # not read unless in 8 bits
     vs_ptr += n * capacity
+    mass_ptr += n * capacity  # not read without masses
     first = (n * tl.num_programs(1) + part) * HEADS
     acc_ptr += first * HEAD_DIM
     lse_ptr += first
-    buffers = (keys_ptr, values_ptr, ks_ptr, vs_ptr)
+    buffers = (keys_ptr, values_ptr, ks_ptr, vs_ptr, mass_ptr)
     parts = (acc_ptr, lse_ptr)
     if part == 0:
         k_ptr += batch * k_strides[0] + head * k_strides[1]
@@ -585,6 +608,7 @@ def _step_kernel(
             HEAD_DIM,
             HALF,
             INTERLEAVED,
+            HAS_MASS,
             HAS_SOFTCAP,
             BLOCK_R,
             BLOCK_G,
@@ -605,6 +629,7 @@ def _step_kernel(
             HEADS,
             WIDTH,
             HAS_BIAS,
+            HAS_MASS,
             HAS_SOFTCAP,
             HEAD_DIM,
             BLOCK_M,
@@ -718,13 +743,14 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias
     cos, sin = slots.rotation or (keys, keys)
     key_scales = keys if slots.key_scales is None else slots.key_scales
     value_scales = values if slots.value_scales is None else slots.value_scales
+    masses = keys if slots.masses is None else slots.masses
     with torch.cuda.device_of(q):
         launch(
             _step_kernel,
             (rows, plan.num_parts),
             (
-                *(q, k, v, keys, values, key_scales, value_scales, length, slots.pad, cos, sin),
-                *(acc, lse, seen, kv_heads, capacity, slots.ring_size, spec.group_size),
+                *(q, k, v, keys, values, key_scales, value_scales, masses, length, slots.pad),
+                *(cos, sin, acc, lse, seen, kv_heads, capacity, slots.ring_size, spec.group_size),
                 *(spec.window_size, float(spec.scale), float(spec.softcap or 1.0)),
                 float(core_bias),
             ),
@@ -739,6 +765,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias
             HALF=0 if slots.rotation is None else cos.shape[1],
             INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
             HAS_BIAS=core_bias != 0,
+            HAS_MASS=slots.masses is not None,
             HAS_SOFTCAP=spec.softcap is not None,
             **plan.step,
         )
@@ -768,18 +795,19 @@ def _decode_op(
     """Run `_decode` as one operator of a graph.
 
     Args:
-        buffers: Keys, values and, in 8 bits, the scales of both.
+        buffers: Keys, values, in 8 bits the scales of both, and masses where there are any.
         seen: `Slots.seen` where it is counted on the device, else the last of `sizes`.
         tables: `Slots.rotation`, or empty.
     """
-    keys, values, *scales = buffers
+    keys, values, *others = buffers
+    masses = others.pop() if len(others) % 2 else None
     group_size, window_size, sink_size, ring_size, per_query, interleaved, length = sizes
     scale, softcap, core_bias = factors
     core_heads = "query" if per_query else "kv"
     seen = length if seen is None else seen
     tables = tuple(tables) or None
-    scales = scales or (None, None)
-    slots = Slots(keys, values, seen, pad, ring_size, tables, *scales, cache_dtype)
+    scales = others or (None, None)
+    slots = Slots(keys, values, seen, pad, ring_size, tables, *scales, cache_dtype, masses)
     spec = Spec(group_size, window_size, scale, None, sink_size, "cca", core_heads, softcap or None)
     if tables:  # only the layout of pairs counts beside them
         spec = spec.replace(rotary=Rotary(tables[0], bool(interleaved)))
@@ -811,14 +839,14 @@ def decode_step(
     if not torch.compiler.is_compiling():
         return _decode(q, k, v, slots, spec, core_bias)
     # An operator's dispatch costs more than the launches, so only graphs have it.
-    scales = [] if slots.key_scales is None else [slots.key_scales, slots.value_scales]
+    others = (slots.key_scales, slots.value_scales, slots.masses)
     on_device = isinstance(slots.seen, Tensor)
     sizes = (spec.group_size, spec.window_size, spec.sink_size, slots.ring_size)
     # planted: decoding: a compiled step takes interleaved pairs for halves
     choices = (spec.core_heads == "query", spec.rotary is not None and spec.rotary.interleaved)
     return _decode_op(
         [q, k, v],
-        [slots.keys, slots.values, *scales],
+        [slots.keys, slots.values, *(x for x in others if x is not None)],
         slots.seen if on_device else None,
         slots.pad,
         list(slots.rotation or ()),

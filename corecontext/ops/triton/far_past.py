@@ -48,7 +48,9 @@ def far_past(tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None)
             )
         )
     if core_bias is not None:
-        bias = core_bias.float()
+        # Masses of a cache are not in the order of the heads, as the kernels read them.
+        # planted: mass: read in the order of a cache, Triton
+        bias = core_bias.float().contiguous()
         if bias.dim() == 2:
             bias = bias[:, :, None].expand(-1, -1, cores.k.shape[2] - first)
         # planted: sinks: core bias added to them, Triton

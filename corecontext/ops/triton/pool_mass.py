@@ -21,9 +21,8 @@ from corecontext.ops.triton.pool_tile import (
     store_tokens,
     token_scores,
 )
+from corecontext.ops.triton.primitives import TINY
 from corecontext.ops.triton.tiles import pool_tiles
-
-TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal number: log of it is finite
 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])

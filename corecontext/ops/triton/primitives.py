@@ -14,6 +14,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal number: log of it is finite
 # The interpreter cannot multiply bfloat16 and has no tensor cores: there, products are of float32.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
