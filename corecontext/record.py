@@ -47,6 +47,8 @@ UNITS = {
     "real.perplexity": "perplexity",
     "real.gain_kept": "fraction",
     "real.accuracy": "fraction",
+    "real.training_seconds": "s",
+    "real.training_bytes": "bytes",
     "serve.first_token_s": "s",
     "serve.next_token_ms": "ms",
     "serve.requests_per_s": "requests/s",

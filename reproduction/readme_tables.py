@@ -19,7 +19,7 @@ from benchmarks.tables import Column, markdown
 from corecontext.record import Record
 from reproduction.methods import SCRATCH, SCRATCH_FINE, Method, alike, methods
 from reproduction.plan import adapted, from_scratch
-from reproduction.real_tables import real_markdown
+from reproduction.real_tables import extended_markdown, index_markdown, real_markdown
 from reproduction.sizes import FULL
 
 SHORT = ("full", "window", "window_wide", "duo_1", "cca", "distilled", "raw_1", "raw_1_distilled")
@@ -145,6 +145,8 @@ TABLES: Sequence[PageTable] = (
     PageTable("quality, short", "quality", partial(quality_markdown, names=SHORT)),
     PageTable("real, as it is", "real", partial(real_markdown, trained=False)),
     PageTable("real, trained", "real", partial(real_markdown, trained=True)),
+    PageTable("real, indices", "real", index_markdown),
+    PageTable("real, extended", "real", extended_markdown),
 )
 
 if __name__ == "__main__":

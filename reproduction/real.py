@@ -53,10 +53,12 @@ from reproduction.real_methods import (
 )
 from reproduction.real_tasks import LIST_TOKENS, Question, list_questions, needle_questions
 from reproduction.real_texts import Window, cut_windows
-from reproduction.real_training import Adaptation, adapt
+from reproduction.real_training import Adaptation, Cost, adapt
 
 SEARCH_WINDOWS = 2
 """Windows of the search for heads that keep every token."""
+POSITIONS = 8
+"""Parts of a longer window whose perplexities are recorded."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,8 @@ class RealModel:
         }
         if adaptation.steps:
             params["learning_rate"] = adaptation.learning_rate
+        if adaptation.rope_theta is not None:
+            params["rope_theta"] = adaptation.rope_theta
         return params
 
     def _is_measured(self, params: dict[str, Any]) -> bool:
@@ -222,6 +226,7 @@ class RealModel:
         commit = source_version()[0]
         return any(
             record.name == "real.perplexity"
+            and record.params["task"] == "far"
             and record.commit == commit
             and all(record.params.get(name) == value for name, value in wanted.items())
             for record in read_records(path)
@@ -237,36 +242,54 @@ class RealModel:
         with parent as folder:
             settings = [self.name, self.sizes.length, vars(self.adaptation), params["full_heads"]]
             target = Path(folder) / f"{method}-{fingerprint([*settings, str(attention)])}"
+            costs = []
             if not (target / "config.json").exists():
-                adapt(self.folder, attention, self.adaptation, self.training_windows, target)
+                windows = self.training_windows
+                cost = adapt(self.folder, attention, self.adaptation, windows, target)
+                costs = self._cost_records(cost, params)
                 _free_memory()
             records = self._records(self._load(str(target)), attention, params)
         _free_memory()
-        return records
+        return records + costs
+
+    def _cost_records(self, cost: Cost, params: dict[str, Any]) -> list[Record]:
+        """Return the costs of a training."""
+        params = {**params, "length": self.sizes.length, "task": "training"}
+        device = device_name(self.original.model.device)
+        return [
+            make_record("real.training_seconds", cost.seconds, params, device=device),
+            make_record("real.training_bytes", cost.peak_bytes, params, device=device),
+        ]
 
     def _records(self, loaded: Loaded, attention: Any, params: dict[str, Any]) -> list[Record]:
         """Return far perplexity of a model under an attention, and its share of right answers in
         each task."""
         device = device_name(loaded.model.device)
         with AttentionRun(loaded, attention, use_cache=self.protocol.cache) as run:
-            nll = self._far_nll(run)
+            nll = self._nll(run)
             far = {**params, "length": self.sizes.length, "task": "far", **run.cache}
-            records = [make_record("real.perplexity", math.exp(nll), far, device=device)]
+            value = math.exp(float(far_half(nll).mean()))
+            records = [make_record("real.perplexity", value, far, device=device)]
+            if self.adaptation.rope_theta is not None:
+                for i, part in enumerate(nll.chunk(POSITIONS)):
+                    at = {**far, "task": "position", "position": f"{i + 1}/{POSITIONS}"}
+                    value = math.exp(float(part.mean()))
+                    records.append(make_record("real.perplexity", value, at, device=device))
             for (task, length), questions in self.questions.items():
                 share = sum(question.share_right(run) for question in questions) / len(questions)
                 asked = {**params, "length": length, "task": task, **run.cache}
                 records.append(make_record("real.accuracy", share, asked, device=device))
         return records
 
-    def _far_nll(self, run: AttentionRun) -> float:
-        """Return the mean negative log-likelihood of the second halves of the windows, in nats a
-        token."""
+    def _nll(self, run: AttentionRun) -> torch.Tensor:
+        """Return the negative log-likelihood of tokens 1, 2, ..., in nats, as the mean over the
+        windows [L - 1]."""
         losses = []
         with progress(f"windows of {self.sizes.length} tokens", len(self.test_windows)) as advance:
             for window in self.test_windows:
-                losses.append(float(far_half(run.nll(window.ids)).double().mean()))
+                losses.append(run.nll(window.ids).double())
                 advance(1)
-        return sum(losses) / len(losses)
+        return torch.stack(losses).mean(0)
 
 
 def far_half(nll: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ def real(
     fetch_index: Annotated[str, typer.Option(help="Index by which groups are chosen.")] = (
         Sizes.fetch_index
     ),
+    store: Annotated[str, typer.Option(help="Where fetch keeps raw tokens.")] = Sizes.store,
     full_heads: Annotated[
         str | None,
         typer.Option(
@@ -64,6 +65,10 @@ def real(
         bool, typer.Option(help="Recompute activations in training: less memory, more work.")
     ] = False,
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-4,
+    rope_theta: Annotated[
+        float | None,
+        typer.Option(help="New rotary base, for windows (--length) beyond the model's."),
+    ] = None,
     seed: Seed = 0,
     output: Annotated[str, typer.Option(help="File that records are appended to.")] = (
         "results/real.jsonl"
@@ -99,10 +104,23 @@ def real(
         if not data:
             raise UserError("data must be given, got none. Use --data FOLDER.")
         sizes = Sizes(
-            length, group_size, window_size, sink_size, core_mass, fetch_groups, fetch_index
+            length,
+            group_size,
+            window_size,
+            sink_size,
+            core_mass,
+            fetch_groups,
+            fetch_index,
+            store,
         )
         adaptation = Adaptation(
-            steps, rows, rows_at_once, checkpointing, learning_rate=learning_rate, seed=seed
+            steps,
+            rows,
+            rows_at_once,
+            checkpointing,
+            learning_rate=learning_rate,
+            seed=seed,
+            rope_theta=rope_theta,
         )
         protocol = Protocol(
             model,

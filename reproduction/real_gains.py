@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from corecontext.record import Record, make_record
 
-SAME = ("model", "trained_tokens", "seed", "length", "windows", "learning_rate")
+SAME = ("model", "trained_tokens", "seed", "length", "windows", "learning_rate", "rope_theta")
 """Params that a method shares with the two that bound its gain."""
 ENDS = {"streaming_llm": "0 %", "full": "100 %"}
 """Methods that bound the gain, by definition."""
@@ -26,7 +26,7 @@ def latest_far(records: Iterable[Record]) -> list[Record]:
     measurement."""
     latest: dict[str, Record] = {}
     for record in records:
-        if record.name == "real.perplexity":
+        if record.name == "real.perplexity" and record.params["task"] == "far":
             params = {k: v for k, v in record.params.items() if k not in MEASURED}
             latest[repr(sorted(params.items()))] = record
     return list(latest.values())

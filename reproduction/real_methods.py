@@ -29,6 +29,7 @@ class Sizes:
     core_mass: bool = False
     fetch_groups: int = 32
     fetch_index: str = CCAConfig.fetch_index
+    store: str = CCAConfig.store
 
     def cca(self) -> CCAConfig:
         """Return the settings of CCA."""
@@ -42,7 +43,7 @@ class Sizes:
     def fetch(self) -> CCAConfig:
         """Return the settings of CCA whose queries fetch groups, each query by its own choice."""
         settings = {"fetch_groups": self.fetch_groups, "fetch_index": self.fetch_index}
-        return self.cca().replace(**settings, fetch_share=1)
+        return self.cca().replace(**settings, fetch_share=1, store=self.store)
 
     def wide_window(self) -> int:
         """Return the window that takes the bytes of CCA's window and core tokens."""

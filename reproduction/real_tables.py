@@ -12,7 +12,7 @@ from corecontext.record import Record
 from reproduction.real_gains import ENDS, MEASURED, SAME
 from reproduction.real_methods import METHODS, TITLES
 
-APART = (*SAME, *MEASURED, "task", "needles", "lists", "over", "of")
+APART = (*SAME, *MEASURED, "task", "position", "needles", "lists", "over", "of")
 """Params that do not make another line."""
 
 
@@ -21,48 +21,107 @@ class Line(NamedTuple):
 
     params: dict[str, Any]
     values: dict[str, dict[int, float]]
-    """By "far", "gain" or the tokens of a needle's prompt; then by seed."""
+    """By "far", "gain", a record's name, or a task and the tokens of its prompts; then by seed."""
     cache: dict[str, Any]
     """device_bytes and host_bytes after a window."""
 
 
 def real_markdown(records: Sequence[Record], *, trained: bool) -> str:
-    """Return the table of models as they are, or of trained ones; means over the seeds."""
-    lines = _lines(
-        [record for record in records if bool(record.params["trained_tokens"]) == trained]
-    )
-    lengths = {name for line in lines for name in line.values if name.isdigit()}
+    """Return the table of models as they are, or of trained ones; means over the seeds. Lines
+    without answers are left out."""
+    lines = [line for line in lines_of(records, trained=trained) if _tasks(line)]
     columns = [
         Column("attention", _title, left=True),
         Column("cache, MiB", lambda line: _cache(line, "device_bytes")),
-        Column("perplexity, far", lambda line: _mean(line, "far", "{:.3f}", 1)),
-        Column("gain kept", lambda line: _mean(line, "gain", "{:.1f} %", 100)),
+        Column("perplexity, far", lambda line: _mean(line, "far", "{:.3f}")),
+        Column("gain kept", _gain),
     ]
     if any(line.cache.get("host_bytes") for line in lines):
         columns.insert(2, Column("on the host, MiB", lambda line: _cache(line, "host_bytes")))
-    for length in sorted(lengths, key=int):
-        found = partial(_mean, name=length, form="{:.0f} %", scale=100)
-        columns.append(Column(f"needles, {int(length):,} tokens", found))
     if any(len(line.values["far"]) > 1 for line in lines):
         columns.insert(1, Column("seeds", lambda line: str(len(line.values["far"]))))
-    return "\n".join(markdown(columns, lines)) + "\n"
+    return _table(columns, lines)
 
 
-def _lines(records: Sequence[Record]) -> list[Line]:
+def index_markdown(records: Sequence[Record]) -> str:
+    """Return the table of indices of fetch on the model as it is, by the bytes that each adds."""
+    lines = [
+        line
+        for line in lines_of(records, trained=False)
+        if line.params["method"] == "fetch" and line.params["core_mass"]
+    ]
+    device = dict.fromkeys(("device", "host"), 0)
+    for line in lines:
+        if line.params["index"] == "core":
+            device[line.params["store"]] = line.cache["device_bytes"]
+    lines.sort(key=lambda line: (line.params["fetch_groups"], line.cache["device_bytes"]))
+
+    def added(line: Line) -> str:
+        own = device[line.params["store"]]
+        return _mib(line.cache["device_bytes"] - own) if own else ""
+
+    columns = [
+        Column("index", lambda line: f"`{line.params['index']}`", left=True),
+        Column("groups fetched", lambda line: str(line.params["fetch_groups"])),
+        Column("index, MiB", added),
+        Column("perplexity, far", lambda line: _mean(line, "far", "{:.3f}")),
+        Column("gain kept", _gain),
+    ]
+    return _table(columns, lines)
+
+
+def extended_markdown(records: Sequence[Record]) -> str:
+    """Return the table of models trained on windows beyond their own, with a new rotary base."""
+    lines = lines_of(records, trained=True, extended=True)
+    columns = [
+        Column("attention", _title, left=True),
+        Column("training, s", lambda line: _mean(line, "real.training_seconds", "{:.0f}")),
+        Column("training, GiB", lambda line: _mean(line, "real.training_bytes", "{:.1f}", 2**-30)),
+        Column("cache, MiB", lambda line: _cache(line, "device_bytes")),
+    ]
+    positions = {name for line in lines for name in line.values if "/" in name}
+    for place in sorted(positions):
+        columns.append(Column(f"perplexity, {place}", partial(_mean, name=place, form="{:.2f}")))
+    return _table(columns, lines)
+
+
+def lines_of(records: Sequence[Record], *, trained: bool, extended: bool = False) -> list[Line]:
     """Collect the newest values of each method and size, in the order of METHODS."""
     lines: dict[str, Line] = {}
     for record in records:
+        is_extended = record.params.get("rope_theta") is not None
+        if bool(record.params["trained_tokens"]) != trained or is_extended != extended:
+            continue
         params = {name: value for name, value in record.params.items() if name not in APART}
         line = lines.setdefault(repr(sorted(params.items())), Line(params, {}, {}))
-        name = str(record.params["length"])
-        if record.name == "real.perplexity":
+        name = record.name
+        if name == "real.accuracy":
+            name = f"{record.params['task']} {record.params['length']}"
+        elif record.params["task"] == "position":
+            name = record.params["position"]
+        elif name == "real.perplexity":
             name = "far"
             line.cache.update({size: record.params[size] for size in MEASURED})
-        elif record.name == "real.gain_kept":
+        elif name == "real.gain_kept":
             name = "gain"
         line.values.setdefault(name, {})[record.params["seed"]] = record.value
     measured = [line for line in lines.values() if "far" in line.values]
     return sorted(measured, key=lambda line: list(METHODS).index(line.params["method"]))
+
+
+def _table(columns: list[Column], lines: Sequence[Line]) -> str:
+    """Return a table with a column for each task at its end."""
+    tasks = {task for line in lines for task in _tasks(line)}
+    for task, length in sorted(tasks, key=lambda task: (task[0] == "list", task[1])):
+        right = partial(_mean, name=f"{task} {length}", form="{:.0f} %", scale=100)
+        columns.append(Column(f"{task}, {length:,} tokens", right))
+    return "\n".join(markdown(columns, lines)) + "\n"
+
+
+def _tasks(line: Line) -> list[tuple[str, int]]:
+    """Return the tasks with answers, and the tokens of their prompts."""
+    tasks = (name.split() for name in line.values if " " in name)
+    return [(task, int(length)) for task, length in tasks]
 
 
 def _title(line: Line) -> str:
@@ -84,13 +143,22 @@ def _title(line: Line) -> str:
 
 def _cache(line: Line, name: str) -> str:
     value = line.cache[name]
-    return "" if value is None else shown_mib(value).removesuffix(" MiB")
+    return "" if value is None else _mib(value)
 
 
-def _mean(line: Line, name: str, form: str, scale: float) -> str:
-    """Show a mean over seeds, and from two on their spread; the ends of the gain by definition."""
+def _mib(value: float) -> str:
+    return shown_mib(value).removesuffix(" MiB")
+
+
+def _gain(line: Line) -> str:
+    """Show the gain kept, the ends by definition."""
+    return ENDS.get(line.params["method"]) or _mean(line, "gain", "{:.1f} %", 100)
+
+
+def _mean(line: Line, name: str, form: str, scale: float = 1) -> str:
+    """Show a mean over seeds, and from two on their spread."""
     values = [scale * value for value in line.values.get(name, {}).values()]
     if not values:
-        return ENDS.get(line.params["method"], "") if name == "gain" else ""
+        return ""
     spread = f" ± {form.format(stdev(values))}" if len(values) > 1 else ""
     return form.format(fmean(values)) + spread

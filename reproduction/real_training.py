@@ -4,13 +4,15 @@ train`."""
 from __future__ import annotations
 
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from corecontext.data.packing import collate
 from corecontext.files import UserError
 from corecontext.loading import one_line
+from corecontext.measure import PeakMemory
 from reproduction.real_texts import Window, WindowRows
 
 DISTIL = 0.5
@@ -33,21 +35,35 @@ class Adaptation:
     warmup_steps: int = 10
     seed: int = 0
     """Of the order of the windows."""
+    rope_theta: float | None = None
+    """New base of the rotary embedding, for windows longer than the model's; without a teacher,
+    which has no such windows."""
 
     def __post_init__(self) -> None:
         if self.rows % self.rows_at_once:
             raise UserError(
                 f"rows-at-once must divide the {self.rows} rows of a step, got {self.rows_at_once}."
             )
+        if self.rope_theta is not None and not self.steps:
+            raise UserError("rope-theta must come with steps, got none. Use --steps.")
+
+
+class Cost(NamedTuple):
+    """Costs of a training."""
+
+    seconds: float
+    peak_bytes: int
+    """Of memory: weights, gradients, optimizer and activations."""
 
 
 def adapt(
     name: str, attention: Any, adaptation: Adaptation, windows: list[Window], target: Path
-) -> None:
+) -> Cost:
     """Train all weights of a model under an attention, and write the result to a folder.
 
     Half of the loss is cross-entropy, half the divergence from the model as it was, under full
-    attention. The folder gets its name once it is complete.
+    attention; with a new rotary base all is cross-entropy. The folder gets its name once it is
+    complete.
 
     Args:
         name: Folder of the model in the Hugging Face format.
@@ -84,27 +100,36 @@ def adapt(
             checkpointing=adaptation.checkpointing,
             log_every=max(1, adaptation.steps // 10),
             seed=adaptation.seed,
+            rope_theta=adaptation.rope_theta,
         )
         hf_config = prepare_config(config)
         arguments = arguments_of(config)
         arguments.save_strategy = SaveStrategy.NO
+        memory = PeakMemory(str(arguments.device))
         model = make_model(config, hf_config, bfloat16=arguments.bf16)
         if attention is not None:
             with one_line():
                 enable(model, attention)
-        taught = config.replace(method="cca", distil=DISTIL)
-        teacher = load_teacher(taught, bfloat16=arguments.bf16, device=arguments.device)
+        distil = 0.0
+        teacher = None
+        if adaptation.rope_theta is None:
+            distil = DISTIL
+            taught = config.replace(method="cca", distil=distil)
+            teacher = load_teacher(taught, bfloat16=arguments.bf16, device=arguments.device)
         compute_loss_in_chunks(inner_model(model), config.loss_chunk, teacher)
         trainer = CCATrainer(
             model=model,
             args=arguments,
             train_dataset=WindowRows(windows),
             data_collator=collate,
-            distil=DISTIL,
+            distil=distil,
         )
+        started = time.perf_counter()
         trainer.train()
+        cost = Cost(time.perf_counter() - started, memory.read())
         model.config.use_cache = True
         staged = Path(scratch) / "model"
         model.to(hf_config.dtype).save_pretrained(staged)
         make_tokenizer(config, hf_config).save_pretrained(staged)
         staged.rename(target)
+    return cost

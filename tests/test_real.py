@@ -21,15 +21,16 @@ from corecontext.data.readers import read_lines
 from corecontext.files import UserError
 from corecontext.heads.budget import Shape, Unit
 from corecontext.inference.engine import Engine
-from corecontext.loading import load
+from corecontext.loading import load, load_config
 from corecontext.record import append_records, make_record, read_records
 from reproduction import real_tasks
 from reproduction.command import main
 from reproduction.real import Protocol, RealModel, far_half
 from reproduction.real_attention import AttentionRun
+from reproduction.real_figure import draw_frontier
 from reproduction.real_gains import gain_kept, gain_records
 from reproduction.real_methods import METHODS, WITH_HEADS, Heads, Sizes, describe, equal_heads
-from reproduction.real_tables import real_markdown
+from reproduction.real_tables import extended_markdown, index_markdown, real_markdown
 from reproduction.real_tasks import Question, list_questions
 from reproduction.real_texts import cut_windows
 from reproduction.real_training import Adaptation
@@ -89,8 +90,8 @@ def test_the_far_half_is_that_of_the_tokens_from_the_middle_on(data, model):
             logits = loaded.model(ids[None]).logits[0]
         losses.append(F.cross_entropy(logits[47:95], ids[48:]))
     with AttentionRun(loaded, None) as run:
-        nll = real._far_nll(run)
-    assert nll == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+        nll = far_half(real._nll(run)).mean()
+    assert float(nll) == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
     # Keys and values of 2 layers, 2 KV heads of 16 numbers and 96 tokens, in float32.
     assert run.cache == {"device_bytes": 2 * 2 * 2 * 16 * 96 * 4, "host_bytes": 0}
     assert far_half(torch.arange(1, 8)).tolist() == [4, 5, 6, 7]
@@ -188,7 +189,7 @@ def test_the_gain_is_that_of_the_logarithms():
 def far(method: str, value: float, **params) -> object:
     """Return a record of far perplexity."""
     sizes = {"model": "m", "trained_tokens": 0, "seed": 0, "length": 96, "windows": 2}
-    settings = {"method": method, "window_size": 16, **sizes, **params}
+    settings = {"method": method, "window_size": 16, "task": "far", **sizes, **params}
     return make_record("real.perplexity", value, settings)
 
 
@@ -296,7 +297,14 @@ def test_a_step_of_training_changes_the_model_and_is_recorded(data, model, tmp_p
     trained += ["--learning-rate", "3e-3", "--save", str(tmp_path / "saved")]
     assert main(command) == main(trained) == 0, capsys.readouterr().err
     values = {}
-    for record in read_records(output):
+    records = read_records(output)
+    costs = [record for record in records if record.params["task"] == "training"]
+    names = ["real.training_seconds", "real.training_bytes"]
+    assert [record.name for record in costs] == 2 * names
+    assert all(record.value > 0 for record in costs)
+    for record in records:
+        if record in costs:
+            continue
         assert record.name == "real.perplexity"
         values[record.params["method"], record.params["trained_tokens"]] = record.value
     assert values.keys() == {(method, t) for method in ("cca", "full") for t in (0, 2 * 96)}
@@ -313,3 +321,46 @@ def test_a_step_of_training_changes_the_model_and_is_recorded(data, model, tmp_p
         values["cca", 192],
         values["full", 192],
     }
+
+
+def test_windows_beyond_the_models_with_a_new_rotary_base(data, model, tmp_path, capsys):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    output = tmp_path / "real.jsonl"
+    command = ["real", "--model", model, "--data", str(data), *SIZES, *COUNTS, "--method", "full"]
+    command += ["--length", "400", "--rope-theta", "5000", "--output", str(output)]
+    assert main(command) == 2
+    assert "rope-theta must come with steps" in capsys.readouterr().err
+    saved = tmp_path / "saved"
+    command += ["--steps", "1", "--rows", "1", "--rows-at-once", "1", "--save", str(saved)]
+    assert main(command) == 0, capsys.readouterr().err
+    config = load_config(str(next(saved.iterdir())))
+    assert config.max_position_embeddings >= 400
+    assert config.rope_parameters["rope_theta"] == 5000
+    records = read_records(output)
+    values = {r.params.get("position"): r.value for r in records if r.name == "real.perplexity"}
+    parts = [math.log(values[f"{i}/8"]) for i in range(1, 9)]
+    # Parts of 50 tokens, the last of 49; the far half are the last four.
+    far = (50 * sum(parts[4:7]) + 49 * parts[7]) / 199
+    assert math.log(values[None]) == pytest.approx(far, abs=0.02)
+    (line,) = extended_markdown(records).splitlines()[2:]
+    assert line.startswith("| full attention |") and f"| {values['8/8']:.2f} |" in line
+    assert real_markdown(records, trained=True).count("\n") == 2
+
+
+def test_indices_are_shown_by_the_bytes_that_they_add(tmp_path):
+    shared = {"model": "m", "trained_tokens": 0, "seed": 0, "windows": 2, "needles": 0, "lists": 0}
+    heads = Heads(Shape(30, 3))
+    records = [far("full", 4.0, length=8192), far("streaming_llm", 9.0, length=8192)]
+    for index, size, value in (("pairs:2", 3, 4.5), ("core", 1, 6.0), ("mean", 2, 5.0)):
+        attention = METHODS["fetch"](Sizes(core_mass=True, fetch_index=index), heads)
+        params = {**shared, **describe(attention, heads), "method": "fetch", "task": "far"}
+        params |= {"length": 8192, "device_bytes": size << 20, "host_bytes": 0}
+        records.append(make_record("real.perplexity", value, params))
+    records = records[2:] + gain_records(records, 16)[0]
+    table = index_markdown(records).splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in table] == ["`core`", "`mean`", "`pairs:2`"]
+    assert [line.split("|")[3].strip() for line in table] == ["0.0", "1.0", "2.0"]
+    gain = 100 * math.log(9 / 4.5) / math.log(9 / 4)
+    assert table[2].endswith(f"| 4.500 | {gain:.1f} % |")
+    draw_frontier(records, str(tmp_path / "real.svg"))
+    assert "fetch, 32 groups by pairs:2" in (tmp_path / "real.svg").read_text()
