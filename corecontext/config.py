@@ -26,7 +26,7 @@ CORE_HEADS = ("kv", "query")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 FETCH_INDICES = ("core", "mean", "bounds", "parts:P", "parts:P:B", "pairs:B", "bits:B", "oracle")
 """Indices of fetch; P is a number of parts, at least 1, and B of bits, 1, 2 or 4."""
-STORES = ("none", "device")
+STORES = ("none", "device", "host")
 BACKENDS = ("auto", "reference", "packed", "triton")
 MOST = 2**31 - 1
 """The largest size: kernels count tokens in 32-bit integers."""
@@ -96,7 +96,11 @@ class CCAConfig:
     or a model is trained."""
     store: str = "device"
     """Where a cache keeps the raw tokens that fetch reads: beside the compact cache on the
-    "device", or "none": then a cache refuses fetch. Without fetch none are kept."""
+    "device", in pinned "host" memory with slots of recently fetched groups on the device, or
+    "none": then a cache refuses fetch. Without fetch none are kept."""
+    fetch_slots: int | None = None
+    """Slots of groups on the device for each row and KV head with store "host", at least
+    fetch_groups; None is twice fetch_groups."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -118,6 +122,11 @@ class CCAConfig:
             raise ValueError(
                 "head_group_sizes must not be given with layer_group_sizes, whose entries may be "
                 "tuples."
+            )
+        if self.num_fetch_slots < self.fetch_groups:
+            raise ValueError(
+                f"fetch_slots must be at least fetch_groups {self.fetch_groups}, got "
+                f"{self.fetch_slots}."
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,6 +174,17 @@ class CCAConfig:
         if changes.get("group_size", self.group_size) != self.group_size:
             changes = {"layer_group_sizes": None, "head_group_sizes": None, **changes}
         return type(self).from_dict({**self.to_dict(), **changes})
+
+    @property
+    def num_fetch_slots(self) -> int:
+        """Most slots of groups on the device for each row and KV head, with store "host"."""
+        return 2 * self.fetch_groups if self.fetch_slots is None else self.fetch_slots
+
+    @property
+    def fetches_from_host(self) -> bool:
+        """Whether a cache keeps raw tokens in host memory. Its steps ask the device which groups
+        are missing, so they cannot be captured."""
+        return self.fetch_groups > 0 and self.store == "host"
 
     @property
     def varies(self) -> bool:
@@ -338,4 +358,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "fetch_index": _index,
     "fetch_share": partial(check_int, least=1),
     "store": partial(check_choice, allowed=STORES),
+    "fetch_slots": _optional(partial(check_int, least=1)),
 }

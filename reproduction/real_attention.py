@@ -11,7 +11,7 @@ from torch import Tensor
 
 from corecontext.baselines import enabled
 from corecontext.files import UserError
-from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.integrations.hf_cache import cache_bytes, host_bytes
 from corecontext.loading import Loaded, one_line
 from corecontext.perplexity import hidden_nll
 
@@ -78,10 +78,8 @@ class AttentionRun:
         with one_line(), torch.inference_mode():
             output = self.model.get_decoder()(tokens, use_cache=self.has_cache)
         if self.has_cache:
-            layers = output.past_key_values.layers
-            host = sum(getattr(layer, "host_bytes", 0) for layer in layers)
-            device = cache_bytes(output.past_key_values) - host
-            self.cache = {"device_bytes": device, "host_bytes": host}
+            cache = output.past_key_values
+            self.cache = {"device_bytes": cache_bytes(cache), "host_bytes": host_bytes(cache)}
         return output.last_hidden_state
 
 

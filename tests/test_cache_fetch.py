@@ -23,6 +23,8 @@ KINDS = {
     "heads": {"head_group_sizes": (4, 3), "core_mass": True},
     "single tokens": {"head_group_sizes": (4, 1)},
     "more than there are": {"fetch_groups": 40},
+    "int8": {"cache_dtype": "int8", "sink_size": 6, "core_mass": True, "fetch_index": "pairs:2"},
+    "fp8": {"cache_dtype": "fp8"},
 }
 near = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-11)
 
@@ -58,8 +60,14 @@ def check_ways(config, fixed):
     """Chunks, steps, crop, saving, beams, a smaller window and a reset, against one pass."""
     learned = {name: torch.tensor([0.3, -0.2, 0.1, 0.5]).double() for name in config.learned}
     tensors = inputs()
-    expected = one_pass(config, tensors, learned)
     options = {"max_length": LENGTH if fixed else None, "rollback": 3, "learned": learned}
+
+    def one_pass_of(config):
+        if config.cache_dtype == "auto":
+            return one_pass(config, tensors, learned)
+        return new_layer(config, ROTARY, learned=learned).attend(*tensors)
+
+    expected = one_pass_of(config)
     layer = new_layer(config, ROTARY, **options)
     near(fed(layer, tensors, 0, [27, 6, *[1] * 15]), expected[:, :, :48])
     layer.crop(3)
@@ -71,29 +79,41 @@ def check_ways(config, fixed):
     loaded.select(rows)
     near(fed(loaded, [x[rows] for x in tensors], 48, [7, *[1] * 5]), expected[rows][:, :, 48:])
     layer.shrink_window(5)
-    shrunk = one_pass(config.replace(window_size=5), tensors, learned)
+    shrunk = one_pass_of(config.replace(window_size=5))
     near(fed(layer, tensors, 48, [1] * 7 + [5]), shrunk[:, :, 48:])
     layer.reset()
     near(fed(layer, tensors, 0, [40, *[1] * 9, LENGTH - 49]), shrunk)
 
 
+def in_store(store, fetch_groups):
+    """Settings of a store; in host memory with as few slots as there may be."""
+    return {"store": store, "fetch_slots": fetch_groups if store == "host" else None}
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_way_of_appending_equals_one_pass(kind, fixed):
+def test_any_way_of_appending_equals_one_pass(kind, fixed, store):
     settings = {"fetch_groups": 3, "fetch_index": "oracle", **KINDS[kind]}
+    settings |= in_store(store, settings["fetch_groups"])
     check_ways(CCAConfig.paper(4, 9, **settings), fixed)
 
 
-@pytest.mark.parametrize("with_local", [False, True])
+@pytest.mark.parametrize(
+    "store, with_local", [("device", True), ("device", False), ("host", False)]
+)
 @pytest.mark.parametrize("index", INDICES)
-def test_any_index_is_kept_as_it_is_built(index, with_local, monkeypatch):
+def test_any_index_is_kept_as_it_is_built(index, store, with_local, monkeypatch):
     monkeypatch.setattr(choice, "WITH_LOCAL", with_local)
-    check_ways(CCAConfig.paper(4, 9, fetch_groups=2, fetch_index=index, sink_size=5), False)
+    settings = {"fetch_index": index, "sink_size": 5, **in_store(store, 2)}
+    check_ways(CCAConfig.paper(4, 9, fetch_groups=2, **settings), False)
 
 
+@pytest.mark.parametrize("store", ["device", "host"])
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
-def test_padded_rows_equal_one_pass(fixed):
-    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="mean", sink_size=3, core_mass=True)
+def test_padded_rows_equal_one_pass(fixed, store):
+    settings = {"fetch_index": "mean", "sink_size": 3, "core_mass": True, **in_store(store, 3)}
+    config = CCAConfig.paper(4, 9, fetch_groups=3, **settings)
     tensors = inputs()
     mask = torch.arange(LENGTH) >= torch.tensor([[0], [7]])
     expected = one_pass(config, tensors, attention_mask=mask)
@@ -146,10 +166,10 @@ def test_the_first_append_is_differentiable():
 def test_refusals():
     with pytest.raises(NotImplementedError, match="store='none', got 2. Use store='device'"):
         CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2, store="none"), ROTARY)
-    with pytest.raises(NotImplementedError, match="cache_dtype must be 'auto' with fetch_groups"):
-        CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2, cache_dtype="int8"), ROTARY)
-    with pytest.raises(ValueError, match="store must be one of 'none', 'device', got 'host'"):
-        CCAConfig(store="host")
+    with pytest.raises(ValueError, match="store must be one of 'none', 'device', 'host', got 'ho'"):
+        CCAConfig(store="ho")
+    with pytest.raises(ValueError, match="fetch_slots must be at least fetch_groups 8, got 7"):
+        CCAConfig(store="host", fetch_groups=8, fetch_slots=7)
     layer = CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2), ROTARY)
     fed(layer, inputs(), 0, [20])
     other = CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2), ROTARY)

@@ -165,7 +165,7 @@ def test_messages(settings, error, message):
             "Known: group_size, window_size, num_groups, pooling, core_position, core_heads, "
             "core_bias, "
             "learned, layer_group_sizes, sink_size, cache_dtype, head_group_sizes, backend, "
-            "core_mass, fetch_groups, fetch_index, fetch_share, store.",
+            "core_mass, fetch_groups, fetch_index, fetch_share, store, fetch_slots.",
         ),
     ],
 )

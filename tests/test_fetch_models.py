@@ -21,20 +21,22 @@ CONFIG = CCAConfig(4, 9, sink_size=4, core_mass=True, fetch_groups=3, fetch_inde
 
 
 @pytest.mark.parametrize(
-    "options",
+    "options, store",
     [
-        {},
-        {"cache_implementation": "static"},
-        {"prefill_chunk_size": 5},
-        {"prompt_lookup_num_tokens": 5},
-        {"num_beams": 2},
+        ({}, "device"),
+        ({"cache_implementation": "static"}, "device"),
+        ({"prefill_chunk_size": 5}, "device"),
+        ({"prompt_lookup_num_tokens": 5}, "device"),
+        ({"num_beams": 2}, "device"),
+        ({"cache_implementation": "static"}, "host"),
+        ({"num_beams": 2}, "host"),
     ],
     ids=str,
 )
-def test_greedy_equals_recomputing(options):
+def test_greedy_equals_recomputing(options, store):
     model, ids = tiny_model(), tokens(1, 37)
     ids[:, 20:30] = ids[:, 5:15]  # something for prompt lookup to find
-    with corecontext.enabled(model, CONFIG):
+    with corecontext.enabled(model, CONFIG.replace(store=store)):
         out = model.generate(ids, max_new_tokens=20, do_sample=False, **options)
         if "num_beams" in options:
             truth = model.generate(ids, max_new_tokens=20, use_cache=False, **options)
@@ -43,10 +45,10 @@ def test_greedy_equals_recomputing(options):
         assert torch.equal(out, truth)
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_the_engine_equals_recomputing(static):
+@pytest.mark.parametrize("static, store", [(False, "device"), (True, "device"), (False, "host")])
+def test_the_engine_equals_recomputing(static, store):
     model, ids = tiny_model(), tokens(2, 37)
-    with corecontext.enabled(model, CONFIG):
+    with corecontext.enabled(model, CONFIG.replace(store=store)):
         engine = Engine(model, static=static)
         for prompt in (ids, ids[:, :20]):
             out = engine.generate(prompt, max_new_tokens=15)

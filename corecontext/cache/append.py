@@ -53,7 +53,7 @@ def append_rows(
 
     if entries.store is not None:
         # planted: fetch: a chunk's raw tokens are not stored
-        entries.store.put(rows, position, new.k, new.v)
+        entries.store.put(rows, position, new.stored)
 
     # The first tokens have slots of their own and never enter the ring.
     new_sinks = max(0, min(n - position, count))

@@ -32,12 +32,13 @@ def decode_step(
         closes: Whether any row may close a group.
     """
     q, k, v = tokens
-    _put_tokens(entries, position, entries.encode(k, v))
+    stored = entries.encode(k, v)
+    _put_tokens(entries, position, stored)
     if closes:
         _close_groups(entries, q, position)
     see = _visible(entries, position, num_cores)
     if entries.store is not None:
-        entries.store.put_step(position, k, v)
+        entries.store.put_step(position, stored, closes=closes)
         if num_cores:
             return attend_fetched(entries, entries.store, q, see, position)
     raw_size = entries.raw_size

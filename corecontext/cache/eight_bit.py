@@ -33,3 +33,21 @@ def decode(codes: Tensor, scale: Tensor, kind: str, dtype: torch.dtype) -> Tenso
     if kind == "fp8":
         codes = codes.view(torch.float8_e4m3fn)
     return (codes.float() * scale).to(dtype)
+
+
+def encode_pair(k: Tensor, v: Tensor, kind: str) -> list[Tensor]:
+    """Return keys and values as a cache of a `config.CACHE_DTYPES` stores them: as they are, or
+    codes and then scales."""
+    if kind == "auto":
+        return [k, v]
+    k_codes, k_scale = encode(k, kind)
+    v_codes, v_scale = encode(v, kind)
+    return [k_codes, v_codes, k_scale, v_scale]
+
+
+def decode_all(stored: list[Tensor], kind: str, dtype: torch.dtype) -> list[Tensor]:
+    """Return vectors from their stored form: themselves, or all codes and then as many scales."""
+    if kind == "auto":
+        return stored
+    half = len(stored) // 2
+    return [decode(codes, scale, kind, dtype) for codes, scale in zip(stored, stored[half:])]

@@ -26,7 +26,7 @@ import functools
 import torch
 from torch import Tensor
 
-from corecontext.cache.eight_bit import decode, encode
+from corecontext.cache.eight_bit import decode_all, encode_pair
 from corecontext.cache.raw_store import RawStore
 from corecontext.cache.slots import grown, ring_views
 from corecontext.config import CCAConfig
@@ -44,19 +44,12 @@ def check_fetch(config: CCAConfig) -> None:
     """Raise unless a cache can hold the raw tokens that fetch reads, where it is on.
 
     Raises:
-        NotImplementedError: they are stored nowhere, or keys and values are in 8 bits.
+        NotImplementedError: they are stored nowhere.
     """
-    if not config.fetch_groups:
-        return
-    if config.store == "none":
+    if config.fetch_groups and config.store == "none":
         raise NotImplementedError(
             f"fetch_groups must be 0 with a cache of store='none', got {config.fetch_groups}. Use "
-            "store='device', or run whole sequences with use_cache=False."
-        )
-    if config.cache_dtype != "auto":
-        raise NotImplementedError(
-            f"cache_dtype must be 'auto' with fetch_groups, got {config.cache_dtype!r}. Use "
-            "cache_dtype='auto', or fetch_groups=0."
+            "store='device' or 'host', or run whole sequences with use_cache=False."
         )
 
 
@@ -151,19 +144,12 @@ class Entries:
 
     def encode(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return keys and values as the buffers store them."""
-        kind = self.config.cache_dtype
-        if kind == "auto":
-            return [k, v]
-        k_codes, k_scale = encode(k, kind)
-        v_codes, v_scale = encode(v, kind)
-        return [k_codes, v_codes, k_scale, v_scale]
+        return encode_pair(k, v, self.config.cache_dtype)
 
     def decode(self, stored: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Return keys and values from what `encode` returned or a buffer holds."""
         kind = self.config.cache_dtype
-        if kind == "auto":
-            return stored[:2]
-        return [decode(codes, scale, kind, dtype) for codes, scale in zip(stored[:2], stored[2:4])]
+        return decode_all(stored[: 2 if kind == "auto" else 4], kind, dtype)
 
     def put(self, rows: slice, start: int, stored: list[Tensor]) -> None:
         """Store encoded entries [B, Hkv, n, D] from slot `start` on."""

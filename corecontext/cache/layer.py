@@ -235,10 +235,11 @@ class CompactLayer(LayerState):
         self._set_sizes(group_size, core_width, k.dtype)
         shape = (*k.shape[:2], self.size(self.max_length or 0))
         like = self.encode(k[:, :, :1], k[:, :, :1])
+        self.allocate_store(like)
         if self.has_mass:
-            like.append(k[:, :, :1, :1].to(torch.promote_types(k.dtype, torch.float32)))
+            mass = k[:, :, :1, :1].to(torch.promote_types(k.dtype, torch.float32))
+            like = [*like, mass]
         self.allocate(shape, like)
-        self.allocate_store(k[:, :, :1])
         self._choose_step()
         self.is_empty = False
 
@@ -301,6 +302,8 @@ class CompactLayer(LayerState):
         self._restore_lost(base, end)
         self._intact_from = intact_from
         self.set_length(end - num_tokens)
+        if self.store is not None:
+            self.store.forget(end - num_tokens - self.pad)
 
     def check_crop(self, num_tokens: int) -> tuple[int, int]:
         """Raise where `crop` would raise, changing nothing.

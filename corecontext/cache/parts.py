@@ -44,8 +44,10 @@ class Parts:
 
     seq_len = _first("seq_len")
     nbytes = _sum("nbytes")
+    host_bytes = _sum("host_bytes")
     raw_bytes = _sum("raw_bytes")
     allocated_bytes = _sum("allocated_bytes")
+    allocated_host_bytes = _sum("allocated_host_bytes")
     check_crop = _each("check_crop")
     shrink_window = _each("shrink_window")
     select = _each("select")

@@ -4,77 +4,195 @@ groups."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from corecontext.cache.eight_bit import decode_all
 from corecontext.cache.slots import grown, read, write
 from corecontext.ops.fetch.index import Index, build, centre_of, num_centred
 from corecontext.ops.spec import Spec
 from corecontext.visibility import num_complete_groups
 
 
+class Format(NamedTuple):
+    """Say how a cache stores keys and values."""
+
+    kind: str
+    """One of `config.CACHE_DTYPES`."""
+    dtype: torch.dtype
+    """Of keys and values before they are rounded."""
+
+
 class RawStore:
-    """Keys and values by position, and an index by group.
+    """Keys and values by position, and an index by group, on the device.
 
     Args:
         spec: The layer's settings, its group size fixed.
-        like: A key, [B, Hkv, 1, D].
+        like: A key and a value as the cache stores them, [B, Hkv, 1, D]; in 8 bits their scales
+            follow.
+        format: Of `like`.
         length: Tokens to make room for.
     """
 
-    def __init__(self, spec: Spec, like: Tensor, length: int) -> None:
+    def __init__(self, spec: Spec, like: list[Tensor], format: Format, length: int) -> None:
         self.spec = spec
-        one_group = like[:1, 0, :1].expand(1, spec.group_size, -1)[None]
+        self.format = format
+        key = self._decoded(like)[0]
+        one_group = key[:1, 0, :1].expand(1, spec.group_size, -1)[None]
         index = build(one_group, spec.fetch_index)
         self._shapes: list[torch.Size] = []
-        """Of a group in each tensor of the index; the raw keys of "oracle" are stored already."""
-        if not any(x is one_group for x in index.tensors):
+        """Of a group in each tensor of the index that is stored."""
+        self._is_raw = any(x is one_group for x in index.tensors)
+        """Whether the index is the raw keys themselves."""
+        if not self._is_raw:
             self._shapes = [x.shape[2:] for x in index.tensors]
         kinds = [x.dtype for x in index.tensors[: len(self._shapes)]]
-        self.buffers = [like.new_zeros(*like.shape[:2], length, like.shape[3]) for _ in range(2)]
-        """Keys and values [B, Hkv, S, D], the token at position p of its row's sequence in slot p;
-        then the index, [B, Hkv, M, numbers of a group] each."""
-        groups = self._num_groups(length)
-        self.buffers += [
-            like.new_zeros(*like.shape[:2], groups, math.prod(shape), dtype=dtype)
+        self.raw = [self._room(x, (*x.shape[:2], length, x.shape[3])) for x in like]
+        """Keys and values [B, Hkv, S, D], in 8 bits with scales [B, Hkv, S, 1]: the token at
+        position p of its row's sequence in slot p."""
+        groups = self.num_groups(length)
+        self.index_buffers = [
+            key.new_zeros(*key.shape[:2], groups, math.prod(shape), dtype=dtype)
             for shape, dtype in zip(self._shapes, kinds)
         ]
+        """[B, Hkv, M, numbers of a group] each."""
+        self.centre: Tensor | None = None
+        """[B, Hkv, D], the mean key that centres an index in low bits, written by the last token
+        that it counts; no group has an index before."""
+        if num_centred(spec):
+            wide = torch.promote_types(key.dtype, torch.float32)
+            self.centre = key.new_zeros(*key.shape[:2], key.shape[3], dtype=wide)
 
-    def _num_groups(self, length: int) -> int:
+    def fits(self, like: list[Tensor], group_size: int) -> bool:
+        """Whether it could be empty for such tokens, in place."""
+        mine = [(x[:, :, :1].shape, x.dtype, x.device) for x in self.raw]
+        wanted = [(x.shape, x.dtype, x.device) for x in like]
+        return self.spec.group_size == group_size and mine == wanted
+
+    def _room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return zeros of this shape for raw tokens; `like` gives dtype and device."""
+        return like.new_zeros(shape)
+
+    # Sizes
+    # -----
+
+    def num_groups(self, length: int) -> int:
+        """Complete groups of a row of `length` tokens."""
         return num_complete_groups(length - self.spec.sinks, self.spec.group_size)
 
     def _num_indexed(self, length: int) -> int:
         """Groups that have an index: those in low bits wait for the tokens that centre them, as no
         query sees a group that is younger."""
-        return self._num_groups(length - num_centred(self.spec))
+        return self.num_groups(length - num_centred(self.spec))
+
+    @property
+    def length(self) -> int:
+        """Tokens that there is room for."""
+        return self.raw[0].shape[2]
+
+    @property
+    def _centred_length(self) -> int:
+        """Tokens of a row up to the last that its centre counts."""
+        return self.spec.sinks + num_centred(self.spec)
 
     def used(self, length: int) -> list[Tensor]:
-        """Return the buffers' entries of rows of `length` tokens."""
-        sizes = [length] * 2 + [self._num_indexed(length)] * len(self._shapes)
-        return [x[:, :, :size] for x, size in zip(self.buffers, sizes)]
+        """Return raw tokens and index of rows of `length` tokens: the state to save."""
+        return self._used_raw(length) + self._used_index(length)
+
+    def _used_raw(self, length: int) -> list[Tensor]:
+        return [x[:, :, :length] for x in self.raw]
+
+    def _used_index(self, length: int) -> list[Tensor]:
+        return [x[:, :, : self._num_indexed(length)] for x in self.index_buffers]
+
+    def device_bytes(self, length: int) -> int:
+        """Bytes in use on the device, by rows of `length` tokens."""
+        return num_bytes(self.used(length))
+
+    def host_bytes(self, length: int) -> int:
+        """Bytes in use in host memory."""
+        return 0
+
+    @property
+    def device_tensors(self) -> list[Tensor]:
+        """All tensors on the device."""
+        return [*self.raw, *self.extras]
+
+    @property
+    def host_tensors(self) -> list[Tensor]:
+        """All tensors in host memory."""
+        return []
+
+    @property
+    def extras(self) -> list[Tensor]:
+        """The tensors that are small beside the raw tokens."""
+        return self.index_buffers + ([] if self.centre is None else [self.centre])
+
+    # Rows and length
+    # ---------------
 
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens, and a quarter more than now at least."""
-        room = self.buffers[0].shape[2]
-        if length <= room:
+        if length <= self.length:
             return
-        length = max(length, room + max(64, room // 4))
-        sizes = [length] * 2 + [self._num_groups(length)] * len(self._shapes)
-        self.buffers = [grown(x, size) for x, size in zip(self.buffers, sizes)]
+        length = max(length, self.length + max(64, self.length // 4))
+        self.raw = [grown(x, length) for x in self.raw]
+        self._grow_index(length)
 
-    def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply a change of the rows."""
-        self.buffers = [function(x) for x in self.buffers]
+    def _grow_index(self, length: int) -> None:
+        groups = self.num_groups(length)
+        self.index_buffers = [grown(x, groups) for x in self.index_buffers]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the given rows, [new B], in the given order."""
+        self.raw = [x.index_select(0, rows) for x in self.raw]
+        self._select_extras(rows)
+
+    def _select_extras(self, rows: Tensor) -> None:
+        self.index_buffers = [x.index_select(0, rows) for x in self.index_buffers]
+        if self.centre is not None:
+            self.centre = self.centre.index_select(0, rows)
+
+    def forget(self, lengths: Tensor) -> None:
+        """Take notice that the rows have only so many tokens, [B], after a crop."""
+
+    def clear(self) -> None:
+        """Forget all tokens, in place."""
+        for tensor in (*self.raw, *self.extras):
+            tensor.zero_()
+
+    def load(self, state: Sequence[Tensor]) -> None:
+        """Copy what `used` returned."""
+        self.reserve(state[0].shape[2])
+        self.clear()
+        for buffer, x in zip((*self.raw, *self.index_buffers), state):
+            buffer[:, :, : x.shape[2]] = x
+        if self.centre is not None and self.length >= self._centred_length:
+            self._set_centre(slice(None))
 
     # Reading
     # -------
 
+    def _keys(self, rows: slice, start: int, stop: int) -> Tensor:
+        """Return the keys [N, n, D] of the tokens start .. stop - 1, N = rows x KV heads."""
+        stored = [self._slice(x, rows, start, stop) for x in self.raw[::2]]
+        return self._decoded(stored)[0].flatten(0, 1)
+
+    def _slice(self, x: Tensor, rows: slice, start: int, stop: int) -> Tensor:
+        """Return tokens start .. stop - 1 on the device."""
+        return x[rows, :, start:stop]
+
+    def _decoded(self, stored: list[Tensor]) -> list[Tensor]:
+        """Return keys, or keys and values, from their stored form."""
+        return decode_all(stored, *self.format)
+
     def tokens(self, rows: slice, length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [N, length, D] of the first tokens, N = rows x KV heads."""
-        keys, values = (x[rows, :, :length].flatten(0, 1) for x in self.buffers[:2])
-        return keys, values
+        keys, values = self._decoded([self._slice(x, rows, 0, length) for x in self.raw])
+        return keys.flatten(0, 1), values.flatten(0, 1)
 
     def index(self, count: int) -> Index:
         """Return the index of the first `count` groups of all rows."""
@@ -82,48 +200,58 @@ class RawStore:
         size = self.spec.group_size
         tensors = [
             x[:, :, :count].reshape(x.shape[0] * x.shape[1], count, *shape)
-            for x, shape in zip(self.buffers[2:], self._shapes)
+            for x, shape in zip(self.index_buffers, self._shapes)
         ]
-        if not self._shapes:
-            keys = self.tokens(slice(None), first + count * size)[0][:, first:]
+        if self._is_raw:
+            keys = self._keys(slice(None), first, first + count * size)
             tensors = [keys.unflatten(1, (count, size))]
         return Index(self.spec.fetch_index, size, tuple(tensors), self._centre(slice(None)))
 
     def _centre(self, rows: slice) -> Tensor | None:
         """The mean key [N, D] that centres the index of these rows."""
-        end = self.spec.sinks + num_centred(self.spec)
-        return centre_of(self.tokens(rows, end)[0], self.spec)
+        return None if self.centre is None else self.centre[rows].flatten(0, 1)
 
     def groups(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [N, k g, D] of groups [N, k], the first group for -1."""
+        """Return keys and values [N, k g, D] of groups [N, k], any tokens for -1."""
         size = self.spec.group_size
         offset = torch.arange(size, device=numbers.device)
-        slots = self.spec.sinks + numbers.long().clamp(min=0)[..., None] * size + offset
-        place = slots.flatten(1)[..., None]
-        keys, values = (
-            x.flatten(0, 1).gather(1, place.expand(-1, -1, x.shape[3])) for x in self.buffers[:2]
-        )
+        positions = self.spec.sinks + numbers.long().clamp(min=0)[..., None] * size + offset
+        places = positions.flatten(1)[..., None]
+        flat = [x.flatten(0, 1) for x in self.raw]
+        stored = [x.gather(1, places.expand(-1, -1, x.shape[2])) for x in flat]
+        keys, values = self._decoded(stored)
         return keys, values
 
     # Writing
     # -------
 
-    def put(self, rows: slice, position: int, k: Tensor, v: Tensor) -> None:
+    def put(self, rows: slice, position: int, stored: list[Tensor]) -> None:
         """Store tokens [rows, Hkv, n, D] from a position on, and the index of groups they close."""
-        end = position + k.shape[2]
-        for buffer, x in zip(self.buffers, (k, v)):
+        end = position + stored[0].shape[2]
+        for buffer, x in zip(self.raw, stored):
             buffer[rows, :, position:end] = x
-        old, total = self._num_indexed(position), self._num_indexed(end)
-        if total == old or not self._shapes:
+        if self.centre is not None and position < self._centred_length <= end:
+            self._set_centre(rows)
+        self._build_index(rows, self._num_indexed(position), self._num_indexed(end))
+
+    def _set_centre(self, rows: slice) -> None:
+        """Compute the centre from the first keys of these rows."""
+        centre = centre_of(self._keys(rows, 0, self._centred_length), self.spec)
+        # planted: fetch: an index without its centre
+        self.centre[rows] = centre.unflatten(0, (-1, self.centre.shape[1]))
+
+    def _build_index(self, rows: slice, first: int, end: int) -> None:
+        """Write the index of the groups first .. end - 1."""
+        if first == end or not self._shapes:
             return
-        first = self.spec.sinks
+        sinks = self.spec.sinks
         size = self.spec.group_size
-        keys = self.tokens(rows, first + total * size)[0][:, first + old * size :]
-        keys = keys.unflatten(1, (total - old, size))
+        keys = self._keys(rows, sinks + first * size, sinks + end * size)
+        keys = keys.unflatten(1, (end - first, size))
         index = build(keys, self.spec.fetch_index, self._centre(rows))
-        for buffer, x in zip(self.buffers[2:], index.tensors):
+        for buffer, x in zip(self.index_buffers, index.tensors):
             # planted: fetch: a cache's index of a later group
-            view = buffer[rows, :, old:total]
+            view = buffer[rows, :, first:end]
             view.copy_(x.reshape(view.shape))
 
     def shrink_window(self, spec: Spec) -> None:
@@ -131,38 +259,44 @@ class RawStore:
         fewer tokens."""
         # planted: fetch: an index centred for the window of before
         self.spec = spec
-        groups = self._num_groups(self.buffers[0].shape[2])
-        if not self._shapes or not groups:
-            return
-        first = spec.sinks
-        size = spec.group_size
-        keys = self.tokens(slice(None), first + groups * size)[0][:, first:]
-        keys = keys.unflatten(1, (groups, size))
-        index = build(keys, spec.fetch_index, self._centre(slice(None)))
-        for buffer, x in zip(self.buffers[2:], index.tensors):
-            buffer.copy_(x.reshape(buffer.shape))
+        if self.centre is not None and self.length >= self._centred_length:
+            self._set_centre(slice(None))
+        if not num_centred(spec):
+            self.centre = None
+        self._build_index(slice(None), 0, self.num_groups(self.length))
 
-    def put_step(self, position: Tensor, k: Tensor, v: Tensor) -> None:
+    def put_step(self, position: Tensor, stored: list[Tensor], *, closes: bool = True) -> None:
         """Store a token [B, Hkv, 1, D] of each row at its position [B], in tensor arithmetic, and
-        the index of the groups that it closes."""
+        the index of the groups that it closes; `closes` is whether there may be any."""
         slot = position.clamp(min=0)[:, None]
-        for buffer, x in zip(self.buffers, (k, v)):
+        for buffer, x in zip(self.raw, stored):
             write(buffer, slot, x)
-        if not self._shapes or not self.buffers[2].shape[2]:
+        if not closes or not self._shapes or not self.index_buffers[0].shape[2]:
             return
+        if self.centre is not None and self.length >= self._centred_length:
+            # Its last token closes a group, and all that it counts are stored now.
+            centre = centre_of(self._keys(slice(None), 0, self._centred_length), self.spec)
+            is_last = (position + 1 == self._centred_length)[:, None, None]
+            centre = centre.view(self.centre.shape)
+            self.centre.copy_(torch.where(is_last, centre, self.centre))
         # The index of the newest group that may have one; rows that close no group keep theirs.
         size = self.spec.group_size
         position = position - num_centred(self.spec)
         start = (position // size * size).clamp(min=0)
         slots = start[:, None] + torch.arange(size, device=position.device)
-        last_slot = self.buffers[0].shape[2] - 1
-        keys = read(self.buffers[0], slots.clamp(max=last_slot)).flatten(0, 1)[:, None]
-        index = build(keys, self.spec.fetch_index, self._centre(slice(None)))
+        slots = slots.clamp(max=self.length - 1)
+        keys = self._decoded([read(x, slots) for x in self.raw[::2]])[0]
+        index = build(keys.flatten(0, 1)[:, None], self.spec.fetch_index, self._centre(slice(None)))
         is_last = ((position + 1) % size == 0)[:, None, None, None]
         group = (position - self.spec.sinks) // size
         # Groups of first tokens write to the first group, which is written again before it is seen.
-        target = group.clamp(0, self.buffers[2].shape[2] - 1)[:, None]
-        for buffer, x in zip(self.buffers[2:], index.tensors):
+        target = group.clamp(0, self.index_buffers[0].shape[2] - 1)[:, None]
+        for buffer, x in zip(self.index_buffers, index.tensors):
             x = x.reshape(*buffer.shape[:2], 1, buffer.shape[3])
             # planted: fetch: a step leaves the index of a closed group unwritten
             write(buffer, target, torch.where(is_last, x, read(buffer, target)))
+
+
+def num_bytes(tensors: Sequence[Tensor]) -> int:
+    """Count the bytes of tensors' elements."""
+    return sum(x.numel() * x.element_size() for x in tensors)

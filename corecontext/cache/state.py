@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from corecontext.cache.entries import Entries
-from corecontext.cache.raw_store import RawStore
+from corecontext.cache.host_store import new_store
+from corecontext.cache.raw_store import num_bytes
 from corecontext.cache.slots import read, write
 from corecontext.config import CCAConfig
 from corecontext.ops.rotary import Rotary
@@ -89,20 +90,28 @@ class LayerState(Entries):
     @property
     def used(self) -> int:
         """Slots in use: ring, first tokens and the core tokens of the longest row."""
-        return self.size(self.seq_len - min(self.pads, default=0))
+        return self.size(self._longest)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use."""
+        """Bytes in use on the device."""
         return self.used * self.entry_bytes + self.store_bytes
 
     @property
     def store_bytes(self) -> int:
-        """Bytes in use of raw tokens and index for fetch."""
-        if self.store is None:
-            return 0
-        tensors = self.store.used(self.seq_len - min(self.pads, default=0))
-        return sum(x.numel() * x.element_size() for x in tensors)
+        """Bytes in use on the device for fetch: raw tokens, or slots of those in host memory, and
+        the index."""
+        return self.store.device_bytes(self._longest) if self.store else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in use in host memory, of raw tokens for fetch."""
+        return self.store.host_bytes(self._longest) if self.store else 0
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest row."""
+        return self.seq_len - min(self.pads, default=0)
 
     @property
     def raw_bytes(self) -> int:
@@ -111,10 +120,15 @@ class LayerState(Entries):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all tensors that this layer keeps alive."""
+        """Bytes of all tensors on the device that this layer keeps alive."""
         lost = self._undo.lost if self._undo else []
-        store = self.store.buffers if self.store else []
+        store = self.store.device_tensors if self.store else []
         return sum(x.untyped_storage().nbytes() for x in (*self.buffers, *store, *lost))
+
+    @property
+    def allocated_host_bytes(self) -> int:
+        """Bytes of all tensors in host memory that this layer keeps alive."""
+        return num_bytes(self.store.host_tensors) if self.store else 0
 
     # Length and padding
     # ------------------
@@ -132,19 +146,17 @@ class LayerState(Entries):
             for tensor in (*self.buffers, self.seen, self.pad):
                 torch._dynamo.mark_static_address(tensor)
 
-    def allocate_store(self, like: Tensor) -> None:
-        """Make an empty store for fetch, for keys such as `like` [B, Hkv, 1, D], unless there is
-        such."""
+    def allocate_store(self, like: list[Tensor]) -> None:
+        """Make an empty store for fetch, for tokens such as `like`, encoded [B, Hkv, 1, D], unless
+        there is such."""
         if not self.config.fetch_groups:
             return
         # A fixed buffer that was reset stays where it is, for captured steps.
-        if self.store is not None and self.store.spec.group_size == self.group_size:
-            keys = self.store.buffers[0]
-            if (keys[:, :, :1].shape, keys.dtype) == (like.shape, like.dtype):
-                return
-        self.store = RawStore(self.spec, like, self.max_length or 0)
+        if self.store is not None and self.store.fits(like, self.group_size):
+            return
+        self.store = new_store(self.config, self.spec, like, self.dtype, self.max_length or 0)
         if self.max_length is not None:
-            for tensor in self.store.buffers:
+            for tensor in (*self.store.raw, *self.store.extras):
                 torch._dynamo.mark_static_address(tensor)
 
     def _make_room(self, length: int) -> None:
@@ -261,6 +273,7 @@ class LayerState(Entries):
         """Apply a change of the batch dimension to all tensors."""
         if not self.buffers:
             return
+        rows = change(torch.arange(len(self.pads), device=self.keys.device))
         # planted: 4: beams keep the ring of another
         self.buffers = [change(x) for x in self.buffers]
         self.pad = change(self.pad)
@@ -268,7 +281,7 @@ class LayerState(Entries):
         self._note_padding(self.seq_len)
         if self.store is not None:
             # planted: fetch: beams keep the raw tokens of another
-            self.store.change(change)
+            self.store.select(rows)
         if self._undo is not None:
             self._undo = self._undo._replace(lost=[change(x) for x in self._undo.lost])
 
@@ -280,9 +293,10 @@ class LayerState(Entries):
             self.pad = None
             self.seen = 0
         else:
-            store = self.store.buffers if self.store else []
-            for tensor in (*self.buffers, *store, self.seen, self.pad):
+            for tensor in (*self.buffers, self.seen, self.pad):
                 tensor.zero_()
+            if self.store is not None:
+                self.store.clear()
         self.pads = []
         self._clear()
 
@@ -317,7 +331,7 @@ class LayerState(Entries):
             "values": values,
             "scales": scales,
             "dtype": self.dtype,
-            "store": self.store.used(self.seq_len - min(self.pads)) if self.store else [],
+            "store": self.store.used(self._longest) if self.store else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -413,11 +427,9 @@ class LayerState(Entries):
             own[:, :, :used] = x
             own[:, :, used:] = 0
         if store:
-            self.allocate_store(store[0][:, :, :1])
-            self.store.reserve(store[0].shape[2])
-            for own, x in zip(self.store.buffers, store):
-                own[:, :, : x.shape[2]] = x
-                own[:, :, x.shape[2] :] = 0
+            num_raw = 2 if self.config.cache_dtype == "auto" else 4
+            self.allocate_store([x[:, :, :1] for x in store[:num_raw]])
+            self.store.load(store)
         self._clear()
         self.set_length(length)
         self._intact_from = max(0, length - self.ring_size)

@@ -74,9 +74,13 @@ class Session:
 
     def __post_init__(self) -> None:
         self._compact = self.handle is not None and not self.handle.hybrid
-        self.fixed = self.static and self._compact
+        config = self.key.config
+        from_host = config is not None and config.fetches_from_host
+        # Raw tokens in host memory are allocated at once: their end comes before the first token.
+        self.fixed = (self.static or from_host) and self._compact
         device = self.model.device
-        self.capture = self.capture and self.fixed and device.type == "cuda"
+        self.capture = self.capture and self.fixed and device.type == "cuda" and not from_host
+        self.is_compiled = self.fixed and not from_host
         self.cache = self._new_cache()
         self.tokens = torch.zeros(self.key.batch, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.tokens)
@@ -93,11 +97,17 @@ class Session:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that the cache holds."""
+        """Bytes that the cache holds on the device."""
         return sum(
             layer.compact.allocated_bytes if isinstance(layer, CCALayer) else layer_bytes(layer)
             for layer in self.cache.layers
         )
+
+    @property
+    def allocated_host_bytes(self) -> int:
+        """Bytes that the cache holds in host memory."""
+        layers = (x.compact for x in self.cache.layers if isinstance(x, CCALayer))
+        return sum(layer.allocated_host_bytes for layer in layers)
 
     def configured(self) -> contextlib.AbstractContextManager[None]:
         """Set the model to this session's settings, and back."""
@@ -157,7 +167,7 @@ class Session:
     @torch.no_grad()
     def _step(self, kind: str) -> None:
         mask = None if self.mask is None else self.mask[:, : self.length]
-        forward = self.forward if self.fixed else self.model
+        forward = self.forward if self.is_compiled else self.model
         with self.configured():
             out = forward(
                 self.tokens,

@@ -32,7 +32,8 @@ class CCALayer(CacheLayerMixin):
     def __init__(self, config: CCAConfig, rotary: Rotary | None, **options: Any) -> None:
         super().__init__()
         self.compact = new_layer(config, rotary, **options)
-        self.is_compileable = self.compact.max_length is not None
+        is_fixed = self.compact.max_length is not None
+        self.is_compileable = is_fixed and not config.fetches_from_host
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first append makes the buffers; they depend on its padding and length."""
@@ -99,8 +100,13 @@ class CCALayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use."""
+        """Bytes in use on the device."""
         return self.compact.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in use in host memory."""
+        return self.compact.host_bytes
 
 
 class GivenLayer(CCALayer):
@@ -168,12 +174,17 @@ def compact_layer(
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Return the bytes in use by a cache of transformers, compact or not."""
+    """Return the bytes in use on the device by a cache of transformers, compact or not."""
     return sum(map(layer_bytes, cache.layers))
 
 
+def host_bytes(cache: Cache) -> int:
+    """Return the bytes in use in host memory by such a cache."""
+    return sum(getattr(layer, "host_bytes", 0) for layer in cache.layers)
+
+
 def layer_bytes(layer: CacheLayerMixin) -> int:
-    """Return the bytes in use by one layer of such a cache."""
+    """Return the bytes in use on the device by one layer of such a cache."""
     if hasattr(layer, "nbytes"):  # CCA's, or a rival's
         return layer.nbytes
     if layer.keys is None:

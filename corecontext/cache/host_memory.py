@@ -1,0 +1,86 @@
+"""Keep tensors in host memory that a GPU reads and writes by itself."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros in host memory as a tensor of `device`.
+
+    For a GPU the memory is pinned and mapped: kernels address it as any tensor of the device, also
+    in captured graphs, and each access goes over the bus.
+
+    Raises:
+        MemoryError: the memory is not there.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    available = available_bytes()
+    if available is not None and size > available:
+        raise MemoryError(_does_not_fit(size, f"{available} are available"))
+    try:
+        if device.type != "cuda" or not size:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        memory: Any = _Pinned(size, device)
+        tensor = torch.as_tensor(memory, device=device)
+        assert tensor.data_ptr() == memory.address, "pinned memory must not be copied"
+        return tensor.view(dtype).view(shape)
+    except (RuntimeError, OSError) as error:
+        raise MemoryError(_does_not_fit(size, str(error).splitlines()[0])) from None
+
+
+def _does_not_fit(size: int, reason: str) -> str:
+    return (
+        f"raw tokens must fit in host memory, got {size} bytes more: {reason}. Use fewer rows, a "
+        "shorter maximum length or cache_dtype='int8'."
+    )
+
+
+class _Pinned:
+    """Page-locked memory of this size, described as `torch.as_tensor` reads it; freed with the last
+    tensor on it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        # Pages of its own, of exactly this size: PyTorch's pinned memory has powers of two.
+        pages = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        cuda = torch.cuda.cudart()
+        self.address = pages.data_ptr()
+        with torch.cuda.device(device):
+            torch.cuda.check_error(cuda.cudaHostRegister(self.address, size, 0))
+        weakref.finalize(self, _unpin, pages, device).atexit = False
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 2,
+        }
+
+
+def _unpin(pages: Tensor, device: torch.device) -> None:
+    """Give pinned memory back, after the kernels that use it."""
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
+
+
+def available_bytes() -> int | None:
+    """Return the bytes of host memory that this process may still take: of the machine, and of its
+    control group; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        total = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        return min(total, limit - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no such group, or "max"
+        return total

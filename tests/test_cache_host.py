@@ -1,0 +1,124 @@
+"""Raw tokens in host memory: whatever few slots the device has, results are those of one pass."""
+
+import pytest
+import torch
+from test_cache_fetch import LENGTH, ROTARY, fed, inputs, one_pass
+
+from corecontext import CCAConfig
+from corecontext.cache import CompactLayer, host_memory
+from corecontext.cache.host_store import FREE
+
+SETTINGS = {"fetch_groups": 2, "fetch_index": "pairs:2", "sink_size": 4, "core_mass": True}
+CONFIG = CCAConfig.paper(4, 5, **SETTINGS, store="host", fetch_slots=2)
+
+
+def near(got, expected):
+    torch.testing.assert_close(got, expected, rtol=0, atol=3e-5)
+
+
+def some_rows(tensors, *rows):
+    return [x[list(rows)] for x in tensors]
+
+
+@pytest.mark.parametrize("num_slots", [2, 5, 40])
+def test_a_second_text_after_a_crop(num_slots):
+    config = CONFIG.replace(fetch_slots=num_slots)
+    first = inputs(torch.float32)
+    second = [x.roll(1, 0) for x in inputs(torch.float32)]
+    second = [torch.cat((x[:, :, :29], y[:, :, 29:]), 2) for x, y in zip(first, second)]
+    layer = CompactLayer(config, ROTARY, rollback=24)
+    near(fed(layer, first, 0, [20, *[1] * 33]), one_pass(config, first)[:, :, :53])
+    layer.crop(24)
+    out = fed(layer, second, 29, [1] * 11 + [9] + [1] * 11)
+    near(out, one_pass(config, second)[:, :, 29:])
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_beams_take_their_slots_along(fixed):
+    tensors = inputs(torch.float32)
+    layer = CompactLayer(CONFIG, ROTARY, max_length=LENGTH if fixed else None)
+    expected = one_pass(CONFIG, tensors)
+    fed(layer, tensors, 0, [30, *[1] * 6])
+    for order in ((1, 0), (0, 0, 1, 1), (3, 1, 2), (1, 0, 2), (1, 1, 0), (0, 1, 2)):
+        if order == (0, 0, 1, 1):
+            layer.repeat(2)
+        else:
+            layer.select(torch.tensor(order))
+        tensors = some_rows(tensors, *order)
+        expected = expected[list(order)]
+        start = layer.seq_len
+        near(fed(layer, tensors, start, [1] * 3), expected[:, :, start : start + 3])
+
+
+def expected_hits(choices, num_slots):
+    """Count hits of a buffer from which the group that was not read for longest goes first."""
+    slots: dict[int, int] = {}
+    hits = 0
+    for step, choice in enumerate(choices):
+        hits += sum(group in slots for group in choice)
+        for group in choice:
+            slots[group] = step
+        while len(slots) > num_slots:
+            slots.pop(min(slots, key=slots.get))
+    return hits
+
+
+def test_slots_hold_the_groups_read_last(monkeypatch):
+    config = CCAConfig.paper(4, 5, fetch_groups=3, store="host", fetch_slots=5)
+    layer = CompactLayer(config, ROTARY, max_length=400)
+    tensors = [x[:1, :2].repeat(1, 1, 6, 1) for x in inputs(torch.float32)]
+    tensors[1:] = [x[:, :1] for x in tensors[1:]]
+    fed(layer, tensors, 0, [200])
+    store = layer.store
+    choices = []
+    groups = store.groups
+
+    def recorded(numbers):
+        choices.append([x for x in numbers[0].tolist() if x >= 0])
+        return groups(numbers)
+
+    monkeypatch.setattr(store, "groups", recorded)
+    for step in range(150):
+        fed(layer, tensors, 200 + step, [1])
+        owner = store.owner.flatten().tolist()
+        slots = {group: slot for slot, group in enumerate(owner) if group != FREE}
+        table = store.table.flatten().tolist()
+        assert {group: slot for group, slot in enumerate(table) if slot != FREE} == slots
+    assert set(choices[-1]) <= set(slots)
+    assert store.lookups == sum(map(len, choices)) == 450
+    assert 0 < expected_hits(choices, 3) < expected_hits(choices, 5) == store.hits < 450
+    layer.reset()
+    assert store.lookups == store.hits == 0 and (store.table == FREE).all()
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+def test_device_and_host_bytes_are_apart(cache_dtype):
+    config = CONFIG.replace(cache_dtype=cache_dtype, fetch_slots=6)
+    tensors = inputs(torch.float32)
+    host, device, plain = (
+        CompactLayer(x, ROTARY)
+        for x in (config, config.replace(store="device"), config.replace(fetch_groups=0))
+    )
+    for layer in (host, device, plain):
+        fed(layer, tensors, 0, [40, *[1] * 3])
+    token = 2 * (64 if cache_dtype == "auto" else 16 + 4)
+    heads = 4  # rows x KV heads
+    num_groups = 9
+    table = heads * (4 * (num_groups + 1) + 12 * 6)
+    assert host.host_bytes == heads * 43 * token and device.host_bytes == plain.host_bytes == 0
+    assert host.store_bytes == heads * 6 * 4 * token + table + (
+        device.store_bytes - host.host_bytes
+    )
+    assert host.nbytes == plain.nbytes + host.store_bytes
+    assert host.allocated_host_bytes == heads * 80 * token  # grown to twice the first length
+    assert device.allocated_bytes > host.allocated_bytes > plain.allocated_bytes
+
+
+def test_host_memory_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 10_000)
+    layer = CompactLayer(CONFIG, ROTARY, max_length=4096)
+    with pytest.raises(MemoryError, match="got 1048576 bytes more: 10000 are available. Use fewer"):
+        fed(layer, inputs(torch.float32), 0, [8])
+    monkeypatch.undo()
+    fed(layer, inputs(torch.float32), 0, [8])
+    assert host_memory.available_bytes() is None or host_memory.available_bytes() > 0
