@@ -32,6 +32,8 @@ from corecontext.ops.triton import (
     fetch_kernels,
     fetch_score_kernels,
     marks,
+    paged_attend,
+    paged_pool,
     pool,
     pool_mass,
 )
@@ -45,6 +47,7 @@ from corecontext.ops.triton.tiles import (
     fetch_dq_tiles,
     fetch_tiles,
     forward_tiles,
+    paged_tiles,
     pool_tiles,
 )
 
@@ -74,6 +77,11 @@ CHOICE = (
     fetch_score_kernels.group_scores_kernel,
     fetch_choose._select_kernel,
     marks._mark_kernel,
+)
+PAGED = (
+    paged_pool._store_kernel,
+    paged_pool._pool_pages_kernel,
+    paged_attend._attend_pages_kernel,
 )
 HEADS = 4  # query heads that share a KV head
 
@@ -106,6 +114,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 {"lse_ptr": "fp32", "bias_ptr": "fp32", "marks_ptr": "i32", **GRADIENTS},
             )
     yield from fetch_kernels_of(chip, dtype, dim)
+    yield from paged_kernels(chip, dtype, dim)
     turn = {"HALF": dim // 2, "INTERLEAVED": False}
     settings = {"HEADS": HEADS, "HEAD_DIM": dim, "HAS_SOFTCAP": False, **turn}
     tables = {"cos_ptr": "fp32", "sin_ptr": "fp32"}
@@ -207,6 +216,31 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
             yield Kernel(function, {**sizes, **more}, types)
 
 
+def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
+    """Those over block tables: for prompts, and for decoding tokens in parts."""
+    columns = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim)}
+    plain = {**columns, "HAS_SOFTCAP": False, "HEADS": HEADS, "SINKS": 16, "GROUP": 16}
+    numbers = dict.fromkeys(("starts_ptr", "lengths_ptr", "table_ptr", "core_table_ptr"), "i32")
+    floats = ("cos_ptr", "sin_ptr", "mass_ptr", "acc_ptr", "lse_ptr")
+    types = {"slots_ptr": "i64", **numbers, **dict.fromkeys(floats, "fp32")}
+    yield Kernel(paged_pool._store_kernel, {**columns, "BLOCK_H": 8, "num_warps": 4}, types)
+    block_g = paged_pool.MOST_ELEMENTS // (HEADS * power_of_2(dim))
+    pooling = {"HALF": dim // 2, "INTERLEAVED": False, "HAS_MASS": True, "BLOCK_R": HEADS}
+    sizes = {**plain, **pooling, "BLOCK_G": min(16, block_g), "num_warps": 4}
+    yield Kernel(paged_pool._pool_pages_kernel, sizes, types)
+    for rows, in_parts in ((4096, False), (HEADS, True)):
+        tiles = paged_tiles(chip, dtype, dim, rows)
+        flags = {"HAS_BIAS": False, "HAS_MASS": in_parts, "IN_PARTS": in_parts, "ALIGNMENT": 16}
+        blocks = {
+            "BLOCK_Q": tiles.block_m // HEADS,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+        }
+        yield Kernel(paged_attend._attend_pages_kernel, {**plain, **flags, **blocks}, types)
+
+
 def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     """Whether a kernel is compiled without `all`: each once on each chip, each variant on one.
 
@@ -218,9 +252,12 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
         return False  # holds little more than without
     if function is attend._attend_dkv_kernel:
         return constants["FAR"] == (chip == "sm_86")
+    if function is paged_attend._attend_pages_kernel:
+        return dim == 256 and not constants["IN_PARTS"]
     if dim != 128:
         return function in ATTENTION
-    if function in (*FETCH, *CHOICE, pool_mass.mass_fwd_kernel, pool_mass.mass_bwd_kernel):
+    masses = (pool_mass.mass_fwd_kernel, pool_mass.mass_bwd_kernel)
+    if function in (*FETCH, *CHOICE, *PAGED, *masses):
         return chip == "sm_86" and constants.get("BLOCK_M") != 16
     if function is decode._step_kernel:
         is_plain = constants["KIND"] == "auto" and constants["SINKS"] == 0
@@ -292,7 +329,7 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
             signature[name] = kernel.types[name]
         elif name.endswith("_ptr"):
             signature[name] = "*" + kernel.types.get(name, NAMES[dtype])
-        elif name.endswith("_strides"):
+        elif name.endswith(("_strides", "_sizes")):
             signature[name] = ("i32",) * num_strides(kernel.function, name)
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
@@ -322,6 +359,8 @@ def num_strides(function: Any, name: str) -> int:
     length."""
     if function is decode._step_kernel:
         return 2
+    if function in PAGED:
+        return 3 if name in ("page_strides", "core_strides", "mass_strides") else 2
     from_raw = (attend._attend_fwd_kernel, attend._attend_dq_kernel, *FETCH)
     return 2 if function in from_raw and name in ("k_strides", "v_strides") else 3
 

@@ -1189,6 +1189,21 @@ limits = (
         "tests/test_cli.py::test_a_byte_order_mark_is_no_part_of_a_text",
     ),
     Fault(
+        "vllm: a window page is dropped too early",
+        "return local_start(computed + self.group_size, self.group_size, self.window_size)",
+        "tests/test_vllm_pages.py::test_any_schedule_reads_what_the_rule_allows",
+    ),
+    Fault(
+        "vllm: a group is pooled before its last token",
+        "completed = begin + group_size <= length + 1",
+        "tests/test_triton_paged.py::test_padding_of_a_captured_batch_changes_nothing",
+    ),
+    Fault(
+        "vllm: a token is seen beside its core token",
+        "sees_raw = (token[None, :] >= low[:, None] * 0) | (token < first_group * GROUP)[None, :]",
+        "tests/test_triton_paged.py::test_a_ragged_batch_of_chunks_and_decoding_tokens",
+    ),
+    Fault(
         "arrows: a backend imports another",
         "from corecontext.ops import compose, partial, pooling, reference, sinks",
         "tests/test_arrows.py",

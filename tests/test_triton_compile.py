@@ -41,6 +41,7 @@ FETCH = {
     "fetch_dkv_kernel",
 }
 MASS = {"mass_fwd_kernel", "mass_bwd_kernel"}
+PAGED = {"_store_kernel", "_pool_pages_kernel", "_attend_pages_kernel"}
 HOPPER = {"_attend_fwd_hopper", "_attend_bwd_hopper", "_prepare_kernel", "_finish_kernel"}
 # Bytes a thread, where it is more than a few registers; pooling in blocks is faster for it.
 SPILLED = {"_attend_dkv_kernel": 1024, "pool_long_bwd_kernel": 512, "fetch_dkv_kernel": 512}
@@ -88,7 +89,7 @@ def made() -> list[dict]:
 
 @pytest.mark.parametrize("chip", [pytest.param("sm_90", marks=OLD), "sm_86", "gfx942"])
 def test_kernels_fit(chip, made):
-    kernels = {"sm_90": HOPPER, "sm_86": PLAIN | MASS | FETCH, "gfx942": PLAIN}[chip]
+    kernels = {"sm_90": HOPPER, "sm_86": PLAIN | MASS | FETCH | PAGED, "gfx942": PLAIN}[chip]
     check([one for one in made if one["chip"] == chip], kernels)
 
 
@@ -98,5 +99,5 @@ def test_kernels_fit(chip, made):
     ["sm_80", "sm_89", "sm_100", "sm_120", pytest.param("sm_90", marks=OLD), "sm_86", "gfx942"],
 )
 def test_all_sizes_fit(chip):
-    kernels = PLAIN | MASS | FETCH
+    kernels = PLAIN | MASS | FETCH | PAGED
     check(compile_for(chip, "all"), kernels | HOPPER if chip == "sm_90" else kernels)

@@ -121,6 +121,15 @@ def fetch_dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int, group_size: int) -
     return Tiles(16, 128, 4, 2) if tiles == (16, 32, 1, 3) else tiles
 
 
+def paged_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
+    """For attention over pages: block_m rows, of the at most `rows` that a sequence brings for each
+    KV head."""
+    tiles = forward_tiles(chip, dtype, dim)
+    if rows <= 16:  # the rows of the smallest matrix product
+        return tiles._replace(block_m=16)
+    return tiles
+
+
 class PoolTiles(NamedTuple):
     """Groups, tokens and columns of a pooling tile, and how Triton compiles the kernel."""
 

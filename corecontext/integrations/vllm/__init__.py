@@ -1,0 +1,1 @@
+"""Serve models with Core Context Aware attention in vLLM."""

@@ -1,0 +1,107 @@
+"""Place raw tokens and core tokens in pages: which of them a request keeps, writes and reads.
+
+A request has two block tables. Window pages hold raw tokens: the token at position p is entry p mod
+E of page p // E, and pages that no later query reads are dropped. Core pages hold core tokens: the
+core token of group c is entry c mod E of page c // E, so a core page covers g E tokens and has the
+bytes of a window page. First tokens kept raw stay in the first window pages, and the entries of
+their groups in the first core page stay empty: so a page's contents depend on its own tokens and
+those before them only, and both kinds can be shared by requests that begin alike.
+
+The functions take whole numbers; which entries a query sees is the rule of `visibility.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from corecontext.config import CCAConfig
+from corecontext.visibility import local_start, num_sinks, num_visible_cores, window_capacity
+
+
+class Reads(NamedTuple):
+    """Hold the entries that one query reads, each by its number from 0; no token is read twice."""
+
+    sinks: range
+    """First raw tokens before the window."""
+    cores: range
+    """Groups read as core tokens."""
+    raw: range
+    """Raw tokens of the window, the query's own included."""
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Describe how the cache of one layer is paged."""
+
+    group_size: int
+    """Tokens per core token (g)."""
+    window_size: int
+    """Nearest tokens that every query sees raw (s)."""
+    sinks: int
+    """First tokens kept raw, a multiple of g (n)."""
+    page_size: int
+    """Entries of a page of either kind (E)."""
+
+    @classmethod
+    def of(cls, config: CCAConfig, page_size: int) -> PageLayout:
+        """Make the layout of a model's settings."""
+        g = config.group_size
+        return cls(g, config.window_size, num_sinks(config.sink_size, g), page_size)
+
+    @property
+    def core_page_tokens(self) -> int:
+        """Tokens whose core tokens fill a core page; a shared beginning is a multiple of it."""
+        return self.group_size * self.page_size
+
+    @property
+    def sink_pages(self) -> int:
+        """Window pages that are never dropped, the first ones."""
+        return -(-self.sinks // self.page_size)
+
+    @property
+    def window_tokens(self) -> int:
+        """Raw tokens behind the first ones that the next query reads at most, its own included."""
+        return window_capacity(self.group_size, self.window_size)
+
+    def first_kept(self, computed: int) -> int:
+        """Return the first raw token behind the first ones that steps after `computed` tokens read:
+        queries from there on, and the pooling of their groups, which begin no earlier."""
+        # planted: vllm: a window page is dropped too early
+        return local_start(computed, self.group_size, self.window_size)
+
+    def window_pages(self, computed: int, total: int) -> list[int]:
+        """Return the window pages, by number, that a request with `computed` tokens keeps or gets
+        before the step that brings `total` tokens."""
+        end = -(-total // self.page_size)
+        first = max(self.sink_pages, self.first_kept(computed) // self.page_size)
+        return [*range(min(self.sink_pages, end)), *range(first, end)]
+
+    def most_window_pages(self, new_tokens: int, longest: int) -> int:
+        """Return the most window pages that a request of up to `longest` tokens has in a step of up
+        to `new_tokens`."""
+        # The kept tokens may begin at the end of a page.
+        spanned = self.window_tokens - 1 + min(new_tokens, longest)
+        pages = self.sink_pages + -(-(spanned - 1) // self.page_size) + 1
+        return min(pages, -(-longest // self.page_size))
+
+    def core_pages(self, total: int) -> range:
+        """Return the core pages, by number, of a request with `total` tokens."""
+        return range(-(-total // self.core_page_tokens))
+
+    def completed_groups(self, start: int, end: int) -> range:
+        """Return the groups that tokens start .. end-1 complete, without those kept raw: the step
+        writes their core tokens."""
+        first = max(start, self.sinks) // self.group_size
+        return range(first, max(first, end // self.group_size))
+
+    def reads(self, position: int) -> Reads:
+        """Return the entries that the query at `position` reads."""
+        window = local_start(position, self.group_size, self.window_size)
+        first_group = self.sinks // self.group_size
+        groups = num_visible_cores(position, self.group_size, self.window_size)
+        return Reads(
+            range(min(self.sinks, window)),
+            range(first_group, max(first_group, groups)),
+            range(window, position + 1),
+        )

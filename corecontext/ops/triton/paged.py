@@ -1,0 +1,74 @@
+"""Describe a cache in pages and a ragged batch of new tokens, as the kernels over block tables read
+them.
+
+The new tokens of all sequences are in one tensor, those of a sequence side by side: a chunk of a
+prompt, one token, or a token with drafts. Blocks of them never cross sequences: sequence i has the
+blocks starts[i] // BLOCK + i .. starts[i+1] // BLOCK + i, of which it may need fewer. So a launch
+depends on the number of tokens and of sequences only, and can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Pages(NamedTuple):
+    """Hold pages of keys and values, and which of them each sequence has.
+
+    Entry e of sequence i is entry e mod E of page table[i, e // E]; for raw tokens e is the
+    position, for core tokens the number of the group.
+    """
+
+    k: Tensor
+    """[P, E, Hkv, D], the last dimension contiguous."""
+    v: Tensor
+    """As k, with the same strides."""
+    table: Tensor
+    """[B, most pages] in int32; pages that no query reads need no valid number."""
+    mass: Tensor | None = None
+    """Added to the scores of core tokens, [P, E, Hkv] in float32; None adds nothing."""
+
+
+class Batch(NamedTuple):
+    """Tell which new tokens belong to which sequence."""
+
+    starts: Tensor
+    """[B + 1] in int32: sequence i has the new tokens starts[i] .. starts[i+1]-1."""
+    lengths: Tensor
+    """[B] in int32: tokens of each sequence, the new ones included."""
+    most_new: int
+    """At least the new tokens of each sequence."""
+    longest: int
+    """At least the tokens of each sequence."""
+
+
+def num_blocks(tokens: int, sequences: int, block: int) -> int:
+    """Return the blocks of a launch over the new tokens of a batch."""
+    return tokens // block + sequences
+
+
+@triton.jit
+def owned_block(starts_ptr, num_sequences, block, BLOCK: tl.constexpr):
+    """Return the sequence of a block and the block's number within it."""
+    first = tl.load(starts_ptr)
+    low = 0
+    high = num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        begin = (tl.load(starts_ptr + middle) - first) // BLOCK + middle
+        if begin <= block:
+            low = middle
+        else:
+            high = middle
+    return low, block - (tl.load(starts_ptr + low) - first) // BLOCK - low
+
+
+@triton.jit
+def page_offsets(table_ptr, entries, mask, strides, page_size):
+    """Return where entries of a sequence begin in their pages, in int64; 0 where masked."""
+    page = tl.load(table_ptr + entries // page_size, mask=mask, other=0).to(tl.int64)
+    return page * strides[0] + (entries % page_size) * strides[1]

@@ -1,0 +1,204 @@
+"""The kernels over block tables against the reference: on the GPU where there is one, else in
+Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the triton backend needs triton")
+
+from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.integrations.vllm.page_layout import PageLayout
+from corecontext.ops.spec import Spec
+from corecontext.ops.triton import paged_attend, paged_pool
+from corecontext.ops.triton.paged import Batch, Pages
+from corecontext.ops.triton.paged_attend import attend_pages
+from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
+from corecontext.ops.triton.tiles import Tiles
+
+pytestmark = pytest.mark.usefixtures("default_device")
+WORST = {torch.float32: 1e-5, torch.float16: 4e-3}  # of the largest row's norm, in any row
+DIM, SHARE = 16, 3  # head size, query heads of a KV head
+
+
+class Cache:
+    """Pages in random places for several sequences; those of nobody hold NaN."""
+
+    def __init__(self, layout: PageLayout, lengths: list[int], dtype, mass: bool, kv_heads=1):
+        self.layout = layout
+        generator = torch.Generator("cpu").manual_seed(0)
+        default = torch.get_default_device()
+        size = layout.page_size
+        windows = [-(-length // size) for length in lengths]
+        cores = [len(layout.core_pages(length)) for length in lengths]
+        num_pages = sum(windows) + sum(cores) + 3
+        order = torch.randperm(num_pages, generator=generator, device="cpu").tolist()
+        # As in vLLM, both kinds of pages are in one tensor, keys and values of a page together.
+        memory = torch.full((num_pages, 2, kv_heads, size, DIM), torch.nan, dtype=dtype)
+        k, v = (memory[:, i].transpose(1, 2) for i in (0, 1))
+        masses = torch.full((num_pages, size, kv_heads), torch.nan) if mass else None
+        self.window = [[order.pop() for _ in range(count)] for count in windows]
+        self.raw = Pages(k, v, self.table(self.window, default))
+        table = self.table([[order.pop() for _ in range(count)] for count in cores], default)
+        self.cores = Pages(k, v, table, masses)
+
+    @staticmethod
+    def table(rows: list[list[int]], device) -> torch.Tensor:
+        """Rows of page numbers, the missing ones of no page."""
+        most = max(map(len, rows))
+        rows = [row + [2**30] * (most - len(row)) for row in rows]
+        return torch.tensor(rows, dtype=torch.int32, device=device)
+
+    def rows(self, chosen: list[int]) -> tuple[Pages, Pages]:
+        """The pages of some sequences."""
+        return tuple(pages._replace(table=pages.table[chosen]) for pages in (self.raw, self.cores))
+
+    def slots(self, sequence: int, start: int, end: int) -> list[int]:
+        size = self.layout.page_size
+        return [self.window[sequence][p // size] * size + p % size for p in range(start, end)]
+
+    def drop(self, sequence: int, computed: int) -> None:
+        """Overwrite window pages that no later query reads."""
+        kept = self.layout.window_pages(computed, computed)
+        for number in range(computed // self.layout.page_size):
+            if number not in kept:
+                page = self.window[sequence][number]
+                self.raw.k[page] = torch.nan
+                self.raw.v[page] = torch.nan
+
+
+def sequences_of(lengths, dtype, kv_heads=1):
+    """q, k and v of each sequence, [length, heads, D]."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    default = torch.get_default_device()
+    return [
+        [
+            torch.randn(n, h, DIM, generator=generator, device="cpu").to(default, dtype)
+            for h in (SHARE * kv_heads, kv_heads, kv_heads)
+        ]
+        for n in lengths
+    ]
+
+
+def served(config, rotary, qkv, steps, dtype, bias=0.0, softcap=None, page_size=4):
+    """Outputs of all sequences, whose new tokens of each step are {sequence: count}."""
+    lengths = [len(q) for q, _, _ in qkv]
+    spec = Spec.of(config, rotary, DIM**-0.5, softcap)
+    layout, kv_heads = PageLayout.of(config, page_size), qkv[0][1].shape[1]
+    cache = Cache(layout, lengths, dtype, config.core_mass, kv_heads)
+    computed = [0] * len(qkv)
+    outs = [torch.full_like(q, torch.nan) for q, _, _ in qkv]
+    for step in steps:
+        for i in step:
+            cache.drop(i, computed[i])
+        spans = {i: (computed[i], computed[i] + count) for i, count in step.items()}
+        q, k, v = (torch.cat([qkv[i][j][a:b] for i, (a, b) in spans.items()]) for j in range(3))
+        slots = torch.tensor([s for i, span in spans.items() for s in cache.slots(i, *span)])
+        counts = torch.tensor([0, *step.values()])
+        batch = Batch(
+            counts.cumsum(0).int(),
+            torch.tensor([b for _, b in spans.values()]).int(),
+            max(step.values()),
+            max(b for _, b in spans.values()),
+        )
+        raw, cores = cache.rows(list(step))
+        store_tokens(k, v, slots, raw)
+        pool_pages(q, batch, raw, cores, spec)
+        out = attend_pages(q, batch, raw, cores, spec, bias)
+        for rows, (i, (a, b)) in zip(out.split(list(step.values())), spans.items()):
+            outs[i][a:b] = rows
+            computed[i] = b
+    assert computed == lengths
+    return outs
+
+
+def reference(config, rotary, qkv, bias=0.0, softcap=None):
+    """Outputs of one sequence by itself, in float64."""
+    q, k, v = (x.double().transpose(0, 1)[None] for x in qkv)
+    return cca_attention(
+        *(q, k, v),
+        group_size=config.group_size,
+        window_size=config.window_size,
+        sink_size=config.sink_size,
+        core_position=config.core_position,
+        core_mass=config.core_mass,
+        core_bias=bias,
+        rotary=rotary,
+        softcap=softcap,
+        backend="reference",
+    )[0].transpose(0, 1)
+
+
+def check(config, rotary, steps, dtype=torch.float32, kv_heads=1, **options):
+    """Every output row of every sequence equals the reference's."""
+    lengths = [sum(step.get(i, 0) for step in steps) for i in range(1 + max(map(max, steps)))]
+    qkv = sequences_of(lengths, dtype, kv_heads)
+    outs = served(config, rotary, qkv, steps, dtype, **options)
+    options.pop("page_size", None)
+    for out, tensors in zip(outs, qkv):
+        expected = reference(config, rotary, tensors, **options)
+        assert out.isfinite().all()
+        rows = (out.double() - expected).norm(dim=-1)
+        assert rows.max() <= WORST[dtype] * expected.norm(dim=-1).max()
+
+
+def halves() -> Rotary:
+    return Rotary.from_theta(100.0, DIM)
+
+
+@pytest.mark.parametrize("sinks, window", [(0, 6), (4, 5), (7, 1)])
+def test_a_ragged_batch_of_chunks_and_decoding_tokens(sinks, window):
+    """A prompt, chunks that begin within a group, decoding tokens, tokens with drafts."""
+    config = CCAConfig(group_size=4, window_size=window, sink_size=sinks)
+    check(config, halves(), [{0: 15, 1: 5}, {1: 6, 0: 1}, {0: 3, 1: 1, 2: 9}])
+
+
+def test_programs_share_the_entries_of_a_block(monkeypatch):
+    monkeypatch.setattr(paged_attend, "decode_splits", lambda *sizes: 3)
+    monkeypatch.setattr(paged_attend, "paged_tiles", lambda *sizes: Tiles(16, 8, 4, 1))
+    config = CCAConfig(group_size=3, window_size=4, sink_size=3)
+    check(config, halves(), [{0: 13}, {0: 2, 1: 1}])
+
+
+def test_masses_bias_and_softcap():
+    config = CCAConfig(group_size=3, window_size=4, sink_size=3, core_mass=True)
+    check(config, halves(), [{0: 14}, {0: 1, 1: 8}], kv_heads=2, bias=0.5, softcap=2.0)
+
+
+def test_half_precision_without_rotation():
+    config = CCAConfig(group_size=4, window_size=5, sink_size=4, core_position="token")
+    check(config, None, [{0: 18}, {0: 1}], torch.float16)
+
+
+def test_a_long_past_has_tiles_without_a_mask(monkeypatch):
+    tiles = Tiles(32, 8, 4, 1)
+    monkeypatch.setattr(paged_attend, "paged_tiles", lambda *sizes: tiles)
+    config = CCAConfig(group_size=2, window_size=16, sink_size=2)
+    check(config, halves(), [{0: 36}, {0: 3}], page_size=8)
+
+
+def test_a_group_is_pooled_in_blocks_of_tokens(monkeypatch):
+    monkeypatch.setattr(paged_pool, "MOST_ELEMENTS", 4 * 4 * DIM)
+    rotary = Rotary(halves().inv_freq[:3], interleaved=True)
+    config = CCAConfig(group_size=10, window_size=1, sink_size=0, core_mass=True)
+    check(config, rotary, [{0: 15, 1: 12}, {0: 8}])
+
+
+def test_padding_of_a_captured_batch_changes_nothing():
+    """Sequences without tokens and tokens of no sequence, as the padding of a CUDA graph."""
+    config = CCAConfig(group_size=2, window_size=3, sink_size=0)
+    [qkv] = sequences_of([9], torch.float32)
+    spec = Spec.of(config, halves(), DIM**-0.5)
+    cache = Cache(PageLayout.of(config, 4), [9], torch.float32, False)
+    raw, cores = cache.rows([0, 0, 0])
+    raw.k.fill_(7)  # a mark of entries that nothing wrote
+    q, k, v = (torch.cat((x, torch.full_like(x[:3], torch.nan))) for x in qkv)
+    slots = torch.tensor([*cache.slots(0, 0, 9), -1, -1, -1])
+    batch = Batch(torch.tensor([0, 9, 9, 9]).int(), torch.tensor([9, 0, 0]).int(), 9, 9)
+    store_tokens(k, v, slots, raw)
+    pool_pages(q, batch, raw, cores, spec)
+    out = attend_pages(q, batch, raw, cores, spec)[:9]
+    assert (out - reference(config, halves(), qkv)).abs().max() < 1e-5
+    written = (raw.k != 7).any(-1)
+    assert int(written.sum()) == 9 + 4  # tokens and core tokens, nothing else
