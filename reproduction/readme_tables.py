@@ -1,13 +1,12 @@
 """Write the tables of README and docs about quality: the miniature's, one line a method from its
 stages' records, and those of a pretrained model.
 
-`python -m reproduction.readme_tables` writes the tables anew.
+`python -m reproduction.readme_tables` writes the tables anew, and draws results/real.svg.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import NamedTuple
 
 from benchmarks.figures import PageTable, update_pages
 from benchmarks.tables import Column, markdown
-from corecontext.record import Record
+from corecontext.record import Record, read_records
 from reproduction.methods import SCRATCH, SCRATCH_FINE, Method, alike, methods
 from reproduction.plan import adapted, from_scratch
+from reproduction.real_figure import draw_frontier
 from reproduction.real_tables import extended_markdown, index_markdown, real_markdown
 from reproduction.sizes import FULL
 
@@ -145,9 +145,11 @@ TABLES: Sequence[PageTable] = (
     PageTable("quality, short", "quality", partial(quality_markdown, names=SHORT)),
     PageTable("real, as it is", "real", partial(real_markdown, trained=False)),
     PageTable("real, trained", "real", partial(real_markdown, trained=True)),
+    PageTable("real, short", "real", partial(real_markdown, trained=False, short=True)),
     PageTable("real, indices", "real", index_markdown),
     PageTable("real, extended", "real", extended_markdown),
 )
 
 if __name__ == "__main__":
-    sys.exit(update_pages("README.md", Path("results"), TABLES))
+    update_pages("README.md", Path("results"), TABLES)
+    draw_frontier(read_records("results/real.jsonl"), "results/real.svg")

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from corecontext.baselines import enabled
+from corecontext.config import CCAConfig
 from corecontext.data.needles import WORDING
 from corecontext.data.readers import find_file, read_documents
 from corecontext.eval.runner import fingerprint
@@ -241,7 +242,10 @@ class RealModel:
             parent = nullcontext(self.protocol.save)
         with parent as folder:
             settings = [self.name, self.sizes.length, vars(self.adaptation), params["full_heads"]]
-            target = Path(folder) / f"{method}-{fingerprint([*settings, str(attention)])}"
+            weights = attention
+            if isinstance(attention, CCAConfig):  # where a cache keeps tokens changes no weights
+                weights = attention.replace(store=CCAConfig.store)
+            target = Path(folder) / f"{method}-{fingerprint([*settings, str(weights)])}"
             costs = []
             if not (target / "config.json").exists():
                 windows = self.training_windows

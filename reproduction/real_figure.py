@@ -8,7 +8,7 @@ from statistics import fmean
 from corecontext.drawing import CCA, FULL, pyplot, save
 from corecontext.record import Record
 from reproduction.real_gains import ENDS
-from reproduction.real_tables import Line, lines_of
+from reproduction.real_tables import Line, lines_of, tasks_of
 
 FETCH = "#c65d12"
 SHORT = {
@@ -30,7 +30,7 @@ def draw_frontier(records: Sequence[Record], path: str) -> None:
     for trained in (False, True):
         for line in lines_of(records, trained=trained):
             gain = _gain(line)
-            if gain is None or line.cache["device_bytes"] is None:
+            if gain is None or not tasks_of(line):
                 continue
             color = _color(line)
             x = line.cache["device_bytes"] / MIB
@@ -40,6 +40,8 @@ def draw_frontier(records: Sequence[Record], path: str) -> None:
             panel.annotate(_label(line), (x, gain), color=color, **place)
     panel.axhline(100, color=FULL, lw=1)
     panel.set_xscale("log")
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.xaxis.set_minor_formatter("{x:g}")
     panel.set_xlabel("cache on the device after 8,192 tokens, MiB", fontsize=8)
     panel.set_ylabel("full attention's gain over sinks and window kept, %", fontsize=8)
     panel.set_title("SmolLM2-135M: as it is (hollow) and trained (filled)", fontsize=9, loc="left")
@@ -70,7 +72,9 @@ def _label(line: Line) -> str:
     p = line.params
     text = SHORT[p["method"]]
     if p["fetch_groups"] is not None:
-        text += f", {p['fetch_groups']} groups by {p['index']}"
-        if p["store"] == "host":
-            text += ", raw tokens on the host"
+        text += f", {p['fetch_groups']} groups"
+    if p["store"] == "host":
+        text += ", raw tokens on the host"
+    elif p["method"] == "cca" and p["core_mass"]:
+        text += " with mass"
     return text

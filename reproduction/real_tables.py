@@ -14,6 +14,8 @@ from reproduction.real_methods import METHODS, TITLES
 
 APART = (*SAME, *MEASURED, "task", "position", "needles", "lists", "over", "of")
 """Params that do not make another line."""
+SHORT = ("full", "streaming_llm_wide", "cca", "duo_attention", "fetch")
+"""Methods of the short table."""
 
 
 class Line(NamedTuple):
@@ -26,10 +28,13 @@ class Line(NamedTuple):
     """device_bytes and host_bytes after a window."""
 
 
-def real_markdown(records: Sequence[Record], *, trained: bool) -> str:
+def real_markdown(records: Sequence[Record], *, trained: bool, short: bool = False) -> str:
     """Return the table of models as they are, or of trained ones; means over the seeds. Lines
-    without answers are left out."""
-    lines = [line for line in lines_of(records, trained=trained) if _tasks(line)]
+    without answers are left out, in a short table all but SHORT, with mass, raw tokens on the
+    host."""
+    lines = [line for line in lines_of(records, trained=trained) if tasks_of(line)]
+    if short:
+        lines = [line for line in lines if _is_short(line.params)]
     columns = [
         Column("attention", _title, left=True),
         Column("cache, MiB", lambda line: _cache(line, "device_bytes")),
@@ -43,22 +48,26 @@ def real_markdown(records: Sequence[Record], *, trained: bool) -> str:
     return _table(columns, lines)
 
 
+def _is_short(params: dict[str, Any]) -> bool:
+    has_mass = params["core_mass"] is not False
+    return params["method"] in SHORT and has_mass and params["store"] != "device"
+
+
 def index_markdown(records: Sequence[Record]) -> str:
     """Return the table of indices of fetch on the model as it is, by the bytes that each adds."""
     lines = [
         line
         for line in lines_of(records, trained=False)
-        if line.params["method"] == "fetch" and line.params["core_mass"]
+        if line.params["method"] == "fetch"
+        and line.params["core_mass"]
+        and line.params["store"] == "device"
     ]
-    device = dict.fromkeys(("device", "host"), 0)
-    for line in lines:
-        if line.params["index"] == "core":
-            device[line.params["store"]] = line.cache["device_bytes"]
     lines.sort(key=lambda line: (line.params["fetch_groups"], line.cache["device_bytes"]))
+    # The core tokens are an index that takes no bytes of its own.
+    own = [line.cache["device_bytes"] for line in lines if line.params["index"] == "core"]
 
     def added(line: Line) -> str:
-        own = device[line.params["store"]]
-        return _mib(line.cache["device_bytes"] - own) if own else ""
+        return _mib(line.cache["device_bytes"] - own[0]) if own else ""
 
     columns = [
         Column("index", lambda line: f"`{line.params['index']}`", left=True),
@@ -67,7 +76,7 @@ def index_markdown(records: Sequence[Record]) -> str:
         Column("perplexity, far", lambda line: _mean(line, "far", "{:.3f}")),
         Column("gain kept", _gain),
     ]
-    return _table(columns, lines)
+    return "\n".join(markdown(columns, lines)) + "\n"
 
 
 def extended_markdown(records: Sequence[Record]) -> str:
@@ -111,14 +120,14 @@ def lines_of(records: Sequence[Record], *, trained: bool, extended: bool = False
 
 def _table(columns: list[Column], lines: Sequence[Line]) -> str:
     """Return a table with a column for each task at its end."""
-    tasks = {task for line in lines for task in _tasks(line)}
+    tasks = {task for line in lines for task in tasks_of(line)}
     for task, length in sorted(tasks, key=lambda task: (task[0] == "list", task[1])):
         right = partial(_mean, name=f"{task} {length}", form="{:.0f} %", scale=100)
         columns.append(Column(f"{task}, {length:,} tokens", right))
     return "\n".join(markdown(columns, lines)) + "\n"
 
 
-def _tasks(line: Line) -> list[tuple[str, int]]:
+def tasks_of(line: Line) -> list[tuple[str, int]]:
     """Return the tasks with answers, and the tokens of their prompts."""
     tasks = (name.split() for name in line.values if " " in name)
     return [(task, int(length)) for task, length in tasks]
@@ -138,6 +147,8 @@ def _title(line: Line) -> str:
         sizes.append(f"{p['raw_heads']} raw heads")
     if p["fetch_groups"] is not None:
         sizes.append(f"{p['fetch_groups']} groups by {p['index']}")
+    if p["store"] == "host":
+        sizes.append("raw tokens on the host")
     return f"{text}: {', '.join(sizes)}" if sizes else text
 
 

@@ -363,4 +363,4 @@ def test_indices_are_shown_by_the_bytes_that_they_add(tmp_path):
     gain = 100 * math.log(9 / 4.5) / math.log(9 / 4)
     assert table[2].endswith(f"| 4.500 | {gain:.1f} % |")
     draw_frontier(records, str(tmp_path / "real.svg"))
-    assert "fetch, 32 groups by pairs:2" in (tmp_path / "real.svg").read_text()
+    assert "sinks and window" in (tmp_path / "real.svg").read_text()
