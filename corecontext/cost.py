@@ -9,10 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from corecontext.config import CCAConfig
+from corecontext.fetch_sizes import num_indexed, num_parts, stored_index_bytes
 from corecontext.model_sizes import ModelSizes
-from corecontext.visibility import num_complete_groups, num_scores, window_capacity
+from corecontext.visibility import (
+    num_complete_groups,
+    num_scores,
+    num_sinks,
+    num_visible_cores,
+    window_capacity,
+)
 
 FORWARD_PRODUCTS = 2
 """Matrix products of the forward pass: q k^T, p v."""
@@ -102,6 +110,75 @@ def cache_bytes(entries: int, num_layers: int, kv_heads: int, head_dim: int, ite
     return 2 * num_layers * kv_heads * head_dim * itemsize * entries
 
 
+class CacheBytes(NamedTuple):
+    """Bytes of a cache, or of a part of it."""
+
+    device: int
+    host: int
+
+
+def entry_bytes(config: CCAConfig, head_dim: int, itemsize: int) -> int:
+    """Count bytes of a compact cache's key and value of a KV head, with their float32 scales in 8
+    bits and the mass that an entry has room for."""
+    mass = 4 if config.core_mass else 0
+    return _token_bytes(config, head_dim, itemsize) + mass
+
+
+def _token_bytes(config: CCAConfig, head_dim: int, itemsize: int) -> int:
+    if config.cache_dtype == "auto":
+        return 2 * head_dim * itemsize
+    return 2 * (head_dim + 4)
+
+
+def store_bytes(config: CCAConfig, seq_len: int, head_dim: int, itemsize: int) -> CacheBytes:
+    """Count bytes that fetch adds to the compact cache of a KV head and row after seq_len tokens:
+    raw tokens, the index, and with store "host" the slots of groups and their table.
+
+    Args:
+        config: Settings with one g.
+    """
+    if not config.fetch_groups or config.store == "none":
+        return CacheBytes(0, 0)
+    g = config.group_size
+    sinks = num_sinks(config.sink_size, g)
+    raw = seq_len * _token_bytes(config, head_dim, itemsize)
+    index = stored_index_bytes(config.fetch_index, g, head_dim, itemsize)
+    index *= num_indexed(config.fetch_index, seq_len - sinks, g, config.window_size)
+    if config.store == "device":
+        return CacheBytes(raw + index, 0)
+    groups = num_complete_groups(seq_len - sinks, g)
+    slots = min(config.num_fetch_slots, groups)
+    # A slot has its group's number and its last step besides, a group the number of its slot.
+    slots *= g * _token_bytes(config, head_dim, itemsize) + 12
+    return CacheBytes(index + slots + 4 * (groups + 1), raw)
+
+
+def fetch_flops(config: CCAConfig, seq_len: int, query_heads: int, head_dim: int) -> int:
+    """Count operations that fetch adds to causal attention's: of g - 1 keys for each group that a
+    query fetches, and of the index's keys of each group that it sees.
+
+    Args:
+        config: Settings with one g.
+    """
+    if not config.fetch_groups:
+        return 0
+    g, s = config.group_size, config.window_size
+    length = seq_len - num_sinks(config.sink_size, g)
+    most = num_visible_cores(length - 1, g, s)
+    fetched = _num_visible(length, g, s, min(config.fetch_groups, most)) * (g - 1)
+    scored = _num_visible(length, g, s, most) // config.fetch_share
+    if config.fetch_index == "core":
+        scored = 0
+    scored *= num_parts(config.fetch_index, g)
+    return 2 * query_heads * head_dim * (FORWARD_PRODUCTS * fetched + scored)
+
+
+def _num_visible(seq_len: int, group_size: int, window_size: int, most: int) -> int:
+    """Count pairs of a query and a group that it sees, at most so many for each query: for m = 1 to
+    `most`, the L - (s + m g - 1) queries that see m groups."""
+    return most * (seq_len - window_size + 1) - group_size * most * (most + 1) // 2
+
+
 @dataclass(frozen=True)
 class ModelCost:
     """Sizes of a decoder that its cost depends on; build it with `ModelCost.of`."""
@@ -184,19 +261,29 @@ class ModelCost:
         window_size: int = 1,
         cores_per_group: int = 1,
         sinks: int = 0,
-        *,
-        core_mass: bool = False,
     ) -> int:
-        """Count bytes cached after seq_len tokens, sliding-window layers included; with `core_mass`
-        each compact entry has room for a mass in float32."""
-        sizes = (self.kv_heads, self.head_dim, self.itemsize)
+        """Count bytes cached after seq_len tokens, sliding-window layers included."""
         entries = cache_entries(seq_len, group_size, window_size, cores_per_group, sinks)
-        total = cache_bytes(entries, self.num_layers, *sizes)
-        if core_mass and group_size > 1:
-            total += 4 * self.num_layers * self.kv_heads * entries
-        for window in self.windows:
-            total += cache_bytes(min(seq_len, window), 1, *sizes)
-        return total
+        compact = cache_bytes(entries, self.num_layers, self.kv_heads, self.head_dim, self.itemsize)
+        return compact + self._sliding_bytes(seq_len)
+
+    def config_bytes(self, config: CCAConfig, seq_len: int) -> CacheBytes:
+        """Count bytes cached after seq_len tokens under CCA's settings of one g, on the device and
+        in host memory: masses, 8 bits, raw tokens of fetch and sliding-window layers included."""
+        g = config.group_size
+        width = self.query_heads // self.kv_heads if config.core_heads == "query" else 1
+        sinks = num_sinks(config.sink_size, g)
+        compact = cache_entries(seq_len, g, config.window_size, width, sinks)
+        compact *= entry_bytes(config, self.head_dim, self.itemsize)
+        store = store_bytes(config, seq_len, self.head_dim, self.itemsize)
+        heads = self.num_layers * self.kv_heads
+        device = heads * (compact + store.device) + self._sliding_bytes(seq_len)
+        return CacheBytes(device, heads * store.host)
+
+    def _sliding_bytes(self, seq_len: int) -> int:
+        """Count bytes cached by sliding-window layers."""
+        entries = sum(min(seq_len, window) for window in self.windows)
+        return cache_bytes(entries, 1, self.kv_heads, self.head_dim, self.itemsize)
 
     def weight_bytes(self) -> int:
         """Count bytes of the weights that every decoding step reads."""

@@ -9,30 +9,31 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from corecontext.config import CCAConfig
-from corecontext.cost import ModelCost, attention_flops
-from corecontext.loading import cca_config, check_architecture, load_config, one_line
+from corecontext.cost import ModelCost, attention_flops, fetch_flops
+from corecontext.loading import (
+    AttentionSizes,
+    cca_config,
+    check_architecture,
+    load_config,
+    one_line,
+)
 from corecontext.terminal import console
 from corecontext.visibility import group_size_for, num_sinks
 
 
 def print_info(
-    name: str,
-    group_size: int | None,
-    window_size: int | None,
-    lengths: Sequence[int] | None,
-    sinks: int | None = None,
-    untested: bool = False,
+    name: str, sizes: AttentionSizes, lengths: Sequence[int] | None, untested: bool = False
 ) -> None:
     """Print operations and cache bytes for full attention and CCA by length."""
     # Bad sizes fail before the model is looked for.
-    cca_config(None, group_size, window_size, sinks=sinks)
+    cca_config(None, sizes)
     from corecontext.inference.limits import position_limit
     from corecontext.integrations.hf_attention import full_layers
     from corecontext.integrations.hf_rotary import check_rope_type, layer_type_of
 
     hf_config = load_config(name)
     check_architecture(hf_config, untested)
-    config = cca_config(hf_config, group_size, window_size, sinks=sinks)
+    config = cca_config(hf_config, sizes)
     with one_line(f"model '{name}' cannot be built"):
         cost = ModelCost.of(hf_config)
     limit = position_limit(hf_config) or 131072
@@ -73,6 +74,9 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
     title += f", s = {config.window_size}"
     if sinks:
         title += f", the first {sinks} tokens raw"
+    if config.fetch_groups:
+        title += f", {config.fetch_groups} groups fetched by {config.fetch_index}"
+        title += f", raw tokens on the {config.store}"
     table = Table(
         title=title, box=SIMPLE_HEAD, caption="operations: a multiplication or an addition each"
     )
@@ -80,34 +84,36 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
     for quantity in ("attention", "first token", "cache"):
         for column in (f"{quantity}\nfull", "\nCCA", ""):
             table.add_column(column, justify="right", no_wrap=True)
+    if config.fetches_from_host:
+        table.add_column("in host\nmemory", justify="right", no_wrap=True)
     for length in lengths:
         if config.num_groups:  # g follows from the length
             shares = {group_size_for(length, config.window_size, config.num_groups): 1.0}
         full = _costs(cost, length, CCAConfig.paper(1, 1))
-        compact = [0.0, 0.0, 0.0]
+        compact = [0.0, 0.0, 0.0, 0.0]
         for g, share in shares.items():
             costs = _costs(cost, length, config.replace(group_size=g, num_groups=None))
             compact = [total + share * value for total, value in zip(compact, costs)]
         cells = []
         for before, after, shown in zip(full, compact, (_flops, _flops, _bytes)):
             cells += [shown(before), shown(after), f"{before / after:.1f}x"]
+        if config.fetches_from_host:
+            cells.append(_bytes(compact[3]))
         table.add_row(str(length), *cells)
     return table
 
 
-def _costs(cost: ModelCost, length: int, config: CCAConfig) -> tuple[float, float, float]:
-    """Return operations of attention, operations of the first token, and bytes of the cache."""
+def _costs(cost: ModelCost, length: int, config: CCAConfig) -> tuple[float, ...]:
+    """Return operations of attention, operations of the first token, and bytes of the cache on the
+    device and in host memory."""
     g, s = config.group_size, config.window_size
     sinks = num_sinks(config.sink_size, g)
     attention = attention_flops(
         length, cost.query_heads, cost.head_dim, group_size=g, window_size=s, sinks=sinks
     )
-    width = cost.query_heads // cost.kv_heads if config.core_heads == "query" else 1
-    return (
-        cost.num_layers * attention,
-        cost.prefill_flops(length, g, s, sinks),
-        cost.cache_bytes(length, g, s, width, sinks, core_mass=config.core_mass),
-    )
+    fetch = cost.num_layers * fetch_flops(config, length, cost.query_heads, cost.head_dim)
+    first_token = cost.prefill_flops(length, g, s, sinks) + fetch
+    return (cost.num_layers * attention + fetch, first_token, *cost.config_bytes(config, length))
 
 
 def _by_head(config: CCAConfig, kv_heads: int) -> tuple[int, ...]:

@@ -39,6 +39,12 @@ class AttentionSizes:
     """k of CCA's fetch."""
     fetch_index: str | None = None
     """The index of CCA's fetch."""
+    store: str | None = None
+    """Where CCA's cache keeps raw tokens for fetch."""
+
+
+CCA_SETTINGS = ("cache_dtype", "fetch_groups", "fetch_index", "store")
+"""Fields of `AttentionSizes` that CCA alone has, by the names of `CCAConfig`."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,8 @@ class Loaded:
             if config.fetch_groups:
                 params["fetch_groups"] = config.fetch_groups
                 params["fetch_index"] = config.fetch_index
+            if config.fetches_from_host:
+                params["store"] = config.store
             if config.layer_group_sizes:
                 params["layer_group_sizes"] = list(config.layer_group_sizes)
             if config.head_group_sizes:
@@ -173,15 +181,7 @@ def load(
 
     config = rival
     if method == "cca":
-        config = cca_config(
-            hf_config,
-            given.group_size,
-            given.window_size,
-            given.cache_dtype,
-            given.sinks,
-            given.fetch_groups,
-            given.fetch_index,
-        )
+        config = cca_config(hf_config, given)
     config = _bounded(config, position_limit(hf_config) or MOST)
     adapted = getattr(hf_config, "cca", None) is not None  # `enable` writes its settings there
     with one_line():
@@ -221,19 +221,11 @@ def _check_sizes(method: str, sizes: AttentionSizes) -> None:
         if getattr(sizes, name) is not None and method not in takers(name):
             option, names = name.replace("_", "-"), ", ".join(takers(name))
             raise UserError(f"{option} must be given for {names}, got method {method!r}.")
-    for name in ("cache_dtype", "fetch_groups", "fetch_index"):
+    for name in CCA_SETTINGS:
         if method != "cca" and getattr(sizes, name) is not None:
             option = name.replace("_", "-")
             raise UserError(f"{option} must be given for method cca, got method {method!r}.")
-    cca_config(
-        None,
-        sizes.group_size,
-        sizes.window_size,
-        sizes.cache_dtype,
-        sizes.sinks if method == "cca" else None,
-        sizes.fetch_groups,
-        sizes.fetch_index,
-    )
+    cca_config(None, sizes if method == "cca" else replace(sizes, sinks=None))
 
 
 def _load_model(name: str, hf_config: Any, dtype: str, device: str, tensor_parallel: bool) -> Any:
@@ -327,28 +319,15 @@ def check_architecture(hf_config: Any, untested: bool = False) -> None:
         raise UserError(NO_FULL_ATTENTION.format(hf_config.num_hidden_layers))
 
 
-def cca_config(
-    hf_config: Any,
-    group_size: int | None,
-    window_size: int | None,
-    cache_dtype: str | None = None,
-    sinks: int | None = None,
-    fetch_groups: int | None = None,
-    fetch_index: str | None = None,
-) -> CCAConfig:
+def cca_config(hf_config: Any, sizes: AttentionSizes) -> CCAConfig:
     """Return the checkpoint's CCA settings, or the defaults, with the user's own on top.
 
     Raises:
         UserError: they break a rule, or do not fit the model.
     """
-    given = {
-        "group_size": group_size,
-        "window_size": window_size,
-        "cache_dtype": cache_dtype,
-        "sink_size": sinks,
-        "fetch_groups": fetch_groups,
-        "fetch_index": fetch_index,
-    }
+    names = ("group_size", "window_size", *CCA_SETTINGS)
+    given = {name: getattr(sizes, name) for name in names}
+    given["sink_size"] = sizes.sinks
     with one_line():
         config = CCAConfig.saved_in(hf_config)
         changes = {name: value for name, value in given.items() if value is not None}

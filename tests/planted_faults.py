@@ -878,7 +878,7 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     ),
     Fault(
         "fetch: keys are centred by tokens to come",
-        "return min(_MOST_CENTRED, 2 * spec.window_size) // g * g",
+        "return min(MOST_CENTRED, 2 * window_size) // group_size * group_size",
         "tests/test_fetch.py::test_low_bits_are_centred_by_tokens_that_every_query_sees",
     ),
     Fault(

@@ -15,7 +15,7 @@ import pytest
 import corecontext
 
 ROOT = Path(corecontext.__file__).parent
-BASE = ("config", "model_sizes", "visibility", "record", "files", "terminal")
+BASE = ("config", "fetch_sizes", "model_sizes", "visibility", "record", "files", "terminal")
 LAYERS = [
     BASE,
     ("graphs",),

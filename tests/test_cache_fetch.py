@@ -8,8 +8,8 @@ from budgets import make_inputs
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer, new_layer
+from corecontext.fetch_sizes import index_bytes
 from corecontext.ops.fetch import choice
-from corecontext.ops.fetch.index import index_bytes
 
 ROTARY = Rotary.from_theta(100.0, 16)
 LENGTH = 60

@@ -7,6 +7,8 @@ from test_cache_fetch import LENGTH, ROTARY, fed, inputs, one_pass
 from corecontext import CCAConfig
 from corecontext.cache import CompactLayer, host_memory
 from corecontext.cache.host_store import FREE
+from corecontext.cost import ModelCost, fetch_flops, store_bytes
+from corecontext.visibility import num_visible_cores
 
 SETTINGS = {"fetch_groups": 2, "fetch_index": "pairs:2", "sink_size": 4, "core_mass": True}
 CONFIG = CCAConfig.paper(4, 5, **SETTINGS, store="host", fetch_slots=2)
@@ -122,3 +124,33 @@ def test_host_memory_that_is_not_there(monkeypatch):
     monkeypatch.undo()
     fed(layer, inputs(torch.float32), 0, [8])
     assert host_memory.available_bytes() is None or host_memory.available_bytes() > 0
+
+
+@pytest.mark.parametrize("index", ["core", "parts:3", "parts:4", "pairs:2", "bits:1"])
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_bytes_are_those_of_the_formula(index, store):
+    kinds = {"cache_dtype": "fp8" if index == "core" else "auto", "fetch_index": index}
+    config = CONFIG.replace(store=store, **kinds, fetch_slots=4)
+    tensors = inputs(torch.float32)
+    layer = CompactLayer(config, ROTARY)
+    plain = CompactLayer(config.replace(fetch_groups=0), ROTARY)
+    fed(plain, tensors, 0, [17, 1, 33])
+    for size in (17, 1, 33):
+        fed(layer, tensors, layer.seq_len, [size])
+        expected = store_bytes(config, layer.seq_len, 16, 4)
+        assert (layer.store_bytes, layer.host_bytes) == tuple(4 * x for x in expected)
+    model = ModelCost(3, 4, 2, 16, 0, 0, itemsize=4)
+    in_model = model.config_bytes(config, 51)
+    assert in_model.host == 3 * layer.host_bytes / 2
+    assert in_model.device == 3 * layer.nbytes / 2
+    assert model.config_bytes(config.replace(fetch_groups=0), 51) == (3 * plain.nbytes / 2, 0)
+
+
+def test_operations_of_fetch_are_counted_by_query():
+    for length, k, share in ((5, 2, 1), (13, 2, 1), (60, 3, 1), (60, 30, 4)):
+        config = CONFIG.replace(fetch_groups=k, fetch_slots=None, fetch_share=share)
+        seen = [num_visible_cores(t - 4, 4, 5) for t in range(4, length)]
+        keys = sum(min(k, x) * 3 for x in seen)
+        assert fetch_flops(config, length, 6, 8) == 4 * 6 * 8 * keys + 2 * 6 * 8 * (
+            2 * (sum(seen) // share)
+        )

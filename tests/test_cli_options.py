@@ -23,6 +23,7 @@ from corecontext.eval.inspect import page
 from corecontext.eval.items import Settings
 from corecontext.files import UserError
 from corecontext.heads import findings
+from corecontext.loading import AttentionSizes
 from corecontext.record import make_record, read_records
 from corecontext.train import run as train_run
 
@@ -40,6 +41,8 @@ for _name in ("group_size", "window_size", "sinks", "dtype", "device"):
 
 FETCH = ["--fetch-groups", "6", "--fetch-index", "parts:2"]
 FETCH_VALUES = {"fetch_groups": 6, "fetch_index": "parts:2"}
+STORED = [*FETCH, "--store", "host"]
+STORED_VALUES = {**FETCH_VALUES, "store": "host"}
 
 
 class Calls(list):
@@ -114,8 +117,8 @@ def test_generate(monkeypatch, calls, here, capsys):
     line = "generate --model m --question q --no-chat-template --max-new-tokens 9 --chunk-size 4"
     line += " --temperature 0.5 --top-k 7 --top-p 0.25 --seed 8 --method window"
     line += " --cache-dtype int8 --full-heads 0:1"
-    assert main(line, *SIZES, *FETCH, "--prompt", "a text") == 0
-    of_load = {**SIZE_VALUES, **FETCH_VALUES, "method": "window"}
+    assert main(line, *SIZES, *STORED, "--prompt", "a text") == 0
+    of_load = {**SIZE_VALUES, **STORED_VALUES, "method": "window"}
     of_load |= {"cache_dtype": "int8", "full_heads": "0:1"}
     wanted = generation.Continuation(
         max_new_tokens=9, temperature=0.5, top_k=7, top_p=0.25, seed=8, chunk_size=4
@@ -125,7 +128,7 @@ def test_generate(monkeypatch, calls, here, capsys):
     assert calls[2][1][0] is model and calls[2][1][2] == wanted
     assert capsys.readouterr() == ("abc\n", "idle at 9\n")
     assert main(line, *SIZES, "--prompt-file", "text.txt", "--output", "out.txt") == 0
-    assert calls[3][2] == {**of_load, **dict.fromkeys(FETCH_VALUES)}
+    assert calls[3][2] == {**of_load, **dict.fromkeys(STORED_VALUES)}
     assert calls[4] == calls[1]
     assert Path("out.txt").read_text() == "abc"
     assert capsys.readouterr() == ("", "idle at 9\n")
@@ -140,8 +143,8 @@ def test_perplexity(monkeypatch, calls, here):
     monkeypatch.setattr(perplexity, "to_records", calls.keep("records", []))
     line = "perplexity text.txt --model f/m --chunk-size 6 --json r.jsonl --full-heads 0:1"
     line += " --cache-dtype int8"
-    assert main(line, *SIZES, *FETCH, "--method", "full") == 0
-    sizes = {**SIZE_VALUES, **FETCH_VALUES, "method": "full"}
+    assert main(line, *SIZES, *STORED, "--method", "full") == 0
+    sizes = {**SIZE_VALUES, **STORED_VALUES, "method": "full"}
     sizes |= {"cache_dtype": "int8", "full_heads": "0:1"}
     assert calls[0] == ("load", ("f/m",), sizes)
     assert calls[1][1][1:] == ("a text", "full", 6)
@@ -150,11 +153,11 @@ def test_perplexity(monkeypatch, calls, here):
         ("records", ({"full": "measured"}, "f/m"), {}),
     ]
     calls.clear()
-    assert main(line, *SIZES, *FETCH, "--compare", "--method", "window") == 0
+    assert main(line, *SIZES, *STORED, "--compare", "--method", "window") == 0
     pairs = zip(calls[:10:2], calls[1:10:2])
     found = {measure[1][2]: load[2] for load, measure in pairs}
-    plain = {**SIZE_VALUES, **dict.fromkeys(("cache_dtype", "full_heads", *FETCH_VALUES))}
-    cca = {**SIZE_VALUES, **FETCH_VALUES, "method": "cca"}
+    plain = {**SIZE_VALUES, **dict.fromkeys(("cache_dtype", "full_heads", *STORED_VALUES))}
+    cca = {**SIZE_VALUES, **STORED_VALUES, "method": "cca"}
     cca |= {"cache_dtype": "int8", "full_heads": None}
     assert found == {
         "full": {**plain, "method": "full", "sinks": None},
@@ -174,9 +177,12 @@ def test_info(monkeypatch, calls):
     monkeypatch.setattr(info, "print_info", calls.keep("info"))
     line = "info --model m --group-size 3 --window-size 5 --sinks 2 --length 7 --length 8"
     assert main(f"{line} --untested") == main("info --model m") == 0
+    assert main("info --model m --cache-dtype int8", *STORED) == 0
+    fetch = AttentionSizes(**STORED_VALUES, cache_dtype="int8")
     assert [args for _, args, _ in calls] == [
-        ("m", 3, 5, [7, 8], 2, True),
-        ("m", None, None, None, None, False),
+        ("m", AttentionSizes(3, 5, 2), [7, 8], True),
+        ("m", AttentionSizes(), None, False),
+        ("m", fetch, None, False),
     ]
 
 

@@ -12,6 +12,7 @@ from budgets import make_inputs, results_and_gradients
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.config import parse_index
+from corecontext.fetch_sizes import index_bytes
 from corecontext.ops import packed, reference
 from corecontext.ops.autograd import _flat, cca_attention_op
 from corecontext.ops.batch import complete_groups
@@ -21,7 +22,6 @@ from corecontext.ops.fetch.index import (
     as_products,
     build,
     centre_of,
-    index_bytes,
     num_centred,
     scores,
 )

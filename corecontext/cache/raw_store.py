@@ -12,6 +12,7 @@ from torch import Tensor
 
 from corecontext.cache.eight_bit import decode_all
 from corecontext.cache.slots import grown, read, write
+from corecontext.fetch_sizes import num_indexed
 from corecontext.ops.fetch.index import Index, build, centre_of, num_centred
 from corecontext.ops.spec import Spec
 from corecontext.visibility import num_complete_groups
@@ -84,9 +85,10 @@ class RawStore:
         return num_complete_groups(length - self.spec.sinks, self.spec.group_size)
 
     def _num_indexed(self, length: int) -> int:
-        """Groups that have an index: those in low bits wait for the tokens that centre them, as no
-        query sees a group that is younger."""
-        return self.num_groups(length - num_centred(self.spec))
+        """Groups that have an index."""
+        spec = self.spec
+        sizes = (spec.group_size, spec.window_size)
+        return num_indexed(spec.fetch_index, length - spec.sinks, *sizes)
 
     @property
     def length(self) -> int:

@@ -11,9 +11,12 @@ import typer
 
 from corecontext.cli.options import (
     MODEL_HELP,
+    CacheDtype,
     ChunkSize,
     Device,
     Dtype,
+    FetchGroups,
+    FetchIndex,
     Force,
     GroupSize,
     Json,
@@ -21,6 +24,7 @@ from corecontext.cli.options import (
     Model,
     Plot,
     Sinks,
+    Store,
     Text,
     Untested,
     WindowSize,
@@ -209,7 +213,7 @@ def perplexity(
     from corecontext.files import read_text
 
     text = read_text(file)
-    from corecontext.loading import load
+    from corecontext.loading import CCA_SETTINGS, load
     from corecontext.perplexity import Perplexity, measure, print_table, to_records
 
     results: dict[str, Perplexity] = {}
@@ -220,8 +224,7 @@ def perplexity(
         return loaded.config
 
     if compare:
-        names = ("full_heads", "cache_dtype", "fetch_groups", "fetch_index")
-        plain: dict[str, Any] = dict.fromkeys(names)
+        plain: dict[str, Any] = dict.fromkeys(("full_heads", *CCA_SETTINGS))
         run("full", **plain, method="full", sinks=None)
         config = run("cca", method="cca", full_heads=None)
         assert config is not None
@@ -241,6 +244,10 @@ def info(
     group_size: GroupSize = None,
     window_size: WindowSize = None,
     sinks: Sinks = None,
+    cache_dtype: CacheDtype = None,
+    fetch_groups: FetchGroups = None,
+    fetch_index: FetchIndex = None,
+    store: Store = None,
     length: Annotated[
         list[int] | None,
         typer.Option(help="Prompt length; may be repeated. Default: powers of two to the limit."),
@@ -251,5 +258,15 @@ def info(
     for value in length or ():
         check_least(1, length=value)
     from corecontext.info import print_info
+    from corecontext.loading import AttentionSizes
 
-    print_info(model, group_size, window_size, length, sinks, untested)
+    sizes = AttentionSizes(
+        group_size,
+        window_size,
+        sinks,
+        cache_dtype=cache_dtype,
+        fetch_groups=fetch_groups,
+        fetch_index=fetch_index,
+        store=store,
+    )
+    print_info(model, sizes, length, untested)

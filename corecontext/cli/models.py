@@ -31,7 +31,13 @@ def convert(
 ) -> None:
     """Copy a checkpoint so that it loads with CCA at g and s, or (--method full) as the ordinary
     model again."""
-    from corecontext.loading import METHODS, cca_config, check_architecture, load_config
+    from corecontext.loading import (
+        METHODS,
+        AttentionSizes,
+        cca_config,
+        check_architecture,
+        load_config,
+    )
 
     if method not in METHODS:
         raise UserError(f"method must be {' or '.join(METHODS)}, got {method!r}.")
@@ -44,11 +50,10 @@ def convert(
     check_architecture(hf_config, untested)
     from corecontext.train.run import convert as run
 
-    run(
-        model,
-        output,
-        cca_config(hf_config, group_size, window_size, sinks=sinks) if method == "cca" else None,
-    )
+    config = None
+    if method == "cca":
+        config = cca_config(hf_config, AttentionSizes(group_size, window_size, sinks))
+    run(model, output, config)
     print(f"wrote {output}")
 
 

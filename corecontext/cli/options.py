@@ -77,6 +77,13 @@ FetchIndex = Annotated[
         f"{CCAConfig.fetch_index}."
     ),
 ]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        help="Where a cache keeps raw tokens for fetch: device or host. Default: the checkpoint's, "
+        "else device."
+    ),
+]
 Method = Annotated[str, typer.Option(help="cca, or full for the model's own attention.")]
 FullHeads = Annotated[
     str | None,
@@ -147,6 +154,7 @@ class LoadOptions(SizeOptions):
     full_heads: FullHeads = None
     fetch_groups: FetchGroups = None
     fetch_index: FetchIndex = None
+    store: Store = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from corecontext.config import CCAConfig
+from corecontext.cost import entry_bytes, store_bytes
 from corecontext.model_sizes import ModelSizes
 
 MAX_CHUNK = {"cuda": 16384, "cpu": 2048}
@@ -70,19 +72,17 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
 
 def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
-    """Estimate the bytes that a token adds to the cache over all layers, without the window."""
+    """Estimate the bytes that a token adds to the cache on the device over all layers, without the
+    window."""
     sizes = ModelSizes.of(config)
-    settings = getattr(config, "cca", None) or {}
-    heads = sizes.kv_heads
-    if settings.get("core_heads") == "query":
-        heads = sizes.query_heads
-    vector = sizes.head_dim * dtype.itemsize
-    if settings.get("cache_dtype", "auto") != "auto":
-        vector = sizes.head_dim + torch.float32.itemsize  # codes and a scale
-    entry = 2 * vector
-    if settings.get("core_mass"):
-        entry += torch.float32.itemsize
-    return sizes.layers * heads * entry / settings.get("group_size", 1)
+    settings = getattr(config, "cca", None)
+    cca = CCAConfig.from_dict(settings) if settings else CCAConfig.paper(1)
+    width = sizes.query_heads // sizes.kv_heads if cca.core_heads == "query" else 1
+    token = width * entry_bytes(cca, sizes.head_dim, dtype.itemsize) / cca.group_size
+    # Of a long text, so that slots count little.
+    length = 2**24
+    token += store_bytes(cca, length, sizes.head_dim, dtype.itemsize).device / length
+    return sizes.layers * sizes.kv_heads * token
 
 
 def free_bytes(device: torch.device) -> int | None:

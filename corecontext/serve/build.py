@@ -19,6 +19,7 @@ from typing import Any
 
 from corecontext.files import UserError
 from corecontext.loading import (
+    AttentionSizes,
     Loaded,
     cca_config,
     check_architecture,
@@ -144,7 +145,8 @@ def _random(serving: Serving) -> Loaded:
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=getattr(torch, dtype), attn_implementation=full_attention(hf_config)
         )
-    config = cca_config(hf_config, serving.group_size, serving.window_size, sinks=serving.sinks)
+    sizes = AttentionSizes(serving.group_size, serving.window_size, serving.sinks)
+    config = cca_config(hf_config, sizes)
     with one_line():
         enable(model.eval(), config, untested=serving.untested, warn=False)
     count = hf_config.get_text_config(decoder=True).vocab_size

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from corecontext.cache import CompactLayer, FullLayer, HeadsLayer, parts_of
 from corecontext.config import CCAConfig
+from corecontext.cost import entry_bytes
 from corecontext.model_sizes import ModelSizes
 from corecontext.visibility import num_complete_groups, num_sinks, window_capacity
 
@@ -88,10 +89,7 @@ class RowShape:
         mass that an entry has room for."""
         if config is None:
             return 2 * self.sizes.head_dim * self.itemsize
-        mass = torch.float32.itemsize if config.core_mass else 0
-        if config.cache_dtype == "auto":
-            return 2 * self.sizes.head_dim * self.itemsize + mass
-        return 2 * (self.sizes.head_dim + torch.float32.itemsize) + mass
+        return entry_bytes(config, self.sizes.head_dim, self.itemsize)
 
     def entries(self, config: CCAConfig | None, max_length: int) -> int:
         """Count the entries of one layer's row, with this layer's settings: the ring, the first

@@ -14,14 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from corecontext import fetch_sizes
 from corecontext.config import parse_index
+from corecontext.fetch_sizes import num_parts
 from corecontext.ops.fetch import core_part, low_bits
 from corecontext.ops.fetch.core_part import cap, products
 from corecontext.ops.pooling import widen
 from corecontext.ops.spec import Cores, Spec
-
-_MOST_CENTRED = 512
-"""Most tokens whose mean key centres keys in low bits."""
 
 
 class Index(NamedTuple):
@@ -53,35 +52,9 @@ class Index(NamedTuple):
         return sum(x.numel() * x.element_size() for x in self.tensors)
 
 
-def num_parts(name: str, group_size: int) -> int:
-    """Count the keys of a group that an index has: P."""
-    kind, parts, _ = parse_index(name)
-    if kind == "parts":
-        return min(parts, group_size)
-    return {"pairs": -(-group_size // 2), "bits": group_size, "oracle": group_size}.get(kind, 1)
-
-
-def index_bytes(name: str, group_size: int, head_dim: int, itemsize: int) -> int:
-    """Count the bytes that an index stores for a group and KV head, keys having `itemsize` bytes an
-    element; those of "oracle" are the raw keys themselves."""
-    kind, _, bits = parse_index(name)
-    parts = num_parts(name, group_size)
-    if bits:
-        num_scales = parts if kind == "bits" else 1
-        return parts * low_bits.num_bytes(bits, head_dim) + 2 * num_scales
-    return {"core": 0, "bounds": 2}.get(kind, parts) * head_dim * itemsize
-
-
 def num_centred(spec: Spec) -> int:
-    """Count the tokens, after the first tokens kept raw, whose mean key centres an index in low
-    bits: whole groups, and at most the window, so that each query that sees a group is behind
-    them."""
-    _, _, bits = parse_index(spec.fetch_index)
-    if not bits:
-        return 0
-    g = spec.group_size
-    # planted: fetch: keys are centred by tokens to come
-    return min(_MOST_CENTRED, spec.window_size) // g * g
+    """As `fetch_sizes.num_centred`."""
+    return fetch_sizes.num_centred(spec.fetch_index, spec.group_size, spec.window_size)
 
 
 def centre_of(keys: Tensor, spec: Spec) -> Tensor | None:

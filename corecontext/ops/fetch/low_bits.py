@@ -26,11 +26,6 @@ _LEVELS = {
 }
 
 
-def num_bytes(bits: int, head_dim: int) -> int:
-    """Count the bytes of one stored key without its scale, which has two."""
-    return -(-head_dim * bits // 8)
-
-
 @functools.lru_cache(maxsize=8)
 def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the orthogonal matrix [D, D] of the rotation, to be multiplied from the right: random
