@@ -10,6 +10,7 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.cli import main
 from corecontext.inference import Engine
+from corecontext.inference.limits import host_bytes_of
 from corecontext.integrations.hf_cache import cache_bytes
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
@@ -54,6 +55,34 @@ def test_the_engine_equals_recomputing(static, store):
             out = engine.generate(prompt, max_new_tokens=15)
             truth = recompute(model, prompt, 15)[:, prompt.shape[1] :]
             assert [list(row) for row in out] == truth.tolist()
+
+
+def test_the_engine_refuses_what_host_memory_does_not_hold():
+    model, ids = tiny_model(), tokens(2, 37)
+    config = model.config
+    # Rounded up to 64 tokens a row.
+    row = 64 * 2 * config.head_dim * 4 * config.num_hidden_layers * config.num_key_value_heads
+    with corecontext.enabled(model, CONFIG.replace(store="host")):
+        engine = Engine(model, host_bytes_budget=3 * row)
+        assert host_bytes_of(config, model.dtype, engine.handle.config, 64) == row
+        stream = engine.stream(ids, max_new_tokens=15)
+        later = engine.stream(ids, max_new_tokens=15)
+        next(stream)
+        assert engine.host_bytes_used == 2 * row and engine.load().cache_share == 2 / 3
+        message = f"got {2 * row} bytes for 2 rows of 64 tokens with {row} bytes free"
+        for call in (lambda: engine.stream(ids, max_new_tokens=15), lambda: next(later)):
+            with pytest.raises(MemoryError, match=message):
+                call()
+        assert len(engine.generate(ids[:1], max_new_tokens=3)[0]) == 3
+        stream.close()
+        assert (engine.host_bytes_used, engine.host_bytes_kept) == (0, 3 * row)
+        # Idle caches give their memory to a request of other sizes.
+        assert len(engine.generate(ids[[0, 1, 0]], max_new_tokens=2)[2]) == 2
+        assert engine.host_bytes_kept == 3 * row
+        with pytest.raises(MemoryError, match=f"got {4 * row} bytes for 2 rows of 128 tokens"):
+            engine.stream(ids, max_new_tokens=80)
+        with pytest.raises(ValueError, match="host_bytes_budget must be at least 0, got -1"):
+            Engine(model, host_bytes_budget=-1)
 
 
 def test_the_model_sees_the_rule():

@@ -432,36 +432,41 @@ def test_a_sampler_starts_anew_with_each_request():
 
 
 def test_the_newest_idle_sessions_are_kept(model, monkeypatch):
+    def key(name):
+        return SessionKey(name, 8, None, 1)
+
+    def idle():
+        return [x.batch for x in engine._idle]
+
     def make(model, handle, key, **options):
-        idle = [session.key for session in engine._idle.values()]
-        made.append((key, idle, options))
+        made.append((key, idle(), options))
         return SimpleNamespace(
             key=key, fixed=key[0] != "grows", reset=mock.Mock(), allocated_bytes=10
         )
 
     monkeypatch.setattr(engine_module, "Session", make)
     engine, made = Engine(model, static=True, keep=2), []
-    sessions = [engine.take((name,)) for name in "abc"]
+    sessions = [engine.take(key(name)) for name in "abc"]
     assert made[0][2] == {"static": True, "capture": True, "forward": engine.fused.step}
     assert engine.cache_bytes_used == 30 and engine.cache_bytes_kept == 0
     for session in sessions:
         session.reset.assert_called_once_with()
         engine.give_back(session, True)
-    assert [*engine._idle] == [("b",), ("c",)]  # the oldest is gone
+    assert idle() == ["b", "c"]  # the oldest is gone
     assert engine.cache_bytes_used == 0 and engine.cache_bytes_kept == 20
-    again = engine.take(("b",))
-    assert again is sessions[1] and again.reset.call_count == 2 and [*engine._idle] == [("c",)]
+    again = engine.take(key("b"))
+    assert again is sessions[1] and again.reset.call_count == 2 and idle() == ["c"]
     engine.give_back(again, False)  # broken
-    assert [*engine._idle] == [("c",)]
-    engine.give_back(engine.take(("grows",)), True)
-    assert [*engine._idle] == [("c",)]
-    engine.give_back(engine.take(("d",)), True)
-    engine.take(("e",))
-    assert made[-1][1] == [("d",)]  # room was made before
+    assert idle() == ["c"]
+    engine.give_back(engine.take(key("grows")), True)
+    assert idle() == ["c"]
+    engine.give_back(engine.take(key("d")), True)
+    engine.take(key("e"))
+    assert made[-1][1] == ["d"]  # room was made before
     engine.clear()
     assert engine.cache_bytes_kept == 0 and engine.cache_bytes_used == 10
     engine = Engine(model, static=True, keep=0)
-    engine.give_back(engine.take(("a",)), True)
+    engine.give_back(engine.take(key("a")), True)
     assert not engine._idle
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from corecontext.cache.host_memory import available_bytes
 from corecontext.config import check_int
 from corecontext.inference.fuse import Fused
-from corecontext.inference.limits import check_length, rounded_up
+from corecontext.inference.limits import check_length, host_bytes_of, rounded_up
 from corecontext.inference.policy import Load, Policy, cut_to, settings_for
 from corecontext.inference.prefill import read_left_padding
 from corecontext.inference.session import Session, SessionKey
@@ -55,6 +56,9 @@ class Engine:
     model's handle. A model with a g for each layer or head keeps its own g."""
     cache_bytes_budget: int | None = None
     """Reported to the policy, bytes."""
+    host_bytes_budget: int | None = None
+    """Most bytes of raw tokens in host memory (`CCAConfig.store`); None is the memory available
+    when a request comes."""
     keep: int = 2
     """Idle sessions (caches with their graphs) kept for later requests."""
 
@@ -65,6 +69,8 @@ class Engine:
         if self.max_length is not None:
             check_int("max_length", self.max_length, 1)
         check_int("keep", self.keep, 0)
+        if self.host_bytes_budget is not None and self.host_bytes_budget < 0:
+            raise ValueError(f"host_bytes_budget must be at least 0, got {self.host_bytes_budget}.")
         self.handle = handle_of(self.model)
         if self.policy is not None and self.handle is None:
             raise ValueError(
@@ -106,6 +112,7 @@ class Engine:
                 on_chunk.
 
         Raises:
+            MemoryError: raw tokens of the request would not fit in host memory.
             TypeError: an argument is of another kind.
             ValueError: an argument breaks a rule, or prompt and answer exceed the positions or
                 `max_length`.
@@ -132,6 +139,7 @@ class Engine:
         if config is not None:
             config = cut_to(config, max_length)
         key = SessionKey(batch, max_length, config, streams)
+        self._check_host_memory(key)
         mask = attention_mask if max(pads) else None
         return Stream(self, key, Prompt(input_ids, mask, pads), generation)
 
@@ -152,6 +160,32 @@ class Engine:
                 f"input_ids must be from 0 to {count - 1}, got {low} to {high}. Use the model's "
                 "own tokenizer."
             )
+
+    def _check_host_memory(self, key: SessionKey) -> None:
+        """Raise unless a request's raw tokens fit in host memory beside those of running requests;
+        idle caches can go."""
+        needed = self._host_bytes(key)
+        if not needed:
+            return
+        free = self.host_bytes_budget
+        if free is None:
+            available = available_bytes()
+            free = needed if available is None else available + self.host_bytes_kept
+        else:
+            free -= sum(self._host_bytes(session.key) for session in self._busy)
+        if needed > free:
+            raise MemoryError(
+                f"raw tokens must fit in host memory, got {needed} bytes for {key.batch} rows of "
+                f"{key.max_length} tokens with {max(0, free)} bytes free. Use fewer or shorter "
+                "rows, a larger host_bytes_budget, cache_dtype='int8' or fetch_groups=0."
+            )
+
+    def _host_bytes(self, key: SessionKey) -> int:
+        """Bytes of raw tokens in host memory of a session."""
+        if key.config is None or not key.config.fetches_from_host:
+            return 0
+        model = self.model
+        return key.batch * host_bytes_of(model.config, model.dtype, key.config, key.max_length)
 
     def _settings_for(self, generation: Generation, pads: list[int], length: int) -> Any:
         """Choose CCA's settings of a request; None without CCA."""
@@ -181,19 +215,31 @@ class Engine:
             self.cache_bytes_budget,
             self.time_to_first_token,
             prompt_length,
+            self.host_bytes_used,
+            self.host_bytes_budget,
         )
 
     # Sessions
     # ----------------------------------------------------------------------------------------------
 
     @property
+    def host_bytes_used(self) -> int:
+        """Bytes that the caches of running requests hold in host memory."""
+        return sum(session.allocated_host_bytes for session in self._busy)
+
+    @property
+    def host_bytes_kept(self) -> int:
+        """Bytes that idle caches hold in host memory for later requests; `clear` frees them."""
+        return sum(session.allocated_host_bytes for session in self._idle.values())
+
+    @property
     def cache_bytes_used(self) -> int:
-        """Bytes that the caches of running requests hold."""
+        """Bytes that the caches of running requests hold on the device."""
         return sum(session.allocated_bytes for session in self._busy)
 
     @property
     def cache_bytes_kept(self) -> int:
-        """Bytes that idle caches hold for later requests; `clear` frees them."""
+        """Bytes that idle caches hold on the device for later requests; `clear` frees them."""
         return sum(session.allocated_bytes for session in self._idle.values())
 
     def clear(self) -> None:
@@ -202,8 +248,14 @@ class Engine:
 
     def take(self, key: SessionKey) -> Session:
         """Return an idle session of this key, or make one."""
+        self._check_host_memory(key)  # another request may have come since
         session = self._idle.pop(key, None)
         if session is None:
+            if self._host_bytes(key):
+                # planted: inference: idle caches keep their host memory
+                self._idle = OrderedDict(
+                    (k, x) for k, x in self._idle.items() if not x.allocated_host_bytes
+                )
             # Free an idle session before the new one is allocated, not after.
             if self.keep:
                 self._evict(self.keep - 1)

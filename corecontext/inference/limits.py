@@ -85,6 +85,15 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     return sizes.layers * sizes.kv_heads * token
 
 
+def host_bytes_of(config: Any, dtype: torch.dtype, cca: CCAConfig, length: int) -> int:
+    """Count the bytes in host memory of a row of `length` tokens over all layers, under CCA's
+    settings."""
+    sizes = ModelSizes.of(config)
+    # Raw tokens: as many whatever a layer's or head's g.
+    host = store_bytes(cca, length, sizes.head_dim, dtype.itemsize).host
+    return sizes.layers * sizes.kv_heads * host
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that PyTorch could still allocate on a GPU, its own unused reserve included;
     None elsewhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,13 +25,17 @@ class Load:
     """Seconds that the last request waited for its first token; None before the first."""
     prompt_length: int = 0
     """Tokens of the longest row of the request."""
+    host_bytes_used: int = 0
+    """Bytes of raw tokens in host memory of running requests."""
+    host_bytes_budget: int | None = None
+    """Bytes that these may take; None is unlimited."""
 
     @property
     def cache_share(self) -> float:
-        """Share of the budget in use, 0 without a budget."""
-        if not self.cache_bytes_budget:
-            return 0.0
-        return self.cache_bytes_used / self.cache_bytes_budget
+        """Share of the budget in use, on the device or in host memory, the larger one; 0 without a
+        budget."""
+        on_device = self.cache_bytes_used / (self.cache_bytes_budget or math.inf)
+        return max(on_device, self.host_bytes_used / (self.host_bytes_budget or math.inf))
 
 
 Policy = Callable[[Load], tuple[int, int]]
