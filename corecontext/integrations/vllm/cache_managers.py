@@ -1,0 +1,113 @@
+"""Manage the pages of a request in vLLM: which are dropped, and which a request that begins alike
+shares. Needs vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from corecontext.integrations.vllm.cache_specs import CoreSpec, WindowSpec
+
+
+class WindowManager(SlidingWindowManager):
+    """Manage window pages: as a sliding window, with the first pages kept."""
+
+    kv_cache_spec: WindowSpec
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Return the first token that later steps read behind the first ones."""
+        certain = max(0, num_computed_tokens - self.kv_cache_spec.drafts)
+        return self.kv_cache_spec.layout.first_kept(certain)
+
+    def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None:
+        """Drop the pages that later steps do not read."""
+        # vLLM drops from the window backwards, up to a page dropped before.
+        pages = self.req_to_blocks[request_id]
+        first = pages[: self.kv_cache_spec.layout.sink_pages]
+        pages[: len(first)] = [self._null_block] * len(first)
+        super().remove_skipped_blocks(request_id, total_computed_tokens)
+        pages[: len(first)] = first
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        *args,
+        **kwargs,
+    ) -> int:
+        """Count the pages that a step takes from the free ones, shared ones included."""
+        count = super().get_num_blocks_to_allocate(
+            request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
+        )
+        first = self._first_of(new_computed_blocks, total_computed_tokens)
+        return count + self._get_num_evictable_blocks(first)
+
+    def allocate_new_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Give a new request the pages that it shares with an earlier one."""
+        first = self._first_of(new_computed_blocks, num_local_computed_tokens)
+        self.block_pool.touch(first)
+        super().allocate_new_computed_blocks(
+            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
+        )
+        self.req_to_blocks[request_id][: len(first)] = first
+
+    def _first_of(self, pages: Sequence[KVCacheBlock], computed: int) -> Sequence[KVCacheBlock]:
+        """Return the pages of first tokens that vLLM takes for dropped ones."""
+        dropped = self.get_num_skipped_tokens(computed) // self.block_size
+        return pages[: min(dropped, self.kv_cache_spec.layout.sink_pages)]
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: WindowSpec,
+        *args,
+        **kwargs,
+    ) -> tuple[list[KVCacheBlock], ...]:
+        """Return the pages of the longest shared beginning, which needs its first pages too."""
+        shared = super().find_longest_cache_hit(
+            block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
+        )
+        for number in range(min(kv_cache_spec.layout.sink_pages, len(shared[0]))):
+            cached = block_pool.get_cached_block(block_hashes[number], kv_cache_group_ids)
+            if not cached:
+                return tuple([] for _ in kv_cache_group_ids)
+            for pages, page in zip(shared, cached):
+                pages[number] = page
+        return shared
+
+    @classmethod
+    def reachable_block_mask(
+        cls, start_block: int, end_block: int, *args, kv_cache_spec: WindowSpec, **kwargs
+    ) -> list[bool] | None:
+        """Return which pages a shared beginning may need: vLLM's, and the first ones."""
+        mask = super().reachable_block_mask(
+            start_block, end_block, *args, kv_cache_spec=kv_cache_spec, **kwargs
+        )
+        if mask is not None:
+            for number in range(start_block, min(kv_cache_spec.layout.sink_pages, end_block)):
+                mask[number - start_block] = True
+        return mask
+
+
+def register_cache_specs() -> None:
+    """Register both caches with vLLM; more than once has no further effect."""
+    # A registry that is not empty keeps vLLM from registering its own.
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(WindowSpec, WindowManager, uniform_type_base_spec=WindowSpec)
+    KVCacheSpecRegistry.register(CoreSpec, FullAttentionManager, uniform_type_base_spec=CoreSpec)

@@ -1,0 +1,67 @@
+"""Describe the two caches of a layer to vLLM: raw tokens of the window, and core tokens.
+
+vLLM has one pool of pages for all caches, so both kinds have pages of the same bytes: a window page
+holds E tokens, a core page E core tokens, which stand for g E tokens. Needs vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from corecontext.integrations.vllm.page_layout import PageLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec(SlidingWindowSpec):
+    """Describe the cache of raw tokens: those that the next query reads, and the first ones."""
+
+    layout: PageLayout
+    drafts: int = 0
+    """Tokens that vLLM may count as computed before it rejects them (speculative decoding)."""
+
+    @classmethod
+    def of(cls, layout: PageLayout, drafts: int, **shape) -> WindowSpec:
+        """Make the spec of a layout; shape is num_kv_heads, head_size and dtype."""
+        return cls(
+            block_size=layout.page_size,
+            sliding_window=layout.window_tokens,
+            layout=layout,
+            drafts=drafts,
+            **shape,
+        )
+
+    def max_admission_blocks_per_request(
+        self, max_num_batched_tokens: int, max_model_len: int
+    ) -> int:
+        """Return the most pages of a request, as vLLM reserves them."""
+        return self.layout.most_window_pages(max_num_batched_tokens + self.drafts, max_model_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreSpec(FullAttentionSpec):
+    """Describe the cache of core tokens; `block_size` is the tokens that a page stands for."""
+
+    group_size: int
+
+    @classmethod
+    def of(cls, layout: PageLayout, **shape) -> CoreSpec:
+        """Make the spec of a layout; shape is num_kv_heads, head_size and dtype."""
+        return cls(block_size=layout.core_page_tokens, group_size=layout.group_size, **shape)
+
+    @property
+    def storage_block_size(self) -> int:
+        """Core tokens of a page."""
+        return self.block_size // self.group_size
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        """Bytes of a page: those of its core tokens."""
+        return super().real_page_size_bytes // self.group_size
+
+    @classmethod
+    def merge(cls, specs: list[CoreSpec]) -> CoreSpec:
+        """Return the spec of a group of layers, whose specs must be equal."""
+        assert all(spec == specs[0] for spec in specs), "layers of a group must have one layout"
+        return replace(specs[0])

@@ -1,0 +1,346 @@
+"""The attention of layers in vLLM, with its caches and its manager of pages, against the reference:
+on the GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the plug-in to vLLM needs vllm")
+
+from transformers import LlamaConfig
+from vllm import forward_context
+from vllm.model_executor.layers.attention import attention as vllm_attention
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.request import Request
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.utils import prepare_kernel_block_sizes
+
+from corecontext import CCAConfig, cca_attention
+from corecontext.integrations.vllm import paged_backend, plugin
+from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
+
+pytestmark = pytest.mark.usefixtures("default_device")
+DIM, KV_HEADS, HEADS, LAYERS, PAGE = 16, 1, 2, 2, 4
+TINY = CCAConfig(group_size=3, window_size=4, sink_size=3)
+
+
+def hf_config(**cca) -> LlamaConfig:
+    config = LlamaConfig(
+        hidden_size=HEADS * DIM,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        rope_theta=100.0,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.cca = {**TINY.to_dict(), **cca}
+    return config
+
+
+def vllm_config(**cca) -> SimpleNamespace:
+    """The fields of vLLM's config that attention reads; the whole one needs a device of vLLM's."""
+    cache = SimpleNamespace(
+        block_size=PAGE,
+        cache_dtype="auto",
+        calculate_kv_scales=False,
+        sliding_window=None,
+        kv_cache_dtype_skip_layers=[],
+        enable_prefix_caching=True,
+        hash_block_size=None,
+        num_gpu_blocks_override=None,
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_text_config=hf_config(**cca),
+            dtype=torch.float32,
+            is_mm_prefix_lm=False,
+            use_mla=False,
+        ),
+        cache_config=cache,
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        scheduler_config=SimpleNamespace(
+            disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=64
+        ),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        kv_transfer_config=None,
+        speculative_config=None,
+    )
+
+
+@pytest.fixture
+def make_layers(monkeypatch):
+    """Build attention layers of vLLM with our backend, under a config."""
+
+    def make(config: SimpleNamespace) -> list:
+        plugin.register()
+        plugin.register()  # as in a process that starts another
+        for module in (vllm_attention, paged_backend):
+            monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
+        layers = [
+            vllm_attention.Attention(
+                *(HEADS, DIM, DIM**-0.5, KV_HEADS),
+                cache_config=config.cache_config,
+                prefix=f"model.layers.{i}.self_attn.attn",
+                attn_backend=AttentionBackendEnum.CUSTOM.get_class(),
+            )
+            for i in range(LAYERS)
+        ]
+        for layer in layers:
+            layer.process_weights_after_loading(torch.float32)
+        return layers
+
+    return make
+
+
+class Runner:
+    """The part of vLLM's model runner that owns caches and describes batches."""
+
+    def __init__(self, config: SimpleNamespace, num_pages: int) -> None:
+        self.layers = config.compilation_config.static_forward_context
+        specs = {name: layer.get_kv_cache_spec(config) for name, layer in self.layers.items()}
+        groups = get_kv_cache_groups(config, specs)
+        size = LAYERS * num_pages * next(iter(specs.values())).page_size_bytes
+        self.caches = get_kv_cache_config_from_groups(config, groups, size)
+        sizes = resolve_kv_cache_block_sizes(self.caches, config)
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(sizes[1], sha256)
+        self.manager = KVCacheManager(self.caches, 128, *sizes, max_num_batched_tokens=64)
+        backend = paged_backend.CoreContextBackend
+        attention_groups = [
+            SimpleNamespace(
+                kv_cache_spec=group.kv_cache_spec,
+                backend=backend,
+                kv_cache_group_id=i,
+                layer_names=group.layer_names,
+            )
+            for i, group in enumerate(groups)
+        ]
+        raw = {}
+        for tensor in self.caches.kv_cache_tensors:
+            memory = torch.zeros(tensor.size, dtype=torch.int8)
+            memory.view(torch.float32).fill_(torch.nan)
+            raw.update(dict.fromkeys(tensor.shared_by, memory))
+        stub = SimpleNamespace(
+            _kv_cache_spec_attn_group_iterator=lambda: attention_groups,
+            runner_only_attn_layers=set(),
+            cache_config=config.cache_config,
+        )
+        blocks = prepare_kernel_block_sizes(self.caches, [[group] for group in attention_groups])
+        caches = GPUModelRunner._reshape_kv_cache_tensors(stub, raw, blocks)
+        for name, cache in caches.items():
+            self.layers[name].kv_cache = cache
+        self.builders = [
+            backend.get_builder_cls()(group.kv_cache_spec, group.layer_names, config, None)
+            for group in groups
+        ]
+
+    def request(self, name: str, tokens: list[int]) -> Request:
+        params = SamplingParams(max_tokens=99)
+        return Request(name, tokens, params, None, block_hasher=self.hasher)
+
+    def metadata(self, requests: list[Request], counts: list[int]) -> dict:
+        """Metadata of each layer for the next tokens of some requests, whose pages are there."""
+        lengths = [r.num_computed_tokens + n for r, n in zip(requests, counts)]
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        tables = [self.manager.get_block_ids(r.request_id) for r in requests]
+        layers = {}
+        for kind, group in enumerate(self.caches.kv_cache_groups):
+            rows = [torch.tensor(table[kind], dtype=torch.int32) for table in tables]
+            table = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            size = group.kv_cache_spec.block_size
+            slots = [
+                tables[i][kind][p // size] * size + p % size
+                for i, (request, count) in enumerate(zip(requests, counts))
+                for p in range(request.num_computed_tokens, request.num_computed_tokens + count)
+            ]
+            common = CommonAttentionMetadata(
+                query_start_loc=starts,
+                query_start_loc_cpu=starts.cpu(),
+                seq_lens=torch.tensor(lengths).int(),
+                num_reqs=len(requests),
+                num_actual_tokens=sum(counts),
+                max_query_len=max(counts),
+                max_seq_len=max(lengths),
+                block_table_tensor=table,
+                slot_mapping=torch.tensor(slots),
+            )
+            built = self.builders[kind].build(0, common)
+            layers.update(dict.fromkeys(group.layer_names, built))
+        return layers
+
+
+def tensors_of(tokens: list[int], layer: int) -> list[torch.Tensor]:
+    """q, k and v of a layer, functions of each token and its position alone."""
+    rows = []
+    for position, token in enumerate(tokens):
+        generator = torch.Generator("cpu").manual_seed(1000 * token + 10 * position + layer)
+        rows.append(torch.randn(HEADS + 2 * KV_HEADS, DIM, generator=generator, device="cpu"))
+    both = torch.stack(rows).to(torch.get_default_device())
+    return list(both.split([HEADS, KV_HEADS, KV_HEADS], 1))
+
+
+def expected(tokens: list[int], layer: int, config: CCAConfig) -> torch.Tensor:
+    q, k, v = (x.double().transpose(0, 1)[None] for x in tensors_of(tokens, layer))
+    out = cca_attention(
+        *(q, k, v),
+        group_size=config.group_size,
+        window_size=config.window_size,
+        sink_size=config.sink_size,
+        core_mass=config.core_mass,
+        core_bias=config.core_bias,
+        rotary=rotary_of(hf_config()),
+        backend="reference",
+    )
+    return out[0].transpose(0, 1)
+
+
+def step(runner: Runner, requests: list[Request], counts: list[int], config: CCAConfig) -> int:
+    """Run a step of all layers, compare its outputs, and return the tokens that were shared."""
+    shared = 0
+    for request, count in zip(requests, counts):
+        options = {}
+        if not request.num_computed_tokens:
+            pages, length = runner.manager.get_computed_blocks(request)
+            options = {"num_new_computed_tokens": length, "new_computed_blocks": pages}
+        assert runner.manager.allocate_slots(request, count, **options) is not None
+        request.num_computed_tokens += options.get("num_new_computed_tokens", 0)
+        shared += options.get("num_new_computed_tokens", 0)
+    metadata = runner.metadata(requests, counts)
+    spans = [(r.num_computed_tokens, r.num_computed_tokens + n) for r, n in zip(requests, counts)]
+    context = SimpleNamespace(attn_metadata=metadata)
+    for i, (name, layer) in enumerate(list(runner.layers.items())[:LAYERS]):
+        q, k, v = (
+            torch.cat(parts)
+            for parts in zip(
+                *[
+                    [x[a:b] for x in tensors_of(list(r.all_token_ids), i)]
+                    for r, (a, b) in zip(requests, spans)
+                ]
+            )
+        )
+        padding = torch.full((2, HEADS, DIM), torch.nan)
+        out = torch.cat((torch.empty_like(q), padding))
+        with forward_context.override_forward_context(context):
+            layer.impl.forward(
+                *(layer, torch.cat((q, padding)), k, v, layer.kv_cache, metadata[name]),
+                output=out,
+                output_scale=None,
+                output_block_scale=None,
+            )
+        wanted = [
+            expected(list(r.all_token_ids), i, config)[a:b] for r, (a, b) in zip(requests, spans)
+        ]
+        assert (out[: len(q)] - torch.cat(wanted)).abs().max() < 1e-5
+    for request, count in zip(requests, counts):
+        request.num_computed_tokens += count
+    return shared
+
+
+@pytest.mark.parametrize("mass", [False, True])
+def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, mass):
+    config = vllm_config(core_mass=mass, core_bias=0.5 * mass)
+    make_layers(config)
+    runner = Runner(config, 40)
+    settings = settings_of(config.model_config.hf_text_config)
+    tokens = [(7 * i) % 31 for i in range(40)]
+    a, b = runner.request("a", tokens[:20]), runner.request("b", tokens[5:16])
+    assert step(runner, [a, b], [14, 11], settings) == 0
+    b.append_output_token_ids([3])
+    assert step(runner, [b, a], [1, 6], settings) == 0
+    a.append_output_token_ids([4, 5])
+    c = runner.request("c", [*tokens[:17], 1, 2])
+    assert step(runner, [a, c], [2, 7], settings) == 12  # a core page is 12 tokens
+    runner.manager.free(a)
+    runner.manager.free(c)
+    d = runner.request("d", [*tokens[:13], 8])
+    assert step(runner, [d], [2], settings) == 12
+
+
+def test_a_run_that_measures_memory_writes_zeros(make_layers):
+    [layer, _] = make_layers(vllm_config())
+    out = torch.ones(3, HEADS, DIM)
+    layer.impl.forward(layer, out, out[:, :1], out[:, :1], layer.kv_cache, None, output=out)
+    assert not out.any()
+
+
+def test_a_captured_step_has_short_sequences():
+    lengths = torch.tensor([90, 90]).int()
+    common = SimpleNamespace(
+        query_start_loc=torch.tensor([0, 2, 4]).int(),
+        seq_lens=lengths,
+        max_query_len=2,
+        max_seq_len=128,
+        num_actual_tokens=4,
+        block_table_tensor=None,
+        slot_mapping=None,
+    )
+    builder = paged_backend.BatchBuilder(None, [], None, None)
+    metadata = builder.build_for_cudagraph_capture(common)
+    assert metadata.batch.longest == 128
+    assert lengths.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("pooling", "mean"),
+        ("core_heads", "query"),
+        ("num_groups", 4),
+        ("fetch_groups", 2),
+        ("cache_dtype", "int8"),
+        ("group_size", 1),
+        ("head_group_sizes", (2, 4)),
+        ("learned", ("bias",)),
+    ],
+)
+def test_settings_without_a_kernel_are_refused(setting, value):
+    with pytest.raises(ValueError, match=f"^cca.{setting} must be "):
+        settings_of(hf_config(**{setting: value}))
+
+
+def test_other_architectures_are_refused():
+    config = hf_config()
+    config.architectures = ["Gemma3ForCausalLM"]
+    with pytest.raises(ValueError, match="^architectures must hold one of .* `corecontext serve`"):
+        settings_of(config)
+
+
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("kv_transfer_config", SimpleNamespace(), "Leave out --kv-transfer-config"),
+        ("speculative_config", SimpleNamespace(method="eagle"), "must be 'ngram'"),
+        (
+            "scheduler_config",
+            SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+            "Leave out --disable-hybrid-kv-cache-manager",
+        ),
+    ],
+)
+def test_options_of_the_server_are_refused(make_layers, option, value, message):
+    config = vllm_config()
+    setattr(config, option, value)
+    with pytest.raises(ValueError, match=message):
+        make_layers(config)
+
+
+def test_layers_with_a_window_of_their_own_are_refused(make_layers):
+    config = vllm_config()
+    config.cache_config.sliding_window = 8
+    with pytest.raises(ValueError, match="plain causal attention .*, got sliding_window"):
+        make_layers(config)

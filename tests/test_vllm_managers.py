@@ -1,0 +1,200 @@
+"""The caches of a layer in vLLM, under its own manager of pages: whatever is scheduled, queries
+find in the block tables the entries that the rule of visibility allows."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the plug-in to vLLM needs vllm")
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_groups,
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from corecontext.integrations.vllm.cache_managers import register_cache_specs
+from corecontext.integrations.vllm.cache_specs import CoreSpec, WindowSpec
+from corecontext.integrations.vllm.page_layout import PageLayout
+
+LONGEST = 120
+SHAPE = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+
+
+def specs_of(layout: PageLayout, drafts: int = 0) -> tuple[WindowSpec, CoreSpec]:
+    return WindowSpec.of(layout, drafts, **SHAPE), CoreSpec.of(layout, **SHAPE)
+
+
+class Server:
+    """vLLM's manager of pages, with the contents that kernels would write in them."""
+
+    def __init__(self, layout: PageLayout, num_pages: int, drafts: int) -> None:
+        register_cache_specs()
+        init_none_hash(sha256)
+        self.layout = layout
+        self.hasher = get_request_block_hasher(layout.page_size, sha256)
+        groups = [
+            KVCacheGroupSpec([name], spec)
+            for name, spec in zip(("layer", "cores"), specs_of(layout, drafts))
+        ]
+        config = KVCacheConfig(num_pages, [], groups)
+        self.manager = KVCacheManager(
+            config,
+            LONGEST,
+            scheduler_block_size=layout.core_page_tokens,
+            hash_block_size=layout.page_size,
+            max_num_batched_tokens=24,
+        )
+        self.pages: dict[int, dict[int, object]] = {}
+        self.hits = 0
+
+    def request(self, name: str, tokens: list[int]) -> Request:
+        return Request(
+            name, tokens, SamplingParams(max_tokens=LONGEST), None, block_hasher=self.hasher
+        )
+
+    def step(self, request: Request, count: int, accepted: int) -> bool:
+        """Compute `count` tokens, of which the first `accepted` stay; False without pages."""
+        options = {}
+        if not request.num_computed_tokens:
+            shared, length = self.manager.get_computed_blocks(request)
+            count = min(count, request.num_tokens - length)
+            accepted = count
+            options = {"num_new_computed_tokens": length, "new_computed_blocks": shared}
+        start = request.num_computed_tokens + options.get("num_new_computed_tokens", 0)
+        if self.manager.allocate_slots(request, count, **options) is None:
+            return False
+        self.hits += start - request.num_computed_tokens
+        self.compute(request, start, start + count, accepted)
+        request.num_computed_tokens = start + accepted
+        return True
+
+    def at(self, kind: int, request: Request, number: int) -> tuple[int, int]:
+        """The page and the entry of a token (kind 0) or a core token (kind 1)."""
+        table = self.manager.get_block_ids(request.request_id)[kind]
+        return table[number // self.layout.page_size], number % self.layout.page_size
+
+    def write(self, kind: int, request: Request, number: int, content: object) -> None:
+        page, entry = self.at(kind, request, number)
+        block = self.manager.block_pool.blocks[page]
+        assert not block.is_null
+        held = self.pages.setdefault(page, {})
+        assert block.ref_cnt == 1 or held.get(entry) == content, "a shared page is written"
+        held[entry] = content
+
+    def read(self, kind: int, request: Request, number: int) -> object:
+        page, entry = self.at(kind, request, number)
+        return self.pages[page][entry]
+
+    def compute(self, request: Request, start: int, end: int, accepted: int) -> None:
+        """Write new tokens, then the core tokens of their groups, then read for each query. A
+        token's entry depends on the tokens up to it."""
+        layout = self.layout
+        g = layout.group_size
+        tokens = list(request.all_token_ids)
+
+        def entry(position: int) -> object:
+            return tuple(tokens[: position + 1]) if position < start + accepted else object()
+
+        for position in range(start, end):
+            self.write(0, request, position, entry(position))
+        for group in layout.completed_groups(start, end):
+            members = tuple(self.read(0, request, group * g + o) for o in range(g))
+            self.write(1, request, group, members)
+        for position in range(start, start + accepted):
+            sinks, cores, raw = layout.reads(position)
+            for number in (*sinks, *raw):
+                assert self.read(0, request, number) == entry(number)
+            for group in cores:
+                members = tuple(entry(group * g + o) for o in range(g))
+                assert self.read(1, request, group) == members
+
+
+LAYOUTS = [
+    PageLayout(group_size=2, window_size=5, sinks=0, page_size=4),
+    PageLayout(group_size=2, window_size=5, sinks=6, page_size=4),
+    PageLayout(group_size=3, window_size=9, sinks=3, page_size=2),
+    PageLayout(group_size=4, window_size=1, sinks=4, page_size=4),
+]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_any_schedule_reads_what_the_rule_allows(layout, drafts):
+    draw = random.Random(7)
+    hits = preempted = 0
+    for num_pages in (30, 45):
+        server = Server(layout, num_pages, drafts)
+        beginnings = [[draw.randrange(99) for _ in range(64)] for _ in range(2)]
+        running: dict[str, Request] = {}
+        for number in range(250):
+            if len(running) < 4:
+                begun = draw.choice(beginnings)[: draw.randint(1, 64)]
+                tokens = [*begun, *(draw.randrange(99) for _ in range(draw.randint(1, 9)))]
+                running[str(number)] = server.request(str(number), tokens)
+            request = draw.choice(list(running.values()))
+            left = request.num_tokens - request.num_computed_tokens
+            count = accepted = min(left, draw.randint(1, 24))
+            if count == left and request.num_computed_tokens:
+                count += draw.randint(0, drafts)
+                # Of the drafts some are accepted: tokens of the request from now on.
+                accepted = draw.randint(left, count)
+                request.append_output_token_ids([draw.randrange(99)] * (accepted - left))
+            if not server.step(request, count, accepted):
+                victim = draw.choice(list(running.values()))
+                server.manager.free(victim)
+                victim.num_computed_tokens = 0
+                preempted += 1
+            elif request.num_tokens > LONGEST - 12 or draw.random() < 0.05:
+                server.manager.free(running.pop(request.request_id))
+            elif request.num_tokens == request.num_computed_tokens:
+                request.append_output_token_ids([draw.randrange(99)])
+        for request in running.values():
+            server.manager.free(request)
+        assert server.manager.block_pool.get_num_free_blocks() == num_pages - 1
+        hits += server.hits
+    assert hits and preempted
+
+
+def test_a_window_page_and_a_core_page_have_the_same_bytes():
+    window, core = specs_of(PageLayout(group_size=16, window_size=1024, sinks=16, page_size=16))
+    assert window.page_size_bytes == core.page_size_bytes == 16 * 2 * 2 * 8 * 4
+    assert (core.block_size, core.storage_block_size) == (256, 16)
+
+
+def test_vllm_makes_one_group_of_each_kind():
+    register_cache_specs()
+    window, core = specs_of(PageLayout(group_size=4, window_size=20, sinks=4, page_size=8))
+    specs = {}
+    for layer in range(3):
+        specs[f"model.layers.{layer}.self_attn.attn"] = window
+        specs[f"model.layers.{layer}.self_attn.attn.cores"] = core
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False)
+    )
+    groups = get_kv_cache_groups(config, specs)
+    assert [type(group.kv_cache_spec) for group in groups] == [WindowSpec, CoreSpec]
+    assert [len(group.layer_names) for group in groups] == [3, 3]
+    assert groups[1].kv_cache_spec == core
+
+
+def test_a_long_request_keeps_the_window_and_few_core_pages():
+    layout = PageLayout(group_size=4, window_size=8, sinks=4, page_size=4)
+    server = Server(layout, 60, 0)
+    request = server.request("a", list(range(100)))
+    while request.num_computed_tokens < 100:
+        assert server.step(request, 5, 5)
+    server.manager.remove_skipped_blocks("a", 100)
+    window, cores = server.manager.get_block_ids("a")
+    kept = [number for number, page in enumerate(window) if page]
+    assert kept == layout.window_pages(100, 100)
+    assert len(cores) == 7  # 25 core tokens
