@@ -44,6 +44,7 @@ from corecontext.record import (
 from corecontext.terminal import progress
 from reproduction.real_attention import AttentionRun, tokens_of
 from reproduction.real_gains import gain_records
+from reproduction.real_hits import hit_rates
 from reproduction.real_methods import (
     METHODS,
     WITH_HEADS,
@@ -80,6 +81,8 @@ class Protocol:
     """Of needles."""
     lists: int = 10
     """Lists of values, of one length."""
+    hit_steps: int = 0
+    """Last tokens of a window that are read one by one to count hits of slots; 0 counts none."""
     head_needles: int = 0
     """Prompts by whose answers heads are searched for; 0 searches by the far halves of windows."""
     save: str | None = None
@@ -283,7 +286,21 @@ class RealModel:
                 share = sum(question.share_right(run) for question in questions) / len(questions)
                 asked = {**params, "length": length, "task": task, **run.cache}
                 records.append(make_record("real.accuracy", share, asked, device=device))
+        if self.protocol.hit_steps and getattr(attention, "fetch_groups", 0):
+            records += self._hit_records(loaded, attention, params)
         return records
+
+    def _hit_records(self, loaded: Loaded, attention: Any, params: dict[str, Any]) -> list[Record]:
+        """Return the hit rate of the first window by the number of slots: k, 2 k, 4 k and 8 k."""
+        slots = [factor * attention.fetch_groups for factor in (1, 2, 4, 8)]
+        steps = self.protocol.hit_steps
+        rates = hit_rates(loaded, attention, self.test_windows[0].ids, steps, slots)
+        asked = {**params, "length": self.sizes.length, "task": "hits", "steps": steps}
+        device = device_name(loaded.model.device)
+        return [
+            make_record("real.hit_rate", rate, {**asked, "slots": count}, device=device)
+            for count, rate in rates.items()
+        ]
 
     def _nll(self, run: AttentionRun) -> torch.Tensor:
         """Return the negative log-likelihood of tokens 1, 2, ..., in nats, as the mean over the

@@ -59,6 +59,12 @@ def real(
         str, typer.Option(help=f"Wording of needles: {listed(tuple(WORDINGS))}.")
     ] = WORDING,
     lists: Annotated[int, typer.Option(help="Lists of values to be given back.")] = 10,
+    hit_steps: Annotated[
+        int,
+        typer.Option(
+            help="Count hits of slots for fetched groups in so many last tokens of a window."
+        ),
+    ] = 0,
     rows: Annotated[int, typer.Option(help="Windows of a training step.")] = 8,
     rows_at_once: Annotated[int, typer.Option(help="Windows of a forward pass in training.")] = 4,
     checkpointing: Annotated[
@@ -98,6 +104,7 @@ def real(
             f"needle-wording must be {listed(tuple(WORDINGS))}, got {needle_wording!r}."
         )
     check_least(0, steps=steps, needles=needles, lists=lists, head_needles=head_needles)
+    check_least(0, hit_steps=hit_steps)
     check_least(1, windows=windows, rows=rows, rows_at_once=rows_at_once)
     check_least(2, length=length)
     if not gains:
@@ -131,6 +138,7 @@ def real(
             needle_lengths=tuple(needle_length),
             wording=needle_wording,
             lists=lists,
+            hit_steps=hit_steps,
             full_heads=full_heads,
             head_needles=head_needles,
             save=save,

@@ -10,8 +10,14 @@ from corecontext.cache.host_store import FREE
 from corecontext.cost import ModelCost, fetch_flops, store_bytes
 from corecontext.visibility import num_visible_cores
 
+pytestmark = pytest.mark.usefixtures("default_device")
 SETTINGS = {"fetch_groups": 2, "fetch_index": "pairs:2", "sink_size": 4, "core_mass": True}
 CONFIG = CCAConfig.paper(4, 5, **SETTINGS, store="host", fetch_slots=2)
+
+
+def texts():
+    """Queries, keys and values of two texts, on the GPU where there is one."""
+    return [x.to(torch.get_default_device()) for x in inputs(torch.float32)]
 
 
 def near(got, expected):
@@ -25,8 +31,8 @@ def some_rows(tensors, *rows):
 @pytest.mark.parametrize("num_slots", [2, 5, 40])
 def test_a_second_text_after_a_crop(num_slots):
     config = CONFIG.replace(fetch_slots=num_slots)
-    first = inputs(torch.float32)
-    second = [x.roll(1, 0) for x in inputs(torch.float32)]
+    first = texts()
+    second = [x.roll(1, 0) for x in texts()]
     second = [torch.cat((x[:, :, :29], y[:, :, 29:]), 2) for x, y in zip(first, second)]
     layer = CompactLayer(config, ROTARY, rollback=24)
     near(fed(layer, first, 0, [20, *[1] * 33]), one_pass(config, first)[:, :, :53])
@@ -37,7 +43,7 @@ def test_a_second_text_after_a_crop(num_slots):
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
 def test_beams_take_their_slots_along(fixed):
-    tensors = inputs(torch.float32)
+    tensors = texts()
     layer = CompactLayer(CONFIG, ROTARY, max_length=LENGTH if fixed else None)
     expected = one_pass(CONFIG, tensors)
     fed(layer, tensors, 0, [30, *[1] * 6])
@@ -68,7 +74,7 @@ def expected_hits(choices, num_slots):
 def test_slots_hold_the_groups_read_last(monkeypatch):
     config = CCAConfig.paper(4, 5, fetch_groups=3, store="host", fetch_slots=5)
     layer = CompactLayer(config, ROTARY, max_length=400)
-    tensors = [x[:1, :2].repeat(1, 1, 6, 1) for x in inputs(torch.float32)]
+    tensors = [x[:1, :2].repeat(1, 1, 6, 1) for x in texts()]
     tensors[1:] = [x[:, :1] for x in tensors[1:]]
     fed(layer, tensors, 0, [200])
     store = layer.store
@@ -96,7 +102,7 @@ def test_slots_hold_the_groups_read_last(monkeypatch):
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
 def test_device_and_host_bytes_are_apart(cache_dtype):
     config = CONFIG.replace(cache_dtype=cache_dtype, fetch_slots=6)
-    tensors = inputs(torch.float32)
+    tensors = texts()
     host, device, plain = (
         CompactLayer(x, ROTARY)
         for x in (config, config.replace(store="device"), config.replace(fetch_groups=0))
@@ -120,9 +126,9 @@ def test_host_memory_that_is_not_there(monkeypatch):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 10_000)
     layer = CompactLayer(CONFIG, ROTARY, max_length=4096)
     with pytest.raises(MemoryError, match="got 1048576 bytes more: 10000 are available. Use fewer"):
-        fed(layer, inputs(torch.float32), 0, [8])
+        fed(layer, texts(), 0, [8])
     monkeypatch.undo()
-    fed(layer, inputs(torch.float32), 0, [8])
+    fed(layer, texts(), 0, [8])
     assert host_memory.available_bytes() is None or host_memory.available_bytes() > 0
 
 
@@ -131,7 +137,7 @@ def test_host_memory_that_is_not_there(monkeypatch):
 def test_bytes_are_those_of_the_formula(index, store):
     kinds = {"cache_dtype": "fp8" if index == "core" else "auto", "fetch_index": index}
     config = CONFIG.replace(store=store, **kinds, fetch_slots=4)
-    tensors = inputs(torch.float32)
+    tensors = texts()
     layer = CompactLayer(config, ROTARY)
     plain = CompactLayer(config.replace(fetch_groups=0), ROTARY)
     fed(plain, tensors, 0, [17, 1, 33])
@@ -154,3 +160,22 @@ def test_operations_of_fetch_are_counted_by_query():
         assert fetch_flops(config, length, 6, 8) == 4 * 6 * 8 * keys + 2 * 6 * 8 * (
             2 * (sum(seen) // share)
         )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_pinned_memory_is_read_and_written_by_captured_steps(device):
+    x = host_memory.host_zeros((4, 1000), torch.bfloat16, device)
+    assert x.is_cuda and x.dtype == torch.bfloat16 and not x.any()
+    before = torch.cuda.memory_allocated()
+    rows = torch.tensor([2], device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.index_copy_(0, rows, x.index_select(0, rows) + 1)
+        total = x.float().sum()
+    for step in range(3):
+        graph.replay()
+        assert total == 1000 * (step + 1)
+    rows.fill_(3)
+    graph.replay()
+    assert x[2:].sum(1).tolist() == [3000, 1000]
+    assert torch.cuda.memory_allocated() - before < 2**20

@@ -29,6 +29,7 @@ from reproduction.real import Protocol, RealModel, far_half
 from reproduction.real_attention import AttentionRun
 from reproduction.real_figure import draw_frontier
 from reproduction.real_gains import gain_kept, gain_records
+from reproduction.real_hits import hit_rates
 from reproduction.real_methods import METHODS, WITH_HEADS, Heads, Sizes, describe, equal_heads
 from reproduction.real_tables import extended_markdown, index_markdown, real_markdown
 from reproduction.real_tasks import Question, list_questions
@@ -154,6 +155,29 @@ def test_first_choices_are_those_of_greedy_decoding(model):
         assert Question(text, halves).share_right(run) == 0.5
     with AttentionRun(loaded, None) as run:
         assert not run.is_first_choice([*prompt, *answer], len(prompt)).all()
+
+
+def test_hits_are_those_of_slots_on_the_device(model):
+    """The same as counted by a cache with so many slots."""
+    loaded = load(model, method="full", device="cpu")
+    config = CCAConfig(4, 8, sink_size=4, fetch_groups=3, store="host")
+    ids = torch.randint(256, (120,), generator=torch.Generator().manual_seed(0))
+    rates = hit_rates(loaded, config, ids.tolist(), 20, (3, 6, 100))
+    decoder = loaded.model.get_decoder()
+    for count, rate in rates.items():
+        with enabled(loaded.model, config.replace(fetch_slots=count)), torch.inference_mode():
+            cache = decoder(ids[None, :100], use_cache=True).past_key_values
+            first = None
+            for i in range(100, 120):
+                decoder(ids[None, i : i + 1], past_key_values=cache, use_cache=True)
+                stores = [layer.compact.store for layer in cache.layers]
+                counts = [
+                    sum(int(getattr(x, name)) for x in stores) for name in ("hits", "lookups")
+                ]
+                first = first or counts
+        hits, lookups = (b - a for a, b in zip(first, counts))
+        assert rate == hits / lookups
+    assert 0 < rates[3] < rates[6] < rates[100] < 1
 
 
 def test_fetch_with_and_without_its_cache(model):
