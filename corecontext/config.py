@@ -27,6 +27,7 @@ CACHE_DTYPES = ("auto", "int8", "fp8")
 FETCH_INDICES = ("core", "mean", "bounds", "parts:P", "parts:P:B", "pairs:B", "bits:B", "oracle")
 """Indices of fetch; P is a number of parts, at least 1, and B of bits, 1, 2 or 4."""
 STORES = ("none", "device", "host")
+PREFILLS = ("auto", "cca", "fetch", "full")
 BACKENDS = ("auto", "reference", "packed", "triton")
 MOST = 2**31 - 1
 """The largest size: kernels count tokens in 32-bit integers."""
@@ -101,6 +102,10 @@ class CCAConfig:
     fetch_slots: int | None = None
     """Slots of groups on the device for each row and KV head with store "host", at least
     fetch_groups; None is twice fetch_groups."""
+    prefill: str = "auto"
+    """Attention by which a prompt is read into a cache: "auto" (these settings), "cca" (without
+    fetch), "fetch", or "full" (full attention, exactly). The cache, and decoding from it, are those
+    of these settings (docs/cache.md). Calls that fill no cache are read by these settings."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -113,6 +118,11 @@ class CCAConfig:
             raise ValueError(
                 f"learned must come with pooling 'cca' or 'mean_query', got {self.pooling!r}: "
                 "others have no weights to learn."
+            )
+        if self.prefill == "fetch" and not self.fetch_groups:
+            raise ValueError(
+                "prefill must not be 'fetch' with fetch_groups=0. Give fetch_groups, or "
+                "prefill='auto'."
             )
         names = ("layer_group_sizes", "head_group_sizes")
         varying = [name for name in names if getattr(self, name) is not None]
@@ -359,4 +369,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "fetch_share": partial(check_int, least=1),
     "store": partial(check_choice, allowed=STORES),
     "fetch_slots": _optional(partial(check_int, least=1)),
+    "prefill": partial(check_choice, allowed=PREFILLS),
 }

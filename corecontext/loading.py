@@ -41,9 +41,11 @@ class AttentionSizes:
     """The index of CCA's fetch."""
     store: str | None = None
     """Where CCA's cache keeps raw tokens for fetch."""
+    prefill: str | None = None
+    """The attention by which CCA reads a prompt."""
 
 
-CCA_SETTINGS = ("cache_dtype", "fetch_groups", "fetch_index", "store")
+CCA_SETTINGS = ("cache_dtype", "fetch_groups", "fetch_index", "store", "prefill")
 """Fields of `AttentionSizes` that CCA alone has, by the names of `CCAConfig`."""
 
 
@@ -105,6 +107,8 @@ class Loaded:
                 params["fetch_index"] = config.fetch_index
             if config.fetches_from_host:
                 params["store"] = config.store
+            if config.prefill != "auto":
+                params["prefill"] = config.prefill
             if config.layer_group_sizes:
                 params["layer_group_sizes"] = list(config.layer_group_sizes)
             if config.head_group_sizes:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from corecontext.config import DEFAULT_SINK_SIZE
 from corecontext.files import UserError
+from corecontext.integrations.transformers import handle_of
 from corecontext.loading import WHOLE, Loaded, encode
 from corecontext.record import Record, make_record
 from corecontext.terminal import console, progress
@@ -181,7 +182,17 @@ def document_nll(
 
     Returns:
         [L - 1], nats, float32, on the CPU.
+
+    Raises:
+        UserError: losses are no numbers, or `CCAConfig.prefill` has an attention of its own.
     """
+    handle = handle_of(model)
+    # planted: prefill: the perplexity of full attention
+    if handle is not None and handle.config.prefill not in ("auto", "fetch"):
+        raise UserError(
+            f"prefill must be auto where texts are scored, got {handle.config.prefill!r}: it would "
+            "read every token. Use --prefill auto."
+        )
     cache = None
     losses = []
     with torch.inference_mode():

@@ -43,6 +43,7 @@ SCHEDULER, INFERENCE, SINKS, SINK_MODELS = (
     "tests/test_sinks_models.py",
 )
 FETCH = "tests/test_triton_fetch.py"
+PREFILL, PREFILL_MODELS = ("tests/test_prefill.py", "tests/test_prefill_models.py")
 SECURITY = "tests/test_serve_security.py"
 TRAIN_LAWS = "tests/test_train_laws.py"
 
@@ -628,7 +629,7 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     ),
     Fault(
         "serve: memory forgets the prompts that are read",
-        "needed = self.shape.row_bytes(config, room)",
+        "return self.shape.row_bytes(config, room)",
         f"{SCHEDULER}::test_caches_never_take_more_than_the_budget",
     ),
     Fault(
@@ -850,6 +851,54 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
         "fetch: a chunk's raw tokens are not stored",
         "pass",
         "tests/test_cache_fetch.py::test_any_way_of_appending_equals_one_pass",
+    ),
+    Fault(
+        "prefill: a prompt is read by CCA",
+        'if reading == "none":',
+        f"{PREFILL}::test_a_prompt_and_what_follows_are_those_of_the_definition",
+    ),
+    Fault(
+        "prefill: raw tokens of a prompt stay",
+        "self.store = self.store",
+        f"{PREFILL}::test_raw_tokens_leave_with_the_prompt",
+    ),
+    Fault(
+        "prefill: a last chunk of one token is a step",
+        "is_step = q.shape[2] == 1 and attention_mask is None",
+        f"{PREFILL}::test_a_prompt_and_what_follows_are_those_of_the_definition",
+    ),
+    Fault(
+        "prefill: a prompt is read after its tokens are rounded",
+        """
+raw = self.decode(stored, k.dtype)
+tokens = NewTokens(q, *raw, stored, raw)
+""",
+        f"{PREFILL}::test_a_prompt_is_read_before_its_tokens_are_rounded",
+    ),
+    Fault(
+        "prefill: core tokens of a prompt are pooled before they are rounded",
+        "k, v = (x[:, :, new_sinks:] for x in new.raw)",
+        f"{PREFILL}::test_a_prompt_is_read_before_its_tokens_are_rounded",
+    ),
+    Fault(
+        "prefill: a draft is read as a prompt",
+        "options_of_draft = options",
+        f"{PREFILL_MODELS}::test_generate_is_the_definition",
+    ),
+    Fault(
+        "prefill: memory forgets the raw tokens of prompts",
+        'if config is not None and config.prefill == "none":',
+        f"{PREFILL_MODELS}::test_a_server_reads_alike_shares_no_beginnings_and_counts_raw_tokens",
+    ),
+    Fault(
+        "prefill: a prompt goes on from a beginning without raw tokens",
+        "return slot.config is not None",
+        f"{PREFILL_MODELS}::test_a_server_reads_alike_shares_no_beginnings_and_counts_raw_tokens",
+    ),
+    Fault(
+        "prefill: the perplexity of full attention",
+        "if handle is None:",
+        f"{PREFILL_MODELS}::test_texts_are_not_scored_as_prompts",
     ),
     Fault(
         "fetch: beams keep the raw tokens of another",

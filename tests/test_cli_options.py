@@ -39,8 +39,8 @@ SIZES = ["--untested"]
 for _name in ("group_size", "window_size", "sinks", "dtype", "device"):
     SIZES += [f"--{_name.replace('_', '-')}", str(SIZE_VALUES[_name])]
 
-FETCH = ["--fetch-groups", "6", "--fetch-index", "parts:2"]
-FETCH_VALUES = {"fetch_groups": 6, "fetch_index": "parts:2"}
+FETCH = ["--fetch-groups", "6", "--fetch-index", "parts:2", "--prefill", "cca"]
+FETCH_VALUES = {"fetch_groups": 6, "fetch_index": "parts:2", "prefill": "cca"}
 STORED = [*FETCH, "--store", "host"]
 STORED_VALUES = {**FETCH_VALUES, "store": "host"}
 

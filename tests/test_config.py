@@ -144,6 +144,12 @@ def test_frozen_and_replaced():
             ValueError,
             "core_bias must be finite, got inf. Use 0.0 for none.",
         ),
+        (
+            {"prefill": "fetch"},
+            ValueError,
+            "prefill must not be 'fetch' with fetch_groups=0. Give fetch_groups, or "
+            "prefill='auto'.",
+        ),
     ],
 )
 def test_messages(settings, error, message):
@@ -165,7 +171,7 @@ def test_messages(settings, error, message):
             "Known: group_size, window_size, num_groups, pooling, core_position, core_heads, "
             "core_bias, "
             "learned, layer_group_sizes, sink_size, cache_dtype, head_group_sizes, backend, "
-            "core_mass, fetch_groups, fetch_index, fetch_share, store, fetch_slots.",
+            "core_mass, fetch_groups, fetch_index, fetch_share, store, fetch_slots, prefill.",
         ),
     ],
 )

@@ -243,7 +243,11 @@ def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
         context_parallel_prefill(model, ids, wire)
     handle.shard = None
     for settings, message in (
-        ({"cache_dtype": "int8"}, "a cache in int8 cannot be filled by several processes"),
+        ({"prefill": "full"}, "a prompt of prefill 'full' cannot be spread"),
+        (
+            {"prefill": "auto", "cache_dtype": "int8"},
+            "a cache in int8 cannot be filled by several processes",
+        ),
         ({"cache_dtype": "auto", "backend": "reference"}, "'reference' cannot be spread"),
     ):
         handle.configure(**settings)

@@ -895,7 +895,7 @@ def test_a_policy_whose_module_raises_is_one_line(tmp_path, monkeypatch):
         (["--policy", "wild"], "policy must be 'elastic'"),
         (
             ["--method", "full", "--group-size", "4"],
-            "group-size, window-size and sinks must be left out",
+            "group-size, window-size, sinks and prefill must be left out",
         ),
         (["--model", "nowhere/at/all"], "model 'nowhere/at/all' does not exist"),
         (["--api-key-file", "nowhere"], "file 'nowhere' does not exist"),

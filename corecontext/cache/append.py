@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from corecontext.cache.entries import Entries
+from corecontext.cache.full import attend_causally
 from corecontext.ops.api import backend_module
 from corecontext.ops.fetch.fetching import with_fetch
-from corecontext.ops.spec import Groups, Tokens
+from corecontext.ops.spec import Groups, Spec, Tokens
 from corecontext.visibility import local_start, num_complete_groups, num_visible_cores
 
 
@@ -25,15 +25,19 @@ class NewTokens(NamedTuple):
     v: Tensor
     stored: list[Tensor]
     """Keys and values as the buffers hold them."""
+    raw: list[Tensor]
+    """Keys and values as a store of raw tokens holds them: of fetch as the buffers do, of a prompt
+    before they are rounded."""
 
     def of(self, rows: slice, first: int, last: int) -> NewTokens:
         """Return the tokens first .. last - 1 of these rows."""
-        q, k, v, *stored = (x[rows, :, first:last] for x in (*self[:3], *self.stored))
-        return NewTokens(q, k, v, stored)
+        q, k, v = (x[rows, :, first:last] for x in self[:3])
+        stored, raw = ([x[rows, :, first:last] for x in tensors] for tensors in self[3:])
+        return NewTokens(q, k, v, stored, raw)
 
 
 def append_rows(
-    entries: Entries, new: NewTokens, rows: slice, position: int, *, store_only: bool = False
+    entries: Entries, new: NewTokens, rows: slice, position: int, reading: str | None
 ) -> Tensor | None:
     """Store the tokens of rows that share their padding, pool the groups that they close, and
     attend from them.
@@ -41,9 +45,10 @@ def append_rows(
     Args:
         new: The tokens of these rows.
         position: Of the first of them in its sequence.
+        reading: The attention, one of `config.PREFILLS`; None only stores.
 
     Returns:
-        [rows, H, T, D], or None with `store_only`.
+        [rows, H, T, D], or None where they are only stored.
     """
     count = new.q.shape[2]
     heads = new.k.shape[1]
@@ -53,7 +58,7 @@ def append_rows(
 
     if entries.store is not None:
         # planted: fetch: a chunk's raw tokens are not stored
-        entries.store.put(rows, position, new.stored)
+        entries.store.put(rows, position, new.raw)
 
     # The first tokens have slots of their own and never enter the ring.
     new_sinks = max(0, min(n - position, count))
@@ -66,6 +71,7 @@ def append_rows(
     start = max(0, position - n)
     end = max(0, position + count - n)
     low = local_start(start, g, entries.spec.window_size)
+    # planted: prefill: core tokens of a prompt are pooled before they are rounded
     k, v = (x[:, :, new_sinks:] for x in (new.k, new.v))
     if low < start:
         old_k, old_v = entries.get_ring(rows, n + low, n + start, k.dtype)
@@ -86,27 +92,49 @@ def append_rows(
     kept = min(end - start, entries.ring_size)
     entries.put_ring(rows, n + end - kept, [x[:, :, count - kept :] for x in new.stored])
 
-    if store_only:
+    if reading is None:
         return None
+    # planted: prefill: a prompt is read by CCA
+    if reading == "full":
+        return _attend_fully(entries, new.q, rows, position)
+    spec = entries.spec
+    if reading == "cca":
+        spec = spec.replace(fetch_groups=0)
     # Nothing is compressed yet: PyTorch's own attention is the fastest.
     # planted: 4: plain attention for a prompt one token too long
-    is_plain = position == 0 and num_visible_cores(end - 1, g, entries.spec.window_size) == 0
-    if is_plain and entries.spec.softcap is None:
-        return F.scaled_dot_product_attention(
-            *new[:3], is_causal=True, scale=entries.spec.scale, enable_gqa=q.shape[1] > 1
-        )
-    tokens = _seen_tokens(entries, Tokens(q, k, v, position, n + low), rows, position + count)
+    is_plain = position == 0 and num_visible_cores(end - 1, g, spec.window_size) == 0
+    if is_plain and spec.softcap is None:
+        return attend_causally(*new[:3], spec.scale)
+    tokens = _seen_tokens(entries, Tokens(q, k, v, position, n + low), rows, spec)
     cores = entries.get_cores(rows, total, new.k.dtype)
-    backend = with_fetch(backend_module(entries.config.backend, q), entries.spec)
+    backend = with_fetch(backend_module(entries.config.backend, q), spec)
     bias = entries.bias_of_cores(rows, total, q)
-    out, _ = backend.attend(tokens, cores, entries.spec, bias)
+    out, _ = backend.attend(tokens, cores, spec, bias)
     return out.unflatten(0, (-1, heads)).flatten(1, 2).to(q.dtype)
 
 
-def _seen_tokens(entries: Entries, tokens: Tokens, rows: slice, end: int) -> Tokens:
+def _attend_fully(entries: Entries, q: Tensor, rows: slice, position: int) -> Tensor:
+    """Attend from queries [rows, H, T, D] to all raw tokens up to their own, [rows, H, T, D]."""
+    end = position + q.shape[2]
+    k, v = entries.store.tokens(rows, end)
+    heads = entries.keys.shape[1]
+    if entries.spec.softcap is None:
+        return attend_causally(q, k, v, entries.spec.scale)
+    # A window that no token leaves: no core token is seen.
+    spec = entries.spec.replace(window_size=end, sink_size=0, fetch_groups=0)
+    heads = k.shape[1]
+    grouped = q.unflatten(1, (heads, -1)).flatten(0, 1)
+    tokens = Tokens(grouped, k, v, position)
+    cores = entries.get_cores(rows, 0, q.dtype)
+    out, _ = backend_module(entries.config.backend, q).attend(tokens, cores, spec)
+    return out.unflatten(0, (-1, heads)).flatten(1, 2)
+
+
+def _seen_tokens(entries: Entries, tokens: Tokens, rows: slice, spec: Spec) -> Tokens:
     """Return the tokens of an append with all raw tokens that its queries may see: for fetch those
     of the whole past, else the first tokens beside them."""
-    if entries.store is not None:
+    end = tokens.q_start + tokens.q.shape[2]
+    if spec.fetch_groups:
         k, v = entries.store.tokens(rows, end)
         return Tokens(tokens.q, k, v, tokens.q_start)
     n = entries.num_sinks

@@ -81,15 +81,8 @@ class FullLayer:
         for buffer, x in zip(self.buffers, (k, v)):
             buffer[:, :, start:end] = x
         self.seen += end - start
-        options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-        if start == 0:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
-        # Imported here: it loads the compiler, which takes a second.
-        from torch.nn.attention.bias import causal_lower_right
-
         keys, values = (buffer[:, :, :end] for buffer in self.buffers)
-        mask = causal_lower_right(end - start, end)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, **options)
+        return attend_causally(q, keys, values, scale)
 
     def _decode(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
@@ -124,3 +117,15 @@ class FullLayer:
                 f"the full cache must hold at most max_length {self.max_length} tokens, got "
                 f"{length}. Make it with a larger max_length."
             )
+
+
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attend from [B, H, T, D], the last T tokens, to keys and values [B, Hkv, S, D]."""
+    options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+    # Imported here: it loads the compiler, which takes a second.
+    from torch.nn.attention.bias import causal_lower_right
+
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)

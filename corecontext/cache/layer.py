@@ -60,14 +60,18 @@ class CompactLayer(LayerState):
         attention_mask: Tensor | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        is_prompt: bool = True,
     ) -> Tensor:
-        """Append n new tokens and attend from them to all tokens so far (docs/math.md, eq. 5).
+        """Append n new tokens and attend from them to all tokens so far (docs/math.md, eq. 5), or
+        where they are a prompt's as `CCAConfig.prefill` says.
 
         Args:
             q: [B, H, n, D], rotary applied. k, v: [B, Hkv, n, D].
             attention_mask: [B, tokens so far + n], 0 for left padding; may be left out once every
                 row has a token (`padding_known`).
             scale, softcap: As in `cca_attention`.
+            is_prompt: False where they are a draft. One token that `expect` has not announced is a
+                decoding step and ends the prompt.
 
         Returns:
             [B, H, n, D], 0 at padding. Differentiable only for the first append, when nothing is
@@ -87,12 +91,16 @@ class CompactLayer(LayerState):
             self.spec = self.spec.replace(scale=scale, softcap=softcap)
         (q, k, v), context = outside_autocast(q, k, v)
         with context:
-            if not self.is_empty and q.shape[2] == 1 and attention_mask is None:
+            # planted: prefill: a last chunk of one token is a step
+            is_step = q.shape[2] == 1 and attention_mask is None and self._expected is None
+            if is_step and not self.is_empty:
                 return self._decode(q, k, v)
-            return self._append(q, k, v, attention_mask)
+            return self._append(q, k, v, attention_mask, is_prompt)
 
     @torch.compiler.disable
-    def _append(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def _append(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, is_prompt: bool
+    ) -> Tensor:
         """Append any number of tokens: a prompt, a chunk of it, a second turn, a draft."""
         start = self.seq_len
         end = start + q.shape[2]
@@ -108,11 +116,18 @@ class CompactLayer(LayerState):
             if self.is_empty:
                 rules.check(self.learned, q.shape[1], k.shape[1], k.shape[3])
                 self._start(q, k)
+            if start == 0:
+                self.begin_prompt(k)
+            if not is_prompt:
+                self.end_prompt()
             self._make_room(end)
+            reading = self._reading(is_prompt)
             stored = self.encode(k, v)
+            raw = stored if self.config.fetch_groups else [k, v]
             self._note_lost(start, stored)
-            tokens = NewTokens(q, *self.decode(stored, k.dtype), stored)
-            out = self._append_spans(tokens, start, stops, store_only=needs_grad)
+            # planted: prefill: a prompt is read after its tokens are rounded
+            tokens = NewTokens(q, *self.decode(stored, k.dtype), stored, raw)
+            out = self._append_spans(tokens, start, stops, None if needs_grad else reading)
             self.set_length(end)
             # planted: 4: a chunk forgets the longest length
             self._intact_from = max(self._intact_from, end - self.ring_size)
@@ -120,11 +135,23 @@ class CompactLayer(LayerState):
             return q.new_zeros(q.shape) if out is None else out
         inputs = Inputs(q, k, v, self.config.core_bias, self.learned)
         backend = self.config.backend
+        spec = self.spec
+        if reading in ("cca", "full"):
+            spec = spec.replace(fetch_groups=0)
+        if reading == "full":
+            spec = spec.replace(window_size=end)  # no core token is seen
         # planted: sinks: lost when the first append is differentiated
-        return attend(inputs, self.spec, Ragged(attention_mask), backend)[0]
+        return attend(inputs, spec, Ragged(attention_mask), backend)[0]
+
+    def _reading(self, is_prompt: bool) -> str:
+        """Return the attention of an append, one of `config.PREFILLS`."""
+        prefill = self.config.prefill
+        if not is_prompt or (prefill == "full" and self.store is None):
+            return "auto"
+        return prefill
 
     def _append_spans(
-        self, tokens: NewTokens, start: int, stops: list[int], store_only: bool
+        self, tokens: NewTokens, start: int, stops: list[int], reading: str | None
     ) -> Tensor | None:
         """Append rows that share their padding and end together, else row by row."""
         step = 1
@@ -139,7 +166,7 @@ class CompactLayer(LayerState):
                 continue  # only padding
             position = max(0, start - self.pads[row])
             span_tokens = tokens.of(rows, first, last)
-            span_out = append_rows(self, span_tokens, rows, position, store_only=store_only)
+            span_out = append_rows(self, span_tokens, rows, position, reading)
             if span_out is not None and span_out.shape == tokens.q.shape:
                 return span_out
             if span_out is not None:
@@ -153,6 +180,7 @@ class CompactLayer(LayerState):
     def _decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append one token per row; compiled and captured."""
         self._check_rows(q.shape[0])
+        self.end_prompt()
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise ValueError(NO_GRADIENTS)
         is_fixed = self.max_length is not None

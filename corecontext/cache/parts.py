@@ -95,6 +95,7 @@ class HeadsLayer(Parts):
     max_length = _first("max_length")
     expect = _each("expect")
     close = _each("close")
+    end_prompt = _each("end_prompt")
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from corecontext.cache.entries import Entries
 from corecontext.cache.host_store import new_store
-from corecontext.cache.raw_store import num_bytes
+from corecontext.cache.raw_store import Format, RawStore, num_bytes
 from corecontext.cache.slots import read, write
 from corecontext.config import CCAConfig
 from corecontext.ops.rotary import Rotary
@@ -84,7 +84,7 @@ class LayerState(Entries):
         return int(self.seen)
 
     def expect(self, seq_len: int) -> None:
-        """Set `seq_len` for the next append of several tokens, which saves it a device sync."""
+        """Set `seq_len` for the next append, of a prompt's tokens, which saves it a device sync."""
         self._expected = seq_len
 
     @property
@@ -159,6 +159,21 @@ class LayerState(Entries):
             for tensor in (*self.store.raw, *self.store.extras):
                 torch._dynamo.mark_static_address(tensor)
 
+    def begin_prompt(self, like: Tensor) -> None:
+        """Make an empty store of raw tokens, for keys such as `like` [B, Hkv, n, D], where full
+        attention reads the prompt; fetch has one."""
+        if self.config.prefill == "full" and not self.config.fetch_groups:
+            spec = self.spec.replace(fetch_index="oracle")
+            like = like[:, :, :1]
+            self.store = RawStore(spec, [like, like], Format("auto", like.dtype), 0)
+
+    def end_prompt(self) -> None:
+        """Drop raw tokens that are kept only while full attention reads a prompt
+        (`CCAConfig.prefill`); a later append is read by the settings."""
+        if self.store is not None and not self.config.fetch_groups:
+            # planted: prefill: raw tokens of a prompt stay
+            self.store = None
+
     def _make_room(self, length: int) -> None:
         """Make room for `length` tokens a row, padding included."""
         if self.max_length is None:
@@ -168,6 +183,8 @@ class LayerState(Entries):
                 f"the compact cache must hold at most max_length {self.max_length} tokens, got "
                 f"{length}. Make it with a larger max_length."
             )
+        elif self.store is not None:
+            self.store.reserve(length)
 
     def set_length(self, length: int) -> None:
         """Set `seq_len`, in place where it is a tensor, whatever the buffers hold."""
@@ -293,6 +310,7 @@ class LayerState(Entries):
             self.pad = None
             self.seen = 0
         else:
+            self.end_prompt()
             for tensor in (*self.buffers, self.seen, self.pad):
                 tensor.zero_()
             if self.store is not None:
@@ -427,6 +445,7 @@ class LayerState(Entries):
             own[:, :, :used] = x
             own[:, :, used:] = 0
         if store:
+            self.begin_prompt(store[0])
             num_raw = 2 if self.config.cache_dtype == "auto" else 4
             self.allocate_store([x[:, :, :1] for x in store[:num_raw]])
             self.store.load(store)

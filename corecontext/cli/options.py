@@ -19,6 +19,7 @@ from corecontext.config import (
     DEFAULT_SINK_SIZE,
     DEFAULT_WINDOW_SIZE,
     FETCH_INDICES,
+    PREFILLS,
     CCAConfig,
     listed,
 )
@@ -82,6 +83,13 @@ Store = Annotated[
     typer.Option(
         help="Where a cache keeps raw tokens for fetch: device or host. Default: the checkpoint's, "
         "else device."
+    ),
+]
+Prefill = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Attention by which a prompt is read (cca): {listed(PREFILLS)}. Default: the "
+        "checkpoint's, else auto, as decoding."
     ),
 ]
 Method = Annotated[str, typer.Option(help="cca, or full for the model's own attention.")]
@@ -155,6 +163,7 @@ class LoadOptions(SizeOptions):
     fetch_groups: FetchGroups = None
     fetch_index: FetchIndex = None
     store: Store = None
+    prefill: Prefill = None
 
 
 @dataclass(frozen=True)
@@ -191,6 +200,7 @@ class EvaluationOptions(SizeOptions):
     full_heads: FullHeads = None
     fetch_groups: FetchGroups = None
     fetch_index: FetchIndex = None
+    prefill: Prefill = None
     num_groups: Annotated[
         int | None, typer.Option(help="Constant number of core tokens; replaces --group-size.")
     ] = None

@@ -21,6 +21,7 @@ _METHODS_WITH = {
     "full_heads": takers("full_heads"),
     "fetch_groups": ("cca",),
     "fetch_index": ("cca",),
+    "prefill": ("cca",),
 }
 """Methods that support a size; all support the others."""
 

@@ -104,11 +104,15 @@ class ModelSubject:
         if all(len(end) == 1 for end in ends):
             output = prefill(model, self._tensor(prompt), chunk_size=self.chunk_size)
             return int(output.logits[0].float()[[end[0] for end in ends]].argmax())
+        # An attention of its own reads the prompt into a cache; the tokens of an option, whose
+        # logits are kept, are not a part of it.
+        config = self.loaded.config
+        use_cache = config is not None and config.prefill in ("cca", "full")
         scores = []
         for end in ends:
             ids = self._tensor(prompt + end)
             with torch.inference_mode():
-                output = model(ids, use_cache=False, logits_to_keep=len(end) + 1)
+                output = model(ids, use_cache=use_cache, logits_to_keep=len(end) + 1)
             log_p = output.logits[0, :-1].float().log_softmax(-1)
             scores.append(float(log_p.gather(1, ids[0, -len(end) :, None]).sum()))
         return max(range(len(scores)), key=scores.__getitem__)

@@ -22,6 +22,7 @@ _LETTERS = {
     "sinks": "sinks",
     "num_groups": "m",
     "fetch_groups": "k",
+    "prefill": "prefill",
 }
 
 

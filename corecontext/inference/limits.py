@@ -73,7 +73,7 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
 def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     """Estimate the bytes that a token adds to the cache on the device over all layers, without the
-    window."""
+    window: also as a raw token, where full attention reads the prompt."""
     sizes = ModelSizes.of(config)
     settings = getattr(config, "cca", None)
     cca = CCAConfig.from_dict(settings) if settings else CCAConfig.paper(1)
@@ -82,6 +82,8 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     # Of a long text, so that slots count little.
     length = 2**24
     token += store_bytes(cca, length, sizes.head_dim, dtype.itemsize).device / length
+    if cca.prefill == "full" and not cca.fetch_groups:
+        token += 2 * sizes.head_dim * dtype.itemsize
     return sizes.layers * sizes.kv_heads * token
 
 

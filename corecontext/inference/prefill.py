@@ -3,7 +3,7 @@ however long it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -149,6 +149,7 @@ def prefill(
         done = end
         meter.chunk_done()
         on_chunk(done)
+    end_prompt(cache)
     positions = torch.tensor([length - pad for pad in pads], device=input_ids.device)
     return Prefilled(out.logits[:, -1], cache, positions)
 
@@ -171,13 +172,9 @@ def read_chunk(
     if any(pads):
         # planted: inference: positions count padding
         positions = (positions - torch.tensor(pads, device=input_ids.device)[:, None]).clamp(min=0)
-    if end - start > 1:
-        # Saves a device sync in the append.
-        for layer in getattr(cache, "layers", ()):
-            if isinstance(layer, CCALayer) and isinstance(
-                layer.compact, (CompactLayer, HeadsLayer)
-            ):
-                layer.compact.expect(start)
+    # Saves a device sync in the append, and tells a last chunk of one token from a step.
+    for layer in _compact_layers(cache):
+        layer.expect(start)
     options: dict[str, Any] = {
         "position_ids": positions,
         "past_key_values": cache,
@@ -189,6 +186,20 @@ def read_chunk(
     if end < input_ids.shape[1]:
         return model.get_decoder()(input_ids[:, start:end], **options)
     return model(input_ids[:, start:end], logits_to_keep=1, **options)
+
+
+def end_prompt(cache: Any) -> None:
+    """Drop raw tokens that caches keep only while full attention reads a prompt."""
+    for layer in _compact_layers(cache):
+        layer.end_prompt()
+
+
+def _compact_layers(cache: Any) -> Iterator[CompactLayer | HeadsLayer]:
+    """Yield the compact layers of a cache of transformers."""
+    for layer in getattr(cache, "layers", ()):
+        compact = getattr(layer, "compact", None)
+        if isinstance(compact, CompactLayer | HeadsLayer):
+            yield compact
 
 
 class _Meter:

@@ -53,8 +53,8 @@ def context_parallel_prefill(
         ValueError: CCA is not enabled or already sharded, the prompt is not one row without
             padding, it exceeds max_length or the model's positions, or ranks were given different
             prompts.
-        NotImplementedError: sliding-window layers, backend="reference" or a cache in 8
-            bits, which several ranks cannot have.
+        NotImplementedError: sliding-window layers, a prompt with an attention of its own,
+            backend="reference" or a cache in 8 bits, which several ranks cannot have.
     """
     handle = handle_of(model)
     _check(handle, input_ids, wire, max_length, process)
@@ -134,6 +134,7 @@ def _check(
     unsupported = {
         "a model with sliding-window layers cannot be spread: these layers would see parts of the "
         "prompt only. Use prefill on one process.": handle.hybrid,
+        f"a prompt of prefill {config.prefill!r} {way_out}": config.prefill in ("cca", "full"),
         f"backend 'reference' {way_out}": config.backend == "reference",
         f"a cache in {config.cache_dtype} cannot be filled by several processes: they attend to "
         "tokens before these are rounded. Use cache_dtype='auto'.": config.cache_dtype != "auto",

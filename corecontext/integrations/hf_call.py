@@ -141,12 +141,20 @@ def append(
     token that the draft follows, are appended first.
     """
     options = {"scale": scale, "softcap": softcap}
+    options_of_draft = options
     new = tensors[0].shape[2]
     length = max(new - draft - 1, int(compact.is_empty))
     is_long = compact.is_empty or new > UNDO_LIMIT
     splits = 0 < draft < new and length > 0 and is_long and not torch.is_grad_enabled()
-    if not splits or compact.max_length is not None or compact.config.num_groups is not None:
-        return compact.attend(*tensors, attention_mask=attention_mask, **options)
+    if splits:
+        splits = compact.max_length is None and compact.config.num_groups is None
+    if 0 < draft < new and compact.config is not None and compact.config.prefill != "auto":
+        # planted: prefill: a draft is read as a prompt
+        options_of_draft = {**options, "is_prompt": False}
+        length = new - draft
+        splits = length > 1 or compact.is_empty
+    if not splits:
+        return compact.attend(*tensors, attention_mask=attention_mask, **options_of_draft)
 
     mask_before = None
     if attention_mask is not None:
@@ -154,5 +162,5 @@ def append(
     beginning = (x[:, :, :length] for x in tensors)
     rest = (x[:, :, length:] for x in tensors)
     before = compact.attend(*beginning, attention_mask=mask_before, **options)
-    after = compact.attend(*rest, attention_mask=attention_mask, **options)
+    after = compact.attend(*rest, attention_mask=attention_mask, **options_of_draft)
     return torch.cat((before, after), 2)

@@ -88,6 +88,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             group_size=serving.group_size,
             window_size=serving.window_size,
             sinks=serving.sinks,
+            prefill=serving.prefill,
             dtype=serving.dtype,
             device=serving.device,
             tensor_parallel=ranks is not None,
@@ -145,7 +146,9 @@ def _random(serving: Serving) -> Loaded:
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=getattr(torch, dtype), attn_implementation=full_attention(hf_config)
         )
-    sizes = AttentionSizes(serving.group_size, serving.window_size, serving.sinks)
+    sizes = AttentionSizes(
+        serving.group_size, serving.window_size, serving.sinks, prefill=serving.prefill
+    )
     config = cca_config(hf_config, sizes)
     with one_line():
         enable(model.eval(), config, untested=serving.untested, warn=False)

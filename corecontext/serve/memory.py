@@ -33,16 +33,22 @@ class CacheMemory:
 
     @property
     def used(self) -> int:
-        """Bytes of the rows that requests hold, and twice a row for each prompt that is read."""
+        """Bytes of the rows that requests hold or will get, and of the caches into which prompts
+        are read."""
+        rows = sum((len(pool.slots) + pool.promised) * pool.row_bytes for pool in self.pools)
         # planted: serve: the load forgets the caches into which prompts are read
-        return sum((len(pool.slots) + 2 * pool.promised) * pool.row_bytes for pool in self.pools)
+        return rows + self._reading
 
     @property
     def allocated(self) -> int:
         """Bytes of all rows, used or not, of the caches into which prompts are read, and of
         beginnings."""
-        reading = sum(pool.promised * pool.row_bytes for pool in self.pools)
-        return sum(pool.nbytes for pool in self.pools) + reading + self.prefixes.nbytes
+        return sum(pool.nbytes for pool in self.pools) + self._reading + self.prefixes.nbytes
+
+    @property
+    def _reading(self) -> int:
+        """Bytes of the caches into which prompts are read."""
+        return sum(pool.promised * pool.reading_bytes for pool in self.pools)
 
     @property
     def unallocated(self) -> int:
@@ -52,23 +58,27 @@ class CacheMemory:
     def fits(self, config: CCAConfig | None, length: int) -> bool:
         """Whether an empty server could hold a request: its row, and the cache into which its
         prompt is read."""
-        return 2 * self.shape.row_bytes(config, rounded_up(length)) <= self.budget
+        return self._needed(config, rounded_up(length)) <= self.budget
+
+    def _needed(self, config: CCAConfig | None, room: int) -> int:
+        """Return the bytes of a row and of the cache into which its prompt is read."""
+        # planted: serve: memory forgets the prompts that are read
+        return self.shape.row_bytes(config, room) + self.shape.reading_bytes(config, room)
 
     def place(self, config: CCAConfig | None, length: int) -> RowPool | None:
         """Choose a pool with a free row: best fit, else allocate, else any that fits, else evict
         idle pools and allocate. None if nothing fits; idle memory is evicted even then."""
         room = rounded_up(length)
-        # planted: serve: memory forgets the prompts that are read
-        needed = 2 * self.shape.row_bytes(config, room)
+        needed = self._needed(config, room)
         fitting = [pool for pool in self.pools if pool.has_room(config, length)]
         best = min(fitting, key=lambda pool: pool.max_length, default=None)
         if best is not None:
             # The prompt is read into a cache of its own, which must fit besides the row.
-            if best.max_length <= 2 * room and self.free(best.row_bytes, keep=best):
+            if best.max_length <= 2 * room and self.free(best.reading_bytes, keep=best):
                 return best
             if needed <= self.unallocated:
                 return self._allocate(config, room)
-            if self.free(best.row_bytes, keep=best):
+            if self.free(best.reading_bytes, keep=best):
                 return best
         if self.free(needed):
             return self._allocate(config, room)
@@ -77,7 +87,8 @@ class CacheMemory:
     def _allocate(self, config: CCAConfig | None, room: int) -> RowPool:
         """Add a pool of as many rows as fit besides a cache for reading and the prefixes' share."""
         row = self.shape.row_bytes(config, room)
-        spare = self.unallocated - row - self._prefix_share_left
+        reading = self.shape.reading_bytes(config, room)
+        spare = self.unallocated - reading - self._prefix_share_left
         rows = max(1, min(self.rows_per_pool, spare // row))
         pool = RowPool(config, rows, room, self.shape, fixed=self.batch.fixed)
         self.pools.append(pool)

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from corecontext.cache import parts_of
 from corecontext.cache.full import FullLayer
-from corecontext.inference.prefill import read_chunk
+from corecontext.inference.prefill import end_prompt, read_chunk
 from corecontext.inference.session import configured
 from corecontext.integrations.hf_cache import GivenLayer
 from corecontext.integrations.transformers import handle_of
@@ -56,12 +56,19 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
             for part in parts_of(layer.compact):
                 # planted: serve: the cache of a prompt grows beyond its row
                 part.reserve(len(prompt))
-    if end - start == prefixes.chunk_size and slot.config is not None:
+    if end - start == prefixes.chunk_size and _shares(slot):
         room = memory.unallocated + prefixes.nbytes
         slot.node = prefixes.add(slot.config, slot.node, prompt[start:end], slot.cache, room)
     if end < len(prompt):
         return None
+    end_prompt(slot.cache)
     return out.logits[:, -1]
+
+
+def _shares(slot: Slot) -> bool:
+    """Whether a prompt's beginning can be another's: its state has no raw tokens to attend to."""
+    # planted: prefill: a prompt goes on from a beginning without raw tokens
+    return slot.config is not None and slot.config.prefill != "full"
 
 
 def _begin(model: Any, slot: Slot, memory: CacheMemory) -> None:
@@ -76,7 +83,7 @@ def _begin(model: Any, slot: Slot, memory: CacheMemory) -> None:
         return
     slot.cache = DynamicCache(config=model.config)
     # planted: serve: a prompt that is scored begins with the cache of another
-    if not request.prompt_logprobs:
+    if not request.prompt_logprobs and _shares(slot):
         slot.node = memory.prefixes.find(slot.config, request.prompt)
     if slot.node is not None:
         memory.prefixes.load(slot.node, slot.cache)

@@ -67,6 +67,15 @@ class RowShape:
         entries = max(self._row_entries(config, max_length, before, r) for r in range(self.ranks))
         return entries * self.entry_bytes(config)
 
+    def reading_bytes(self, config: CCAConfig | None, max_length: int) -> int:
+        """Return the bytes of the cache into which a prompt of a row is read: of a row, and of all
+        raw tokens where full attention reads it."""
+        size = self.row_bytes(config, max_length)
+        # planted: prefill: memory forgets the raw tokens of prompts
+        if config is not None and config.prefill == "full":
+            size += self.row_bytes(None, max_length)
+        return size
+
     def _row_entries(
         self, config: CCAConfig | None, max_length: int, before: int, rank: int
     ) -> int:
@@ -136,6 +145,8 @@ class RowPool:
         self._pad: Any = None  # tensor [rows], shared by all layers
         self.row_bytes = self.shape.row_bytes(self.config, self.max_length)
         """Bytes of a row over all layers."""
+        self.reading_bytes = self.shape.reading_bytes(self.config, self.max_length)
+        """Bytes of the cache into which its prompt is read."""
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from corecontext.config import PREFILLS, listed
 from corecontext.files import UserError, read_text
 
 BUNDLED = Path(__file__).resolve().parents[1] / "assets" / "demo_model"
@@ -58,6 +59,13 @@ class Serving:
             "--sinks",
             "--sink-size",
             help="First tokens of every request that stay uncompressed. Default: the checkpoint's.",
+        ),
+    ] = None
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Attention by which prompts are read: {listed(PREFILLS)}. Default: the "
+            "checkpoint's, else auto, as decoding."
         ),
     ] = None
     policy: Annotated[
@@ -154,9 +162,10 @@ class Serving:
         key = self.api_key
         if key is not None and (not key or not key.isascii() or " " in key):
             raise UserError("the API key must be ASCII without spaces, and not empty.")
-        if self.method == "full" and (self.group_size or self.window_size or self.sinks):
+        sizes = (self.group_size, self.window_size, self.sinks, self.prefill)
+        if self.method == "full" and any(sizes):
             raise UserError(
-                "group-size, window-size and sinks must be left out with --method full."
+                "group-size, window-size, sinks and prefill must be left out with --method full."
             )
 
     @property

@@ -1,0 +1,183 @@
+"""Prompts read by full attention or without fetch end in the cache of the settings, and decoding
+goes on from it."""
+
+import functools
+
+import pytest
+import torch
+from budgets import make_inputs
+
+from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.cache import new_layer
+
+ROTARY = Rotary.from_theta(100.0, 16)
+LENGTH = 60
+PROMPT = 41
+KINDS = {
+    "plain": {},
+    "mass": {"sink_size": 6, "core_bias": 0.5, "core_mass": True},
+    "query": {"core_heads": "query", "pooling": "mean"},
+    "learned": {"learned": ("temperature", "bias")},
+    "heads": {"head_group_sizes": (4, 3), "sink_size": 4},
+    "fetch": {"fetch_groups": 2, "fetch_index": "mean", "sink_size": 4},
+}
+near = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-11)
+
+
+def inputs(dtype=torch.float64):
+    x = make_inputs(LENGTH, dtype=dtype, batch_size=2, num_heads=4, num_kv_heads=2, head_dim=16)
+    return x.q * 3, x.k, x.v
+
+
+def learned_of(config):
+    return {name: torch.tensor([0.3, -0.2, 0.1, 0.5]).double() for name in config.learned}
+
+
+def dense(config, tensors, **options):
+    """The attention of the settings in one pass."""
+    names = ("window_size", "sink_size", "core_heads", "pooling", "core_mass", "fetch_groups")
+    return cca_attention(
+        *tensors,
+        group_size=config.head_group_sizes or config.group_size,
+        rotary=ROTARY,
+        core_bias=config.core_bias or None,
+        learned=learned_of(config),
+        fetch_index=config.fetch_index,
+        **{name: getattr(config, name) for name in names},
+        **options,
+    )
+
+
+def expected(config, tensors, prompt=PROMPT, **options):
+    """The definition: the prompt by the attention that reads it, later tokens by the settings."""
+    if config.prefill == "full":
+        read = dense(CCAConfig.paper(1, 1), tensors, **options)
+    else:
+        read = dense(config.replace(fetch_groups=0, prefill="cca"), tensors, **options)
+    return torch.cat((read[:, :, :prompt], dense(config, tensors, **options)[:, :, prompt:]), 2)
+
+
+def fed(layer, tensors, start, sizes, **options):
+    outs = []
+    for size in sizes:
+        outs.append(layer.attend(*(x[:, :, start : start + size] for x in tensors), **options))
+        start += size
+    return torch.cat(outs, 2)
+
+
+def buffers(layer):
+    parts = getattr(layer, "parts", [layer])
+    return [x[:, :, : part.used] for part in parts for x in part.buffers]
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+@pytest.mark.parametrize(
+    ("kind", "prefill"), [*((kind, "full") for kind in KINDS), ("fetch", "cca")]
+)
+def test_a_prompt_and_what_follows_are_those_of_the_definition(kind, prefill, fixed):
+    config = CCAConfig.paper(4, 9, **KINDS[kind], prefill=prefill)
+    tensors = inputs()
+    wanted = expected(config, tensors)
+    options = {"max_length": LENGTH if fixed else None, "learned": learned_of(config)}
+    whole, chunks, plain = (
+        new_layer(x, ROTARY, **options) for x in (config, config, config.replace(prefill="auto"))
+    )
+    steps = [1] * (LENGTH - PROMPT)
+    near(fed(whole, tensors, 0, [PROMPT, *steps]), wanted)
+    # A last chunk of one token, which has to be announced, and a state saved in between.
+    near(fed(chunks, tensors, 0, [27, 6]), wanted[:, :, :33])
+    loaded = new_layer(config, ROTARY, **options)
+    loaded.load_state_dict(chunks.state_dict())
+    near(fed(loaded, tensors, 33, [PROMPT - 34]), wanted[:, :, 33 : PROMPT - 1])
+    loaded.expect(PROMPT - 1)
+    near(fed(loaded, tensors, PROMPT - 1, [1, *steps]), wanted[:, :, PROMPT - 1 :])
+    # The cache is that of the settings.
+    fed(plain, tensors, 0, [PROMPT, *steps])
+    for x, y, z in zip(buffers(whole), buffers(loaded), buffers(plain)):
+        near(x, z)
+        near(y, z)
+    assert whole.nbytes == loaded.nbytes == plain.nbytes
+    # A reset cache reads the next prompt alike.
+    whole.reset()
+    near(fed(whole, tensors, 0, [PROMPT, *steps]), wanted)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_padded_rows_are_those_of_the_definition(fixed):
+    config = CCAConfig.paper(4, 9, sink_size=3, core_mass=True, prefill="full")
+    tensors = inputs()
+    mask = torch.arange(LENGTH) >= torch.tensor([[0], [7]])
+    layer = new_layer(config, ROTARY, max_length=LENGTH if fixed else None)
+    outs = [fed(layer, tensors, 0, [5], attention_mask=mask[:, :5])]
+    outs.append(fed(layer, tensors, 5, [PROMPT - 5], attention_mask=mask[:, :PROMPT]))
+    outs.append(fed(layer, tensors, PROMPT, [1] * (LENGTH - PROMPT)))
+    near(torch.cat(outs, 2), expected(config, tensors, attention_mask=mask))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_scale_and_a_softcap_are_those_of_the_prompt(softcap):
+    config = CCAConfig.paper(4, 9, prefill="full")
+    tensors = inputs()
+    layer = new_layer(config, ROTARY)
+    options = {"scale": 0.3, "softcap": softcap}
+    out = fed(layer, tensors, 0, [20, PROMPT - 20, *[1] * (LENGTH - PROMPT)], **options)
+    near(out, expected(config, tensors, **options))
+
+
+def test_raw_tokens_leave_with_the_prompt():
+    config = CCAConfig.paper(4, 9, prefill="full")
+    tensors = inputs(torch.float32)
+    layer = new_layer(config, ROTARY)
+    fed(layer, tensors, 0, [PROMPT])
+    entries = layer.used
+    raw = 2 * 2 * 2 * 16 * 4  # rows, KV heads, key and value, channels, bytes
+    assert layer.nbytes == (entries + PROMPT) * raw
+    fed(layer, tensors, PROMPT, [1])
+    assert layer.nbytes == entries * raw
+    assert layer.store_bytes == 0
+    # A later prompt is read by the settings, and so is one after the end was called.
+    near32 = functools.partial(torch.testing.assert_close, rtol=0, atol=2e-5)
+    rest = LENGTH - PROMPT - 1
+    wanted = dense(config, tensors)
+    near32(fed(layer, tensors, PROMPT + 1, [rest]), wanted[:, :, PROMPT + 1 :])
+    # Taken back whole, it is a first prompt again.
+    other = new_layer(config, ROTARY, rollback=LENGTH)
+    fed(other, tensors, 0, [PROMPT, 1])
+    other.crop(PROMPT + 1)
+    near32(fed(other, tensors, 0, [30, 11]), expected(config, tensors)[:, :, :PROMPT])
+
+
+def test_a_store_of_fetch_makes_later_prompts_exact():
+    config = CCAConfig.paper(4, 9, fetch_groups=2, fetch_index="mean", prefill="full")
+    tensors = inputs()
+    full = dense(CCAConfig.paper(1, 1), tensors)
+    wanted = dense(config, tensors)
+    layer = new_layer(config, ROTARY)
+    fed(layer, tensors, 0, [20, 1, 1])
+    near(fed(layer, tensors, 22, [20]), full[:, :, 22:42])
+    near(fed(layer, tensors, 42, [5], is_prompt=False), wanted[:, :, 42:47])
+    near(fed(layer, tensors, 47, [1]), wanted[:, :, 47:48])
+
+
+def test_a_prompt_is_read_before_its_tokens_are_rounded():
+    config = CCAConfig.paper(4, 9, cache_dtype="int8", prefill="full")
+    tensors = inputs(torch.float32)
+    near32 = functools.partial(torch.testing.assert_close, rtol=0, atol=2e-5)
+    layer, plain = (new_layer(x, ROTARY) for x in (config, config.replace(prefill="auto")))
+    out = fed(layer, tensors, 0, [22, PROMPT - 22])
+    near32(out, dense(CCAConfig.paper(1, 1), tensors)[:, :, :PROMPT])
+    fed(plain, tensors, 0, [PROMPT])
+    for x, y in zip(buffers(layer), buffers(plain)):
+        assert torch.equal(x, y)
+    near32(fed(layer, tensors, PROMPT, [1] * 9), fed(plain, tensors, PROMPT, [1] * 9))
+
+
+@pytest.mark.parametrize("settings", [{}, {"fetch_groups": 2, "fetch_index": "mean"}])
+def test_the_first_append_is_differentiable(settings):
+    config = CCAConfig.paper(4, 9, sink_size=3, **settings, prefill="full")
+    tensors = [x.requires_grad_() for x in inputs()]
+    out = new_layer(config, ROTARY).attend(*tensors)
+    wanted = dense(CCAConfig.paper(1, 1), tensors)
+    near(out, wanted)
+    for x, y in zip(*(torch.autograd.grad(x.square().sum(), tensors) for x in (out, wanted))):
+        near(x, y)
