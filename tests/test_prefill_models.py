@@ -137,7 +137,8 @@ def test_a_server_reads_alike_shares_no_beginnings_and_counts_raw_tokens(monkeyp
                 assert scheduler.memory.used <= scheduler.memory.allocated <= room
                 assert read <= len(caches) * (row + raw)
                 most = max(most, len(scheduler.reading))
-            assert answers[0] == answers[1] and most == together
+            assert most == together
+            assert answers[0] == answers[1]
             assert not scheduler.memory.prefixes._nodes
         assert is_greedy(monkeypatch, model, ids[None], answers[0])
         with pytest.raises(ValueError, match="prompt and answer must fit the cache"):

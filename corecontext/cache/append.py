@@ -36,6 +36,25 @@ class NewTokens(NamedTuple):
         return NewTokens(q, k, v, stored, raw)
 
 
+def reading_of(entries: Entries) -> str:
+    """Return the attention that reads a prompt, one of `config.PREFILLS`: full attention as long as
+    there are raw tokens."""
+    prefill = entries.config.prefill
+    if prefill == "full" and entries.store is None:
+        return "auto"
+    return prefill
+
+
+def spec_of(spec: Spec, reading: str, end: int) -> Spec:
+    """Return the settings by which tokens before `end` attend."""
+    if reading == "full":
+        # A window that no token leaves: no core token is seen.
+        return spec.replace(window_size=end, sink_size=0, fetch_groups=0)
+    if reading == "cca":
+        return spec.replace(fetch_groups=0)
+    return spec
+
+
 def append_rows(
     entries: Entries, new: NewTokens, rows: slice, position: int, reading: str | None
 ) -> Tensor | None:
@@ -97,9 +116,7 @@ def append_rows(
     # planted: prefill: a prompt is read by CCA
     if reading == "full":
         return _attend_fully(entries, new.q, rows, position)
-    spec = entries.spec
-    if reading == "cca":
-        spec = spec.replace(fetch_groups=0)
+    spec = spec_of(entries.spec, reading, position + count)
     # Nothing is compressed yet: PyTorch's own attention is the fastest.
     # planted: 4: plain attention for a prompt one token too long
     is_plain = position == 0 and num_visible_cores(end - 1, g, spec.window_size) == 0
@@ -120,12 +137,11 @@ def _attend_fully(entries: Entries, q: Tensor, rows: slice, position: int) -> Te
     heads = entries.keys.shape[1]
     if entries.spec.softcap is None:
         return attend_causally(q, k, v, entries.spec.scale)
-    # A window that no token leaves: no core token is seen.
-    spec = entries.spec.replace(window_size=end, sink_size=0, fetch_groups=0)
     heads = k.shape[1]
     grouped = q.unflatten(1, (heads, -1)).flatten(0, 1)
     tokens = Tokens(grouped, k, v, position)
     cores = entries.get_cores(rows, 0, q.dtype)
+    spec = spec_of(entries.spec, "full", end)
     out, _ = backend_module(entries.config.backend, q).attend(tokens, cores, spec)
     return out.unflatten(0, (-1, heads)).flatten(1, 2)
 

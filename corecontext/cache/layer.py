@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from corecontext.cache.append import NewTokens, append_rows
+from corecontext.cache.append import NewTokens, append_rows, reading_of, spec_of
 from corecontext.cache.decode_step import decode_step
 from corecontext.cache.slots import read, write
 from corecontext.cache.state import LayerState
@@ -121,7 +121,7 @@ class CompactLayer(LayerState):
             if not is_prompt:
                 self.end_prompt()
             self._make_room(end)
-            reading = self._reading(is_prompt)
+            reading = reading_of(self) if is_prompt else "auto"
             stored = self.encode(k, v)
             raw = stored if self.config.fetch_groups else [k, v]
             self._note_lost(start, stored)
@@ -135,20 +135,9 @@ class CompactLayer(LayerState):
             return q.new_zeros(q.shape) if out is None else out
         inputs = Inputs(q, k, v, self.config.core_bias, self.learned)
         backend = self.config.backend
-        spec = self.spec
-        if reading in ("cca", "full"):
-            spec = spec.replace(fetch_groups=0)
-        if reading == "full":
-            spec = spec.replace(window_size=end)  # no core token is seen
+        spec = spec_of(self.spec, reading, end)
         # planted: sinks: lost when the first append is differentiated
         return attend(inputs, spec, Ragged(attention_mask), backend)[0]
-
-    def _reading(self, is_prompt: bool) -> str:
-        """Return the attention of an append, one of `config.PREFILLS`."""
-        prefill = self.config.prefill
-        if not is_prompt or (prefill == "full" and self.store is None):
-            return "auto"
-        return prefill
 
     def _append_spans(
         self, tokens: NewTokens, start: int, stops: list[int], reading: str | None
