@@ -854,7 +854,7 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     ),
     Fault(
         "prefill: a prompt is read by CCA",
-        'if reading == "none":',
+        'if prefill == "full":',
         f"{PREFILL}::test_a_prompt_and_what_follows_are_those_of_the_definition",
     ),
     Fault(

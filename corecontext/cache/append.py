@@ -40,6 +40,7 @@ def reading_of(entries: Entries) -> str:
     """Return the attention that reads a prompt, one of `config.PREFILLS`: full attention as long as
     there are raw tokens."""
     prefill = entries.config.prefill
+    # planted: prefill: a prompt is read by CCA
     if prefill == "full" and entries.store is None:
         return "auto"
     return prefill
@@ -113,7 +114,6 @@ def append_rows(
 
     if reading is None:
         return None
-    # planted: prefill: a prompt is read by CCA
     if reading == "full":
         return _attend_fully(entries, new.q, rows, position)
     spec = spec_of(entries.spec, reading, position + count)
