@@ -186,13 +186,7 @@ def document_nll(
     Raises:
         UserError: losses are no numbers, or `CCAConfig.prefill` has an attention of its own.
     """
-    handle = handle_of(model)
-    # planted: prefill: the perplexity of full attention
-    if handle is not None and handle.config.prefill not in ("auto", "fetch"):
-        raise UserError(
-            f"prefill must be auto where texts are scored, got {handle.config.prefill!r}: it would "
-            "read every token. Use --prefill auto."
-        )
+    _check_prefill(model)
     cache = None
     losses = []
     with torch.inference_mode():
@@ -213,6 +207,19 @@ def document_nll(
             "or take another --dtype."
         )
     return nll
+
+
+def _check_prefill(model: Any) -> None:
+    """Raise where a whole text would be read as a prompt, by an attention of its own."""
+    if not isinstance(model, torch.nn.Module):
+        return
+    handle = handle_of(model)
+    # planted: prefill: the perplexity of full attention
+    if handle is not None and handle.config.prefill in ("cca", "full"):
+        raise UserError(
+            f"prefill must be auto where texts are scored, got {handle.config.prefill!r}: it would "
+            "read every token. Use --prefill auto."
+        )
 
 
 def hidden_nll(head: Any, hidden: Tensor, input_ids: Tensor, *, chunk_size: int = 1024) -> Tensor:

@@ -75,7 +75,7 @@ def register() -> type:
                     f"batch_size must be 1 with num_groups, got {inps.shape[0]}: the harness fills "
                     "rows up without a mask, and g would follow the longest."
                 )
-            if self._model.config.cca["prefill"] not in ("auto", "fetch"):
+            if self._model.config.cca["prefill"] in ("cca", "full"):
                 raise UserError(
                     "prefill must be 'auto' for tasks that score texts, got "
                     f"{self._model.config.cca['prefill']!r}: it would read every token."
