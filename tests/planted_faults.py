@@ -582,7 +582,8 @@ return attend_buffer(
     Fault(
         "sinks: lost when the first append is differentiated",
         """
-return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), backend)[0]
+spec = spec.replace(sink_size=0)
+return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
 """,
         f"{CACHE}::test_first_append_is_differentiable_later_ones_refuse",
     ),
@@ -870,8 +871,8 @@ return attend(inputs, self.spec.replace(sink_size=0), Ragged(attention_mask), ba
     Fault(
         "prefill: a prompt is read after its tokens are rounded",
         """
-raw = self.decode(stored, k.dtype)
-tokens = NewTokens(q, *raw, stored, raw)
+raw = entries.decode(stored, k.dtype)
+return NewTokens(q, *raw, stored, raw)
 """,
         f"{PREFILL}::test_a_prompt_is_read_before_its_tokens_are_rounded",
     ),

@@ -36,9 +36,19 @@ class NewTokens(NamedTuple):
         return NewTokens(q, k, v, stored, raw)
 
 
-def reading_of(entries: Entries) -> str:
-    """Return the attention that reads a prompt, one of `config.PREFILLS`: full attention as long as
-    there are raw tokens."""
+def new_tokens(entries: Entries, q: Tensor, k: Tensor, v: Tensor) -> NewTokens:
+    """Return the tokens of an append, rounded as the cache stores them."""
+    stored = entries.encode(k, v)
+    raw = stored if entries.config.fetch_groups else [k, v]
+    # planted: prefill: a prompt is read after its tokens are rounded
+    return NewTokens(q, *entries.decode(stored, k.dtype), stored, raw)
+
+
+def reading_of(entries: Entries, is_prompt: bool) -> str:
+    """Return the attention of an append, one of `config.PREFILLS`: full attention reads a prompt as
+    long as there are raw tokens."""
+    if not is_prompt:
+        return "auto"
     prefill = entries.config.prefill
     # planted: prefill: a prompt is read by CCA
     if prefill == "full" and entries.store is None:
@@ -133,11 +143,11 @@ def append_rows(
 def _attend_fully(entries: Entries, q: Tensor, rows: slice, position: int) -> Tensor:
     """Attend from queries [rows, H, T, D] to all raw tokens up to their own, [rows, H, T, D]."""
     end = position + q.shape[2]
-    k, v = entries.store.tokens(rows, end)
     heads = entries.keys.shape[1]
+    k, v = entries.store.tokens(rows, end)
     if entries.spec.softcap is None:
+        k, v = (x.unflatten(0, (-1, heads)) for x in (k, v))
         return attend_causally(q, k, v, entries.spec.scale)
-    heads = k.shape[1]
     grouped = q.unflatten(1, (heads, -1)).flatten(0, 1)
     tokens = Tokens(grouped, k, v, position)
     cores = entries.get_cores(rows, 0, q.dtype)

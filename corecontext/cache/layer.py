@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from corecontext.cache.append import NewTokens, append_rows, reading_of, spec_of
+from corecontext.cache.append import NewTokens, append_rows, new_tokens, reading_of, spec_of
 from corecontext.cache.decode_step import decode_step
 from corecontext.cache.slots import read, write
 from corecontext.cache.state import LayerState
@@ -62,16 +62,15 @@ class CompactLayer(LayerState):
         softcap: float | None = None,
         is_prompt: bool = True,
     ) -> Tensor:
-        """Append n new tokens and attend from them to all tokens so far (docs/math.md, eq. 5), or
-        where they are a prompt's as `CCAConfig.prefill` says.
+        """Append n new tokens and attend from them to all tokens so far (docs/math.md, eq. 5;
+        a prompt's as `CCAConfig.prefill` says).
 
         Args:
             q: [B, H, n, D], rotary applied. k, v: [B, Hkv, n, D].
             attention_mask: [B, tokens so far + n], 0 for left padding; may be left out once every
                 row has a token (`padding_known`).
             scale, softcap: As in `cca_attention`.
-            is_prompt: False where they are a draft. One token that `expect` has not announced is a
-                decoding step and ends the prompt.
+            is_prompt: False for a draft. One token not announced by `expect` ends a prompt.
 
         Returns:
             [B, H, n, D], 0 at padding. Differentiable only for the first append, when nothing is
@@ -120,13 +119,10 @@ class CompactLayer(LayerState):
                 self.begin_prompt(k)
             if not is_prompt:
                 self.end_prompt()
+            reading = reading_of(self, is_prompt)
             self._make_room(end)
-            reading = reading_of(self) if is_prompt else "auto"
-            stored = self.encode(k, v)
-            raw = stored if self.config.fetch_groups else [k, v]
-            self._note_lost(start, stored)
-            # planted: prefill: a prompt is read after its tokens are rounded
-            tokens = NewTokens(q, *self.decode(stored, k.dtype), stored, raw)
+            tokens = new_tokens(self, q, k, v)
+            self._note_lost(start, tokens.stored)
             out = self._append_spans(tokens, start, stops, None if needs_grad else reading)
             self.set_length(end)
             # planted: 4: a chunk forgets the longest length
@@ -134,10 +130,9 @@ class CompactLayer(LayerState):
         if not needs_grad:
             return q.new_zeros(q.shape) if out is None else out
         inputs = Inputs(q, k, v, self.config.core_bias, self.learned)
-        backend = self.config.backend
         spec = spec_of(self.spec, reading, end)
         # planted: sinks: lost when the first append is differentiated
-        return attend(inputs, spec, Ragged(attention_mask), backend)[0]
+        return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
 
     def _append_spans(
         self, tokens: NewTokens, start: int, stops: list[int], reading: str | None
