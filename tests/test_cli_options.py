@@ -39,10 +39,12 @@ SIZES = ["--untested"]
 for _name in ("group_size", "window_size", "sinks", "dtype", "device"):
     SIZES += [f"--{_name.replace('_', '-')}", str(SIZE_VALUES[_name])]
 
-FETCH = ["--fetch-groups", "6", "--fetch-index", "parts:2", "--prefill", "cca"]
-FETCH_VALUES = {"fetch_groups": 6, "fetch_index": "parts:2", "prefill": "cca"}
+FETCH = ["--fetch-groups", "6", "--fetch-index", "parts:2"]
+FETCH_VALUES = {"fetch_groups": 6, "fetch_index": "parts:2"}
 STORED = [*FETCH, "--store", "host"]
 STORED_VALUES = {**FETCH_VALUES, "store": "host"}
+READ = [*STORED, "--prefill", "cca"]
+READ_VALUES = {**STORED_VALUES, "prefill": "cca"}
 
 
 class Calls(list):
@@ -117,8 +119,8 @@ def test_generate(monkeypatch, calls, here, capsys):
     line = "generate --model m --question q --no-chat-template --max-new-tokens 9 --chunk-size 4"
     line += " --temperature 0.5 --top-k 7 --top-p 0.25 --seed 8 --method window"
     line += " --cache-dtype int8 --full-heads 0:1"
-    assert main(line, *SIZES, *STORED, "--prompt", "a text") == 0
-    of_load = {**SIZE_VALUES, **STORED_VALUES, "method": "window"}
+    assert main(line, *SIZES, *READ, "--prompt", "a text") == 0
+    of_load = {**SIZE_VALUES, **READ_VALUES, "method": "window"}
     of_load |= {"cache_dtype": "int8", "full_heads": "0:1"}
     wanted = generation.Continuation(
         max_new_tokens=9, temperature=0.5, top_k=7, top_p=0.25, seed=8, chunk_size=4
@@ -128,7 +130,7 @@ def test_generate(monkeypatch, calls, here, capsys):
     assert calls[2][1][0] is model and calls[2][1][2] == wanted
     assert capsys.readouterr() == ("abc\n", "idle at 9\n")
     assert main(line, *SIZES, "--prompt-file", "text.txt", "--output", "out.txt") == 0
-    assert calls[3][2] == {**of_load, **dict.fromkeys(STORED_VALUES)}
+    assert calls[3][2] == {**of_load, **dict.fromkeys(READ_VALUES)}
     assert calls[4] == calls[1]
     assert Path("out.txt").read_text() == "abc"
     assert capsys.readouterr() == ("", "idle at 9\n")
@@ -143,8 +145,8 @@ def test_perplexity(monkeypatch, calls, here):
     monkeypatch.setattr(perplexity, "to_records", calls.keep("records", []))
     line = "perplexity text.txt --model f/m --chunk-size 6 --json r.jsonl --full-heads 0:1"
     line += " --cache-dtype int8"
-    assert main(line, *SIZES, *STORED, "--method", "full") == 0
-    sizes = {**SIZE_VALUES, **STORED_VALUES, "method": "full"}
+    assert main(line, *SIZES, *READ, "--method", "full") == 0
+    sizes = {**SIZE_VALUES, **READ_VALUES, "method": "full"}
     sizes |= {"cache_dtype": "int8", "full_heads": "0:1"}
     assert calls[0] == ("load", ("f/m",), sizes)
     assert calls[1][1][1:] == ("a text", "full", 6)
@@ -153,11 +155,11 @@ def test_perplexity(monkeypatch, calls, here):
         ("records", ({"full": "measured"}, "f/m"), {}),
     ]
     calls.clear()
-    assert main(line, *SIZES, *STORED, "--compare", "--method", "window") == 0
+    assert main(line, *SIZES, *READ, "--compare", "--method", "window") == 0
     pairs = zip(calls[:10:2], calls[1:10:2])
     found = {measure[1][2]: load[2] for load, measure in pairs}
-    plain = {**SIZE_VALUES, **dict.fromkeys(("cache_dtype", "full_heads", *STORED_VALUES))}
-    cca = {**SIZE_VALUES, **STORED_VALUES, "method": "cca"}
+    plain = {**SIZE_VALUES, **dict.fromkeys(("cache_dtype", "full_heads", *READ_VALUES))}
+    cca = {**SIZE_VALUES, **READ_VALUES, "method": "cca"}
     cca |= {"cache_dtype": "int8", "full_heads": None}
     assert found == {
         "full": {**plain, "method": "full", "sinks": None},
@@ -221,10 +223,13 @@ def test_eval_and_compare(monkeypatch, calls, here, command):
     monkeypatch.setattr(summary, "to_records", calls.keep("records", [record]))
     monkeypatch.setattr(summary, "draw", calls.keep("draw"))
     more = "" if command == "eval" else " --method full --method cca --plot p.png"
-    assert main(f"{command} {EVALUATION} --json s.jsonl{more}", *SIZES, *FETCH) == 0
+    assert (
+        main(f"{command} {EVALUATION} --json s.jsonl{more}", *SIZES, *FETCH, "--prefill", "cca")
+        == 0
+    )
     settings = Settings((8, 9), (3,), ("law",), 4, 6, 7, 10, 11)
     names = ("group_size", "window_size", "sinks", "untested")
-    sizes = {name: SIZE_VALUES[name] for name in names} | FETCH_VALUES
+    sizes = {name: SIZE_VALUES[name] for name in names} | FETCH_VALUES | {"prefill": "cca"}
     sizes |= {"patterns": "p", "full_heads": "0:1"}
     model_options = ModelOptions(sizes, None, 12, False, "float16", "cpu")
     methods = ["cca"] if command == "eval" else ["full", "cca"]
