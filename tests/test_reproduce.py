@@ -17,6 +17,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from test_eval import write_lines
 from tiny_model import save_tiny_model
 
@@ -71,6 +72,15 @@ def done(tmp_path_factory):
     json_path = out.parent / "quality.jsonl"
     assert main(["--smoke", "--out", str(out), "--device", "cpu", "--json", str(json_path)]) == 0
     return out, json_path
+
+
+@pytest.fixture
+def unpainted(done, monkeypatch):
+    """Pictures of later reports are drawn and not painted, which `done` does once for all."""
+    picture = next(done[0].glob("*.png"))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path, **options: shutil.copy(picture, path)
+    )
 
 
 def test_every_stage_leaves_records_and_the_report_ties_numbers_to_them(done):
@@ -145,7 +155,7 @@ def test_the_papers_rows_are_all_there():
     }
 
 
-def test_a_report_says_what_is_not_measured_yet(done, tmp_path):
+def test_a_report_says_what_is_not_measured_yet(done, unpainted, tmp_path):
     out, _ = done
     records = [
         one for stage in stages(SMOKE) for one in read_records(out / stage.name / "records.jsonl")
@@ -160,7 +170,7 @@ def test_a_report_says_what_is_not_measured_yet(done, tmp_path):
     assert "Not measured yet" in write_report(tmp_path, [], SMOKE).read_text()
 
 
-def test_run_again_runs_nothing_and_other_runs_are_refused(done, capsys, tmp_path):
+def test_run_again_runs_nothing_and_other_runs_are_refused(done, unpainted, capsys, tmp_path):
     out, json_path = done
     before = json_path.read_bytes()
     assert main(["--smoke", "--out", str(out), "--device", "cpu", "--json", str(json_path)]) == 0

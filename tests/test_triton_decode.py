@@ -114,9 +114,9 @@ def test_every_step_of_every_row(case, softcap, dtype):
     # Whatever the dtype, scores are float32: half precision has its own tiles alone.
     half = dtype != torch.float32
     if softcap:
-        chosen = () if half else (CASES[2], CASES[5], CASES[7])
+        chosen = () if half else (CASES[5], CASES[7])
     else:
-        chosen = (CASES[0], CASES[2], CASES[4], CASES[9], CASES[10]) if half else CASES
+        chosen = (CASES[2], CASES[4], CASES[9], CASES[10]) if half else CASES
     if not GPU and case not in chosen:
         pytest.skip("the interpreter is slow")
     config = CCAConfig.paper(g, s, backend="triton", **settings)
@@ -162,9 +162,9 @@ def test_entries_are_shared_by_several_programs():
     assert decode_splits(chip, 10**6, 10**6, 64) == 1
 
 
-@pytest.mark.parametrize("prefill", [3, 30])
-def test_nothing_unseen_is_read(prefill):
-    g, s, length = 4, 9, 46
+@pytest.mark.parametrize("prefill, length", [(3, 31), (30, 46)])
+def test_nothing_unseen_is_read(prefill, length):
+    g, s = 4, 9
     layer, qkv = (
         CompactLayer(CCAConfig.paper(g, s, backend="triton"), rotary_of(16), max_length=99),
         tensors(1, 4, 2, length, 16, torch.float32),
@@ -184,7 +184,7 @@ def test_nothing_unseen_is_read(prefill):
 
 
 def test_the_same_bits_from_run_to_run():
-    config, qkv = CCAConfig.paper(4, 9, backend="triton"), tensors(2, 2, 1, 40, 16, torch.float16)
+    config, qkv = CCAConfig.paper(4, 9, backend="triton"), tensors(2, 2, 1, 30, 16, torch.float16)
     runs = []
     for _ in range(2):
         layer = CompactLayer(config, rotary_of(16), max_length=60)
