@@ -22,7 +22,6 @@ import torch
 
 from corecontext.baselines import enabled
 from corecontext.config import CCAConfig
-from corecontext.data.needles import WORDING
 from corecontext.data.readers import find_file, read_documents
 from corecontext.eval.runner import fingerprint
 from corecontext.files import UserError, cache_folder
@@ -77,8 +76,6 @@ class Protocol:
     needle_lengths: tuple[int, ...] = (4000, 7900)
     full_heads: str | None = None
     """KV heads that keep every token, "LAYER:HEAD,..."; None searches for them."""
-    wording: str = WORDING
-    """Of needles."""
     lists: int = 10
     """Lists of values, of one length."""
     hit_steps: int = 0
@@ -141,7 +138,7 @@ class RealModel:
         if protocol.needles:
             for length in protocol.needle_lengths:
                 questions["needles", length] = needle_questions(
-                    self.essays, tokenizer, length, protocol.needles, seed, protocol.wording
+                    self.essays, tokenizer, length, protocol.needles, seed
                 )
         if protocol.lists:
             questions["list", LIST_TOKENS] = list_questions(

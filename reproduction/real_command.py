@@ -8,7 +8,6 @@ import typer
 
 from corecontext.cli.options import MODEL_HELP, Device, Dtype, Seed
 from corecontext.config import DEFAULT_GROUP_SIZE, listed
-from corecontext.data.needles import WORDING, WORDINGS
 from corecontext.files import UserError
 from reproduction.real_methods import METHODS, WITH_HEADS, Sizes
 from reproduction.real_training import Adaptation
@@ -55,9 +54,6 @@ def real(
     needle_length: Annotated[
         list[int], typer.Option(help="Tokens of a needle's prompt; may be repeated.")
     ] = [4000, 7900],
-    needle_wording: Annotated[
-        str, typer.Option(help=f"Wording of needles: {listed(tuple(WORDINGS))}.")
-    ] = WORDING,
     lists: Annotated[int, typer.Option(help="Lists of values to be given back.")] = 10,
     hit_steps: Annotated[
         int,
@@ -99,10 +95,6 @@ def real(
     for name in method:
         if name not in METHODS:
             raise UserError(f"method must be {listed(tuple(METHODS))}, got {name!r}.")
-    if needle_wording not in WORDINGS:
-        raise UserError(
-            f"needle-wording must be {listed(tuple(WORDINGS))}, got {needle_wording!r}."
-        )
     check_least(0, steps=steps, needles=needles, lists=lists, head_needles=head_needles)
     check_least(0, hit_steps=hit_steps)
     check_least(1, windows=windows, rows=rows, rows_at_once=rows_at_once)
@@ -136,7 +128,6 @@ def real(
             windows=windows,
             needles=needles,
             needle_lengths=tuple(needle_length),
-            wording=needle_wording,
             lists=lists,
             hit_steps=hit_steps,
             full_heads=full_heads,

@@ -51,9 +51,10 @@ def draw_frontier(records: Sequence[Record], path: str) -> None:
 
 
 def _gain(line: Line) -> float | None:
-    """Return the mean gain in percent of a line that the figure shows."""
+    """Return the mean gain in percent of a line that the figure shows: beside other means, core
+    tokens only with their masses."""
     method = line.params["method"]
-    if method not in SHORT:
+    if method not in SHORT or (method != "cca" and line.params["core_mass"] is False):
         return None
     if method in ENDS:
         return 0.0

@@ -29,12 +29,27 @@ class Line(NamedTuple):
 
 
 def real_markdown(records: Sequence[Record], *, trained: bool, short: bool = False) -> str:
-    """Return the table of models as they are, or of trained ones; means over the seeds. Lines
-    without answers are left out, in a short table all but SHORT, with mass, raw tokens on the
-    host."""
-    lines = [line for line in lines_of(records, trained=trained) if tasks_of(line)]
+    """Return the table of models as they are, or of trained ones; means over the seeds. Indices
+    without answers have a table of their own.
+
+    Args:
+        short: Only SHORT, with mass; with fetch only the stores on the host where there are any.
+    """
+    lines = [
+        line
+        for line in lines_of(records, trained=trained)
+        if line.params["method"] != "fetch" or tasks_of(line)
+    ]
     if short:
-        lines = [line for line in lines if _is_short(line.params)]
+        stores = {line.params["store"] for line in lines}
+        unshown = {"device"} if "host" in stores else set()
+        lines = [
+            line
+            for line in lines
+            if line.params["method"] in SHORT
+            and line.params["core_mass"] is not False
+            and line.params["store"] not in unshown
+        ]
     columns = [
         Column("attention", _title, left=True),
         Column("cache, MiB", lambda line: _cache(line, "device_bytes")),
@@ -46,11 +61,6 @@ def real_markdown(records: Sequence[Record], *, trained: bool, short: bool = Fal
     if any(len(line.values["far"]) > 1 for line in lines):
         columns.insert(1, Column("seeds", lambda line: str(len(line.values["far"]))))
     return _table(columns, lines)
-
-
-def _is_short(params: dict[str, Any]) -> bool:
-    has_mass = params["core_mass"] is not False
-    return params["method"] in SHORT and has_mass and params["store"] != "device"
 
 
 def index_markdown(records: Sequence[Record]) -> str:

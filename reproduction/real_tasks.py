@@ -8,6 +8,7 @@ in one pass; in a list, a record follows the right records before it.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from corecontext.data.chat import chat_prompt
@@ -18,11 +19,12 @@ from reproduction.real_attention import AttentionRun
 
 LIST_RECORDS = 40
 """Records of a list."""
-LIST_TOKENS = 4000
-"""Tokens of its prompt."""
+LIST_TOKENS = 2500
+"""Tokens of its text."""
+RECORD = '{{"name": "{name}", "value": {value}}}'
 QUESTION = (
-    "The text below has the values of {count} things. Memorize them: a question follows the text."
-    "\n\n{text}\n\nReturn the values of all {count} things as JSON, in the order of the text."
+    "The text below has {count} records in JSON. Memorize them: a question follows the text."
+    "\n\n{text}\n\nReturn the {count} records in JSON, one a line, in the order of the text."
 )
 
 
@@ -43,10 +45,10 @@ class Question(NamedTuple):
 
 
 def needle_questions(
-    text: str, tokenizer: Any, length: int, count: int, seed: int, wording: str
+    text: str, tokenizer: Any, length: int, count: int, seed: int
 ) -> list[Question]:
     """Return questions for a number that is hidden at even depths."""
-    needles = make_needles(text, tokenizer, length, count, seed, wording)
+    needles = make_needles(text, tokenizer, length, count, seed)
     return [
         Question(
             [*needle.ids, *needle.answer],
@@ -59,8 +61,7 @@ def needle_questions(
 def list_questions(
     text: str, tokenizer: Any, count: int, seed: int, records: int = LIST_RECORDS
 ) -> list[Question]:
-    """Return questions for the numbers of many things, spread evenly over a text of about
-    LIST_TOKENS tokens.
+    """Return questions for many records, spread evenly over a text of about LIST_TOKENS tokens.
 
     Raises:
         UserError: the text is too short.
@@ -74,7 +75,7 @@ def list_questions(
     rng = random.Random(f"{seed}-list")
     questions = []
     for _ in range(count):
-        facts = make_facts(rng, ["value"], records)
+        facts = [_record(fact) for fact in make_facts(rng, ["value"], records)]
         taken = sum(len(tokenizer(fact.sentence, **options)["input_ids"]) for fact in facts)
         tokens = max(1, LIST_TOKENS - taken)
         start = rng.randrange(len(offsets) - tokens + 1)
@@ -83,14 +84,21 @@ def list_questions(
     return questions
 
 
+def _record(fact: Fact) -> Fact:
+    """Return a fact whose sentence is a record in JSON."""
+    name = fact.sentence.split()[3]  # The value of NAME is
+    return replace(fact, sentence=RECORD.format(name=name, value=fact.answer))
+
+
 def _list_question(tokenizer: Any, text: str, facts: list[Fact]) -> Question:
-    """Return the question for the values of facts in a text, and its answer in JSON."""
+    """Return the question for records in a text, and its answer."""
     depths = [(i + 0.5) / len(facts) for i in range(len(facts))]
     question = QUESTION.format(count=len(facts), text=plant(text, facts, depths))
-    asked = chat_prompt(tokenizer, [("user", question)]) + "{"
+    asked = chat_prompt(tokenizer, [("user", question)])
     places = []
     for fact in facts:
-        asked += f'"{fact.sentence.split()[3]}": {fact.answer},\n'
-        places.append((len(asked) - len(fact.answer) - 2, len(asked) - 2))
+        asked += f"{fact.sentence}\n"
+        end = len(asked) - len("}\n")
+        places.append((end - len(fact.answer), end))
     ids, parts = find_tokens(tokenizer, asked, places)
     return Question(ids, tuple(parts))

@@ -264,7 +264,7 @@ def test_heads_are_found_by_the_answers_to_needles(tmp_path, capsys):
     for row, start in zip(rows, starts):
         shown = loaded.tokenizer.decode(row[0, start:])
         numbers.append(shown.strip())
-        assert loaded.tokenizer.decode(row[0, :start]).endswith("The secret number is")
+        assert loaded.tokenizer.decode(row[0, :start]).endswith("The special magic number is")
         assert loaded.tokenizer.decode(row[0]).count(numbers[-1]) == 2 and row.shape[1] <= 400
     assert len(set(numbers)) == 2 and all(len(number) == 7 for number in numbers)
     nll = [document_nll(loaded.model, row)[start - 1 :] for row, start in zip(rows, starts)]

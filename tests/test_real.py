@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from corecontext.baselines import enabled
 from corecontext.config import CCAConfig
-from corecontext.data.needles import WORDING, WORDINGS, make_needles
+from corecontext.data.needles import ANSWER, QUESTION, SENTENCE, make_needles
 from corecontext.data.readers import read_lines
 from corecontext.files import UserError
 from corecontext.heads.budget import Shape, Unit
@@ -103,15 +103,14 @@ def test_needles_are_in_the_template_at_their_depth(data, model, length):
     tokenizer = AutoTokenizer.from_pretrained(model)
     essays = next(read_lines(data / "haystack_essays.jsonl"))["text"]
     needles = make_needles(essays, tokenizer, length, 5, seed=3)
-    wording = WORDINGS[WORDING]
-    before_text, after_text = wording.question.split("{text}")
+    before_text, after_text = QUESTION.split("{text}")
     assert [needle.depth for needle in needles] == [0, 0.25, 0.5, 0.75, 1]
     assert len({needle.number for needle in needles}) == 5
     for needle in needles:
         assert length - 3 <= len(needle.ids) <= length
         prompt = tokenizer.decode(needle.ids)
-        assert prompt.startswith("<user>") and prompt.endswith(f"</><assistant>{wording.answer}")
-        sentence = wording.sentence.format(number=needle.number)
+        assert prompt.startswith("<user>") and prompt.endswith(f"</><assistant>{ANSWER}")
+        sentence = SENTENCE.format(number=needle.number)
         assert len(needle.number) == 7 and prompt.count(sentence) == 1
         assert tokenizer.decode(needle.answer).strip() == needle.number
         text = prompt.partition(before_text)[2].partition(after_text)[0]
@@ -129,11 +128,11 @@ def test_lists_have_their_values_in_the_text_and_in_the_answer(data, model, monk
     essays = next(read_lines(data / "haystack_essays.jsonl"))["text"]
     for question in list_questions(essays, tokenizer, 2, seed=3, records=4):
         text, answer = tokenizer.decode(question.ids).split("</><assistant>")
-        values = json.loads(answer.rstrip(",\n") + "}")
-        assert len(values) == len(question.parts) == 4
-        for (name, value), part in zip(values.items(), question.parts):
-            assert text.count(f"The value of {name} is {value}.") == 1
-            assert tokenizer.decode(question.ids[part]).strip() == str(value)
+        records = answer.splitlines()
+        assert len(set(records)) == len(question.parts) == 4
+        for record, part in zip(records, question.parts):
+            assert text.count(record) == 1
+            assert tokenizer.decode(question.ids[part]).strip() == str(json.loads(record)["value"])
     with pytest.raises(UserError, match="must have at least 600 tokens"):
         list_questions("Too short.", tokenizer, 1, seed=3)
 

@@ -11,67 +11,15 @@ from corecontext.data.chat import chat_prompt
 from corecontext.data.retrieval import Fact, plant
 from corecontext.files import UserError
 
+SENTENCE = "The special magic number is {number}."
+QUESTION = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. I will "
+    "quiz you about the number afterwards.\n\n{text}\n\nWhat is the special magic number?"
+)
+ANSWER = "The special magic number is"
+"""The beginning of the answer, which the prompt ends with."""
 ANSWER_TOKENS = 32
 """Most tokens of an answer."""
-
-
-class Wording(NamedTuple):
-    """How a number is hidden and asked for."""
-
-    sentence: str
-    """In the text, with {number}."""
-    question: str
-    """The user's message, with {text}."""
-    answer: str
-    """The beginning of the answer, which the prompt ends with."""
-
-
-WORDINGS = {
-    "secret": Wording(
-        "The secret number is {number}.",
-        "A secret number is hidden in the text below. Memorize it: a question follows the text."
-        "\n\n{text}\n\nWhat is the secret number?",
-        "The secret number is",
-    ),
-    "quiz": Wording(
-        "The special magic number is {number}.",
-        "A special magic number is hidden within the following text. Make sure to memorize it. I "
-        "will quiz you about the number afterwards.\n\n{text}\n\nWhat is the special magic number "
-        "mentioned in the provided text?",
-        "The special magic number mentioned in the provided text is",
-    ),
-    "magic": Wording(
-        "The special magic number is {number}.",
-        "A special magic number is hidden within the following text. Make sure to memorize it. I "
-        "will quiz you about the number afterwards.\n\n{text}\n\nWhat is the special magic number?",
-        "The special magic number is",
-    ),
-    "key": Wording(
-        "The pass key is {number}. Remember it. {number} is the pass key.",
-        "There is a pass key hidden in a lot of irrelevant text. Find it and memorize it."
-        "\n\n{text}\n\nWhat is the pass key?",
-        "The pass key is",
-    ),
-    "code": Wording(
-        "The access code of the vault is {number}.",
-        "Read the text below. It has the access code of the vault.\n\n{text}\n\nWhat is the access "
-        "code of the vault?",
-        "The access code of the vault is",
-    ),
-    "one": Wording(
-        "One of the special magic numbers for long-context is: {number}.",
-        "A special magic number is hidden within the following text. Make sure to memorize it. I "
-        "will quiz you about the number afterwards.\n\n{text}\n\nWhat is the special magic number "
-        "for long-context mentioned in the provided text?",
-        "The special magic number for long-context mentioned in the provided text is:",
-    ),
-    "after": Wording(
-        "The secret number is {number}.",
-        "{text}\n\nWhat is the secret number in the text above?",
-        "The secret number is",
-    ),
-}
-WORDING = "secret"
 
 
 class Needle(NamedTuple):
@@ -89,9 +37,7 @@ class Needle(NamedTuple):
         return self.number in answer
 
 
-def make_needles(
-    text: str, tokenizer: Any, length: int, count: int, seed: int, wording: str = WORDING
-) -> list[Needle]:
+def make_needles(text: str, tokenizer: Any, length: int, count: int, seed: int) -> list[Needle]:
     """Return prompts of at most `length` tokens, and only a few fewer, at `count` even depths.
 
     Each has another piece of the text and another number of seven digits.
@@ -119,16 +65,16 @@ def make_needles(
             if tokens < 1:
                 raise UserError(f"length must have room for a question, got {length} tokens.")
             piece = text[offsets[start][0] : offsets[start + tokens - 1][1]]
-            needle = _needle(tokenizer, piece, number, depth, WORDINGS[wording])
+            needle = _needle(tokenizer, piece, number, depth)
         needles.append(needle)
     return needles
 
 
-def _needle(tokenizer: Any, text: str, number: str, depth: float, wording: Wording) -> Needle:
+def _needle(tokenizer: Any, text: str, number: str, depth: float) -> Needle:
     """Return a chat that asks for the number hidden in a text."""
-    fact = Fact("passkey", wording.sentence.format(number=number), "", number)
-    question = wording.question.format(text=plant(text, [fact], [depth]))
-    prompt = chat_prompt(tokenizer, [("user", question)]) + wording.answer
+    fact = Fact("passkey", SENTENCE.format(number=number), "", number)
+    question = QUESTION.format(text=plant(text, [fact], [depth]))
+    prompt = chat_prompt(tokenizer, [("user", question)]) + ANSWER
     ids, (place,) = find_tokens(tokenizer, f"{prompt} {number}", [(len(prompt), len(prompt) + 8)])
     return Needle(ids[: place.start], ids[place], number, depth)
 
