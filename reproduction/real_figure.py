@@ -8,19 +8,9 @@ from statistics import fmean
 from corecontext.drawing import CCA, FULL, pyplot, save
 from corecontext.record import Record
 from reproduction.real_gains import ENDS
-from reproduction.real_tables import Line, lines_of, tasks_of
+from reproduction.real_tables import NAMES, Line, lines_of, name_of, tasks_of
 
 FETCH = "#c65d12"
-SHORT = {
-    "streaming_llm": "sinks and window",
-    "streaming_llm_wide": "wider window",
-    "cca": "CCA",
-    "cca_raw_heads": "CCA, raw heads",
-    "duo_attention": "DuoAttention",
-    "fetch": "fetch",
-    "fetch_raw_heads": "fetch, raw heads",
-}
-"""Methods of the figure; full attention is its edge."""
 MIB = 2**20
 
 
@@ -37,7 +27,7 @@ def draw_frontier(records: Sequence[Record], path: str) -> None:
             face = color if trained else "white"
             panel.plot(x, gain, "o", color=color, markerfacecolor=face, markersize=6)
             place = {"textcoords": "offset points", "xytext": (6, -3), "fontsize": 7}
-            panel.annotate(_label(line), (x, gain), color=color, **place)
+            panel.annotate(name_of(line), (x, gain), color=color, **place)
     panel.axhline(100, color=FULL, lw=1)
     panel.set_xscale("log")
     panel.xaxis.set_major_formatter("{x:g}")
@@ -54,7 +44,7 @@ def _gain(line: Line) -> float | None:
     """Return the mean gain in percent of a line that the figure shows: beside other means, core
     tokens only with their masses."""
     method = line.params["method"]
-    if method not in SHORT or (method != "cca" and line.params["core_mass"] is False):
+    if method not in NAMES or (method != "cca" and line.params["core_mass"] is False):
         return None
     if method in ENDS:
         return 0.0
@@ -67,15 +57,3 @@ def _color(line: Line) -> str:
     if method.startswith("fetch"):
         return FETCH
     return CCA if method.startswith("cca") else FULL
-
-
-def _label(line: Line) -> str:
-    p = line.params
-    text = SHORT[p["method"]]
-    if p["fetch_groups"] is not None:
-        text += f", {p['fetch_groups']} groups"
-    if p["store"] == "host":
-        text += ", raw tokens on the host"
-    elif p["method"] == "cca" and p["core_mass"]:
-        text += " with mass"
-    return text

@@ -8,14 +8,26 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from benchmarks.tables import Column, markdown, shown_mib
+from corecontext.config import CCAConfig
 from corecontext.record import Record
 from reproduction.real_gains import ENDS, MEASURED, SAME
 from reproduction.real_methods import METHODS, TITLES
 
 APART = (*SAME, *MEASURED, "task", "position", "needles", "lists", "over", "of")
 """Params that do not make another line."""
-SHORT = ("full", "streaming_llm_wide", "cca", "duo_attention", "fetch")
+SHORT = ("full", "cca", "duo_attention", "fetch")
 """Methods of the short table."""
+NAMES = {
+    "full": "full attention",
+    "streaming_llm": "sinks and window",
+    "streaming_llm_wide": "wider window",
+    "cca": "CCA",
+    "cca_raw_heads": "CCA, raw heads",
+    "duo_attention": "DuoAttention",
+    "fetch": "fetch",
+    "fetch_raw_heads": "fetch, raw heads",
+}
+"""Names of methods in the short table and in the figure."""
 
 
 class Line(NamedTuple):
@@ -56,6 +68,8 @@ def real_markdown(records: Sequence[Record], *, trained: bool, short: bool = Fal
         Column("perplexity, far", lambda line: _mean(line, "far", "{:.3f}")),
         Column("gain kept", _gain),
     ]
+    if short:
+        columns[0] = Column("SmolLM2-135M-Instruct as it is, 8,192 tokens", name_of, left=True)
     if any(line.cache.get("host_bytes") for line in lines):
         columns.insert(2, Column("on the host, MiB", lambda line: _cache(line, "host_bytes")))
     if any(len(line.values["far"]) > 1 for line in lines):
@@ -141,6 +155,21 @@ def tasks_of(line: Line) -> list[tuple[str, int]]:
     """Return the tasks with answers, and the tokens of their prompts."""
     tasks = (name.split() for name in line.values if " " in name)
     return [(task, int(length)) for task, length in tasks]
+
+
+def name_of(line: Line) -> str:
+    """Return a method's short name."""
+    p = line.params
+    text = NAMES[p["method"]]
+    if p["core_mass"] and p["fetch_groups"] is None:
+        text += " with mass"
+    if p["fetch_groups"] is not None:
+        text += f", {p['fetch_groups']} groups"
+    if p["index"] not in (None, CCAConfig.fetch_index):
+        text += f" by {p['index']}"
+    if p["store"] == "host":
+        text += ", raw tokens on the host"
+    return text
 
 
 def _title(line: Line) -> str:

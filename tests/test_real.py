@@ -385,5 +385,13 @@ def test_indices_are_shown_by_the_bytes_that_they_add(tmp_path):
     assert [line.split("|")[3].strip() for line in table] == ["0.0", "1.0", "2.0"]
     gain = 100 * math.log(9 / 4.5) / math.log(9 / 4)
     assert table[2].endswith(f"| 4.500 | {gain:.1f} % |")
+    # A short table has answers only, and of fetch the stores on the host where there are any.
+    for store in ("device", "host"):
+        params |= {"task": "needles", "store": store, "index": "pairs:2", "lists": 1}
+        records.append(make_record("real.accuracy", 0.5, params))
+        records.append(make_record("real.perplexity", 4.5, {**params, "task": "far"}))
+        (shown,) = real_markdown(records, trained=False, short=True).splitlines()[2:]
+        assert shown.startswith("| fetch, 32 groups") and shown.endswith("| 50 % |")
+        assert ("on the host" in shown) == (store == "host")
     draw_frontier(records, str(tmp_path / "real.svg"))
     assert "sinks and window" in (tmp_path / "real.svg").read_text()
