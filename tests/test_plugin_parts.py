@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import types
@@ -476,3 +477,10 @@ def test_tasks_of_the_harness_read_the_files(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="data must be given, got none"):
         tasks.perplexity()
     monkeypatch.delitem(sys.modules, "corecontext.eval.harness.tasks")
+
+
+def test_a_press_says_what_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvpress.presses.base_press", None)
+    monkeypatch.delitem(sys.modules, "corecontext.integrations.kvpress", raising=False)
+    with pytest.raises(ImportError, match="^kvpress must be installed, got: .* pip install --no-d"):
+        importlib.import_module("corecontext.integrations.kvpress")

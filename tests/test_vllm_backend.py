@@ -303,6 +303,7 @@ def test_a_captured_step_has_short_sequences():
         ("num_groups", 4),
         ("fetch_groups", 2),
         ("cache_dtype", "int8"),
+        ("prefill", "full"),
         ("group_size", 1),
         ("head_group_sizes", (2, 4)),
         ("learned", ("bias",)),

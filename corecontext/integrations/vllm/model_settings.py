@@ -29,6 +29,7 @@ TAKEN = {
     "head_group_sizes": None,
     "fetch_groups": 0,
     "cache_dtype": "auto",
+    "prefill": "auto",
 }
 """Settings that have one value here."""
 
