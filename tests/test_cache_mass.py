@@ -81,6 +81,14 @@ def test_any_way_of_appending_equals_one_pass(kind, fixed):
     near(fed(layer, tensors, 0, [LENGTH]), shrunk)
 
 
+@pytest.mark.parametrize("core_heads", ["kv", "query"])
+def test_tokens_before_the_first_core_token_are_decoded(core_heads):
+    config = CCAConfig.paper(4, 2, core_mass=True, core_heads=core_heads)
+    tensors = [x[:, :, :9] for x in inputs()]
+    layer = new_layer(config, ROTARY)
+    near(fed(layer, tensors, 0, [1] * 9), one_pass(config, tensors, {}))
+
+
 @pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
 def test_masses_are_not_rounded_to_8_bits(cache_dtype):
     """They are those of the rounded keys."""

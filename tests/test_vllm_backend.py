@@ -79,6 +79,7 @@ def vllm_config(**cca) -> SimpleNamespace:
         ),
         kv_transfer_config=None,
         speculative_config=None,
+        use_v2_model_runner=False,
     )
 
 
@@ -287,11 +288,12 @@ def test_a_captured_step_has_short_sequences():
         max_seq_len=128,
         num_actual_tokens=4,
         block_table_tensor=None,
-        slot_mapping=None,
+        slot_mapping=torch.arange(8),
     )
     builder = paged_backend.BatchBuilder(None, [], None, None)
     metadata = builder.build_for_cudagraph_capture(common)
     assert metadata.batch.longest == 128
+    assert len(metadata.slots) == 4
     assert lengths.tolist() == [2, 2]
 
 
@@ -326,6 +328,7 @@ def test_other_architectures_are_refused():
     [
         ("kv_transfer_config", SimpleNamespace(), "Leave out --kv-transfer-config"),
         ("speculative_config", SimpleNamespace(method="eagle"), "must be 'ngram'"),
+        ("use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER=0"),
         (
             "scheduler_config",
             SimpleNamespace(disable_hybrid_kv_cache_manager=True),

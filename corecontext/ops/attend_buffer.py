@@ -41,7 +41,9 @@ def attend_buffer(
         grouped, keys, values = (x.to(wide) for x in (grouped, keys, values))
         if isinstance(core_bias, Tensor):
             heads = (keys.shape[1], grouped.shape[2])
-            shape = (*heads, 1) if core_bias.dim() == 1 else (-1, *heads, core_bias.shape[2])
+            shape = (*heads, 1)
+            if core_bias.dim() == 3:  # before the first group closes, there is no core token
+                shape = (core_bias.shape[0], *heads, core_bias.shape[2])
             core_bias = core_bias.to(wide).reshape(shape)  # [Hkv, r, 1] or [B, Hkv, r, M]
         is_core = torch.arange(keys.shape[2], device=q.device) >= num_raw
         if isinstance(core_bias, Tensor) and core_bias.dim() == 4:

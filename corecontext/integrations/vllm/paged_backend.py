@@ -100,8 +100,9 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         batch = Batch(
             common.query_start_loc, common.seq_lens, common.max_query_len, common.max_seq_len
         )
-        slots = common.slot_mapping
-        return StepMetadata(common.num_actual_tokens, batch, common.block_table_tensor, slots)
+        count = common.num_actual_tokens
+        slots = common.slot_mapping[:count]
+        return StepMetadata(count, batch, common.block_table_tensor, slots)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -288,6 +289,11 @@ def check_server(vllm_config: VllmConfig) -> None:
         raise ValueError(
             "kv_transfer_config must not be given with core context: its caches are not sent to "
             "other servers. Leave out --kv-transfer-config."
+        )
+    if vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "vLLM's model runner must be V1 for core context, which has not run with V2. "
+            "Set the environment variable VLLM_USE_V2_MODEL_RUNNER=0."
         )
     speculation = vllm_config.speculative_config
     if speculation is not None and speculation.method != "ngram":

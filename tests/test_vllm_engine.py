@@ -1,0 +1,43 @@
+"""vLLM's whole engine with core context generates the tokens of our Engine: on the GPU where there
+is one, else with the kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).with_name("vllm_engine.py")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="the plug-in to vLLM needs vllm"
+    ),
+]
+
+
+@pytest.mark.parametrize("case", ["plain", "mass", "small cache", "drafts"])
+def test_greedy_tokens_are_those_of_the_engine(case):
+    """In chunks of prompts, with shared beginnings, preemption, and drafts some of which are
+    rejected."""
+    # A process of its own: vLLM's modules keep the platform that they were loaded for.
+    paths = [str(PROGRAM.parent.parent), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), case], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["wrong"] == []
+    if case == "small cache":
+        assert line["preempted"] > 0
+    else:
+        assert line["shared"] > 0
+    if case == "drafts" and not torch.cuda.is_available():
+        assert line["accepted"] > 0

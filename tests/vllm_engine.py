@@ -1,0 +1,244 @@
+"""Generate by vLLM's whole engine with core context, and by our Engine: `python
+tests/vllm_engine.py [case ...]`.
+
+Prints one JSON line for each case: the requests whose greedy tokens differ, tokens of prompts that
+came from shared pages, preemptions, and on a CPU the drafts that were accepted. On a GPU it is vLLM
+as it is. Without one, vLLM's CPU platform runs with our kernels in Triton's interpreter, and small
+functions stand in for the operators of its CPU build.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# ruff: noqa: E402 (vLLM reads the environment and its platform when it is imported)
+import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
+
+
+class Interpreted(CpuPlatform):
+    """vLLM's CPU platform, which lets a plug-in attend and hybrid caches be."""
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+        return selected_backend.get_path()
+
+    @classmethod
+    def support_hybrid_kv_cache(cls):
+        return True
+
+    @classmethod
+    def import_kernels(cls):
+        pass
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        vllm_config.scheduler_config.async_scheduling = False
+        vllm_config.parallel_config.worker_cls = f"{__name__}.Worker"
+        vllm_config.compilation_config.cudagraph_capture_sizes = []
+
+
+if not GPU:  # before modules of vLLM take the platform's object
+    vllm.platforms._current_platform = Interpreted()
+    vllm.platforms.current_platform = vllm.platforms._current_platform
+
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.utils import cpu_triton_utils
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker as DeviceWorker
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+
+from corecontext import CCAConfig, enable
+from corecontext.inference import Engine
+from corecontext.integrations.vllm import plugin
+
+
+class Worker(CPUWorker):
+    """vLLM's worker on a CPU, without threads bound to cores."""
+
+    def __init__(self, *args, **kwargs):
+        DeviceWorker.__init__(self, *args, **kwargs)
+        self.parallel_config.disable_custom_all_reduce = True
+        self.profiler = None
+
+    def init_device(self):
+        method = self.distributed_init_method
+        os.environ["VLLM_DIST_IDENT"] = method.split(":")[-1]
+        init_worker_distributed_environment(
+            self.vllm_config, self.rank, method, self.local_rank, "gloo"
+        )
+        self.model_runner = CPUModelRunner(self.vllm_config, torch.device("cpu"))
+
+    def determine_available_memory(self):
+        return self.cache_config.kv_cache_memory_bytes
+
+
+def slot_mapping(tokens, most, starts, positions, table, stride, size, slots, *constants, **named):
+    """Slots of new tokens, as vLLM's kernel writes them."""
+    slots.fill_(-1)
+    starts = starts.tolist()
+    for row, (begin, end) in enumerate(itertools.pairwise(starts)):
+        place = positions[begin:end].long()
+        slots[begin:end] = table[row].long()[place // size] * size + place % size
+
+
+def accept_drafts(out, ends, drafts, argmax, bonus, is_greedy, most, *synthetic, **named):
+    """Tokens of greedy sampling with drafts, as vLLM's kernel writes them."""
+    begin = 0
+    for row, end in enumerate(ends.tolist()):
+        for place in range(end - begin):
+            out[row, place] = argmax[begin + place]
+            if drafts[begin + place] != argmax[begin + place]:
+                break
+            COUNTS["accepted"] += 1
+        else:
+            out[row, end - begin] = bonus.flatten()[row]
+        begin = end
+
+
+CCA = {"group_size": 4, "window_size": 10, "sink_size": 4}
+COUNTS = {"accepted": 0, "preempted": 0}
+CASES = {
+    "plain": {},
+    "mass": {"core_mass": True},
+    "small cache": {"tokens": 30, "short": True, "num_gpu_blocks_override": 13},
+    "drafts": {
+        "tokens": 16,
+        "tied": True,  # the last token is a likely next one, and so are drafts
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 2,
+        },
+    },
+}
+if GPU:
+    CASES["graphs"] = {"enforce_eager": False}
+
+
+def prompts(short: bool) -> list[list[int]]:
+    """Prompts of many lengths, two of which begin alike; or short ones alone, whose answers need
+    most of the pages."""
+    draw = random.Random(0)
+    begun = [draw.randrange(128) for _ in range(70)]
+    texts = [[draw.randrange(128) for _ in range(length)] for length in (1, 7, 61)]
+    if short:
+        return [begun[i : i + 5] for i in range(4)]
+    return [*texts, [*begun[:66], 1], [*begun, 2, 3]]
+
+
+def checkpoint(folder: str, config: CCAConfig, tied: bool) -> LlamaForCausalLM:
+    """Save a random model with these settings, and return it with core context."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(shape).eval()
+    if tied:
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.data *= 0.4
+            layer.mlp.down_proj.weight.data *= 0.4
+    model.config.cca = config.to_dict()
+    model.save_pretrained(folder)
+    enable(model, config, warn=False)
+    return model.cuda() if GPU else model
+
+
+def run(name: str, options: dict) -> dict:
+    """Run a case, and return its line."""
+    options = dict(options)
+    count = options.pop("tokens", 6)
+    config = CCAConfig(**CCA, core_mass=options.pop("core_mass", False))
+    tied = options.pop("tied", False)
+    texts = prompts(options.pop("short", False))
+    COUNTS.update(accepted=0, preempted=0)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(checkpoint(folder, config, tied))
+        device = engine.model.device
+        wanted = [
+            engine.generate(torch.tensor([prompt], device=device), max_new_tokens=count)[0]
+            for prompt in texts
+        ]
+        settings = {
+            "enforce_eager": True,
+            "compilation_config": {} if GPU else {"custom_ops": ["none"]},
+            "kv_cache_memory_bytes": 8 << 20,
+            **options,
+        }
+        if not settings["enforce_eager"]:
+            settings.pop("compilation_config")
+        llm = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            attention_backend="CUSTOM",
+            max_model_len=128,
+            max_num_batched_tokens=24,
+            max_num_seqs=4,
+            block_size=8,
+            seed=0,
+            enable_prefix_caching=True,
+            **settings,
+        )
+        params = SamplingParams(
+            max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False
+        )
+        inputs = [{"prompt_token_ids": prompt} for prompt in texts]
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return {
+        "case": name,
+        "wrong": [i for i, pair in enumerate(zip(tokens, wanted)) if pair[0] != pair[1]],
+        "requests": len(tokens),
+        "shared": sum(output.num_cached_tokens or 0 for output in outputs),
+        **COUNTS,
+    }
+
+
+def counted(method):
+    """A method of the scheduler that counts its calls."""
+
+    def call(*args, **kwargs):
+        COUNTS["preempted"] += 1
+        return method(*args, **kwargs)
+
+    return call
+
+
+if __name__ == "__main__":
+    sys.modules["vllm_engine"] = sys.modules[__name__]
+    if not GPU:
+        cpu_triton_utils.compute_slot_mapping_kernel.func = slot_mapping
+        cpu_triton_utils.rejection_greedy_sample_kernel.func = accept_drafts
+    Scheduler._preempt_request = counted(Scheduler._preempt_request)
+    plugin.register()  # as the entry point of an installed package does
+    for case in sys.argv[1:] or CASES:
+        print(json.dumps(run(case, CASES[case])), flush=True)
