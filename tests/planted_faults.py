@@ -44,6 +44,7 @@ SCHEDULER, INFERENCE, SINKS, SINK_MODELS = (
 )
 FETCH = "tests/test_triton_fetch.py"
 PREFILL, PREFILL_MODELS = ("tests/test_prefill.py", "tests/test_prefill_models.py")
+STEP = "tests/test_triton_fetch_step.py"
 SECURITY = "tests/test_serve_security.py"
 TRAIN_LAWS = "tests/test_train_laws.py"
 
@@ -274,7 +275,7 @@ return all(
     ),
     Fault(
         "6: gradient through the pooling weights dropped",
-        "grad_scores = 0 * probs",
+        "grad_scores = 0 * probs * (grad_probs - mean) * spec.scale",
         f"{LAWS}::test_law_6_gradients_reach_through_the_pooling_weights",
     ),
     Fault(
@@ -749,6 +750,41 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
         "tests/test_triton_decode.py::test_masses_are_computed_and_added",
     ),
     Fault(
+        "fetch: a fetched group keeps its core token, in a step",
+        "visible = visible & (mark >= 0)[None, :]",
+        f"{STEP}::test_every_step_of_every_row",
+    ),
+    Fault(
+        "fetch: a step's index scores without their scales",
+        "factor = ((scales > 0).to(tl.float32) * (scale * LOG2E))[:, None]",
+        f"{STEP}::test_every_step_of_every_row",
+    ),
+    Fault(
+        "fetch: of equal shares a step chooses the last groups",
+        "is_chosen = (inside & (values >= high)) | (is_last & (before > at_low - num_chosen))",
+        f"{STEP}::test_of_equal_groups_the_lower_are_fetched",
+    ),
+    Fault(
+        "fetch: a fused step leaves its raw token unstored",
+        "pass",
+        f"{STEP}::test_every_step_of_every_row",
+    ),
+    Fault(
+        "fetch: a fused step reads groups as if there were no first tokens",
+        "token = tl.where(seen, group, 0).to(tl.int64) * group_size + place % group_size",
+        f"{STEP}::test_every_step_of_every_row",
+    ),
+    Fault(
+        "fetch: a step writes no centre",
+        "pass",
+        f"{STEP}::test_every_step_of_every_row",
+    ),
+    Fault(
+        "fetch: a fused step leaves the index of a closed group unwritten",
+        "pass",
+        f"{STEP}::test_every_step_of_every_row",
+    ),
+    Fault(
         "offsets: 32 bits in a decoding step",
         "n = row",
         "tests/test_triton_far.py::test_decoding",
@@ -948,7 +984,7 @@ return NewTokens(q, *raw, stored, raw)
     ),
     Fault(
         "mass: gradient without the softmax's mean",
-        "grad_scores = probs * grad_weights * spec.scale",
+        "grad_scores = probs * grad_probs * spec.scale",
         "tests/test_mass.py::test_gradients_are_those_of_autograd_through_the_reference",
     ),
     Fault(

@@ -178,8 +178,6 @@ def test_the_help_shows_defaults_and_lists(capsys, monkeypatch):
         "Tokens of a training row, L; raises the model's max_position_embeddings if less. Default: "
         "4096.",
         "a third more work. Default: True.",
-        "Seed of weights, data order and LoRA. Default: 0.",
-        "by default a quarter of a row. Default: 16.",
     ):
         assert text in shown, text
     assert "wandb. May be repeated. " in shown and "Default: False" not in shown

@@ -23,7 +23,7 @@ datasets = pytest.importorskip("datasets", reason="training reads its data with 
 
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
-from corecontext import CCAConfig, baselines  # noqa: E402
+from corecontext import baselines  # noqa: E402
 from corecontext.data.packing import IGNORED, collate, run_order, shuffled, upsampled  # noqa: E402
 from corecontext.data.row_stream import StreamedRows  # noqa: E402
 from corecontext.files import UserError  # noqa: E402
@@ -123,15 +123,6 @@ def test_what_learns_begins_with_the_checkpoints_own_weights(tiny):
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.float32 and torch.equal(parameter, saved[name]), name
     assert not model.config.use_cache
-    partial = made(config.replace(strategy="partial", learned=("bias",)))
-    learns = {name: p for name, p in partial.named_parameters() if p.requires_grad}
-    assert len(learns) == 2 * 4
-    for name, parameter in partial.named_parameters():
-        if name not in learns:
-            assert parameter.dtype == torch.bfloat16, name
-            continue
-        assert parameter.dtype == torch.float32, name
-        assert torch.equal(parameter, saved.get(name, torch.zeros(parameter.shape))), name
     lora = made(
         config.replace(strategy="lora", lora_rank=3, lora_alpha=5.0, lora_targets=("q_proj",))
     )
@@ -154,26 +145,6 @@ def test_random_weights_follow_from_the_seed(tiny):
 def test_a_rival_has_the_runs_window(tiny):
     config = TrainConfig(model=tiny, method="window", window_size=7)
     assert baselines.rival_of(made(config)).method.window_size == 7
-
-
-@pytest.mark.parametrize(
-    "sizes, expected",
-    [
-        ({"method": "streaming_llm"}, {"sinks": 4}),
-        ({"method": "streaming_llm", "sink_size": 16}, {"sinks": 16}),
-        ({"method": "lm_infinite", "sink_size": 0}, {"sinks": 0}),
-        ({"method": "longlora"}, {"group_size": None}),
-        ({"method": "longlora", "group_size": 16}, {"group_size": 16}),
-    ],
-)
-def test_a_rival_has_the_sizes_that_are_given_else_its_own(tiny, sizes, expected):
-    for config in (TrainConfig(model=tiny, **sizes), TrainConfig(model=tiny).replace(**sizes)):
-        method = baselines.rival_of(made(config)).method
-        assert {name: getattr(method, name) for name in expected} == expected
-        assert config.cca() == CCAConfig()
-        assert TrainConfig.from_dict(config.to_dict()) == config
-    config = config.replace(method="cca")
-    assert (config.group_size, config.sink_size) == (16, sizes.get("sink_size", 16))
 
 
 @pytest.mark.parametrize(
@@ -650,7 +621,7 @@ def test_frozen_weights_of_the_finished_model_are_the_originals(tiny, tmp_path):
     exported = load_file(tmp_path / "target/model.safetensors")
     for name, tensor in original.items():
         learned = any(part in name for part in ("q_proj", "k_proj", "v_proj"))
-        wanted = tensor + 1 if learned else tensor
+        wanted = tensor.bfloat16().float() + 1 if learned else tensor
         assert torch.equal(exported[name], wanted), name
     config = json.loads((tmp_path / "target/config.json").read_text())
     assert config["use_cache"] and config["cca"]["window_size"] == 8

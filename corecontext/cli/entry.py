@@ -81,7 +81,7 @@ def _state_defaults(command: Any) -> None:
             default = ", ".join(map(str, default))
         option.show_default = False
         stated = "Default:" in (getattr(option, "help", None) or "Default:")
-        if not stated and default is not False and default not in (None, ""):
+        if not stated and default not in (None, False, ""):
             option.help = f"{option.help} Default: {default}."
 
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from corecontext.config import CCAConfig
 from corecontext.files import UserError
 from corecontext.train.train_config import SCHEDULE, TrainConfig, field_help, load_recipe
 
@@ -157,9 +156,7 @@ def _annotation(setting: Field, text: str, panel: str) -> Any:
         text += " May be repeated."
     if setting.name == "raw_heads":
         kind = str
-    if default is None:
-        default = getattr(CCAConfig, setting.name, None)
-    if default is not False and default not in (None, "", {}):
+    if default not in (None, "", {}, False):
         text += f" Default: {default}."
     names = _NAMES.get(setting.name, ())
     option = typer.Option(*names, help=text, rich_help_panel=panel)

@@ -212,19 +212,13 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
                 hf_config, attn_implementation=full_attention(hf_config), dtype=torch.float32
             )
         else:
-            dtype: Any = torch.float32
-            if bfloat16 and config.strategy == "lora":
-                dtype = torch.bfloat16
-            elif bfloat16 and config.strategy == "partial":
-                dtype = "auto"  # the checkpoint's, so that trained weights are not rounded
+            mostly_frozen = config.strategy in ("partial", "lora")
+            dtype = torch.bfloat16 if bfloat16 and mostly_frozen else torch.float32
             model = _load(config, hf_config, dtype)
         _make_savable(model.generation_config)
     model.config.use_cache = False  # during training
     if config.strategy == "partial":
         _train_only(model, PARTIAL_LAYERS)
-        for parameter in model.parameters():
-            is_rounded = bfloat16 and not parameter.requires_grad
-            parameter.data = parameter.data.to(torch.bfloat16 if is_rounded else torch.float32)
     elif config.strategy == "lora":
         model = _add_lora(model, config)
     replace_attention(model, config)
@@ -234,7 +228,7 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
     return model
 
 
-def _load(config: TrainConfig, hf_config: Any, dtype: Any) -> Any:
+def _load(config: TrainConfig, hf_config: Any, dtype: torch.dtype) -> Any:
     """Load the checkpoint's weights, all of them and finite ones."""
     try:
         model = load_weights(config.model, hf_config, dtype)
@@ -274,7 +268,7 @@ def replace_attention(model: Any, config: TrainConfig) -> None:
 
     attention: Any = config.cca()
     if config.method != "cca":
-        attention = pick_rival(config.method, AttentionSizes(**config.rival_sizes()))
+        attention = pick_rival(config.method, AttentionSizes(window_size=config.window_size))
     with one_line():
         enable(model, attention, untested=config.untested)
 

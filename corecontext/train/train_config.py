@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corecontext.baselines.rivals import RIVALS, offered
+from corecontext.baselines.rivals import offered
 from corecontext.config import PAPER_RULE, CCAConfig, check_choice, check_int, did_you_mean
 from corecontext.files import UserError
 from corecontext.visibility import is_full_attention, num_sinks
@@ -52,8 +52,6 @@ _LEAST = {
     "context_length": 2,
 }
 """Lower bounds of whole numbers."""
-_SIZES = {"group_size": "group_size", "sink_size": "sinks"}
-"""Fields that some rivals have with a default of their own, and the rivals' names for them."""
 _NUMBERS = (
     "learning_rate",
     "min_learning_rate",
@@ -83,9 +81,8 @@ class TrainConfig:
     """Trained weights: scratch (all, random), full, partial (W^Q, W^K, W^V, --learned) or lora."""
     method: str = "cca"
     """Attention: cca, full, window, streaming_llm, lm_infinite or longlora."""
-    group_size: int | None = None
-    """Tokens per core token, g; of longlora tokens that attend to one another, there by default a
-    quarter of a row."""
+    group_size: int = CCAConfig.group_size
+    """Tokens per core token, g."""
     window_size: int = CCAConfig.window_size
     """Nearest tokens that stay uncompressed, s."""
     pooling: str = "cca"
@@ -111,9 +108,8 @@ class TrainConfig:
     """KV heads that keep every token, found on the training text before the first step (from
     scratch: those of middle layers); the other heads and the window pay for them. None
     (option: auto), as in the recipe `raw`: as many as `corecontext layers --raw` takes."""
-    sink_size: int | None = None
-    """First tokens that every query sees uncompressed, rounded up to a multiple of g; not so under
-    streaming_llm, there by default 4, and lm_infinite."""
+    sink_size: int = CCAConfig.sink_size
+    """First tokens that every query sees uncompressed, rounded up to a multiple of g."""
     untested: bool = False
     """Accept a model of an architecture that no test has, after a check on the model."""
     distil: float = 0.0
@@ -201,9 +197,6 @@ class TrainConfig:
         check_choice("precision", self.precision, PRECISIONS)
         for name in self.report_to:
             check_choice("report_to", name, REPORTS)
-        for name in _SIZES.keys() - self._rival_sizes():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, getattr(CCAConfig, name))
         self.cca()  # validates
         self._check_numbers()
         self._check_data()
@@ -304,30 +297,17 @@ class TrainConfig:
         """Return the settings of the attention, as in the checkpoint."""
         names = {setting.name for setting in dataclasses.fields(CCAConfig)}
         settings = {name: getattr(self, name) for name in names & vars(self).keys()}
-        for name in self._rival_sizes():
-            del settings[name]
         return CCAConfig(**settings | {"layer_group_sizes": self.layer_group_sizes or None})
-
-    def rival_sizes(self) -> dict[str, int | None]:
-        """Return the sizes of a rival method, by its names; None is its default."""
-        given = {_SIZES[name]: getattr(self, name) for name in self._rival_sizes()}
-        return {"window_size": self.window_size, **given}
-
-    def _rival_sizes(self) -> set[str]:
-        """Return the fields of sizes that the method has beside the window and CCA has not."""
-        if self.method not in RIVALS:
-            return set()
-        takes = RIVALS[self.method].takes
-        return {name for name, setting in _SIZES.items() if setting in takes}
 
     def is_idle(self) -> bool:
         """Return whether rows are so short that CCA is full attention: no core token is seen."""
         sizes: set[int] = set()
-        cca = self.cca()
-        for layer in self.layer_group_sizes or (cca.group_size,):
+        for layer in self.layer_group_sizes or (self.group_size,):
             sizes.update(layer if isinstance(layer, tuple) else (layer,))
         return self.method == "cca" and all(
-            is_full_attention(self.context_length, g, self.window_size, num_sinks(cca.sink_size, g))
+            is_full_attention(
+                self.context_length, g, self.window_size, num_sinks(self.sink_size, g)
+            )
             for g in sizes
         )
 
@@ -359,14 +339,8 @@ class TrainConfig:
         return cls(**fields)
 
     def replace(self, **changes: Any) -> TrainConfig:
-        """Return a copy with some fields changed, validated again; sizes that are the defaults of
-        the method become those of another."""
-        fields = vars(self) | changes
-        if fields["method"] != self.method:
-            for name in _SIZES.keys() - changes.keys():
-                if fields[name] == getattr(CCAConfig, name):
-                    fields[name] = None
-        return self.from_dict(fields)
+        """Return a copy with some fields changed, validated again."""
+        return self.from_dict(vars(self) | changes)
 
 
 def field_help() -> dict[str, str]:

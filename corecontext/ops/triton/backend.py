@@ -24,6 +24,7 @@ from corecontext.ops.triton import fetch_backend, pool_mass
 from corecontext.ops.triton import pool as pooling
 from corecontext.ops.triton.decode import decode_step
 from corecontext.ops.triton.fetch_backend import fetch_unsupported_reason
+from corecontext.ops.triton.fetch_decode import fetch_step, fetch_step_unsupported_reason
 from corecontext.ops.triton.marks import Marks
 from corecontext.ops.triton.pool import rotation_tables
 
@@ -38,6 +39,8 @@ __all__ = [
     "decode_step",
     "fetch_attend",
     "fetch_attend_backward",
+    "fetch_step",
+    "fetch_step_unsupported_reason",
     "fetch_unsupported_reason",
     "gradients",
     "mass",
