@@ -32,6 +32,7 @@ from vllm.v1.worker.utils import prepare_kernel_block_sizes
 from corecontext import CCAConfig, cca_attention
 from corecontext.integrations.vllm import paged_backend, plugin
 from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
+from corecontext.ops.triton import pool
 
 pytestmark = pytest.mark.usefixtures("default_device")
 DIM, KV_HEADS, HEADS, LAYERS, PAGE = 16, 1, 2, 2, 4
@@ -272,11 +273,12 @@ def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, mass):
     assert step(runner, [d], [2], settings) == 12
 
 
-def test_a_run_that_measures_memory_writes_zeros(make_layers):
+def test_a_run_that_measures_memory_writes_zeros_and_makes_tables(make_layers):
     [layer, _] = make_layers(vllm_config())
     out = torch.ones(3, HEADS, DIM)
     layer.impl.forward(layer, out, out[:, :1], out[:, :1], layer.kv_cache, None, output=out)
     assert not out.any()
+    assert pool._TABLES[layer.impl.spec.rotary.inv_freq]
 
 
 def test_a_captured_step_has_short_sequences():

@@ -29,6 +29,7 @@ from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.ops.triton.paged import Batch, Pages
 from corecontext.ops.triton.paged_attend import attend_pages
 from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
+from corecontext.ops.triton.pool import rotation_tables
 
 
 class CoreContextBackend(AttentionBackend):
@@ -221,6 +222,8 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             fused: Scales of an output in 8 bits, which vLLM leaves None for this backend.
         """
         if attn_metadata is None:
+            # A step that is captured later must find the tables of the rotation on its device.
+            rotation_tables(self.spec.rotary, self.spec.group_size, query.device)
             return output.fill_(0)
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, list):

@@ -183,16 +183,17 @@ def store_tokens(k: Tensor, v: Tensor, slots: Tensor, pages: Pages) -> None:
     """
     k, v = map(contiguous_rows, (k, v))
     heads, dim = k.shape[1:]
-    launch(
-        _store_kernel,
-        (slots.shape[0],),
-        (k, v, pages.k, pages.v, slots, heads),
-        (k.stride()[:2], v.stride()[:2], pages.k.stride()[:3], pages.k.shape[1]),
-        HEAD_DIM=dim,
-        BLOCK_H=power_of_2(heads),
-        BLOCK_D=power_of_2(dim),
-        num_warps=4,
-    )
+    with torch.cuda.device_of(k):
+        launch(
+            _store_kernel,
+            (slots.shape[0],),
+            (k, v, pages.k, pages.v, slots, heads),
+            (k.stride()[:2], v.stride()[:2], pages.k.stride()[:3], pages.k.shape[1]),
+            HEAD_DIM=dim,
+            BLOCK_H=power_of_2(heads),
+            BLOCK_D=power_of_2(dim),
+            num_warps=4,
+        )
 
 
 def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) -> None:
