@@ -200,6 +200,10 @@ def test_crop_refuses_what_has_left_the_window():
     fed(layer, tensors, [50, long])
     with pytest.raises(ValueError, match="Give it a larger rollback"):
         layer.crop(long)
+    layer.reset()
+    fed(layer, tensors, [50, UNDO_LIMIT])
+    layer.crop(UNDO_LIMIT)  # the longest append that is kept to be undone
+    assert layer.seq_len == 50
 
 
 def test_crop_of_fixed_length_knows_what_steps_pushed_out():

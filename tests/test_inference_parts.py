@@ -497,6 +497,9 @@ def test_a_request_is_keyed_by_all_that_its_buffers_depend_on(model):
     engine.time_to_first_token = 1.5
     assert key(mask, queue_length=4)[0].config == CCAConfig.paper(3, 9)
     assert by_load == [Load(4, 0, 99, 1.5, 30)]  # of the longest row
+    mask[:, :2] = 0
+    key(mask)
+    assert by_load[1:] == [Load(0, 0, 99, 1.5, 28)]  # which may be padded, too
 
 
 def test_tokens_are_of_the_models_vocabulary_and_device(model):
