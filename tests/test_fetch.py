@@ -252,14 +252,14 @@ def test_any_number_of_query_heads(repeats):
     compare(x, "oracle", core_mass=True)
 
 
-@pytest.mark.parametrize("fetch_share", [1, 6])
+@pytest.mark.parametrize("index, fetch_share", [("oracle", 1), ("oracle", 6), ("pairs:2", 1)])
 @pytest.mark.parametrize("elements", [1 << 22, 1])
-def test_gathered_groups_and_small_blocks_change_nothing(fetch_share, elements, monkeypatch):
+def test_gathered_groups_and_small_blocks_change_nothing(index, fetch_share, elements, monkeypatch):
     monkeypatch.setitem(query_blocks._GATHER_COST, "cpu", 0)
     monkeypatch.setitem(query_blocks._ELEMENTS, "cpu", elements)
     monkeypatch.setitem(query_blocks._BLOCK_QUERIES, "cpu", 13)
     x = make_inputs(80, batch_size=2, dtype=torch.float64)
-    compare(x, "oracle", sink_size=5, core_mass=True, fetch_share=fetch_share)
+    compare(x, index, sink_size=5, core_mass=True, fetch_share=fetch_share)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

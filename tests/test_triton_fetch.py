@@ -250,9 +250,10 @@ def test_gradients(dtype, case, extra):
         assert torch.allclose(got[5].double(), wanted[5], atol=20 * ERROR[dtype])
 
 
-def test_marks_of_some_heads_at_a_time(monkeypatch):
-    tensors, fetched, spec, _ = case_of(CASES[0])
-    arguments = (Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, None, fetched)
+@pytest.mark.parametrize("extra", ["", "bias"])
+def test_marks_of_some_heads_at_a_time(extra, monkeypatch):
+    tensors, fetched, spec, bias = case_of(CASES[0], extra=extra)
+    arguments = (Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, bias, fetched)
     whole = fetch_attend.attend(*arguments)
     monkeypatch.setattr(fetch_attend, "_MARK_BYTES", 1)
     for got, expected in zip(fetch_attend.attend(*arguments), whole):
@@ -292,3 +293,23 @@ def test_operator(index, share):
             results[name] += torch.autograd.grad(out.square().sum(), leaves)
     for got, right in zip(results["triton"], results["reference"]):
         assert_rows(got, right, torch.float32, "out, q, k or v")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fetch_index": "core", "core_heads": "query"},
+        {"fetch_index": "bits:4", "softcap": 2.0},
+        {"fetch_index": "parts:2", "group_size": 3},
+        {"fetch_index": "pairs:2", "group_size": 3},
+    ],
+    ids=str,
+)
+def test_what_the_kernels_cannot_choose_is_chosen_as_in_the_reference(options):
+    settings = {"group_size": 4, "window_size": 5, "core_position": "token", "fetch_groups": 3}
+    q, k, v = 3 * normal(1, 4, 64, 16), normal(1, 2, 64, 16, seed=1), normal(1, 2, 64, 16, seed=2)
+    got, right = (
+        cca_attention(q, k, v, backend=name, **settings | options)
+        for name in ("triton", "reference")
+    )
+    assert_rows(got, right, torch.float32, "out")
