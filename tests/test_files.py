@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from corecontext import files, measure, terminal
-from corecontext.files import UserError, atomic_path, check_output, one_line, read_text
+from corecontext.files import UserError, alone_in, atomic_path, check_output, one_line, read_text
 from corecontext.record import device_name
 
 MIB = 2**20
@@ -113,6 +114,21 @@ def test_a_folder_is_made_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="'.*file' must be a folder, or a place for one: File exi"):
         files.make_folder(tmp_path / "file")
+
+
+def test_where_there_are_no_locks_every_process_has_the_folder(tmp_path, monkeypatch):
+    """Some file systems of clusters have none: a run starts there all the same."""
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(handle, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with alone_in(tmp_path) as mine, alone_in(tmp_path) as yours:
+        assert mine and yours
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
+    with alone_in(tmp_path) as mine, alone_in(tmp_path) as yours:
+        assert mine and yours
 
 
 def test_a_temporary_file_has_the_ending_and_the_folder_of_its_target(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import tiny_model, tokens
 from safetensors.torch import save_file
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import AttentionMaskInterface, DynamicCache, LlamaConfig, StaticCache
 
 import corecontext
 from corecontext import CCAConfig
@@ -251,6 +251,20 @@ def test_what_transformers_would_ignore_is_refused():
     corecontext.enable(model, CONFIG)
     with pytest.raises(NotImplementedError, match="output_attentions cannot be returned"):
         model(tokens(1, 5))
+
+
+def test_two_models_keep_the_masks_of_their_own_attention(monkeypatch):
+    """Those of sliding-window layers, while both models have CCA."""
+    models = [tiny_model(num_hidden_layers=1) for _ in range(2)]
+    models[1].set_attn_implementation("eager")
+    for model in models:
+        corecontext.enable(model, CONFIG)
+    registered = AttentionMaskInterface()
+    masks = [registered[model.config._attn_implementation] for model in models]
+    theirs = {"sdpa": lambda **options: "sdpa's", "eager": lambda **options: "eager's"}
+    monkeypatch.setattr(hf_attention, "ALL_MASK_ATTENTION_FUNCTIONS", theirs)
+    found = [mask(batch_size=2, q_length=3, kv_length=5, local_size=4) for mask in masks]
+    assert found == ["sdpa's", "eager's"]
 
 
 def test_a_rotation_is_moved_once(monkeypatch):
