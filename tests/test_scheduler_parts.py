@@ -76,6 +76,8 @@ class Bytes:
     def row_bytes(self, config, max_length, before=0):
         return max_length - before
 
+    reading_bytes = row_bytes
+
 
 def make_memory(budget, rows_per_pool=2, share=0, fixed=False):
     """A memory of such rows; `forgotten` has the pools whose steps were dropped."""
@@ -1024,7 +1026,7 @@ def made(monkeypatch):
 def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     serving = Serving("m")
     assert build.make_scheduler(serving)[1] == "tokenizer" and made.kind == "scheduler"
-    sizes = dict.fromkeys(("group_size", "window_size", "sinks"))
+    sizes = dict.fromkeys(("group_size", "window_size", "sinks", "prefill"))
     assert made.load == (
         "m",
         {
@@ -1058,7 +1060,7 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     policy = made.options["policy"]
     assert policy == TablePolicy(((0.5, 4, 8), (0.8, 8, 4), (1.0, 16, 2)), first_token_limit=3.0)
     assert made.options == {**defaults, **chosen, "policy": policy, "max_rows": 2}
-    sizes = {"group_size": 2, "window_size": 3, "sinks": 4}
+    sizes = {"group_size": 2, "window_size": 3, "sinks": 4, "prefill": "full"}
     build.make_scheduler(Serving("m", dtype="float16", device="cpu", untested=True, **sizes))
     assert made.load[1] == {
         **sizes,

@@ -1292,9 +1292,15 @@ def test_a_slot_counts_its_tokens_and_ends_at_the_right_one():
         ({"api_key": ""}, "the API key must be ASCII without spaces, and not empty"),
         ({"api_key": "a b"}, "the API key must be ASCII"),
         ({"api_key": "\u00e9"}, "the API key must be ASCII"),
-        ({"method": "full", "group_size": 4}, "group-size, window-size and sinks must be left"),
-        ({"method": "full", "window_size": 4}, "group-size, window-size and sinks must be left"),
-        ({"method": "full", "sinks": 4}, "group-size, window-size and sinks must be left"),
+        (
+            {"method": "full", "group_size": 4},
+            "group-size, window-size, sinks and prefill must be left",
+        ),
+        (
+            {"method": "full", "window_size": 4},
+            "group-size, window-size, sinks and prefill must be left",
+        ),
+        ({"method": "full", "sinks": 4}, "group-size, window-size, sinks and prefill must be left"),
     ],
     ids=str,
 )
