@@ -165,7 +165,7 @@ def test_a_subject_passes_its_settings_on(monkeypatch, chunk_size):
     monkeypatch.setattr(inference, "prefill", prefill)
     monkeypatch.setattr("corecontext.eval.subject.document_nll", document_nll)
     tokenizer = Tokenizer()
-    loaded = SimpleNamespace(model=Model(), tokenizer=tokenizer, max_length=9)
+    loaded = SimpleNamespace(model=Model(), tokenizer=tokenizer, max_length=9, config=None)
     loaded.idle_note = lambda length: f"idle at {length}"
     subject = ModelSubject(loaded, chunk_size=chunk_size)
     assert subject.limit == 9 and subject.idle_note(4) == "idle at 4"
