@@ -52,6 +52,13 @@ def real_markdown(records: Sequence[Record], *, trained: bool, short: bool = Fal
         for line in lines_of(records, trained=trained)
         if line.params["method"] != "fetch" or tasks_of(line)
     ]
+    # Results do not depend on the store: with both measured, the host's bytes say more.
+    on_host = [line.params for line in lines if line.params["store"] == "host"]
+    lines = [
+        line
+        for line in lines
+        if line.params["store"] == "host" or {**line.params, "store": "host"} not in on_host
+    ]
     if short:
         stores = {line.params["store"] for line in lines}
         unshown = {"device"} if "host" in stores else set()
