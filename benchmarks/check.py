@@ -19,6 +19,7 @@ from benchmarks.methods import (
     spec_for,
 )
 from benchmarks.row_check import check_rows
+from corecontext.ops.api import choose_backend
 
 
 def check_correct(
@@ -51,6 +52,8 @@ def check_correct(
         if "fetch" in method:
             # So few groups as here would all be fetched; exact scores choose alike in any dtype.
             few = {"fetch_groups": 1, "fetch_index": "oracle"}
+            # By name, for "auto" reads short prompts whole.
+            few["backend"] = choose_backend("auto", q)
         if method in COMPRESSED:
             settings = {**SETTINGS.get(method, {}), **few, "backend": "reference"}
             truth = attend_cca(*wide, group_size, window_size, **settings)

@@ -69,7 +69,7 @@ CHIPS = {
     )
 }
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-FLOATS = ("scale", "softcap", "bias")  # arguments that are numbers with a fraction
+FLOATS = ("scale", "softcap", "bias", "query_scale")  # arguments that are numbers with a fraction
 GRADIENTS = {f"{name}_ptr": "fp32" for name in ("dq", "dk", "dv", "dbias", "delta", "grad_lse")}
 ATTENTION = (attend._attend_fwd_kernel, attend._attend_dq_kernel, attend._attend_dkv_kernel)
 FETCH = (
@@ -214,7 +214,7 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     yield Kernel(fetch_score_kernels.group_scores_kernel, sizes, types)
     sizes = {"RUN": 16, "FROM_RUNS": True, "BLOCK": 1024, "BLOCK_K": 64, "num_warps": 1}
     yield Kernel(fetch_choose._select_kernel, sizes, types)
-    yield Kernel(marks._mark_kernel, {"BLOCK": 64, "num_warps": 1}, types)
+    yield Kernel(marks._mark_kernel, {"BY_ENTRY": True, "BLOCK": 64, "num_warps": 1}, types)
     for rows in (16, 64):
         for function, tiles in (
             (fetch_kernels.fetch_fwd_kernel, fetch_tiles(chip, dtype, dim, rows)),
@@ -281,7 +281,7 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     memory. The kernels with a bias hold the code of those without.
     """
     function, constants = kernel.function, kernel.constants
-    if constants.get("HAS_MARKS"):
+    if constants.get("HAS_MARKS") and function in ATTENTION:
         return False  # holds little more than without
     if function is attend._attend_dkv_kernel:
         return constants["FAR"] == (chip == "sm_86")
@@ -296,7 +296,7 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
         is_plain = constants["KIND"] == "auto" and constants["SINKS"] == 0
         return is_plain == (chip == "gfx942")
     if function.__name__ in ("_attend_fwd_hopper", "_attend_bwd_hopper"):
-        return constants["HAS_BIAS"]
+        return constants["HAS_BIAS"] and constants.get("HAS_MARKS", constants.get("SHARE") == 1)
     return True
 
 
@@ -304,7 +304,13 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those for compute capability 9.0, with the constants of their launches."""
     from triton.experimental.gluon import language as gl
 
-    from corecontext.ops.triton import hopper_backward, hopper_forward, tensor_memory
+    from corecontext.ops.triton import (
+        hopper_backward,
+        hopper_fetch,
+        hopper_fetch_query,
+        hopper_forward,
+        tensor_memory,
+    )
 
     def tile(rows: int, columns: int, of: torch.dtype = dtype) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(
@@ -325,13 +331,37 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         )
     if dim > 128:
         return
+    if dim == 128:
+        yield Kernel(
+            hopper_fetch.fetch_fwd_hopper,
+            {
+                "SHARE": 16,
+                "GROUP_SIZE": 16,
+                "HEADS": HEADS,
+                "HEAD_DIM": dim,
+                "STAGES": hopper_fetch.STAGES,
+                **kind,
+            },
+            {
+                **dict.fromkeys(("q_desc", "k_desc", "v_desc"), tile(16, 64)),
+                "lse_ptr": "fp32",
+                "chosen_ptr": "i32",
+            },
+        )
+    sizes = {"GROUP_SIZE": 16, "HEADS": HEADS, "COLUMNS": 8, "HEAD_DIM": dim, "BLOCK_D": dim}
+    sizes.update(PAIRS=hopper_fetch_query.PAIRS, num_warps=1, **kind)
+    pointers = {"lse_ptr": "fp32", "chosen_ptr": "i32", **GRADIENTS}
+    pointers.update(dict.fromkeys(("k_desc", "v_desc"), tile(16, dim)))
+    yield Kernel(hopper_fetch_query.fetch_query_hopper, sizes, pointers)
+    sizes = {"HAS_GRAD_LSE": True, **sizes}
+    yield Kernel(hopper_fetch_query.fetch_query_dq_hopper, sizes, pointers)
     one = torch.float32
     sums = {"sum_ptr": "fp32", "stats_ptr": "fp32", "lse_ptr": "fp32", "grad_lse_ptr": "fp32"}
     sizes = {"HEAD_DIM": dim, "BLOCK_D": dim}
-    for bias in (False, True):
+    for bias, share in itertools.product((False, True), (0, 1, 16)):
         yield Kernel(
             hopper_backward._attend_bwd_hopper,
-            {"HAS_BIAS": bias, "STAGES": 2, **sizes, **kind},
+            {"HAS_BIAS": bias, "SHARE": share, "STAGES": 2, **sizes, **kind},
             {
                 **types,
                 **dict.fromkeys(kinds, tile(64, dim)),
@@ -372,7 +402,7 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
         return triton.compile(
             GluonASTSource(kernel.function, signature, constants),
             target=target,
-            options={"num_warps": 4},
+            options={"num_warps": 4, **options},
         )
     aligned = {}
     for i, name in enumerate(names):

@@ -23,13 +23,19 @@ from corecontext.ops.triton import attend as anywhere
 from corecontext.ops.triton import fetch_backend, pool_mass
 from corecontext.ops.triton import pool as pooling
 from corecontext.ops.triton.decode import decode_step
+from corecontext.ops.triton.fetch_attend import Call, Fetched, Kernels, attend_raw
 from corecontext.ops.triton.fetch_backend import fetch_unsupported_reason
 from corecontext.ops.triton.fetch_decode import fetch_step, fetch_step_unsupported_reason
 from corecontext.ops.triton.marks import Marks
 from corecontext.ops.triton.pool import rotation_tables
 
 try:  # Gluon is young: a Triton without it, or with another, has the other kernels
-    from corecontext.ops.triton import hopper_backward, hopper_forward
+    from corecontext.ops.triton import (
+        hopper_backward,
+        hopper_fetch,
+        hopper_fetch_query,
+        hopper_forward,
+    )
 except (ImportError, AttributeError):
     hopper_forward = hopper_backward = None
 
@@ -39,6 +45,7 @@ __all__ = [
     "decode_step",
     "fetch_attend",
     "fetch_attend_backward",
+    "fetch_gradients",
     "fetch_step",
     "fetch_step_unsupported_reason",
     "fetch_unsupported_reason",
@@ -98,6 +105,23 @@ def _attend(
     return anywhere.attend(tokens, cores, spec, core_bias, marks)
 
 
+def _attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
+    """`fetch_attend.attend_raw`, by the kernels that suit the device."""
+    if (
+        hopper_forward is not None
+        and hopper_forward.unsupported_reason(call.tokens.q, call.spec) is None
+    ):
+        for kernel in (hopper_fetch, hopper_fetch_query):
+            if kernel.takes(call):
+                try:
+                    kernel.attend(call, out, lse)
+                    return
+                except triton.CompilationError as error:
+                    _do_without_hopper(error)
+                    break
+    attend_raw(call, out, lse)
+
+
 def attend_backward(
     upstream: Upstream, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
 ) -> tuple[Tensor, ...]:
@@ -111,7 +135,9 @@ def fetch_attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fetch as `fetch_backend.fetch_attend` does."""
     with _on(tokens.q):
-        return fetch_backend.fetch_attend(tokens, cores, spec, core_bias, _attend)
+        return fetch_backend.fetch_attend(
+            tokens, cores, spec, core_bias, Kernels(_attend, _attend_raw)
+        )
 
 
 def fetch_attend_backward(
@@ -125,6 +151,34 @@ def fetch_attend_backward(
     """Return gradients as `fetch_backend.fetch_attend_backward` does."""
     with _on(tokens.q):
         return fetch_backend.fetch_attend_backward(upstream, tokens, cores, spec, core_bias, choice)
+
+
+def fetch_gradients(
+    upstream: Upstream,
+    tokens: Tokens,
+    groups: Groups,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
+    choice: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+    """Return gradients as `compose.gradients` does, for the choice of a forward; None where
+    `fetch_attend_backward` and `pool_backward` have to make them."""
+    with _on(tokens.q):
+        if (
+            hopper_backward is None
+            or fetch_unsupported_reason(spec, tokens) is not None
+            or hopper_backward.unsupported_reason(tokens.q, spec) is not None
+        ):
+            return None
+        fetched = Fetched(choice, spec.fetch_share)
+        try:
+            return hopper_backward.gradients(
+                upstream, tokens, groups, cores, spec, core_bias, fetched
+            )
+        except triton.CompilationError as error:
+            _do_without_hopper(error)
+            return None
 
 
 def gradients(

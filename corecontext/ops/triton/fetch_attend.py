@@ -44,7 +44,7 @@ class Fetched(NamedTuple):
     """Neighbouring queries that chose together (n): those of positions a n .. a n + n - 1."""
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """Hold a call to the kernels of this file for some sequences of KV heads."""
 
     tokens: Tokens
@@ -97,14 +97,14 @@ class _Call(NamedTuple):
 
 def _calls(
     tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None, fetched: Fetched
-) -> list[tuple[slice, _Call]]:
+) -> list[tuple[slice, Call]]:
     """Return the call for some sequences at a time, whose marks fit into their memory."""
     n, count = fetched.chosen.shape[:2]
     size = max(1, _MARK_BYTES // max(1, count * (spec.sinks + cores.k.shape[2]) // 8))
     calls = []
     for low in range(0, n, size):
         heads = slice(low, low + size)
-        call = _Call(
+        call = Call(
             Tokens(*(x[heads] for x in tokens[:3]), tokens.q_start),
             Cores(*(x[heads] for x in cores)),
             spec,
@@ -128,7 +128,7 @@ def attend(
     spec: Spec,
     core_bias: Tensor | None,
     fetched: Fetched,
-    attend_unfetched: Callable[..., tuple[Tensor, Tensor]] = unfetched.attend,
+    kernels: Kernels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to first tokens, raw tokens of chosen groups, core tokens of the other groups and the
     window, in one softmax.
@@ -137,26 +137,29 @@ def attend(
         tokens: Raw tokens from position 0 on.
         cores: Core tokens of the groups behind the first tokens that stay raw.
         core_bias: [N, r], or [N, r, M], or None.
-        attend_unfetched: What attends to all but raw tokens of chosen groups, with the arguments
-            of `attend.attend`.
+        kernels: Those of every device where there are none.
 
     Returns:
         out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32.
     """
     calls = _calls(tokens, cores, spec, core_bias, fetched)
-    return _together([_attend(call, attend_unfetched) for _, call in calls])
+    return _together([_attend(call, kernels or ANYWHERE) for _, call in calls])
 
 
-def _attend(
-    call: _Call, attend_unfetched: Callable[..., tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
+def _attend(call: Call, kernels: Kernels) -> tuple[Tensor, Tensor]:
     """`attend` for sequences whose marks fit into their memory."""
-    tokens, cores, spec, core_bias, fetched = call
-    out, lse = attend_unfetched(tokens, cores, spec, core_bias, call.marks())
+    out, lse = kernels.unfetched(*call[:4], call.marks())
+    if out.numel() and call.fetched.chosen.shape[2]:
+        kernels.raw(call, out, lse)
+    return out, lse
+
+
+def attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
+    """Attend to the raw tokens of chosen groups and merge with out [N, r, T, D] and lse [N, r, T],
+    in place."""
+    tokens, cores, _, _, fetched = call
     q, k, v = map(contiguous_rows, tokens[:3])
-    n, count, k_groups = fetched.chosen.shape
-    if not (out.numel() and k_groups):
-        return out, lse
+    n, count, _ = fetched.chosen.shape
     constants = call.constants(fetch_tiles(*call.chip(), call.rows), call.rows)
     launch(
         fetch_fwd_kernel,
@@ -169,7 +172,18 @@ def _attend(
         (*(x.stride()[:-1] for x in (q, k, v, out)), *call.specialized()),
         **constants,
     )
-    return out, lse
+
+
+class Kernels(NamedTuple):
+    """Hold the two parts of a forward."""
+
+    unfetched: Callable[..., tuple[Tensor, Tensor]]
+    """Attends to all but raw tokens of chosen groups, with the arguments of `attend.attend`."""
+    raw: Callable[[Call, Tensor, Tensor], None]
+    """Attends to these, as `attend_raw`."""
+
+
+ANYWHERE = Kernels(unfetched.attend, attend_raw)
 
 
 def attend_backward(
@@ -189,38 +203,42 @@ def attend_backward(
     return _together(results)
 
 
-def _attend_backward(upstream: Upstream, call: _Call) -> tuple[Tensor | None, ...]:
+def _attend_backward(upstream: Upstream, call: Call) -> tuple[Tensor | None, ...]:
     """`attend_backward` for sequences whose marks fit into their memory."""
-    tokens, cores, spec, core_bias, fetched = call
-    grads = unfetched.attend_backward(upstream, tokens, cores, spec, core_bias, call.marks())
-    dq, dk, dv = grads[:3]
+    grads = unfetched.attend_backward(upstream, *call[:4], call.marks())
+    add_raw_gradients(upstream, call, grads[:3], float(call.spec.scale))
+    return grads
+
+
+def add_raw_gradients(
+    upstream: Upstream,
+    call: Call,
+    grads: tuple[Tensor, Tensor, Tensor],
+    query_scale: float,
+    add_query_gradient: Callable[..., None] | None = None,
+) -> None:
+    """Add the gradients through raw tokens of chosen groups to those of q, k and v, in place.
+
+    Args:
+        grads: That of q in float32; the others in float32 or their dtype.
+        query_scale: Factor of the gradient of q.
+        add_query_gradient: Another `_add_query_gradient`.
+    """
+    tokens, cores, spec, _, fetched = call
+    dq, dk, dv = grads
     q, k, v, grad_out = map(contiguous_rows, (*tokens[:3], upstream.grad_out))
-    n, count, k_groups = fetched.chosen.shape
     num_groups = cores.k.shape[2]
-    if not (q.numel() and k_groups and num_groups):
-        return grads
+    if not (q.numel() and fetched.chosen.shape[2] and num_groups):
+        return
     lse = upstream.lse.contiguous()
     delta = torch.empty_like(lse)
-    chosen = fetched.chosen.contiguous()
-    constants = call.constants(fetch_dq_tiles(*call.chip(), call.rows), call.rows)
-    launch(
-        fetch_dq_kernel,
-        (n * count * ceil_div(call.rows, constants["BLOCK_M"]),),
-        (
-            *(q, k, v, chosen, upstream.out.contiguous(), lse, grad_out),
-            lse if upstream.grad_lse is None else upstream.grad_lse.contiguous(),
-            *(dq, delta, q.shape[2], num_groups, count, *call.numbers()),
-        ),
-        (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
-        HAS_GRAD_LSE=upstream.grad_lse is not None,
-        **constants,
-    )
-    order, begin = _shares_by_group(chosen, num_groups)
+    (add_query_gradient or _add_query_gradient)(upstream, call, dq, delta, query_scale)
+    order, begin = _shares_by_group(fetched.chosen, num_groups)
     tiles = fetch_dkv_tiles(*call.chip(), spec.group_size)
     constants = call.constants(tiles, spec.group_size)
     launch(
         fetch_dkv_kernel,
-        (ceil_div(spec.group_size, constants["BLOCK_M"]) * num_groups * n,),
+        (ceil_div(spec.group_size, constants["BLOCK_M"]) * num_groups * q.shape[0],),
         (
             *(q, k, v, lse, grad_out, delta, order, begin, dk, dv),
             *(q.shape[2], k.shape[1], num_groups, order.shape[1], *call.numbers()),
@@ -228,7 +246,30 @@ def _attend_backward(upstream: Upstream, call: _Call) -> tuple[Tensor | None, ..
         (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         **constants,
     )
-    return grads
+
+
+def _add_query_gradient(
+    upstream: Upstream, call: Call, dq: Tensor, delta: Tensor, query_scale: float
+) -> None:
+    """Add the gradient through raw tokens of chosen groups, times query_scale, to dq [N, r, T, D]
+    in float32, in place; fill delta [N, r, T] = sum(grad out) - grad lse."""
+    q, k, v, grad_out = map(contiguous_rows, (*call.tokens[:3], upstream.grad_out))
+    lse = upstream.lse.contiguous()
+    chosen = call.fetched.chosen.contiguous()
+    n, count, _ = chosen.shape
+    constants = call.constants(fetch_dq_tiles(*call.chip(), call.rows), call.rows)
+    launch(
+        fetch_dq_kernel,
+        (n * count * ceil_div(call.rows, constants["BLOCK_M"]),),
+        (
+            *(q, k, v, chosen, upstream.out.contiguous(), lse, grad_out),
+            lse if upstream.grad_lse is None else upstream.grad_lse.contiguous(),
+            *(dq, delta, q.shape[2], call.cores.k.shape[2], count, *call.numbers(), query_scale),
+        ),
+        (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
+        HAS_GRAD_LSE=upstream.grad_lse is not None,
+        **constants,
+    )
 
 
 def _shares_by_group(chosen: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:

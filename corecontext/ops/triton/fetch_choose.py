@@ -14,7 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.triton.fetch_rule import Choosing, groups_of_share
-from corecontext.ops.triton.fetch_scores import RUN, Queries, log_sums, score_groups
+from corecontext.ops.triton.fetch_scores import (
+    RUN,
+    Queries,
+    log_sums,
+    score_groups,
+)
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 
 _SCORE_BYTES = 256 << 20  # scores of groups in memory at a time
