@@ -64,7 +64,7 @@ CHIPS = {
     )
 }
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-FLOATS = ("scale", "softcap", "bias")  # arguments that are numbers with a fraction
+FLOATS = ("scale", "softcap", "bias", "query_scale")  # arguments that are numbers with a fraction
 GRADIENTS = {f"{name}_ptr": "fp32" for name in ("dq", "dk", "dv", "dbias", "delta", "grad_lse")}
 ATTENTION = (attend._attend_fwd_kernel, attend._attend_dq_kernel, attend._attend_dkv_kernel)
 FETCH = (
@@ -203,7 +203,7 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     yield Kernel(fetch_score_kernels.group_scores_kernel, sizes, types)
     sizes = {"RUN": 16, "FROM_RUNS": True, "BLOCK": 1024, "BLOCK_K": 64, "num_warps": 1}
     yield Kernel(fetch_choose._select_kernel, sizes, types)
-    yield Kernel(marks._mark_kernel, {"BLOCK": 64, "num_warps": 1}, types)
+    yield Kernel(marks._mark_kernel, {"BY_ENTRY": True, "BLOCK": 64, "num_warps": 1}, types)
     for rows in (16, 64):
         for function, tiles in (
             (fetch_kernels.fetch_fwd_kernel, fetch_tiles(chip, dtype, dim, rows)),
@@ -295,10 +295,10 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     one = torch.float32
     sums = {"sum_ptr": "fp32", "stats_ptr": "fp32", "lse_ptr": "fp32", "grad_lse_ptr": "fp32"}
     sizes = {"HEAD_DIM": dim, "BLOCK_D": dim}
-    for bias in (False, True):
+    for bias, share in itertools.product((False, True), (0, 1, 16)):
         yield Kernel(
             hopper_backward._attend_bwd_hopper,
-            {"HAS_BIAS": bias, "STAGES": 2, **sizes, **kind},
+            {"HAS_BIAS": bias, "SHARE": share, "STAGES": 2, **sizes, **kind},
             {
                 **types,
                 **dict.fromkeys(kinds, tile(64, dim)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from corecontext.ops import compose
 from corecontext.ops.fetch import query_blocks
-from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
+from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 
 
 def with_fetch(
@@ -39,7 +38,6 @@ class FetchBackend:
         self.module = module
         self.choices = choices or []
         """Groups fetched, [N, C, k] in int32, of each sequence that fetches, in order."""
-        self.gradients = functools.partial(compose.gradients, self)
 
     def __getattr__(self, name: str) -> Any:
         """Return a function of the backend: its pooling and its masses."""
@@ -74,6 +72,24 @@ class FetchBackend:
         # planted: fetch: the backward has another choice
         choice = self.choices.pop(0)
         return backward(upstream, tokens, cores, spec, core_bias, choice)
+
+    def gradients(
+        self,
+        upstream: Upstream,
+        tokens: Tokens,
+        groups: Groups,
+        cores: Cores,
+        spec: Spec,
+        core_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return gradients as `compose.gradients` does; all at once where the backend can."""
+        whole = getattr(self.module, "fetch_gradients", None)
+        if whole is not None and self.choices and _fetches(cores, spec):
+            grads = whole(upstream, tokens, groups, cores, spec, core_bias, self.choices[0])
+            if grads is not None:
+                self.choices.pop(0)
+                return grads
+        return compose.gradients(self, upstream, tokens, groups, cores, spec, core_bias)
 
     def _functions(self, tokens: Tokens, spec: Spec) -> tuple[Callable[..., Any], ...]:
         """The forward and the backward that take the call."""

@@ -23,6 +23,7 @@ from corecontext.ops.triton import attend as anywhere
 from corecontext.ops.triton import fetch_backend, pool_mass
 from corecontext.ops.triton import pool as pooling
 from corecontext.ops.triton.decode import decode_step
+from corecontext.ops.triton.fetch_attend import Fetched
 from corecontext.ops.triton.fetch_backend import fetch_unsupported_reason
 from corecontext.ops.triton.marks import Marks
 from corecontext.ops.triton.pool import rotation_tables
@@ -38,6 +39,7 @@ __all__ = [
     "decode_step",
     "fetch_attend",
     "fetch_attend_backward",
+    "fetch_gradients",
     "fetch_unsupported_reason",
     "gradients",
     "mass",
@@ -122,6 +124,34 @@ def fetch_attend_backward(
     """Return gradients as `fetch_backend.fetch_attend_backward` does."""
     with _on(tokens.q):
         return fetch_backend.fetch_attend_backward(upstream, tokens, cores, spec, core_bias, choice)
+
+
+def fetch_gradients(
+    upstream: Upstream,
+    tokens: Tokens,
+    groups: Groups,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
+    choice: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+    """Return gradients as `compose.gradients` does, for the choice of a forward; None where
+    `fetch_attend_backward` and `pool_backward` have to make them."""
+    with _on(tokens.q):
+        if (
+            hopper_backward is None
+            or fetch_unsupported_reason(spec, tokens) is not None
+            or hopper_backward.unsupported_reason(tokens.q, spec) is not None
+        ):
+            return None
+        fetched = Fetched(choice, spec.fetch_share)
+        try:
+            return hopper_backward.gradients(
+                upstream, tokens, groups, cores, spec, core_bias, fetched
+            )
+        except triton.CompilationError as error:
+            _do_without_hopper(error)
+            return None
 
 
 def gradients(

@@ -44,7 +44,7 @@ class Fetched(NamedTuple):
     """Neighbouring queries that chose together (n): those of positions a n .. a n + n - 1."""
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """Hold a call to the kernels of this file for some sequences of KV heads."""
 
     tokens: Tokens
@@ -97,14 +97,14 @@ class _Call(NamedTuple):
 
 def _calls(
     tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None, fetched: Fetched
-) -> list[tuple[slice, _Call]]:
+) -> list[tuple[slice, Call]]:
     """Return the call for some sequences at a time, whose marks fit into their memory."""
     n, count = fetched.chosen.shape[:2]
     size = max(1, _MARK_BYTES // max(1, count * (spec.sinks + cores.k.shape[2]) // 8))
     calls = []
     for low in range(0, n, size):
         heads = slice(low, low + size)
-        call = _Call(
+        call = Call(
             Tokens(*(x[heads] for x in tokens[:3]), tokens.q_start),
             Cores(*(x[heads] for x in cores)),
             spec,
@@ -148,7 +148,7 @@ def attend(
 
 
 def _attend(
-    call: _Call, attend_unfetched: Callable[..., tuple[Tensor, Tensor]]
+    call: Call, attend_unfetched: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """`attend` for sequences whose marks fit into their memory."""
     tokens, cores, spec, core_bias, fetched = call
@@ -189,16 +189,32 @@ def attend_backward(
     return _together(results)
 
 
-def _attend_backward(upstream: Upstream, call: _Call) -> tuple[Tensor | None, ...]:
+def _attend_backward(upstream: Upstream, call: Call) -> tuple[Tensor | None, ...]:
     """`attend_backward` for sequences whose marks fit into their memory."""
-    tokens, cores, spec, core_bias, fetched = call
-    grads = unfetched.attend_backward(upstream, tokens, cores, spec, core_bias, call.marks())
-    dq, dk, dv = grads[:3]
+    grads = unfetched.attend_backward(upstream, *call[:4], call.marks())
+    add_raw_gradients(upstream, call, grads[:3], float(call.spec.scale))
+    return grads
+
+
+def add_raw_gradients(
+    upstream: Upstream,
+    call: Call,
+    grads: tuple[Tensor, Tensor, Tensor],
+    query_scale: float,
+) -> None:
+    """Add the gradients through raw tokens of chosen groups to those of q, k and v, in place.
+
+    Args:
+        grads: That of q in float32; the others in float32 or their dtype.
+        query_scale: Factor of the gradient of q.
+    """
+    tokens, cores, spec, _, fetched = call
+    dq, dk, dv = grads
     q, k, v, grad_out = map(contiguous_rows, (*tokens[:3], upstream.grad_out))
     n, count, k_groups = fetched.chosen.shape
     num_groups = cores.k.shape[2]
     if not (q.numel() and k_groups and num_groups):
-        return grads
+        return
     lse = upstream.lse.contiguous()
     delta = torch.empty_like(lse)
     chosen = fetched.chosen.contiguous()
@@ -209,7 +225,7 @@ def _attend_backward(upstream: Upstream, call: _Call) -> tuple[Tensor | None, ..
         (
             *(q, k, v, chosen, upstream.out.contiguous(), lse, grad_out),
             lse if upstream.grad_lse is None else upstream.grad_lse.contiguous(),
-            *(dq, delta, q.shape[2], num_groups, count, *call.numbers()),
+            *(dq, delta, q.shape[2], num_groups, count, *call.numbers(), query_scale),
         ),
         (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         HAS_GRAD_LSE=upstream.grad_lse is not None,
@@ -228,7 +244,6 @@ def _attend_backward(upstream: Upstream, call: _Call) -> tuple[Tensor | None, ..
         (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         **constants,
     )
-    return grads
 
 
 def _shares_by_group(chosen: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:

@@ -155,6 +155,7 @@ def fetch_dq_kernel(
     num_shares,
     scale,
     softcap,
+    query_scale,
     q_strides,
     k_strides,
     v_strides,
@@ -173,8 +174,8 @@ def fetch_dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add the gradient of queries through the raw tokens of chosen groups to dq, in place; write
-    delta = sum(grad out) - grad lse.
+    """Add the gradient of queries through the raw tokens of chosen groups, times query_scale, to
+    dq, in place; write delta = sum(grad out) - grad lse.
 
     Grid: as that of the forward, which begins at position 0.
     """
@@ -223,7 +224,7 @@ def fetch_dq_kernel(
             dq += dot(grad_scores.to(k.dtype), k)
         place = dq_ptr + flat[:, None] * HEAD_DIM + dims[None, :]
         # planted: fetch: the gradient of queries through core tokens is lost, Triton
-        total = tl.load(place, mask=mask, other=0.0) + dq * scale
+        total = tl.load(place, mask=mask, other=0.0) + dq * query_scale
         tl.store(place, total, mask=mask)
 
 

@@ -32,7 +32,10 @@ from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.ops.triton import hopper_forward
 from corecontext.ops.triton.attend import rule_of
 from corecontext.ops.triton.far_past import FarPast, add_to_sinks, bias_gradient, far_past
+from corecontext.ops.triton.fetch_attend import Call, Fetched, add_raw_gradients
+from corecontext.ops.triton.hopper_forward import fill_marked
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
+from corecontext.ops.triton.marks import EntryMarks, mark_entries
 from corecontext.ops.triton.pool import pool_backward
 from corecontext.ops.triton.primitives import (
     LOG2E,
@@ -245,9 +248,22 @@ def _add_query_gradients(
 
 
 @gluon.jit
+def _query_marks(marks, row, exists, SHARE: gl.constexpr):
+    """Load the words of marks of queries row .. row + BLOCK_M - 1, a tuple of one for every 32
+    shares, each of all keys; the first bit is that of the first query."""
+    first = row // SHARE
+    words = ()
+    for j in gl.static_range((BLOCK_M // SHARE + 31) // 32):
+        word = gl.load(marks + first // 32 + j, mask=exists, other=0)
+        words = words + (word >> first % 32,)
+    return words
+
+
+@gluon.jit
 def _key_gradients(
     HALF: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    SHARE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
@@ -261,6 +277,8 @@ def _key_gradients(
     grad_v_ptr,
     dbias_ptr,
     bias_ptr,
+    marks_ptr,
+    num_words,
     offset,
     value_offset,
     num_keys,
@@ -317,6 +335,8 @@ def _key_gradients(
     if HAS_BIAS:
         exists = (keys < num_keys) & is_far
         bias = gl.load(bias_ptr + keys, mask=exists, other=0.0) * LOG2E
+    is_marked = (keys < num_keys) & is_far
+    marks = marks_ptr + keys.to(gl.int64) * num_words
     mbarrier.wait(ready.index(STAGES), 0)
     row = last_row
     head = first_head
@@ -330,6 +350,9 @@ def _key_gradients(
         grad = tiles_smem.index(STAGES + stage).reshape([BLOCK_M, BLOCK_D])
 
         # Weights, from the scores and the queries' log-sum-exp.
+        words = ()
+        if SHARE > 0:
+            words = _query_marks(marks, row, is_marked, SHARE)
         mbarrier.wait(ready.index(stage), phase)
         s = warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
         dp = warpgroup_mma(v, grad.permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -344,6 +367,9 @@ def _key_gradients(
             position = row + gl.arange(0, BLOCK_M, columns)
             seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
             p = gl.where(seen, p, 0.0)
+        if SHARE > 0:
+            if is_far:
+                p = fill_marked(p, words, 0.0, SHARE, BLOCK_M, s_layout)
 
         # The scores' gradients, handed to the other consumer too.
         dp = warpgroup_mma_wait(0, [dp])
@@ -409,6 +435,7 @@ def _key_gradients(
         "num_queries",
         "num_entries",
         "far_programs",
+        "num_words",
         "num_n",
         "heads_per_n",
         "heads_per_core",
@@ -428,6 +455,7 @@ def _attend_bwd_hopper(
     far_v_desc,
     sum_desc,
     bias_ptr,
+    marks_ptr,
     far_grad_ptr,
     grad_k_ptr,
     grad_v_ptr,
@@ -435,6 +463,7 @@ def _attend_bwd_hopper(
     num_queries,
     num_entries,
     far_programs,
+    num_words,
     num_n,
     heads_per_n,
     heads_per_core,
@@ -444,6 +473,7 @@ def _attend_bwd_hopper(
     window_size,
     sink_groups,
     HAS_BIAS: gl.constexpr,
+    SHARE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
@@ -456,6 +486,9 @@ def _attend_bwd_hopper(
     writes them once; it adds to the queries' sums in float32. The far past comes first,
     heads_per_turn heads at a time and of those the tiles that most queries see first: so few heads
     that their sums stay in the L2 cache.
+
+    Args:
+        marks_ptr: Marks of entries by SHARE queries, a power of 2 up to BLOCK_M; 0 for none.
     """
     dtype: gl.constexpr = DTYPE
     tiles_smem = gl.allocate_shared_memory(
@@ -501,6 +534,7 @@ def _attend_bwd_hopper(
         offset = head.to(gl.int64) * num_entries
         value_offset = num_n.to(gl.int64) * heads_per_n * num_entries * HEAD_DIM
         bias_ptr += offset
+        marks_ptr += n.to(gl.int64) * num_entries * num_words
         dbias_ptr += offset
     else:
         n = (pid - far_programs) % num_n
@@ -519,7 +553,7 @@ def _attend_bwd_hopper(
     # of tuples unwraps those on its right), its own, those of all.
     # _key_gradients: after the constants and its sum_smem.
     consumers = (scores_smem, scores_ready, scores_free, sum_desc)
-    consumers += (far_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr)
+    consumers += (far_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr, marks_ptr, num_words)
     consumers += (offset, value_offset, num_keys, num_queries, group_size, window_size)
     consumers += (sink_groups, scale)
     # _copy_queries: after STAGES.
@@ -534,11 +568,11 @@ def _attend_bwd_hopper(
         [
             (
                 _key_gradients,
-                (0, HAS_BIAS, HEAD_DIM, BLOCK_D, STAGES) + first + consumers + shared,
+                (0, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, STAGES) + first + consumers + shared,
             ),
             (
                 _key_gradients,
-                (1, HAS_BIAS, HEAD_DIM, BLOCK_D, STAGES) + second + consumers + shared,
+                (1, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, STAGES) + second + consumers + shared,
             ),
             (_copy_queries, (STAGES,) + producer + shared),
         ],
@@ -549,6 +583,9 @@ def _attend_bwd_hopper(
 
 def unsupported_reason(q: Tensor, spec: Spec) -> str | None:
     """Return why these kernels cannot take the call, or None."""
+    share = spec.fetch_share
+    if spec.fetch_groups and (share > BLOCK_M.value or share & share - 1):
+        return f"{share} queries that choose together are not a power of 2 up to {BLOCK_M.value}"
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for"
     if q.shape[-1] > 128:
@@ -569,6 +606,8 @@ class _Chunk(NamedTuple):
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None
+    chosen: Tensor | None
+    """[N, C, k], of `Fetched`."""
 
     def rows(self, rows: slice) -> _Chunk:
         """Return the tensors of some of the sequences."""
@@ -591,9 +630,14 @@ def gradients(
     cores: Cores,
     spec: Spec,
     core_bias: Tensor | None = None,
+    fetched: Fetched | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return gradients as `compose.gradients` does, in the dtype of q, k and v; a few KV heads at a
-    time, so that the float32 sums of their queries' gradients take little memory."""
+    time, so that the float32 sums of their queries' gradients take little memory.
+
+    Args:
+        fetched: Groups whose raw tokens the queries attended to, not to their core tokens.
+    """
     q = aligned(tokens.q)
     k = aligned(tokens.k[:, None])
     v = aligned(tokens.v[:, None])
@@ -605,7 +649,9 @@ def gradients(
     lse = upstream.lse.contiguous()  # of a document in a packed row it is a slice
     grad_out = aligned(upstream.grad_out)
     upstream = Upstream(grad_out, upstream.grad_lse, aligned(upstream.out), lse)
-    all_sequences = _Chunk(q, k, v, far, groups, upstream, dq, dk, dv, dbias)
+    chosen = None if fetched is None else fetched.chosen
+    share = 0 if fetched is None else fetched.share
+    all_sequences = _Chunk(q, k, v, far, groups, upstream, dq, dk, dv, dbias, chosen)
     size = _sequences_at_once(q, tokens.k)
     sums = torch.empty(size, *q.shape[1:], dtype=torch.float32, device=q.device)
     for start in range(0, q.shape[0], size):
@@ -613,7 +659,7 @@ def gradients(
         chunk = (
             all_sequences if size >= q.shape[0] else all_sequences.rows(slice(start, start + size))
         )
-        _fill_gradients(chunk, spec, sums)
+        _fill_gradients(chunk, spec, sums, share)
     if core_bias is not None:
         dbias = bias_gradient(dbias, core_bias, spec.sinks)
     return dq, dk, dv, dbias
@@ -627,8 +673,9 @@ def _sequences_at_once(q: Tensor, k: Tensor) -> int:
     return max(1, min(q.shape[0], max(limit, MIN_BYTES) // (2 * q.shape[1] * head_bytes)))
 
 
-def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor) -> None:
-    """Fill the gradients of a chunk; sums is memory for those of its queries in float32."""
+def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None:
+    """Fill the gradients of a chunk; sums is memory for those of its queries in float32; `share`
+    queries have chosen together."""
     n, r, num_queries, dim = chunk.q.shape
     grad_out, grad_lse, out, lse = chunk.upstream
     num_groups = chunk.groups.k.shape[1]
@@ -649,7 +696,15 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor) -> None:
         BLOCK=BLOCK_M.value,
         num_warps=4,
     )
-    far_gradients = _attend_backward(chunk, spec, stats, sums)
+    marks = None
+    if chunk.chosen is not None:
+        marks = mark_entries(chunk.chosen, share, chunk.far.k.shape[2], spec.sinks)
+    far_gradients = _attend_backward(chunk, spec, stats, sums, marks)
+    if chunk.chosen is not None:
+        tokens = Tokens(chunk.q, chunk.k[:, 0], chunk.v[:, 0])
+        cores = Cores(*(x[:, :, spec.sinks :] for x in chunk.far[:2]))
+        call = Call(tokens, cores, spec, None, Fetched(chunk.chosen, share))
+        add_raw_gradients(chunk.upstream, call, (sums, chunk.dk, chunk.dv), 1.0)
     grad_cores = Cores(
         add_to_sinks(far_gradients[0], chunk.dk, spec.sinks),
         add_to_sinks(far_gradients[1], chunk.dv, spec.sinks),
@@ -671,8 +726,11 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor) -> None:
     )
 
 
-def _attend_backward(chunk: _Chunk, spec: Spec, stats: Tensor, sums: Tensor) -> Tensor:
-    """Add up the queries' gradients, still to be scaled, in sums; fill those of k, v and the bias.
+def _attend_backward(
+    chunk: _Chunk, spec: Spec, stats: Tensor, sums: Tensor, marks: EntryMarks | None
+) -> Tensor:
+    """Add up the queries' gradients, still to be scaled, in sums; fill those of k, v and the bias;
+    through no entry that is marked.
 
     Returns:
         Gradients of keys and values of the far past by query head, [2, N, r, E, D] in float32.
@@ -695,14 +753,17 @@ def _attend_backward(chunk: _Chunk, spec: Spec, stats: Tensor, sums: Tensor) -> 
         *(descriptor(x, HALF_N.value) for x in (k, v, far_k, far_v)),
         descriptor(sums, rows, power_of_2(dim) // 2),
     )
-    pointers = (bias, far_gradients, chunk.dk, chunk.dv, dbias)
-    sizes = (num_queries, num_entries, far_programs, n, r, r // chunk.far.k.shape[1])
+    words = bias if marks is None else marks.words
+    num_words = 0 if marks is None else marks.words.shape[2]
+    pointers = (bias, words, far_gradients, chunk.dk, chunk.dv, dbias)
+    sizes = (num_queries, num_entries, far_programs, num_words, n, r, r // chunk.far.k.shape[1])
     settings = (HEADS_PER_TURN, spec.scale * LOG2E.value, *rule_of(spec))
     launch(
         _attend_bwd_hopper,
         (far_programs + ceil_div(num_queries, BLOCK_N.value) * n,),
         (*descriptors, *pointers, *sizes, *settings),
         HAS_BIAS=chunk.far.bias is not None,
+        SHARE=0 if marks is None else marks.share,
         HEAD_DIM=dim,
         BLOCK_D=power_of_2(dim),
         STAGES=STAGES,

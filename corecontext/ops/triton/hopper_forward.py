@@ -193,7 +193,7 @@ def _softmax(
         s = gl.where(seen, s, -float("inf"))
     if HAS_MARKS:
         if is_far:
-            s = _without_marked(s, words, BLOCK_N, layout)
+            s = fill_marked(s, words, float("-inf"), 1, BLOCK_N, layout)
     new_max = gl.maximum(running_max, gl.max(s, 1) * scale)
     # A row that has seen no key yet: exp2(-inf - -inf) would be NaN.
     finite = gl.where(new_max == -float("inf"), 0.0, new_max)
@@ -233,24 +233,29 @@ def _tile_marks(marks, i, far_tiles, HAS_MARKS: gl.constexpr, BLOCK_N: gl.conste
 
 
 @gluon.jit
-def _without_marked(s, words, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """Return scores [rows, keys] with -infinity where a key is marked."""
-    key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))[None, :]
+def fill_marked(x, words, fill, SHARE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Return x [rows, columns] with `fill` where a column is marked for the row.
+
+    Args:
+        words: A tuple of words [rows], with one bit for every SHARE columns, a power of 2.
+    """
+    bit = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :] // SHARE
     word = words[0][:, None]
-    for j in gl.static_range(1, BLOCK_N // 32):
-        word = gl.where(key < 32 * j, word, words[j][:, None])
-    # A thread's keys differ in the other bits of their numbers, so it shifts each word once.
-    # Plain code becomes a vector of the bits of all keys, which takes three times as long.
+    for j in gl.static_range(1, COLUMNS // (32 * SHARE)):
+        word = gl.where(bit < 32 * j, word, words[j][:, None])
+    # Bits 1 and 2 of a column number its thread, which so shifts each word only once. Plain code
+    # becomes a vector of the bits of all columns, which takes three times as long.
+    THREAD: gl.constexpr = 6 // SHARE
     return gl.inline_asm_elementwise(
         """{
         .reg .pred marked;
         .reg .b32 bit;
         and.b32 bit, $2, $3;
         setp.ne.b32 marked, bit, 0;
-        selp.f32 $0, 0fFF800000, $1, marked;
+        selp.f32 $0, $4, $1, marked;
         }""",
-        "=f,f,r,r",
-        [s, word >> (key & 6), 1 << (key & 25)],
+        "=f,f,r,r,f",
+        [x, word >> (bit & THREAD), 1 << (bit & (31 - THREAD)), fill],
         dtype=gl.float32,
         is_pure=True,
         pack=1,

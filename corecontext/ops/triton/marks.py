@@ -27,6 +27,15 @@ class Marks(NamedTuple):
     """Neighbouring queries with the same marks."""
 
 
+class EntryMarks(NamedTuple):
+    """Hold the same marks by entry."""
+
+    words: Tensor
+    """[N, E, W] in int32; bit c % 32 of word c // 32 is that of share c. Whole tiles of 64
+    shares."""
+    share: int
+
+
 @triton.jit
 def marks_of_rows(marks_ptr, n, position, q_start, shares):
     """Return a pointer to the words of each row.
@@ -64,15 +73,32 @@ def marked_keys(marks, entries):
     return (words >> (entries % 32)[:, None]) & 1 != 0
 
 
-@triton.jit(do_not_specialize=["num_words", "first_entry"])
-def _mark_kernel(chosen_ptr, words_ptr, num_words, first_entry, num_chosen, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_words", "first_entry", "num_entries", "num_shares"])
+def _mark_kernel(
+    chosen_ptr,
+    words_ptr,
+    num_words,
+    first_entry,
+    num_entries,
+    num_shares,
+    num_chosen,
+    BY_ENTRY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Set the bits of one share's groups; grid: (N C,)."""
     row = tl.program_id(0).to(tl.int64)
     slots = tl.arange(0, BLOCK)
     group = tl.load(chosen_ptr + row * num_chosen + slots, mask=slots < num_chosen, other=-1)
     entry = tl.maximum(group, 0) + first_entry
-    bit = tl.full([BLOCK], 1, tl.int32) << (entry % 32)
-    tl.atomic_or(words_ptr + row * num_words + entry // 32, bit, mask=group >= 0, sem="relaxed")
+    one = tl.full([BLOCK], 1, tl.int32)
+    if BY_ENTRY:
+        share = row % num_shares
+        bit = one << (share % 32).to(tl.int32)
+        place = (row // num_shares * num_entries + entry) * num_words + share // 32
+    else:
+        bit = one << (entry % 32)
+        place = row * num_words + entry // 32
+    tl.atomic_or(words_ptr + place, bit, mask=group >= 0, sem="relaxed")
 
 
 def mark(chosen: Tensor, share: int, num_entries: int, first_entry: int) -> Marks:
@@ -82,15 +108,30 @@ def mark(chosen: Tensor, share: int, num_entries: int, first_entry: int) -> Mark
         chosen: [N, C, k] in int32, -1 where there is none.
         num_entries: Entries of the far past, of which the first are first_entry raw tokens.
     """
+    shape = (*chosen.shape[:2], 4 * ceil_div(max(1, num_entries), 128))
+    return Marks(_words(chosen, shape, num_entries, first_entry, False), share)
+
+
+def mark_entries(chosen: Tensor, share: int, num_entries: int, first_entry: int) -> EntryMarks:
+    """Mark chosen groups as `mark` does, by entry."""
+    n, count, _ = chosen.shape
+    shape = (n, num_entries, 2 * ceil_div(max(1, count), 64))
+    return EntryMarks(_words(chosen, shape, num_entries, first_entry, True), share)
+
+
+def _words(
+    chosen: Tensor, shape: tuple[int, ...], num_entries: int, first_entry: int, by_entry: bool
+) -> Tensor:
+    """Return words of this shape with the bits of chosen groups."""
     n, count, k = chosen.shape
-    num_words = 4 * ceil_div(max(1, num_entries), 128)
-    words = torch.zeros((n, count, num_words), dtype=torch.int32, device=chosen.device)
+    words = torch.zeros(shape, dtype=torch.int32, device=chosen.device)
     launch(
         _mark_kernel,
         (n * count,),
-        (chosen, words, num_words, first_entry),
+        (chosen, words, shape[2], first_entry, num_entries, count),
         (k,),
+        BY_ENTRY=by_entry,
         BLOCK=power_of_2(k),
         num_warps=1,
     )
-    return Marks(words, share)
+    return words
