@@ -271,7 +271,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those for compute capability 9.0, with the constants of their launches."""
     from triton.experimental.gluon import language as gl
 
-    from corecontext.ops.triton import hopper_backward, hopper_forward, tensor_memory
+    from corecontext.ops.triton import hopper_backward, hopper_fetch, hopper_forward, tensor_memory
 
     def tile(rows: int, columns: int, of: torch.dtype = dtype) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(
@@ -292,6 +292,23 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         )
     if dim > 128:
         return
+    if dim == 128:
+        yield Kernel(
+            hopper_fetch.fetch_fwd_hopper,
+            {
+                "SHARE": 16,
+                "GROUP_SIZE": 16,
+                "HEADS": HEADS,
+                "HEAD_DIM": dim,
+                "STAGES": hopper_fetch.STAGES,
+                **kind,
+            },
+            {
+                **dict.fromkeys(("q_desc", "k_desc", "v_desc"), tile(16, 64)),
+                "lse_ptr": "fp32",
+                "chosen_ptr": "i32",
+            },
+        )
     one = torch.float32
     sums = {"sum_ptr": "fp32", "stats_ptr": "fp32", "lse_ptr": "fp32", "grad_lse_ptr": "fp32"}
     sizes = {"HEAD_DIM": dim, "BLOCK_D": dim}

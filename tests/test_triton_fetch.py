@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext.ops.api import cca_attention
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
-from corecontext.ops.triton import attend, backend, fetch_attend, fetch_choose, fetch_scores
+from corecontext.ops.triton import backend, fetch_attend, fetch_choose, fetch_scores
 from corecontext.ops.triton.fetch_attend import Fetched
 from corecontext.ops.triton.fetch_rule import Choosing
 from corecontext.visibility import sees_core, sees_token
@@ -21,7 +21,9 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and backend.hopper_forward is not None
-WAYS = {"anywhere": attend.attend, **({"hopper": backend._attend} if HOPPER else {})}
+WAYS = {"anywhere": fetch_attend.ANYWHERE}
+if HOPPER:
+    WAYS["hopper"] = fetch_attend.Kernels(backend._attend, backend._attend_raw)
 DTYPES = [torch.float32] + ([torch.float16, torch.bfloat16] if GPU else [])
 
 

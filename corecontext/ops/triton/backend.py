@@ -23,13 +23,13 @@ from corecontext.ops.triton import attend as anywhere
 from corecontext.ops.triton import fetch_backend, pool_mass
 from corecontext.ops.triton import pool as pooling
 from corecontext.ops.triton.decode import decode_step
-from corecontext.ops.triton.fetch_attend import Fetched
+from corecontext.ops.triton.fetch_attend import Call, Fetched, Kernels, attend_raw
 from corecontext.ops.triton.fetch_backend import fetch_unsupported_reason
 from corecontext.ops.triton.marks import Marks
 from corecontext.ops.triton.pool import rotation_tables
 
 try:  # Gluon is young: a Triton without it, or with another, has the other kernels
-    from corecontext.ops.triton import hopper_backward, hopper_forward
+    from corecontext.ops.triton import hopper_backward, hopper_fetch, hopper_forward
 except (ImportError, AttributeError):
     hopper_forward = hopper_backward = None
 
@@ -97,6 +97,21 @@ def _attend(
     return anywhere.attend(tokens, cores, spec, core_bias, marks)
 
 
+def _attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
+    """`fetch_attend.attend_raw`, by the kernels that suit the device."""
+    if (
+        hopper_forward is not None
+        and hopper_forward.unsupported_reason(call.tokens.q, call.spec) is None
+        and hopper_fetch.takes(call)
+    ):
+        try:
+            hopper_fetch.attend(call, out, lse)
+            return
+        except triton.CompilationError as error:
+            _do_without_hopper(error)
+    attend_raw(call, out, lse)
+
+
 def attend_backward(
     upstream: Upstream, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
 ) -> tuple[Tensor, ...]:
@@ -110,7 +125,9 @@ def fetch_attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fetch as `fetch_backend.fetch_attend` does."""
     with _on(tokens.q):
-        return fetch_backend.fetch_attend(tokens, cores, spec, core_bias, _attend)
+        return fetch_backend.fetch_attend(
+            tokens, cores, spec, core_bias, Kernels(_attend, _attend_raw)
+        )
 
 
 def fetch_attend_backward(

@@ -128,7 +128,7 @@ def attend(
     spec: Spec,
     core_bias: Tensor | None,
     fetched: Fetched,
-    attend_unfetched: Callable[..., tuple[Tensor, Tensor]] = unfetched.attend,
+    kernels: Kernels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to first tokens, raw tokens of chosen groups, core tokens of the other groups and the
     window, in one softmax.
@@ -137,26 +137,29 @@ def attend(
         tokens: Raw tokens from position 0 on.
         cores: Core tokens of the groups behind the first tokens that stay raw.
         core_bias: [N, r], or [N, r, M], or None.
-        attend_unfetched: What attends to all but raw tokens of chosen groups, with the arguments
-            of `attend.attend`.
+        kernels: Those of every device where there are none.
 
     Returns:
         out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32.
     """
     calls = _calls(tokens, cores, spec, core_bias, fetched)
-    return _together([_attend(call, attend_unfetched) for _, call in calls])
+    return _together([_attend(call, kernels or ANYWHERE) for _, call in calls])
 
 
-def _attend(
-    call: Call, attend_unfetched: Callable[..., tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
+def _attend(call: Call, kernels: Kernels) -> tuple[Tensor, Tensor]:
     """`attend` for sequences whose marks fit into their memory."""
-    tokens, cores, spec, core_bias, fetched = call
-    out, lse = attend_unfetched(tokens, cores, spec, core_bias, call.marks())
+    out, lse = kernels.unfetched(*call[:4], call.marks())
+    if out.numel() and call.fetched.chosen.shape[2]:
+        kernels.raw(call, out, lse)
+    return out, lse
+
+
+def attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
+    """Attend to the raw tokens of chosen groups and merge with out [N, r, T, D] and lse [N, r, T],
+    in place."""
+    tokens, cores, _, _, fetched = call
     q, k, v = map(contiguous_rows, tokens[:3])
-    n, count, k_groups = fetched.chosen.shape
-    if not (out.numel() and k_groups):
-        return out, lse
+    n, count, _ = fetched.chosen.shape
     constants = call.constants(fetch_tiles(*call.chip(), call.rows), call.rows)
     launch(
         fetch_fwd_kernel,
@@ -169,7 +172,18 @@ def _attend(
         (*(x.stride()[:-1] for x in (q, k, v, out)), *call.specialized()),
         **constants,
     )
-    return out, lse
+
+
+class Kernels(NamedTuple):
+    """Hold the two parts of a forward."""
+
+    unfetched: Callable[..., tuple[Tensor, Tensor]]
+    """Attends to all but raw tokens of chosen groups, with the arguments of `attend.attend`."""
+    raw: Callable[[Call, Tensor, Tensor], None]
+    """Attends to these, as `attend_raw`."""
+
+
+ANYWHERE = Kernels(unfetched.attend, attend_raw)
 
 
 def attend_backward(

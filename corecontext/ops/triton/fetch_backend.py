@@ -3,8 +3,6 @@ sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +12,7 @@ from corecontext.ops.fetch import index as fetch_index
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.ops.triton import fetch_attend as attention
 from corecontext.ops.triton.attend import rule_of
-from corecontext.ops.triton.fetch_attend import Fetched
+from corecontext.ops.triton.fetch_attend import Fetched, Kernels
 from corecontext.ops.triton.fetch_choose import choose
 from corecontext.ops.triton.fetch_rule import Choosing
 
@@ -41,14 +39,13 @@ def fetch_attend(
     cores: Cores,
     spec: Spec,
     core_bias: Tensor | None,
-    attend_unfetched: Callable[..., tuple[Tensor, Tensor]],
+    kernels: Kernels,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose groups and attend to their raw tokens, the core tokens of the other groups, first
     tokens and the window.
 
     Args:
         tokens: Raw tokens from position 0 on.
-        attend_unfetched: As in `fetch_attend.attend`.
 
     Returns:
         out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32, and the choice [N, C,
@@ -68,7 +65,7 @@ def fetch_attend(
         bias = bias.contiguous()
     choice = choose(q, keys, settings, bias)
     fetched = Fetched(choice, spec.fetch_share)
-    out, lse = attention.attend(tokens, cores, spec, core_bias, fetched, attend_unfetched)
+    out, lse = attention.attend(tokens, cores, spec, core_bias, fetched, kernels)
     return out, lse, choice
 
 

@@ -25,6 +25,14 @@ def _atomic_add(tensor_desc, coord, src, _semantic=None):
     )
 
 
+@_core.builtin
+def reinterpreted(memory, dtype, shape, layout, _semantic=None):
+    """Return shared memory as tiles of another shape."""
+    shape = [_core._unwrap_if_constexpr(size) for size in shape]
+    dtype, layout = map(_core._unwrap_if_constexpr, (dtype, layout))
+    return _semantic.memdesc_reinterpret(memory, dtype, shape, layout)
+
+
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 add_out = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _atomic_add
