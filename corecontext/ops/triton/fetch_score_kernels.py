@@ -207,19 +207,20 @@ def _store_scores(
 
 
 @triton.jit
-def _store_best(scores_ptr, best_ptr, begin, end, rows, RUN: tl.constexpr, BLOCK_N: tl.constexpr):
+def _store_best(scores_ptr, best_ptr, begin, end, rows, RUN: tl.constexpr, BLOCK: tl.constexpr):
     """Store the largest score of each run of groups begin .. end-1, from the stored scores."""
     row, exists, stride_row, visible = rows
+    num_runs = stride_row // RUN
     within = tl.arange(0, RUN)
-    for start in tl.range(begin, end, BLOCK_N):
-        run = start // RUN + tl.arange(0, BLOCK_N // RUN)
+    for start in tl.range(begin, end, BLOCK):
+        run = start // RUN + tl.arange(0, BLOCK // RUN)
         groups = run[None, :, None] * RUN + within[None, None, :]
-        place = scores_ptr + row[:, None, None] * stride_row + groups
-        seen = exists[:, None, None] & (groups < visible[:, None, None])
-        best = tl.max(tl.load(place, mask=seen, other=-1.0), 2)
-        num_runs = stride_row // RUN
-        place = best_ptr + row[:, None] * num_runs + run[None, :]
-        tl.store(place, best, mask=exists[:, None] & (run < num_runs)[None, :])
+        kept = exists[:, None] & (run < num_runs)[None, :]
+        # A run has one mask, so that it is read at once.
+        place = scores_ptr + (row * stride_row)[:, None, None] + groups
+        scores = tl.load(place, mask=kept[:, :, None], other=-1.0)
+        best = tl.max(tl.where(groups < visible[:, None, None], scores, -1.0), 2)
+        tl.store(best_ptr + (row * num_runs)[:, None] + run[None, :], best, mask=kept)
 
 
 @triton.jit(
@@ -341,4 +342,4 @@ def group_scores_kernel(
         )
         if RUN > 0:
             tl.debug_barrier()  # the scores have been stored
-            _store_best(scores_ptr, best_ptr, begin, end, places, RUN, BLOCK_N)
+            _store_best(scores_ptr, best_ptr, begin, end, places, RUN, 2 * BLOCK_N)
