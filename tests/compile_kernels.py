@@ -271,7 +271,13 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those for compute capability 9.0, with the constants of their launches."""
     from triton.experimental.gluon import language as gl
 
-    from corecontext.ops.triton import hopper_backward, hopper_fetch, hopper_forward, tensor_memory
+    from corecontext.ops.triton import (
+        hopper_backward,
+        hopper_fetch,
+        hopper_fetch_query,
+        hopper_forward,
+        tensor_memory,
+    )
 
     def tile(rows: int, columns: int, of: torch.dtype = dtype) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(
@@ -309,6 +315,13 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 "chosen_ptr": "i32",
             },
         )
+    sizes = {"GROUP_SIZE": 16, "HEADS": HEADS, "COLUMNS": 8, "HEAD_DIM": dim, "BLOCK_D": dim}
+    sizes.update(PAIRS=hopper_fetch_query.PAIRS, num_warps=1, **kind)
+    pointers = {"lse_ptr": "fp32", "chosen_ptr": "i32", **GRADIENTS}
+    pointers.update(dict.fromkeys(("k_desc", "v_desc"), tile(16, dim)))
+    yield Kernel(hopper_fetch_query.fetch_query_hopper, sizes, pointers)
+    sizes = {"HAS_GRAD_LSE": True, **sizes}
+    yield Kernel(hopper_fetch_query.fetch_query_dq_hopper, sizes, pointers)
     one = torch.float32
     sums = {"sum_ptr": "fp32", "stats_ptr": "fp32", "lse_ptr": "fp32", "grad_lse_ptr": "fp32"}
     sizes = {"HEAD_DIM": dim, "BLOCK_D": dim}
@@ -356,7 +369,7 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
         return triton.compile(
             GluonASTSource(kernel.function, signature, constants),
             target=target,
-            options={"num_warps": 4},
+            options={"num_warps": 4, **options},
         )
     aligned = {}
     for i, name in enumerate(names):

@@ -29,7 +29,12 @@ from corecontext.ops.triton.marks import Marks
 from corecontext.ops.triton.pool import rotation_tables
 
 try:  # Gluon is young: a Triton without it, or with another, has the other kernels
-    from corecontext.ops.triton import hopper_backward, hopper_fetch, hopper_forward
+    from corecontext.ops.triton import (
+        hopper_backward,
+        hopper_fetch,
+        hopper_fetch_query,
+        hopper_forward,
+    )
 except (ImportError, AttributeError):
     hopper_forward = hopper_backward = None
 
@@ -102,13 +107,15 @@ def _attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
     if (
         hopper_forward is not None
         and hopper_forward.unsupported_reason(call.tokens.q, call.spec) is None
-        and hopper_fetch.takes(call)
     ):
-        try:
-            hopper_fetch.attend(call, out, lse)
-            return
-        except triton.CompilationError as error:
-            _do_without_hopper(error)
+        for kernel in (hopper_fetch, hopper_fetch_query):
+            if kernel.takes(call):
+                try:
+                    kernel.attend(call, out, lse)
+                    return
+                except triton.CompilationError as error:
+                    _do_without_hopper(error)
+                    break
     attend_raw(call, out, lse)
 
 

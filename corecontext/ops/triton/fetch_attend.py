@@ -215,23 +215,48 @@ def add_raw_gradients(
     call: Call,
     grads: tuple[Tensor, Tensor, Tensor],
     query_scale: float,
+    add_query_gradient: Callable[..., None] | None = None,
 ) -> None:
     """Add the gradients through raw tokens of chosen groups to those of q, k and v, in place.
 
     Args:
         grads: That of q in float32; the others in float32 or their dtype.
         query_scale: Factor of the gradient of q.
+        add_query_gradient: Another `_add_query_gradient`.
     """
     tokens, cores, spec, _, fetched = call
     dq, dk, dv = grads
     q, k, v, grad_out = map(contiguous_rows, (*tokens[:3], upstream.grad_out))
-    n, count, k_groups = fetched.chosen.shape
     num_groups = cores.k.shape[2]
-    if not (q.numel() and k_groups and num_groups):
+    if not (q.numel() and fetched.chosen.shape[2] and num_groups):
         return
     lse = upstream.lse.contiguous()
     delta = torch.empty_like(lse)
-    chosen = fetched.chosen.contiguous()
+    (add_query_gradient or _add_query_gradient)(upstream, call, dq, delta, query_scale)
+    order, begin = _shares_by_group(fetched.chosen, num_groups)
+    tiles = fetch_dkv_tiles(*call.chip(), spec.group_size)
+    constants = call.constants(tiles, spec.group_size)
+    launch(
+        fetch_dkv_kernel,
+        (ceil_div(spec.group_size, constants["BLOCK_M"]) * num_groups * q.shape[0],),
+        (
+            *(q, k, v, lse, grad_out, delta, order, begin, dk, dv),
+            *(q.shape[2], k.shape[1], num_groups, order.shape[1], *call.numbers()),
+        ),
+        (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
+        **constants,
+    )
+
+
+def _add_query_gradient(
+    upstream: Upstream, call: Call, dq: Tensor, delta: Tensor, query_scale: float
+) -> None:
+    """Add the gradient through raw tokens of chosen groups, times query_scale, to dq [N, r, T, D]
+    in float32, in place; fill delta [N, r, T] = sum(grad out) - grad lse."""
+    q, k, v, grad_out = map(contiguous_rows, (*call.tokens[:3], upstream.grad_out))
+    lse = upstream.lse.contiguous()
+    chosen = call.fetched.chosen.contiguous()
+    n, count, _ = chosen.shape
     constants = call.constants(fetch_dq_tiles(*call.chip(), call.rows), call.rows)
     launch(
         fetch_dq_kernel,
@@ -239,23 +264,10 @@ def add_raw_gradients(
         (
             *(q, k, v, chosen, upstream.out.contiguous(), lse, grad_out),
             lse if upstream.grad_lse is None else upstream.grad_lse.contiguous(),
-            *(dq, delta, q.shape[2], num_groups, count, *call.numbers(), query_scale),
+            *(dq, delta, q.shape[2], call.cores.k.shape[2], count, *call.numbers(), query_scale),
         ),
         (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         HAS_GRAD_LSE=upstream.grad_lse is not None,
-        **constants,
-    )
-    order, begin = _shares_by_group(chosen, num_groups)
-    tiles = fetch_dkv_tiles(*call.chip(), spec.group_size)
-    constants = call.constants(tiles, spec.group_size)
-    launch(
-        fetch_dkv_kernel,
-        (ceil_div(spec.group_size, constants["BLOCK_M"]) * num_groups * n,),
-        (
-            *(q, k, v, lse, grad_out, delta, order, begin, dk, dv),
-            *(q.shape[2], k.shape[1], num_groups, order.shape[1], *call.numbers()),
-        ),
-        (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         **constants,
     )
 

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
-from corecontext.ops.triton import hopper_forward
+from corecontext.ops.triton import hopper_fetch_query, hopper_forward
 from corecontext.ops.triton.attend import rule_of
 from corecontext.ops.triton.far_past import FarPast, add_to_sinks, bias_gradient, far_past
 from corecontext.ops.triton.fetch_attend import Call, Fetched, add_raw_gradients
@@ -704,7 +704,11 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
         tokens = Tokens(chunk.q, chunk.k[:, 0], chunk.v[:, 0])
         cores = Cores(*(x[:, :, spec.sinks :] for x in chunk.far[:2]))
         call = Call(tokens, cores, spec, None, Fetched(chunk.chosen, share))
-        add_raw_gradients(chunk.upstream, call, (sums, chunk.dk, chunk.dv), 1.0)
+        grads = (sums, chunk.dk, chunk.dv)
+        kernel = None
+        if hopper_fetch_query.takes(call):
+            kernel = hopper_fetch_query.add_query_gradient
+        add_raw_gradients(chunk.upstream, call, grads, 1.0, kernel)
     grad_cores = Cores(
         add_to_sinks(far_gradients[0], chunk.dk, spec.sinks),
         add_to_sinks(far_gradients[1], chunk.dv, spec.sinks),
