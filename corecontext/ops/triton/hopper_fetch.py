@@ -48,6 +48,7 @@ def _share_of_item(item, work, places, rule, SHARE: gl.constexpr, GROUP_SIZE: gl
     Args:
         work: num_items, num_shares, row_blocks.
         places: first_share, q_start, num_queries, num_groups, num_chosen.
+        rule: window_size and sink_groups.
     """
     num_items, num_shares, row_blocks = work
     first_share, q_start, num_queries, num_groups, num_chosen = places
@@ -56,7 +57,8 @@ def _share_of_item(item, work, places, rule, SHARE: gl.constexpr, GROUP_SIZE: gl
     first_head = item % row_blocks * (ROWS // SHARE)
     position = (first_share + number) * SHARE
     last = gl.minimum(position + SHARE, q_start + num_queries) - 1
-    count = gl.minimum(groups_seen(last, rule, num_groups), num_chosen)
+    seen = groups_seen(last, (GROUP_SIZE, rule[0], rule[1]), num_groups)
+    count = gl.minimum(seen, num_chosen)
     count = gl.where(item < num_items, count, 0)
     return n, number, first_head, position, (count * GROUP_SIZE + TOKENS - 1) // TOKENS
 
@@ -87,16 +89,16 @@ def _copy_tile(
     i,
     item,
     chosen,
-    memory,
+    source,
 ):
     """Copy tile i of a consumer's item, if there is one; return the number of its tiles.
 
     Args:
         chosen: Pointer to the groups of the item.
-        memory: Descriptors and memory of keys and values, barriers, num_chosen, num_tokens and
+        source: Descriptors and memory of keys and values, barriers, num_chosen, num_tokens and
             sink_groups.
     """
-    k_desc, v_desc, k_smem, v_smem, ready, free, num_chosen, num_tokens, sink_groups = memory
+    k_desc, v_desc, k_smem, v_smem, ready, free, num_chosen, num_tokens, sink_groups = source
     n, _, _, _, tiles = item
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
     if i < tiles:
@@ -127,31 +129,19 @@ def _copy_items(
     k_desc,
     v_desc,
     num_tokens,
-    q_ready,
-    q_free,
-    q_smem,
-    k_smem,
-    v_smem,
-    ready,
-    free,
+    memory,
     chosen_ptr,
-    num_items,
-    num_shares,
-    row_blocks,
-    first_share,
-    q_start,
-    num_queries,
-    num_groups,
-    num_chosen,
-    window_size,
-    sink_groups,
+    work,
+    places,
+    rule,
 ):
     """Copy the queries of both consumers' items, then the tokens of their groups, in turn: the
     producer warp."""
-    work = (num_items, num_shares, row_blocks)
-    places = (first_share, q_start, num_queries, num_groups, num_chosen)
-    rule = (GROUP_SIZE, window_size, sink_groups)
-    memory = (k_desc, v_desc, k_smem, v_smem, ready, free, num_chosen, num_tokens, sink_groups)
+    q_ready, q_free, q_smem, k_smem, v_smem, ready, free = memory
+    num_items, num_shares, _ = work
+    _, q_start, _, _, num_chosen = places
+    source = (k_desc, v_desc, k_smem, v_smem, ready, free)
+    source += (places[4], num_tokens, rule[1])
     queries = (q_desc, q_start, q_smem, q_ready, q_free)
     first_step = 0
     second_step = 0
@@ -165,9 +155,9 @@ def _copy_items(
         first_row = chosen_ptr + (first[0].to(gl.int64) * num_shares + first[1]) * num_chosen
         second_row = chosen_ptr + (second[0].to(gl.int64) * num_shares + second[1]) * num_chosen
         for i in range(gl.maximum(first[4], second[4])):
-            first_step = _copy_tile(0, STAGES, GROUP_SIZE, first_step, i, first, first_row, memory)
+            first_step = _copy_tile(0, STAGES, GROUP_SIZE, first_step, i, first, first_row, source)
             second_step = _copy_tile(
-                1, STAGES, GROUP_SIZE, second_step, i, second, second_row, memory
+                1, STAGES, GROUP_SIZE, second_step, i, second, second_row, source
             )
 
 
@@ -210,30 +200,17 @@ def _attend_items(
     out_ptr,
     lse_ptr,
     scale,
-    q_ready,
-    q_free,
-    q_smem,
-    k_smem,
-    v_smem,
-    ready,
-    free,
+    memory,
     chosen_ptr,
-    num_items,
-    num_shares,
-    row_blocks,
-    first_share,
-    q_start,
-    num_queries,
-    num_groups,
-    num_chosen,
-    window_size,
-    sink_groups,
+    work,
+    places,
+    rule,
 ):
     """Attend from ROWS queries of a share at a time to the raw tokens of its groups, and merge with
     out and lse, in place: a consumer."""
-    work = (num_items, num_shares, row_blocks)
-    places = (first_share, q_start, num_queries, num_groups, num_chosen)
-    rule = (GROUP_SIZE, window_size, sink_groups)
+    q_ready, q_free, q_smem, k_smem, v_smem, ready, free = memory
+    num_items, num_shares, _ = work
+    _, q_start, num_queries, num_groups, num_chosen = places
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -256,8 +233,9 @@ def _attend_items(
             head = first_head + lanes // SHARE
             row = position + lanes % SHARE - q_start
             exists = (head < HEADS) & (row < num_queries)
-            visible = groups_seen(q_start + row, rule, num_groups)
-            seen_by_all = groups_seen(position, rule, num_groups)
+            whole_rule = (GROUP_SIZE, rule[0], rule[1])
+            visible = groups_seen(q_start + row, whole_rule, num_groups)
+            seen_by_all = groups_seen(position, whole_rule, num_groups)
             groups = (chosen, num_chosen, visible, seen_by_all)
             running_max = gl.full([ROWS], -float("inf"), gl.float32, rows)
             state = (running_max, gl.zeros([ROWS], gl.float32, rows))
@@ -396,9 +374,10 @@ def fetch_fwd_hopper(
     # right), its own, those of all.
     producer = (q_desc, k_desc, v_desc, num_tokens)
     consumers = (out_ptr, lse_ptr, scale)
-    shared = (q_ready, q_free, q_smem, k_smem, v_smem, ready, free, chosen_ptr)
-    shared += (num_items, num_shares, row_blocks, first_share, q_start, num_queries)
-    shared += (num_groups, num_chosen, window_size, sink_groups)
+    shared = ((q_ready, q_free, q_smem, k_smem, v_smem, ready, free), chosen_ptr)
+    shared += ((num_items, num_shares, row_blocks),)
+    shared += ((first_share, q_start, num_queries, num_groups, num_chosen),)
+    shared += ((window_size, sink_groups),)
     gl.warp_specialize(
         [
             (
