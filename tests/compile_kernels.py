@@ -248,7 +248,7 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     memory. The kernels with a bias hold the code of those without.
     """
     function, constants = kernel.function, kernel.constants
-    if constants.get("HAS_MARKS"):
+    if constants.get("HAS_MARKS") and function in ATTENTION:
         return False  # holds little more than without
     if function is attend._attend_dkv_kernel:
         return constants["FAR"] == (chip == "sm_86")
@@ -263,7 +263,7 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
         is_plain = constants["KIND"] == "auto" and constants["SINKS"] == 0
         return is_plain == (chip == "gfx942")
     if function.__name__ in ("_attend_fwd_hopper", "_attend_bwd_hopper"):
-        return constants["HAS_BIAS"]
+        return constants["HAS_BIAS"] and constants.get("HAS_MARKS", constants.get("SHARE") == 1)
     return True
 
 

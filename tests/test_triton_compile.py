@@ -42,7 +42,15 @@ FETCH = {
 }
 MASS = {"mass_fwd_kernel", "mass_bwd_kernel"}
 PAGED = {"_store_kernel", "_pool_pages_kernel", "_attend_pages_kernel"}
-HOPPER = {"_attend_fwd_hopper", "_attend_bwd_hopper", "_prepare_kernel", "_finish_kernel"}
+HOPPER = {
+    "_attend_fwd_hopper",
+    "_attend_bwd_hopper",
+    "_prepare_kernel",
+    "_finish_kernel",
+    "fetch_fwd_hopper",
+    "fetch_query_hopper",
+    "fetch_query_dq_hopper",
+}
 # Bytes a thread, where it is more than a few registers; pooling in blocks is faster for it.
 SPILLED = {"_attend_dkv_kernel": 1024, "pool_long_bwd_kernel": 512, "fetch_dkv_kernel": 512}
 

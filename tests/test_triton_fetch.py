@@ -10,9 +10,12 @@ import torch
 
 pytest.importorskip("triton", reason="the triton backend needs triton")
 
+from corecontext.ops import api, compose
 from corecontext.ops.api import cca_attention
+from corecontext.ops.batch import complete_groups
+from corecontext.ops.fetch import fetching
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
-from corecontext.ops.triton import backend, fetch_attend, fetch_choose, fetch_scores
+from corecontext.ops.triton import backend, fetch_attend, fetch_choose, fetch_scores, marks
 from corecontext.ops.triton.fetch_attend import Fetched
 from corecontext.ops.triton.fetch_rule import Choosing
 from corecontext.visibility import sees_core, sees_token
@@ -252,6 +255,25 @@ def test_gradients(dtype, case, extra):
         assert torch.allclose(got[5].double(), wanted[5], atol=20 * ERROR[dtype])
 
 
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("sinks, share", [(0, 1), (32, 1), (0, 2), (16, 16), (0, 64)])
+def test_gradients_at_once(sinks, share):
+    """Those of the kernels for Hopper are those of the kernels that run everywhere."""
+    case = (2, 4, 1205, 128, 16, 64, sinks, 1, 9, share)
+    tensors, fetched, spec, bias = case_of(case, torch.bfloat16, "bias")
+    spec = spec.replace(fetch_groups=9, fetch_index="mean", fetch_share=share)
+    tokens, cores = Tokens(*tensors[:3]), Cores(*tensors[3:])
+    groups = complete_groups(tokens, 16, sinks)
+    out, lse = fetch_attend.attend(tokens, cores, spec, bias, fetched)
+    grad_out, grad_lse = normal(*out.shape, seed=7).bfloat16(), normal(*lse.shape, seed=8)
+    inputs = (Upstream(grad_out, grad_lse, out, lse), tokens, groups, cores, spec, bias)
+    wide = fetching.FetchBackend(backend, [fetched.chosen])
+    right = compose.gradients(wide, *inputs)
+    got = backend.fetch_gradients(*inputs, fetched.chosen)
+    for name, grad, expected in zip(("q", "k", "v", "bias"), got, right):
+        assert_rows(grad, expected, torch.bfloat16, name)
+
+
 def test_marks_of_some_heads_at_a_time(monkeypatch):
     tensors, fetched, spec, _ = case_of(CASES[0])
     arguments = (Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, None, fetched)
@@ -259,6 +281,15 @@ def test_marks_of_some_heads_at_a_time(monkeypatch):
     monkeypatch.setattr(fetch_attend, "_MARK_BYTES", 1)
     for got, expected in zip(fetch_attend.attend(*arguments), whole):
         assert torch.equal(got, expected)
+
+
+def test_marks_by_entry():
+    """The same bits, where the gradients of core tokens read them."""
+    chosen = torch.tensor([[[0, 5], [2, -1], [5, 40]]], dtype=torch.int32, device=DEVICE)
+    words = marks.mark_entries(chosen, 2, 50, 4).words
+    bits = (words[..., None] >> torch.arange(32, device=DEVICE)) & 1
+    marked = {tuple(place) for place in bits.flatten(2).nonzero().tolist()}
+    assert marked == {(0, 4, 0), (0, 9, 0), (0, 6, 1), (0, 9, 2), (0, 44, 2)}
 
 
 # The operator
@@ -294,3 +325,24 @@ def test_operator(index, share):
             results[name] += torch.autograd.grad(out.square().sum(), leaves)
     for got, right in zip(results["triton"], results["reference"]):
         assert_rows(got, right, torch.float32, "out, q, k or v")
+
+
+def test_short_prompts_with_a_shared_choice_have_full_attention(monkeypatch):
+    """Only where the operator chooses the kernels itself; it takes less time and is exact."""
+    monkeypatch.setattr(api, "choose_backend", lambda backend, q: "triton")
+    q, k, v = normal(1, 4, 33, 16), normal(1, 2, 33, 16, seed=1), normal(1, 2, 33, 16, seed=2)
+    settings = {"group_size": 4, "window_size": 9, "core_position": "token", "fetch_index": "mean"}
+
+    def attends_to_all(share, count=2, **more):
+        out = cca_attention(q, k, v, fetch_share=share, fetch_groups=count, **settings, **more)
+        return torch.equal(out, whole)
+
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
+    assert attends_to_all(8)
+    assert not attends_to_all(8, backend="triton")
+    assert not attends_to_all(1)
+    assert not attends_to_all(8, count=0)
+    monkeypatch.setattr(api, "_WHOLE_PROMPT", 32)
+    assert not attends_to_all(8)

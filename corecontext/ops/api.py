@@ -26,6 +26,8 @@ from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each,
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import EACH_ROW, Inputs, Ragged, Spec, Tokens, check_rotary
 
+# Tokens of a prompt up to which full attention takes less time than a shared choice on an H200.
+_WHOLE_PROMPT = 12288
 # `packed` (cuBLAS) is faster in float32.
 _AUTO_TRITON = (torch.bfloat16, torch.float16)
 
@@ -241,6 +243,13 @@ def attend(
             ragged = ragged._replace(position_ids=None)
     with context:
         chosen = choose_backend(backend, q)
+        plain = chosen == "triton" and _is_plain(inputs, spec, ragged, return_lse)
+        shares = spec.fetch_groups > 0 and spec.fetch_share > 1
+        # planted: fetch: whole prompts where each query chooses
+        is_short = shares and q.shape[2] <= _WHOLE_PROMPT
+        if plain and is_short and backend == "auto":
+            # Fetch all groups: PyTorch's full attention, which takes less time.
+            spec = spec.replace(fetch_groups=q.shape[2])
         if not isinstance(spec.group_size, tuple):
             return _attend(inputs, spec, ragged, chosen, return_lse)
         sizes, heads = heads_of_each(spec.group_size)
@@ -253,18 +262,23 @@ def attend(
         return gather_heads(outs, heads), lse
 
 
+def _is_plain(inputs: Inputs, spec: Spec, ragged: Ragged, return_lse: bool) -> bool:
+    """Whether PyTorch's attention can take the call, were all tokens seen raw."""
+    plain = not return_lse and spec.softcap is None and inputs.bias is None
+    return plain and all(x is None for x in ragged)
+
+
 def _attend(
     inputs: Inputs, spec: Spec, ragged: Ragged, backend: str, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`attend` on checked inputs of heads of one group size, by a chosen backend."""
-    q, k, v, bias, learned = inputs
+    q, k, v, _, learned = inputs
     if q.numel() == 0:
         out = q + (k.sum() + v.sum())  # empty, but a backward reaches all three
         return out, out.sum(-1, dtype=torch.promote_types(q.dtype, torch.float32))
     # PyTorch's attention, where CCA is full causal attention.
     length = q.shape[2]
-    plain = backend != "reference" and not return_lse and spec.softcap is None and bias is None
-    if plain and all(x is None for x in ragged):
+    if backend != "reference" and _is_plain(inputs, spec, ragged, return_lse):
         sized = spec.for_length(length)
         # planted: 1: full attention for one token too many
         if sized.is_full(length):
