@@ -4,7 +4,8 @@ Full causal attention: "full" (PyTorch's choice), "sdpa_flash" and "sdpa_cudnn" 
 kernels by name), "flash_attn_4" (the package flash-attn-4). CCA: "cca" (the backend that this
 package chooses), "packed" (queries packed into PyTorch's kernels), "flex" (PyTorch's FlexAttention,
 pooling included) and "cca_sinks" (the first SINKS tokens raw). Fetch, raw tokens of 64 groups that
-mean keys choose: "fetch" (each query by itself) and "fetch_shared" (16 neighbours together).
+the default index chooses: "fetch" (each query by itself) and "fetch_shared" (16 neighbours
+together); "fetch_mean" and "fetch_mean_shared" choose by mean keys.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from corecontext.config import CCAConfig
 from corecontext.ops.api import cca_attention
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Spec
@@ -27,12 +29,15 @@ from corecontext.ops.spec import Spec
 THETA = 10_000.0
 FULL = ("full", "sdpa_flash", "sdpa_cudnn", "flash_attn_4")
 SINKS = 16
-FETCH: dict[str, Any] = {"fetch_groups": 64, "fetch_index": "mean"}
+FETCH: dict[str, Any] = {"fetch_groups": 64, "fetch_index": CCAConfig.fetch_index}
+MEAN: dict[str, Any] = {"fetch_groups": 64, "fetch_index": "mean"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "packed": {"backend": "packed"},
     "cca_sinks": {"sink_size": SINKS},
     "fetch": {**FETCH, "fetch_share": 1},
     "fetch_shared": {**FETCH, "fetch_share": 16},
+    "fetch_mean": {**MEAN, "fetch_share": 1},
+    "fetch_mean_shared": {**MEAN, "fetch_share": 16},
     "cca": {},
 }
 """Settings of `cca_attention` by method."""

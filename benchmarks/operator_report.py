@@ -19,6 +19,8 @@ OTHERS = {
     "cca_sinks": "CCA, 16 first tokens raw",
     "fetch": "fetch, 64 groups a query",
     "fetch_shared": "fetch, 64 groups of 16 queries",
+    "fetch_mean": "fetch by mean keys, 64 groups a query",
+    "fetch_mean_shared": "fetch by mean keys, 64 groups of 16 queries",
 }
 """Titles of other methods that compute CCA."""
 KERNEL_TITLES = {"flash": "FlashAttention-2", "cudnn": "cuDNN", "flash_attn_4": "FlashAttention-4"}

@@ -49,7 +49,8 @@ class OperatorBench:
     methods: tuple[str, ...] = option((), name="method")
     """full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex, packed (CCA by PyTorch's kernels),
     cca_sinks (its first 16 tokens raw), fetch (raw tokens of the 64 best groups of each query),
-    fetch_shared (of 16 queries together) or cca.
+    fetch_shared (of 16 queries together), fetch_mean and fetch_mean_shared (the same by mean keys)
+    or cca.
     Default: full and cca; on a GPU the fast kernels of full attention, flex and cca."""
     baseline_limit_s: float = 30.0
     """Leave full attention out where a call is estimated to take longer than this."""
