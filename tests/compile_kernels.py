@@ -31,6 +31,7 @@ from corecontext.ops.triton import (
     fetch_choose,
     fetch_kernels,
     fetch_score_kernels,
+    fetch_sum_kernels,
     marks,
     paged_attend,
     paged_pool,
@@ -75,6 +76,8 @@ FETCH = (
 CHOICE = (
     fetch_score_kernels.index_lse_kernel,
     fetch_score_kernels.group_scores_kernel,
+    fetch_sum_kernels.sum_keys_kernel,
+    fetch_sum_kernels.merge_heads_kernel,
     fetch_choose._select_kernel,
     marks._mark_kernel,
 )
@@ -185,7 +188,7 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     """Those of fetch: index scores, the choice, its marks, raw tokens of the chosen groups; one
     query or 16 choose together."""
     plain = {"HAS_SOFTCAP": False, "HEADS": HEADS, "HEAD_DIM": dim, "BLOCK_D": power_of_2(dim)}
-    floats = ("lse_ptr", "bias_ptr", "scores_ptr", "best_ptr")
+    floats = ("lse_ptr", "bias_ptr", "scores_ptr", "best_ptr", "sums_ptr", "maxima_ptr")
     numbers = ("runs_ptr", "chosen_ptr", "words_ptr", "order_ptr", "begin_ptr")
     types = {**dict.fromkeys(floats, "fp32"), **dict.fromkeys(numbers, "i32"), **GRADIENTS}
     tiles = choose_tiles(chip, dtype, dim)
@@ -201,6 +204,12 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     yield Kernel(fetch_score_kernels.index_lse_kernel, sizes, types)
     sizes = {**sizes, "ADD": True, "SEGMENT": 1024, "RUN": 16}
     yield Kernel(fetch_score_kernels.group_scores_kernel, sizes, types)
+    sizes = {**sizes, "HEADS": 2, "KEYS": 8}
+    sizes.pop("ADD")
+    sizes.pop("RUN")
+    yield Kernel(fetch_sum_kernels.sum_keys_kernel, {**sizes, "SEGMENT": 1024}, types)
+    sizes = {"RUN": 16, "BLOCK_N": tiles.block_n, "BLOCK": 1024, "num_warps": 4}
+    yield Kernel(fetch_sum_kernels.merge_heads_kernel, sizes, types)
     sizes = {"RUN": 16, "FROM_RUNS": True, "BLOCK": 1024, "BLOCK_K": 64, "num_warps": 1}
     yield Kernel(fetch_choose._select_kernel, sizes, types)
     yield Kernel(marks._mark_kernel, {"BY_ENTRY": True, "BLOCK": 64, "num_warps": 1}, types)

@@ -34,6 +34,8 @@ PLAIN = {
 FETCH = {
     "index_lse_kernel",
     "group_scores_kernel",
+    "sum_keys_kernel",
+    "merge_heads_kernel",
     "_select_kernel",
     "_mark_kernel",
     "fetch_fwd_kernel",

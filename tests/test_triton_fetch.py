@@ -79,6 +79,7 @@ CHOICES = [
     (1, 7, 61, 16, 3, 5, 0, 16, 1, 4, 16, 0),
     (2, 1, 40, 80, 4, 5, 0, 20, 4, 30, 2, 37),
     (1, 5, 33, 16, 2, 5, 2, 20, 1, 2, 4, 11),
+    (1, 3, 50, 16, 2, 5, 0, 25, 5, 3, 4, 11),
     (1, 2, 9, 16, 4, 9, 0, 0, 1, 3, 1, 0),
 ]
 
@@ -95,8 +96,8 @@ def test_choice(case, extra):
     assert got.tolist() == best(dense_scores(q, index, settings, bias), k).tolist()
 
 
-@pytest.mark.parametrize("k", [3, 20])
-def test_choice_in_pieces(k, monkeypatch):
+@pytest.mark.parametrize("k, p", [(3, 1), (20, 1), (3, 4)])
+def test_choice_in_pieces(k, p, monkeypatch):
     """Scores of a few shares at a time, the best runs of groups first, and more groups than one
     program holds."""
     monkeypatch.setattr(fetch_choose, "_SCORE_BYTES", 2000)
@@ -105,7 +106,7 @@ def test_choice_in_pieces(k, monkeypatch):
     for module in (fetch_choose, fetch_scores):
         monkeypatch.setattr(module, "RUN", 4)
     settings = Choosing((2, 5, 0), 0.25, None, k, 8, 11, 101)
-    q, index = normal(1, 2, settings.num_shares, 16), normal(1, 48, 1, 16)
+    q, index = normal(1, 2, settings.num_shares, 16), normal(1, 48, p, 16)
     got = fetch_choose.choose(q, index, settings)
     assert got.tolist() == best(dense_scores(q, index, settings), k).tolist()
 

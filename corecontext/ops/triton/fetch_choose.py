@@ -14,10 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.triton.fetch_rule import Choosing, groups_of_share
-from corecontext.ops.triton.fetch_scores import RUN, Queries, log_sums, score_groups
+from corecontext.ops.triton.fetch_scores import (
+    RUN,
+    Queries,
+    log_sums,
+    score_groups,
+    score_many_keys,
+)
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 
 _SCORE_BYTES = 256 << 20  # scores of groups in memory at a time
+MANY_KEYS = 4  # index keys of a group whose products are not taken twice
 _SELECTED = 2048  # scores that a warp holds in registers
 _MOST_SELECTED = 8192  # scores that one program holds
 _INFINITY_BITS = tl.constexpr(0x7F800001)  # the bits of NaN are cut to these
@@ -131,19 +138,23 @@ def choose(q: Tensor, index: Tensor, settings: Choosing, bias: Tensor | None = N
     if not settings.visible_groups(count - 1, num_groups):
         return chosen.fill_(-1)
     call = Queries(q, index, bias, settings)
-    lse = log_sums(call)
+    many = index.shape[2] >= MANY_KEYS
+    lse = None if many else log_sums(call)
+    rows_each = q.shape[1] + 1 if many else 1
     # Scores of as many shares as fit into the memory.
     first = 0
     while first < count:
         visible = settings.visible_groups(count - 1, num_groups)
-        size = min(count - first, max(1, _SCORE_BYTES // (4 * n * visible)))
+        size = min(count - first, max(1, _SCORE_BYTES // (4 * n * rows_each * visible)))
         visible = max(1, settings.visible_groups(first + size - 1, num_groups))
         width = RUN * ceil_div(visible, RUN)
         scores = torch.empty((n, size, width), dtype=torch.float32, device=q.device)
-        runs = None
-        if _has_runs(width, settings.num_chosen):
-            runs = scores.new_empty((n, size, width // RUN))
-        score_groups(call, lse, scores, first, runs)
+        best = scores.new_empty((n, size, width // RUN))
+        runs = best if _has_runs(width, settings.num_chosen) else None
+        if lse is None:
+            score_many_keys(call, scores, best, first)
+        else:
+            score_groups(call, lse, scores, first, runs)
         _select(call, scores, runs, first, chosen[:, first : first + size])
         first += size
     return chosen

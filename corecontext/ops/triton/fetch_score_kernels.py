@@ -11,7 +11,7 @@ from corecontext.ops.triton.primitives import dot, load_tile, log2_scores, softm
 
 
 @triton.jit
-def _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS: tl.constexpr, sizes):
+def load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS: tl.constexpr, sizes):
     """Load the query tiles of HEADS heads, [rows, columns] each."""
     HEAD_DIM: tl.constexpr = sizes[0]
     BLOCK_D: tl.constexpr = sizes[1]
@@ -26,7 +26,7 @@ def _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS: tl.constex
 
 
 @triton.jit
-def _index_scores(q, k, groups, num_groups, bias_ptr, scale, softcap, sizes):
+def index_scores(q, k, groups, num_groups, bias_ptr, scale, softcap, sizes):
     """Return the scores [rows, groups] of one head, in units of log 2."""
     HAS_BIAS: tl.constexpr = sizes[2]
     HAS_SOFTCAP: tl.constexpr = sizes[3]
@@ -69,7 +69,7 @@ def _continue_lse(
         sums = ()
         for i in tl.static_range(HEADS):
             biases = bias_ptr + i * num_groups
-            scores = _index_scores(queries[i], k, groups, num_groups, biases, scale, softcap, sizes)
+            scores = index_scores(queries[i], k, groups, num_groups, biases, scale, softcap, sizes)
             if MASKED:
                 scores = tl.where(groups[None, :] < visible[:, None], scores, -float("inf"))
             _, _, running_max, running_sum = softmax_step(
@@ -124,7 +124,7 @@ def index_lse_kernel(
     rule = (group_size, window_size, sink_groups)
     shares = (first_share, share, q_end)
     sizes: tl.constexpr = (HEAD_DIM, BLOCK_D, HAS_BIAS, HAS_SOFTCAP, HEADS, KEYS, BLOCK_N)
-    queries = _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS, sizes)
+    queries = load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS, sizes)
     visible = groups_of_share(rows, shares, rule, num_groups)
     end = groups_of_share(tile * BLOCK_M + BLOCK_M - 1, shares, rule, num_groups)
     first = groups_of_share(tile * BLOCK_M, shares, rule, num_groups)
@@ -193,7 +193,7 @@ def _store_scores(
             k = load_tile(tile, groups, num_groups, dims, MASKED, True, HEAD_DIM, BLOCK_D)
             for i in tl.static_range(HEADS):
                 biases = bias_ptr + i * num_groups
-                scores = _index_scores(
+                scores = index_scores(
                     queries[i], k, groups, num_groups, biases, scale, softcap, sizes
                 )
                 total += tl.exp2(scores - log_sums[i][:, None])
@@ -297,7 +297,7 @@ def group_scores_kernel(
             ADD,
             BLOCK_M,
         )
-        queries = _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS, sizes)
+        queries = load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS, sizes)
         head = n * heads_per_n + first_head
         log_sums = ()
         for i in tl.static_range(HEADS):

@@ -1,7 +1,8 @@
 """Score groups by index keys: for each share of queries the parts that groups have of the softmax
 over all index scores of its far past, summed over the query heads of a KV head.
 
-Two kernels read the index keys, one for each row's log-sum-exp, one for the scores.
+Two kernels read the index keys, one for each row's log-sum-exp, one for the scores; where groups
+have many keys one kernel reads them once.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from torch import Tensor
 
 from corecontext.ops.triton.fetch_rule import Choosing
 from corecontext.ops.triton.fetch_score_kernels import group_scores_kernel, index_lse_kernel
+from corecontext.ops.triton.fetch_sum_kernels import merge_heads_kernel, sum_keys_kernel
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
+from corecontext.ops.triton.primitives import LN2, LOG2E
 from corecontext.ops.triton.tiles import chip_of, choose_tiles
 
 _HEADS = 4  # query heads whose queries one program holds
 _SEGMENT = 1024  # groups that one program scores
 RUN = 16  # neighbouring groups of a run
+_SUM_HEADS = 2  # query heads of one program that keeps the sums of groups
+_MERGED = 1024  # groups whose heads one program merges
 
 
 class Queries(NamedTuple):
@@ -29,10 +34,10 @@ class Queries(NamedTuple):
     bias: Tensor | None
     settings: Choosing
 
-    def head_blocks(self) -> list[tuple[int, int]]:
-        """Return the first head and the number of heads of each launch."""
+    def head_blocks(self, most: int) -> list[tuple[int, int]]:
+        """Return the first head and the number of heads, at most `most`, of each launch."""
         r = self.q.shape[1]
-        return [(first, min(_HEADS, r - first)) for first in range(0, r, _HEADS)]
+        return [(first, min(most, r - first)) for first in range(0, r, most)]
 
     def positions(self) -> tuple[int, int, int]:
         """Return the number of groups, the first share's number and the end of the queries."""
@@ -68,7 +73,7 @@ def log_sums(call: Queries) -> Tensor:
     """Return the log-sum-exp of each row's index scores, [N, r, C], in units of log 2."""
     q, index, bias, settings = call
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    for first_head, heads in call.head_blocks():
+    for first_head, heads in call.head_blocks(_HEADS):
         constants = call.constants(heads)
         launch(
             index_lse_kernel,
@@ -95,7 +100,7 @@ def score_groups(
     """
     q, index, bias, settings = call
     rows, width = scores.shape[1:]
-    for first_head, heads in call.head_blocks():
+    for first_head, heads in call.head_blocks(_HEADS):
         constants = call.constants(heads)
         tiles = ceil_div(rows, constants["BLOCK_M"]) * q.shape[0]
         launch(
@@ -115,3 +120,42 @@ def score_groups(
             RUN=RUN if best is not None and first_head + heads == q.shape[1] else 0,
             **constants,
         )
+
+
+def score_many_keys(call: Queries, scores: Tensor, best: Tensor, first_row: int) -> None:
+    """Fill scores and best as `score_groups` does, without log-sums given, taking each product once
+    and keeping those of groups by query head; this pays where a group has several keys."""
+    q, index, bias, settings = call
+    n, rows, width = scores.shape
+    r = q.shape[1]
+    segments = ceil_div(width, _SEGMENT)
+    sums = scores.new_empty((n, r, rows, width))
+    block = call.constants(1)["BLOCK_N"]
+    maxima = scores.new_empty((n, r, rows, ceil_div(width, block)))
+    segment_lse = scores.new_empty((segments, n, r, rows))
+    for first_head, heads in call.head_blocks(_SUM_HEADS):
+        constants = call.constants(heads)
+        launch(
+            sum_keys_kernel,
+            (ceil_div(rows, constants["BLOCK_M"]) * n, segments),
+            (
+                *(q, index, sums if bias is None else bias, sums, maxima, segment_lse),
+                *(*call.positions(), first_head, first_row, rows, width, *call.numbers()),
+            ),
+            call.specialized(),
+            HAS_BIAS=bias is not None,
+            HAS_SOFTCAP=settings.softcap is not None,
+            SEGMENT=_SEGMENT,
+            **constants,
+        )
+    lse = torch.logsumexp(segment_lse * LN2.value, 0) * LOG2E.value
+    launch(
+        merge_heads_kernel,
+        (n * rows, ceil_div(width, _MERGED)),
+        (sums, maxima, lse, scores, best, *call.positions(), first_row, rows, width),
+        (n, r, settings.share, *settings.rule),
+        RUN=RUN,
+        BLOCK_N=block,
+        BLOCK=_MERGED,
+        num_warps=4,
+    )
