@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from benchmarks.floor import decode_bytes
-from benchmarks.methods import KERNELS, Sizes, attend_cca, make_inputs, rotary_for
+from benchmarks.methods import DECODING, KERNELS, Sizes, attend_cca, make_inputs, rotary_for
 from benchmarks.timing import capture, sample_in_turns
 from corecontext import cost
 from corecontext.cache import CompactLayer
 from corecontext.config import CCAConfig
+from corecontext.fetch_sizes import index_bytes
+from corecontext.visibility import num_visible_cores
 
 ROTATE_BYTES = {"cpu": 2**28, "cuda": 2**29}  # several times the size of a last-level cache
 MAX_LAYERS = 64
@@ -46,9 +48,12 @@ class DecodeTask(NamedTuple):
         """Return the bytes that one step of one layer reads."""
         sizes = self.sizes
         group_size, window_size = (1, 1)
-        if method == "cca":
+        more = 0
+        if method in DECODING:
             group_size, window_size = self.group_size, self.window_size
-        return decode_bytes(
+        if method == "fetch":
+            more = self._fetched_bytes(**DECODING[method])
+        return more + decode_bytes(
             self.length - 1,
             sizes.kv_heads,
             sizes.head_dim,
@@ -58,6 +63,16 @@ class DecodeTask(NamedTuple):
             batch=sizes.batch,
         )
 
+    def _fetched_bytes(self, fetch_groups: int, fetch_index: str) -> int:
+        """Return the bytes of the index, and of the raw tokens instead of their core tokens."""
+        sizes = self.sizes
+        itemsize = getattr(torch, sizes.dtype).itemsize
+        visible = num_visible_cores(self.length - 1, self.group_size, self.window_size)
+        index = index_bytes(fetch_index, self.group_size, sizes.head_dim, itemsize)
+        tokens = min(fetch_groups, visible) * (self.group_size - 1)
+        token = 2 * sizes.head_dim * itemsize
+        return sizes.batch * sizes.kv_heads * (visible * index + tokens * token)
+
     def layers(self, method: str) -> int:
         """Return the number of layers whose caches take turns."""
         rotate = ROTATE_BYTES[torch.device(self.sizes.device).type]
@@ -66,7 +81,7 @@ class DecodeTask(NamedTuple):
 
 def decode_methods(methods: Sequence[str]) -> tuple[str, ...]:
     """Return the methods that can decode."""
-    return tuple(method for method in methods if method in ("full", *KERNELS, "cca"))
+    return tuple(method for method in methods if method in ("full", *KERNELS, *DECODING))
 
 
 def decode_seconds(
@@ -85,7 +100,7 @@ def decode_seconds(
     device = task.sizes.device
     calls: dict[str, Callable[[], Any]] = {}
     for method in methods:
-        num_bytes = task.layers(method) * task.step_bytes(method)
+        num_bytes = task.layers(method) * task.step_bytes("full" if method == "fetch" else method)
         if task.sizes.cuda and num_bytes > FREE_SHARE * torch.cuda.mem_get_info(device)[0]:
             on_skip(method, f"its cache takes {num_bytes / 2**30:.0f} GiB")
             continue
@@ -102,7 +117,7 @@ def decode_seconds(
 
 def _make_call(task: DecodeTask, method: str) -> Callable[[], None]:
     """Return a call of task.rounds steps over all layers, which starts by resetting the caches."""
-    make = _compact_steps if method == "cca" else _full_steps
+    make = _compact_steps if method in DECODING else _full_steps
     reset, step = make(task, method)
     with torch.no_grad():
         reset()
@@ -122,10 +137,8 @@ def _compact_steps(task: DecodeTask, method: str) -> tuple[Callable, Callable]:
     """Return the reset and the step over CCA's layers."""
     q, k, v = make_inputs(1, task.sizes)
     start = task.length - task.rounds
-    layers = [
-        filled_layer(k, start, task.length, task.group_size, task.window_size)
-        for _ in range(task.layers(method))
-    ]
+    config = CCAConfig.paper(task.group_size, task.window_size, **DECODING[method])
+    layers = [filled_layer(k, start, task.length, config) for _ in range(task.layers(method))]
 
     def reset() -> None:
         for layer in layers:
@@ -155,21 +168,22 @@ def _full_steps(task: DecodeTask, method: str) -> tuple[Callable, Callable]:
     return reset, step
 
 
-def filled_layer(
-    like: Tensor, seen: int, max_length: int, group_size: int, window_size: int
-) -> CompactLayer:
+def filled_layer(like: Tensor, seen: int, max_length: int, config: CCAConfig) -> CompactLayer:
     """Return a compact cache of fixed size with `seen` random tokens, without a prefill.
 
     Args:
         like: Keys of one step, [B, Hkv, 1, D].
     """
-    config = CCAConfig.paper(group_size, window_size)
+    group_size = config.group_size
     layer = CompactLayer(config, rotary_for(like), max_length=max_length)
     batch, heads, _, dim = like.shape
     entries = layer.ring_size + seen
     if group_size > 1:
-        entries = cost.cache_entries(seen, group_size, window_size)
+        entries = cost.cache_entries(seen, group_size, config.window_size)
     keys, values = torch.randn(2, batch, heads, entries, dim, dtype=like.dtype, device=like.device)
+    raw = []
+    if config.fetch_groups:
+        raw = [torch.randn_like(like.expand(-1, -1, seen, -1)) for _ in range(2)]
     layer.load_state_dict(
         {
             "config": layer.config.to_dict(),
@@ -182,8 +196,11 @@ def filled_layer(
             "keys": keys,
             "values": values,
             "pad": torch.zeros(batch, dtype=torch.long, device=like.device),
+            "store": raw,
         }
     )
+    if layer.store is not None:
+        layer.store.shrink_window(layer.spec)  # builds the index anew
     return layer
 
 

@@ -41,6 +41,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cca": {},
 }
 """Settings of `cca_attention` by method."""
+DECODING: dict[str, dict[str, Any]] = {
+    "cca": {},
+    "fetch": {"fetch_groups": 64, "fetch_index": "pairs:2"},
+}
+"""Settings of a compact cache by method."""
 COMPRESSED = ("flex", *SETTINGS)
 METHODS = FULL + COMPRESSED
 KERNELS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}

@@ -20,6 +20,8 @@ from benchmarks.model_check import check_model
 from benchmarks.model_methods import (
     CCA_METHODS,
     CCA_RAW,
+    FETCH,
+    FETCHING,
     FULL,
     FULL_ROWS,
     CompactRun,
@@ -92,6 +94,8 @@ class _Run:
             settings = {"group_size": config.group_size, "window_size": config.window_size}
             if config.cache_dtype != "auto":
                 settings["cache_dtype"] = config.cache_dtype
+            if job.method == FETCH:
+                settings |= FETCHING
         elif job.method == "streaming_llm":
             settings = {"sinks": 4, "window_size": config.window_size}
         return {
@@ -206,6 +210,8 @@ def _measure(run: _Run, job: Job) -> None:
     if method in CCA_METHODS:
         settings = {"fuse": job.fuse, "chunk_size": bench.chunk_size}
     config = job.config
+    if method == FETCH:
+        config = config.replace(**FETCHING)
     if method == CCA_RAW:
         shape = Shape(run.cost.num_layers, run.cost.kv_heads)
         try:

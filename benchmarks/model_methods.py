@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 
-from benchmarks.methods import KERNELS
+from benchmarks.methods import DECODING, KERNELS
 from benchmarks.shapes import make_prompt
 from benchmarks.timing import capture
 from corecontext.cache.full import FullLayer
@@ -30,7 +30,10 @@ from corecontext.model_sizes import ModelSizes
 FULL = ("full", *KERNELS)
 FULL_ROWS = "full_rows"  # decodes only
 CCA_RAW = "cca_raw"
-CCA_METHODS = ("cca", CCA_RAW)
+FETCH = "fetch"
+CCA_METHODS = ("cca", CCA_RAW, FETCH)
+FETCHING = {**DECODING["fetch"], "fetch_share": 16, "store": "device"}
+"""Settings of method fetch; neighbouring queries of a prompt share a choice."""
 # Fallbacks of a step: the chosen kernel may refuse its mask.
 DECODERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 

@@ -22,6 +22,7 @@ SKIPPED = {"growing cache": "prompt and growing cache", "prompt": "prompt and st
 METHOD_LABELS = {
     "cca": "CCA",
     "cca_raw": "CCA, some heads raw",
+    "fetch": "CCA, 64 groups fetched",
     "streaming_llm": "StreamingLLM",
     "sdpa_flash": "full (flash)",
     "sdpa_cudnn": "full (cuDNN)",
@@ -122,7 +123,8 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
         if r.params["method"] == "cca":
             made.setdefault(_key(r), Comparison(r.device, {})).params = dict(r.params)
     for r in measured:
-        configured = r.params["method"] in ("cca", "cca_raw") or r.params.get("of") == "cca"
+        ours = r.params["method"] in ("cca", "cca_raw", "fetch")
+        configured = ours or r.params.get("of") == "cca"
         for key, comparison in made.items():
             if key == _key(r) or (not configured and key[:-2] == _key(r)[:-2]):
                 _add(comparison, r)

@@ -10,7 +10,10 @@ import torch
 from benchmarks.options import DTYPES, check_choices, check_positive, for_device, option
 from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
 
-METHODS = ("full", "sdpa_flash", "sdpa_cudnn", "full_rows", "streaming_llm", "cca", "cca_raw")
+METHODS = (
+    *("full", "sdpa_flash", "sdpa_cudnn", "full_rows", "streaming_llm"),
+    *("cca", "cca_raw", "fetch"),
+)
 WHATS = ("ftl", "itl")
 FUSES = ("none", "compile")
 # The paper's Tables 8 and 9.
@@ -30,8 +33,9 @@ class ModelBench:
     131072, or 16384 for --sweep, 32768 for --throughput."""
     methods: tuple[str, ...] = option((), name="method")
     """full, sdpa_flash, sdpa_cudnn, full_rows (full attention decoding with this package's own
-    kernel), streaming_llm, cca or cca_raw (some KV heads keep every token, at the same cache size).
-    Default: full, streaming_llm and cca; on a GPU all but full and cca_raw."""
+    kernel), streaming_llm, cca, cca_raw (some KV heads keep every token, at the same cache size) or
+    fetch (raw tokens of the 64 best groups, kept on the device).
+    Default: full, streaming_llm and cca; on a GPU all but full, cca_raw and fetch."""
     what: tuple[str, ...] = WHATS
     """ftl (first token, peak memory, cache) or itl (next tokens)."""
     sweep: bool = False
@@ -79,11 +83,12 @@ class ModelBench:
         check_choices("what", self.what, WHATS)
         check_choices("fuse", self.fuses, FUSES)
         check_choices("dtype", (self.dtype,), DTYPES)
-        if "cca_raw" in self.methods and self.mode != "lengths":
-            raise ValueError(
-                f"method must be without 'cca_raw' for a {self.mode} run, which does not measure "
-                f"it, got {', '.join(self.methods)}. Leave it out."
-            )
+        for method in {"cca_raw", "fetch"}.intersection(self.methods):
+            if self.mode != "lengths":
+                raise ValueError(
+                    f"method must be without {method!r} for a {self.mode} run, which does not "
+                    f"measure it, got {', '.join(self.methods)}. Leave it out."
+                )
         if not self.baseline_limit_s > 0:
             raise ValueError(f"baseline_limit_s must be above 0, got {self.baseline_limit_s}.")
 

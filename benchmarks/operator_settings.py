@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from benchmarks.floor import pass_flops
-from benchmarks.methods import COMPRESSED, METHODS, PASSES, SETTINGS, Sizes, default_methods
+from benchmarks.methods import (
+    COMPRESSED,
+    DECODING,
+    METHODS,
+    PASSES,
+    SETTINGS,
+    Sizes,
+    default_methods,
+)
 from benchmarks.options import DTYPES, check_choices, check_positive, no_option, option
 from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
 from corecontext.ops.api import choose_backend
@@ -134,7 +142,8 @@ class OperatorBench:
         if method in COMPRESSED:
             params |= {"group_size": self.group_size, "window_size": self.window_size}
         if "fetch" in method:
-            params |= {**SETTINGS[method], "store": "device"}
+            settings = DECODING if pass_name == "decode" else SETTINGS
+            params |= {**settings[method], "store": "device"}
         return params
 
     def backend(self, method: str) -> str:

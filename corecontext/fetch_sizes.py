@@ -47,8 +47,14 @@ def num_centred(name: str, group_size: int, window_size: int) -> int:
     return min(MOST_CENTRED, window_size) // group_size * group_size
 
 
+def index_lag(name: str, group_size: int, window_size: int) -> int:
+    """Count the tokens between a group's last and the one that makes its index: a group less than
+    the centre counts, so that no query sees a group whose index is younger than a step."""
+    return max(0, num_centred(name, group_size, window_size) - group_size)
+
+
 def num_indexed(name: str, seq_len: int, group_size: int, window_size: int) -> int:
     """Count the groups that have an index after seq_len tokens behind those kept raw: in low bits
     they wait for the tokens that centre them, as no query sees a group that is younger."""
-    length = seq_len - num_centred(name, group_size, window_size)
-    return num_complete_groups(length, group_size)
+    lag = index_lag(name, group_size, window_size)
+    return num_complete_groups(seq_len - lag, group_size)

@@ -25,12 +25,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from corecontext.ops.spec import Spec
 from corecontext.ops.triton import (
     attend,
     decode,
     fetch_choose,
     fetch_kernels,
     fetch_score_kernels,
+    fetch_step,
+    fetch_step_index,
+    fetch_step_kernels,
     fetch_sum_kernels,
     marks,
     paged_attend,
@@ -86,6 +90,11 @@ PAGED = (
     paged_pool._pool_pages_kernel,
     paged_attend._attend_pages_kernel,
 )
+STEP = (
+    fetch_step_index.fetch_scores_kernel,
+    fetch_step_kernels.fetch_choose_kernel,
+    fetch_step_kernels.fetch_step_kernel,
+)
 HEADS = 4  # query heads that share a KV head
 
 
@@ -118,11 +127,12 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
             )
     yield from fetch_kernels_of(chip, dtype, dim)
     yield from paged_kernels(chip, dtype, dim)
+    yield from step_kernels_of(chip, dtype, dim)
     turn = {"HALF": dim // 2, "INTERLEAVED": False}
     settings = {"HEADS": HEADS, "HEAD_DIM": dim, "HAS_SOFTCAP": False, **turn}
     tables = {"cos_ptr": "fp32", "sin_ptr": "fp32"}
     yield from pool_kernels(dim)
-    plan = decode._plan(chip, dtype, 8, HEADS, dim, 4096, 16)
+    plan = decode.step_plan(chip, dtype, 8, HEADS, dim, 4096, 16)
     parts = {"acc_ptr": "fp32", "lse_ptr": "fp32", "seen_ptr": "i64", "pad_ptr": "i64"}
     parts["mass_ptr"] = "fp32"
     codes = {"keys_ptr": "i8", "values_ptr": "i8", "ks_ptr": "fp32", "vs_ptr": "fp32"}
@@ -250,6 +260,28 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         yield Kernel(paged_attend._attend_pages_kernel, {**plain, **flags, **blocks}, types)
 
 
+def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
+    """Those of a decoding step with fetch, of pairs in 2 bits."""
+    spec = Spec(16, 1024, 1.0, fetch_groups=64, fetch_index="pairs:2")
+    plan = decode.step_plan(chip, dtype, 8, HEADS, dim, 4096, 16)
+    place = {"ON_DEVICE": True, "SINKS": 16, "HEADS": HEADS}
+    index = fetch_step.index_constants(spec, dim)
+    scoring = fetch_step.scores_constants(chip, dtype, HEADS, index)
+    scoring["ASM"] = scoring["ASM"] and chip is not CHIPS["gfx942"][1]
+    floats = ("scores", "lse", "acc", "mass", "centre", "cos", "sin")
+    types = {f"{name}_ptr": "fp32" for name in floats}
+    types |= {"seen_ptr": "i64", "pad_ptr": "i64", "chosen_ptr": "i32", "marks_ptr": "i8"}
+    types |= {"codes_ptr": "u8", "scales_ptr": "fp16"}
+    yield Kernel(fetch_step_index.fetch_scores_kernel, {**place, **index, **scoring}, types)
+    blocks = {"BLOCK_P": 16, "BLOCK_D": power_of_2(dim), "BLOCK": 8192, "BLOCK_S": 64}
+    blocks |= {"BLOCK_K": 64, "num_warps": 16}
+    wide = {**types, "rotation_ptr": "fp32"}
+    yield Kernel(fetch_step_kernels.fetch_choose_kernel, {**place, **index, **blocks}, wide)
+    flags = {"WIDTH": 1, "POOLS": True, "HALF": dim // 2, "INTERLEAVED": False, "HEAD_DIM": dim}
+    flags |= {"HAS_BIAS": False, "HAS_MASS": True}
+    yield Kernel(fetch_step_kernels.fetch_step_kernel, {**place, **flags, **plan.step}, types)
+
+
 def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     """Whether a kernel is compiled without `all`: each once on each chip, each variant on one.
 
@@ -266,8 +298,8 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     if dim != 128:
         return function in ATTENTION
     masses = (pool_mass.mass_fwd_kernel, pool_mass.mass_bwd_kernel)
-    if function in (*FETCH, *CHOICE, *PAGED, *masses):
-        return chip == "sm_86" and constants.get("BLOCK_M") != 16
+    if function in (*FETCH, *CHOICE, *PAGED, *STEP, *masses):
+        return chip == "sm_86" and (function in STEP or constants.get("BLOCK_M") != 16)
     if function is decode._step_kernel:
         is_plain = constants["KIND"] == "auto" and constants["SINKS"] == 0
         return is_plain == (chip == "gfx942")
@@ -396,7 +428,7 @@ def num_strides(function: Any, name: str) -> int:
     """How many strides the launch passes as one argument: those of all dimensions but the last;
     raw tokens [N, S, D] have no heads, nor has the new token of a decoding step [B, H, 1, D] a
     length."""
-    if function is decode._step_kernel:
+    if function is decode._step_kernel or function in STEP:
         return 2
     if function in PAGED:
         return 3 if name in ("page_strides", "core_strides", "mass_strides") else 2

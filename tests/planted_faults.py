@@ -44,6 +44,7 @@ SCHEDULER, INFERENCE, SINKS, SINK_MODELS = (
 )
 FETCH = "tests/test_triton_fetch.py"
 PREFILL, PREFILL_MODELS = ("tests/test_prefill.py", "tests/test_prefill_models.py")
+STEP = "tests/test_triton_fetch_step.py"
 SECURITY = "tests/test_serve_security.py"
 TRAIN_LAWS = "tests/test_train_laws.py"
 
@@ -752,6 +753,41 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
         "mass: that of the entry before, in a fused step",
         "mass = tl.load(mass_ptr + entries - 1, mask=seen & is_core, other=0.0)",
         "tests/test_triton_decode.py::test_masses_are_computed_and_added",
+    ),
+    Fault(
+        "fetch: a fetched group keeps its core token, in a step",
+        "visible = visible & (mark >= 0)[None, :]",
+        f"{STEP}::test_every_step_of_every_row",
+    ),
+    Fault(
+        "fetch: a step's index scores without their scales",
+        "factor = ((scales > 0).to(tl.float32) * (scale * LOG2E))[:, None]",
+        f"{STEP}::test_every_step_of_every_row",
+    ),
+    Fault(
+        "fetch: of equal shares a step chooses the last groups",
+        "is_chosen = (inside & (values >= high)) | (is_last & (before > at_low - num_chosen))",
+        f"{STEP}::test_of_equal_groups_the_lower_are_fetched",
+    ),
+    Fault(
+        "fetch: a fused step leaves its raw token unstored",
+        "pass",
+        f"{STEP}::test_every_step_of_every_row",
+    ),
+    Fault(
+        "fetch: a fused step reads groups as if there were no first tokens",
+        "token = tl.where(seen, group, 0).to(tl.int64) * group_size + place % group_size",
+        f"{STEP}::test_every_step_of_every_row",
+    ),
+    Fault(
+        "fetch: a step writes no centre",
+        "pass",
+        f"{STEP}::test_every_step_of_every_row",
+    ),
+    Fault(
+        "fetch: a fused step leaves the index of a closed group unwritten",
+        "pass",
+        f"{STEP}::test_every_step_of_every_row",
     ),
     Fault(
         "offsets: 32 bits in a decoding step",

@@ -31,7 +31,7 @@ from benchmarks import (
 )
 from benchmarks.command import COMMANDS, main
 from benchmarks.training_settings import TrainingBench
-from corecontext import drawing, record
+from corecontext import CCAConfig, drawing, record
 from corecontext.files import UserError
 from corecontext.record import Record, append_records, read_records
 
@@ -378,7 +378,7 @@ def test_decoding_is_recorded_with_its_bytes(more):
 
 def test_a_filled_layer_decodes_up_to_its_length():
     q, k, v = methods.make_inputs(1, SIZES)
-    layer = decoding.filled_layer(k, 290, 300, 8, 40)
+    layer = decoding.filled_layer(k, 290, 300, CCAConfig.paper(8, 40))
     with torch.no_grad():
         for _ in range(10):
             assert layer.attend(q, k, v).isfinite().all()

@@ -143,8 +143,8 @@ def test_bytes_are_those_of_tokens_and_index(index):
     for x in (layer, plain):
         fed(x, tensors, 0, [30, 1, 1])
     heads = 2 * 2  # rows x KV heads
-    # Keys in low bits wait for the 8 tokens that centre them.
-    groups = (32 - 4 - 8 * (":2" in index and index != "parts:2")) // 4
+    # Keys in low bits wait for 4 of the 8 tokens that centre them.
+    groups = (32 - 4 - 4 * (":2" in index and index != "parts:2")) // 4
     index_size = 0 if index == "oracle" else index_bytes(index, 4, 16, 4)
     assert layer.store_bytes == heads * (32 * 2 * 16 * 4 + groups * index_size)
     assert layer.nbytes == plain.nbytes + layer.store_bytes

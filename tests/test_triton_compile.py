@@ -41,6 +41,9 @@ FETCH = {
     "fetch_fwd_kernel",
     "fetch_dq_kernel",
     "fetch_dkv_kernel",
+    "fetch_scores_kernel",
+    "fetch_choose_kernel",
+    "fetch_step_kernel",
 }
 MASS = {"mass_fwd_kernel", "mass_bwd_kernel"}
 PAGED = {"_store_kernel", "_pool_pages_kernel", "_attend_pages_kernel"}

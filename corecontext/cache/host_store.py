@@ -63,6 +63,10 @@ class HostStore(RawStore):
     def _room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         return host_zeros(shape, like.dtype, like.device)
 
+    def as_slots(self) -> None:
+        """Return None: the fused step reads raw tokens from the device."""
+        return
+
     # Sizes
     # -----
 

@@ -45,6 +45,8 @@ class CompactLayer(LayerState):
 
     _step: Callable[..., Tensor] | None = None
     """The backend's fused decoding step, if it has one for the layer."""
+    _refusal: Callable[..., str | None]
+    """Says why the step with fetch cannot take the store."""
     _tables: tuple[Tensor, Tensor] | None = None
     """Cosines and sines that it rotates a group's keys with."""
 
@@ -174,18 +176,8 @@ class CompactLayer(LayerState):
             self._make_room(self.seen + 1)
             self._undo = None
             self._intact_from = max(self._intact_from, self.seen + 1 - self.ring_size)
-        if self._step is not None:
-            slots = Slots(
-                self.keys,
-                self.values,
-                self.seen,
-                self.pad,
-                self.ring_size,
-                self._tables,
-                *self.scales,
-                self.config.cache_dtype,
-                self.mass_buffer,
-            )
+        slots = self._slots()
+        if slots is not None:
             out = self._step(q, k, v, slots, self.spec, self.config.core_bias)
             if is_fixed:
                 return out  # the kernel has counted on the device
@@ -202,18 +194,44 @@ class CompactLayer(LayerState):
         self.seen += 1
         return out
 
+    def _slots(self) -> Slots | None:
+        """Return the buffers as the fused step takes them, None where there is no such step."""
+        if self._step is None:
+            return None
+        raw = None
+        if self.store is not None:
+            raw = self.store.as_slots()
+            if raw is None or self._refusal(self.spec, raw) is not None:
+                return None
+        return Slots(
+            self.keys,
+            self.values,
+            self.seen,
+            self.pad,
+            self.ring_size,
+            self._tables,
+            *self.scales,
+            self.config.cache_dtype,
+            self.mass_buffer,
+            raw,
+        )
+
     def _choose_step(self) -> None:
         """Find the fused step for the buffers' dtype and device, if the backend has one."""
         self._step = None
         if self.learned or rules.is_own_rule(self.config.pooling, None):
             return  # a fused step has the paper's pooling and one bias for all heads
-        if self.config.fetch_groups:
+        fetches = self.config.fetch_groups > 0
+        if fetches and self.store is None:
             return
         head = self.keys.new_empty(1, 1, 1, self.keys.shape[3], dtype=self.dtype)
         if choose_backend(self.config.backend, head) != "triton":
             return
         module = backend_module("triton", self.keys)
         self._step = module.decode_step
+        if fetches:
+            self._step = module.fetch_step
+            self._refusal = module.fetch_step_unsupported_reason
         rotary = self.spec.rotary
         if rotary is None or not rotary.inv_freq.numel():
             return

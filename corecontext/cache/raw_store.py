@@ -12,9 +12,10 @@ from torch import Tensor
 
 from corecontext.cache.eight_bit import decode_all
 from corecontext.cache.slots import grown, read, write
-from corecontext.fetch_sizes import num_indexed
+from corecontext.fetch_sizes import index_lag, num_indexed
 from corecontext.ops.fetch.index import Index, build, centre_of, num_centred
-from corecontext.ops.spec import Spec
+from corecontext.ops.fetch.low_bits import rotation
+from corecontext.ops.spec import RawSlots, Spec
 from corecontext.visibility import num_complete_groups
 
 
@@ -66,6 +67,9 @@ class RawStore:
         if num_centred(spec):
             wide = torch.promote_types(key.dtype, torch.float32)
             self.centre = key.new_zeros(*key.shape[:2], key.shape[3], dtype=wide)
+            # Held here: a captured step reads them where they are.
+            kinds = (key.dtype, torch.float32)
+            self._rotations = tuple(rotation(key.shape[3], x, key.device) for x in kinds)
 
     def fits(self, like: list[Tensor], group_size: int) -> bool:
         """Whether it could be empty for such tokens, in place."""
@@ -224,6 +228,13 @@ class RawStore:
         keys, values = self._decoded(stored)
         return keys, values
 
+    def as_slots(self) -> RawSlots | None:
+        """Return the buffers as the fused step takes them; None where raw tokens are in 8 bits or
+        the index is not in low bits."""
+        if self.centre is None or len(self.raw) > 2 or not self.index_buffers[0].shape[2]:
+            return None
+        return RawSlots(*self.raw, *self.index_buffers, self.centre, self._rotations)
+
     # Writing
     # -------
 
@@ -283,7 +294,7 @@ class RawStore:
             self.centre.copy_(torch.where(is_last, centre, self.centre))
         # The index of the newest group that may have one; rows that close no group keep theirs.
         size = self.spec.group_size
-        position = position - num_centred(self.spec)
+        position = position - index_lag(self.spec.fetch_index, size, self.spec.window_size)
         start = (position // size * size).clamp(min=0)
         slots = start[:, None] + torch.arange(size, device=position.device)
         slots = slots.clamp(max=self.length - 1)

@@ -220,6 +220,24 @@ class Upstream(NamedTuple):
         return self.map(lambda x: x[:, :, rows])
 
 
+class RawSlots(NamedTuple):
+    """Hold the raw tokens and the index in low bits beside a compact cache, which a decoding step
+    with fetch reads and writes."""
+
+    keys: Tensor
+    """[B, Hkv, S, D], the token at position p in slot p."""
+    values: Tensor
+    """As keys."""
+    codes: Tensor
+    """[B, Hkv, M, bytes of a group] in uint8."""
+    scales: Tensor
+    """[B, Hkv, M, 1 or keys of a group] in float16."""
+    centre: Tensor
+    """[B, Hkv, D] in float32."""
+    rotations: tuple[Tensor, Tensor]
+    """The index's rotation [D, D], in the dtype of queries and in float32."""
+
+
 class Slots(NamedTuple):
     """Hold the buffers of a compact cache that a decoding step reads and writes."""
 
@@ -245,3 +263,5 @@ class Slots(NamedTuple):
     """The codes, one of `config.CACHE_DTYPES`."""
     masses: Tensor | None = None
     """Of core tokens, [B, Hkv, C + n + M w, 1] in float32; None for none."""
+    raw: RawSlots | None = None
+    """Raw tokens and index, for fetch."""

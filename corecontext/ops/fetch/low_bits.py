@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Upper half of the levels, by bits; bfloat16 holds each exactly.
-_LEVELS = {
+LEVELS = {
     1: (0.796875,),
     2: (0.453125, 1.5078125),
     4: (
@@ -24,6 +23,7 @@ _LEVELS = {
         *(1.2578125, 1.6171875, 2.0625, 2.734375),
     ),
 }
+"""Upper half of the levels, by bits; bfloat16 holds each exactly."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -45,7 +45,7 @@ def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=8)
 def levels(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the level of each code, [2^bits], rising."""
-    upper = torch.tensor(_LEVELS[bits], dtype=dtype, device=device)
+    upper = torch.tensor(LEVELS[bits], dtype=dtype, device=device)
     return torch.cat((-upper.flip(0), upper))
 
 

@@ -25,6 +25,7 @@ from corecontext.ops.triton import pool as pooling
 from corecontext.ops.triton.decode import decode_step
 from corecontext.ops.triton.fetch_attend import Call, Fetched, Kernels, attend_raw
 from corecontext.ops.triton.fetch_backend import fetch_unsupported_reason
+from corecontext.ops.triton.fetch_step import fetch_step, fetch_step_unsupported_reason
 from corecontext.ops.triton.marks import Marks
 from corecontext.ops.triton.pool import rotation_tables
 
@@ -45,6 +46,8 @@ __all__ = [
     "fetch_attend",
     "fetch_attend_backward",
     "fetch_gradients",
+    "fetch_step",
+    "fetch_step_unsupported_reason",
     "fetch_unsupported_reason",
     "gradients",
     "mass",

@@ -17,7 +17,7 @@ then attended to and pooled as it was rounded, as everywhere (cache/eight_bit.py
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import triton
@@ -40,7 +40,7 @@ from corecontext.ops.triton.tiles import Chip, chip_of, decode_splits, decode_ti
 
 
 @triton.jit
-def _products(q, k, VECTOR: tl.constexpr):
+def tile_products(q, k, VECTOR: tl.constexpr):
     """Return rows of q times rows of k, [rows, entries] in float32. Few float32 rows would spill as
     a matrix product."""
     if VECTOR:
@@ -51,7 +51,7 @@ def _products(q, k, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _mixed(weights, v, VECTOR: tl.constexpr):
+def weighted_sum(weights, v, VECTOR: tl.constexpr):
     """Return weighted sums of the rows of v, [rows, columns] in float32."""
     if VECTOR:
         # Not weights * v: a sum of such products over 16 rows is compiled as a product in TF32.
@@ -255,6 +255,7 @@ def _attend_entries(
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_MASS: tl.constexpr,
+    HAS_MARKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -264,14 +265,14 @@ def _attend_entries(
     STAGES: tl.constexpr,
 ):
     """Attend to buffer entries begin .. end-1 by an online softmax: ring slots whose token is at
-    most `reach` positions old, first tokens before the new one, then core tokens. Unseen entries
-    are not read, so their contents have no effect.
+    most `reach` positions old, first tokens before the new one, then core tokens of groups without
+    a mark. Unseen entries are not read, so their contents have no effect.
 
     Args:
-        buffers: Pointers to keys, values, their scales and the core tokens' masses.
+        buffers: Pointers to keys, values, their scales, the core tokens' masses and marks.
         place: Position and slot of the new token, reach and ring_size.
     """
-    keys_ptr, values_ptr, ks_ptr, vs_ptr, mass_ptr = buffers
+    keys_ptr, values_ptr, ks_ptr, vs_ptr, mass_ptr, marks_ptr = buffers
     position, slot, reach, ring_size = place
     offs = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
@@ -301,7 +302,7 @@ def _attend_entries(
             k = _dequantize(k, KIND).to(q.dtype)
             scales = _load_scales(vs_ptr, entries, seen, KIND)[:, None]
             v = (_dequantize(v, KIND).to(tl.float32) * scales).to(q.dtype)
-        products = _products(q, k, VECTOR)
+        products = tile_products(q, k, VECTOR)
         if KIND != "auto":
             products = products * _load_scales(ks_ptr, entries, seen, KIND)[None, :]
         shift = 0.0
@@ -316,18 +317,23 @@ def _attend_entries(
         if WIDTH > 1:  # query head i sees the core tokens made for it
             core_entry = (entries - ring_size - SINKS)[None, :]
             visible = visible & ((core_entry < 0) | (core_entry % WIDTH == heads[:, None]))
+        if HAS_MARKS:
+            group = (entries - ring_size - SINKS) // WIDTH
+            mark = tl.load(marks_ptr + group, mask=seen & is_core, other=0)
+            # planted: fetch: a fetched group keeps its core token, in a step
+            visible = visible & (mark == 0)[None, :]
         scores = tl.where(visible, scores, -float("inf"))
         weights, fade, running_max, running_sum = softmax_step(
             scores, running_max, running_sum, True
         )
-        acc = acc * fade[:, None] + _mixed(weights, v, VECTOR)
+        acc = acc * fade[:, None] + weighted_sum(weights, v, VECTOR)
         k_tile += BLOCK_N * HEAD_DIM
         v_tile += BLOCK_N * HEAD_DIM
     return acc, running_sum, running_max
 
 
 @triton.jit
-def _append(
+def append_token(
     tokens,
     buffers,
     tables,
@@ -354,12 +360,12 @@ def _append(
 
     Args:
         tokens: Pointer to q, the stride of its heads, pointers to k and v.
-        buffers: Pointers to keys, values, their scales and the core tokens' masses.
+        buffers: As of `_attend_entries`.
         parts: Pointers to this program's output and log-sum-exp.
         place: Position and slot of the new token, capacity, ring_size and group_size.
     """
     q_ptr, q_stride, k_ptr, v_ptr = tokens
-    keys_ptr, values_ptr, ks_ptr, vs_ptr, mass_ptr = buffers
+    keys_ptr, values_ptr, ks_ptr, vs_ptr, mass_ptr, _ = buffers
     acc_ptr, lse_ptr = parts
     position, slot, capacity, ring_size, group_size = place
     dims = tl.arange(0, BLOCK_D)
@@ -432,7 +438,26 @@ def _append(
 
 
 @triton.jit
-def _attend_share(
+def store_part(parts, sums, heads, dims, mask, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Write a part of the softmax: its output and log-sum-exp, -inf and no output where it sees
+    no entry.
+
+    Args:
+        parts: As in `append_token`.
+        sums: Weighted values, sum of the weights and maximum, of an online softmax.
+        mask: Which elements of the output exist.
+    """
+    acc_ptr, lse_ptr = parts
+    acc, running_sum, running_max = sums
+    any_seen = running_max != -float("inf")
+    running_sum = tl.where(any_seen, running_sum, 1.0)
+    tl.store(lse_ptr + heads, running_max + tl.log2(running_sum), mask=heads < HEADS)
+    at = heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(acc_ptr + at, acc / running_sum[:, None], mask=mask & any_seen[:, None])
+
+
+@triton.jit
+def attend_share(
     queries,
     buffers,
     parts,
@@ -447,6 +472,7 @@ def _attend_share(
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_MASS: tl.constexpr,
+    HAS_MARKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -459,12 +485,11 @@ def _attend_share(
 
     Args:
         queries: Pointer to q and the stride of its heads.
-        buffers, parts: As in `_append`.
+        buffers, parts: As in `append_token`.
         share_of: Number of the share, and how many there are.
         place: Position and slot of the new token, capacity, ring_size, group_size, window_size.
     """
     q_ptr, q_stride = queries
-    acc_ptr, lse_ptr = parts
     share, num_shares = share_of
     position, slot, capacity, ring_size, group_size, window_size = place
     dims = tl.arange(0, BLOCK_D)
@@ -496,6 +521,7 @@ def _attend_share(
         WIDTH,
         HAS_BIAS,
         HAS_MASS,
+        HAS_MARKS,
         HAS_SOFTCAP,
         HEAD_DIM,
         BLOCK_M,
@@ -504,11 +530,7 @@ def _attend_share(
         VECTOR,
         STAGES,
     )
-    any_seen = running_max != -float("inf")
-    running_sum = tl.where(any_seen, running_sum, 1.0)
-    tl.store(lse_ptr + heads, running_max + tl.log2(running_sum), mask=heads < HEADS)
-    at = heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(acc_ptr + at, acc / running_sum[:, None], mask=mask & any_seen[:, None])
+    store_part(parts, (acc, running_sum, running_max), heads, dims, mask, HEADS, HEAD_DIM)
 
 
 @triton.jit(
@@ -587,12 +609,12 @@ def _step_kernel(
     first = (n * tl.num_programs(1) + part) * HEADS
     acc_ptr += first * HEAD_DIM
     lse_ptr += first
-    buffers = (keys_ptr, values_ptr, ks_ptr, vs_ptr, mass_ptr)
+    buffers = (keys_ptr, values_ptr, ks_ptr, vs_ptr, mass_ptr, keys_ptr)
     parts = (acc_ptr, lse_ptr)
     if part == 0:
         k_ptr += batch * k_strides[0] + head * k_strides[1]
         v_ptr += batch * v_strides[0] + head * v_strides[1]
-        _append(
+        append_token(
             (q_ptr, q_strides[1], k_ptr, v_ptr),
             buffers,
             (cos_ptr, sin_ptr),
@@ -615,7 +637,7 @@ def _step_kernel(
             BLOCK_D,
         )
     else:
-        _attend_share(
+        attend_share(
             (q_ptr, q_strides[1]),
             buffers,
             parts,
@@ -630,6 +652,7 @@ def _step_kernel(
             WIDTH,
             HAS_BIAS,
             HAS_MASS,
+            False,  # no marks
             HAS_SOFTCAP,
             HEAD_DIM,
             BLOCK_M,
@@ -686,7 +709,7 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def step_plan(
     chip: Chip,
     dtype: torch.dtype,
     rows: int,
@@ -728,7 +751,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias
     kv_heads, capacity = keys.shape[1:3]
     rows = batch * kv_heads
     heads = num_heads // kv_heads
-    plan = _plan(chip_of(q.device), q.dtype, rows, heads, head_dim, capacity, spec.group_size)
+    plan = step_plan(chip_of(q.device), q.dtype, rows, heads, head_dim, capacity, spec.group_size)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     acc = torch.empty((rows, plan.num_parts, heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((rows, plan.num_parts, heads), dtype=torch.float32, device=q.device)
@@ -781,6 +804,49 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias
     return out
 
 
+def slots_of(
+    buffers: list[Tensor],
+    seen: Tensor | None,
+    pad: Tensor,
+    tables: list[Tensor],
+    sizes: list[int],
+    factors: list[float],
+    cache_dtype: str,
+) -> tuple[Slots, Spec, float]:
+    """Return the slots, the settings and the core bias of what `arguments_of` returned."""
+    keys, values, *others = buffers
+    masses = others.pop() if len(others) % 2 else None
+    group_size, window_size, sink_size, ring_size, per_query, interleaved, length = sizes
+    scale, softcap, core_bias = factors
+    core_heads = "query" if per_query else "kv"
+    seen = length if seen is None else seen
+    tables = tuple(tables) or None
+    scales = others or (None, None)
+    slots = Slots(keys, values, seen, pad, ring_size, tables, *scales, cache_dtype, masses)
+    spec = Spec(group_size, window_size, scale, None, sink_size, "cca", core_heads, softcap or None)
+    if tables:  # only the layout of pairs counts beside them
+        spec = spec.replace(rotary=Rotary(tables[0], bool(interleaved)))
+    return slots, spec, core_bias
+
+
+def arguments_of(slots: Slots, spec: Spec, core_bias: float) -> list[Any]:
+    """Return the arguments of a step as an operator of a graph takes them, as `_decode_op`."""
+    others = (slots.key_scales, slots.value_scales, slots.masses)
+    on_device = isinstance(slots.seen, Tensor)
+    sizes = (spec.group_size, spec.window_size, spec.sink_size, slots.ring_size)
+    # planted: decoding: a compiled step takes interleaved pairs for halves
+    choices = (spec.core_heads == "query", spec.rotary is not None and spec.rotary.interleaved)
+    return [
+        [slots.keys, slots.values, *(x for x in others if x is not None)],
+        slots.seen if on_device else None,
+        slots.pad,
+        list(slots.rotation or ()),
+        [int(x) for x in (*sizes, *choices, 0 if on_device else slots.seen)],
+        [float(spec.scale), float(spec.softcap or 0), float(core_bias)],
+        slots.cache_dtype,
+    ]
+
+
 @torch.library.custom_op("corecontext::decode_step", mutates_args=("buffers", "seen"))
 def _decode_op(
     tokens: list[Tensor],
@@ -799,19 +865,7 @@ def _decode_op(
         seen: `Slots.seen` where it is counted on the device, else the last of `sizes`.
         tables: `Slots.rotation`, or empty.
     """
-    keys, values, *others = buffers
-    masses = others.pop() if len(others) % 2 else None
-    group_size, window_size, sink_size, ring_size, per_query, interleaved, length = sizes
-    scale, softcap, core_bias = factors
-    core_heads = "query" if per_query else "kv"
-    seen = length if seen is None else seen
-    tables = tuple(tables) or None
-    scales = others or (None, None)
-    slots = Slots(keys, values, seen, pad, ring_size, tables, *scales, cache_dtype, masses)
-    spec = Spec(group_size, window_size, scale, None, sink_size, "cca", core_heads, softcap or None)
-    if tables:  # only the layout of pairs counts beside them
-        spec = spec.replace(rotary=Rotary(tables[0], bool(interleaved)))
-    return _decode(*tokens, slots, spec, core_bias)
+    return _decode(*tokens, *slots_of(buffers, seen, pad, tables, sizes, factors, cache_dtype))
 
 
 @_decode_op.register_fake
@@ -839,18 +893,4 @@ def decode_step(
     if not torch.compiler.is_compiling():
         return _decode(q, k, v, slots, spec, core_bias)
     # An operator's dispatch costs more than the launches, so only graphs have it.
-    others = (slots.key_scales, slots.value_scales, slots.masses)
-    on_device = isinstance(slots.seen, Tensor)
-    sizes = (spec.group_size, spec.window_size, spec.sink_size, slots.ring_size)
-    # planted: decoding: a compiled step takes interleaved pairs for halves
-    choices = (spec.core_heads == "query", spec.rotary is not None and spec.rotary.interleaved)
-    return _decode_op(
-        [q, k, v],
-        [slots.keys, slots.values, *(x for x in others if x is not None)],
-        slots.seen if on_device else None,
-        slots.pad,
-        list(slots.rotation or ()),
-        [int(x) for x in (*sizes, *choices, 0 if on_device else slots.seen)],
-        [float(spec.scale), float(spec.softcap or 0), float(core_bias)],
-        slots.cache_dtype,
-    )
+    return _decode_op([q, k, v], *arguments_of(slots, spec, core_bias))

@@ -1,0 +1,274 @@
+"""One decoding step with fetch in four Triton launches: score the index, choose, attend in parts
+while the new token is stored, merge the parts.
+
+Bytes that a step reads for each KV head, M groups seen: the index, M (P D B / 8 + 2) of them, which
+is 2 D + 2 a group for pairs in 2 bits; M core tokens and at most s + g - 1 raw ones; and k g raw
+tokens of groups chosen. 4 r M bytes of scores are written and read once, from the chip's own cache.
+At 131,072 tokens, g = 16, s = 1,024, k = 64, D = 128 and 8 KV heads in 16 bits that is 17 + 38 + 4
+MB, where CCA reads 38. The products with the index take 2 r P D operations a group, 0.5 GFLOP;
+decoding its bytes takes 1.3 operations a code, 17 codes in 10^8 of a second on an H200.
+
+All programs are split by shapes and share the entries seen by the length, which is read on the
+device, so a captured step replays at any length.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from corecontext.config import parse_index
+from corecontext.ops.fetch.index import num_centred, num_parts
+from corecontext.ops.fetch.low_bits import LEVELS
+from corecontext.ops.spec import RawSlots, Slots, Spec
+from corecontext.ops.triton.decode import _merge_kernel, arguments_of, slots_of, step_plan
+from corecontext.ops.triton.fetch_step_index import fetch_scores_kernel
+from corecontext.ops.triton.fetch_step_kernels import fetch_choose_kernel, fetch_step_kernel
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.tiles import Chip, chip_of, decode_splits
+
+_MOST_GROUPS = 32768  # whose scores one program holds
+_FETCHED_TOKENS = 128  # of a KV head, that one program attends to
+_MOST_PARTS = 128  # that one program merges
+
+
+def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
+    """Return why `fetch_step` cannot take a cache, or None.
+
+    The cache stores keys and values as they are; `spec` has its group size.
+    """
+    g = spec.group_size
+    _, _, bits = parse_index(spec.fetch_index)
+    if not bits or g % num_parts(spec.fetch_index, g):
+        return f"index {spec.fetch_index} of groups of {g} has no parts of one size in low bits"
+    if spec.softcap is not None:
+        return "a softcap needs the products with the centre"
+    if num_centred(spec) < 2 * g:
+        return f"window {spec.window_size} is less than two groups of {g}"
+    if raw.codes.shape[2] > _MOST_GROUPS:
+        return f"{raw.codes.shape[2]} groups are more than {_MOST_GROUPS}"
+    return None
+
+
+def index_constants(spec: Spec, dim: int) -> dict[str, Any]:
+    """Return the constants that kernels which read or write the index share."""
+    kind, _, bits = parse_index(spec.fetch_index)
+    parts = num_parts(spec.fetch_index, spec.group_size)
+    return {
+        "BITS": bits,
+        "PARTS": parts,
+        "SCALES": parts if kind == "bits" else 1,
+        "LEVELS": LEVELS[bits],
+        "HEAD_DIM": dim,
+        "BLOCK_C": max(16, power_of_2(ceil_div(dim * bits, 8))),
+    }
+
+
+def scores_constants(
+    chip: Chip, dtype: torch.dtype, heads: int, index: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the other constants of `fetch_scores_kernel`; without tensor cores, sums of vectors.
+
+    Two warps hold the keys of a tile as the smaller operand of a matrix product needs them, so that
+    bytes become levels in registers.
+    """
+    vector = dtype == torch.float32
+    keys = 32
+    if chip.shared_memory and not vector:
+        keys = 256 * 128 // max(128, index["HEAD_DIM"])
+    block_p = power_of_2(index["PARTS"])
+    has_asm = torch.version.hip is None and chip.shared_memory > 0 and not vector
+    block_m = power_of_2(heads)
+    return {
+        "ASM": has_asm and index["BITS"] == 2,
+        "BLOCK_M": block_m if vector else max(8, block_m),
+        "BLOCK_N": max(1, keys // block_p),
+        "BLOCK_P": block_p,
+        "BLOCK_D": max(16, power_of_2(index["HEAD_DIM"])),
+        "VECTOR": vector,
+        "STAGES": 2,
+        "num_warps": 2,
+    }
+
+
+def _decode(
+    tokens: list[Tensor],
+    slots: Slots,
+    spec: Spec,
+    core_bias: float,
+) -> Tensor:
+    """Launch the four kernels of a step."""
+    raw = slots.raw
+    assert raw is not None, "fetch reads raw tokens"
+    q, k, v = map(contiguous_rows, tokens)
+    batch, num_heads, _, dim = q.shape
+    keys, values = slots.keys, slots.values
+    kv_heads, capacity = keys.shape[1:3]
+    rows = batch * kv_heads
+    heads = num_heads // kv_heads
+    num_groups = raw.codes.shape[2]
+    g = spec.group_size
+    chosen_groups = min(spec.fetch_groups, max(1, num_groups))
+    chip = chip_of(q.device)
+    plan = step_plan(chip, q.dtype, rows, heads, dim, capacity, g)
+    tile = plan.step
+    index = index_constants(spec, dim)
+    scoring = scores_constants(chip, q.dtype, heads, index)
+    block_p = scoring["BLOCK_P"]
+
+    # Shares of the index, of the chosen groups and of the compact entries.
+    num_scoring = decode_splits(chip, rows, num_groups, scoring["BLOCK_N"])
+    num_fetching = min(16, ceil_div(chosen_groups * g, _FETCHED_TOKENS))
+    groups_each = ceil_div(chosen_groups, num_fetching)
+    num_shares = min(plan.num_parts - 1, _MOST_PARTS - 1 - num_fetching)
+    total = 1 + num_fetching + num_shares
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    scores = make(rows, heads, num_groups)
+    score_lse = make(rows, num_scoring, heads)
+    chosen = make(rows, chosen_groups, dtype=torch.int32)
+    marks = make(rows, num_groups, dtype=torch.int8)
+    acc = make(rows, total, heads, dim)
+    lse = make(rows, total, heads)
+    # Kernels do not touch the tensors that stand in for missing ones.
+    on_device = isinstance(slots.seen, Tensor)
+    if on_device:
+        length = slots.seen
+        seen = 0
+    else:
+        length = slots.pad
+        seen = slots.seen
+    cos, sin = slots.rotation or (keys, keys)
+    masses = keys if slots.masses is None else slots.masses
+    place = {"ON_DEVICE": on_device, "SINKS": spec.sinks, "HEADS": heads}
+    rule = (num_groups, g, spec.window_size)
+    with torch.cuda.device_of(q):
+        launch(
+            fetch_scores_kernel,
+            (rows, num_scoring),
+            (
+                *(q, raw.rotations[0], raw.codes, raw.scales, scores, score_lse),
+                *(length, slots.pad, seen, kv_heads, *rule, float(spec.scale)),
+            ),
+            (q.stride()[:2],),
+            **place,
+            **index,
+            **scoring,
+        )
+        block = max(16, power_of_2(num_groups))
+        launch(
+            fetch_choose_kernel,
+            (rows, 2),
+            (
+                *(scores, score_lse, chosen, marks, k, raw.keys, raw.centre, raw.codes),
+                *(raw.scales, raw.rotations[1], length, slots.pad, seen, kv_heads),
+                *(*rule, num_scoring, raw.keys.shape[2], num_centred(spec)),
+            ),
+            (k.stride()[:2], chosen_groups),
+            **place,
+            **index,
+            BLOCK_P=max(16, block_p),
+            BLOCK_D=tile["BLOCK_D"],
+            BLOCK=block,
+            BLOCK_S=power_of_2(num_scoring),
+            BLOCK_K=power_of_2(chosen_groups),
+            num_warps=max(4, min(16, block // 512)),
+        )
+        launch(
+            fetch_step_kernel,
+            (rows, total),
+            (
+                *(q, k, v, keys, values, masses, marks, chosen, raw.keys, raw.values),
+                *(
+                    length,
+                    slots.pad,
+                    cos,
+                    sin,
+                    acc,
+                    lse,
+                    seen,
+                    kv_heads,
+                    capacity,
+                    slots.ring_size,
+                    g,
+                ),
+                *(spec.window_size, raw.keys.shape[2], num_groups),
+                *(num_shares, groups_each, float(spec.scale), float(core_bias)),
+            ),
+            (q.stride()[:2], k.stride()[:2], v.stride()[:2], chosen_groups),
+            **place,
+            WIDTH=heads if spec.core_heads == "query" else 1,
+            POOLS=capacity > slots.ring_size + spec.sinks,
+            HALF=0 if slots.rotation is None else cos.shape[1],
+            INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
+            HAS_BIAS=core_bias != 0,
+            HAS_MASS=slots.masses is not None,
+            HEAD_DIM=dim,
+            **tile,
+        )
+        launch(
+            _merge_kernel,
+            (batch * num_heads,),
+            (acc, lse, out, length, total),
+            ON_DEVICE=on_device,
+            HEADS=heads,
+            HEAD_DIM=dim,
+            **{**plan.merge, "BLOCK_P": power_of_2(total)},
+        )
+    return out
+
+
+@torch.library.custom_op("corecontext::fetch_step", mutates_args=("buffers", "seen", "stored"))
+def _fetch_op(
+    tokens: list[Tensor],
+    buffers: list[Tensor],
+    seen: Optional[Tensor],  # noqa: UP045 (torch 2.9 reads schemas in this form)
+    pad: Tensor,
+    tables: list[Tensor],
+    sizes: list[int],
+    factors: list[float],
+    cache_dtype: str,
+    stored: list[Tensor],
+    rotations: list[Tensor],
+    num_groups: int,
+    index: str,
+) -> Tensor:
+    """Run `_decode` as one operator of a graph; `stored` is `RawSlots` without `rotations`."""
+    arguments = (buffers, seen, pad, tables, sizes, factors, cache_dtype)
+    slots, spec, core_bias = slots_of(*arguments)
+    spec = spec.replace(fetch_groups=num_groups, fetch_index=index)
+    slots = slots._replace(raw=RawSlots(*stored, tuple(rotations)))
+    return _decode(tokens, slots, spec, core_bias)
+
+
+@_fetch_op.register_fake
+def _(tokens, *args):
+    q = tokens[0]
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def fetch_step(
+    q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias: float = 0.0
+) -> Tensor:
+    """Append one token to each row of a cache with raw tokens, and attend with fetch, as
+    `cache.fetch_step.attend_fetched`.
+
+    Args:
+        q: [B, H, 1, D], rotary applied.
+        k, v: [B, Hkv, 1, D].
+        slots: Written in place, as in `decode.decode_step`, its raw tokens and index too.
+
+    Returns:
+        [B, H, 1, D] in the dtype of q, the same from run to run.
+    """
+    if not torch.compiler.is_compiling():
+        return _decode([q, k, v], slots, spec, core_bias)
+    assert slots.raw is not None, "fetch reads raw tokens"
+    *stored, rotations = slots.raw
+    fetch = (stored, list(rotations), spec.fetch_groups, spec.fetch_index)
+    return _fetch_op([q, k, v], *arguments_of(slots, spec, core_bias), *fetch)

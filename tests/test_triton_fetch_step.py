@@ -1,0 +1,171 @@
+"""The fused decoding step with fetch against the reference and the step in plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+pytest.importorskip("triton", reason="the triton backend needs triton")
+
+from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.cache import CompactLayer
+from corecontext.ops.triton import backend
+
+pytestmark = pytest.mark.usefixtures("default_device")
+GPU = torch.cuda.is_available()
+HALF = torch.bfloat16 if GPU else torch.float16  # the interpreter gets bfloat16 wrong
+WORST = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+
+
+def tensors(batch, heads, kv_heads, length, dim, dtype=torch.float32, seed=0):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    default = torch.get_default_device()
+    return [
+        torch.randn(batch, h, length, dim, generator=generator, device="cpu").to(default, dtype)
+        for h in (heads, kv_heads, kv_heads)
+    ]
+
+
+def reference(config, rotary, qkv, mask=None, backend="reference"):
+    names = ("window_size", "sink_size", "core_heads", "core_mass", "fetch_groups", "fetch_index")
+    return cca_attention(
+        *(x.double() for x in qkv),
+        group_size=config.group_size,
+        core_bias=config.core_bias or None,
+        core_position=config.core_position,
+        rotary=rotary,
+        attention_mask=mask,
+        backend=backend,
+        **{name: getattr(config, name) for name in names},
+    )
+
+
+def fed(layer, qkv, prefill, mask=None):
+    """Outputs of single tokens after a prefill."""
+    part = None if mask is None else mask[:, :prefill]
+    layer.attend(*(x[:, :, :prefill] for x in qkv), attention_mask=part)
+    outs = []
+    for t in range(prefill, qkv[0].shape[2]):
+        assert layer._slots().raw is not None and layer._step is backend.fetch_step
+        outs.append(layer.attend(*(x[:, :, t : t + 1] for x in qkv)))
+    return torch.cat(outs, 2)
+
+
+def assert_rows(out, expected, dtype):
+    rows = (out.double() - expected).norm(dim=-1)
+    assert (rows <= WORST[dtype] * expected.norm(dim=-1).amax()).all(), f"off by {rows.max():.2e}"
+
+
+CASES = {
+    # An index is written at the first step, and read from the fifth on.
+    "kv": (4, 8, 4, 2, 16, 2, 26, 32, {"core_mass": True, "sink_size": 4}),
+    "half": (4, 8, 4, 1, 16, 3, 38, 44, {"core_bias": 0.5}),
+    "query": (5, 11, 7, 1, 18, 2, 43, 46, {"core_heads": "query", "fetch_index": "parts:1:4"}),
+    "more than there are": (4, 9, 1, 1, 16, 9, 30, 32, {"fetch_index": "bits:1"}),
+    # The centre and all of the index come from steps.
+    "short": (4, 8, 1, 1, 16, 1, 2, 26, {"core_position": "token"}),
+}
+if GPU:
+    sizes = (16, 128, 32, 8, 128, 8, 600, 700)
+    CASES |= {
+        "half, large": (*sizes, {"core_mass": True, "sink_size": 16}),
+        "half, bits": (*sizes, {"fetch_index": "bits:2"}),
+        "half, 4 bits": (16, 128, 14, 2, 64, 8, 300, 380, {"fetch_index": "parts:4:4"}),
+        "large": (*sizes, {}),
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_of_every_row(case):
+    g, s, heads, kv_heads, dim, k, prefill, length, settings = CASES[case]
+    config = CCAConfig.paper(g, s, backend="triton", fetch_groups=k, **settings)
+    dtype = HALF if "half" in case else torch.float32
+    rotary = Rotary.from_theta(100.0, dim)
+    qkv = tensors(2 if case == "kv" else 1, heads, kv_heads, length, dim, dtype)
+    mask = None
+    if case == "kv":
+        mask = torch.arange(length) >= torch.tensor([[0], [3]])
+    layer = CompactLayer(config, rotary, max_length=None if case == "query" else length)
+    out = fed(layer, qkv, prefill, mask)
+    assert_rows(out, reference(config, rotary, qkv, mask)[:, :, prefill:], dtype)
+    # What the steps have stored is what a prompt stores.
+    other = CompactLayer(config, rotary, max_length=length)
+    other.attend(*qkv, attention_mask=mask)
+    stores = (layer.store.used(layer.seq_len), other.store.used(length))
+    for mine, wanted in zip(*stores):
+        same = (mine - wanted.to(mine.dtype)).abs() <= 1e-3 * wanted.abs().max()
+        assert same.float().mean() > 0.999
+
+
+def test_of_equal_groups_the_lower_are_fetched():
+    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2)
+    rotary = Rotary.from_theta(100.0, 16)
+    q, k, v = tensors(1, 2, 1, 33, 16)
+    k = k[:, :, :4].repeat(1, 1, 9, 1)[:, :, :33]
+    outs = []
+    for name in ("packed", "triton"):
+        layer = CompactLayer(config.replace(backend=name), rotary, max_length=33)
+        layer.attend(*(x[:, :, :32] for x in (q, k, v)))
+        outs.append(layer.attend(*(x[:, :, 32:] for x in (q, k, v))))
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings, softcap",
+    [
+        ({"fetch_index": "mean"}, None),
+        ({"fetch_index": "parts:3:2"}, None),
+        ({"window_size": 7}, None),
+        ({"cache_dtype": "int8"}, None),
+        ({"store": "host"}, None),
+        ({}, 3.0),
+    ],
+    ids=str,
+)
+def test_other_caches_decode_in_plain_pytorch(settings, softcap):
+    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2).replace(**settings)
+    layer = CompactLayer(config, Rotary.from_theta(100.0, 16), max_length=40)
+    qkv = tensors(1, 2, 1, 21, 16)
+    layer.attend(*(x[:, :, :20] for x in qkv), softcap=softcap)
+    assert layer._slots() is None
+    assert layer.attend(*(x[:, :, 20:] for x in qkv), softcap=softcap).isfinite().all()
+
+
+def test_compiles_as_one_graph():
+    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2)
+    rotary = Rotary.from_theta(100.0, 16)
+    qkv = tensors(1, 2, 1, 29, 16)
+    layer = CompactLayer(config, rotary, max_length=40)
+    layer.attend(*(x[:, :, :26] for x in qkv))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step = torch.compile(layer.attend, fullgraph=True, backend=counter)
+    expected = reference(config, rotary, qkv)
+    with torch.no_grad():
+        for t in range(26, 29):
+            out = step(*(x[:, :, t : t + 1] for x in qkv))
+            assert_rows(out, expected[:, :, t : t + 1], torch.float32)
+    assert counter.frame_count == 1 and layer.seq_len == 29
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="graphs need a GPU")
+def test_a_captured_step_replays():
+    prefill, length = 300, 420
+    config = CCAConfig.paper(16, 64, fetch_groups=4, core_mass=True)
+    rotary = Rotary.from_theta(100.0, 128)
+    qkv = tensors(2, 8, 2, length, 128, torch.bfloat16)
+    layer = CompactLayer(config, rotary, max_length=length)
+    layer.attend(*(x[:, :, :prefill] for x in qkv))
+    new = [x[:, :, prefill : prefill + 1].clone() for x in qkv]
+    layer.attend(*new)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer.attend(*new)
+    expected = reference(config, rotary, qkv)
+    for t in range(prefill + 1, length):
+        for buffer, x in zip(new, qkv):
+            buffer.copy_(x[:, :, t : t + 1])
+        graph.replay()
+        assert_rows(out, expected[:, :, t : t + 1], torch.bfloat16)
