@@ -968,6 +968,31 @@ return NewTokens(q, *raw, stored, raw)
         "tests/test_cache_host.py::test_beams_take_their_slots_along",
     ),
     Fault(
+        "fetch: a row moves without its slots",
+        "pass",
+        "tests/test_cache_host.py::test_rows_of_a_pool_come_and_go",
+    ),
+    Fault(
+        "serve: raw tokens in host memory are not counted",
+        "return device",
+        "tests/test_fetch_models.py::test_a_server_refuses_what_its_memories_do_not_hold",
+    ),
+    Fault(
+        "serve: raw tokens on the device are not counted",
+        "device += heads * compact",
+        "tests/test_fetch_models.py::test_a_server_refuses_what_its_memories_do_not_hold",
+    ),
+    Fault(
+        "serve: a request's raw tokens stay with its prompt",
+        "pass",
+        "tests/test_fetch_models.py::test_a_server_equals_recomputing",
+    ),
+    Fault(
+        "serve: a shared beginning without its raw tokens",
+        "self.fetched = [part.store.copy_since(0, self.length) for part in parts if part.store]",
+        "tests/test_fetch_models.py::test_a_server_equals_recomputing",
+    ),
+    Fault(
         "inference: idle caches keep their host memory",
         "pass",
         "tests/test_fetch_models.py::test_the_engine_refuses_what_host_memory_does_not_hold",

@@ -8,6 +8,8 @@ from corecontext import CCAConfig
 from corecontext.cache import CompactLayer, host_memory
 from corecontext.cache.host_store import FREE
 from corecontext.cost import ModelCost, fetch_flops, store_bytes
+from corecontext.model_sizes import ModelSizes
+from corecontext.serve.rows import RowPool, RowShape
 from corecontext.visibility import num_visible_cores
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -179,3 +181,51 @@ def test_pinned_memory_is_read_and_written_by_captured_steps(device):
     graph.replay()
     assert x[2:].sum(1).tolist() == [3000, 1000]
     assert torch.cuda.memory_allocated() - before < 2**20
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_rows_of_a_pool_come_and_go(fixed, store):
+    """Each with its own raw tokens and slots."""
+    config = CONFIG.replace(store=store, fetch_slots=20)
+    shape = RowShape(ModelSizes(4, 2, 16, layers=1), 4)
+    pool = RowPool(config, 3, LENGTH, shape, fixed=fixed)
+    tensors = [torch.cat((x, x.roll(7, 2)[:1]), 0) for x in texts()]
+    expected = one_pass(config, tensors)
+    lengths: dict[int, int] = {}
+
+    def add(request, length):
+        layer = CompactLayer(config, ROTARY)
+        fed(layer, some_rows(tensors, request), 0, [length])
+        pool.add(request, [layer])
+        lengths[request] = length
+
+    def step():
+        pool.hold(len(pool.slots))
+        places = [lengths[request] for request in pool.slots]
+        new = [
+            torch.stack([x[request, :, at : at + 1] for request, at in zip(pool.slots, places)])
+            for x in tensors
+        ]
+        out = pool.layers[0].attend(*new)
+        for row, (request, at) in enumerate(zip(pool.slots, places)):
+            near(out[row, :, 0], expected[request, :, at])
+            lengths[request] += 1
+        pool.seen += 1
+
+    add(0, 40)
+    step()
+    add(1, 25)
+    step()
+    add(2, 33)
+    for _ in range(9):
+        step()
+    pool.remove(0)
+    for _ in range(4):
+        step()
+    add(0, 18)
+    for _ in range(3):
+        step()
+    pool.remove(1)
+    for _ in range(5):
+        step()

@@ -15,7 +15,10 @@ from corecontext.integrations.hf_cache import cache_bytes
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
 from corecontext.record import read_records
-from corecontext.serve.admission import servable_handle
+from corecontext.serve.errors import InvalidRequest
+from corecontext.serve.request import Request
+from corecontext.serve.rows import RowShape
+from corecontext.serve.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig(4, 9, sink_size=4, core_mass=True, fetch_groups=3, fetch_index="mean")
@@ -120,15 +123,54 @@ def test_a_cache_counts_its_raw_tokens():
     assert sizes[0] - sizes[1] == heads * config.head_dim * 4 * (2 * 61 + groups)
 
 
-def test_a_server_refuses():
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_a_server_equals_recomputing(store):
+    """Rows that come and go, of prompts that begin alike."""
     model = tiny_model()
+    config = CONFIG.replace(store=store, fetch_index="pairs:2", fetch_slots=3)
+    first = tokens(1, 70)[0].tolist()
+    prompts = [first, tokens(1, 25)[0].tolist(), first[:48] + first[:9], first[:33] + first[50:]]
+    with corecontext.enabled(model, config):
+        scheduler = Scheduler(model, chunk_size=16, rows_per_pool=2, host_bytes=2**21)
+        made = [[] for _ in prompts]
+        slots = [
+            scheduler.submit(Request(ids, 6 + 3 * i), made[i].append)
+            for i, ids in enumerate(prompts)
+        ]
+        while not scheduler.idle:
+            scheduler.run_turn()
+            used, allocated = scheduler.memory.counted()
+            assert (used.host > 0) == (store == "host" and used.device > 0)
+            assert allocated.host <= 2**21
+        assert [slot.cached_tokens for slot in slots[2:]] == [48, 32]
+        for ids, new in zip(prompts, made):
+            truth = recompute(model, torch.tensor([ids]), len(new))[0, len(ids) :]
+            assert new == truth.tolist()
+
+
+def test_a_server_refuses_what_its_memories_do_not_hold():
+    model = tiny_model()
+    config = CONFIG.replace(store="host")
+    token = 2 * model.config.head_dim * 4 * 2 * model.config.num_key_value_heads
+    with corecontext.enabled(model, config):
+        # A request takes a row and the cache into which its prompt is read.
+        scheduler = Scheduler(model, host_bytes=2 * 128 * token)
+        scheduler.submit(Request([1] * 100, 28))
+        message = "got 129 tokens for a budget of 1024 MiB, and 0 MiB in host memory"
+        with pytest.raises(InvalidRequest, match=message):
+            scheduler.submit(Request([1] * 100, 29))
+    with corecontext.enabled(model, CONFIG):
+        device = RowShape.of(model.config, model.dtype).bytes_of(CONFIG, 128)
+        assert device.device > 128 * token and device.host == 0
+        Scheduler(model, cache_bytes=2 * device.device).submit(Request([1] * 100, 28))
+        scheduler = Scheduler(model, cache_bytes=2 * device.device - 1)
+        with pytest.raises(InvalidRequest, match="must fit the cache"):
+            scheduler.submit(Request([1] * 100, 28))
     with (
-        corecontext.enabled(model, CONFIG),
-        pytest.raises(
-            NotImplementedError, match="fetch_groups must be 0 in a model that is served"
-        ),
+        corecontext.enabled(model, CONFIG.replace(store="none")),
+        pytest.raises(NotImplementedError, match="fetch_groups must be 0 with a cache of store"),
     ):
-        servable_handle(model, False)
+        Scheduler(model)
 
 
 def test_from_the_command_line(tmp_path, monkeypatch):

@@ -19,7 +19,9 @@ from families import tiny_model, tokens
 
 import corecontext
 from corecontext import CCAConfig
+from corecontext.cache import host_memory
 from corecontext.cache.full import FullLayer
+from corecontext.cost import entry_bytes
 from corecontext.files import UserError
 from corecontext.inference import Load, Sampling, TablePolicy
 from corecontext.inference.sampling import INVALID, InvalidLogits
@@ -281,15 +283,26 @@ def test_a_chunk_is_kept_only_behind_those_before_it_and_where_there_is_room(sto
 def test_the_bytes_of_a_row():
     shape = RowShape(ModelSizes(query_heads=8, kv_heads=2, head_dim=16, layers=3), itemsize=2)
     assert shape.row_bytes(None, 100) == 3 * 2 * 100 * 2 * 16 * 2
-    assert shape.entry_bytes(None) == shape.entry_bytes(A) == 2 * 16 * 2
-    assert shape.entry_bytes(A.replace(core_mass=True)) == 2 * 16 * 2 + 4
-    assert shape.entry_bytes(A.replace(cache_dtype="int8")) == 2 * (16 + 4)
-    assert shape.entry_bytes(A.replace(cache_dtype="fp8", core_mass=True)) == 2 * (16 + 4) + 4
+    assert entry_bytes(A, 16, 2) == 2 * 16 * 2
+    assert entry_bytes(A.replace(core_mass=True), 16, 2) == 2 * 16 * 2 + 4
+    assert entry_bytes(A.replace(cache_dtype="int8"), 16, 2) == 2 * (16 + 4)
+    assert entry_bytes(A.replace(cache_dtype="fp8", core_mass=True), 16, 2) == 2 * (16 + 4) + 4
     ring = 8 + 3
     assert shape.entries(None, 100) == 100 and shape.entries(A, 103) == ring + 25
     assert shape.entries(A.replace(core_heads="query"), 100) == ring + 25 * 4
     assert shape.entries(A.replace(sink_size=5), 103) == ring + 8 + 23
     assert shape.row_bytes(A, 100, before=48) == 3 * 2 * (ring + 25 - 12) * 64
+    # With fetch, raw tokens count where they are.
+    fetch = A.replace(fetch_groups=2, fetch_index="mean", core_mass=False)
+    compact = shape.row_bytes(A.replace(core_mass=False), 100)
+    assert shape.row_bytes(fetch, 100) == compact + 3 * 2 * (100 * 64 + 25 * 32)
+    host = fetch.replace(store="host")
+    slots = 4 * (4 * 64 + 12) + 4 * 26
+    assert shape.bytes_of(host, 100) == (compact + 3 * 2 * (25 * 32 + slots), 3 * 2 * 100 * 64)
+    assert shape.bytes_of(host, 100, before=40).host == 3 * 2 * 60 * 64
+    scarce = replace(shape, host_rate=5.5)
+    assert scarce.row_bytes(host, 100) == 5.5 * 3 * 2 * 100 * 64
+    assert scarce.row_bytes(fetch, 100) == shape.row_bytes(fetch, 100)
     config = mock.MagicMock()
     text = SimpleNamespace(
         num_attention_heads=8, num_key_value_heads=4, head_dim=16, num_hidden_layers=3
@@ -383,7 +396,7 @@ def test_steps_on_a_gpu_have_rows_in_powers_of_four_and_few_are_kept(model, monk
     made = []
     monkeypatch.setattr(step, "Step", lambda *given: made.append(given) or given)
     monkeypatch.setattr(step, "KEEP_GRAPHS", 2)
-    pools = [object() for _ in range(3)]
+    pools = [SimpleNamespace(config=None) for _ in range(3)]
     shares = [((pool, 1),) for pool in pools]
     assert batch._step_for(shares[0]) == (model, shares[0]) and not batch._steps
     batch._memory = "memory"
@@ -406,7 +419,7 @@ def test_steps_on_a_gpu_have_rows_in_powers_of_four_and_few_are_kept(model, monk
 
 
 def admission(config=CONFIG, full=False, policy=None, fits=lambda config, length: True):
-    memory = SimpleNamespace(fits=fits, budget=3 * 2**20)
+    memory = SimpleNamespace(fits=fits, budgets="3 MiB")
     return Admission(20, memory, config, full, policy)
 
 
@@ -1020,13 +1033,15 @@ def made(monkeypatch):
     monkeypatch.setattr(tensor_parallel, "Follower", scheduler("follower"))
     monkeypatch.setattr(tensor_parallel, "join", lambda serving: made.ranks)
     monkeypatch.setattr(build, "_cache_bytes", lambda serving, device: 12345)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 2**21)
     return made
 
 
 def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     serving = Serving("m")
     assert build.make_scheduler(serving)[1] == "tokenizer" and made.kind == "scheduler"
-    sizes = dict.fromkeys(("group_size", "window_size", "sinks", "prefill"))
+    names = ("group_size", "window_size", "sinks", "prefill")
+    sizes = dict.fromkeys((*names, "fetch_groups", "fetch_index", "store"))
     assert made.load == (
         "m",
         {
@@ -1042,6 +1057,7 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
         "full": False,
         "policy": None,
         "cache_bytes": 12345,
+        "host_bytes": 2**20,
         "max_rows": 64,
         "rows_per_pool": 8,
         "queue_limit": 256,
@@ -1053,6 +1069,8 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     made.device = torch.device("cuda")
     build.make_scheduler(serving)
     assert made.options == {**defaults, "rows_per_pool": 16, "chunk_size": 2048}
+    build.make_scheduler(Serving("m", host_cache_mib=3))
+    assert made.options["host_bytes"] == 3 * 2**20
     chosen = {"rows_per_pool": 3, "queue_limit": 5, "chunk_size": 7, "max_length": 90}
     build.make_scheduler(
         Serving("m", policy="elastic", first_token_limit=3.0, max_running=2, **chosen)
@@ -1060,7 +1078,8 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     policy = made.options["policy"]
     assert policy == TablePolicy(((0.5, 4, 8), (0.8, 8, 4), (1.0, 16, 2)), first_token_limit=3.0)
     assert made.options == {**defaults, **chosen, "policy": policy, "max_rows": 2}
-    sizes = {"group_size": 2, "window_size": 3, "sinks": 4, "prefill": "full"}
+    sizes = {"group_size": 2, "window_size": 3, "sinks": 4}
+    sizes |= {"fetch_groups": 5, "fetch_index": "mean", "store": "host", "prefill": "cca"}
     build.make_scheduler(Serving("m", dtype="float16", device="cpu", untested=True, **sizes))
     assert made.load[1] == {
         **sizes,

@@ -23,6 +23,7 @@ from fastapi.responses import PlainTextResponse  # noqa: E402
 from pydantic import ValidationError  # noqa: E402
 
 from corecontext.config import CCAConfig  # noqa: E402
+from corecontext.cost import CacheBytes  # noqa: E402
 from corecontext.files import UserError  # noqa: E402
 from corecontext.inference.sampling import INVALID, InvalidLogits, Sampling  # noqa: E402
 from corecontext.serve import connection, guard, logs, protocol  # noqa: E402
@@ -709,13 +710,21 @@ def test_the_worker_starts_and_ends_with_the_application(caplog):
 
 def test_the_page_of_metrics_is_prometheus_text():
     server = Scripted("x")
-    memory = SimpleNamespace(budget=9, used=0, allocated=3, prefixes=SimpleNamespace(nbytes=2))
+    counted = (CacheBytes(0, 5), CacheBytes(1, 7))
+    memory = SimpleNamespace(
+        budget=9,
+        counted=lambda: counted,
+        prefixes=SimpleNamespace(nbytes=2),
+        shape=SimpleNamespace(host_rate=0.5),
+    )
     server.scheduler.memory, server.scheduler.waiting = memory, []
     server.scheduler.active = list
     server.ask()
     page = server.ask("/metrics", "GET")
     assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    for line in ('requests_total{outcome="length"} 1.0', 'cache_bytes{what="allocated"} 3.0'):
+    lines = ['requests_total{outcome="length"} 1.0', 'cache_bytes{what="allocated"} 3.0']
+    lines += [f'host_bytes{{what="{x}"}} {y}.0' for x, y in zip(("budget", "used"), (18, 5))]
+    for line in lines:
         assert f"corecontext_{line}" in page.text
 
 
@@ -1093,7 +1102,12 @@ def gauges(scheduler, policy=None, config=CONFIG):
 
 
 def test_metrics_count_the_requests_that_ended():
-    memory = SimpleNamespace(budget=90, used=30, allocated=50, prefixes=SimpleNamespace(nbytes=7))
+    memory = SimpleNamespace(
+        budget=90,
+        counted=lambda: (CacheBytes(30, 0), CacheBytes(43, 0)),
+        prefixes=SimpleNamespace(nbytes=7),
+        shape=SimpleNamespace(host_rate=0.0),
+    )
     running = [Slot(Request([1], 1), config=CONFIG) for _ in range(2)]
     running += [
         Slot(Request([1], 1, group_size=2), config=CCAConfig.paper(2, 8)),
@@ -1294,13 +1308,16 @@ def test_a_slot_counts_its_tokens_and_ends_at_the_right_one():
         ({"api_key": "\u00e9"}, "the API key must be ASCII"),
         (
             {"method": "full", "group_size": 4},
-            "group-size, window-size, sinks and prefill must be left",
+            "group-size, window-size, sinks, prefill, fetch-groups, fetch-index",
         ),
         (
             {"method": "full", "window_size": 4},
-            "group-size, window-size, sinks and prefill must be left",
+            "group-size, window-size, sinks, prefill, fetch-groups, fetch-index",
         ),
-        ({"method": "full", "sinks": 4}, "group-size, window-size, sinks and prefill must be left"),
+        (
+            {"method": "full", "sinks": 4},
+            "group-size, window-size, sinks, prefill, fetch-groups, fetch-index",
+        ),
     ],
     ids=str,
 )

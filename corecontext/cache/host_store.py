@@ -29,6 +29,8 @@ class HostStore(RawStore):
         spec, like, format, length: As for `RawStore`.
     """
 
+    _BY_ROW = (*RawStore._BY_ROW, "slots", "owner", "last_used", "table")
+
     def __init__(
         self, spec: Spec, like: list[Tensor], format: Format, length: int, num_slots: int
     ) -> None:
@@ -148,10 +150,27 @@ class HostStore(RawStore):
     def clear(self) -> None:
         """Forget all tokens, in place; those in host memory are not read before they are written
         again."""
-        for tensor in self.extras:
+        for tensor in (*super().extras, self.clock, self.hits, self.lookups):
+            tensor.zero_()
+        self._empty_slots()
+
+    def load(self, state: Sequence[Tensor]) -> None:
+        """Copy what `used` returned, also of this very store."""
+        super().load(state)
+        self._empty_slots()
+
+    def _empty_slots(self) -> None:
+        for tensor in (*self.slots, self.last_used):
             tensor.zero_()
         self.table.fill_(FREE)
         self.owner.fill_(FREE)
+
+    def move_row(self, target: int, source: int, length: int) -> None:
+        """Copy a row of `length` tokens to another row, with its slots."""
+        super().move_row(target, source, length)
+        for x in self._slot_tensors:
+            # planted: fetch: a row moves without its slots
+            x[target] = x[source]
 
     # Reading
     # -------

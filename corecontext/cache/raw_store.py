@@ -3,9 +3,10 @@ groups."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,9 @@ class RawStore:
         format: Of `like`.
         length: Tokens to make room for.
     """
+
+    _BY_ROW: ClassVar[tuple[str, ...]] = ("raw", "index_buffers", "centre")
+    """Attributes whose tensors begin with the rows."""
 
     def __init__(self, spec: Spec, like: list[Tensor], format: Format, length: int) -> None:
         self.spec = spec
@@ -162,6 +166,33 @@ class RawStore:
         if self.centre is not None:
             self.centre = self.centre.index_select(0, rows)
 
+    def rows(self, rows: slice) -> RawStore:
+        """Return a store of some rows, on the same memory."""
+        view = copy.copy(self)
+        for name in self._BY_ROW:
+            value = getattr(self, name)
+            if isinstance(value, list):
+                setattr(view, name, [x[rows] for x in value])
+            elif value is not None:
+                setattr(view, name, value[rows])
+        return view
+
+    def move_row(self, target: int, source: int, length: int) -> None:
+        """Copy a row of `length` tokens to another row."""
+        for x in (*self.raw, *self.index_buffers):
+            x[target, :, :length] = x[source, :, :length]
+        if self.centre is not None:
+            self.centre[target] = self.centre[source]
+
+    def copy_since(self, before: int, length: int) -> list[Tensor]:
+        """Copy the entries of `used` that came after the first `before` of `length` tokens."""
+        copies = []
+        for x in self.raw:
+            x = x[:, :, before:length]
+            copies.append(self._room(x, x.shape).copy_(x))
+        indexed = slice(self._num_indexed(before), self._num_indexed(length))
+        return copies + [x[:, :, indexed].clone() for x in self.index_buffers]
+
     def forget(self, lengths: Tensor) -> None:
         """Take notice that the rows have only so many tokens, [B], after a crop."""
 
@@ -171,11 +202,14 @@ class RawStore:
             tensor.zero_()
 
     def load(self, state: Sequence[Tensor]) -> None:
-        """Copy what `used` returned."""
+        """Copy what `used` returned, also of this very store."""
         self.reserve(state[0].shape[2])
-        self.clear()
         for buffer, x in zip((*self.raw, *self.index_buffers), state):
-            buffer[:, :, : x.shape[2]] = x
+            size = x.shape[2]
+            buffer[:, :, :size] = x
+            # A step may read what no query sees; in host memory none does.
+            if not any(buffer is raw for raw in self.host_tensors):
+                buffer[:, :, size:] = 0
         if self.centre is not None and self.length >= self._centred_length:
             self._set_centre(slice(None))
 

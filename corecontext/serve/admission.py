@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from corecontext.cache.entries import check_fetch
 from corecontext.config import CCAConfig
 from corecontext.inference.policy import Load, Policy, settings_for
 from corecontext.integrations.transformers import Handle, handle_of
@@ -21,7 +22,8 @@ def servable_handle(model: Any, full: bool) -> Handle:
 
     Raises:
         ValueError: CCA is not enabled.
-        NotImplementedError: the model has sliding-window layers, or was enabled with rollback.
+        NotImplementedError: the model has sliding-window layers, was enabled with rollback, or
+            fetches raw tokens that are stored nowhere.
     """
     handle = handle_of(model)
     if handle is None:
@@ -33,11 +35,8 @@ def servable_handle(model: Any, full: bool) -> Handle:
             "models with sliding-window layers cannot be served yet: their caches have no rows "
             "that come and go."
         )
-    if handle.config.fetch_groups and not full:
-        raise NotImplementedError(
-            f"fetch_groups must be 0 in a model that is served, got {handle.config.fetch_groups}: "
-            "rows of a server hold no raw tokens. Call handle.configure(fetch_groups=0)."
-        )
+    if not full:
+        check_fetch(handle.config)
     if handle.rollback and not full:
         raise NotImplementedError(
             f"rollback must be 0 in a model that is served, got {handle.rollback}: its rows take "
@@ -83,7 +82,7 @@ class Admission:
             raise InvalidRequest(
                 Code.TOO_LONG,
                 f"prompt and answer must fit the cache, got {request.length} tokens for a budget "
-                f"of {self.memory.budget / 2**20:.0f} MiB. {way_out}",
+                f"of {self.memory.budgets}. {way_out}",
             )
 
     def settings_for(self, request: Request, load: Load | None) -> CCAConfig | None:

@@ -34,6 +34,8 @@ from corecontext.serve.settings import Serving
 CPU_SHARE = 0.25
 GPU_SHARE = 0.8
 """Shares of the free memory for caches."""
+HOST_SHARE = 0.5
+"""Share of the available host memory for raw tokens."""
 FORCED_S = 5.0
 """Time for the model's thread to end after a second signal."""
 
@@ -85,10 +87,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     else:
         loaded = load(
             serving.source,
-            group_size=serving.group_size,
-            window_size=serving.window_size,
-            sinks=serving.sinks,
-            prefill=serving.prefill,
+            **serving.sizes,
             dtype=serving.dtype,
             device=serving.device,
             tensor_parallel=ranks is not None,
@@ -110,6 +109,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             full=serving.method == "full",
             policy=policy,
             cache_bytes=_cache_bytes(serving, loaded.model.device),
+            host_bytes=_host_bytes(serving),
             max_rows=serving.max_running,
             rows_per_pool=serving.rows_per_pool or (16 if cuda else 8),
             queue_limit=serving.queue_limit,
@@ -146,10 +146,7 @@ def _random(serving: Serving) -> Loaded:
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=getattr(torch, dtype), attn_implementation=full_attention(hf_config)
         )
-    sizes = AttentionSizes(
-        serving.group_size, serving.window_size, serving.sinks, prefill=serving.prefill
-    )
-    config = cca_config(hf_config, sizes)
+    config = cca_config(hf_config, AttentionSizes(**serving.sizes))
     with one_line():
         enable(model.eval(), config, untested=serving.untested, warn=False)
     count = hf_config.get_text_config(decoder=True).vocab_size
@@ -171,6 +168,16 @@ def _cache_bytes(serving: Serving, device: Any) -> int:
         return int(CPU_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (ValueError, OSError):  # not every system tells
         return 2**30
+
+
+def _host_bytes(serving: Serving) -> int:
+    """Return the budget of raw tokens in host memory: `host_cache_mib`, else a share of the memory
+    that is available now."""
+    from corecontext.cache.host_memory import available_bytes
+
+    if serving.host_cache_mib is not None:
+        return serving.host_cache_mib * 2**20
+    return max(1, int(HOST_SHARE * (available_bytes() or 2**31)))
 
 
 def run(serving: Serving) -> int:

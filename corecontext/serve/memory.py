@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from corecontext.config import CCAConfig
+from corecontext.cost import CacheBytes
 from corecontext.inference.limits import rounded_up
 from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.rows import RowPool, RowShape
@@ -30,6 +31,27 @@ class CacheMemory:
     batch: DecodeBatch
     """Decodes from the pools; forgets steps of pools that are dropped."""
     pools: list[RowPool] = field(default_factory=list)
+
+    @property
+    def budgets(self) -> str:
+        """The budget in words, with that of host memory where rows take of it."""
+        text = f"{self.budget / 2**20:.0f} MiB"
+        if self.shape.host_rate:
+            text += f", and {self.budget / self.shape.host_rate / 2**20:.0f} MiB in host memory"
+        return text
+
+    def counted(self) -> tuple[CacheBytes, CacheBytes]:
+        """Count the bytes on the device and in host memory: those used, and those allocated, as
+        `used` and `allocated` count them, without beginnings."""
+        used, allocated = [0, 0], [0, 0]
+        for pool in list(self.pools):
+            # Raw tokens by which full attention reads a prompt are on the device.
+            reading = pool.promised * (pool.reading_bytes - pool.row_bytes)
+            for place, size in enumerate(self.shape.bytes_of(pool.config, pool.max_length)):
+                used[place] += (len(pool.slots) + 2 * pool.promised) * size + reading
+                allocated[place] += (pool.rows + pool.promised) * size + reading
+                reading = 0
+        return CacheBytes(*used), CacheBytes(*allocated)
 
     @property
     def used(self) -> int:

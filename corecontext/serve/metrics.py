@@ -97,11 +97,20 @@ class Metrics:
         cache_bytes = GaugeMetricFamily(
             "corecontext_cache_bytes", "Bytes of caches.", labels=["what"]
         )
+        used, allocated = memory.counted()
         cache_bytes.add_metric(["budget"], memory.budget)
-        cache_bytes.add_metric(["used"], memory.used)
-        cache_bytes.add_metric(["allocated"], memory.allocated)
+        cache_bytes.add_metric(["used"], used.device)
+        cache_bytes.add_metric(["allocated"], allocated.device + memory.prefixes.nbytes)
         cache_bytes.add_metric(["prefixes"], memory.prefixes.nbytes)
         yield cache_bytes
+        if memory.shape.host_rate:
+            host_bytes = GaugeMetricFamily(
+                "corecontext_host_bytes", "Bytes of raw tokens in host memory.", labels=["what"]
+            )
+            host_bytes.add_metric(["budget"], memory.budget / memory.shape.host_rate)
+            host_bytes.add_metric(["used"], used.host)
+            host_bytes.add_metric(["allocated"], allocated.host)
+            yield host_bytes
         running = GaugeMetricFamily(
             "corecontext_running", "Requests that run, by g and s.", labels=SIZES
         )

@@ -1,9 +1,9 @@
 """Keep caches of prompts' beginnings for requests that begin alike (a system prompt, a document).
 
 A prompt is read in chunks of one size. After each chunk, the state that a further chunk needs is a
-node of a tree: the raw tokens, and the core tokens of this chunk; core tokens of earlier chunks are
-its ancestors'. Requests branch where chunks end, so a branched request is read in the very chunks,
-and has the very numbers, that it would have alone.
+node of a tree: the raw tokens, and the core tokens of this chunk, with fetch all its tokens and its
+index, too; those of earlier chunks are its ancestors'. Requests branch where chunks end, so a
+branched request is read in the very chunks, and has the very numbers, that it would have alone.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Node:
         ]
         self.given = [(part.core_width, part.dtype) for part in parts]
         self.raw, self.cores = zip(*(part.copy_since(before) for part in parts))
+        # planted: serve: a shared beginning without its raw tokens
+        self.fetched = [part.store.copy_since(before, self.length) for part in parts if part.store]
         self.nbytes = shape.row_bytes(config, self.length, before)
 
 
@@ -136,12 +138,14 @@ class PrefixStore:
         for index, (part, (width, dtype)) in enumerate(zip(parts, node.given, strict=True)):
             cores = [chunk.cores[index] for chunk in reversed(path)]
             buffers = [torch.cat(pieces, 2) for pieces in zip(node.raw[index], *cores)]
+            fetched = [chunk.fetched[index] for chunk in reversed(path) if chunk.fetched]
             part.fill(
                 buffers,
                 node.length,
                 group_size=part.config.group_size,
                 core_width=width,
                 dtype=dtype,
+                store=[torch.cat(pieces, 2) for pieces in zip(*fetched)],
             )
 
     def trim(self, limit: int) -> None:
@@ -158,6 +162,7 @@ class PrefixStore:
             # A prompt that is being read may keep the node, for its key.
             # planted: serve: a dropped beginning keeps its memory
             leaf.raw = leaf.cores = ()
+            leaf.fetched = []
             parent = leaf.parent
             if parent is None:
                 continue

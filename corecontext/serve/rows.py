@@ -8,6 +8,7 @@ sign) that makes its position right.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor
 
 from corecontext.cache import CompactLayer, FullLayer, HeadsLayer, parts_of
+from corecontext.cache.host_store import new_store
+from corecontext.cache.raw_store import RawStore
 from corecontext.config import CCAConfig
-from corecontext.cost import entry_bytes
+from corecontext.cost import CacheBytes, entry_bytes, store_bytes
 from corecontext.model_sizes import ModelSizes
 from corecontext.visibility import num_complete_groups, num_sinks, window_capacity
 
@@ -37,9 +40,14 @@ class RowShape:
     itemsize: int
     ranks: int = 1
     """Ranks that share the heads."""
+    host_rate: float = 0.0
+    """Bytes of the budget that a byte in host memory takes: the budget over that of host memory.
+    So what fits the budget fits both."""
 
     @classmethod
-    def of(cls, config: Any, dtype: torch.dtype, ranks: int = 1) -> RowShape:
+    def of(
+        cls, config: Any, dtype: torch.dtype, ranks: int = 1, host_rate: float = 0.0
+    ) -> RowShape:
         """Read the sizes off a Hugging Face config; of a model split over ranks, one rank's.
 
         Raises:
@@ -54,18 +62,19 @@ class RowShape:
         sizes = sizes._replace(
             kv_heads=sizes.kv_heads // ranks, query_heads=sizes.query_heads // ranks
         )
-        return cls(sizes, dtype.itemsize, ranks)
+        return cls(sizes, dtype.itemsize, ranks, host_rate)
 
     def row_bytes(self, config: CCAConfig | None, max_length: int, before: int = 0) -> int:
-        """Return the bytes of a row of `max_length` tokens over all layers: on the rank that needs
-        most, so that all ranks find room for as many rows.
+        """Return the bytes of the budget that a row of `max_length` tokens takes over all layers:
+        on the rank that needs most, so that all ranks find room for as many rows.
 
         Args:
             config: CCA's settings; None is full attention.
-            before: Tokens whose core tokens are held elsewhere.
+            before: Tokens whose core tokens and raw tokens for fetch are held elsewhere.
         """
-        entries = max(self._row_entries(config, max_length, before, r) for r in range(self.ranks))
-        return entries * self.entry_bytes(config)
+        device, host = self.bytes_of(config, max_length, before)
+        # planted: serve: raw tokens in host memory are not counted
+        return max(device, math.ceil(host * self.host_rate))
 
     def reading_bytes(self, config: CCAConfig | None, max_length: int) -> int:
         """Return the bytes of the cache into which a prompt of a row is read: of a row, and of all
@@ -76,29 +85,37 @@ class RowShape:
             size += self.row_bytes(None, max_length)
         return size
 
-    def _row_entries(
+    def bytes_of(self, config: CCAConfig | None, max_length: int, before: int = 0) -> CacheBytes:
+        """Return the bytes of a row on the device and in host memory; arguments as of
+        `row_bytes`."""
+        ranks = [self._rank_bytes(config, max_length, before, r) for r in range(self.ranks)]
+        return CacheBytes(*map(max, zip(*ranks)))
+
+    def _rank_bytes(
         self, config: CCAConfig | None, max_length: int, before: int, rank: int
-    ) -> int:
-        """Count the keys of a row over all layers and the heads of a rank."""
+    ) -> CacheBytes:
+        """Count the bytes of a row over all layers and the heads of a rank."""
+        dim = self.sizes.head_dim
         if config is None:
-            return self.sizes.layers * self.sizes.kv_heads * max_length
-        total = 0
+            heads = self.sizes.layers * self.sizes.kv_heads
+            return CacheBytes(heads * max_length * 2 * dim * self.itemsize, 0)
+        device = host = 0
         for index in range(self.sizes.layers):
             layer = config.of_layer(index).of_process(rank, self.ranks)
             group_sizes = layer.head_group_sizes or (layer.group_size,) * self.sizes.kv_heads
             for g, heads in Counter(group_sizes).items():
                 setting = layer.replace(head_group_sizes=None, group_size=g)
-                total += heads * self.entries(setting, max_length)
+                entries = self.entries(setting, max_length)
+                store = store_bytes(setting, max_length, dim, self.itemsize)
                 if before:
-                    total -= heads * (self.entries(setting, before) - self.entries(setting, 0))
-        return total
-
-    def entry_bytes(self, config: CCAConfig | None) -> int:
-        """Return the bytes of a head's key and value, with their float32 scales in 8 bits and the
-        mass that an entry has room for."""
-        if config is None:
-            return 2 * self.sizes.head_dim * self.itemsize
-        return entry_bytes(config, self.sizes.head_dim, self.itemsize)
+                    entries -= self.entries(setting, before) - self.entries(setting, 0)
+                    earlier = store_bytes(setting, before, dim, self.itemsize)
+                    store = CacheBytes(*(x - y for x, y in zip(store, earlier)))
+                compact = entries * entry_bytes(setting, dim, self.itemsize)
+                # planted: serve: raw tokens on the device are not counted
+                device += heads * (compact + store.device)
+                host += heads * store.host
+        return CacheBytes(device, host)
 
     def entries(self, config: CCAConfig | None, max_length: int) -> int:
         """Count the entries of one layer's row, with this layer's settings: the ring, the first
@@ -141,6 +158,7 @@ class RowPool:
         self.layers: list[Layer] = []
         self._caches: list[CompactLayer | FullLayer] = []  # of all layers, in order
         self._buffers: list[list[Tensor]] = []  # of each cache, all rows
+        self._stores: list[RawStore | None] = []  # of each cache, all rows
         self._pads = [IDLE] * self.rows
         self._pad: Any = None  # tensor [rows], shared by all layers
         self.row_bytes = self.shape.row_bytes(self.config, self.max_length)
@@ -170,14 +188,17 @@ class RowPool:
             self._allocate(layers)
         row = len(self.slots)
         self.slots.append(slot)
-        caches = itertools.chain(*map(parts_of, layers))
-        for cache, buffers in zip(caches, self._buffers):
+        for cache, buffers in zip(self._parts(layers), self._buffers):
             entries = self.shape.entries(cache.config, int(cache.seen))
             for buffer, read in zip(buffers, cache.buffers):
                 buffer[row, :, :entries] = read[0, :, :entries]
                 # Of a request before; a masked NaN would still be one.
                 # planted: serve: a longer request stays behind a shorter one
                 buffer[row, :, entries:] = 0
+        for store, cache in zip(self._stores, self._parts(layers)):
+            if store is not None:
+                # planted: serve: a request's raw tokens stay with its prompt
+                store.rows(slice(row, row + 1)).load(cache.store.used(int(cache.seen)))
         self._set_pad(row, self.seen - int(layers[0].seen))
 
     def remove(self, slot: Any) -> None:
@@ -187,6 +208,8 @@ class RowPool:
         if row != last:
             for buffer in itertools.chain(*self._buffers):
                 buffer[row].copy_(buffer[last])
+            for store in filter(None, self._stores):
+                store.move_row(row, last, self.seen - self._pads[last])
             self._set_pad(row, self._pads[last])
             self.slots[row] = self.slots[last]
         self.slots.pop()
@@ -198,6 +221,9 @@ class RowPool:
             cache.buffers = [buffer[:count] for buffer in buffers]
             cache.pad = self._pad[:count]
             cache.pads = self._pads[:count]
+        for cache, store in zip(self._caches, self._stores):
+            if store is not None and isinstance(cache, CompactLayer):
+                cache.store = store.rows(slice(count))
 
     def _set_pad(self, row: int, pad: int) -> None:
         self._pads[row] = pad
@@ -213,8 +239,13 @@ class RowPool:
             caches: list[Any] = [self._like(cache) for cache in parts_of(layer)]
             pooled.append(layer.of(caches) if isinstance(layer, HeadsLayer) else caches[0])
         self.layers = pooled
-        self._caches = [cache for layer in pooled for cache in parts_of(layer)]
+        self._caches = self._parts(pooled)
+        self._stores = [getattr(cache, "store", None) for cache in self._caches]
         self._buffers = [cache.buffers for cache in self._caches]
+
+    @staticmethod
+    def _parts(layers: Sequence[Layer]) -> list[Any]:
+        return [cache for layer in layers for cache in parts_of(layer)]
 
     def _like(self, cache: CompactLayer | FullLayer) -> CompactLayer | FullLayer:
         """Make all rows of a cache from its only row."""
@@ -232,6 +263,11 @@ class RowPool:
                 max_length=self.max_length if self.fixed else None,
                 learned=cache.learned,
             )
+            if cache.store is not None and cache.dtype is not None:
+                like = [x[:, :, :1].expand(self.rows, -1, -1, -1) for x in cache.store.raw]
+                pooled.store = new_store(
+                    cache.config, cache.spec, like, cache.dtype, self.max_length
+                )
             pooled.adopt(buffers, cache)
         pooled.seen = 0
         if self.fixed:

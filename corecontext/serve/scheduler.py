@@ -62,6 +62,8 @@ class Scheduler:
     """Serve full attention from a static cache instead, the baseline."""
     cache_bytes: int = 2**30
     """Budget of all caches."""
+    host_bytes: int = 2**30
+    """Budget of raw tokens in host memory, where the model's settings keep them there."""
     max_rows: int = 64
     """Requests that run at once, at most."""
     rows_per_pool: int = 8
@@ -82,7 +84,8 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.handle = servable_handle(self.model, self.full)
-        least = dict.fromkeys(("cache_bytes", "max_rows", "rows_per_pool", "chunk_size"), 1)
+        sizes = ("cache_bytes", "host_bytes", "max_rows", "rows_per_pool", "chunk_size")
+        least = dict.fromkeys(sizes, 1)
         for name, minimum in {**least, "max_length": 1, "queue_limit": 0}.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, got {getattr(self, name)}.")
@@ -90,11 +93,15 @@ class Scheduler:
 
         # All ranks must have one budget, or they would make different choices.
         budget = self.cache_bytes
+        host_budget = self.host_bytes
         num_ranks = 1
         if self.ranks is not None:
-            budget = self.ranks.least(budget)
             num_ranks = self.ranks.size
-        shape = RowShape.of(self.model.config, self.model.dtype, num_ranks)
+            budget = self.ranks.least(budget)
+            host_budget = self.ranks.least(host_budget // num_ranks)
+        from_host = self.handle.config.fetches_from_host and not self.full
+        host_rate = budget / host_budget if from_host else 0.0
+        shape = RowShape.of(self.model.config, self.model.dtype, num_ranks, host_rate)
         self.batch = DecodeBatch(self.model, capture=self.capture and self.ranks is None)
         prefix_bytes = 0 if self.full else int(PREFIX_SHARE * budget)
         self.memory = CacheMemory(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -68,6 +68,17 @@ class Serving:
             "checkpoint's, else auto, as decoding."
         ),
     ] = None
+    fetch_groups: Annotated[
+        int | None,
+        typer.Option(help="Groups whose raw tokens each query sees. Default: the checkpoint's."),
+    ] = None
+    fetch_index: Annotated[
+        str | None, typer.Option(help="Index that chooses them. Default: the checkpoint's.")
+    ] = None
+    store: Annotated[
+        str | None,
+        typer.Option(help="Where their raw tokens are: device or host. Default: the checkpoint's."),
+    ] = None
     policy: Annotated[
         str,
         typer.Option(
@@ -96,6 +107,13 @@ class Serving:
     ] = None
     cache_mib: Annotated[
         int | None, typer.Option(help="Budget of all caches, MiB. Default: by the free memory.")
+    ] = None
+    host_cache_mib: Annotated[
+        int | None,
+        typer.Option(
+            help="Budget of raw tokens in host memory (--store host), MiB. Default: half of the "
+            "memory available."
+        ),
     ] = None
     max_running: Annotated[int, typer.Option(help="Requests that run at once.")] = 64
     rows_per_pool: Annotated[
@@ -147,7 +165,15 @@ class Serving:
                 option = name.removesuffix("_s").replace("_", "-")
                 raise UserError(f"{option} must be more than 0 seconds, got {value}.")
         least = dict.fromkeys(
-            ("cache_mib", "max_running", "rows_per_pool", "chunk_size", "max_length"), 1
+            (
+                "cache_mib",
+                "host_cache_mib",
+                "max_running",
+                "rows_per_pool",
+                "chunk_size",
+                "max_length",
+            ),
+            1,
         )
         for name, limit in {**least, "queue_limit": 0}.items():
             value = getattr(self, name)
@@ -162,11 +188,18 @@ class Serving:
         key = self.api_key
         if key is not None and (not key or not key.isascii() or " " in key):
             raise UserError("the API key must be ASCII without spaces, and not empty.")
-        sizes = (self.group_size, self.window_size, self.sinks, self.prefill)
-        if self.method == "full" and any(sizes):
+        if self.method == "full" and any(self.sizes.values()):
             raise UserError(
-                "group-size, window-size, sinks and prefill must be left out with --method full."
+                "group-size, window-size, sinks, prefill, fetch-groups, fetch-index and store must "
+                "be left out with --method full."
             )
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """CCA's settings, fields of `loading.AttentionSizes`."""
+        names = ("group_size", "window_size", "sinks", "prefill")
+        fetch = ("fetch_groups", "fetch_index", "store")
+        return {name: getattr(self, name) for name in (*names, *fetch)}
 
     @property
     def source(self) -> str:
