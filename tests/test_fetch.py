@@ -454,3 +454,10 @@ def test_names_of_indices():
     ):
         with pytest.raises(ValueError, match="fetch_index must be"):
             parse_index(name)
+
+
+def test_the_rotation_is_made_under_any_default_device():
+    expected = low_bits.rotation(16, torch.float32, torch.device("cpu"))
+    with torch.device("meta"):
+        found = low_bits.rotation.__wrapped__(16, torch.float32, torch.device("cpu"))
+    assert torch.equal(found, expected)

@@ -31,7 +31,7 @@ def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the orthogonal matrix [D, D] of the rotation, to be multiplied from the right: random
     signs, then a Hadamard matrix for each block of D's largest power of two."""
     block = head_dim & -head_dim
-    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    hadamard = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while len(hadamard) < block:
         hadamard = torch.cat(
             (torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1))
