@@ -47,7 +47,7 @@ UNITS = {
     "real.perplexity": "perplexity",
     "real.gain_kept": "fraction",
     "real.accuracy": "fraction",
-    "real.hit_rate": "fraction",
+    "real.hit_share": "fraction",
     "real.training_seconds": "s",
     "real.training_bytes": "bytes",
     "serve.first_token_s": "s",

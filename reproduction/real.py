@@ -295,7 +295,7 @@ class RealModel:
         asked = {**params, "length": self.sizes.length, "task": "hits", "steps": steps}
         device = device_name(loaded.model.device)
         return [
-            make_record("real.hit_rate", rate, {**asked, "slots": count}, device=device)
+            make_record("real.hit_share", rate, {**asked, "slots": count}, device=device)
             for count, rate in rates.items()
         ]
 
