@@ -48,7 +48,7 @@ UNITS = {
     "real.gain_kept": "fraction",
     "real.accuracy": "fraction",
     "real.hit_share": "fraction",
-    "real.training_seconds": "s",
+    "real.training_s": "s",
     "real.training_bytes": "bytes",
     "serve.first_token_s": "s",
     "serve.next_token_ms": "ms",

@@ -261,7 +261,7 @@ class RealModel:
         params = {**params, "length": self.sizes.length, "task": "training"}
         device = device_name(self.original.model.device)
         return [
-            make_record("real.training_seconds", cost.seconds, params, device=device),
+            make_record("real.training_s", cost.seconds, params, device=device),
             make_record("real.training_bytes", cost.peak_bytes, params, device=device),
         ]
 

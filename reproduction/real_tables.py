@@ -115,7 +115,7 @@ def extended_markdown(records: Sequence[Record]) -> str:
     lines = lines_of(records, trained=True, extended=True)
     columns = [
         Column("attention", _title, left=True),
-        Column("training, s", lambda line: _mean(line, "real.training_seconds", "{:.0f}")),
+        Column("training, s", lambda line: _mean(line, "real.training_s", "{:.0f}")),
         Column("training, GiB", lambda line: _mean(line, "real.training_bytes", "{:.1f}", 2**-30)),
         Column("cache, MiB", lambda line: _cache(line, "device_bytes")),
     ]

@@ -322,7 +322,7 @@ def test_a_step_of_training_changes_the_model_and_is_recorded(data, model, tmp_p
     values = {}
     records = read_records(output)
     costs = [record for record in records if record.params["task"] == "training"]
-    names = ["real.training_seconds", "real.training_bytes"]
+    names = ["real.training_s", "real.training_bytes"]
     assert [record.name for record in costs] == 2 * names
     assert all(record.value > 0 for record in costs)
     for record in records:
