@@ -37,7 +37,6 @@ def attend_buffer(
     wide = torch.promote_types(q.dtype, torch.float32)
     if isinstance(core_bias, Tensor) or core_bias:
         # 16 bits may not hold the bias, and a mask has the dtype of the queries.
-        # planted: decoding: core bias rounded to 16 bits
         grouped, keys, values = (x.to(wide) for x in (grouped, keys, values))
         if isinstance(core_bias, Tensor):
             heads = (keys.shape[1], grouped.shape[2])
@@ -50,6 +49,7 @@ def attend_buffer(
             # planted: mass: not that of the entry, decoding
             bias = F.pad(core_bias, (num_raw, 0))
         else:
+            # planted: decoding: core bias rounded to 16 bits
             bias = is_core.to(wide) * core_bias
         mask = torch.where(mask, bias, -torch.inf)
     if softcap is None:
