@@ -1,1 +1,1 @@
-"""Plug-ins: transformers (enable, model families, caches) and lm-evaluation-harness."""
+"""Plug-ins: transformers (enable, model families, caches), lm-evaluation-harness, kvpress, vLLM."""
