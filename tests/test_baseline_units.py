@@ -456,11 +456,14 @@ def test_a_cache_keeps_its_sizes_and_its_kind():
             pytest.raises(NotImplementedError, match="SinkCacheLayer cannot be used here"),
         ):
             model(ids[:, :1], past_key_values=cache)
+        offloaded = DynamicCache(config=model.config)
+        # The argument would make a stream, for which PyTorch for GPUs needs a GPU.
+        offloaded.offloading = True
         with (
             baselines.enabled(model, WindowOnly(0, 6)),
             pytest.raises(NotImplementedError, match="cannot be used here. Use DynamicCache"),
         ):
-            model(ids, past_key_values=DynamicCache(config=model.config, offloading=True))
+            model(ids, past_key_values=offloaded)
 
 
 def test_documents_are_told_by_positions_or_by_their_edges():
