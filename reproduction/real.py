@@ -54,7 +54,7 @@ from reproduction.real_methods import (
 )
 from reproduction.real_tasks import LIST_TOKENS, Question, list_questions, needle_questions
 from reproduction.real_texts import Window, cut_windows
-from reproduction.real_training import Adaptation, Cost, adapt
+from reproduction.real_training import Adaptation, Cost, RememberedTeacher, adapt
 
 SEARCH_WINDOWS = 2
 """Windows of the search for heads that keep every token."""
@@ -100,6 +100,8 @@ class RealModel:
         self.folder = local_model(protocol.model)
         self.name = Path(self.folder).name.lower()
         self.hf_config = load_config(self.folder)
+        self.teachers: dict[str, RememberedTeacher] = {}
+        """The teacher of all methods' trainings, once there is one."""
 
     # Texts, made when first needed
     # ----------------------------------------------------------------------------------------------
@@ -249,7 +251,9 @@ class RealModel:
             costs = []
             if not (target / "config.json").exists():
                 windows = self.training_windows
-                cost = adapt(self.folder, attention, self.adaptation, windows, target)
+                cost = adapt(
+                    self.folder, attention, self.adaptation, windows, target, self.teachers
+                )
                 costs = self._cost_records(cost, params)
                 _free_memory()
             records = self._records(self._load(str(target)), attention, params)

@@ -66,6 +66,9 @@ def real(
     checkpointing: Annotated[
         bool, typer.Option(help="Recompute activations in training: less memory, more work.")
     ] = False,
+    fuse: Annotated[
+        bool, typer.Option("--fuse", help="Compile parts of the model for training.")
+    ] = False,
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-4,
     rope_theta: Annotated[
         float | None,
@@ -117,6 +120,7 @@ def real(
             rows,
             rows_at_once,
             checkpointing,
+            fuse,
             learning_rate=learning_rate,
             seed=seed,
             rope_theta=rope_theta,

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from corecontext.data.packing import collate
 from corecontext.files import UserError
 from corecontext.loading import one_line
@@ -31,6 +34,8 @@ class Adaptation:
     """Windows of a forward pass."""
     checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more work."""
+    fuse: bool = False
+    """Compile norms, MLPs and the rotation: less work, after seconds of compiling."""
     learning_rate: float = 1e-4
     warmup_steps: int = 10
     seed: int = 0
@@ -48,6 +53,29 @@ class Adaptation:
             raise UserError("rope-theta must come with steps, got none. Use --steps.")
 
 
+class RememberedTeacher:
+    """The model as it was under full attention, whose view of a window is computed once and kept
+    in host memory: methods and seeds are trained on the same windows.
+
+    Args:
+        teacher: A `corecontext.train.teacher.Teacher`.
+    """
+
+    def __init__(self, teacher: Any) -> None:
+        self.teacher = teacher
+        self._hidden: dict[bytes, Tensor] = {}
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, **unused: Any) -> Any:
+        """Return the teacher's view of windows [B, L], each a document."""
+        windows = [row.tobytes() for row in input_ids.cpu().numpy()]
+        for i, window in enumerate(windows):
+            if window not in self._hidden:
+                view = self.teacher(input_ids[i : i + 1], position_ids[i : i + 1])
+                self._hidden[window] = view.hidden.cpu()
+        hidden = torch.cat([self._hidden[window] for window in windows])
+        return self.teacher.view(hidden.to(input_ids.device))
+
+
 class Cost(NamedTuple):
     """Costs of a training."""
 
@@ -57,7 +85,12 @@ class Cost(NamedTuple):
 
 
 def adapt(
-    name: str, attention: Any, adaptation: Adaptation, windows: list[Window], target: Path
+    name: str,
+    attention: Any,
+    adaptation: Adaptation,
+    windows: list[Window],
+    target: Path,
+    teachers: dict[str, RememberedTeacher] | None = None,
 ) -> Cost:
     """Train all weights of a model under an attention, and write the result to a folder.
 
@@ -70,10 +103,12 @@ def adapt(
         attention: A CCAConfig, a rival's settings, or None for full attention.
         windows: Training text; repeated where the steps need more.
         target: The folder to write.
+        teachers: Teachers of earlier trainings, by `name`; this training's is added.
     """
     from transformers.trainer_utils import SaveStrategy
 
     from corecontext.baselines import enable
+    from corecontext.inference.fuse import Fused
     from corecontext.integrations.hf_attention import inner_model
     from corecontext.train.arguments import arguments_of
     from corecontext.train.loss import compute_loss_in_chunks
@@ -98,6 +133,7 @@ def adapt(
             learning_rate=adaptation.learning_rate,
             warmup_steps=min(adaptation.warmup_steps, adaptation.steps // 2),
             checkpointing=adaptation.checkpointing,
+            fuse=adaptation.fuse,
             log_every=max(1, adaptation.steps // 10),
             seed=adaptation.seed,
             rope_theta=adaptation.rope_theta,
@@ -114,8 +150,13 @@ def adapt(
         teacher = None
         if adaptation.rope_theta is None:
             distil = DISTIL
-            taught = config.replace(method="cca", distil=distil)
-            teacher = load_teacher(taught, bfloat16=arguments.bf16, device=arguments.device)
+            teachers = {} if teachers is None else teachers
+            if name not in teachers:
+                taught = config.replace(method="cca", distil=distil)
+                teachers[name] = RememberedTeacher(
+                    load_teacher(taught, bfloat16=arguments.bf16, device=arguments.device)
+                )
+            teacher = teachers[name]
         compute_loss_in_chunks(inner_model(model), config.loss_chunk, teacher)
         trainer = CCATrainer(
             model=model,
@@ -125,7 +166,8 @@ def adapt(
             distil=distil,
         )
         started = time.perf_counter()
-        trainer.train()
+        with Fused(trainer.model, "compile" if adaptation.fuse else None):
+            trainer.train()
         cost = Cost(time.perf_counter() - started, memory.read())
         model.config.use_cache = True
         staged = Path(scratch) / "model"

@@ -55,6 +55,7 @@ from corecontext.ops.triton.tiles import (
     paged_tiles,
     pool_tiles,
 )
+from corecontext.train import loss_kernel
 
 CHIPS = {
     name: (GPUTarget(backend, arch, warp), Chip(kib * 1024, units))
@@ -69,7 +70,8 @@ CHIPS = {
     )
 }
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-FLOATS = ("scale", "softcap", "bias", "query_scale")  # arguments that are numbers with a fraction
+FLOATS = ("scale", "softcap", "bias", "query_scale", "teacher_share")
+"""Arguments that are numbers with a fraction."""
 GRADIENTS = {f"{name}_ptr": "fp32" for name in ("dq", "dk", "dv", "dbias", "delta", "grad_lse")}
 ATTENTION = (attend._attend_fwd_kernel, attend._attend_dq_kernel, attend._attend_dkv_kernel)
 FETCH = (
@@ -93,6 +95,7 @@ STEP = (
     fetch_decode_choice.fetch_choose_kernel,
     fetch_decode_attend.fetch_step_kernel,
 )
+LOSS = (loss_kernel.loss_kernel,)
 HEADS = 4  # query heads that share a KV head
 
 
@@ -126,6 +129,11 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     yield from fetch_kernels_of(chip, dtype, dim)
     yield from paged_kernels(chip, dtype, dim)
     yield from step_kernels_of(chip, dtype, dim)
+    if dim == 128:
+        sizes = {"HAS_TEACHER": True, "HAS_GRADIENT": True, "BLOCK": loss_kernel.MOST_COLUMNS}
+        sums = dict.fromkeys(("count_ptr", "loss_ptr", "entropy_ptr"), "fp32")
+        types = {"labels_ptr": "i64", **sums}
+        yield Kernel(loss_kernel.loss_kernel, {**sizes, "num_warps": 8}, types)
     turn = {"HALF": dim // 2, "INTERLEAVED": False}
     settings = {"HEADS": HEADS, "HEAD_DIM": dim, "HAS_SOFTCAP": False, **turn}
     tables = {"cos_ptr": "fp32", "sin_ptr": "fp32"}
@@ -290,7 +298,7 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     if dim != 128:
         return function in ATTENTION
     masses = (pool_mass.mass_fwd_kernel, pool_mass.mass_bwd_kernel)
-    if function in (*FETCH, *CHOICE, *PAGED, *STEP, *masses):
+    if function in (*FETCH, *CHOICE, *PAGED, *STEP, *LOSS, *masses):
         return chip == "sm_86" and (function in STEP or constants.get("BLOCK_M") != 16)
     if function is decode._step_kernel:
         is_plain = constants["KIND"] == "auto" and constants["SINKS"] == 0

@@ -23,6 +23,7 @@ from corecontext.heads.budget import Shape, Unit
 from corecontext.inference.engine import Engine
 from corecontext.loading import load, load_config
 from corecontext.record import append_records, make_record, read_records
+from corecontext.train.loss import Taught
 from reproduction import real_tasks
 from reproduction.command import main
 from reproduction.real import Protocol, RealModel, far_half
@@ -34,7 +35,7 @@ from reproduction.real_methods import METHODS, WITH_HEADS, Heads, Sizes, describ
 from reproduction.real_tables import extended_markdown, index_markdown, real_markdown
 from reproduction.real_tasks import Question, list_questions
 from reproduction.real_texts import cut_windows
-from reproduction.real_training import Adaptation
+from reproduction.real_training import Adaptation, RememberedTeacher
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
 SIZES = ["--length", "96", "--group-size", "4", "--window-size", "16", "--sink-size", "4"]
@@ -344,6 +345,27 @@ def test_a_step_of_training_changes_the_model_and_is_recorded(data, model, tmp_p
         values["cca", 192],
         values["full", 192],
     }
+
+
+def test_a_teacher_sees_each_window_once():
+    seen = []
+
+    class Teacher:
+        def __call__(self, ids, positions):
+            seen.append(ids[0].tolist())
+            return self.view(ids[0, :, None].float())
+
+        def view(self, hidden):
+            return Taught(hidden, torch.eye(1), share=0.5)
+
+    teacher = RememberedTeacher(Teacher())
+    positions = torch.arange(3).expand(2, 3)
+    rows = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    for order in ([0, 1], [1, 0]):
+        taught = teacher(rows[order], positions)
+        assert taught.hidden.tolist() == rows[order].flatten()[:, None].tolist()
+        assert taught.share == 0.5
+    assert seen == rows.tolist()
 
 
 def test_windows_beyond_the_models_with_a_new_rotary_base(data, model, tmp_path, capsys):

@@ -124,6 +124,35 @@ def test_a_teacher_gives_the_divergence_and_its_gradient(softcap, teachers):
     assert same.abs() < 1e-6 and torch.autograd.grad(same, hidden)[0].abs().max() < 1e-6
 
 
+@pytest.mark.parametrize(
+    "dtype, share", [(torch.float32, 0.0), (torch.float32, 0.5), (torch.bfloat16, 0.25)]
+)
+def test_the_kernel_gives_the_loss_and_its_gradient(dtype, share, monkeypatch):
+    """Over two blocks of the vocabulary, the second one not full."""
+    kernel = pytest.importorskip("corecontext.train.loss_kernel")
+    monkeypatch.setattr(kernel, "MOST_COLUMNS", 32)
+    generator = torch.Generator().manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hidden, weight, theirs, head = (
+        (3 * torch.randn(rows, 16, generator=generator)).to(device, dtype)
+        for rows in (7, 50, 7, 50)
+    )
+    labels = torch.randint(0, 50, (7,), generator=generator).to(device)
+    labels[3] = -100
+    taught = Taught(theirs, head, share) if share else None
+    results = []
+    for has_kernel in (True, False):
+        monkeypatch.setattr(loss_module, "_has_kernel", lambda *arguments, has=has_kernel: has)
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        loss = chunked_cross_entropy(*leaves, labels, 5, 4, taught=taught)
+        evaluated = chunked_cross_entropy(hidden, weight, labels, 5, 4, taught=taught)
+        assert torch.equal(evaluated, loss)
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for got, wanted in zip(*results):
+        error = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(got, wanted, rtol=error, atol=error)
+
+
 @pytest.mark.parametrize("share", [None, 0.5])
 def test_logits_of_one_chunk_exist_at_a_time(share, monkeypatch):
     """The student's and, where there is one, the teacher's; those of a large vocabulary are what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,6 +140,8 @@ def _chunk_loss(
     """Return a chunk's part of the loss and of its cross-entropy, and the gradient of its logits
     [n, V] in the dtype of hidden, or None; other tensors of that size are freed with the call."""
     share = 0.0 if taught is None else taught.share
+    if _has_kernel(hidden, softcap, taught):
+        return _kernel_loss(hidden, matrix, labels, count, taught, with_gradient)
     logits, slope = _logits(hidden, matrix, softcap)
     targets = labels.clamp(min=0)[:, None]
     weights = (labels != IGNORED).float() / count  # in float32, not yet in the dtype of hidden
@@ -165,6 +168,38 @@ def _chunk_loss(
     if slope is not None:
         grad *= slope
     return loss, entropy, grad.to(hidden.dtype)
+
+
+def _has_kernel(hidden: Tensor, softcap: float | None, taught: Taught | None) -> bool:
+    """Whether the kernel computes this loss."""
+    caps = (softcap, None if taught is None else taught.softcap)
+    return (
+        hidden.is_cuda
+        and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and caps == (None, None)
+        and importlib.util.find_spec("triton") is not None
+    )
+
+
+def _kernel_loss(
+    hidden: Tensor,
+    matrix: Tensor,
+    labels: Tensor,
+    count: Tensor,
+    taught: Taught | None,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what `_chunk_loss` does, by the kernel."""
+    from corecontext.train.loss_kernel import chunk_loss
+
+    logits = F.linear(hidden, matrix)
+    teacher = None
+    share = 0.0
+    if taught is not None:
+        teacher = F.linear(taught.hidden, taught.weight)
+        share = taught.share
+    loss, entropy = chunk_loss(logits, teacher, labels, count, share, with_gradient)
+    return loss, entropy, logits if with_gradient else None
 
 
 def _logits(hidden: Tensor, matrix: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:

@@ -49,15 +49,19 @@ class Teacher:
         Documents run one by one, which needs no L x L mask to keep them apart. `unused` are
         arguments that peft passes on although they were not given.
         """
-        head = self.model.get_output_embeddings().weight
-        softcap = getattr(self.model.config, "final_logit_softcapping", None)
         hidden = []
         # The weights already have the dtype of the arithmetic.
-        with self._fused, torch.autocast(head.device.type, enabled=False):
+        with self._fused, torch.autocast(self.model.device.type, enabled=False):
             for row, positions in zip(input_ids, position_ids):
                 starts = (positions == 0).nonzero()[:, 0].tolist()
                 for start, end in zip(starts, [*starts[1:], len(row)]):
                     document = row[None, start:end]
                     output = self.model.base_model(document, use_cache=False)
                     hidden.append(output.last_hidden_state[0])
-        return Taught(torch.cat(hidden), head, self.share, softcap)
+        return self.view(torch.cat(hidden))
+
+    def view(self, hidden: Tensor) -> Taught:
+        """Return the teacher's view of tokens with these hidden states [T, d']."""
+        head = self.model.get_output_embeddings().weight
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)
+        return Taught(hidden, head, self.share, softcap)
