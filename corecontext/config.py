@@ -97,11 +97,11 @@ class CCAConfig:
     or a model is trained."""
     store: str = "device"
     """Where a cache keeps the raw tokens that fetch reads: beside the compact cache on the
-    "device", in pinned "host" memory with slots of recently fetched groups on the device, or
-    "none": then a cache refuses fetch. Without fetch none are kept."""
-    fetch_slots: int | None = None
-    """Slots of groups on the device for each row and KV head with store "host", at least
-    fetch_groups; None is twice fetch_groups."""
+    "device", in pinned "host" memory, or "none": then a cache refuses fetch. Without fetch none
+    are kept."""
+    fetch_slots: int = 0
+    """Slots of recently fetched groups on the device for each row and KV head with store "host", at
+    least fetch_groups; 0 has none: each step reads its groups from host memory."""
     prefill: str = "auto"
     """Attention by which a prompt is read into a cache: "auto" (these settings), "cca" (without
     fetch), "fetch", or "full" (full attention, exactly). The cache, and decoding from it, are those
@@ -133,9 +133,9 @@ class CCAConfig:
                 "head_group_sizes must not be given with layer_group_sizes, whose entries may be "
                 "tuples."
             )
-        if self.num_fetch_slots < self.fetch_groups:
+        if 0 < self.fetch_slots < self.fetch_groups:
             raise ValueError(
-                f"fetch_slots must be at least fetch_groups {self.fetch_groups}, got "
+                f"fetch_slots must be 0 or at least fetch_groups {self.fetch_groups}, got "
                 f"{self.fetch_slots}."
             )
 
@@ -186,15 +186,15 @@ class CCAConfig:
         return type(self).from_dict({**self.to_dict(), **changes})
 
     @property
-    def num_fetch_slots(self) -> int:
-        """Most slots of groups on the device for each row and KV head, with store "host"."""
-        return 2 * self.fetch_groups if self.fetch_slots is None else self.fetch_slots
+    def fetches_from_host(self) -> bool:
+        """Whether a cache keeps raw tokens in host memory."""
+        return self.fetch_groups > 0 and self.store == "host"
 
     @property
-    def fetches_from_host(self) -> bool:
-        """Whether a cache keeps raw tokens in host memory. Its steps ask the device which groups
-        are missing, so they cannot be captured."""
-        return self.fetch_groups > 0 and self.store == "host"
+    def fetches_by_slots(self) -> bool:
+        """Whether a cache keeps fetched groups on the device. Its steps ask the device which are
+        missing, so they cannot be captured."""
+        return self.fetches_from_host and self.fetch_slots > 0
 
     @property
     def varies(self) -> bool:
@@ -368,6 +368,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "fetch_index": _index,
     "fetch_share": partial(check_int, least=1),
     "store": partial(check_choice, allowed=STORES),
-    "fetch_slots": _optional(partial(check_int, least=1)),
+    "fetch_slots": partial(check_int, least=0),
     "prefill": partial(check_choice, allowed=PREFILLS),
 }

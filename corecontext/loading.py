@@ -41,11 +41,13 @@ class AttentionSizes:
     """The index of CCA's fetch."""
     store: str | None = None
     """Where CCA's cache keeps raw tokens for fetch."""
+    fetch_slots: int | None = None
+    """Slots of fetched groups on the device beside raw tokens in host memory."""
     prefill: str | None = None
     """The attention by which CCA reads a prompt."""
 
 
-CCA_SETTINGS = ("cache_dtype", "fetch_groups", "fetch_index", "store", "prefill")
+CCA_SETTINGS = ("cache_dtype", "prefill", "fetch_groups", "fetch_index", "store", "fetch_slots")
 """Fields of `AttentionSizes` that CCA alone has, by the names of `CCAConfig`."""
 
 
@@ -107,6 +109,8 @@ class Loaded:
                 params["fetch_index"] = config.fetch_index
             if config.fetches_from_host:
                 params["store"] = config.store
+            if config.fetches_by_slots:
+                params["fetch_slots"] = config.fetch_slots
             if config.prefill != "auto":
                 params["prefill"] = config.prefill
             if config.layer_group_sizes:

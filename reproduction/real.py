@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,13 @@ class RealModel:
 
     def __init__(self, protocol: Protocol, sizes: Sizes, adaptation: Adaptation) -> None:
         self.protocol = protocol
-        self.sizes = sizes
         self.adaptation = adaptation
         self.folder = local_model(protocol.model)
         self.name = Path(self.folder).name.lower()
         self.hf_config = load_config(self.folder)
         self.teachers: dict[str, RememberedTeacher] = {}
         """The teacher of all methods' trainings, once there is one."""
+        self.sizes = replace(sizes, head_dim=ModelSizes.of(self.hf_config).head_dim)
 
     # Texts, made when first needed
     # ----------------------------------------------------------------------------------------------

@@ -38,6 +38,9 @@ def real(
         Sizes.fetch_index
     ),
     store: Annotated[str, typer.Option(help="Where fetch keeps raw tokens.")] = Sizes.store,
+    fetch_slots: Annotated[
+        int, typer.Option(help="Slots of fetched groups on the device, with --store host; 0: none.")
+    ] = Sizes.fetch_slots,
     full_heads: Annotated[
         str | None,
         typer.Option(
@@ -114,6 +117,7 @@ def real(
             fetch_groups,
             fetch_index,
             store,
+            fetch_slots,
         )
         adaptation = Adaptation(
             steps,

@@ -30,6 +30,9 @@ class Sizes:
     fetch_groups: int = 32
     fetch_index: str = CCAConfig.fetch_index
     store: str = CCAConfig.store
+    fetch_slots: int = CCAConfig.fetch_slots
+    head_dim: int = 64
+    """Of the model; `RealModel` sets it."""
 
     def cca(self) -> CCAConfig:
         """Return the settings of CCA."""
@@ -43,7 +46,31 @@ class Sizes:
     def fetch(self) -> CCAConfig:
         """Return the settings of CCA whose queries fetch groups, each query by its own choice."""
         settings = {"fetch_groups": self.fetch_groups, "fetch_index": self.fetch_index}
-        return self.cca().replace(**settings, fetch_share=1, store=self.store)
+        settings |= {"store": self.store, "fetch_slots": self.fetch_slots}
+        return self.cca().replace(**settings, fetch_share=1)
+
+    def fetch_equal_bytes(self) -> CCAConfig:
+        """Return fetch from host memory with the widest window, in whole groups, whose device bytes
+        are at most those of CCA without masses, in 16 bits.
+
+        Raises:
+            ValueError: the index alone takes more.
+        """
+        config = self.fetch().replace(store="host", fetch_slots=0)
+        budget = self._device_bytes(self.cca().replace(core_mass=False))
+        for window in range(self.window_size, 0, -self.group_size):
+            narrow = config.replace(window_size=window)
+            if self._device_bytes(narrow) <= budget:
+                return narrow
+        raise ValueError(
+            f"window_size must be larger than {self.window_size} for the index "
+            f"{self.fetch_index!r} to fit in its bytes. Take a smaller index."
+        )
+
+    def _device_bytes(self, config: CCAConfig) -> int:
+        """Count the bytes on the device of a KV head."""
+        head = cost.ModelCost(1, 1, 1, self.head_dim, 0, 0)
+        return head.config_bytes(config, self.length).device
 
     def wide_window(self) -> int:
         """Return the window that takes the bytes of CCA's window and core tokens."""
@@ -97,6 +124,7 @@ METHODS: dict[str, Callable[[Sizes, Heads], Any]] = {
         heads.by_layer(), sizes.sink_size, sizes.window_size
     ),
     "fetch": lambda sizes, heads: sizes.fetch(),
+    "fetch_equal_bytes": lambda sizes, heads: sizes.fetch_equal_bytes(),
     "fetch_raw_heads": lambda sizes, heads: _with_raw_heads(sizes.fetch(), sizes, heads),
 }
 """How each method is made: a CCAConfig, a rival's settings, or None for full attention."""
@@ -112,6 +140,7 @@ TITLES = {
     "cca_raw_heads": "CCA, some KV heads keep every token",
     "duo_attention": "DuoAttention: the same heads, the others sinks and window",
     "fetch": "CCA that fetches groups",
+    "fetch_equal_bytes": "CCA that fetches groups, on the device the bytes of CCA",
     "fetch_raw_heads": "CCA that fetches groups, some KV heads keep every token",
 }
 
@@ -133,6 +162,8 @@ def describe(attention: Any, heads: Heads) -> dict[str, Any]:
             params["fetch_groups"] = attention.fetch_groups
             params["index"] = attention.fetch_index
             params["store"] = attention.store
+        if attention.fetches_by_slots:
+            params["slots"] = attention.fetch_slots
     else:
         params["sink_size"] = attention.sinks
     if with_heads:

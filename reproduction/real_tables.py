@@ -15,7 +15,7 @@ from reproduction.real_methods import METHODS, TITLES
 
 APART = (*SAME, *MEASURED, "task", "position", "needles", "lists", "over", "of")
 """Params that do not make another line."""
-SHORT = ("full", "cca", "duo_attention", "fetch")
+SHORT = ("full", "cca", "duo_attention", "fetch", "fetch_equal_bytes")
 """Methods of the short table."""
 NAMES = {
     "full": "full attention",
@@ -25,6 +25,7 @@ NAMES = {
     "cca_raw_heads": "CCA, raw heads",
     "duo_attention": "DuoAttention",
     "fetch": "fetch",
+    "fetch_equal_bytes": "fetch, the bytes of CCA",
     "fetch_raw_heads": "fetch, raw heads",
 }
 """Names of methods in the short table and in the figure."""

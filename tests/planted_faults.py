@@ -965,7 +965,17 @@ return NewTokens(q, *raw, stored, raw)
     Fault(
         "fetch: rows are reordered without their table",
         "pass",
-        "tests/test_cache_host.py::test_beams_take_their_slots_along",
+        "tests/test_cache_host.py::test_beams_take_their_tokens_along",
+    ),
+    Fault(
+        "fetch: beams keep the host's raw tokens of another",
+        "pass",
+        "tests/test_cache_host.py::test_beams_take_their_tokens_along",
+    ),
+    Fault(
+        "fetch: tokens of a text before stay in the first group",
+        "pass",
+        "tests/test_cache_host.py::test_tokens_of_a_text_before_reach_no_result",
     ),
     Fault(
         "fetch: a row moves without its slots",

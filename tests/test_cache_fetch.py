@@ -87,12 +87,16 @@ def check_ways(config, fixed):
 
 
 def in_store(store, fetch_groups):
-    """Settings of a store; in host memory with as few slots as there may be."""
-    return {"store": store, "fetch_slots": fetch_groups if store == "host" else None}
+    """Settings of a store; "slots" is host memory with as few slots as there may be."""
+    if store == "slots":
+        return {"store": "host", "fetch_slots": fetch_groups}
+    return {"store": store}
 
 
-@pytest.mark.parametrize("store", ["device", "host"])
-@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+@pytest.mark.parametrize(
+    "fixed, store",
+    [(False, "device"), (True, "device"), (False, "host"), (True, "host"), (True, "slots")],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_way_of_appending_equals_one_pass(kind, fixed, store):
     settings = {"fetch_groups": 3, "fetch_index": "oracle", **KINDS[kind]}
@@ -101,7 +105,7 @@ def test_any_way_of_appending_equals_one_pass(kind, fixed, store):
 
 
 @pytest.mark.parametrize(
-    "store, with_local", [("device", True), ("device", False), ("host", False)]
+    "store, with_local", [("device", True), ("device", False), ("slots", False)]
 )
 @pytest.mark.parametrize("index", INDICES)
 def test_any_index_is_kept_as_it_is_built(index, store, with_local, monkeypatch):
@@ -110,8 +114,10 @@ def test_any_index_is_kept_as_it_is_built(index, store, with_local, monkeypatch)
     check_ways(CCAConfig.paper(4, 9, fetch_groups=2, **settings), False)
 
 
-@pytest.mark.parametrize("store", ["device", "host"])
-@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+@pytest.mark.parametrize(
+    "fixed, store",
+    [(False, "device"), (True, "device"), (True, "host"), (False, "slots"), (True, "slots")],
+)
 def test_padded_rows_equal_one_pass(fixed, store):
     settings = {"fetch_index": "mean", "sink_size": 3, "core_mass": True, **in_store(store, 3)}
     config = CCAConfig.paper(4, 9, fetch_groups=3, **settings)
@@ -169,7 +175,7 @@ def test_refusals():
         CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2, store="none"), ROTARY)
     with pytest.raises(ValueError, match="store must be one of 'none', 'device', 'host', got 'ho'"):
         CCAConfig(store="ho")
-    with pytest.raises(ValueError, match="fetch_slots must be at least fetch_groups 8, got 7"):
+    with pytest.raises(ValueError, match="fetch_slots must be 0 or at least fetch_groups 8, got 7"):
         CCAConfig(store="host", fetch_groups=8, fetch_slots=7)
     layer = CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2), ROTARY)
     fed(layer, inputs(), 0, [20])

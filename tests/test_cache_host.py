@@ -1,17 +1,22 @@
-"""Raw tokens in host memory: whatever few slots the device has, results are those of one pass."""
+"""Raw tokens in host memory: with any number of slots on the device, results are those of one
+pass."""
+
+import copy
 
 import pytest
 import torch
 from test_cache_fetch import LENGTH, ROTARY, fed, inputs, one_pass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from corecontext import CCAConfig
 from corecontext.cache import CompactLayer, host_memory
-from corecontext.cache.host_store import FREE
+from corecontext.cache.host_slots import FREE
 from corecontext.cost import ModelCost, fetch_flops, store_bytes
 from corecontext.model_sizes import ModelSizes
 from corecontext.serve.rows import RowPool, RowShape
 from corecontext.visibility import num_visible_cores
 
+aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("default_device")
 SETTINGS = {"fetch_groups": 2, "fetch_index": "pairs:2", "sink_size": 4, "core_mass": True}
 CONFIG = CCAConfig.paper(4, 5, **SETTINGS, store="host", fetch_slots=2)
@@ -30,7 +35,7 @@ def some_rows(tensors, *rows):
     return [x[list(rows)] for x in tensors]
 
 
-@pytest.mark.parametrize("num_slots", [2, 5, 40])
+@pytest.mark.parametrize("num_slots", [0, 2, 5, 40])
 def test_a_second_text_after_a_crop(num_slots):
     config = CONFIG.replace(fetch_slots=num_slots)
     first = texts()
@@ -43,11 +48,12 @@ def test_a_second_text_after_a_crop(num_slots):
     near(out, one_pass(config, second)[:, :, 29:])
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
-def test_beams_take_their_slots_along(fixed):
+@pytest.mark.parametrize("fixed, num_slots", [(False, 2), (True, 2), (False, 0), (True, 0)])
+def test_beams_take_their_tokens_along(fixed, num_slots):
+    config = CONFIG.replace(fetch_slots=num_slots)
     tensors = texts()
-    layer = CompactLayer(CONFIG, ROTARY, max_length=LENGTH if fixed else None)
-    expected = one_pass(CONFIG, tensors)
+    layer = CompactLayer(config, ROTARY, max_length=LENGTH if fixed else None)
+    expected = one_pass(config, tensors)
     fed(layer, tensors, 0, [30, *[1] * 6])
     for order in ((1, 0), (0, 0, 1, 1), (3, 1, 2), (1, 0, 2), (1, 1, 0), (0, 1, 2)):
         if order == (0, 0, 1, 1):
@@ -101,9 +107,10 @@ def test_slots_hold_the_groups_read_last(monkeypatch):
     assert store.lookups == store.hits == 0 and (store.table == FREE).all()
 
 
+@pytest.mark.parametrize("num_slots", [0, 6])
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-def test_device_and_host_bytes_are_apart(cache_dtype):
-    config = CONFIG.replace(cache_dtype=cache_dtype, fetch_slots=6)
+def test_device_and_host_bytes_are_apart(cache_dtype, num_slots):
+    config = CONFIG.replace(cache_dtype=cache_dtype, fetch_slots=num_slots)
     tensors = texts()
     host, device, plain = (
         CompactLayer(x, ROTARY)
@@ -114,11 +121,9 @@ def test_device_and_host_bytes_are_apart(cache_dtype):
     token = 2 * (64 if cache_dtype == "auto" else 16 + 4)
     heads = 4  # rows x KV heads
     num_groups = 9
-    table = heads * (4 * (num_groups + 1) + 12 * 6)
+    slots = heads * (4 * (num_groups + 1) + num_slots * (4 * token + 12)) if num_slots else 0
     assert host.host_bytes == heads * 43 * token and device.host_bytes == plain.host_bytes == 0
-    assert host.store_bytes == heads * 6 * 4 * token + table + (
-        device.store_bytes - host.host_bytes
-    )
+    assert host.store_bytes == slots + device.store_bytes - host.host_bytes
     assert host.nbytes == plain.nbytes + host.store_bytes
     assert host.allocated_host_bytes == heads * 80 * token  # grown to twice the first length
     assert device.allocated_bytes > host.allocated_bytes > plain.allocated_bytes
@@ -135,10 +140,10 @@ def test_host_memory_that_is_not_there(monkeypatch):
 
 
 @pytest.mark.parametrize("index", ["core", "parts:3", "parts:4", "pairs:2", "bits:1"])
-@pytest.mark.parametrize("store", ["device", "host"])
-def test_bytes_are_those_of_the_formula(index, store):
+@pytest.mark.parametrize("store, num_slots", [("device", 4), ("host", 4), ("host", 0)])
+def test_bytes_are_those_of_the_formula(index, store, num_slots):
     kinds = {"cache_dtype": "fp8" if index == "core" else "auto", "fetch_index": index}
-    config = CONFIG.replace(store=store, **kinds, fetch_slots=4)
+    config = CONFIG.replace(store=store, **kinds, fetch_slots=num_slots)
     tensors = texts()
     layer = CompactLayer(config, ROTARY)
     plain = CompactLayer(config.replace(fetch_groups=0), ROTARY)
@@ -156,12 +161,52 @@ def test_bytes_are_those_of_the_formula(index, store):
 
 def test_operations_of_fetch_are_counted_by_query():
     for length, k, share in ((5, 2, 1), (13, 2, 1), (60, 3, 1), (60, 30, 4)):
-        config = CONFIG.replace(fetch_groups=k, fetch_slots=None, fetch_share=share)
+        config = CONFIG.replace(fetch_groups=k, fetch_slots=0, fetch_share=share)
         seen = [num_visible_cores(t - 4, 4, 5) for t in range(4, length)]
         keys = sum(min(k, x) * 3 for x in seen)
         assert fetch_flops(config, length, 6, 8) == 4 * 6 * 8 * keys + 2 * 6 * 8 * (
             2 * (sum(seen) // share)
         )
+
+
+class AsksNothing(TorchDispatchMode):
+    """Refuse what reads a number from the device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        asked = (aten._local_scalar_dense.default, aten.nonzero.default)
+        assert function not in asked, f"{function} asks the device"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("changes", [{}, {"cache_dtype": "int8"}, {"fetch_index": "mean"}], ids=str)
+def test_steps_without_slots_ask_the_device_nothing(changes):
+    tensors = texts()
+    config = CONFIG.replace(fetch_slots=0, backend="packed", **changes)
+    layer = CompactLayer(config, ROTARY, max_length=LENGTH)
+    fed(layer, tensors, 0, [20])
+    with AsksNothing():
+        fed(layer, tensors, 20, [1] * 9)
+    layer = CompactLayer(config.replace(fetch_slots=2), ROTARY, max_length=LENGTH)
+    fed(layer, tensors, 0, [20])
+    with AsksNothing(), pytest.raises(AssertionError, match="asks the device"):
+        fed(layer, tensors, 20, [1])
+
+
+def test_tokens_of_a_text_before_reach_no_result():
+    """Also where a step reads the first group in place of none."""
+    tensors = texts()
+    config = CONFIG.replace(fetch_slots=0)
+    layer = CompactLayer(config, ROTARY, max_length=LENGTH)
+    expected = one_pass(config, tensors)
+    fed(layer, tensors, 0, [40])
+    saved = copy.deepcopy(layer.state_dict())
+    for restart in (layer.reset, lambda: layer.load_state_dict(saved)):
+        for x in layer.store.raw:
+            x.fill_(torch.nan)
+        restart()
+        start = layer.seq_len
+        out = fed(layer, tensors, start, [5, *[1] * 10])
+        near(out, expected[:, :, start : start + 15])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -183,11 +228,11 @@ def test_pinned_memory_is_read_and_written_by_captured_steps(device):
     assert torch.cuda.memory_allocated() - before < 2**20
 
 
-@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("store, num_slots", [("device", 0), ("host", 20), ("host", 0)])
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
-def test_rows_of_a_pool_come_and_go(fixed, store):
+def test_rows_of_a_pool_come_and_go(fixed, store, num_slots):
     """Each with its own raw tokens and slots."""
-    config = CONFIG.replace(store=store, fetch_slots=20)
+    config = CONFIG.replace(store=store, fetch_slots=num_slots)
     shape = RowShape(ModelSizes(4, 2, 16, layers=1), 4)
     pool = RowPool(config, 3, LENGTH, shape, fixed=fixed)
     tensors = [torch.cat((x, x.roll(7, 2)[:1]), 0) for x in texts()]

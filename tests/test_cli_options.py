@@ -41,8 +41,8 @@ for _name in ("group_size", "window_size", "sinks", "dtype", "device"):
 
 FETCH = ["--fetch-groups", "6", "--fetch-index", "parts:2"]
 FETCH_VALUES = {"fetch_groups": 6, "fetch_index": "parts:2"}
-STORED = [*FETCH, "--store", "host"]
-STORED_VALUES = {**FETCH_VALUES, "store": "host"}
+STORED = [*FETCH, "--store", "host", "--fetch-slots", "8"]
+STORED_VALUES = {**FETCH_VALUES, "store": "host", "fetch_slots": 8}
 READ = [*STORED, "--prefill", "cca"]
 READ_VALUES = {**STORED_VALUES, "prefill": "cca"}
 

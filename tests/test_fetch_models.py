@@ -123,11 +123,11 @@ def test_a_cache_counts_its_raw_tokens():
     assert sizes[0] - sizes[1] == heads * config.head_dim * 4 * (2 * 61 + groups)
 
 
-@pytest.mark.parametrize("store", ["device", "host"])
-def test_a_server_equals_recomputing(store):
+@pytest.mark.parametrize("store, num_slots", [("device", 0), ("host", 3), ("host", 0)])
+def test_a_server_equals_recomputing(store, num_slots):
     """Rows that come and go, of prompts that begin alike."""
     model = tiny_model()
-    config = CONFIG.replace(store=store, fetch_index="pairs:2", fetch_slots=3)
+    config = CONFIG.replace(store=store, fetch_index="pairs:2", fetch_slots=num_slots)
     first = tokens(1, 70)[0].tolist()
     prompts = [first, tokens(1, 25)[0].tolist(), first[:48] + first[:9], first[:33] + first[50:]]
     with corecontext.enabled(model, config):

@@ -14,7 +14,9 @@ from test_eval import write_lines
 from tiny_model import save_tiny_model
 from transformers import AutoTokenizer
 
+from corecontext import Rotary
 from corecontext.baselines import enabled
+from corecontext.cache import CompactLayer
 from corecontext.config import CCAConfig
 from corecontext.data.needles import ANSWER, QUESTION, SENTENCE, make_needles
 from corecontext.data.readers import read_lines
@@ -277,9 +279,28 @@ def test_methods_share_sizes_and_bytes():
     assert set(describe(None, heads).values()) == {None}
 
 
+def test_fetch_with_the_bytes_of_cca():
+    sizes = Sizes(600, 8, 64, 8, core_mass=True, fetch_groups=4, head_dim=16)
+    equal = METHODS["fetch_equal_bytes"](sizes, Heads(Shape(0, 0)))
+    assert (equal.store, equal.fetch_slots, equal.window_size) == ("host", 0, 32)
+    configs = (equal, equal.replace(window_size=40), sizes.cca().replace(core_mass=False))
+    measured = []
+    for config in configs:
+        layer = CompactLayer(config, Rotary.from_theta(100.0, 16))
+        layer.attend(*torch.randn(3, 1, 1, 600, 16, dtype=torch.bfloat16))
+        measured.append(layer.nbytes)
+        assert layer.host_bytes == (600 * 64 if config.fetch_groups else 0)
+    assert measured[0] <= measured[2] < measured[1] < 1.1 * measured[0]
+    # SmolLM2-135M at 8,192 tokens; with larger entries a smaller part goes to the index.
+    assert Sizes(core_mass=True, fetch_groups=64).fetch_equal_bytes().window_size == 240
+    assert Sizes(head_dim=128).fetch_equal_bytes().window_size == 256
+    with pytest.raises(ValueError, match="window_size must be larger than 16 for the index 'bits"):
+        Sizes(window_size=16, fetch_index="bits:4").fetch_equal_bytes()
+
+
 def test_the_command_measures_each_method_once(data, model, tmp_path, capsys):
     output = tmp_path / "real.jsonl"
-    methods = ["full", "streaming_llm", "cca", "duo_attention"]
+    methods = ["full", "streaming_llm", "cca", "duo_attention", "fetch_equal_bytes"]
     chosen = [option for method in methods for option in ("--method", method)]
     command = ["real", "--model", model, "--data", str(data), *SIZES, *COUNTS, *chosen]
     command += ["--output", str(output), "--full-heads", "1:0"]
@@ -295,12 +316,16 @@ def test_the_command_measures_each_method_once(data, model, tmp_path, capsys):
         assert accuracy.params["length"] == 320 and accuracy.params["task"] == "needles"
         assert perplexity.params["length"] == 96 and perplexity.params["task"] == "far"
         assert perplexity.params["model"] == "tiny"
-        assert perplexity.params["trained_tokens"] == perplexity.params["host_bytes"] == 0
+        assert perplexity.params["trained_tokens"] == 0
+        assert (perplexity.params["host_bytes"] > 0) == (method == "fetch_equal_bytes")
         assert 0 < perplexity.params["device_bytes"] <= accuracy.params["device_bytes"]
     assert by_method["cca"][0].params["sink_size"] == 4
     assert by_method["cca"][0].params["core_mass"] is False
     assert by_method["duo_attention"][0].params["full_heads"] == "1:0"
     assert by_method["cca"][0].value != by_method["full"][0].value
+    equal = by_method["fetch_equal_bytes"][0].params
+    assert (equal["store"], equal["window_size"], equal["fetch_groups"]) == ("host", 12, 32)
+    assert equal["device_bytes"] <= by_method["cca"][0].params["device_bytes"]
 
     assert main(command) == 0  # nothing is measured again
     assert len(read_records(output)) == len(records)

@@ -60,7 +60,7 @@ def assert_rows(out, expected, dtype):
 CASES = {
     # An index is written at the first step, and read from the fifth on.
     "kv": (4, 8, 4, 2, 16, 2, 26, 32, {"core_mass": True, "sink_size": 4}),
-    "half": (4, 8, 4, 1, 16, 3, 38, 44, {"core_bias": 0.5}),
+    "half": (4, 8, 4, 1, 16, 3, 38, 44, {"core_bias": 0.5, "store": "host"}),
     "query": (5, 11, 7, 1, 18, 2, 43, 46, {"core_heads": "query", "fetch_index": "parts:1:4"}),
     "more than there are": (4, 9, 1, 1, 16, 9, 30, 32, {"fetch_index": "bits:1"}),
     # The centre and all of the index come from steps.
@@ -71,6 +71,7 @@ if GPU:
     CASES |= {
         "half, large": (*sizes, {"core_mass": True, "sink_size": 16}),
         "half, bits": (*sizes, {"fetch_index": "bits:2"}),
+        "half, host": (*sizes, {"core_mass": True, "sink_size": 16, "store": "host"}),
         "half, 4 bits": (16, 128, 14, 2, 64, 8, 300, 380, {"fetch_index": "parts:4:4"}),
         "large": (*sizes, {}),
     }
@@ -118,7 +119,7 @@ def test_of_equal_groups_the_lower_are_fetched():
         ({"fetch_index": "parts:3:2"}, None),
         ({"window_size": 7}, None),
         ({"cache_dtype": "int8"}, None),
-        ({"store": "host"}, None),
+        ({"store": "host", "fetch_slots": 2}, None),
         ({}, 3.0),
     ],
     ids=str,
@@ -151,9 +152,12 @@ def test_compiles_as_one_graph():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="graphs need a GPU")
-def test_a_captured_step_replays():
+@pytest.mark.parametrize("index", ["pairs:2", "mean"])
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_a_captured_step_replays(store, index):
     prefill, length = 300, 420
-    config = CCAConfig.paper(16, 64, fetch_groups=4, core_mass=True)
+    settings = {"core_mass": True, "store": store, "fetch_index": index}
+    config = CCAConfig.paper(16, 64, fetch_groups=4, **settings)
     rotary = Rotary.from_theta(100.0, 128)
     qkv = tensors(2, 8, 2, length, 128, torch.bfloat16)
     layer = CompactLayer(config, rotary, max_length=length)

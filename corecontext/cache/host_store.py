@@ -1,91 +1,36 @@
-"""Keep the raw tokens of one layer in host memory, and recently fetched groups on the device.
-
-The device holds n slots of a group for each row and KV head. A table says which slot has a group; a
-step reads the groups that it has chosen from their slots, after those that are missing have
-replaced the groups that were not read for longest.
-"""
+"""Keep the raw tokens of one layer in host memory, where the device reads and writes them by
+itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from corecontext.cache.host_memory import host_zeros
-from corecontext.cache.raw_store import Format, RawStore, num_bytes
-from corecontext.config import CCAConfig
-from corecontext.ops.spec import Spec
-
-FREE = -1
-"""The group of a slot without one, and the slot of a group without one."""
+from corecontext.cache.raw_store import RawStore, num_bytes
 
 
 class HostStore(RawStore):
-    """Keys and values by position in host memory; the index, and slots of groups, on the device.
+    """Keys and values by position in host memory; the index on the device.
 
-    Args:
-        num_slots: Most slots of a row and KV head, at least `spec.fetch_groups`.
-        spec, like, format, length: As for `RawStore`.
+    On a GPU the raw tokens are tensors of the device in pinned memory: a step stores its token and
+    reads the groups that it has chosen over the bus, also in captured graphs.
     """
-
-    _BY_ROW = (*RawStore._BY_ROW, "slots", "owner", "last_used", "table")
-
-    def __init__(
-        self, spec: Spec, like: list[Tensor], format: Format, length: int, num_slots: int
-    ) -> None:
-        super().__init__(spec, like, format, length)
-        self.num_slots = num_slots
-        zero = torch.zeros((), dtype=torch.long, device=like[0].device)
-        self.clock = zero
-        """Steps so far."""
-        self.hits = zero.clone()
-        """Groups that steps found in a slot."""
-        self.lookups = zero.clone()
-        """Groups that steps read."""
-        self._make_slots()
-
-    def _make_slots(self) -> None:
-        """Make empty slots for as many groups as there is room for, at most `num_slots`."""
-        groups = self.num_groups(self.length)
-        count = min(self.num_slots, groups)
-        shape = self.raw[0].shape[:2]
-        size = self.spec.group_size
-        self.slots = [x.new_zeros(*shape, count, size, x.shape[3]) for x in self.raw]
-        """Keys and values of groups, [B, Hkv, n, g, D], in 8 bits with scales."""
-        options = {"device": self.raw[0].device}
-        # The last column takes what is written for no group.
-        self.table = torch.full((*shape, groups + 1), FREE, dtype=torch.int32, **options)
-        """The slot of each group, [B, Hkv, M + 1]."""
-        self.owner = torch.full((*shape, count), FREE, dtype=torch.int32, **options)
-        """The group of each slot, [B, Hkv, n]."""
-        self.last_used = torch.zeros((*shape, count), dtype=torch.long, **options)
-        """The step that last read each slot, [B, Hkv, n]."""
 
     def _room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         return host_zeros(shape, like.dtype, like.device)
-
-    def as_slots(self) -> None:
-        """Return None: the fused step reads raw tokens from the device."""
-        return
 
     # Sizes
     # -----
 
     def device_bytes(self, length: int) -> int:
-        """Bytes in use on the device: of the index, and of slots and table for the groups of rows
-        of `length` tokens."""
-        groups = self.num_groups(length)
-        slots = [x[:, :, : min(groups, self.num_slots)] for x in self._slot_tensors[:-1]]
-        return num_bytes([*self._used_index(length), *slots, self.table[:, :, : groups + 1]])
+        """Bytes in use on the device: of the index."""
+        return num_bytes(self._used_index(length))
 
     def host_bytes(self, length: int) -> int:
         """Bytes in use in host memory."""
         return num_bytes(self._used_raw(length))
-
-    @property
-    def _slot_tensors(self) -> list[Tensor]:
-        return [*self.slots, self.owner, self.last_used, self.table]
 
     @property
     def device_tensors(self) -> list[Tensor]:
@@ -97,16 +42,11 @@ class HostStore(RawStore):
         """All tensors in host memory."""
         return self.raw
 
-    @property
-    def extras(self) -> list[Tensor]:
-        """The tensors that are small beside the raw tokens."""
-        return [*super().extras, *self._slot_tensors, self.clock, self.hits, self.lookups]
-
     # Rows and length
     # ---------------
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens, and twice as many as now at least; empties the slots."""
+        """Make room for `length` tokens, and twice as many as now at least."""
         if length <= self.length:
             return
         length = max(length, 2 * self.length)
@@ -117,16 +57,10 @@ class HostStore(RawStore):
             larger[:, :, : old.shape[2]] = old
             self.raw.append(larger)
         self._grow_index(length)
-        self._make_slots()
 
     def select(self, rows: Tensor) -> None:
         """Keep the given rows, [new B], in the given order."""
         self._select_extras(rows)
-        # planted: fetch: rows are reordered without their table
-        self.table = self.table.index_select(0, rows)
-        self.owner = self.owner.index_select(0, rows)
-        self.last_used = self.last_used.index_select(0, rows)
-        self.slots = [x.index_select(0, rows) for x in self.slots]
         sources = rows.tolist()
         if len(sources) != self.raw[0].shape[0]:
             chosen = [self._room(x, (len(sources), *x.shape[1:])) for x in self.raw]
@@ -135,42 +69,27 @@ class HostStore(RawStore):
             self.raw = chosen
             return
         for x in self.raw:
+            # planted: fetch: beams keep the host's raw tokens of another
             _move_rows(x, sources)
 
-    def forget(self, lengths: Tensor) -> None:
-        """Empty the slots of groups that rows of so many tokens, [B], do not have."""
-        counts = ((lengths - self.spec.sinks) // self.spec.group_size).clamp(min=0)
-        groups = torch.arange(self.table.shape[2], device=self.table.device)
-        # planted: fetch: a group cropped away keeps its slot
-        self.table.masked_fill_((groups >= counts[:, None])[:, None], FREE)
-        is_gone = self.owner >= counts[:, None, None]
-        self.owner.masked_fill_(is_gone, FREE)
-        self.last_used.masked_fill_(is_gone, 0)
-
     def clear(self) -> None:
-        """Forget all tokens, in place; those in host memory are not read before they are written
-        again."""
-        for tensor in (*super().extras, self.clock, self.hits, self.lookups):
+        """Forget all tokens, in place."""
+        for tensor in self.extras:
             tensor.zero_()
-        self._empty_slots()
+        self._clear_first(0)
 
     def load(self, state: Sequence[Tensor]) -> None:
         """Copy what `used` returned, also of this very store."""
         super().load(state)
-        self._empty_slots()
+        self._clear_first(state[0].shape[2])
 
-    def _empty_slots(self) -> None:
-        for tensor in (*self.slots, self.last_used):
-            tensor.zero_()
-        self.table.fill_(FREE)
-        self.owner.fill_(FREE)
-
-    def move_row(self, target: int, source: int, length: int) -> None:
-        """Copy a row of `length` tokens to another row, with its slots."""
-        super().move_row(target, source, length)
-        for x in self._slot_tensors:
-            # planted: fetch: a row moves without its slots
-            x[target] = x[source]
+    def _clear_first(self, length: int) -> None:
+        """Clear the first group from a position on: a step reads it in place of none. Other tokens
+        are not read before they are written."""
+        end = self.spec.sinks + self.spec.group_size
+        for x in self.raw:
+            # planted: fetch: tokens of a text before stay in the first group
+            x[:, :, length:end] = 0
 
     # Reading
     # -------
@@ -178,59 +97,6 @@ class HostStore(RawStore):
     def _slice(self, x: Tensor, rows: slice, start: int, stop: int) -> Tensor:
         """Copy tokens start .. stop - 1 to the device: kernels may read them several times."""
         return x[rows, :, start:stop].clone()
-
-    @torch.compiler.disable
-    def groups(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [N, k g, D] of groups [N, k], any tokens for -1.
-
-        Asks the device which groups are missing: cannot be captured.
-        """
-        slot, is_missing = self._find_slots(numbers.long())
-        row, place = is_missing.nonzero(as_tuple=True)
-        size = self.spec.group_size
-        first = self.spec.sinks + numbers[row, place].long() * size
-        positions = first[:, None] + torch.arange(size, device=numbers.device)
-        for buffer, x in zip(self.slots, self.raw):
-            missing = x.flatten(0, 1)[row[:, None], positions]  # [misses, g, D]
-            buffer.flatten(0, 1)[row, slot[row, place]] = missing
-        sequence = torch.arange(len(slot), device=slot.device)[:, None]
-        stored = [x.flatten(0, 1)[sequence, slot].flatten(1, 2) for x in self.slots]
-        keys, values = self._decoded(stored)
-        return keys, values
-
-    def _find_slots(self, group: Tensor) -> tuple[Tensor, Tensor]:
-        """Give each of the groups [N, k] a slot, also -1; return the slots, and which groups are
-        still to be loaded into theirs."""
-        tensors = (self.table, self.owner, self.last_used)
-        table, owner, last_used = (x.flatten(0, 1) for x in tensors)
-        scratch = table.shape[1] - 1
-        is_group = group >= 0
-        place = torch.where(is_group, group, scratch)
-        slot = table.gather(1, place).long()
-        is_hit = is_group & (slot >= 0)
-        self.clock += 1
-        self.hits += is_hit.sum()
-        self.lookups += is_group.sum()
-
-        # The others get the slots that were not read for longest, free ones first: of those that
-        # this step does not read, which are enough.
-        num_slots = owner.shape[1]
-        is_read = owner.new_zeros(len(owner), num_slots + 1, dtype=torch.bool)
-        is_read.scatter_(1, torch.where(is_hit, slot, num_slots), True)
-        never = torch.iinfo(torch.long).max
-        age = last_used.masked_fill(is_read[:, :num_slots], never)
-        order = age.argsort(dim=1, stable=True)
-        rank = (~is_hit).cumsum(1) - 1
-        slot = torch.where(is_hit, slot, order.gather(1, rank.clamp(min=0)))
-
-        before = owner.gather(1, slot)
-        # planted: fetch: an evicted group keeps its slot
-        table.scatter_(1, torch.where(before >= 0, before, scratch).long(), FREE)
-        table.scatter_(1, place, slot.int())
-        table[:, scratch] = FREE
-        owner.scatter_(1, slot, group.int())
-        last_used.scatter_(1, slot, torch.where(is_group, self.clock, 0))
-        return slot, is_group & ~is_hit
 
 
 def _copy_rows(target: Tensor, source: Tensor, rows: Sequence[int]) -> None:
@@ -246,21 +112,3 @@ def _move_rows(x: Tensor, rows: Sequence[int]) -> None:
     saved = {row: x[row].clone() for row in {rows[i] for i in moved} & set(moved)}
     for i in moved:
         x[i].copy_(saved.get(rows[i], x[rows[i]]))
-
-
-def new_store(
-    config: CCAConfig, spec: Spec, like: list[Tensor], dtype: torch.dtype, length: int
-) -> RawStore:
-    """Make the empty store of a layer with fetch.
-
-    Args:
-        spec: The layer's settings, its group size fixed.
-        like: A key and a value as the cache stores them, [B, Hkv, 1, D]; in 8 bits their scales
-            follow.
-        dtype: Of keys and values before they are rounded.
-        length: Tokens to make room for.
-    """
-    stored = Format(config.cache_dtype, dtype)
-    if config.store == "host":
-        return HostStore(spec, like, stored, length, config.num_fetch_slots)
-    return RawStore(spec, like, stored, length)

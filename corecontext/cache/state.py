@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from corecontext.cache.entries import Entries
-from corecontext.cache.host_store import new_store
 from corecontext.cache.raw_store import Format, RawStore, num_bytes
 from corecontext.cache.slots import read, write
+from corecontext.cache.stores import new_store
 from corecontext.config import CCAConfig
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.rules import Learned

@@ -17,6 +17,7 @@ from corecontext.cli.options import (
     Dtype,
     FetchGroups,
     FetchIndex,
+    FetchSlots,
     Force,
     GroupSize,
     Json,
@@ -248,6 +249,7 @@ def info(
     fetch_groups: FetchGroups = None,
     fetch_index: FetchIndex = None,
     store: Store = None,
+    fetch_slots: FetchSlots = None,
     length: Annotated[
         list[int] | None,
         typer.Option(help="Prompt length; may be repeated. Default: powers of two to the limit."),
@@ -268,5 +270,6 @@ def info(
         fetch_groups=fetch_groups,
         fetch_index=fetch_index,
         store=store,
+        fetch_slots=fetch_slots,
     )
     print_info(model, sizes, length, untested)

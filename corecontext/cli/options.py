@@ -85,6 +85,13 @@ Store = Annotated[
         "else device."
     ),
 ]
+FetchSlots = Annotated[
+    int | None,
+    typer.Option(
+        help="Slots of recently fetched groups on the device, with --store host. Default: the "
+        "checkpoint's, else 0: steps read host memory."
+    ),
+]
 Prefill = Annotated[
     str | None,
     typer.Option(
@@ -163,6 +170,7 @@ class LoadOptions(SizeOptions):
     fetch_groups: FetchGroups = None
     fetch_index: FetchIndex = None
     store: Store = None
+    fetch_slots: FetchSlots = None
     prefill: Prefill = None
 
 

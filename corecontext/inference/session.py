@@ -79,8 +79,9 @@ class Session:
         # Raw tokens in host memory are allocated at once: their end comes before the first token.
         self.fixed = (self.static or from_host) and self._compact
         device = self.model.device
-        self.capture = self.capture and self.fixed and device.type == "cuda" and not from_host
-        self.is_compiled = self.fixed and not from_host
+        by_slots = config is not None and config.fetches_by_slots
+        self.capture = self.capture and self.fixed and device.type == "cuda" and not by_slots
+        self.is_compiled = self.fixed and not by_slots
         self.cache = self._new_cache()
         self.tokens = torch.zeros(self.key.batch, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.tokens)

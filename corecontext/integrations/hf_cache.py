@@ -33,7 +33,7 @@ class CCALayer(CacheLayerMixin):
         super().__init__()
         self.compact = new_layer(config, rotary, **options)
         is_fixed = self.compact.max_length is not None
-        self.is_compileable = is_fixed and not config.fetches_from_host
+        self.is_compileable = is_fixed and not config.fetches_by_slots
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first append makes the buffers; they depend on its padding and length."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from corecontext.cache import CompactLayer, FullLayer, HeadsLayer, parts_of
-from corecontext.cache.host_store import new_store
 from corecontext.cache.raw_store import RawStore
+from corecontext.cache.stores import new_store
 from corecontext.config import CCAConfig
 from corecontext.cost import CacheBytes, entry_bytes, store_bytes
 from corecontext.model_sizes import ModelSizes

@@ -79,6 +79,13 @@ class Serving:
         str | None,
         typer.Option(help="Where their raw tokens are: device or host. Default: the checkpoint's."),
     ] = None
+    fetch_slots: Annotated[
+        int | None,
+        typer.Option(
+            help="Slots of recently fetched groups on the device, with --store host. Default: the "
+            "checkpoint's, else 0."
+        ),
+    ] = None
     policy: Annotated[
         str,
         typer.Option(
@@ -190,15 +197,15 @@ class Serving:
             raise UserError("the API key must be ASCII without spaces, and not empty.")
         if self.method == "full" and any(self.sizes.values()):
             raise UserError(
-                "group-size, window-size, sinks, prefill, fetch-groups, fetch-index and store must "
-                "be left out with --method full."
+                "group-size, window-size, sinks, prefill, fetch-groups, fetch-index, store and "
+                "fetch-slots must be left out with --method full."
             )
 
     @property
     def sizes(self) -> dict[str, Any]:
         """CCA's settings, fields of `loading.AttentionSizes`."""
         names = ("group_size", "window_size", "sinks", "prefill")
-        fetch = ("fetch_groups", "fetch_index", "store")
+        fetch = ("fetch_groups", "fetch_index", "store", "fetch_slots")
         return {name: getattr(self, name) for name in (*names, *fetch)}
 
     @property

@@ -120,8 +120,8 @@ class DecodeBatch:
     def _step_for(self, shares: Shares) -> Step:
         """Return the step of these rows, used before or new."""
         configs = [pool.config for pool, _ in shares]
-        from_host = any(config is not None and config.fetches_from_host for config in configs)
-        if self._memory is None or from_host:
+        by_slots = any(config is not None and config.fetches_by_slots for config in configs)
+        if self._memory is None or by_slots:
             return Step(self.model, shares)
         key = tuple((id(pool), count) for pool, count in shares)
         step = self._steps.pop(key, None)

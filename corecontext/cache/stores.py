@@ -1,0 +1,32 @@
+"""Make the store of raw tokens that a layer's settings ask for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from corecontext.cache.host_slots import SlotStore
+from corecontext.cache.host_store import HostStore
+from corecontext.cache.raw_store import Format, RawStore
+from corecontext.config import CCAConfig
+from corecontext.ops.spec import Spec
+
+
+def new_store(
+    config: CCAConfig, spec: Spec, like: list[Tensor], dtype: torch.dtype, length: int
+) -> RawStore:
+    """Make the empty store of a layer with fetch.
+
+    Args:
+        spec: The layer's settings, its group size fixed.
+        like: A key and a value as the cache stores them, [B, Hkv, 1, D]; in 8 bits their scales
+            follow.
+        dtype: Of keys and values before they are rounded.
+        length: Tokens to make room for.
+    """
+    stored = Format(config.cache_dtype, dtype)
+    if config.store == "device":
+        return RawStore(spec, like, stored, length)
+    if not config.fetch_slots:
+        return HostStore(spec, like, stored, length)
+    return SlotStore(spec, like, stored, length, config.fetch_slots)
