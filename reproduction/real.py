@@ -243,22 +243,28 @@ class RealModel:
         if self.protocol.save is not None:
             parent = nullcontext(self.protocol.save)
         with parent as folder:
-            settings = [self.name, self.sizes.length, vars(self.adaptation), params["full_heads"]]
-            weights = attention
-            if isinstance(attention, CCAConfig):  # where a cache keeps tokens changes no weights
-                weights = attention.replace(store=CCAConfig.store)
-            target = Path(folder) / f"{method}-{fingerprint([*settings, str(weights)])}"
-            costs = []
-            if not (target / "config.json").exists():
-                windows = self.training_windows
-                cost = adapt(
-                    self.folder, attention, self.adaptation, windows, target, self.teachers
-                )
-                costs = self._cost_records(cost, params)
-                _free_memory()
+            target, costs = self.train(method, attention, params, folder)
             records = self._records(self._load(str(target)), attention, params)
         _free_memory()
         return records + costs
+
+    def train(
+        self, method: str, attention: Any, params: dict[str, Any], parent: str
+    ) -> tuple[Path, list[Record]]:
+        """Return the folder of the model trained under a method's attention, below `parent`, and
+        its costs; none where it is there already."""
+        settings = [self.name, self.sizes.length, vars(self.adaptation), params["full_heads"]]
+        weights = attention
+        if isinstance(attention, CCAConfig):  # where a cache keeps tokens changes no weights
+            weights = attention.replace(store=CCAConfig.store)
+        target = Path(parent) / f"{method}-{fingerprint([*settings, str(weights)])}"
+        if (target / "config.json").exists():
+            return target, []
+        cost = adapt(
+            self.folder, attention, self.adaptation, self.training_windows, target, self.teachers
+        )
+        _free_memory()
+        return target, self._cost_records(cost, params)
 
     def _cost_records(self, cost: Cost, params: dict[str, Any]) -> list[Record]:
         """Return the costs of a training."""

@@ -133,7 +133,6 @@ def adapt(
             learning_rate=adaptation.learning_rate,
             warmup_steps=min(adaptation.warmup_steps, adaptation.steps // 2),
             checkpointing=adaptation.checkpointing,
-            fuse=adaptation.fuse,
             log_every=max(1, adaptation.steps // 10),
             seed=adaptation.seed,
             rope_theta=adaptation.rope_theta,
