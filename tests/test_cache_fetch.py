@@ -158,6 +158,54 @@ def test_bytes_are_those_of_tokens_and_index(index):
     assert plain.store_bytes == 0 and layer.allocated_bytes > plain.allocated_bytes
 
 
+def test_a_full_cache_of_fixed_length_allocates_what_is_in_use():
+    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="pairs:2", sink_size=3)
+    layer = CompactLayer(config, ROTARY, max_length=32)
+    fed(layer, inputs(torch.float32), 0, [32])
+    centre = layer.store.centre
+    assert layer.allocated_bytes >= layer.nbytes + centre.numel() * centre.element_size()
+
+
+def test_a_copy_of_new_entries_keeps_no_others_in_memory():
+    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="bits:2")
+    layer = CompactLayer(config, ROTARY)
+    fed(layer, inputs(), 0, [40])
+    raw, cores = layer.copy_since(20)
+    for x in (*layer.store.copy_since(20, 40), *raw, *cores):
+        assert x.numel() and x.untyped_storage().nbytes() == x.nbytes
+
+
+@pytest.mark.parametrize("sizes", [[12, 48], [12, 1, 20, 27], [*[1] * 12, 40, 8]], ids=str)
+def test_an_append_may_end_with_the_last_key_that_centres_the_index(sizes):
+    """After 4 first tokens and 8 that centre it."""
+    config = CCAConfig.paper(4, 9, fetch_groups=2, fetch_index="bits:1", sink_size=4)
+    tensors = inputs()
+    near(fed(CompactLayer(config, ROTARY), tensors, 0, sizes), one_pass(config, tensors))
+
+
+def test_a_second_prompt_may_have_groups_of_another_size():
+    config = CCAConfig.paper(window_size=9, num_groups=5, fetch_groups=2, fetch_index="mean")
+    used, fresh = (CompactLayer(config, ROTARY, max_length=LENGTH) for _ in range(2))
+    tensors = inputs()
+    fed(used, tensors, 0, [30, 1, 1])
+    used.reset()
+    found, expected = (fed(layer, tensors, 0, [50, *[1] * 10]) for layer in (used, fresh))
+    near(found, expected)
+
+
+@pytest.mark.parametrize("store", ["device", "host", "slots"])
+def test_a_loaded_cache_reads_nothing_of_before(store):
+    """Numbers that no query sees must still be numbers: 0 x NaN is none."""
+    config = CCAConfig.paper(4, 2, fetch_groups=2, fetch_index="mean", **in_store(store, 2))
+    tensors = inputs()
+    short = CompactLayer(config, ROTARY, max_length=LENGTH)
+    fed(short, tensors, 0, [1])
+    layer = CompactLayer(config, ROTARY, max_length=LENGTH)
+    fed(layer, [x * torch.nan for x in tensors], 0, [40])
+    layer.load_state_dict(short.state_dict())
+    near(fed(layer, tensors, 1, [1] * 12), one_pass(config, tensors)[:, :, 1:13])
+
+
 def test_the_first_append_is_differentiable():
     config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="mean")
     q, k, v = (x.requires_grad_() for x in inputs())

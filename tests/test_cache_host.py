@@ -107,6 +107,25 @@ def test_slots_hold_the_groups_read_last(monkeypatch):
     assert store.lookups == store.hits == 0 and (store.table == FREE).all()
 
 
+def test_slots_without_a_group_are_taken_first():
+    """After a crop, and after a step that chose fewer groups than it may."""
+    config = CCAConfig.paper(4, 5, fetch_groups=2, store="host", fetch_slots=4)
+    layer = CompactLayer(config, ROTARY)
+    fed(layer, [x[:1, :1] for x in texts()], 0, [40])
+    store = layer.store
+
+    def read(*groups):
+        store.groups(torch.tensor([groups], device=store.owner.device))
+        return sorted(store.owner.flatten().tolist())
+
+    read(0, 1)
+    assert read(2, 3) == [0, 1, 2, 3]
+    store.forget(torch.tensor([4 * 3 + 1], device=store.owner.device))
+    assert read(2, 4) == [0, 1, 2, 4]
+    assert read(5, FREE) == [FREE, 2, 4, 5]
+    assert read(6, 5) == [2, 4, 5, 6]
+
+
 @pytest.mark.parametrize("num_slots", [0, 6])
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
 def test_device_and_host_bytes_are_apart(cache_dtype, num_slots):
@@ -137,6 +156,33 @@ def test_host_memory_that_is_not_there(monkeypatch):
     monkeypatch.undo()
     fed(layer, texts(), 0, [8])
     assert host_memory.available_bytes() is None or host_memory.available_bytes() > 0
+
+
+def test_memory_is_that_of_the_machine_and_of_the_control_group(monkeypatch, tmp_path):
+    monkeypatch.setattr(host_memory, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert host_memory.available_bytes() is None
+    group = tmp_path / "sys" / "fs" / "cgroup"
+    for folder in (tmp_path / "proc", group):
+        folder.mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemFree: 9 kB\nMemAvailable:   1000 kB\nX: 7 kB\n")
+    assert host_memory.available_bytes() == 1024_000
+    for limit, current, available in ((900_000, 200_000, 700_000), (2_000_000, 1, 1024_000)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{current}\n")
+        assert host_memory.available_bytes() == available
+    (group / "memory.max").write_text("max\n")
+    assert host_memory.available_bytes() == 1024_000
+
+
+def test_host_memory_may_be_taken_to_the_last_byte(monkeypatch):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 24)
+    for shape, fits in (((2, 3), True), ((1, 7), False)):
+        if fits:
+            zeros = host_memory.host_zeros(shape, torch.float32, torch.device("cpu"))
+            assert zeros.tolist() == [[0.0] * 3] * 2
+            continue
+        with pytest.raises(MemoryError, match="got 28 bytes more: 24 are available"):
+            host_memory.host_zeros(shape, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("index", ["core", "parts:3", "parts:4", "pairs:2", "bits:1"])

@@ -190,6 +190,22 @@ def test_settings_that_are_no_mapping_are_refused(values):
         CCAConfig.from_dict(values)
 
 
+def test_fetch_has_its_defaults_and_bounds():
+    config = CCAConfig()
+    assert (config.fetch_groups, config.fetch_index, config.fetch_share) == (0, "pairs:2", 1)
+    assert (config.store, config.fetch_slots, config.prefill) == ("device", 0, "auto")
+    for store, groups, from_host in (("host", 1, True), ("host", 0, False), ("device", 1, False)):
+        config = CCAConfig(store=store, fetch_groups=groups)
+        assert config.fetches_from_host is from_host and not config.fetches_by_slots
+        assert config.replace(fetch_slots=1).fetches_by_slots is from_host
+    for name, least in (("fetch_groups", 0), ("fetch_share", 1), ("fetch_slots", 0)):
+        with pytest.raises(ValueError, match=f"^{name} must be at least {least}, got {least - 1}"):
+            CCAConfig(**{name: least - 1})
+    for index in ("pairs:\u00b2", "parts:0", "parts:1234567890", "bits:3", "bits", "mean:2", 5):
+        with pytest.raises(ValueError, match="^fetch_index must be 'core', .* or 'oracle', got "):
+            CCAConfig(fetch_index=index)
+
+
 def test_bounds_are_the_last_that_are_taken():
     for name in ("group_size", "window_size", "num_groups", "sink_size"):
         assert getattr(CCAConfig(**{name: 2**31 - 1}), name) == 2**31 - 1

@@ -357,6 +357,14 @@ def test_stored_keys_keep_their_own_product(dim, bits, error):
     assert not stored[0, 0, 0].any()
 
 
+def test_scales_of_keys_are_finite_numbers():
+    k = torch.tensor([[1e6, -1e6], [0.0, 0.0]])
+    for shared in (False, True):
+        _, scales = low_bits.encode(k, 2, shared)
+        assert scales.dtype == torch.float16 and scales.isfinite().all()
+        assert scales.flatten()[0] == torch.finfo(torch.float16).max
+
+
 @pytest.mark.parametrize("bits, error", [(1, 0.85), (2, 0.45), (4, 0.13)])
 def test_keys_may_share_a_scale(bits, error):
     """Their products with themselves add up; the scale is of the whole group."""

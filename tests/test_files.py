@@ -98,6 +98,14 @@ def test_an_output_is_checked_before_any_work(tmp_path):
             check_output(str(path), force)
 
 
+def test_a_folder_without_permission_is_said_before_any_work(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(files.os, "access", lambda *given: asked.append(given))
+    with pytest.raises(UserError, match=f"cannot be written: no permission for '{tmp_path}'."):
+        check_output(str(tmp_path / "new"))
+    assert asked == [(tmp_path, os.W_OK)]
+
+
 def test_the_cache_is_the_users(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for given, folder in (("/x", "/x"), ("", "/home/me/.cache"), ("~/y", "/home/me/y")):

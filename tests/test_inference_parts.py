@@ -502,6 +502,25 @@ def test_a_request_is_keyed_by_all_that_its_buffers_depend_on(model):
     assert by_load[1:] == [Load(0, 0, 99, 1.5, 28)]  # which may be padded, too
 
 
+def test_host_memory_of_idle_caches_is_free_for_others(monkeypatch):
+    model = tiny_model()
+    with corecontext.enabled(model, CONFIG.replace(fetch_groups=2, store="host")):
+        engine = Engine(model)
+        row = 64 * 2 * 16 * 4 * 2 * 2  # of all layers and KV heads
+        available = [0]
+        monkeypatch.setattr(engine_module, "available_bytes", lambda: available[0])
+        message = f"^raw tokens must fit in host memory, got {row} bytes for 1 rows of 64 tokens"
+        with pytest.raises(MemoryError, match=f"{message} with 0 bytes free"):
+            engine.stream(tokens(1, 30), max_new_tokens=3)
+        available[0] = row
+        engine.generate(tokens(1, 30), max_new_tokens=3)
+        assert engine.host_bytes_kept == row
+        available[0] = 0
+        engine.generate(tokens(1, 20), max_new_tokens=3)  # in the cache that is kept
+        available[0] = None
+        engine.generate(tokens(2, 20), max_new_tokens=3)
+
+
 def test_tokens_are_of_the_models_vocabulary_and_device(model):
     engine = Engine(model)
     engine._check_tokens(torch.tensor([[0, 95]]))
@@ -565,6 +584,13 @@ def test_each_kind_of_sampling_has_its_captured_step(model, monkeypatch):
     assert growing.cache is not cache
     plain = sessions.Session(model, None, key._replace(config=None), **options)
     assert not plain.fixed
+    # Raw tokens in host memory are allocated at once; steps with slots are not compiled.
+    host = CONFIG.replace(fetch_groups=2, store="host")
+    for static, num_slots in ((False, 0), (True, 0), (False, 2), (True, 2)):
+        key = key._replace(config=host.replace(fetch_slots=num_slots))
+        fetching = sessions.Session(model, handle_of(model), key, **{**options, "static": static})
+        assert fetching.fixed and fetching.is_compiled == (not num_slots)
+        assert fetching.capture == (fetching.is_compiled and fetching.tokens.is_cuda)
 
 
 @pytest.mark.parametrize(
@@ -760,6 +786,7 @@ def test_memory_that_runs_out_is_the_users_line_where_it_says_what_fits(model, m
     assert given["prefill_chunk_size"] == 4 and given["pad_token_id"] == 5 and given["use_cache"]
     assert given["max_new_tokens"] == 3 and given["streamer"] == "streamer" and given["do_sample"]
     assert torch.equal(given["attention_mask"], torch.ones_like(ids))
+    assert torch.initial_seed() == 6
     (check,) = given["logits_processor"]
     scores = torch.tensor([[0.0, -torch.inf]])
     assert check(ids, scores) is scores

@@ -10,7 +10,7 @@ from tiny_model import save_tiny_model
 
 from corecontext import CCAConfig, info
 from corecontext.cli import main
-from corecontext.cost import ModelCost, attention_flops
+from corecontext.cost import ModelCost, attention_flops, fetch_flops, operator_flops
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,34 @@ def test_a_cache_has_core_tokens_first_tokens_and_the_window(settings, entries):
     row = cells(CCAConfig.paper(4, 10, **settings), 1000)
     full, compact = (2 * 2 * 2 * 16 * 4 * count for count in (1000, entries))
     assert row[-3:] == [info._bytes(full), info._bytes(compact), f"{full / compact:.1f}x"]
+
+
+def test_what_is_fetched_costs_operations_and_bytes():
+    plain = CCAConfig.paper(4, 10)
+    device = plain.replace(fetch_groups=3, fetch_index="mean")
+    host = device.replace(store="host")
+    rows = {}
+    for config in (plain, device, host):
+        table = info.info_table(COST, config, [1000], "llama")
+        rows[config] = [next(iter(column.cells)) for column in table.columns]
+    more = 2 * fetch_flops(device, 1000, 4, 16)
+    weights = 2 * (1000 * 1000 + 500)
+    pooled = operator_flops(1000, 4, 2, 16, 4, 10)
+    for config in (device, host):
+        assert rows[config][2] == info._flops(attention(1000, 4, 10) + more)
+        assert rows[config][5] == info._flops(weights + 2 * pooled + more)
+    heads = 2 * 2
+    raw = heads * 1000 * 2 * 16 * 4
+    assert rows[plain][8] == info._bytes(heads * 263 * 128)
+    assert rows[device][8] == info._bytes(heads * (263 * 128 + 250 * 64) + raw)
+    assert rows[host][8] == info._bytes(heads * (263 * 128 + 250 * 64))
+    assert len(rows[device]) == 10 and rows[host][10] == info._bytes(raw)
+    title = info.info_table(COST, host.replace(sink_size=6), [1000], "llama").title
+    assert title.endswith(
+        "g = 4, s = 10, the first 8 tokens raw, 3 groups fetched by mean, raw tokens on the host"
+    )
+    varied = CCAConfig.paper(window_size=10, head_group_sizes=(4, 6), sink_size=5)
+    assert "the first 6 tokens raw" in info.info_table(COST, varied, [1000], "llama").title
 
 
 def test_the_limit_has_the_scaling_of_the_rotation_and_dynamic_scaling_is_said(tmp_path, capsys):

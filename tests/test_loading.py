@@ -195,6 +195,10 @@ def test_sizes_name_what_differs_from_the_default(model):
     }
     loaded = load(model, cache_dtype="int8", sinks=3, device="cpu")
     assert loaded.sizes() == {**plain, "cache_dtype": "int8", "sinks": 3}
+    fetch = {"fetch_groups": 3, "fetch_index": "mean"}
+    host = {**fetch, "store": "host"}
+    for given in (fetch, host, {**host, "fetch_slots": 3}, {"prefill": "full"}):
+        assert Loaded(loaded.model, None, CCAConfig(**given)).sizes() == {**plain, **given}
     for name in ("layer_group_sizes", "head_group_sizes"):
         config = CCAConfig(**{name: (4, 8)})
         sizes = Loaded(loaded.model, None, config).sizes()

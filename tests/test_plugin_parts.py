@@ -17,12 +17,19 @@ from transformers import AttentionMaskInterface, DynamicCache, LlamaConfig, Stat
 
 import corecontext
 from corecontext import CCAConfig
+from corecontext.cache import UNDO_LIMIT
 from corecontext.files import UserError
 from corecontext.integrations import hf_attention, hf_call, hf_gguf, hf_learned, lm_eval
 from corecontext.integrations import self_check as checking
 from corecontext.integrations import transformers as plugin
 from corecontext.integrations.hf_attention import full_attention, has_full_attention, padding_mask
-from corecontext.integrations.hf_cache import CCALayer, GivenLayer, compact_layer, layer_bytes
+from corecontext.integrations.hf_cache import (
+    CCALayer,
+    GivenLayer,
+    compact_layer,
+    host_bytes,
+    layer_bytes,
+)
 from corecontext.integrations.hf_rotary import check_rope_type, layer_type_of
 from corecontext.integrations.transformers import handle_of
 from corecontext.ops.rotary import Rotary
@@ -146,6 +153,18 @@ def test_bytes_of_other_layers_are_those_of_keys_and_values():
     assert layer_bytes(empty) == 0
 
 
+def test_raw_tokens_in_host_memory_are_counted_and_steps_with_slots_not_compiled():
+    config = POOLED_AS_THEY_ARE.replace(fetch_groups=2, store="host")
+    by_slots = config.replace(fetch_slots=2)
+    layers = [CCALayer(x, None, max_length=30) for x in (config, by_slots)]
+    for layer in layers:
+        layer.compact.attend(*(torch.randn(1, 1, 20, 8) for _ in range(3)))
+    plain = filled(20, max_length=30)
+    assert [layer.is_compileable for layer in (plain, *layers)] == [True, True, False]
+    cache = SimpleNamespace(layers=[plain, *layers, object()])
+    assert host_bytes(cache) == 2 * 20 * 2 * 8 * 4
+
+
 @pytest.mark.parametrize(
     "kept, draft", [(0, None), (1, None), (2, 1), (6, 5), (torch.tensor([1, 2]), None)]
 )
@@ -155,6 +174,53 @@ def test_a_draft_has_one_logit_less_than_is_kept(kept, draft):
     assert args == (3,) and kwargs.get(hf_call.DRAFT) == draft
     assert hf_call.DRAFT not in given and kwargs["x"] == 1
     assert hf_call.note_draft(None, (), {}) == ((), {})
+
+
+@pytest.mark.parametrize(
+    "empty, new, draft, settings, parts",
+    [
+        (False, 10, 3, {}, [10]),
+        (False, UNDO_LIMIT, 3, {}, [UNDO_LIMIT]),
+        (False, UNDO_LIMIT + 1, 3, {}, [UNDO_LIMIT - 3, 4]),
+        (True, 10, 3, {}, [6, 4]),
+        (True, 4, 3, {}, [1, 3]),
+        (True, 10, 0, {}, [10]),
+        (True, 3, 3, {}, [3]),
+        (True, 10, 3, {"max_length": 50}, [10]),
+        (True, 10, 3, {"num_groups": 2}, [10]),
+        (False, 10, 3, {"prefill": "full"}, [7, (3, False)]),
+        (False, 4, 3, {"prefill": "full"}, [(4, False)]),
+        (True, 4, 3, {"prefill": "full"}, [1, (3, False)]),
+        (True, 10, 3, {"prefill": "cca", "max_length": 50}, [7, (3, False)]),
+        (True, 10, 0, {"prefill": "full"}, [10]),
+    ],
+    ids=str,
+)
+def test_a_draft_is_appended_by_itself_where_it_could_not_be_taken_back(
+    empty, new, draft, settings, parts
+):
+    """As (tokens, whether they are a prompt) of each append."""
+    made, before = [], 0 if empty else 5
+
+    def attend(q, k, v, attention_mask, scale, softcap, is_prompt=True):
+        assert torch.equal(k, q) and torch.equal(v, q) and (scale, softcap) == (0.5, 3.0)
+        done = before + sum(count for count, _ in made) + q.shape[2]
+        assert attention_mask.shape == (1, done)
+        made.append((q.shape[2], is_prompt))
+        return q
+
+    max_length = settings.pop("max_length", None)
+    config = CCAConfig.paper(4, 9).replace(**settings)
+    compact = SimpleNamespace(is_empty=empty, max_length=max_length, config=config, attend=attend)
+    x = torch.randn(1, 2, new, 4)
+    mask = torch.ones(1, before + new)
+    with torch.no_grad():
+        assert torch.equal(hf_call.append(compact, (x, x, x), mask, draft, 0.5, 3.0), x)
+    assert made == [part if isinstance(part, tuple) else (part, True) for part in parts]
+    made.clear()
+    if not settings:
+        hf_call.append(compact, (x, x, x), mask, draft, 0.5, 3.0)
+        assert len(made) == 1  # gradients are of one append only
 
 
 # Models

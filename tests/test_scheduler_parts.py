@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections import deque
@@ -21,7 +22,7 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.cache import host_memory
 from corecontext.cache.full import FullLayer
-from corecontext.cost import entry_bytes
+from corecontext.cost import CacheBytes, entry_bytes
 from corecontext.files import UserError
 from corecontext.inference import Load, Sampling, TablePolicy
 from corecontext.inference.sampling import INVALID, InvalidLogits
@@ -118,6 +119,17 @@ def test_bytes_are_counted_by_rows_prompts_and_beginnings():
     assert memory.unallocated == 2000 - memory.allocated
     assert memory.fits(A, 1000) == (2 * 1024 <= 2000)
     assert make_memory(256).fits(A, 65) and not make_memory(255).fits(A, 65)
+
+
+def test_bytes_of_raw_tokens_count_where_they_are():
+    """Those by which full attention reads a prompt are on the device."""
+    memory = make_memory(10_000)
+    memory.shape.bytes_of = lambda config, length: CacheBytes(length, 3 * length)
+    memory.shape.reading_bytes = lambda config, length: length + 7
+    make_pool(memory, 100, rows=3, used=1, promised=2)
+    used, allocated = memory.counted()
+    assert used == ((1 + 2 * 2) * 100 + 2 * 7, 5 * 300)
+    assert allocated == ((3 + 2) * 100 + 2 * 7, 5 * 300)
 
 
 def test_a_request_gets_the_shortest_pool_that_is_not_much_too_long():
@@ -251,7 +263,7 @@ def test_the_beginning_that_was_not_used_for_longest_goes_first(store):
     assert store.find(A, [0, 0, 5]) is nodes[0]
     add(store, A, None, [9, 9])
     assert store.find(A, [1, 1, 5]) is None and store.find(A, [0, 0, 5]) is nodes[0]
-    assert store.nbytes == 40 and nodes[1].raw == nodes[1].cores == ()
+    assert store.nbytes == 40 and nodes[1].raw == nodes[1].cores == () and nodes[1].fetched == []
     store.trim(40)
     assert store.nbytes == 40
     store.trim(39)
@@ -297,12 +309,18 @@ def test_the_bytes_of_a_row():
     compact = shape.row_bytes(A.replace(core_mass=False), 100)
     assert shape.row_bytes(fetch, 100) == compact + 3 * 2 * (100 * 64 + 25 * 32)
     host = fetch.replace(store="host")
+    assert shape.bytes_of(host, 100) == (compact + 3 * 2 * 25 * 32, 3 * 2 * 100 * 64)
     slots = 4 * (4 * 64 + 12) + 4 * 26
-    assert shape.bytes_of(host, 100) == (compact + 3 * 2 * (25 * 32 + slots), 3 * 2 * 100 * 64)
+    by_slots = (compact + 3 * 2 * (25 * 32 + slots), 3 * 2 * 100 * 64)
+    assert shape.bytes_of(host.replace(fetch_slots=4), 100) == by_slots
     assert shape.bytes_of(host, 100, before=40).host == 3 * 2 * 60 * 64
     scarce = replace(shape, host_rate=5.5)
     assert scarce.row_bytes(host, 100) == 5.5 * 3 * 2 * 100 * 64
     assert scarce.row_bytes(fetch, 100) == shape.row_bytes(fetch, 100)
+    # All ranks find room where the one that needs most does.
+    by_head = A.replace(head_group_sizes=(20, 4))
+    each = RowShape(ModelSizes(query_heads=1, kv_heads=1, head_dim=16, layers=3), itemsize=2)
+    assert replace(each, ranks=2).row_bytes(by_head, 100) == each.row_bytes(A, 100)
     config = mock.MagicMock()
     text = SimpleNamespace(
         num_attention_heads=8, num_key_value_heads=4, head_dim=16, num_hidden_layers=3
@@ -412,6 +430,12 @@ def test_steps_on_a_gpu_have_rows_in_powers_of_four_and_few_are_kept(model, monk
     batch._step_for(((pools[1], 4), (pools[2], 1)))
     batch.forget(pools[2])
     assert not batch._steps
+    # Steps with slots of raw tokens cannot be captured, whatever runs beside them.
+    host = CONFIG.replace(fetch_groups=2, store="host")
+    shares = ((pools[0], 1), (SimpleNamespace(config=host.replace(fetch_slots=2)), 1))
+    assert batch._step_for(shares) == (model, shares) and not batch._steps
+    batch._step_for(((SimpleNamespace(config=host), 1),))
+    assert len(batch._steps) == 1
 
 
 # Admission and log-probabilities
@@ -528,6 +552,27 @@ def test_a_scheduler_has_the_settings_of_its_model(model):
     Scheduler(model, queue_limit=0)
     with pytest.raises(ValueError, match="^queue_limit must be at least 0, got -1"):
         Scheduler(model, queue_limit=-1)
+
+
+def test_raw_tokens_have_a_budget_of_their_own_shared_by_the_ranks(monkeypatch):
+    model = tiny_model()
+    with corecontext.enabled(model, CONFIG.replace(fetch_groups=2, store="host")):
+        scheduler = Scheduler(model, cache_bytes=3000, host_bytes=1000)
+        assert scheduler.memory.shape.host_rate == 3.0 and scheduler.memory.budget == 3000
+        assert scheduler.memory.budgets == "0 MiB, and 0 MiB in host memory"
+        assert Scheduler(model, host_bytes=2**21).memory.budgets.endswith(
+            ", and 2 MiB in host memory"
+        )
+        assert Scheduler(model, full=True).memory.shape.host_rate == 0
+        with pytest.raises(ValueError, match="^host_bytes must be at least 1, got 0"):
+            Scheduler(model, host_bytes=0)
+        # Each rank has its share of the host's memory; the least budget of all counts.
+        line = SimpleNamespace(size=2, least=lambda value: value - 50, events=[])
+        split = Scheduler(model, cache_bytes=4550, host_bytes=1000, ranks=line)
+        assert split.memory.budget == 4500 and split.memory.shape.host_rate == 4500 / 450
+        assert split.memory.shape.ranks == 2
+    with corecontext.enabled(tiny_model(), CONFIG) as handle:
+        assert Scheduler(handle.model).memory.shape.host_rate == 0
 
 
 def test_a_queue_of_none_still_takes_what_can_start(model):
@@ -1041,7 +1086,7 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     serving = Serving("m")
     assert build.make_scheduler(serving)[1] == "tokenizer" and made.kind == "scheduler"
     names = ("group_size", "window_size", "sinks", "prefill")
-    sizes = dict.fromkeys((*names, "fetch_groups", "fetch_index", "store"))
+    sizes = dict.fromkeys((*names, "fetch_groups", "fetch_index", "store", "fetch_slots"))
     assert made.load == (
         "m",
         {
@@ -1080,6 +1125,7 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     assert made.options == {**defaults, **chosen, "policy": policy, "max_rows": 2}
     sizes = {"group_size": 2, "window_size": 3, "sinks": 4}
     sizes |= {"fetch_groups": 5, "fetch_index": "mean", "store": "host", "prefill": "cca"}
+    sizes |= {"fetch_slots": 9}
     build.make_scheduler(Serving("m", dtype="float16", device="cpu", untested=True, **sizes))
     assert made.load[1] == {
         **sizes,
@@ -1130,6 +1176,30 @@ def test_the_budget_is_set_or_a_share_of_the_free_memory(monkeypatch):
     assert build._cache_bytes(Serving(), "cpu") == 1000
     monkeypatch.setattr(build.os, "sysconf", mock.Mock(side_effect=ValueError))
     assert build._cache_bytes(Serving(), "cpu") == 2**30
+
+
+def test_the_budget_of_host_memory_is_set_or_a_share_of_what_is_available(monkeypatch):
+    for available, budget in ((1000, 500), (0, 1), (-5, 1), (None, 2**30)):
+        monkeypatch.setattr(host_memory, "available_bytes", lambda given=available: given)
+        assert build._host_bytes(Serving()) == budget
+    assert build._host_bytes(Serving(host_cache_mib=3)) == 3 * 2**20
+
+
+@pytest.mark.parametrize("host, family", [("127.0.0.1", "AF_INET"), ("::1", "AF_INET6")])
+def test_a_port_is_taken_at_once_after_the_server_before(host, family):
+    try:
+        socket.create_server((host, 0), family=getattr(socket, family)).close()
+    except OSError:
+        pytest.skip(f"no {family} here")
+    with build._bind(Serving(host=host, port=0)) as listener:
+        assert listener.family == getattr(socket, family)
+        assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(
+            UserError, match=f"^cannot listen on {host} port {port}: .* with --port"
+        ):
+            build._bind(Serving(host=host, port=port))
 
 
 def test_the_first_signal_drains_and_the_second_ends(monkeypatch):

@@ -723,7 +723,8 @@ def test_the_page_of_metrics_is_prometheus_text():
     page = server.ask("/metrics", "GET")
     assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     lines = ['requests_total{outcome="length"} 1.0', 'cache_bytes{what="allocated"} 3.0']
-    lines += [f'host_bytes{{what="{x}"}} {y}.0' for x, y in zip(("budget", "used"), (18, 5))]
+    in_host = {"budget": 18, "used": 5, "allocated": 7}
+    lines += [f'host_bytes{{what="{x}"}} {y}.0' for x, y in in_host.items()]
     for line in lines:
         assert f"corecontext_{line}" in page.text
 
@@ -1297,6 +1298,7 @@ def test_a_slot_counts_its_tokens_and_ends_at_the_right_one():
         ({"first_token_limit": 0.0}, "first-token-limit must be more than 0 seconds, got 0.0"),
         ({"first_token_limit": float("nan")}, "first-token-limit must be"),
         ({"cache_mib": 0}, "cache-mib must be at least 1, got 0"),
+        ({"host_cache_mib": 0}, "host-cache-mib must be at least 1, got 0"),
         ({"max_running": 0}, "max-running must be at least 1, got 0"),
         ({"rows_per_pool": 0}, "rows-per-pool must be at least 1, got 0"),
         ({"chunk_size": 0}, "chunk-size must be at least 1, got 0"),
@@ -1317,6 +1319,16 @@ def test_a_slot_counts_its_tokens_and_ends_at_the_right_one():
         (
             {"method": "full", "sinks": 4},
             "group-size, window-size, sinks, prefill, fetch-groups, fetch-index",
+        ),
+        *(
+            ({"method": "full", name: value}, "group-size, .* fetch-slots must be left out with --me")
+            for name, value in (
+                ("prefill", "cca"),
+                ("fetch_groups", 2),
+                ("fetch_index", "mean"),
+                ("store", "host"),
+                ("fetch_slots", 2),
+            )
         ),
     ],
     ids=str,
@@ -1340,7 +1352,8 @@ def test_the_defaults_are_those_of_the_documentation():
     assert (defaults.time_limit_s, defaults.dtype, defaults.device) == (600.0, "auto", "auto")
     assert defaults.tensor_parallel == 1 and not defaults.untested and not defaults.random_weights
     unset = ("model", "name", "group_size", "window_size", "sinks", "api_key", "cache_mib")
-    for name in (*unset, "rows_per_pool", "chunk_size", "max_length"):
+    fetch = ("prefill", "fetch_groups", "fetch_index", "store", "fetch_slots")
+    for name in (*unset, *fetch, "host_cache_mib", "rows_per_pool", "chunk_size", "max_length"):
         assert getattr(defaults, name) is None, name
 
 

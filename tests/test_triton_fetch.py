@@ -349,6 +349,23 @@ def test_what_the_kernels_cannot_choose_is_chosen_as_in_the_reference(options):
     assert_rows(got, right, torch.float32, "out")
 
 
+def test_the_kernels_say_what_they_cannot_choose():
+    def reason(index, dim=16, **settings):
+        spec = Spec(4, 9, 1.0, fetch_groups=2, fetch_index=index).replace(**settings)
+        q = torch.empty(1, 2, 3, dim)
+        return backend.fetch_unsupported_reason(spec, Tokens(q, q[:, 0], q[:, 0]))
+
+    for index in ("core", "mean", "bounds", "parts:2", "pairs:2", "bits:1", "oracle"):
+        assert reason(index) is None
+    assert reason("bounds", dim=128) is None and reason("mean", dim=256) is None
+    assert "more than 256 elements" in reason("bounds", dim=130)
+    assert "query heads" in reason("core", core_heads="query")
+    assert reason("mean", core_heads="query", softcap=2.0) is None
+    assert "softcap" in reason("pairs:2", softcap=2.0)
+    assert "differ in size" in reason("parts:3") and "differ" in reason("pairs:2", group_size=5)
+    assert reason("bits:2", group_size=5) is None
+
+
 def test_short_prompts_with_a_shared_choice_have_full_attention(monkeypatch):
     """Only where the operator chooses the kernels itself; it takes less time and is exact."""
     monkeypatch.setattr(api, "choose_backend", lambda backend, q: "triton")

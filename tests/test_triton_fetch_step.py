@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
-from corecontext.ops.triton import backend
+from corecontext.ops.triton import backend, fetch_decode
 
 pytestmark = pytest.mark.usefixtures("default_device")
 GPU = torch.cuda.is_available()
@@ -97,6 +97,28 @@ def test_every_step_of_every_row(case):
     for mine, wanted in zip(*stores):
         same = (mine - wanted.to(mine.dtype)).abs() <= 1e-3 * wanted.abs().max()
         assert same.float().mean() > 0.999
+
+
+def test_programs_share_the_groups_and_their_scores(monkeypatch):
+    """As on a GPU, where several programs attend to fetched tokens, and several score groups."""
+    monkeypatch.setattr(fetch_decode, "_FETCHED_TOKENS", 8)
+    monkeypatch.setattr(fetch_decode, "_MOST_PARTS", 6)
+    monkeypatch.setattr(fetch_decode, "decode_splits", lambda *sizes: 3)
+    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=5)
+    rotary = Rotary.from_theta(100.0, 16)
+    qkv = tensors(1, 2, 1, 34, 16)
+    layer = CompactLayer(config, rotary, max_length=34)
+    out = fed(layer, qkv, 33)
+    assert_rows(out, reference(config, rotary, qkv)[:, :, 33:], torch.float32)
+
+
+def test_more_groups_than_a_program_holds_are_scored_in_plain_pytorch(monkeypatch):
+    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2)
+    layer = CompactLayer(config, Rotary.from_theta(100.0, 16), max_length=40)
+    layer.attend(*tensors(1, 2, 1, 20, 16))
+    for most, takes in ((10, True), (9, False)):
+        monkeypatch.setattr(fetch_decode, "_MOST_GROUPS", most)
+        assert (layer._slots() is not None) == takes
 
 
 def test_of_equal_groups_the_lower_are_fetched():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="the triton backend needs triton")
 launching = pytest.importorskip("corecontext.ops.triton.launch")
+tiles = pytest.importorskip("corecontext.ops.triton.tiles")
 
 
 class Kernel:
@@ -69,9 +72,28 @@ def test_what_triton_compiles_anew_goes_through_triton(kernel, other):
 
 
 def test_unaligned_tensors_always_go_through_triton(kernel):
-    for offset in (1, 0, 1, 1):
+    for offset in (1, 0, 1, 1, 2):
         run(kernel, torch.zeros(64)[offset:])
-    assert len(kernel.own) == 4
+    assert len(kernel.own) == 5
+
+
+def test_each_device_has_a_kernel_of_its_own(kernel, monkeypatch):
+    x = torch.zeros(64)
+    for device in (0, 1, 0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        run(kernel, x)
+    assert len(kernel.own) == len(kernel.lean) == 2
+
+
+def test_a_chip_is_known_by_what_a_program_may_use_at_most(monkeypatch):
+    found = SimpleNamespace(
+        shared_memory_per_block=48, shared_memory_per_block_optin=227, multi_processor_count=132
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    tiles.chip_of.cache_clear()
+    assert tiles.chip_of(torch.device("cuda:1")) == (227, 132)
+    tiles.chip_of.cache_clear()
+    assert tiles.chip_of(torch.device("cpu")) == (0, 8)
 
 
 def test_as_many_are_kept_as_fit(kernel, monkeypatch):

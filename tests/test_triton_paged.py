@@ -189,6 +189,14 @@ def test_a_group_is_pooled_in_blocks_of_tokens(monkeypatch):
     check(config, rotary, [{0: 15, 1: 12}, {0: 8}])
 
 
+def test_the_compiler_is_told_an_alignment_that_every_entry_has():
+    x = torch.zeros(2, 3, 4, 16, dtype=torch.float16)
+    assert x.data_ptr() % 16 == 0 and paged_attend._alignment(x, x) == 16
+    assert paged_attend._alignment(x, x[..., 2:]) == 4
+    assert paged_attend._alignment(x, x.view(-1)[:360].view(2, 3, 5, 12)) == 8
+    assert paged_attend._alignment(x, x[:, :, 1:, 3:]) == 2
+
+
 def test_padding_of_a_captured_batch_changes_nothing():
     """Sequences without tokens and tokens of no sequence, as the padding of a CUDA graph."""
     config = CCAConfig(group_size=2, window_size=3, sink_size=0)

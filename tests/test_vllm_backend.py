@@ -376,6 +376,36 @@ def test_options_of_the_server_are_refused(make_layers, option, value, message):
         make_layers(config)
 
 
+def test_a_layer_tells_vllm_what_may_be_rejected_and_what_it_takes(make_layers):
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=3)
+    [layer, _] = make_layers(config)
+    window = layer.get_kv_cache_spec(config)
+    assert window.drafts == 3 and window.layout.sinks == 3
+    most = window.max_admission_blocks_per_request(5, 1000)
+    assert most == window.layout.most_window_pages(8, 1000) > window.layout.most_window_pages(5, 99)
+    assert layer.impl.spec.softcap is None
+    kind = paged_backend.CoreContextAttention
+    assert kind(HEADS, DIM, 1.0, KV_HEADS, logits_soft_cap=30.0).spec.softcap == 30.0
+    with pytest.raises(ValueError, match="got attn_type encoder_only"):
+        kind(HEADS, DIM, 1.0, KV_HEADS, attn_type="encoder_only")
+    with pytest.raises(ValueError, match="got alibi_slopes"):
+        kind(HEADS, DIM, 1.0, KV_HEADS, [0.5, 0.25])
+    backend = paged_backend.CoreContextBackend
+    assert not backend.supports_kv_connector()
+    assert set(backend.supported_kv_cache_dtypes) == {"auto", "float16", "bfloat16"}
+
+
+def test_a_layer_reads_the_caches_that_it_has_now(make_layers):
+    [layer, _] = make_layers(vllm_config())
+    shape = (3, 2, KV_HEADS, PAGE, DIM)
+    for _ in range(2):
+        caches = [torch.zeros(shape) for _ in range(2)]
+        layer.impl.cores.kv_cache = caches[1]
+        for pages, cache in zip(layer.impl._pages_of(caches[0]), caches):
+            assert pages.k.data_ptr() == cache.data_ptr() and pages.k.shape == (3, PAGE, 1, DIM)
+
+
 def test_layers_with_a_window_of_their_own_are_refused(make_layers):
     config = vllm_config()
     config.cache_config.sliding_window = 8

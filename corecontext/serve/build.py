@@ -177,7 +177,10 @@ def _host_bytes(serving: Serving) -> int:
 
     if serving.host_cache_mib is not None:
         return serving.host_cache_mib * 2**20
-    return max(1, int(HOST_SHARE * (available_bytes() or 2**31)))
+    available = available_bytes()
+    if available is None:
+        available = 2**31
+    return max(1, int(HOST_SHARE * available))
 
 
 def run(serving: Serving) -> int:
