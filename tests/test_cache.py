@@ -250,6 +250,17 @@ def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixe
         assert 2 * cost.cache_bytes(count, 1, 2, D, 4) == layer.nbytes
 
 
+def test_what_an_append_pushed_out_is_allocated_until_the_next():
+    layer = CompactLayer(CCAConfig.paper(4, 9, core_position="token"))
+    x = torch.randn(1, 1, 40, 8)
+    layer.attend(*[x[:, :, :20]] * 3)
+    layer.attend(*[x[:, :, 20:25]] * 3)
+    own = sum(buffer.numel() * buffer.element_size() for buffer in layer.buffers)
+    assert layer.allocated_bytes == own + 2 * 5 * 8 * 4
+    layer.attend(*[x[:, :, 25:26]] * 3)
+    assert layer.allocated_bytes == own
+
+
 def test_growth_is_geometric_not_per_token():
     layer, tensors = (
         CompactLayer(CCAConfig.paper(2, 4), ROTARY),

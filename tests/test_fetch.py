@@ -16,7 +16,7 @@ from corecontext.fetch_sizes import index_bytes
 from corecontext.ops import packed, reference
 from corecontext.ops.autograd import _flat, cca_attention_op
 from corecontext.ops.batch import complete_groups
-from corecontext.ops.fetch import choice, low_bits, query_blocks
+from corecontext.ops.fetch import choice, gathered, low_bits, query_blocks
 from corecontext.ops.fetch.fetching import FetchBackend
 from corecontext.ops.fetch.index import (
     as_products,
@@ -339,6 +339,37 @@ def test_the_registered_operator_has_the_settings():
 def test_an_index_has_the_bytes_that_it_says(index, dtype):
     keys = make_inputs(60, dtype=dtype, num_kv_heads=3).k[0].unflatten(1, (12, 5))
     assert build(keys, index).nbytes == 36 * index_bytes(index, 5, 16, dtype.itemsize)
+
+
+@pytest.mark.parametrize("index", ["mean", "parts:2", "parts:2:4", "pairs:2"])
+def test_means_of_keys_in_16_bits_are_summed_in_more(index):
+    keys = make_inputs(60, dtype=torch.bfloat16, num_kv_heads=3).k[0].unflatten(1, (12, 5))
+    for x, wide in zip(build(keys, index).tensors, build(keys.float(), index).tensors):
+        assert torch.equal(x, wide.to(x.dtype))
+
+
+def test_gathered_gradients_are_summed_in_float32():
+    q, k, v = (x.bfloat16() for x in (torch.randn(1, 2, 3, 8), *torch.randn(2, 1, 4, 2, 8)))
+    chosen = torch.tensor([[[0, 1], [1, -1], [0, 3]]], dtype=torch.int32)
+    gather = gathered.Gather(q, k, v, chosen, 10**6)
+    spec = Spec(2, 1, 0.5)
+    out, lse = gathered.forward(gather, spec)
+    assert lse.dtype == torch.float32
+    grads = gathered.backward(Upstream(out, None, out, lse), gather, spec)
+    assert {grad.dtype for grad in grads} == {torch.float32}
+
+
+def test_marks_are_of_the_groups_that_there_are():
+    numbers = torch.tensor([[[0, 5, -1], [2, 3, 1]]], dtype=torch.int32)
+    marks = [[True, False, False], [False, True, True]]
+    assert choice.to_mask(numbers, 3).tolist() == [marks]
+
+
+def test_fetch_needs_all_raw_tokens():
+    tokens, *rest = sequence(30, Spec(4, 9, 0.25, fetch_groups=2))
+    for less in ({"k_start": 4}, {"sink_k": tokens.k[:, :4]}):
+        with pytest.raises(ValueError, match="^tokens must begin at position 0 for fetch"):
+            query_blocks.attend(tokens._replace(**less), *rest)
 
 
 @pytest.mark.parametrize("dim", [16, 24, 6])

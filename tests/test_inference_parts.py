@@ -123,6 +123,9 @@ def config_of(**fields):
     return text
 
 
+FETCH = {"fetch_groups": 2, "fetch_index": "mean"}
+
+
 def test_the_bytes_of_a_token():
     attention = (3 * 8 + 4 * 2) * 16
     assert (
@@ -146,8 +149,18 @@ def test_the_bytes_of_a_token():
         ({"group_size": 4, "cache_dtype": "int8"}, 2 * 3 * 2 * 20 / 4),
         ({"group_size": 4, "cache_dtype": "auto"}, 2 * 3 * 2 * 32 / 4),
         ({"group_size": 4, "core_mass": True}, 3 * 2 * (2 * 32 + 4) / 4),
+        ({"group_size": 4, "prefill": "full"}, 3 * 2 * (64 / 4 + 64)),
+        # With fetch also raw tokens and the mean keys of groups, or slots and their table.
+        ({"group_size": 4, **FETCH}, 3 * 2 * (64 / 4 + 64 + 32 / 4)),
+        ({"group_size": 4, "prefill": "full", **FETCH}, 3 * 2 * (64 / 4 + 64 + 32 / 4)),
+        ({"group_size": 4, "store": "host", **FETCH}, 3 * 2 * (64 / 4 + 32 / 4)),
+        (
+            {"group_size": 4, "store": "host", "fetch_slots": 9, **FETCH},
+            3 * 2 * (64 / 4 + 32 / 4 + 4 / 4),
+        ),
     ):
-        assert limits.cache_bytes_per_token(config_of(cca=cca), torch.float16) == expected
+        found = limits.cache_bytes_per_token(config_of(cca=cca), torch.float16)
+        assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_positions_are_the_larger_of_two_readings():
@@ -575,8 +588,10 @@ def test_each_kind_of_sampling_has_its_captured_step(model, monkeypatch):
         "generators": session.sampler.generators,
         "device": session.tokens.device,
     }
+    session.mask = torch.ones(2, 64)  # of a request before, with padding
     session.reset()
-    assert session.length == 0 and len(session._captured) == 2  # its buffers stay in place
+    assert session.length == 0 and session.mask is None
+    assert len(session._captured) == 2  # its buffers stay in place
     growing = sessions.Session(model, handle_of(model), key, **{**options, "static": False})
     assert not growing.fixed and not growing.capture
     cache = growing.cache

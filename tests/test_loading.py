@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_model
 
-from corecontext import CCAConfig, from_pretrained
+from corecontext import CCAConfig, from_pretrained, loading
 from corecontext.cli import main
 from corecontext.files import UserError, first_line
 from corecontext.integrations import hf_attention, transformers
@@ -245,6 +245,25 @@ def test_a_model_is_accepted_and_warned_of_as_asked(model, variant, monkeypatch)
             load(model, device="cpu", method=method)
         assert load(model, device="cpu", method=method, untested=True).method == method
     assert load(model, device="cpu", method="full").config is None
+
+
+def test_quantized_weights_are_loaded_onto_their_device(monkeypatch):
+    """They cannot be moved later; others are moved."""
+    loads, moves = [], []
+    model = SimpleNamespace(to=moves.append, named_parameters=dict, eval=lambda: "ready")
+
+    def load_weights(name, config, dtype, **options):
+        loads.append(options)
+        return model
+
+    monkeypatch.setattr(loading, "load_weights", load_weights)
+    monkeypatch.setattr(loading, "check_finite", lambda model, name: None)
+    for quantized in (None, {"quant_method": "bitsandbytes"}):
+        config = SimpleNamespace(quantization_config=quantized)
+        assert loading._load_model("m", config, "auto", "cuda:1", False) == "ready"
+    assert loads == [{}, {"device_map": "cuda:1"}] and moves == ["cuda:1"]
+    loading._load_model("m", SimpleNamespace(), "auto", "cuda", True)
+    assert loads[2]["distributed_config"].tp_plan == "auto" and len(moves) == 1
 
 
 def test_gpus_are_counted_from_0(monkeypatch):

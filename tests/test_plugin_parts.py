@@ -473,6 +473,13 @@ def test_learned_parameters_are_read_from_the_files_that_hold_them(tmp_path):
     assert all(torch.equal(found[key], tensors[key]) for key in tensors)
 
 
+def test_other_parameters_than_the_checkpoints_begin_at_zero():
+    model = tiny_model(num_hidden_layers=1)
+    model.config.cca = CONFIG.replace(learned=("temperature",)).to_dict()
+    corecontext.enable(model, CONFIG.replace(learned=("bias",)))
+    assert not model.get_parameter("model.layers.0.self_attn.cca.bias").any()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_has_the_learned_parameters_of_its_heads(rank, monkeypatch):
     model = tiny_model(num_attention_heads=4, num_key_value_heads=2)

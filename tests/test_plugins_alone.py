@@ -49,6 +49,7 @@ def kvpress(monkeypatch):
 def test_a_press_leaves_first_tokens_core_tokens_and_the_window(kvpress, position):
     model = tiny_model().double()
     attention = model.model.layers[1].self_attn
+    attention.scaling = 0.4
     press = kvpress.CCAPress(CONFIG.replace(core_position=position, pooling="mean_query"))
     press.post_init_from_model(model)
     assert (press.rotary is None) == (position == "token")
@@ -245,6 +246,8 @@ def test_a_layer_over_pages_has_the_settings_of_its_model():
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
     with pytest.raises(NotImplementedError, match="'dynamic' changes its frequencies"):
         spec_of(config, 0.5, None)
+    config.cca["core_position"] = "token"
+    assert spec_of(config, 0.5, None).rotary is None
     for architectures in (["Gemma3ForCausalLM"], None):
         config = hf_config()
         config.architectures = architectures

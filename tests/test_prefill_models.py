@@ -145,6 +145,15 @@ def test_a_server_reads_alike_shares_no_beginnings_and_counts_raw_tokens(monkeyp
             Scheduler(model, cache_bytes=budget - 1).submit(Request(ids.tolist(), 8))
 
 
+def test_raw_tokens_leave_with_the_last_chunk():
+    """Before a first step needs memory, too."""
+    model, held = tiny_model(), []
+    with corecontext.enabled(model, CONFIG):
+        model.register_forward_hook(lambda module, args, out: held.append(out.past_key_values))
+        cache = prefill(model, tokens(1, 30), chunk_size=20).cache
+    assert held == [cache] and all(layer.compact.store is None for layer in cache.layers)
+
+
 def test_estimates_have_the_raw_tokens():
     model = tiny_model()
     plain = CONFIG.replace(prefill="auto")

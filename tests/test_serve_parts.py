@@ -1321,7 +1321,10 @@ def test_a_slot_counts_its_tokens_and_ends_at_the_right_one():
             "group-size, window-size, sinks, prefill, fetch-groups, fetch-index",
         ),
         *(
-            ({"method": "full", name: value}, "group-size, .* fetch-slots must be left out with --me")
+            (
+                {"method": "full", name: value},
+                "group-size, .* fetch-slots must be left out with --me",
+            )
             for name, value in (
                 ("prefill", "cca"),
                 ("fetch_groups", 2),

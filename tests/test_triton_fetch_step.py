@@ -121,6 +121,16 @@ def test_more_groups_than_a_program_holds_are_scored_in_plain_pytorch(monkeypatc
         assert (layer._slots() is not None) == takes
 
 
+def test_scales_that_a_step_writes_are_finite():
+    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2, core_position="token")
+    layer = CompactLayer(config, None, max_length=12)
+    q, k, v = tensors(1, 1, 1, 12, 16)
+    k[:, :, 4:8] += torch.tensor([1e6, 1e6, -1e6, -1e6])[:, None]
+    fed(layer, (q, k, v), 11)
+    scales = layer.store.index_buffers[1]
+    assert scales[0, 0, 1] == 65504 and scales.isfinite().all()
+
+
 def test_of_equal_groups_the_lower_are_fetched():
     config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2)
     rotary = Rotary.from_theta(100.0, 16)

@@ -382,8 +382,8 @@ def test_a_layer_tells_vllm_what_may_be_rejected_and_what_it_takes(make_layers):
     [layer, _] = make_layers(config)
     window = layer.get_kv_cache_spec(config)
     assert window.drafts == 3 and window.layout.sinks == 3
-    most = window.max_admission_blocks_per_request(5, 1000)
-    assert most == window.layout.most_window_pages(8, 1000) > window.layout.most_window_pages(5, 99)
+    most = window.max_admission_blocks_per_request(6, 99)
+    assert most == window.layout.most_window_pages(9, 99) > window.layout.most_window_pages(6, 99)
     assert layer.impl.spec.softcap is None
     kind = paged_backend.CoreContextAttention
     assert kind(HEADS, DIM, 1.0, KV_HEADS, logits_soft_cap=30.0).spec.softcap == 30.0
