@@ -6,6 +6,7 @@ import copy
 import json
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,6 +125,17 @@ def test_a_teacher_gives_the_divergence_and_its_gradient(softcap, teachers):
     assert same.abs() < 1e-6 and torch.autograd.grad(same, hidden)[0].abs().max() < 1e-6
 
 
+def test_the_kernel_takes_what_it_computes():
+    def takes(dtype=torch.bfloat16, is_cuda=True, softcap=None, taught=None):
+        hidden = SimpleNamespace(dtype=dtype, is_cuda=is_cuda)
+        return loss_module._has_kernel(hidden, softcap, taught)
+
+    pytest.importorskip("triton")
+    assert takes() and takes(torch.float16) and takes(torch.float32)
+    assert takes(taught=Taught(None, None, 0.5)) and not takes(taught=Taught(None, None, 0.5, 30.0))
+    assert not takes(torch.float64) and not takes(is_cuda=False) and not takes(softcap=30.0)
+
+
 @pytest.mark.parametrize(
     "dtype, share", [(torch.float32, 0.0), (torch.float32, 0.5), (torch.bfloat16, 0.25)]
 )
@@ -138,7 +150,7 @@ def test_the_kernel_gives_the_loss_and_its_gradient(dtype, share, monkeypatch):
         for rows in (7, 50, 7, 50)
     )
     labels = torch.randint(0, 50, (7,), generator=generator).to(device)
-    labels[3] = -100
+    labels[:4] = torch.tensor([0, 49, 32, -100])
     taught = Taught(theirs, head, share) if share else None
     results = []
     for has_kernel in (True, False):
@@ -148,6 +160,8 @@ def test_the_kernel_gives_the_loss_and_its_gradient(dtype, share, monkeypatch):
         evaluated = chunked_cross_entropy(hidden, weight, labels, 5, 4, taught=taught)
         assert torch.equal(evaluated, loss)
         results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+        arguments = (hidden, weight, labels, 5, 4, None, taught)
+        results[-1] += (loss_module._ChunkedLoss.apply(*arguments)[1],)
     for got, wanted in zip(*results):
         error = 1e-5 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(got, wanted, rtol=error, atol=error)

@@ -396,16 +396,6 @@ def test_a_layer_tells_vllm_what_may_be_rejected_and_what_it_takes(make_layers):
     assert set(backend.supported_kv_cache_dtypes) == {"auto", "float16", "bfloat16"}
 
 
-def test_a_layer_reads_the_caches_that_it_has_now(make_layers):
-    [layer, _] = make_layers(vllm_config())
-    shape = (3, 2, KV_HEADS, PAGE, DIM)
-    for _ in range(2):
-        caches = [torch.zeros(shape) for _ in range(2)]
-        layer.impl.cores.kv_cache = caches[1]
-        for pages, cache in zip(layer.impl._pages_of(caches[0]), caches):
-            assert pages.k.data_ptr() == cache.data_ptr() and pages.k.shape == (3, PAGE, 1, DIM)
-
-
 def test_layers_with_a_window_of_their_own_are_refused(make_layers):
     config = vllm_config()
     config.cache_config.sliding_window = 8
