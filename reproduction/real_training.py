@@ -165,7 +165,7 @@ def adapt(
             distil=distil,
         )
         started = time.perf_counter()
-        with Fused(trainer.model, "compile" if adaptation.fuse else None):
+        with Fused(model, "compile" if adaptation.fuse else None):
             trainer.train()
         cost = Cost(time.perf_counter() - started, memory.read())
         model.config.use_cache = True
