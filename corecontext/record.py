@@ -47,6 +47,8 @@ UNITS = {
     "real.perplexity": "perplexity",
     "real.gain_kept": "fraction",
     "real.accuracy": "fraction",
+    "real.answer_nll": "nats",
+    "real.first_token_s": "s",
     "real.hit_share": "fraction",
     "real.training_s": "s",
     "real.training_bytes": "bytes",
@@ -66,7 +68,7 @@ UNITS = {
 }
 """Every name a record may have, and the unit it implies."""
 
-PACKAGES = ("torch", "transformers", "triton", "flash-attn-4")
+PACKAGES = ("torch", "transformers", "triton", "flash-attn-4", "kvpress")
 TOP_FOLDERS = ("corecontext", "benchmarks", "reproduction")
 
 

@@ -68,7 +68,8 @@ def reproduce(
 ) -> None:
     """The paper's tables and figures: with small models trained here, or on a checkpoint.
 
-    `python -m reproduction real` measures attentions on a pretrained model.
+    `python -m reproduction real` measures attentions on a pretrained model, `python -m
+    reproduction rivals` beside kvpress.
     """
     from pathlib import Path
 
@@ -144,15 +145,17 @@ def reproduce(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the reproduction, or `real`, the measurements on a pretrained model; returns the exit
-    code."""
+    """Run the reproduction, or a measurement on a pretrained model: `real`, or `rivals` beside
+    kvpress; returns the exit code."""
     from reproduction.real_command import real
+    from reproduction.rivals_command import rivals
 
+    measurements = {"real": real, "rivals": rivals}
     arguments = list(sys.argv[1:] if argv is None else argv)
     command: Any = reproduce
     program = "python -m reproduction"
-    if arguments[:1] == ["real"]:
-        command = real
+    if arguments and arguments[0] in measurements:
+        command = measurements[arguments[0]]
         program += f" {arguments.pop(0)}"
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)

@@ -17,6 +17,8 @@ kvpress = pytest.importorskip(
     "kvpress", reason="kvpress needs transformers < 5.3, in an environment of its own"
 )
 CCAPress = importlib.import_module("corecontext.integrations.kvpress").CCAPress
+rivals_press = importlib.import_module("reproduction.rivals_press")
+rivals_tasks = importlib.import_module("reproduction.rivals_tasks")
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CONTEXT = "the quick brown fox jumps over the lazy dog and the cat".replace(" ", "") * 2
@@ -178,3 +180,51 @@ def test_refusals(pipeline):
     mask[1, :5] = 0
     with CCAPress(CONFIG)(pipeline.model), pytest.raises(ValueError, match="must have no padding"):
         pipeline.model(ids, attention_mask=mask)
+
+
+class Kept:
+    """A model and its tokenizer, as `PressRun` takes them."""
+
+    def __init__(self, pipeline):
+        self.model = pipeline.model
+        self.tokenizer = pipeline.tokenizer
+
+
+def long_item(ending):
+    """A context of 300 tokens, a question of 10, and an answer of 100 with this ending."""
+    ids = [(7 * i * i + i // 3) % 26 for i in range(410)]
+    ids[-len(ending) :] = ending
+    return rivals_tasks.Item(ids, 300, (slice(310, 410),))
+
+
+# The others need a tokenizer in a folder, or heads too large for this model.
+NAMES = [name for name in rivals_press.PRESSES if name not in ("adakv", "kvzip")]
+
+
+@pytest.mark.parametrize("name", ["full", *NAMES])
+def test_a_given_answer_is_read_as_greedy_decoding_would(pipeline, name):
+    """No token sees those after it, also in presses whose layers keep different numbers of
+    entries."""
+    run = rivals_press.PressRun(Kept(pipeline), name, 4)
+    logits, sizes = run.ask(long_item([1, 2]))
+    again, _ = run.ask(long_item([3] * 40))
+    near(again[:60], logits[:60])
+    first, _ = run.ask(long_item([1]), first=True)
+    near(first, logits[:1])
+    assert sizes["device_bytes"] >= sizes["kept_bytes"]
+    whole = 2 * 2 * 2 * 16 * 300 * 8
+    share = 1 if name == "full" else 4
+    assert whole / share - 8 * 1024 < sizes["kept_bytes"] <= 1.02 * whole / share
+
+
+def test_a_press_answers_as_in_its_own_pipeline(pipeline):
+    run = rivals_press.PressRun(Kept(pipeline), "snapkv", 4)
+    item = long_item([1])
+    text = "".join(LETTERS[i] for i in item.ids)
+    own = pipeline(text[1:300], question=text[300:309], press=run.press, max_new_tokens=20)[
+        "answer"
+    ].replace(" ", "")
+    ids = [*item.ids[:309], 0, *(LETTERS.index(letter) for letter in own)]
+    ids[0] = 0
+    logits, _ = run.ask(item._replace(ids=ids, parts=(slice(310, 330),)))
+    assert "".join(LETTERS[i] for i in logits.argmax(-1)) == own

@@ -1,0 +1,99 @@
+"""The command line of the comparison with kvpress."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from corecontext.cli.options import MODEL_HELP, Device, Dtype, Seed
+from corecontext.files import UserError
+from reproduction.rivals_tasks import Counts
+
+DEFAULT = Counts()
+
+
+def rivals(
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
+    data: Annotated[
+        str,
+        typer.Option(help="Folder with haystack_essays and the files of RULER and multidoc_qa."),
+    ] = "",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="May be repeated. Default: full attention and all of this environment."),
+    ] = None,
+    compression: Annotated[
+        list[int], typer.Option(help="Entries for each that stays; may be repeated.")
+    ] = [4, 8, 16],
+    full: Annotated[
+        str | None,
+        typer.Option(help="Records of full attention: ask only what it answers half right."),
+    ] = None,
+    full_heads: Annotated[
+        str | None,
+        typer.Option(
+            help="KV heads that may keep every token (cca_raw_heads), the best first, as "
+            "LAYER:HEAD,... Default: found on lm_train."
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name in the records.")] = None,
+    trained_by: Annotated[
+        str | None, typer.Option(help="The attention that the model was trained under.")
+    ] = None,
+    trained_tokens: Annotated[int, typer.Option(help="Tokens of that training.")] = 0,
+    needles: Annotated[int, typer.Option(help="Needles of each length.")] = DEFAULT.needles,
+    needle_length: Annotated[
+        list[int], typer.Option(help="Tokens of a needle's prompt; may be repeated.")
+    ] = [4000, 7900],
+    lists: Annotated[int, typer.Option(help="Lists of values.")] = DEFAULT.lists,
+    ruler: Annotated[int, typer.Option(help="Questions of each task of RULER.")] = DEFAULT.ruler,
+    ruler_length: Annotated[int, typer.Option(help="Their tokens.")] = DEFAULT.ruler_length,
+    passages: Annotated[int, typer.Option(help="Questions about passages.")] = DEFAULT.passages,
+    documents: Annotated[int, typer.Option(help="Their passages.")] = DEFAULT.documents,
+    first_tokens: Annotated[
+        int, typer.Option(help="Only measure the time to the first token, so many times.")
+    ] = 0,
+    seed: Seed = 0,
+    output: Annotated[str, typer.Option(help="File that records are appended to.")] = (
+        "results/rivals.jsonl"
+    ),
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Contexts that full attention has read and kvpress's presses or this package's caches
+    compress, before the question is known (docs/real-model.md)."""
+    from importlib.util import find_spec
+
+    from corecontext.cli.options import check_appended, check_least
+    from reproduction.real import Protocol, RealModel
+    from reproduction.real_methods import Sizes
+    from reproduction.real_training import Adaptation
+    from reproduction.rivals import OWN, PRESSED, Comparison, compare
+
+    check_appended(output)
+    if not data:
+        raise UserError("data must be given, got none. Use --data FOLDER.")
+    check_least(0, needles=needles, lists=lists, ruler=ruler, passages=passages)
+    check_least(0, trained_tokens=trained_tokens, first_tokens=first_tokens)
+    check_least(1, documents=documents)
+    check_least(2, compression=min(compression))
+    counts = Counts(needles, tuple(needle_length), lists, ruler, ruler_length, passages, documents)
+    # Heads are searched for at the least compression, which has room for the most of them.
+    length = Sizes.length
+    group_size = 2 * min(compression)
+    sizes = Sizes(length, group_size, length // group_size, core_mass=True)
+    protocol = Protocol(model, data, output, full_heads=full_heads, dtype=dtype, device=device)
+    real = RealModel(protocol, sizes, Adaptation(0, seed=seed))
+    comparison = Comparison(
+        name or real.name,
+        trained_by,
+        trained_tokens,
+        counts,
+        full,
+        first_tokens,
+        output,
+        seed,
+    )
+    methods = method or ("full", *(PRESSED if find_spec("kvpress") else OWN))
+    compare(real, comparison, methods, compression)

@@ -1,0 +1,159 @@
+"""Make questions about contexts: the context is read and compressed before the question is known.
+
+The right answer follows the question. Each of its tokens is compared with the model's first choice
+after the right tokens before it, or its likelihood is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from corecontext.data.chat import chat_prompt
+from corecontext.data.needles import find_tokens
+from corecontext.eval import multidoc_qa, ruler
+from corecontext.eval.items import Generated, Settings
+from corecontext.eval.subject import ModelSubject
+from corecontext.files import UserError
+from corecontext.loading import Loaded
+from reproduction.real_tasks import LIST_TOKENS, Question, list_questions, needle_questions
+
+QUESTION = "Question:"
+"""Where a question begins in the prompts of RULER and of multi-document QA."""
+MARKS = {"needles": "What is the special magic number?", "list": "Return the"}
+"""Where other questions begin."""
+PASSAGES = "passages"
+"""The task whose answers' likelihood is measured."""
+ORDERED = ("niah_multivalue",)
+"""Tasks of RULER whose answers may come in any order: here, that of the text."""
+
+
+class Counts(NamedTuple):
+    """How many questions each task has, and how long their prompts are."""
+
+    needles: int = 25
+    """Of each length."""
+    needle_lengths: tuple[int, ...] = (4000, 7900)
+    lists: int = 10
+    ruler: int = 20
+    """Of each subtask."""
+    ruler_length: int = 4096
+    """Most tokens of prompt and answer."""
+    passages: int = 50
+    """Questions about passages."""
+    documents: int = 20
+    """Passages of such a question."""
+
+
+class Item(NamedTuple):
+    """A context, a question about it and the right answer."""
+
+    ids: list[int]
+    """Tokens of all three."""
+    question: int
+    """The question's first token."""
+    parts: tuple[slice, ...]
+    """Tokens of each fact in the answer; the answer is the text from the first of them on."""
+
+    @property
+    def answer(self) -> int:
+        """The answer's first token."""
+        return self.parts[0].start
+
+    def share_right(self, right: Sequence[bool]) -> float:
+        """Return the share of facts whose tokens are all right, of those from `answer` on."""
+        first = self.answer
+        facts = [all(right[part.start - first : part.stop - first]) for part in self.parts]
+        return sum(facts) / len(facts)
+
+
+class Task(NamedTuple):
+    """A task's name and the nominal tokens of its prompts."""
+
+    name: str
+    length: int
+
+
+def make_items(
+    loaded: Loaded, data: str, essays: Callable[[], str], counts: Counts, seed: int
+) -> dict[Task, list[Item]]:
+    """Return the questions of each task that has any.
+
+    Args:
+        essays: Returns the text around needles and lists.
+    """
+    tokenizer = loaded.tokenizer
+    tasks = {}
+    if counts.needles:
+        for length in counts.needle_lengths:
+            questions = needle_questions(essays(), tokenizer, length, counts.needles, seed)
+            tasks[Task("needles", length)] = _split(questions, tokenizer, MARKS["needles"])
+    if counts.lists:
+        questions = list_questions(essays(), tokenizer, counts.lists, seed)
+        tasks[Task("list", LIST_TOKENS)] = _split(questions, tokenizer, MARKS["list"])
+    if counts.ruler:
+        tasks |= _ruler_items(loaded, data, counts, seed)
+    if counts.passages:
+        tasks[Task(PASSAGES, counts.documents)] = _passage_items(loaded, data, counts, seed)
+    return tasks
+
+
+def _split(questions: Sequence[Question], tokenizer: Any, mark: str) -> list[Item]:
+    """Return questions with the token at which each begins: the last place of a mark."""
+    marks = tokenizer(mark, add_special_tokens=False)["input_ids"]
+    return [Item(ids, _last_place(ids, marks), parts) for ids, parts in questions]
+
+
+def _last_place(ids: Sequence[int], marks: Sequence[int]) -> int:
+    """Return where some tokens are last found in others."""
+    for start in range(len(ids) - len(marks), -1, -1):
+        if ids[start : start + len(marks)] == marks:
+            return start
+    raise UserError("the question must have tokens of its own, got none. Take another tokenizer.")
+
+
+def _ruler_items(loaded: Loaded, data: str, counts: Counts, seed: int) -> dict[Task, list[Item]]:
+    """Return the questions of each subtask of RULER whose files are there."""
+    subtasks = tuple(ruler.available(data))
+    settings = Settings((counts.ruler_length,), subtasks=subtasks, limit=counts.ruler, seed=seed)
+    tasks: dict[Task, list[Item]] = {}
+    for item in ruler.items(data, settings, ModelSubject(loaded)):
+        assert isinstance(item, Generated)
+        name = item.params["subtask"]
+        prompt, references = item.make()
+        if name in ORDERED:
+            references = sorted(references, key=prompt.index)
+        if name.startswith("qa"):  # any of them is right
+            references = references[:1]
+        questions = tasks.setdefault(Task(name, counts.ruler_length), [])
+        questions += _split([_asked(loaded, prompt, references)], loaded.tokenizer, QUESTION)
+    return tasks
+
+
+def _passage_items(loaded: Loaded, data: str, counts: Counts, seed: int) -> list[Item]:
+    """Return questions about passages, the right one at each place in turn."""
+    settings = Settings(documents=(counts.documents,), limit=counts.passages, seed=seed)
+    places = len(multidoc_qa.gold_places(counts.documents, settings.positions))
+    items = multidoc_qa.items(data, settings, ModelSubject(loaded))
+    questions = []
+    for index in range(len(items) // places):
+        item = items[index * places + index % places]
+        assert isinstance(item, Generated)
+        prompt, references = item.make()
+        questions.append(_asked(loaded, prompt, references[:1]))
+    return _split(questions, loaded.tokenizer, QUESTION)
+
+
+def _asked(loaded: Loaded, prompt: str, references: Sequence[str]) -> Question:
+    """Return a prompt in the chat template with its answer, which begins with the prompt's line
+    "Answer:"."""
+    asked, _, beginning = prompt.rpartition("\nAnswer:")
+    text = chat_prompt(loaded.tokenizer, [("user", asked)]) + f"Answer:{beginning}"
+    places = []
+    for i, reference in enumerate(references):
+        text += ", " if i else " "
+        # A blank belongs to the word after it.
+        places.append((len(text) - 1, len(text) + len(reference)))
+        text += reference
+    ids, parts = find_tokens(loaded.tokenizer, text, places)
+    return Question(ids, tuple(parts))

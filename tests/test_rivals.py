@@ -1,0 +1,170 @@
+"""Contexts that are compressed before the question is known, on a tiny model: questions, caches of
+equal bytes, records and the table. Presses are in test_kvpress.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_eval import write_lines
+from tiny_model import save_tiny_model
+from transformers import AutoTokenizer
+
+from corecontext.baselines import enabled
+from corecontext.cost import cache_bytes
+from corecontext.heads.budget import Shape, Unit
+from corecontext.inference import prefill
+from corecontext.loading import load, one_line
+from corecontext.record import append_records, make_record, read_records
+from reproduction.command import main
+from reproduction.real_methods import Heads
+from reproduction.rivals_caches import CacheRun
+from reproduction.rivals_tables import rivals_markdown
+from reproduction.rivals_tasks import Counts, Item, Task, make_items
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
+ESSAYS = "A man went out to walk. The way was long.\n\nHe came home late and slept well. " * 40
+COUNTS = Counts(2, (320,), lists=0, ruler=1, ruler_length=1600, passages=2, documents=2)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """A tiny model whose tokenizer has a chat template."""
+    name = save_tiny_model(tmp_path_factory.mktemp("rivals") / "Tiny")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(name)
+    return load(name, method="full", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with essays, and two questions about four passages."""
+    folder = tmp_path_factory.mktemp("data")
+    write_lines(folder / "haystack_essays.jsonl", [{"text": ESSAYS}])
+    pool = [{"doc_id": f"d{i}", "title": f"T{i}", "text": f"Passage {i}."} for i in range(4)]
+    write_lines(folder / "multidoc_qa_pool.jsonl", pool)
+    questions = [
+        {"qid": f"q{i}", "question": f"Who is {i}?", "answers": [f"A{i}"], "gold_doc": f"d{i}"}
+        for i in range(2)
+    ]
+    write_lines(folder / "multidoc_qa_test.jsonl", questions)
+    return str(folder)
+
+
+def test_questions_follow_their_contexts(loaded, data):
+    tasks = make_items(loaded, data, lambda: ESSAYS, COUNTS, seed=0)
+    decode = loaded.tokenizer.decode
+    names = [task.name for task in tasks]
+    assert names[0] == "needles" and {"vt", "fwe"} < set(names) and names[-1] == "passages"
+    for task, items in tasks.items():
+        for item in items:
+            context = decode(item.ids[: item.question])
+            question = decode(item.ids[item.question : item.answer])
+            facts = [decode(item.ids[part]) for part in item.parts]
+            mark = "What is the special" if task.name == "needles" else "Question:"
+            assert context.startswith("<user>") and "</>" not in context
+            assert question.startswith(mark) and question.count("</><assistant>") == 1
+            assert decode(item.ids[item.answer :]) == ",".join(facts)
+            assert all(fact.startswith(" ") for fact in facts)
+            if task.name == "vt":
+                assert all(f"VAR{fact} = " in context for fact in facts) and len(facts) == 5
+    passages = tasks[Task("passages", 2)]
+    assert [item.ids[item.answer :] for item in passages] == [
+        loaded.tokenizer(f" A{i}")["input_ids"] for i in range(2)
+    ]
+    # The right passage comes first, then last.
+    for i, item in enumerate(passages):
+        assert f"[{i + 1}](Title: T{i})" in decode(item.ids)
+
+
+def test_a_share_is_that_of_whole_facts():
+    item = Item([0] * 9, 3, (slice(5, 7), slice(8, 9)))
+    assert item.answer == 5
+    assert item.share_right([True, True, False, True]) == 1
+    assert item.share_right([True, False, True, True]) == 0.5
+
+
+HEADS = Heads(Shape(2, 2), (Unit(1, 1),))
+ITEM = Item([(7 * i * i + i) % 250 for i in range(440)], 400, (slice(420, 440),))
+
+
+@pytest.mark.parametrize(
+    ("name", "compression"), [("full", 1), ("cca", 4), ("cca_raw_heads", 2), ("fetch", 4)]
+)
+def test_a_question_is_read_from_the_compressed_context(loaded, name, compression):
+    """Token by token, which no setting reads as a prompt, gives the same logits."""
+    model = loaded.model
+    run = CacheRun(loaded, name, compression, HEADS)
+    logits, sizes = run.ask(ITEM)
+    assert logits.shape == (20, 256)
+    tokens = torch.tensor([ITEM.ids])
+    config = run.settings(400)
+    with torch.no_grad():
+        if config is None:
+            expected = model(tokens).logits[0, 419:439]
+        else:
+            with one_line(), enabled(model, config):
+                cache = prefill(model, tokens[:, :400]).cache
+                steps = [model(tokens[:, [i]], past_key_values=cache) for i in range(400, 439)]
+            expected = torch.cat([step.logits[0] for step in steps])[-20:]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+    first, _ = run.ask(ITEM, first=True)
+    torch.testing.assert_close(first, expected[:1], rtol=0, atol=2e-5)
+    limit = cache_bytes(400 // compression, 2, 2, 16, 4)
+    assert 0.9 * limit < sizes["device_bytes"] <= limit
+    assert sizes["kept_bytes"] == sizes["device_bytes"]
+    assert (sizes["host_bytes"] > 0) == (name == "fetch")
+
+
+def test_the_command_records_what_full_attention_answers(loaded, data, tmp_path, capsys):
+    full = tmp_path / "full.jsonl"
+    common = {"method": "full", "length": 320}
+    append_records(full, [make_record("real.accuracy", 0.4, {**common, "task": "needles"})])
+    nll = make_record("real.answer_nll", 3.0, {"method": "full", "task": "passages", "length": 2})
+    append_records(full, [nll])
+    arguments = ["rivals", "--model", loaded.model.name_or_path, "--data", data, "--device", "cpu"]
+    arguments += ["--needles", "1", "--needle-length", "320", "--lists", "0", "--ruler", "0"]
+    arguments += ["--passages", "1", "--documents", "2", "--output", str(tmp_path / "out.jsonl")]
+    assert main([*arguments, "--method", "full", "--full", str(full)]) == 0
+    (record,) = read_records(tmp_path / "out.jsonl")
+    assert record.name == "real.answer_nll" and record.value > 0 and record.unit == "nats"
+    assert record.params["model"] == "tiny" and record.params["compression"] == 1
+    assert record.params["questions"] == 1 and record.params["trained_by"] is None
+    assert main([*arguments, "--method", "full", "--first-tokens", "3", "--passages", "0"]) == 0
+    assert read_records(tmp_path / "out.jsonl")[-1].name == "real.first_token_s"
+    # Contexts that are too short are named; the others are measured.
+    arguments += ["--compression", "4", "--compression", "16"]
+    assert main([*arguments, "--method", "cca"]) == 2
+    assert "contexts must be longer for cca" in capsys.readouterr().err
+    assert read_records(tmp_path / "out.jsonl")[-1].params["method"] == "cca"
+    assert main([*arguments, "--method", "none"]) == 2
+    assert "method must be" in capsys.readouterr().err
+
+
+def test_the_table_has_a_line_for_each_method():
+    def row(method, compression, name, value, task, length, **more):
+        params = {"method": method, "compression": compression, "task": task, "length": length}
+        params |= {"trained_by": None, "trained_tokens": 0, "kept_bytes": 2**20, **more}
+        return make_record(name, value, params)
+
+    records = [
+        row("full", 1, "real.accuracy", 0.68, "needles", 7900),
+        row("full", 1, "real.accuracy", 0.8, "niah_single_1", 4096),
+        row("full", 1, "real.accuracy", 0.2, "vt", 4096),
+        row("snapkv", 4, "real.accuracy", 0.1, "needles", 7900),
+        row("snapkv", 4, "real.accuracy", 0.3, "needles", 7900),
+        row("snapkv", 16, "real.accuracy", 0.05, "needles", 7900),
+        row("snapkv", 8, "real.accuracy", 0.5, "niah_single_1", 4096),
+        row("snapkv", 8, "real.answer_nll", 2.345, "passages", 20),
+        row("snapkv", 8, "real.first_token_s", 0.0314, "needles", 7900),
+        row("fetch", 8, "real.accuracy", 1, "needles", 7900, trained_by="full", trained_tokens=9),
+    ]
+    table = rivals_markdown(records, trained=False).splitlines()
+    assert "RULER, 1 tasks, %" in table[0] and "needles, 7,900 tokens, %" in table[0]
+    assert table[2] == "| full attention | 1.0 | 68 | 80 |  |  |"
+    assert table[3] == (
+        "| SnapKV | 1.0 / - / 1.0 | 30 / - / 5 | - / 50 / - | - / 2.35 / - | - / 0.031 / - |"
+    )
+    assert len(table) == 4
+    trained = rivals_markdown(records, trained=True).splitlines()
+    assert trained[2].startswith("| CCA that fetches groups, raw tokens on the host | full att")
