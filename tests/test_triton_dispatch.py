@@ -38,6 +38,7 @@ from corecontext.ops import compose  # noqa: E402
 from corecontext.ops.batch import complete_groups  # noqa: E402
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
+from corecontext.ops.triton.fetch_attend import Call, Fetched  # noqa: E402
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and backend.hopper_forward is not None
@@ -523,6 +524,187 @@ def test_pooling_for_hopper_has_the_tokens_after_the_first(monkeypatch):
         wanted[:, :first] = to_first[:, :first]
         wanted[:, first : first + count * g] = pooled.flatten(1, 2)
         torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def fetch_for_hopper(monkeypatch):
+    """The modules that launch fetch's kernels for Hopper, and their launches by argument."""
+    pytest.importorskip("corecontext.ops.triton.hopper_fetch", reason="this Triton has no Gluon")
+    from corecontext.ops.triton import hopper_fetch, hopper_fetch_query
+
+    launches = []
+
+    def launch(kernel, grid, arguments, *, num_warps, **constants):
+        names = dict(zip(kernel.arg_names, arguments, strict=False))
+        launches.append((kernel, grid, SimpleNamespace(**names), constants))
+
+    for module in (hopper_fetch, hopper_fetch_query):
+        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(hopper_fetch, "num_programs", lambda device: 132)
+    return hopper_fetch, hopper_fetch_query, launches
+
+
+def fetched_call(share: int, start: int = 0, r: int = 8, dim: int = 128, g: int = 16) -> Call:
+    """A call for two KV heads, of 100 queries from `start` on, with 3 groups for each share."""
+    spec = Spec(g, 64, 0.5, sink_size=g)
+    length, shares = start + 100, -(-(start + 100) // share) - start // share
+    q, k, v = (torch.zeros(2, *x, dim).bfloat16() for x in ((r, 100), (length,), (length,)))
+    cores = Cores(*torch.zeros(2, 2, 1, length // g - 1, dim).bfloat16())
+    chosen = torch.zeros(2, shares, 3, dtype=torch.int32)
+    return Call(Tokens(q, k, v, start), cores, spec, None, Fetched(chosen, share))
+
+
+def test_the_calls_that_hoppers_kernels_of_fetch_take(fetch_for_hopper):
+    shared, by_query, _ = fetch_for_hopper
+    assert [shared.takes(fetched_call(share)) for share in (1, 4, 8, 16, 64, 128)] == [
+        *(False, False, True, True, True, False)
+    ]
+    assert [by_query.takes(fetched_call(share)) for share in (1, 2)] == [True, False]
+    for change, by_share, by_one in (
+        ({"dim": 64}, False, True),
+        ({"dim": 72}, True, True),
+        ({"dim": 136}, False, False),
+        ({"g": 8}, True, False),
+        ({"g": 32}, True, True),
+        ({"g": 64}, True, False),
+        ({"g": 24}, False, False),
+        ({"r": 3}, False, True),
+        ({"r": 16}, True, True),
+        ({"r": 17}, False, False),
+        ({"start": 8}, False, True),
+        ({"start": 32}, True, True),
+    ):
+        assert shared.takes(fetched_call(16, **change)) == by_share, change
+        assert by_query.takes(fetched_call(1, **change)) == by_one, change
+
+
+def test_what_hoppers_kernel_of_a_shared_choice_gets(fetch_for_hopper):
+    module, _, launches = fetch_for_hopper
+    call = fetched_call(16, start=48)
+    out, lse = torch.zeros_like(call.tokens.q), torch.zeros(2, 8, 100)
+    module.attend(call, out, lse)
+    [(kernel, grid, given, constants)] = launches
+    # 7 shares of 8 heads x 16 queries, 64 rows an item, of two sequences.
+    assert kernel is module.fetch_fwd_hopper and grid == (14,)
+    assert (given.num_items, given.num_shares, given.row_blocks) == (28, 7, 2)
+    assert (given.first_share, given.q_start, given.num_queries) == (3, 48, 100)
+    assert (given.num_tokens, given.num_groups, given.num_chosen) == (148, 8, 3)
+    assert (given.window_size, given.sink_groups) == (64, 1)
+    assert given.scale == pytest.approx(0.5 / math.log(2))
+    assert given.out_ptr is out and given.lse_ptr is lse
+    assert [x.block_shape for x in (given.q_desc, given.k_desc, given.v_desc)] == [
+        [1, 1, 16, 64]
+    ] * 3
+    sizes = {"SHARE": 16, "GROUP_SIZE": 16, "HEADS": 8, "HEAD_DIM": 128}
+    assert {name: constants[name] for name in sizes} == sizes
+    module.attend(fetched_call(8, r=8), out, lse)  # 13 shares of one item each
+    assert launches[1][1] == (13,)
+    module.attend(fetched_call(8, r=128), out, lse)
+    assert launches[2][1] == (132,)  # no more than the chip has
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_what_hoppers_kernels_of_a_choice_by_query_get(fetch_for_hopper, with_lse):
+    _, module, launches = fetch_for_hopper
+    call = fetched_call(1, start=48)
+    q = call.tokens.q.mT.contiguous().mT
+    call = call._replace(tokens=call.tokens._replace(q=q))
+    out, lse = torch.zeros(2, 8, 100, 128), torch.zeros(2, 8, 100)
+    module.attend(call, out, lse)
+    grad_lse = torch.ones(2, 8, 100) if with_lse else None
+    dq, delta = torch.zeros_like(out), torch.zeros_like(lse)
+    whole = fetched_call(1)
+    module.add_query_gradient(Upstream(out, grad_lse, out, lse), whole, dq, delta, 0.25)
+    sizes = {"GROUP_SIZE": 16, "HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "COLUMNS": 8}
+    kernels = (module.fetch_query_hopper, module.fetch_query_dq_hopper)
+    for (kernel, grid, given, constants), wanted in zip(launches, kernels, strict=True):
+        assert kernel is wanted and grid == (200,)
+        assert {name: constants[name] for name in sizes} == sizes
+        assert given.q_ptr.is_contiguous() and given.num_queries == 100
+        assert (given.num_chosen, given.window_size, given.sink_groups) == (3, 64, 1)
+        assert given.scale == pytest.approx(0.5 / math.log(2))
+        assert given.k_desc.block_shape == given.v_desc.block_shape == [1, 1, 16, 128]
+    forward, backward = (given for _, _, given, _ in launches)
+    assert (forward.num_tokens, forward.num_groups, forward.q_start) == (148, 8, 48)
+    assert (backward.num_tokens, backward.num_groups, backward.query_scale) == (100, 5, 0.25)
+    assert backward.dq_ptr is dq and backward.delta_ptr is delta
+    assert backward.grad_lse_ptr is (grad_lse if with_lse else lse)
+    assert launches[1][3]["HAS_GRAD_LSE"] == with_lse
+    assert module._constants(fetched_call(1, r=9))["COLUMNS"] == 16
+    assert module._constants(fetched_call(1, dim=72))["BLOCK_D"] == 128
+
+
+def test_copies_by_the_accelerator_are_of_tensors_that_it_can_read():
+    memory = pytest.importorskip("corecontext.ops.triton.tensor_memory", reason="no Gluon")
+    x = torch.randn(2, 3, 5, 40).bfloat16()
+    for same in (x, x[:, 1:], x[:, :, 1:4], x[:1, :, ::2], x.transpose(1, 2).contiguous().mT.mT):
+        assert memory.aligned(same) is same
+    for layout in (misaligned, odd_rows, every_second):
+        copy = memory.aligned(layout(x))
+        assert torch.equal(copy, x) and copy.is_contiguous() and copy.data_ptr() % 16 == 0
+    wide = torch.zeros(2, 3, 4, 44).bfloat16()[..., :40]  # rows 88 bytes apart
+    assert memory.aligned(wide) is not wide
+    expanded = x[:, :1].expand(-1, 3, -1, -1)
+    assert memory.aligned(expanded) is not expanded  # a step of 0 is none
+    made = memory.descriptor(x, 64)
+    assert made.shape == [2, 3, 5, 40] and made.strides == [600, 200, 40, 1]
+    assert made.block_shape == [1, 1, 64, 64] and made.base is x
+    made = memory.descriptor(x[:, 1:2], 8, 16)
+    assert made.shape == [2, 1, 5, 40] and made.strides == [600, 16, 40, 1]
+    assert made.block_shape == [1, 1, 8, 16]
+
+
+def test_sums_for_hopper_take_a_small_share_of_the_memory(monkeypatch):
+    module = pytest.importorskip("corecontext.ops.triton.hopper_backward", reason="no Gluon")
+    q, k = torch.zeros(30, 4, 10, 8).half(), torch.zeros(30, 10, 8).half()
+    each = 4 * 10 * 8 * 4  # of a sequence, float32
+    for least, count in ((0, 2), (3 * each, 3), (3 * each - 1, 2), (10**9, 30)):
+        monkeypatch.setattr(module, "MIN_BYTES", least)
+        assert module._sequences_at_once(q, k) == count
+    # 1 / 26 of 4 x (queries and keys) in half precision.
+    assert 4 * 30 * 5 * 160 // 26 // each == 2
+    monkeypatch.setattr(module, "MIN_BYTES", 0)
+    assert module._sequences_at_once(q[:3], k[:3]) == 1
+
+
+def test_fetch_takes_the_kernels_made_for_a_chip_where_they_take_it(monkeypatch):
+    calls = []
+
+    def kernel(name: str, takes: bool) -> SimpleNamespace:
+        return SimpleNamespace(takes=lambda call: takes, attend=lambda *given: calls.append(name))
+
+    monkeypatch.setattr(backend, "attend_raw", lambda *given: calls.append("anywhere"))
+    chip = SimpleNamespace(unsupported_reason=lambda q, spec: "capped" if spec.softcap else None)
+    call = fetched_call(1)
+    capped = call._replace(spec=call.spec.replace(softcap=2.0))
+    for shared, by_query, given, name in (
+        (True, True, call, "shared"),
+        (False, True, call, "by query"),
+        (False, False, call, "anywhere"),
+        (True, True, capped, "anywhere"),
+    ):
+        monkeypatch.setattr(backend, "hopper_forward", chip)
+        monkeypatch.setattr(backend, "hopper_fetch", kernel("shared", shared), raising=False)
+        other = kernel("by query", by_query)
+        monkeypatch.setattr(backend, "hopper_fetch_query", other, raising=False)
+        backend._attend_raw(given, None, None)
+        assert calls.pop() == name and not calls
+    monkeypatch.setattr(backend, "hopper_forward", None)
+    backend._attend_raw(call, None, None)
+    assert calls == ["anywhere"]
+
+    def gradients(spec: Spec, has_chip: bool = True) -> Any:
+        young = SimpleNamespace(unsupported_reason=chip.unsupported_reason)
+        young.gradients = lambda *given: given[-1]
+        monkeypatch.setattr(backend, "hopper_backward", young if has_chip else None)
+        arguments = (None, call.tokens, None, call.cores, spec, None, call.fetched.chosen)
+        return backend.fetch_gradients(*arguments)
+
+    spec = call.spec.replace(fetch_groups=3, fetch_index="mean", fetch_share=4)
+    assert gradients(spec) == Fetched(call.fetched.chosen, 4)
+    assert gradients(spec, has_chip=False) is None
+    for refused in ({"softcap": 2.0}, {"fetch_index": "parts:3"}):
+        assert gradients(spec.replace(**refused)) is None
 
 
 class _OneChip:
